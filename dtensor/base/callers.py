@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -73,28 +73,31 @@ def users_frame(frame: FrameType | None) -> FrameType | None:
 
 def wrapped_by_torch(frame: FrameType | None) -> str:
     """What to say to somebody who wraps a distributed model in torch's ``DistributedDataParallel``; "" if nobody does here."""
-    while frame is not None:
-        if frame.f_code.co_filename == distributed.__file__:
-            return (
-                ". torch.nn.parallel.DistributedDataParallel takes a model of plain parameters, of which it broadcasts and "
-                "reduces each rank's own; for one with DTensors use dtensor.parallel.replicate(model, mesh) or fully_shard, and "
-                "leave it out of accelerate's prepare(), which wraps it: see dtensor.hf.prepared (docs/porting.md)"
-            )
-        frame = frame.f_back
-    return ""
+    if distributed.__file__ not in _files(frame):
+        return ""
+    return (
+        ". torch.nn.parallel.DistributedDataParallel takes a model of plain parameters, of which it broadcasts and "
+        "reduces each rank's own; for one with DTensors use dtensor.parallel.replicate(model, mesh) or fully_shard, and "
+        "leave it out of accelerate's prepare(), which wraps it: see dtensor.hf.prepared (docs/porting.md)"
+    )
 
 
 def loaded_elsewhere(frame: FrameType | None) -> str:
     """What to say to somebody whose optimizer's state was saved under another mesh; "" if no optimizer of torch's runs here."""
+    if not any(file.startswith(_OPTIMIZERS) for file in _files(frame)):
+        return ""
+    return (
+        ". In a step of an optimizer: state that was saved under another mesh was loaded as it was. Load it with "
+        "dtensor.checkpoint, which lays it out as the parameters are, or bring each tensor there: "
+        "`s.redistribute(p.device_mesh, p.placements)` for what optimizer.state[p] holds"
+    )
+
+
+def _files(frame: FrameType | None) -> Iterator[str]:
+    """Of the code that runs, from this frame outwards."""
     while frame is not None:
-        if frame.f_code.co_filename.startswith(_OPTIMIZERS):
-            return (
-                ". In a step of an optimizer: state that was saved under another mesh was loaded as it was. Load it with "
-                "dtensor.checkpoint, which lays it out as the parameters are, or bring each tensor there: "
-                "`s.redistribute(p.device_mesh, p.placements)` for what optimizer.state[p] holds"
-            )
+        yield frame.f_code.co_filename
         frame = frame.f_back
-    return ""
 
 
 def place_of(frame: FrameType | None) -> Place:

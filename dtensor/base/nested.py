@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,16 @@ def leaves(value: Any) -> Iterator[Any]:
 def tensors(value: Any) -> list[torch.Tensor]:
     """All tensors, in order."""
     return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def listed(value: Any) -> Sequence[Any]:
+    """The items of a list or tuple; of anything else itself."""
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def like(sequence: Any, items: Any) -> Any:
+    """``items`` as the same kind of container; named tuples take them one by one."""
+    return type(sequence)(*items) if hasattr(sequence, "_fields") else type(sequence)(items)
 
 
 def replace(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:

@@ -195,7 +195,7 @@ def sizes(values: Iterable[Any]) -> tuple[Any, ...]:
     return values if _NUMBERS.issuperset(map(type, values)) else tuple(map(size_of, values))
 
 
-_NUMBERS = frozenset({int})
+_NUMBERS = frozenset({int, type(None)})
 
 
 def as_torch_has_them(values: Any) -> Any:
@@ -214,7 +214,7 @@ def settled(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: settled(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [settled(item) for item in value]
+        return list(value) if _NUMBERS.issuperset(map(type, value)) else [settled(item) for item in value]
     return int(value) if isinstance(value, torch.SymInt) else value
 
 

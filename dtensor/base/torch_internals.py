@@ -163,6 +163,7 @@ NAMES: dict[str, Internal] = {
     # --- process groups and checkpoints
     "resolve_process_group": Internal("torch._C._distributed_c10d._resolve_process_group", "the group of a name", _NONE),
     "hash_ranks": Internal("torch.distributed.distributed_c10d._hash_ranks_to_str", "names of groups that we make", _NONE),
+    "world": Internal("torch.distributed.distributed_c10d._world", "the process groups that a program has made", _NONE),
     "default_store": Internal("torch.distributed.distributed_c10d._get_default_store", "what a rank leaves for others", _NONE),
     "flatten_state_dict": Internal(
         "torch.distributed.checkpoint._nested_dict.flatten_state_dict", "names as in torch's checkpoints", _NONE

@@ -88,7 +88,8 @@ def explained(error: Exception, operation: str) -> Exception:
 
 def aside() -> AbstractContextManager[Any]:
     """A block that is no part of the program that is traced, or looked at: what is computed there is computed now."""
-    return without_modes() if count_dispatch_modes() and (under_way() or _looked_at()) else nullcontext()
+    apart = count_dispatch_modes() and (under_way() or any(map(looks_on, current_dispatch_modes())))
+    return without_modes() if apart else nullcontext()
 
 
 def looks_on(mode: Any) -> bool:
@@ -101,10 +102,6 @@ def shows_ranges() -> bool:
     return profiler_enabled() or bool(
         LOOKERS and count_dispatch_modes() and any(LOOKERS.get(type(mode)) for mode in current_dispatch_modes())
     )
-
-
-def _looked_at() -> bool:
-    return any(map(looks_on, current_dispatch_modes()))
 
 
 def constant_of_graph(x: Any) -> Any:

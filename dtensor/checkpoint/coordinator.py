@@ -31,7 +31,7 @@ class Ranks:
         self.rank: int = 0 if self.alone else dist.get_rank(self.group)
         self.size: int = 1 if self.alone else dist.get_world_size(self.group)
         self.world_ranks: list[int] = [0] if self.alone else dist.get_process_group_ranks(self.group)
-        if not self.alone and (apart or not _has_gloo(self.group)):
+        if not self.alone and (apart or "gloo" not in str(dist.get_backend_config(self.group))):
             self.group = _gloo_group(self.group, self.world_ranks, apart)
 
     @property
@@ -100,10 +100,6 @@ def other_rank(told: Sequence[object]) -> int | None:
 _INLINE = 4096  # bytes that go with the length: most of what ranks say is one message
 _TAG = 0x63686B70  # so that a program's own messages are not taken for ours
 _GROUPS: dict[Any, Any] = {}
-
-
-def _has_gloo(group: Any) -> bool:
-    return "gloo" in str(dist.get_backend_config(group))
 
 
 def _gloo_group(group: Any, world_ranks: list[int], apart: bool) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
@@ -202,24 +203,36 @@ class Communicator(Binding):
         dims, size = tuple(mesh_dims), self.group_size(mesh_dims)
         if not self.held or size == 1:
             return [value] * size
-        if events.listeners:
-            events.report(self._event("all_gather_object", dims, 0))
+        self.reported("all_gather_object", dims, 0)
         return self._all_gather_object(value, dims)
 
     def all_gather_numbers(self, row: Sequence[int], mesh_dims: Sequence[int]) -> list[list[int]]:
         """The group's rows of whole numbers, of one length, by group position: in less time than :meth:`all_gather_object`."""
-        dims, size = tuple(mesh_dims), self.group_size(mesh_dims)
-        if not self.talks or size == 1:
-            return [list(row)] * size
-        if events.listeners:
-            events.report(self._event("all_gather_object", dims, 0))
-        group = self.mesh.members_of(dims, self.held[0])
-        lengths = [(len(row),)] * size
-        said = f"of {len(row)} whole numbers"
-        transfer = Transfer(lambda member: gathered(lengths, group.index(member)), torch.int64, "all_gather", said=said)
-        run = self._known(("numbers", dims, len(row)), lambda: self._transfer(dims, transfer))
-        told: list[list[int]] = run(torch.tensor(row, device=self.mesh.device_type)).wait().view(size, -1).tolist()
+        told: list[list[int]] = self.all_gather_rows(array("q", row), mesh_dims).tolist()
         return told
+
+    def all_gather_rows(self, numbers: array[int], mesh_dims: Sequence[int]) -> torch.Tensor:
+        """The same as a tensor: (group size, length)."""
+        dims, size = tuple(mesh_dims), self.group_size(mesh_dims)
+        row = torch.frombuffer(numbers, dtype=torch.int64)
+        if not self.talks or size == 1:
+            return row.expand(size, -1)
+        self.reported("all_gather_object", dims, 0)
+        length = len(numbers)
+        run = self._known(("numbers", dims, length), lambda: self._bind_rows(dims, length))
+        rows: torch.Tensor = run(row.to(self.mesh.device_type)).wait().view(size, -1)
+        return rows
+
+    def _bind_rows(self, dims: Dims, length: int) -> Run:
+        group = self.mesh.members_of(dims, self.held[0])
+        lengths, said = [(length,)] * len(group), f"of {length} whole numbers"
+        route_of = lambda member: gathered(lengths, group.index(member))  # noqa: E731
+        return self._transfer(dims, Transfer(route_of, torch.int64, "all_gather", said=said, blocking=True))
+
+    def reported(self, kind: str, mesh_dims: Sequence[int], nbytes: int) -> None:
+        """Tells those who listen of what is no collective of its own."""
+        if events.listeners:
+            events.report(self._event(kind, tuple(mesh_dims), nbytes))
 
     def process_group(self, mesh_dims: Sequence[int]) -> Any:
         """The ``torch.distributed`` group over ``mesh_dims``. MeshError: the ranks are no processes."""

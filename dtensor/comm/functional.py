@@ -25,7 +25,7 @@ from .graph_ops import Collective
 from .pending import Pending
 from .regions import Packing, Scatter, Traffic, Transfer
 from .rows import as_row, chunk_lengths
-from .transfer import packings
+from .transfer import of_gather, packings
 
 
 def either(eager: Run, bind: Any) -> Run:
@@ -43,7 +43,7 @@ def either(eager: Run, bind: Any) -> Run:
 
 
 def _collective(group: Group, kind: str, said: str, op: Any = None) -> Collective:
-    return Collective(kind, group.handle.group_name, group.size, said, op)
+    return Collective(kind, group.name, group.size, said, op)
 
 
 def _exchange(group: Group, row: Tensor, arriving: list[int], leaving: list[int], said: str) -> Tensor:
@@ -75,10 +75,7 @@ def bind_transfer(group: Group, transfer: Transfer) -> Run:
 
 
 def _gathered(group: Group, route: Any, said: str) -> Run:
-    boxes = list(route.receives)
-    boxes[group.position] = route.kept[1]
-    arriving = Packing(tuple(group.to_torch(boxes)), route.new)
-
+    arriving = of_gather(group, route)
     gather = _collective(group, "gather", f"all_gather {said}")
 
     def issue(x: Tensor) -> Pending[Tensor]:

@@ -26,7 +26,7 @@ from ..base.caches import Bounded, remembered
 from ..base.symbols import as_torch_has_them, has_symbols, sizes
 from ..base.told import changed
 from ..base.tracing import kept_object, shows_ranges
-from ..mesh.groups import Group, backend_of
+from ..mesh.groups import Group, backend_of, beside
 from .backends import all_gather_rows, all_reduction, all_to_all_rows, reduce_scatter_single, started
 from .events import Event, listeners, reduced, reporting
 from .pending import Pending
@@ -136,6 +136,7 @@ def _ended(row: Tensor, lengths: Sequence[int], what: str, after: Tensor | None 
     """What the collective gives when it has ended; bound once for a group, which may be remade."""
     told = Collective.read(what)
     lengths, handle = tuple(lengths) or told.lengths, torch_internals.resolve_process_group(told.group)
+    handle = beside(handle, row.device.type)
     key = (what, lengths, row.device.type)
     found = _BOUND.get(key)
     if found is None or found[0] is not handle:

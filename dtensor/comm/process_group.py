@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.groups import Group, backend_of, group_of, order_in
+from ..mesh.groups import Group, backend_of, beside_part, group_of, handle_of, order_in
 from ..watch.watching import begin
 from . import functional
 from .binding import Dims, Reduction, Run, spanning
@@ -63,12 +63,15 @@ class ProcessGroups(Communicator):
         if rank not in ranks:
             return Pending.of
         mesh = spanning(self.mesh, target)
-        handle = dist.group.WORLD
+        handle: Any = dist.group.WORLD
         if mesh is not None and len(ranks) < dist.get_world_size():
             whole = mesh._get_root_mesh()
-            handle = group_of(whole, range(whole.ndim)).handle
+            handle = handle_of(whole, range(whole.ndim))
+        whole_name, all_take_part = handle.group_name, dist.get_world_size(handle) == len(ranks)
+        handle = beside_part(handle, ranks, target.device_type)
+        name = whole_name if all_take_part else handle.group_name
         order, backend = order_in(handle, ranks), backend_of(handle, target.device_type)
-        group = Group(handle, tuple(range(len(ranks))), ranks.index(rank), order, backend)
+        group = Group(handle, tuple(range(len(ranks))), ranks.index(rank), order, backend, name)
         said, over = f"transfer to another mesh {transfer.said}", f"ranks {', '.join(map(str, ranks))}"
         own = transfer.route_of(group.position)
         if dist.get_world_size(handle) == len(ranks):
@@ -98,7 +101,7 @@ class ProcessGroups(Communicator):
 
     def _gathered(self, dims: Dims, row: torch.Tensor, lengths: list[int], position: int) -> torch.Tensor:
         route = gathered([(length,) for length in lengths], position)
-        group, transfer = self._group(dims), Transfer(lambda _: route, row.dtype, "all_gather")
+        group, transfer = self._group(dims), Transfer(lambda _: route, row.dtype, "all_gather", blocking=True)
         run = watched(group, f"all_gather of what ranks say, {lengths}", self._over(dims), bind_transfer(group, transfer))
         whole: torch.Tensor = run(row.to(self.mesh.device_type)).wait()
         return whole.cpu()

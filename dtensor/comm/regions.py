@@ -88,6 +88,7 @@ class Transfer:
         said: what it is, in words that are the same on all ranks of the group: they compare them.
         new_of: the shape of a member's new block, where it is known without the member's part.
         brings: elements that it brings to a rank, the most over ranks, where that is known without all parts.
+        blocking: every rank waits for it where it issues it, so that it may go in rounds that wait for each other.
     """
 
     route_of: Callable[[int], Route]
@@ -97,6 +98,7 @@ class Transfer:
     said: str = ""
     new_of: Callable[[int], tuple[int, ...]] | None = None
     brings: int | None = None
+    blocking: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

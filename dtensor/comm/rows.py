@@ -38,6 +38,11 @@ def flat_bytes(x: Tensor) -> Tensor:
     return flat(x).view(torch.uint8)
 
 
+def content(x: Tensor) -> bytes:
+    """The data of ``x``, row-major."""
+    return flat_bytes(x).cpu().numpy().tobytes()
+
+
 def from_bytes(row: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
     """The tensor whose bytes are ``row``."""
     return row.view(dtype).view(tuple(shape))

@@ -1,11 +1,12 @@
 """Transfers on process groups, bound once to a group and the regions that its members exchange.
 
-Three ways, chosen from facts that all members of the group share:
+Four ways, chosen from facts that all members of the group share:
 
 - *packed*: one all-to-all of rows. Least latency: one call, and packing is one operation or none where splits are even.
 - *direct*: messages between those ranks that have something for each other, out of and into the blocks where a region is one
   run of memory. Least copying and memory: for large messages, and where each rank meets few others.
 - *gathered*: the backend's own all-gather of equal blocks.
+- *relayed*: of a small gather that all wait for: to one rank, and from there to all. Fewest messages.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..mesh.groups import Group
-from .backends import all_gather_rows, all_to_all_rows, broadcast, post, row_major, started, traits_of
+from .backends import after, all_gather_rows, all_to_all_rows, broadcast, post, row_major, started, traits_of
 from .fold import dense
 from .pending import Pending
 from .regions import Box, Packing, Route, Traffic, Transfer, region, run_of
@@ -43,6 +44,8 @@ def bind_transfer(group: Group, transfer: Transfer) -> Issue:
     route = transfer.route_of(member)
     if transfer.kind == "broadcast":
         return _broadcast(group, route)
+    if transfer.blocking and _small(group, route, transfer.dtype):
+        return _relayed(group, route)
     if _natively(group, transfer, route):
         return _gathered(group, route)
     return (bind_direct if _directly(group, transfer, route) else _packed)(group, route)
@@ -87,6 +90,11 @@ def _directly(group: Group, transfer: Transfer, route: Route) -> bool:
         known = Traffic.of([transfer.route_of(member) for member in group.members])
     large = known.largest * transfer.dtype.itemsize >= traits.direct_bytes * (ROWS if in_rows else 1)
     return large or known.partners * traits.sparse <= group.size - 1
+
+
+def _small(group: Group, route: Route, dtype: torch.dtype) -> bool:
+    """Whether one rank may send to all what all have."""
+    return group.size > 2 and math.prod(route.new) * dtype.itemsize * group.size <= traits_of(group).relayed_bytes
 
 
 def packings(group: Group, route: Route) -> tuple[Packing, Packing]:
@@ -192,16 +200,39 @@ def _joined(group: Group, shape: tuple[int, ...], dim: int) -> Issue:
     return issue
 
 
-def _gathered(group: Group, route: Route) -> Issue:
+def of_gather(group: Group, route: Route) -> Packing:
+    """The row in which the blocks of all arrive, one's own too."""
     boxes = list(route.receives)
     assert route.kept is not None
     boxes[group.position] = route.kept[1]
-    arriving = Packing(tuple(group.to_torch(boxes)), route.new)
+    return Packing(tuple(group.to_torch(boxes)), route.new)
+
+
+def _gathered(group: Group, route: Route) -> Issue:
+    arriving = of_gather(group, route)
 
     def issue(x: Tensor) -> Pending[Tensor]:
         block = row_major(x, route.old)
         result = block.new_empty(route.new if arriving.whole else arriving.total)
         work = all_gather_rows(group, result.view(-1), block.view(-1))
         return started([work], (lambda: result) if arriving.whole else lambda: arriving.unpack(result))
+
+    return issue
+
+
+def _relayed(group: Group, route: Route) -> Issue:
+    """A gather of rows by way of the first position, which sends to all what has come from all."""
+    first, *others = group.order or range(group.size)
+    incoming = parts_of(group, route.receives, route.new, -1)
+
+    def issue(x: Tensor) -> Pending[Tensor]:
+        row = row_major(x, route.old)
+        result = row.new_empty(route.new)
+        if group.position:
+            return started(post(group, [(first, result)], [(first, row)], x.device), lambda: result)
+        works = post(group, [(part.rank, part.of(result)) for part in incoming], [], x.device)
+        if route.kept is not None:
+            region(result, route.kept[1]).copy_(row)
+        return started(works, lambda: after(post(group, [], [(rank, result) for rank in others], x.device), lambda: result))
 
     return issue

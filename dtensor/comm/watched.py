@@ -20,7 +20,7 @@ from ..watch.chain import Chain, Deed, read_lengths, told_lengths, unfitting
 from ..watch.levels import Level, refuse_child, trail_of
 from ..watch.ring import ISSUED, fingerprint
 from ..watch.verdict import Said, differing_words, said_of, unfit_words
-from ..watch.watching import chain_among, explained, meet, operations_among, refuse, waited
+from ..watch.watching import chain_among, come_to_next, left_out, meet, operations_among, refuse, waited
 from .pending import Pending
 from .regions import Route, Transfer
 from .rows import gathered
@@ -41,7 +41,8 @@ def watched(
     own: tuple[Sequence[int], Sequence[int]] | None = None,
     mesh: DeviceMesh | None = None,
 ) -> Issue:
-    """``run``; ``said`` is what all ranks of the group say of it, besides the dtype, and the shape where that is ``shaped``.
+    """``run``; ``said`` is what all ranks of the group say of it, besides the dtype, whether there are data, and the shape where
+    that is ``shaped``.
 
     ``over`` names the mesh dims. Where ranks do not know each other's lengths, ``own`` is how many numbers this rank sends to
     each of the group, and how many it expects of each. Of all ranks of ``mesh`` the collectives come in one order, in whichever
@@ -62,7 +63,7 @@ def watched(
     def issue(x: torch.Tensor) -> Pending[torch.Tensor]:
         if (level := Level.now) == "off":
             return run(x)
-        key = (x.dtype, x.shape) if shaped else x.dtype
+        key = (x.dtype, x.is_meta, x.shape) if shaped else (x.dtype, x.is_meta)
         deed = known.get(key)
         if deed is None:
             deed = known.keep(key, Deed.of(f"{said} {_operand(x, shaped)}", over, lengths))
@@ -72,8 +73,8 @@ def watched(
         number = chain.count
         try:
             pending = run(x)
-        except RuntimeError as error:
-            raise explained(chain, number, error) from error
+        except BaseException as error:
+            raise left_out(chain, number, error) from error
         chain.words[ISSUED] = number
         return pending.within(functools.partial(waited, chain, number), rounds=True)
 
@@ -123,13 +124,16 @@ def admitted(chain: Chain, group: Group, ranks: list[int], level: str, deed: Dee
         refuse_child()
     if not chain.take_down(deed):
         raise refuse(chain)
+    if chain.left_out:
+        come_to_next(chain)
     if level == "strict" or (chain.apart and group.backend == "gloo"):  # gloo ends a process that gets too long a message
         _exchanged(chain, group, ranks, deed)
 
 
 def _operand(x: torch.Tensor, shaped: bool) -> str:
     dtype = str(x.dtype).removeprefix("torch.")
-    return f"{dtype}[{', '.join(map(str, x.shape))}]" if shaped else dtype
+    operand = f"{dtype}[{', '.join(map(str, x.shape))}]" if shaped else dtype
+    return f"{operand} without data" if x.is_meta else operand  # of which torch sends nothing
 
 
 def _exchanged(chain: Chain, group: Group, ranks: list[int], deed: Deed) -> None:
@@ -164,7 +168,7 @@ def _told(chain: Chain, group: Group, number: int, row: torch.Tensor) -> torch.T
     if key not in chain.kept:
         route = gathered([(length,)] * group.size, group.position)
         whole = group.handle.size() == group.size
-        transfer = Transfer(lambda _: route, row.dtype, "all_gather")
+        transfer = Transfer(lambda _: route, row.dtype, "all_gather", blocking=True)
         chain.kept[key] = bind_transfer(group, transfer) if whole else bind_direct(group, route)
     pending: Pending[torch.Tensor] = chain.kept[key](row)
     return waited(chain, number, pending.wait)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
 from ..comm import PerRank, shards_of
+from ..propagation.schema import Place
 
 
-def kept_apart(call: Callable[..., Any]) -> Callable[..., Any]:
-    """``call`` with results that share no memory with its arguments: those may be kept, and results are written to."""
+def kept_apart(call: Callable[..., Any], moved: Sequence[tuple[Place, int | None]]) -> Callable[..., Any]:
+    """``call`` with results that share no memory with what was moved, by place and index in a list."""
 
     def run(*local_args: Any, **local_kwargs: Any) -> Any:
         made = call(*local_args, **local_kwargs)
-        given = {at for x in (*local_args, *local_kwargs.values()) if isinstance(x, torch.Tensor) for at in memory_of(x)} - {0}
+        given: set[int] = set()
+        for place, index in moved:
+            x = local_args[place] if isinstance(place, int) else local_kwargs[place]
+            given.update(memory_of(x if index is None else x[index]))
+        given.discard(0)
         if isinstance(made, (tuple, list)):
             return type(made)(apart(x, given) for x in made)
         return apart(made, given)

@@ -43,6 +43,7 @@ from .steps import (
     moving,
     refusing,
     running,
+    viewing,
     written_back,
 )
 from .unbound import absent, decomposed, drawn_alike
@@ -65,8 +66,7 @@ def runner_of(found: Layout | Runner, operator: Operator) -> Runner:
         return found
     func, layout = local_function(operator.func), found
     if operator.is_view:
-        finish = finishing_views(layout, (0,))
-        return lambda args, kwargs, local_args, local_kwargs: finish(args, kwargs, func(*local_args, **local_kwargs))
+        return viewing([], func, layout, 0)
     return lambda args, kwargs, local_args, local_kwargs: wrap_local(func(*local_args, **local_kwargs), layout)
 
 
@@ -94,7 +94,7 @@ def _bound(plan: Plan, operator: Operator, form: Form) -> Layout | Runner:
     before += _arranging(plan, operator, form)
     given, call = _call(plan, operator, form, before)
     if any(move.communicates for _, move in plan.moves) and not (operator.is_view or operator.mutated):
-        call = kept_apart(call)
+        call = kept_apart(call, [(form.place(name), index) for (name, index), move in plan.moves if move.communicates])
     after, finish = _writing(plan, operator, form), finishing(plan, operator, form)
     if (
         isinstance(finish, Layout)
@@ -104,6 +104,8 @@ def _bound(plan: Plan, operator: Operator, form: Form) -> Layout | Runner:
     ):
         return finish  # of complex numbers the wrapper shows a lazy conjugation
     if plan.starts and plan.how == "rule":
+        if isinstance(plan.results[0], Layout) and not (before or after):
+            return viewing(given, call, plan.results[0], plan.starts[0])
         finish = finishing_views(plan.results[0], plan.starts)
     run = running(before, given, call, after, finish)
     return because(Cause(operator, plan), run) if plan.communicates or is_kernel(plan) else run
@@ -174,7 +176,7 @@ def _call(plan: Plan, operator: Operator, form: Form, before: list[Before]) -> t
     if is_kernel(plan):
         tail = [(slice(form.count, form.count), form.tail)] if form.tail else []
         kernel = kernel_of(plan)
-        nothing = idle_of(plan, operator) if kernel.func is plain_op else None  # others meet in collectives
+        nothing = idle_of(plan, operator) if _runs_alone(plan) else None
         return tail, partial(nothing.without(kernel) if nothing else kernel, **_but_for(form.lacking, operator.outs))
     own = None if rule is None or rule.local is None else _of_those_here(plan, rule.local)
     by_member = _constants(plan)
@@ -209,7 +211,13 @@ def _is_own(plan: Plan) -> bool:
     return is_kernel(plan) or (plan.rule is not None and plan.rule.local is not None)
 
 
-def kernel_of(plan: Plan) -> partial[Any]:
+def _runs_alone(plan: Plan) -> bool:
+    """Whether a kernel is the operator itself: in others ranks meet in collectives."""
+    row = None if plan.chosen is None else plan.chosen.kernel_row
+    return row is not None and row.kernel is not None and row.kernel.run is plain_op
+
+
+def kernel_of(plan: Plan) -> Callable[..., Any]:
     """The function that a plan runs instead of the operator, its context bound."""
     assert plan.rule is not None
     chosen, row = plan.chosen, None if plan.chosen is None else plan.chosen.kernel_row

@@ -22,9 +22,9 @@ from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..propagation.schema import Operator
 from ..watch import lines
-from ..watch.levels import trail_of
-from ..watch.ring import Trail, fingerprint
-from ..watch.watching import operations_among
+from ..watch.levels import Level, trail_of
+from ..watch.ring import FAILED, Ring, Trail, fingerprint
+from ..watch.watching import note, operations_among
 from . import wrapping
 from .keys import TRUTHS
 
@@ -38,17 +38,43 @@ def counting(operator: Operator, run: Callable[..., Any]) -> Callable[..., Any]:
     def counted(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if stores and isinstance(autograd_node(), AccumulateGrad):
             return run(cls, func, types, args, kwargs)
-        ring, layouts = None, [value._layout for value in _tensors((*args, *(kwargs or {}).values()))]
-        if layouts:
-            mesh = layouts[0].mesh
-            ring = operations_among(holders(mesh))
+        layouts = list(_layouts_of(args, kwargs or {}))
+        ring = _ring_of(layouts)
         if ring is None:
             return run(cls, func, types, args, kwargs)
         what = f"{func}({', '.join(_given(operator, args, kwargs or {}))})  {', '.join(map(_shown, layouts))}"
-        ring.add(fingerprint(what), what, _over(mesh), lines.at(sys._getframe(1)))
+        ring.add(fingerprint(what), what, _over(layouts[0].mesh), lines.at(sys._getframe(1)))
         return run(cls, func, types, args, kwargs)
 
     return counted
+
+
+def failed(operator: Operator, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Leaves word of an operation's error, which counts where the operation does: others may not have met it, and its program
+    may go on. Errors count alike, whatever they say: that may be of a rank's own data.
+    """
+    note(error)
+    if operator.facts.stores and isinstance(autograd_node(), AccumulateGrad):
+        return
+    layouts, what = list(_layouts_of(args, kwargs)), f"{operator.name}, which raised {type(error).__name__}"
+    if Level.now == "strict" and (ring := _ring_of(layouts)) is not None:
+        ring.add(FAILED, what, _over(layouts[0].mesh), lines.at(sys._getframe(2)))
+    elif Level.now == "watch" and _counts() and not operator.is_view and len(ranks := _together(layouts)) > 1:
+        trail_of(ranks).fail(what)
+
+
+def _counts() -> bool:
+    """Whether operations count now: those of other threads come in no order, those of a program that is traced are not done."""
+    return threading.get_ident() == threading.main_thread().ident and not (count_dispatch_modes() and under_way())
+
+
+def _ring_of(layouts: list[Layout]) -> Ring | None:
+    """Of the ranks that hold these tensors together; None where they are no processes."""
+    return operations_among(holders(layouts[0].mesh)) if layouts else None
+
+
+def _layouts_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Layout]:
+    return (value._layout for value in _tensors((*args, *kwargs.values())))
 
 
 class Notes:

@@ -30,11 +30,10 @@ from ..propagation.schema import Operator, operator_of
 from ..rules.facts import rule_of_each
 from ..rules.registry import lookup
 from ..watch.levels import Level
-from ..watch.watching import note
 from . import wrapping
 from .bind import bind, runner_of
 from .conditions import by_kinds, floats_by_default, under_default_dtype
-from .counted import Notes, counting
+from .counted import Notes, counting, failed
 from .keys import AS_IT_IS, settle, sized_of, stand_in, static
 from .local_op import local_function
 from .mixed_meshes import across_places, meshes_of
@@ -42,7 +41,7 @@ from .operands import plan_of_bound
 from .parted import by_facts, leaving
 from .plain_operands import agree_on_declared, through_copies
 from .steps import Runner
-from .wrapping import begins_after, wrap_at, wrap_local
+from .wrapping import wrap_local, wrap_view
 
 PLANS: Shared[tuple[Any, ...], Any] = Shared(each=1024, together=8192)  # per operator, of all operators
 watched("plans", PLANS.fullness)
@@ -184,7 +183,7 @@ def _dispatch_of(entry: Entry) -> Callable[..., Any]:
                             return found(args, kwargs, [args[0]._local, *args[1:]], {})
             return general(args, kwargs)
         except Exception as error:
-            note(error)
+            failed(entry.operator, error, args, kwargs or {})
             if (told := tracing.explained(error, entry.operator.name)) is not error:
                 raise told from error
             raise
@@ -232,7 +231,7 @@ def _general_form_of(entry: Entry, find: Callable[..., Any]) -> Callable[..., An
         if type(found) is not Layout:
             return found(args, kwargs, local_args, local_kwargs)
         made = local_op(*local_args, **local_kwargs) if local_kwargs else local_op(*local_args)
-        return wrap_at(made, found, begins_after(args[0], found, 0)) if is_view else wrap_local(made, found)
+        return wrap_view(made, found, args[0]) if is_view else wrap_local(made, found)
 
     return run
 

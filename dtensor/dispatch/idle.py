@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..base.nested import tensors
 from ..base.torch_internals import tree_map
 from ..comm import communicator_of
 from ..layout.layout import Layout
@@ -34,8 +35,10 @@ class Idle:
     layouts: tuple[Layout | None, ...]
     outs: tuple[str, ...]
 
-    def results(self, member: int, given: dict[str, Any]) -> Any:
-        beside = torch.empty(0, device=self.mesh.device_type)
+    def results(self, member: int, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        """Beside its operands, where they are."""
+        beside = next(iter(tensors((args, given))), None)
+        beside = torch.empty(0, device=self.mesh.device_type) if beside is None else beside
         blocks = [given[out] for out in self.outs if out in given] or [
             None if x is None else x.block_beside(beside, member) for x in self.layouts
         ]
@@ -45,7 +48,7 @@ class Idle:
         """``one(member, *locals)``, which a rank with something to compute runs."""
 
         def run(member: int, *args: Any, **kwargs: Any) -> Any:
-            made = self.results(member, kwargs) if member in self.members else one(member, *args, **kwargs)
+            made = self.results(member, args, kwargs) if member in self.members else one(member, *args, **kwargs)
             return tuple(made) if isinstance(made, tuple) else made  # all alike, without torch's names
 
         return run
@@ -60,6 +63,8 @@ class Idle:
 def idle_of(plan: Plan, operator: Operator) -> Idle | None:
     """Who has nothing to compute, where it is known what comes out."""
     if plan.chosen is None or operator.is_view or operator.seeded or operator.mutated.difference(operator.outs):
+        return None
+    if "device" in operator.names:  # it makes what is on another one than the mesh's, as forward mode asks
         return None
     mesh, results, returns = plan.call.mesh, plan.chosen.results, operator.func._schema.returns
     layouts = [x for x in results if x is not None]

@@ -17,7 +17,7 @@ from ..comm import PerRank, communicator_of
 from ..layout.layout import Layout
 from ..propagation.propagate import Plan
 from ..propagation.schema import Form, Operator
-from .steps import Before, at, put
+from .steps import Before
 
 
 def in_memory_order(plan: Plan, operator: Operator, form: Form) -> list[Before]:
@@ -29,9 +29,10 @@ def in_memory_order(plan: Plan, operator: Operator, form: Form) -> list[Before]:
 
     def step(args: Any, kwargs: Any, local_args: list[Any], local_kwargs: dict[str, Any]) -> None:
         for place, strides in places:
-            local = at(place, local_args, local_kwargs)
+            given: Any = local_args if isinstance(place, int) else local_kwargs
+            local = given[place]
             if type(local) is not torch.Tensor or local.stride() != strides[0]:
-                put(place, local_args, local_kwargs, _ordered(local, strides))
+                given[place] = _ordered(local, strides)
 
     return [step] if places else []
 

@@ -220,8 +220,7 @@ def _whole(value: Any, name: str) -> Any:
         return value._local
     if MODES.explicit:
         raise ImplicitCommunicationError(f"{name} would gather an operand of another mesh, {layout!r}, under explicit()")
-    whole = Layout.replicated(layout.mesh, layout.shape, layout.stride, layout.dtype)
-    return run_move(plan_move(layout, whole), value._local)
+    return run_move(plan_move(layout, layout.whole()), value._local)
 
 
 # --- numbers of slices --------------------------------------------------------------------------------------------------

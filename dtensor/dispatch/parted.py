@@ -142,7 +142,7 @@ def by_facts(
             if kind is tensor:
                 known = not lasting.isdisjoint(value.__dict__)
             else:
-                listed = kind is list or kind is tuple
+                listed = (kind is list or kind is tuple) and tensor in map(type, value)
                 known = listed and any(type(x) is tensor and not lasting.isdisjoint(x.__dict__) for x in value)
             if known:
                 pattern = _pattern(operator, operator.bind(args, kwargs))

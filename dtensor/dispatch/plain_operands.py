@@ -15,7 +15,6 @@ replicated copy, and every rank takes over the whole result. Elsewhere such a wr
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +22,7 @@ import torch
 
 from ..base.callers import wrapped_by_torch
 from ..base.modes import MODES
+from ..base.nested import listed
 from ..base.torch_internals import forward_ad, graph_task
 from ..comm import PerRank, communicator_of
 from ..comm.agreement import same_on_all
@@ -90,7 +90,7 @@ def agree_on_declared(operator: Operator, bound: dict[str, Any], mesh: DeviceMes
     """
     names = declared(operator)
     for name in names if names and not (MODES.implicit_replication or in_autograd()) else ():
-        for item in _items(bound.get(name)):
+        for item in listed(bound.get(name)):
             if isinstance(item, torch.Tensor) and not hasattr(item, "_layout") and not is_number(item):
                 same_on_all(mesh, item, f"{operator.name} (argument {name!r})")
 
@@ -101,12 +101,8 @@ def through_copies(operator: Operator, bound: dict[str, Any]) -> Runner | None:
     if not operator.mutated or not MODES.implicit_replication:
         return None
     written = (name for name in operator.names if name in operator.mutated and name not in operator.outs)
-    names = tuple(name for name in written if any(_copied(operator, item) for item in _items(bound.get(name))))
+    names = tuple(name for name in written if any(_copied(operator, item) for item in listed(bound.get(name))))
     return partial(_through_copies, operator, names) if names else None
-
-
-def _items(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, (list, tuple)) else (value,)
 
 
 def _copied(operator: Operator, value: Any) -> bool:

@@ -118,7 +118,7 @@ def sharing(found: Layout | Runner) -> Runner:
 
     def detached(args: Any, kwargs: Any, local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         if isinstance(found, Layout):
-            made = wrapping.wrap_at(local_args[0], found, wrapping.begins_after(args[0], found, 0))
+            made = wrapping.wrap_view(local_args[0], found, args[0])
         else:
             made = found(args, kwargs, local_args, local_kwargs)
         made.__dict__[SHARED] = shared(args[0])

@@ -7,6 +7,7 @@ step knows where its argument stands (a :data:`Place`), and what was left out is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from ..redistribute import execute_many as run_moves
 from ..redistribute import plan as plan_move
 from .report import announce, describe
 from .settled import moved_together, one_by_one
-from .wrapping import begins_after, wrap_at, wrap_local
+from .wrapping import wrap_local, wrap_view
 
 Args = tuple[Any, ...]
 Keywords = dict[str, Any]
@@ -63,6 +64,17 @@ def running(
         return args[0] if other is None else other(args, kwargs, made)
 
     return run if before or after else straight
+
+
+def viewing(given: Given, call: Callable[..., Any], layout: Layout, start: int) -> Runner:
+    """The same of a call that gives one view of the first argument's local, which begins so many bytes after that does."""
+
+    def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
+        for where, value in given:
+            local_args[where] = value
+        return wrap_view(call(*local_args, **local_kwargs), layout, args[0], start)
+
+    return run
 
 
 def at(place: Place, positional: Any, keywords: Keywords) -> Any:
@@ -231,14 +243,8 @@ def finishing_views(layouts: Layout | list[Layout], starts: tuple[int, ...]) -> 
     """The same for views of the first argument's local, which begin so many bytes after that does."""
     if isinstance(layouts, Layout):
         layout, start = layouts, starts[0]
-        return lambda args, kwargs, made: wrap_at(made, layout, begins_after(args[0], layout, start))
-    each = tuple(zip(layouts, starts, strict=True))
-
-    def finish(args: Args, kwargs: Keywords, made: Any) -> Any:
-        base = args[0]
-        return [wrap_at(x, layout, begins_after(base, layout, start)) for x, (layout, start) in zip(made, each, strict=True)]
-
-    return finish
+        return lambda args, kwargs, made: wrap_view(made, layout, args[0], start)
+    return lambda args, kwargs, made: list(map(wrap_view, made, layouts, repeat(args[0]), starts))
 
 
 def _one_result(plan: Plan, operator: Operator, form: Form, owner: str | None, layout: Any) -> Finish:

@@ -100,7 +100,8 @@ def absent(plan: Plan, operator: Operator, form: Form, before: Sequence[Before],
                 f"{operator.name} depends on data, of which this rank, outside of {plan.call.mesh!r}, has none; "
                 "redistribute first"
             )
-        device = kwargs.get("device") or next((x.device for x in (*local_args, *local_kwargs.values()) if _is_tensor(x)), None)
+        given = (x.device for x in (*local_args, *local_kwargs.values()) if isinstance(x, torch.Tensor))
+        device = kwargs.get("device") or next(given, None)
         made = []
         for name, place, layout in zip(operator.returns, owners, layouts, strict=True):
             if place is None:
@@ -118,10 +119,6 @@ def absent(plan: Plan, operator: Operator, form: Form, before: Sequence[Before],
         return None if not made else made[0] if len(made) == 1 else tuple(made)
 
     return run
-
-
-def _is_tensor(x: Any) -> bool:
-    return isinstance(x, torch.Tensor)
 
 
 def _empty(layout: Any, device: Any) -> Any:

@@ -44,10 +44,11 @@ def wrap_local(local: Any, layout: Layout) -> Any:
     return made
 
 
-def wrap_at(local: Any, layout: Layout, begins: int) -> Any:
-    """The DTensor with this local and layout, a view that begins so many elements after the memory that it is one of does."""
-    if not begins:
+def wrap_view(local: Any, layout: Layout, base: Any, start: int = 0) -> Any:
+    """The DTensor with this local and layout, a view of ``base`` that begins so many bytes after it does."""
+    if not (start or base._begins):
         return wrap_local(local, layout)
+    begins = begins_after(base, layout, start)
     made = _MAKE(TENSOR, layout.shape, layout.stride, begins, None, layout.dtype, torch.strided, local.device)
     made._local, made._layout, made._begins = local, layout, begins
     if layout.is_complex and local.is_conj():

@@ -297,6 +297,15 @@ class Layout:
         """Whether every rank holds the whole value."""
         return not self.is_partial and all(split is None for split in self.splits)
 
+    def whole(self) -> Layout:
+        """The same tensor, whole on every rank."""
+        return Layout.replicated(self.mesh, self.shape, self.stride, self.dtype)
+
+    def along(self, mesh_dim: int) -> int | Placement:
+        """How it lies along one mesh dim: the tensor dim that is cut, or the placement."""
+        placement = self.placements[mesh_dim]
+        return placement.dim if isinstance(placement, Shard) else placement
+
     def same_data(self, other: Layout) -> bool:
         """Whether every rank holds the same block under both (they may differ in strides, dtype or spelling)."""
         return (self.mesh, self.splits, self.partials, self.shape) == (other.mesh, other.splits, other.partials, other.shape)

@@ -1,9 +1,12 @@
-"""The ``torch.distributed`` group of the members along some mesh dims: given, the world, or made here once.
+"""The ``torch.distributed`` group of the members along some mesh dims: given, the world, or made here once; and ours beside it.
 
 Every member of a mesh asks for the same groups in the same order, since plans do not depend on the rank. But a mesh may
 cover a part of the world, and processes outside it make no call, so a group is made among its own members only. torch
 names such a group after its ranks and *the number of groups that this process has*; where members differ in that number
 (one of them is in two meshes) they would wait for each other under different names, for ever. Hence names of our own.
+
+Gloo tells the collectives of a group apart by nothing but their number. So that what a program asks of its group, on one rank
+alone perhaps, does not meet what this library asks there on others, we talk over a group of our own beside each of its groups.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -36,6 +40,7 @@ class Group:
         position: this process's.
         order: torch's rank in ``handle`` of each group position; None where they are the same.
         backend: its name, ``"gloo"``, ``"nccl"``, ...
+        name: of the program's group: what a graph keeps of it.
     """
 
     handle: Any
@@ -43,6 +48,7 @@ class Group:
     position: int
     order: tuple[int, ...] | None
     backend: str
+    name: str = ""
 
     @property
     def size(self) -> int:
@@ -68,14 +74,30 @@ class Group:
 
 
 def group_of(mesh: Geometry, mesh_dims: Sequence[int]) -> Group:
-    """The group of the current process over ``mesh_dims``. The first call for some ranks makes their process group."""
+    """The group over ``mesh_dims`` over which this process talks to others for us. The first call for some ranks makes it."""
+    handle, members, ranks = _of_program(mesh, mesh_dims)
+    own = beside(handle, mesh.device_type)
+    return _seen(own, members, ranks, mesh, handle.group_name)
+
+
+def program_group_of(mesh: Geometry, mesh_dims: Sequence[int]) -> Group:
+    """The same of the group that its program sees, and talks over."""
+    handle, members, ranks = _of_program(mesh, mesh_dims)
+    return _seen(handle, members, ranks, mesh, handle.group_name)
+
+
+def _seen(handle: Any, members: tuple[int, ...], ranks: list[int], mesh: Geometry, name: str) -> Group:
+    position = ranks.index(dist.get_rank())
+    return Group(handle, members, position, order_in(handle, ranks), backend_of(handle, mesh.device_type), name)
+
+
+def _of_program(mesh: Geometry, mesh_dims: Sequence[int]) -> tuple[Any, tuple[int, ...], list[int]]:
     member = mesh.current_member()
     if member is None:
         raise MeshError(f"rank {dist.get_rank()} is not part of {mesh!r}: it has no process group there")
     members = mesh.members_of(mesh_dims, member)
     ranks = [mesh.ranks[m] for m in members]
-    handle = _handle(mesh, mesh_dims, ranks)
-    return Group(handle, members, members.index(member), order_in(handle, ranks), backend_of(handle, mesh.device_type))
+    return _handle(mesh, mesh_dims, ranks), members, ranks
 
 
 def order_in(handle: Any, ranks: Sequence[int]) -> tuple[int, ...] | None:
@@ -98,7 +120,7 @@ def handle_of(mesh: Geometry, mesh_dims: Sequence[int]) -> Any:
         )
     if mesh.kind == "dry_run":
         raise MeshError(f"{mesh!r} is a dry run: it has no process groups; use init_device_mesh('cpu', ...) under torchrun")
-    return group_of(mesh, mesh_dims).handle
+    return _of_program(mesh, mesh_dims)[0]
 
 
 def backend_of(handle: Any, device_type: str) -> str:
@@ -171,10 +193,10 @@ def _splits(world: Any) -> bool:
     return getattr(world, "bound_device_id", None) is not None
 
 
-def _timeout_of(world: Any, device_type: str) -> timedelta | None:
+def _timeout_of(handle: Any, device_type: str) -> timedelta | None:
     """The user's timeout, which a new group does not take over by itself; None, torch's default, if it cannot be read."""
     try:
-        options = getattr(world._get_backend(torch.device(device_type)), "options", None)  # no public way to read it
+        options = getattr(handle._get_backend(torch.device(device_type)), "options", None)  # no public way to read it
     except RuntimeError:  # a backend written in Python
         return None
     return getattr(options, "_timeout", None)
@@ -217,6 +239,45 @@ def _names_of_ours() -> Iterator[None]:
 
 
 _NAMING = Together(_names_of_ours)
+
+
+# --- ours beside the program's ------------------------------------------------------------------------------------------
+_BESIDE: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by the program's group: it ends with it
+_PARTS: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
+_OURS: WeakSet[Any] = WeakSet()
+
+
+def beside(handle: Any, device_type: str) -> Any:
+    """The group over which this library talks among the ranks of a program's group: on gloo one of its own, which all of them
+    make here together once; on other backends that group.
+    """
+    if handle in _OURS or dist.get_world_size(handle) == 1 or backend_of(handle, device_type) != "gloo":
+        return handle
+    found = _BESIDE.get(handle)
+    if found is None:
+        found = _BESIDE[handle] = _made_beside(handle, dist.get_process_group_ranks(handle), device_type)
+    return found
+
+
+def beside_part(handle: Any, ranks: Sequence[int], device_type: str) -> Any:
+    """The same where only these of its ranks talk, and come here."""
+    if len(ranks) == dist.get_world_size(handle) or backend_of(handle, device_type) != "gloo":
+        return beside(handle, device_type)
+    made, key = _PARTS.setdefault(handle, {}), tuple(sorted(ranks))
+    found = made.get(key)
+    if found is None:
+        found = made[key] = _made_beside(handle, list(ranks), device_type)
+    return found
+
+
+def _made_beside(handle: Any, ranks: list[int], device_type: str) -> Any:
+    for meet in BEFORE:
+        meet(ranks, "gloo")
+    described = f"{handle.group_desc}, of dtensor"
+    options = {"backend": "gloo", "timeout": _timeout_of(handle, device_type), "group_desc": described}
+    made = _make_among_members(ranks, options)
+    _OURS.add(made)
+    return made
 
 
 # --- what all ranks must hold alike, without a collective -------------------------------------------------------------------

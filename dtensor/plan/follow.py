@@ -20,6 +20,7 @@ from ..dispatch.mixed_meshes import across_places, meshes_of
 from ..dispatch.plain_operands import through_copies
 from ..dispatch.versions import versions_of
 from ..dispatch.wrapping import wrap_local
+from ..propagation.calls import places_of
 from ..propagation.choose import Chosen, choose, declared, realized
 from ..propagation.row_table import by_text
 from ..propagation.schema import Operator, operator_of
@@ -29,7 +30,7 @@ from ..rules.call import Call
 from ..rules.rule import Factors, Rule
 from ..tensor.dtensor import DTensor
 from .program_plan import PlannedCall, ProgramPlan, Spelled, placements_of
-from .record import key_of, places_of
+from .record import key_of
 
 
 class Following(TorchDispatchMode):
@@ -91,7 +92,7 @@ class Following(TorchDispatchMode):
     def _move(self, operator: Operator, bound: dict[str, Any], call: PlannedCall) -> None:
         """Brings operands to the forms that the plan says; those that are written to are taken as they lie."""
         taken, dropped = [], []
-        for place, (name, index, x) in enumerate(places_of(operator, bound)):
+        for place, ((name, index), x) in enumerate(places_of(operator, bound)):
             path = call.operands[place] if place < len(call.operands) else ()
             if not isinstance(x, DTensor) or not path or name in operator.mutated:
                 continue

@@ -155,14 +155,9 @@ def _realized(node: Node, asked: Asked, rows: tuple[Row, ...], given: tuple[Layo
 def _seed(layout: Layout, where: Where, mesh_dim: int) -> Layout:
     """An operand as it is taken, but for one mesh dim; terms whose rows are parted are terms."""
     here = layout.placements[mesh_dim]
-    if _placed(layout, mesh_dim) == where or (isinstance(here, ByOwner) and where == Partial("sum")):
+    if layout.along(mesh_dim) == where or (isinstance(here, ByOwner) and where == Partial("sum")):
         return layout
     return placed(layout, mesh_dim, Shard(where) if isinstance(where, int) else where)
-
-
-def _placed(layout: Layout, mesh_dim: int) -> Where:
-    placement = layout.placements[mesh_dim]
-    return placement.dim if isinstance(placement, Shard) else placement
 
 
 def _placed_along(now: Option, mesh_dim: int) -> Iterator[Option]:

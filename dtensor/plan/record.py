@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from ..dispatch.settled import AFRESH
 from ..dispatch.versions import versions_of
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
+from ..propagation.calls import places_of
 from ..propagation.choose import Chosen, choose
 from ..propagation.propagate import Plan
 from ..propagation.schema import Operator, operator_of
@@ -98,7 +99,7 @@ class Recorder(TorchDispatchMode):
         return self._call(operator, plan, asked, bound, func, args, kwargs)
 
     def _call(self, operator: Operator, plan: Plan, asked: Asked, bound: Any, func: Any, args: Any, kwargs: Any) -> Any:
-        operands = [self._value(x) for _, _, x in places_of(operator, bound)]
+        operands = [self._value(x) for _, x in places_of(operator, bound)]
         node = self._node("call", operator.name)
         node.key, node.operands = key_of(operator, bound), operands
         node.asked, node.wanted, node.view = asked, plan.operands, operator.is_view
@@ -125,7 +126,7 @@ class Recorder(TorchDispatchMode):
         return found
 
     def _opaque(self, operator: Operator, bound: Any, func: Any, args: Any, kwargs: Any, plan: Plan | None = None) -> Any:
-        given = [x for _, _, x in places_of(operator, bound)]
+        given = [x for _, x in places_of(operator, bound)]
         operands = [self._value(x) for x in given]
         node = self._node("fixed", operator.name)
         node.key, node.view, node.operands = key_of(operator, bound), operator.is_view, operands
@@ -263,18 +264,6 @@ class Recorder(TorchDispatchMode):
 def _accumulates(running: Any) -> bool:
     """Whether autograd is adding up a leaf's gradient."""
     return running is not None and running.name() == "torch::autograd::AccumulateGrad"
-
-
-def places_of(operator: Operator, bound: Mapping[str, Any]) -> Iterator[tuple[str, int | None, Any]]:
-    """The operands of a call with where they stand, as :func:`~dtensor.propagation.propagate.make_call` numbers them."""
-    for name in operator.names:
-        if name in operator.outs or not (name in operator.tensors or name in operator.number_operands):
-            continue
-        value = bound.get(name)
-        listed = isinstance(value, (list, tuple)) and name in operator.tensors
-        for index, item in enumerate(value) if listed else ((None, value),):  # type: ignore[arg-type]  # a list
-            if isinstance(item, (int, float, complex, torch.Tensor)):
-                yield name, index, item
 
 
 def key_of(operator: Operator, bound: dict[str, Any]) -> tuple[object, ...]:

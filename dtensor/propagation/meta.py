@@ -16,6 +16,7 @@ import torch
 
 from ..base.caches import Bounded
 from ..base.memory_order import dense_in, memory_order
+from ..base.nested import listed
 from ..base.symbols import fake_mode_of, sizes
 from ..base.torch_internals import FakeTensorMode, UnsupportedFakeTensorException
 from ..layout.layout import Layout
@@ -60,7 +61,7 @@ def starts_of(operator: Operator, call: Call) -> tuple[int, ...]:
     base = call.operands[0]
     like = torch.empty_strided(base.shape, base.stride, dtype=base.dtype, device=META)
     shown = operator.call({**call.arguments, operator.names[0]: like})
-    views = shown if isinstance(shown, (list, tuple)) else (shown,)
+    views = listed(shown)
     return tuple([view.storage_offset() * view.element_size() for view in views])
 
 
@@ -238,8 +239,7 @@ def _fit(new: tuple[torch.Tensor, ...], outs: list[Layout], data_decide: bool = 
 
 
 def _laid_out(arguments: dict[str, Any]) -> list[Layout]:
-    listed = [x for value in arguments.values() for x in (value if isinstance(value, (list, tuple)) else (value,))]
-    return [x for x in listed if isinstance(x, Layout)]
+    return [x for value in arguments.values() for x in listed(value) if isinstance(x, Layout)]
 
 
 def _of_numbers(value: Any, device: torch.device) -> Any:

@@ -6,7 +6,7 @@ In this order: the rule of the operator, with the cheapest row per mesh dim; its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal
@@ -193,11 +193,12 @@ def _written_aside(
     written = _written(operator, rule, call).difference(operator.returns)
     if not written:
         return ()
-    return tuple(
-        (slot, plan_move(need, have))
-        for slot, have, need in zip(slots, call.operands, operands, strict=True)
-        if slot[0] in written and not have.same_data(need)
-    )
+    return tuple([back for back in _moves(slots, operands, call.operands) if back[0][0] in written])
+
+
+def _moves(slots: Sequence[Slot], have: Sequence[Layout], need: Sequence[Layout]) -> tuple[tuple[Slot, Move], ...]:
+    """What brings operands from where they are to where they are needed."""
+    return tuple([(slot, plan_move(x, y)) for slot, x, y in zip(slots, have, need, strict=True) if not x.same_data(y)])
 
 
 def _written(operator: Operator, rule: Rule | None, call: Call) -> frozenset[str]:
@@ -216,7 +217,7 @@ def _per_element(
     arguments = {name: value for name, value in call.arguments.items() if name in operator.tensors}
     lists = {name: value for name, value in arguments.items() if isinstance(value, (list, tuple))}
     length = max((len(value) for value in lists.values()), default=0)
-    placed: dict[Slot, Layout] = {(name, None): _whole(value) for name, value in arguments.items() if isinstance(value, Layout)}
+    placed: dict[Slot, Layout] = {(name, None): value.whole() for name, value in arguments.items() if isinstance(value, Layout)}
     results: list[list[Layout | None]] = [[] for _ in metas]
     back: list[tuple[Slot, Move]] = []
     by_numbers = False
@@ -245,11 +246,7 @@ def _per_element(
             if isinstance(meta, list) and i < len(meta):
                 made.append(layout)
     operands = tuple(placed.get(slot, have) for slot, have in zip(slots, call.operands, strict=True))
-    moves = tuple(
-        (slot, plan_move(have, need))
-        for slot, have, need in zip(slots, call.operands, operands, strict=True)
-        if not have.same_data(need)
-    )
+    moves = _moves(slots, call.operands, operands)
     listed = tuple(made if isinstance(meta, list) else None for made, meta in zip(results, metas, strict=True))
     return Plan("rule", call, moves, operands, listed, tuple(back), rule=rule, by_numbers=by_numbers)
 
@@ -272,7 +269,7 @@ def _same_as(element: Call) -> Meta:
 
 def _element(operator: Operator, name: str, value: Any, i: int) -> Any:
     if isinstance(value, Layout):
-        return _whole(value) if not value.shape else None  # a number for all, or a tensor of numbers, one for each
+        return value.whole() if not value.shape else None  # a number for all, or a tensor of numbers, one for each
     if name in operator.tensors and isinstance(value, (list, tuple)):
         return value[i] if i < len(value) else None
     return value[i] if name == "scalars" and isinstance(value, (list, tuple)) else value
@@ -280,12 +277,8 @@ def _element(operator: Operator, name: str, value: Any, i: int) -> Any:
 
 def gather(operator: Operator, call: Call, slots: tuple[Slot, ...], metas: tuple[Any, ...] | None) -> Plan:
     """The plan that is always right: every operand whole on every rank, results replicated, writes cut back into place."""
-    operands = tuple(layout if i in call.plain else _whole(layout) for i, layout in enumerate(call.operands))
-    moves = tuple(
-        (slot, plan_move(have, need))
-        for slot, have, need in zip(slots, call.operands, operands, strict=True)
-        if not have.same_data(need)
-    )
+    operands = tuple(layout if i in call.plain else layout.whole() for i, layout in enumerate(call.operands))
+    moves = _moves(slots, call.operands, operands)
     results: tuple[Any, ...] = ()
     if metas is not None:
         results = tuple(_map_meta(lambda m: Layout.replicated(call.mesh, m.shape, m.stride, m.dtype), meta) for meta in metas)
@@ -298,16 +291,12 @@ def gather(operator: Operator, call: Call, slots: tuple[Slot, ...], metas: tuple
             and slot[0] not in operator.outs
             and (slot[0] not in returned or slot[1] is not None or metas is None)
         ):
-            back += ((slot, plan_move(_whole(have), have)),)
+            back += ((slot, plan_move(have.whole(), have)),)
     for name in operator.outs if metas is None else ():
         target = call.arguments[name]
         if isinstance(target, Layout):  # the data decide the shape: it must turn out to be this one
-            back += (((name, None), plan_move(_whole(target), target)),)
+            back += (((name, None), plan_move(target.whole(), target)),)
     return Plan("gather", call, moves, operands, results, back, starts=() if metas is None else starts_of(operator, call))
-
-
-def _whole(layout: Layout) -> Layout:
-    return Layout.replicated(layout.mesh, layout.shape, layout.stride, layout.dtype)
 
 
 def _map_meta(fn: Callable[[Meta], Layout], value: Any) -> Any:

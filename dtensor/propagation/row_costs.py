@@ -38,12 +38,12 @@ def free_rows(table: Table, factors: Factors, call: Call, kept: Kept) -> tuple[R
             if line.row.kernel is None
             and not line.kernel
             and not line.invents
-            and all(line.results[r] == _current(call.operands[i], mesh_dim) for r, i in kept.items() if r < len(line.results))
+            and all(line.results[r] == call.operands[i].along(mesh_dim) for r, i in kept.items() if r < len(line.results))
         ]
         if not lines or ranks == 1:  # of one rank, rows with moves are free too
             return None
         if len(lines) > 1:
-            nbytes = _result_bytes(call)
+            nbytes = call.result_bytes()
             lines.sort(key=lambda line: (_memory(line, nbytes, ranks), line.order))
         picked.append(lines[0].row)
     return tuple(picked)
@@ -58,11 +58,11 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
     products take longer than memory. A replicated or partial value is not cut only because that is free: results keep the
     placements that their operands suggest.
     """
-    ranks, fixed, nbytes = call.mesh.shape[mesh_dim], call.fixed, _result_bytes(call)
+    ranks, fixed, nbytes = call.mesh.shape[mesh_dim], call.fixed, call.result_bytes()
     owed = _debts(table, factors, call, nbytes, mesh_dim)
     device, work = device_of(call.mesh), elsewhere(work, call, mesh_dim)
     multiplies = work.flops / device.rate(work.dtype) > work.nbytes / device.memory
-    current = [_current(layout, mesh_dim) for layout in call.operands]
+    current = [layout.along(mesh_dim) for layout in call.operands]
     together = link_of(call.mesh, (mesh_dim,)).all_gather.seconds(ranks, 0)
     moving: dict[tuple[int, Where], float] = {}
     priced = []
@@ -139,7 +139,7 @@ def _debts(table: Table, factors: Factors, call: Call, nbytes: list[int], mesh_d
 
 def _here(call: Call, mesh_dim: int) -> tuple[Where | None, ...]:
     fixed = call.fixed
-    return tuple([None if i in fixed else _current(layout, mesh_dim) for i, layout in enumerate(call.operands)])
+    return tuple([None if i in fixed else layout.along(mesh_dim) for i, layout in enumerate(call.operands)])
 
 
 def _fits(where: Where | None, wanted: Where | None) -> bool:
@@ -153,17 +153,8 @@ def _moves_nothing(line: Line, factors: Factors) -> bool:
     return kernel is None or kernel.collectives == 0
 
 
-def _result_bytes(call: Call) -> list[int]:
-    return [math.prod(meta.shape) * meta.dtype.itemsize for meta in call.results if meta is not None]
-
-
 def _memory(line: Line, nbytes: list[int], ranks: int) -> float:
     return sum(size / ranks if isinstance(where, int) else size for where, size in zip(line.results, nbytes, strict=False))
-
-
-def _current(layout: Layout, mesh_dim: int) -> Where:
-    placement = layout.placements[mesh_dim]
-    return placement.dim if isinstance(placement, Shard) else placement
 
 
 def _move(source: Where, target: Where, layout: Layout, mesh_dim: int) -> float:

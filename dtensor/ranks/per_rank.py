@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.extensions import in_use
+from ..base.nested import like
 from ..base.torch_internals import (
     DispatchKey,
     ForceDispatchKeyGuard,
@@ -218,7 +219,7 @@ def _replaced(value: Any, targets: Sequence[tuple[Any, Any]]) -> Any:
             return new
     if isinstance(value, dict):
         return {name: _replaced(item, targets) for name, item in value.items()}
-    return _like(value, [_replaced(item, targets) for item in value]) if isinstance(value, (list, tuple)) else value
+    return like(value, [_replaced(item, targets) for item in value]) if isinstance(value, (list, tuple)) else value
 
 
 def _written_back(results: list[Any], targets: Sequence[tuple[Tensor, PerRank]]) -> Any:
@@ -311,7 +312,7 @@ def pick(value: Any, rank: int) -> Any:
         return value
     if isinstance(value, dict):
         return dict(zip(value, picked, strict=True))
-    return slice(*picked) if isinstance(value, slice) else _like(value, picked)
+    return slice(*picked) if isinstance(value, slice) else like(value, picked)
 
 
 def merge(results: list[Any], leaf: Callable[[list[Any]], Any], ragged: bool = True) -> Any:
@@ -327,7 +328,7 @@ def merge(results: list[Any], leaf: Callable[[list[Any]], Any], ragged: bool = T
     if isinstance(first, (list, tuple)) and any(_holds_tensor(result) for result in results):
         if len({(type(result), len(result)) for result in results}) == 1:
             columns = zip(*results, strict=True)
-            return _like(first, [merge(list(column), leaf, ragged) for column in columns])
+            return like(first, [merge(list(column), leaf, ragged) for column in columns])
         if not ragged:
             raise LayoutError(
                 f"the ranks' results have {[len(result) for result in results]} items: they cannot be one sequence; "
@@ -338,11 +339,6 @@ def merge(results: list[Any], leaf: Callable[[list[Any]], Any], ragged: bool = T
 
 def _holds_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) or (isinstance(value, (list, tuple)) and any(map(_holds_tensor, value)))
-
-
-def _like(sequence: Any, items: list[Any]) -> Any:
-    """``items`` as the same kind of sequence; named tuples take them one by one."""
-    return type(sequence)(*items) if hasattr(sequence, "_fields") else type(sequence)(items)
 
 
 _JOINT: dict[Any, Callable[..., Any]] = {}  # what does not simply run once per rank; see ``joint_autograd.py``

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..base.nested import listed
 from ..errors import LayoutError
 from .assign import assign
 
@@ -46,11 +47,7 @@ def written_tensors(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[
     """The plain tensors that a call writes to."""
     name = getattr(func, "__name__", "").partition(".")[0]
     writes = name in _WRITING or (name.endswith("_") and not name.endswith("__"))
-    return [x for value in (*(args[:1] if writes else ()), kwargs.get("out")) for x in _members(value) if _is_plain(x)]
-
-
-def _members(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, (list, tuple)) else (value,)
+    return [x for value in (*(args[:1] if writes else ()), kwargs.get("out")) for x in listed(value) if _is_plain(x)]
 
 
 def _is_plain(value: Any) -> bool:

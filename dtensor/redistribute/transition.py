@@ -45,7 +45,7 @@ def spread_step(before: Layout, after: Layout, mesh_dims: tuple[int, ...]) -> St
 def move_step(before: Layout, after: Layout) -> Step:
     """Slice, all-gather or exchange: the blocks change, the terms stay terms."""
     itemsize = before.dtype.itemsize
-    gathers = _is_gather(before, after)
+    gathers = all(common_prefix(before.mesh, a, b) == depth(b) for a, b in zip(before.splits, after.splits, strict=True))
     received = _lacking(before, after, gathers) * itemsize
     if not received:
         return Slice(before, after, (), 0, 0.0)
@@ -88,10 +88,6 @@ def _changed(before: Layout, after: Layout) -> tuple[int, ...]:
         if a is not None:
             changed.update(a.mesh_dims[common_prefix(before.mesh, a, b) :])
     return tuple(sorted(changed))
-
-
-def _is_gather(before: Layout, after: Layout) -> bool:
-    return all(common_prefix(before.mesh, a, b) == depth(b) for a, b in zip(before.splits, after.splits, strict=True))
 
 
 def _with_replicas(before: Layout, after: Layout, dims: tuple[int, ...]) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -124,6 +125,10 @@ class Call:
 
     def shape(self, operand: int) -> tuple[int, ...]:
         return tuple(self.operands[operand].shape)
+
+    def result_bytes(self) -> list[int]:
+        """Of each result that is a tensor."""
+        return [math.prod(meta.shape) * meta.dtype.itemsize for meta in self.results if meta is not None]
 
     def operands_of(self, name: str) -> list[int]:
         """Positions of the operands that belong to one argument."""

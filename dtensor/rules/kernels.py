@@ -100,7 +100,8 @@ class KernelContext:
         """``find(call)``, of a function that tells something of a call: worked out once for all runs of the plan."""
         if find not in self.known:
             self.known[find] = find(self.call)
-        return cast(T, self.known[find])
+        found: T = self.known[find]
+        return found
 
     def counts(self, total: int) -> list[int]:
         """How many of ``total`` elements, the product of all its factors' sizes and others', each group position has."""

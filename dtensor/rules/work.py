@@ -17,7 +17,7 @@ from ..cost.device import Device
 from ..placement import Shard
 from .call import Call
 from .facts import shows_memory
-from .rule import Along, Factors, Reduced, Row, Rule, Spec
+from .rule import Along, Factors, Row, Rule, Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def work_of(rule: Rule | None, factors: Factors | None, call: Call) -> Work:
     (420, 428, ['k', 'm', 'n'])
     """
     operands = tuple([layout.nbytes for layout in call.operands])
-    results = tuple([math.prod(meta.shape) * meta.dtype.itemsize for meta in call.results if meta is not None])
+    results = tuple(call.result_bytes())
     dtype = call.operands[0].dtype if call.operands else torch.float32
     if shows_memory(call.func) or torch.Tag.inplace_view in call.func.tags:
         return Work(0, operands, results, dtype, {}, free=True)
@@ -85,13 +85,9 @@ def _multiplied(factors: Factors) -> dict[str, int] | None:
                 for name in dim:
                     met[name] = met.get(name, 0) + 1
     for name, op in factors.reduced.items():
-        if met.get(name, 0) > 1 and _summed(op):
+        if met.get(name, 0) > 1 and "sum" in (op if isinstance(op, tuple) else (op,)):
             return {name: factors.sizes[name] for name in met}
     return None
-
-
-def _summed(op: Reduced) -> bool:
-    return "sum" in op if isinstance(op, tuple) else op == "sum"
 
 
 # --- on one mesh dim ------------------------------------------------------------------------------------------------------

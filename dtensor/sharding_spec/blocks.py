@@ -90,7 +90,8 @@ def _split_of(mesh: DeviceMesh, intervals: Sequence[Interval], size: int) -> Spl
     """How mesh dims cut a tensor dim so that members have these intervals; False if they cannot."""
     if all(interval == (0, size) for interval in intervals):
         return None
-    varying = [d for d in range(mesh.ndim) if _varies(mesh, d, intervals)]
+    lines = [[mesh.members_of((d,), member) for member in mesh.members] for d in range(mesh.ndim)]
+    varying = [d for d, each in enumerate(lines) if any(len({intervals[m] for m in line}) > 1 for line in each)]
     for order in itertools.permutations(varying):
         sizes: dict[int, Interval] = {}
         agreed = all(
@@ -106,7 +107,3 @@ def _split_of(mesh: DeviceMesh, intervals: Sequence[Interval], size: int) -> Spl
             if agreed and start == size:
                 return Split(order, tuple(high - low for low, high in leaves))
     return False
-
-
-def _varies(mesh: DeviceMesh, dim: int, intervals: Sequence[Interval]) -> bool:
-    return any(len({intervals[m] for m in mesh.members_of((dim,), member)}) > 1 for member in mesh.members)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -12,12 +13,14 @@ import torch
 from torch import nn
 
 from ..base.caches import remembered
+from ..base.recording import current
 from ..base.tracing import under_way
 from ..base.validation import strided, whole
 from ..comm import PerRank, communicator_of, shards_of
-from ..comm.agreement import alike
+from ..comm.agreement import alike, room
 from ..comm.binding import Run
 from ..comm.regions import Box, Route, Traffic, Transfer
+from ..comm.rows import content, from_bytes
 from ..errors import ArgumentError, LayoutError, MeshError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, as_mesh
@@ -46,11 +49,11 @@ def distribute_tensor(
         placements: one per mesh dim, default ``Replicate()`` on all.
         src_data_rank: whose value counts: the rank at this index along every mesh dim sends each rank its block (a broadcast
             where nothing is sharded, else one scatter), after the ranks have compared their arguments (an exchange of a few
-            bytes). None: every rank cuts its own copy, no communication.
+            bytes, with which a small tensor comes). None: every rank cuts its own copy, no communication.
 
     Raises:
         PlacementError, MeshError: see :class:`Layout`. LayoutError: a non-leaf that requires grad; on all ranks, where they give
-            different shapes, dtypes or placements.
+            different shapes, dtypes or placements, or some a meta tensor and some data.
 
     >>> import dtensor as dt
     >>> mesh = dt.init_device_mesh("cpu", (2, 2))
@@ -69,23 +72,40 @@ def distribute_tensor(
                 f"call x.redistribute(mesh, placements)"
             )
         return tensor.redistribute(placements=placements)
+    sent = None
     if src_data_rank is None:
         layout = _layout_of(tensor, mesh, placements)
     elif under_way() and mesh.kind == "process_group":  # all that follows is a step of the graph
         return _sent_in_graph(tensor, _layout_of(tensor, mesh, placements), placements, src_data_rank)
     else:
-        layout, strides = alike(
-            mesh,
-            "distribute_tensor",
-            lambda: (_layout_of(tensor, mesh, placements), _position(mesh, src_data_rank))[0],
-            lambda made: ((made, src_data_rank, tensor.requires_grad), made.stride),
-        )
-        if len(strides) > 1:  # another rank may hold something that lies in its memory in another way
-            layout = layout.replace(stride=strides[_position(mesh, src_data_rank)])
+        layout, sent = _agreed(tensor, mesh, placements, src_data_rank)
     reduced = layout.reduced()
-    local = _scatter(tensor.detach(), reduced, src_data_rank)
+    local = _scatter(tensor.detach(), reduced, src_data_rank) if sent is None else _cut(sent, reduced, src_data_rank or 0)
     made = wrap(local if reduced is layout else redistribute_local(local, reduced, layout), layout)
     return made.requires_grad_() if tensor.requires_grad else made
+
+
+def _agreed(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, source: int) -> tuple[Layout, torch.Tensor | None]:
+    """The layout, once all ranks have said the same; and what the source holds, where it is small enough to come with that."""
+    recorded = current() is not None  # what is sent is a step of its own then, which is done again
+
+    def made() -> tuple[Layout, int, bool]:
+        layout = _layout_of(tensor, mesh, placements)
+        return layout, _position(mesh, source), not (recorded or tensor.is_meta) and layout.nbytes <= room(mesh)
+
+    def told(made: tuple[Layout, int, bool]) -> tuple[Any, tuple[int, ...], bytes]:
+        layout, _, small = made
+        besides = [word for word, holds in (("recorded", recorded), ("no data", tensor.is_meta)) if holds]
+        sends = small and mesh.coordinate_of(mesh.current_member()) == (source,) * mesh.ndim
+        load = content(tensor) if sends else b""
+        return (layout, source, tensor.requires_grad, *besides), layout.stride, load
+
+    (layout, position, small), by_rank = alike(mesh, "distribute_tensor", made, told)
+    if by_rank is None:
+        return layout, None
+    layout = layout.replace(stride=by_rank.numbers[position])  # it may hold something that lies in its memory in another way
+    sent = from_bytes(by_rank.loads[position, : layout.nbytes], layout.shape, layout.dtype) if small else None
+    return layout, sent
 
 
 def _sent_in_graph(tensor: torch.Tensor, layout: Layout, placements: Any, source: int) -> DTensor:
@@ -107,12 +127,8 @@ def _layout_of(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> Layou
         raise LayoutError(
             "distribute_tensor takes leaf tensors; a computed value goes through DTensor.from_local(value, mesh, placements)"
         )
-    return Layout.of(mesh, placements, tensor.shape, _dense_stride(tensor), tensor.dtype)
-
-
-def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides that a clone would have: the layout describes dense memory."""
-    return torch.empty_like(shards_of(tensor)[0], device="meta").stride()
+    dense = torch.empty_like(shards_of(tensor)[0], device="meta").stride()  # as of a clone: the layout describes dense memory
+    return Layout.of(mesh, placements, tensor.shape, dense, tensor.dtype)
 
 
 def _scatter(tensor: torch.Tensor, layout: Layout, source: int | None) -> Any:
@@ -127,6 +143,26 @@ def _scatter(tensor: torch.Tensor, layout: Layout, source: int | None) -> Any:
     if position is None or mesh.size() == 1 or (comm.holds_all and not isinstance(tensor, PerRank)):
         return comm.map(lambda member, full: block_of(full, layout, member), tensor)
     return comm.map(in_order, _scattering(layout, position)(tensor).wait(), layout)
+
+
+def _cut(sent: torch.Tensor, layout: Layout, source: int) -> Any:
+    """The blocks of what has come to every rank; told as the collective that it saves."""
+    comm = communicator_of(layout.mesh)
+    comm.reported(_kind(layout), range(layout.mesh.ndim), _brought(layout, _position(layout.mesh, source)))
+    return comm.map(lambda member: in_order(member, block_of(sent, layout, member), layout))
+
+
+@remembered(1024)
+def _brought(layout: Layout, position: int) -> int:
+    """Bytes that come from the rank at ``position`` to another, the most over ranks."""
+    mesh = layout.mesh
+    group = mesh.members_of(range(mesh.ndim), mesh.current_member() or 0)
+    sizes = [layout.local_shape(mesh.coordinates[member]) for k, member in enumerate(group) if k != position]
+    return max(map(math.prod, sizes)) * layout.dtype.itemsize
+
+
+def _kind(layout: Layout) -> str:
+    return "scatter" if any(layout.splits) else "broadcast"
 
 
 @remembered(1024)
@@ -148,10 +184,9 @@ def _scattering(layout: Layout, position: int) -> Run:
         comes = tuple(own if k == position and own.numel else None for k in range(len(group)))
         return Route(shape, size, nothing, comes, None)
 
-    kind = "scatter" if any(layout.splits) else "broadcast"
     met = Traffic(layout.max_local_nbytes // layout.dtype.itemsize, 1, True)
     said = f"{described(full)} from {position} -> {place(layout)}"
-    return communicator_of(mesh).bind_transfer(everywhere, Transfer(route_of, layout.dtype, kind, lambda _: met, said))
+    return communicator_of(mesh).bind_transfer(everywhere, Transfer(route_of, layout.dtype, _kind(layout), lambda _: met, said))
 
 
 def _position(mesh: DeviceMesh, source: int) -> int:

@@ -18,7 +18,7 @@ from ..base.validation import sizes_of
 from ..comm import PerRank, communicator_of, shards_of
 from ..comm.agreement import compared, told_by_all, words_compared
 from ..comm.graph_ops import in_graph
-from ..comm.rows import flat_bytes
+from ..comm.rows import content
 from ..errors import LayoutError, PlacementError
 from ..layout.layout import Layout
 from ..layout.splits import Split
@@ -187,7 +187,7 @@ def _all_pieces(mesh: DeviceMesh, pieces: Sequence[torch.Tensor], told: str) -> 
     if len(mine) > _MOST_DIMS:
         raise LayoutError(f"from_local exchanges the sizes of up to {_MOST_DIMS} dims, got {len(mine)}; give shape=")
     said = f"{pieces[0].dtype} under {told}"
-    found, same = told_by_all(mesh, said, (*mine, *steps))
+    same, found, _ = told_by_all(mesh, said, (*mine, *steps))
     shapes, strides = (tuple(row[: len(row) // 2] for row in found), tuple(row[len(row) // 2 :] for row in found))
     _same_dims(shapes)
     if not same:
@@ -286,13 +286,9 @@ def _check(layout: Layout, pieces: Sequence[torch.Tensor]) -> None:
 def _facts(piece: torch.Tensor) -> tuple[str, tuple[int, ...], tuple[int, ...], bytes]:
     """What all pieces have in common, shape and stride, and what replicas have in common."""
     kind = f"{piece.dtype}{', requiring gradients' if piece.requires_grad else ''}"
-    return kind, tuple(piece.shape), piece.stride(), _digest(piece)
+    return kind, tuple(piece.shape), piece.stride(), hashlib.sha256(content(piece)).digest()
 
 
 def _order(stride: Sequence[int], dims: Sequence[int]) -> str:
     """The order of dims in memory."""
     return f"dims in the order {sorted(dims, key=lambda d: (-stride[d], d))}"
-
-
-def _digest(piece: torch.Tensor) -> bytes:
-    return hashlib.sha256(flat_bytes(piece).cpu().numpy().tobytes()).digest()

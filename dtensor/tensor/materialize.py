@@ -98,12 +98,9 @@ def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Modu
         yield module
 
 
-def _on_meta(module: nn.Module) -> bool:
-    return any(x.is_meta for part in module.modules() for _, _, x in own_tensors(part))
-
-
 def _unfinished(module: nn.Module) -> list[nn.Module]:
-    return [inner for inner in _children_first(module, set()) if _on_meta(inner)]
+    inners = _children_first(module, set())
+    return [inner for inner in inners if any(x.is_meta for part in inner.modules() for _, _, x in own_tensors(part))]
 
 
 def check_initialisers(module: nn.Module) -> None:

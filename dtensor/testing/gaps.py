@@ -133,7 +133,8 @@ def _right_results(variant: Variant, mesh: DeviceMesh, placements: Combination, 
     """The placements under which the results of the operator on local blocks make up the plain results."""
     given = (variant.sample.args, variant.sample.kwargs)
     args, kwargs = replace(torch.clone, given)
-    held = [_pieces_of(x, mesh, where, seed + i) for i, (x, where) in enumerate(zip(tensors(given), placements, strict=True))]
+    scattered = [scatter(x, mesh, at, seed=seed + i) for i, (x, at) in enumerate(zip(tensors(given), placements, strict=True))]
+    held = [shards_of(x._local) for x in scattered]
     try:
         torch.manual_seed(seed)
         expected = tensors(variant.call(*args, **kwargs))
@@ -150,10 +151,6 @@ def _right_results(variant: Variant, mesh: DeviceMesh, placements: Combination, 
     for options in choices:
         found = {(*first, option) for first in found for option in options}
     return found if expected else set()
-
-
-def _pieces_of(x: torch.Tensor, mesh: DeviceMesh, where: Sequence[Placement], seed: int) -> tuple[torch.Tensor, ...]:
-    return shards_of(scatter(x, mesh, where, seed=seed)._local)
 
 
 def _called(variant: Variant, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:

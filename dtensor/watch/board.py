@@ -33,11 +33,11 @@ from .ring import WORDS, done_in, entry_in
 RUNNING, WAITING, FAILED, LEFT = range(4)
 # Words of a rank's page. WHERE it is, its last ERROR and that one's line are texts. COUNT is of its waits, ERROR_COUNT of those
 # before that error, ERRORS of errors; BEAT is when its watcher looked last, THREADS whether several threads
-# have waited, WHERE_SINCE since when it has been where it is.
+# have waited, WHERE_SINCE since when it has been where it is, BEGUN a text: what it has begun in torch's own groups.
 PID, STATE, CHAIN, NUMBER, SINCE, COUNT, WHERE = range(7)
-ERROR, ERROR_LINE, ERROR_AT, ERROR_COUNT, ERRORS, IN_TORCH, IN_TORCH_SINCE, BEAT, THREADS, WHERE_SINCE = range(7, 17)
+ERROR, ERROR_LINE, ERROR_AT, ERROR_COUNT, ERRORS, IN_TORCH, IN_TORCH_SINCE, BEAT, THREADS, WHERE_SINCE, BEGUN = range(7, 18)
 WORDS_OF_RANK = 32
-WHERE_TEXT, CALL_TEXT, ERROR_TEXT, LINE_TEXT = range(4)  # places of its changing texts
+WHERE_TEXT, CALL_TEXT, ERROR_TEXT, LINE_TEXT, BEGUN_TEXT = range(5)  # places of its changing texts
 
 
 _NAME = "dtensor-ranks-"
@@ -213,6 +213,7 @@ class Board:
                 error,
                 line,
                 rings,
+                page.text(words[BEGUN]),
             )
         )
 

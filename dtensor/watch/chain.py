@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..base.callers import users_frame
@@ -19,7 +19,7 @@ from . import lines
 from .board import CHAIN, COUNT, LEFT, NUMBER, RUNNING, SINCE, STATE, THREADS, WAITING, Board, ring_page
 from .levels import Level
 from .pages import Page
-from .ring import HASH, LENGTHS, WORDS, Entry, Ring, fingerprint, mixed, place_of
+from .ring import BROKEN_OFF, FAILED, HASH, LENGTHS, WORDS, Entry, Ring, fingerprint, mixed, place_of
 
 
 class Deed(NamedTuple):
@@ -55,23 +55,24 @@ def read_lengths(text: str) -> tuple[list[int], list[int]]:
 class Chain(Ring):
     """The collectives of the processes ``ranks``, in order, as this one sees them."""
 
-    def __init__(self, board: Board, ranks: tuple[int, ...], handle: Any, backend: str) -> None:
-        self.board, self.ranks = board, ranks
-        self.connect(handle, backend)
+    def __init__(self, board: Board, ranks: tuple[int, ...], backend: str) -> None:
+        self.board, self.ranks, self.backend = board, ranks, backend
+        self.handles: weakref.WeakSet[Any] = weakref.WeakSet()
         self.key = fingerprint(repr(ranks))
         self.name = f"chain-{self.key:016x}"
         (board.folder / f".{self.name}.{board.rank}").write_text(repr(ranks))
         (board.folder / f".{self.name}.{board.rank}").rename(board.folder / self.name)
         super().__init__(board.own(f"{self.name}-{board.rank}", WORDS))
         self.apart = False  # whether its ranks are on several hosts
+        self.left_out = 0  # the last one that this rank took down and did not issue, until all have come to the next one
         self.kept: dict[Any, Any] = {}  # what the exchange of hashes is bound to
         self._to_come = [rank for rank in ranks if rank != board.rank]
         self._others: list[tuple[int, Page]] = []
 
-    def connect(self, handle: Any, backend: str) -> None:
-        """By which group of torch they reach each other; None while it is not made."""
-        self.handle: Callable[[], Any] = (lambda: None) if handle is None else weakref.ref(handle)
-        self.backend = backend
+    def connect(self, handle: Any) -> None:
+        """By which groups of torch they reach each other; None while one is not made."""
+        if handle is not None:
+            self.handles.add(handle)
 
     def take_down(self, deed: Deed) -> bool:
         """Takes down the next collective; whether all who have come to its number mean the same."""
@@ -93,6 +94,11 @@ class Chain(Ring):
         """Whether another rank that has come expects or sends other lengths than this one sends or expects."""
         theirs = lengths_in(page, self.count)
         return theirs is not None and bool(unfitting(self.ranks, {self.board.rank: read_lengths(mine), rank: theirs}))
+
+    def leave_out(self, number: int) -> None:
+        """Says that this rank did not issue a collective that it took down."""
+        self.left_out = self.words[BROKEN_OFF] = number
+        self.mix(FAILED)
 
     def last(self) -> Entry:
         """The last collective that was taken down."""

@@ -9,7 +9,7 @@ from pathlib import Path
 TEXT = 1 << 18  # bytes for texts that are kept: the oldest give way
 _HEAD = 12  # bytes before each: its place among all that were ever kept, its length
 _LONGEST = 2000
-_CHANGING = 4  # texts that are written over: each has a place of its own before all others
+_CHANGING = 5  # texts that are written over: each has a place of its own before all others
 
 
 class Page:

@@ -23,6 +23,7 @@ class Post(NamedTuple):
         error, line: of a rank that has failed.
         rings: by chain how many collectives it came to, the last one in which it has done its part, and that one's hash, words,
             mesh dims and line, and what was computed before it.
+        begun: how much it has begun in torch's own groups.
     """
 
     beat: int
@@ -40,6 +41,7 @@ class Post(NamedTuple):
     error: str
     line: str
     rings: dict[str, list[Any]]
+    begun: str
 
 
 class Posts:

@@ -22,6 +22,7 @@ SLOT = 9
 HEAD = 4  # words before them: how many there were; of collectives the last one issued, and the last one broken off
 ISSUED, BROKEN_OFF = 1, 2
 _MIX, MASK = 0x9E3779B97F4A7C15, 2**64 - 1
+FAILED = 0x6661696C6564  # what an error leaves in a hash
 WORDS = HEAD + DEPTH * SLOT
 _LIST = 5  # bytes before the elements of a list
 
@@ -73,11 +74,11 @@ class Ring:
 
 
 class Trail:
-    """Operations that ``ranks`` do together and that are not taken down: a hash of all so far, the last one in words, and numbers
-    that entered them, which are no part of the hash yet.
+    """Operations that ``ranks`` do together and that are not taken down: a hash of all so far, in words the last one and the last
+    that raised, and numbers that entered them, which are no part of the hash yet.
     """
 
-    __slots__ = ("_counted", "hash", "key", "last", "numbers")
+    __slots__ = ("_counted", "hash", "key", "last", "numbers", "raised")
     MANY = 1 << 12  # numbers that are made a part of it at once
 
     def __init__(self, ranks: frozenset[int]) -> None:
@@ -86,8 +87,12 @@ class Trail:
 
     def begin_anew(self) -> None:
         """As in a new world."""
-        self.hash, self.last, self._counted = 0, "", 0
+        self.hash, self.last, self.raised, self._counted = 0, "", "", 0
         self.numbers: list[Any] = []
+
+    def fail(self, words: str) -> None:
+        """An operation has raised an error: however it ends elsewhere, ranks on which it ended otherwise have parted."""
+        self.hash, self.raised = hash((self.hash, FAILED)), words
 
     def settle(self) -> int:
         """A hash of operations and numbers, wherever it was asked for before; 0 of none."""
@@ -97,9 +102,10 @@ class Trail:
         return self.hash ^ (self._counted << 16)
 
     def latest(self) -> str:
-        """The last operation since this was asked before, and the last numbers that entered one."""
-        last, self.last = self.last, ""
-        return f"{last}, with {', '.join(map(repr, self.numbers[-3:]))}" if self.numbers else last
+        """The last operation since this was asked before, the last numbers that entered one, and the last that raised."""
+        last, raised, self.last, self.raised = self.last, self.raised, "", ""
+        last = f"{last}, with {', '.join(map(repr, self.numbers[-3:]))}" if self.numbers else last
+        return f"{last}, and {raised}" if raised else last
 
 
 class Entry:

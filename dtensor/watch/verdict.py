@@ -133,6 +133,12 @@ def _failed(rank: int, error: str, line: str, at: str, needed: str) -> Verdict:
     return {"kind": "error", "error": [module, name], "words": f"{said} (on rank {rank}{line and ', at '}{line})"}
 
 
+def failed_here(board: Board) -> Verdict:
+    """That this rank has met an error, where others did not."""
+    page = board.page
+    return _failed(board.rank, page.text(page.words[ERROR]), page.text(page.words[ERROR_LINE]), "", "others need it")
+
+
 def _met_last(page: Page) -> bool:
     """Whether the last that is known of a rank is an error of an operation."""
     return bool(page.words[ERROR]) and page.words[COUNT] == page.words[ERROR_COUNT]

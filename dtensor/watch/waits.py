@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import ast
 import time
-from collections.abc import Iterator
-from functools import partial
-from types import CodeType
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-import torch.distributed as dist
-
-from . import lines
 from .board import (
     BEAT,
+    BEGUN,
     CHAIN,
     COUNT,
     ERROR_AT,
@@ -36,6 +32,7 @@ from .board import (
     ended,
     ring_page,
 )
+from .calls import Call, behind
 from .pages import Page
 from .ring import done_in
 from .verdict import Verdict, differing, entry_of, lost, named, shown, stuck
@@ -50,7 +47,10 @@ _FRESH_AFAR_S = 1.2  # how old the post of a rank of another host may be
 
 
 class Wait(NamedTuple):
-    """What a rank waits in: a collective of ours by chain and number, or one of torch's (``key`` 0)."""
+    """What a rank waits in: a collective of ours by chain and number, or one of torch's (``key`` 0).
+
+    ``begun`` is how much it has begun in torch's own groups.
+    """
 
     rank: int
     key: int
@@ -58,6 +58,7 @@ class Wait(NamedTuple):
     since: int
     waits: int
     call: str = ""
+    begun: str = ""
 
 
 def why(board: Board, ranks: tuple[int, ...], key: int, number: int) -> Verdict | None:
@@ -78,13 +79,15 @@ def why(board: Board, ranks: tuple[int, ...], key: int, number: int) -> Verdict 
 
 
 def why_in_torch(board: Board) -> Verdict | None:
-    """Why the wait of this rank in a function of torch.distributed will not end: one that it needs has been gone for a while."""
+    """Why the wait of this rank in a function of torch.distributed will not end: one that it needs has been gone for a while, or
+    waits for those who wait for it.
+    """
     first = _wait_of(board, board.rank)
     if first is None or first.key or time.monotonic_ns() - first.since < PATIENCE_S * 1e9:
         return None
-    lost_one = next((rank for rank in _called(first.call)[1] if rank != board.rank and board.has_ended(rank)), None)
+    lost_one = next((rank for rank in Call.read(first.call).ranks if rank != board.rank and board.has_ended(rank)), None)
     if lost_one is None:
-        return None
+        return _circle(board)
     time.sleep(_AGAIN_S)  # what it has sent before is there by now
     if first != _wait_of(board, board.rank):
         return None
@@ -102,9 +105,9 @@ def failed_elsewhere(board: Board) -> Verdict | None:
     return None
 
 
-def needed_in_torch(board: Board) -> tuple[int, ...]:
+def needed_in_torch(board: Board) -> Sequence[int]:
     """The ranks that this one needs in a function of torch.distributed."""
-    return _called(board.page.text(board.words[IN_TORCH]))[1]
+    return Call.read(board.page.text(board.words[IN_TORCH])).ranks
 
 
 def gone(board: Board, ranks: tuple[int, ...], key: int, number: int) -> Verdict | None:
@@ -126,6 +129,14 @@ def has_come(board: Board, key: int, rank: int, number: int) -> bool:
     if own is not None and ended(own):
         return done_in(page) >= number
     return page.words[0] >= number
+
+
+def has_issued(board: Board, key: int, rank: int, number: int) -> bool:
+    """Whether a rank has done its part in a collective."""
+    page, post = ring_page(board, "chain", key, rank), board.post_of(rank)
+    if page is None:
+        return post is not None and bool(post.rings.get(f"{key:016x}", [0, 0])[1] >= number)
+    return done_in(page) >= number
 
 
 def _gave_up(board: Board, page: Page) -> bool:
@@ -174,13 +185,13 @@ def _wait_of(board: Board, rank: int) -> Wait | None:
         return _wait_afar(board, rank)
     if page.words[THREADS]:  # while one thread waits another may be at work
         return None
-    words = page.words
+    words, begun = page.words, page.text(page.words[BEGUN])
     if words[STATE] == WAITING:
-        return Wait(rank, words[CHAIN], words[NUMBER], words[SINCE], words[COUNT])
+        return Wait(rank, words[CHAIN], words[NUMBER], words[SINCE], words[COUNT], "", begun)
     if not words[IN_TORCH] or time.monotonic_ns() - words[BEAT] > _FRESH_S * 1e9:  # its watcher does not get to look
         return None
     call = page.text(words[IN_TORCH])
-    return Wait(rank, 0, words[IN_TORCH], words[IN_TORCH_SINCE] + _called(call)[2] * _BYTE_NS, words[COUNT], call)
+    return Wait(rank, 0, words[IN_TORCH], words[IN_TORCH_SINCE] + Call.read(call).patience_ns, words[COUNT], call, begun)
 
 
 def _wait_afar(board: Board, rank: int) -> Wait | None:
@@ -189,10 +200,11 @@ def _wait_afar(board: Board, rank: int) -> Wait | None:
     if post is None or post.threads or board.posts.silent_s(rank) > _FRESH_AFAR_S:
         return None
     if post.state == WAITING:
-        return Wait(rank, int(post.chain, 16), post.number, 0, post.waits) if post.waited_s > PATIENCE_S else None
-    if not post.call or post.call_s - _called(post.call)[2] * _BYTE_NS / 1e9 < PATIENCE_S:
+        here = Wait(rank, int(post.chain, 16), post.number, 0, post.waits, "", post.begun)
+        return here if post.waited_s > PATIENCE_S else None
+    if not post.call or post.call_s - Call.read(post.call).patience_ns / 1e9 < PATIENCE_S:
         return None
-    return Wait(rank, 0, post.since, 0, post.waits, post.call)
+    return Wait(rank, 0, post.since, 0, post.waits, post.call, post.begun)
 
 
 def _awaited(board: Board, wait: Wait) -> Iterator[int]:
@@ -200,71 +212,22 @@ def _awaited(board: Board, wait: Wait) -> Iterator[int]:
         ranks = ast.literal_eval((board.folder / f"chain-{wait.key:016x}").read_text())
         yield from (rank for rank in ranks if not has_come(board, wait.key, rank, wait.number))
         return
-    name, ranks, _ = _called(wait.call)
-    for rank in ranks:
+    call = Call.read(wait.call)
+    for rank in call.ranks:
         other = _wait_of(board, rank)
-        theirs = _called("" if other is None else other.call)
-        if rank != wait.rank and not _meets(name, wait.rank, *theirs[:2]):  # it has not come to this one
+        if rank != wait.rank and not _meets(call, wait, other):  # it has not come to this one
             yield rank
 
 
-def _called(call: str) -> tuple[str, tuple[int, ...], int]:
-    """A function of torch.distributed in which a rank is, the ranks that it needs, and of a message its bytes."""
-    name, _, rest = call.partition("|")
-    ranks, _, nbytes = rest.partition("|")
-    return name, ast.literal_eval(ranks or "()"), int(nbytes or 0)
-
-
-def _meets(ours: str, rank: int, theirs: str, needed: tuple[int, ...]) -> bool:
-    """Whether what another rank is in may be what this one waits for."""
-    if ours in _MESSAGES:
-        return theirs == _MESSAGES[ours] and (not needed or rank in needed)
-    return bool(theirs) and theirs not in _MESSAGES
+def _meets(call: Call, wait: Wait, other: Wait | None) -> bool:
+    """Whether another rank, in what it waits in or before, may have done what ``call`` waits for."""
+    if other is None:
+        return False
+    theirs = Call.read(other.call)
+    return theirs.ends(wait.rank, call) if call.is_message else not behind(other.begun, theirs, wait.begun)
 
 
 def _place(board: Board, wait: Wait) -> str:
     if wait.key:
         return shown(board, wait.key, wait.rank, wait.number)
-    return f"torch.distributed.{_called(wait.call)[0]}   {board.where(wait.rank)[0]}"
-
-
-# --- what this process waits for in torch's own collectives ------------------------------------------------------------------
-_COLLECTIVES = frozenset(
-    name
-    for name in dir(dist)
-    if name.startswith(("all_", "barrier", "broadcast", "reduce", "gather", "scatter", "monitored_barrier"))
-    and "coalesced" not in name
-)
-_MESSAGES = {"recv": "send", "send": "recv"}  # and what another rank is in that ends it
-_NAMES = _COLLECTIVES | _MESSAGES.keys()
-_BYTE_NS = 100  # what was sent before may still be on its way
-
-
-def in_torch(places: list[tuple[CodeType, int]]) -> tuple[str, int] | None:
-    """The collective or message of torch.distributed that the main thread is in, with its ranks, and which call it is."""
-    if not any(map(_is_torchs, (code for code, _ in places))):
-        return None
-    frames: list[Any] = lines.undisturbed(partial(list, lines.main_frames()))
-    frame = next((frame for frame in frames if _is_torchs(frame.f_code)), None)
-    if frame is None:  # it was
-        return None
-    name, given = frame.f_code.co_name, lines.undisturbed(partial(getattr, frame, "f_locals"))
-    try:
-        return f"{name}|{_needed(name, given.get('group') or dist.group.WORLD, given)}", id(frame)
-    except (ValueError, RuntimeError, KeyError, TypeError):  # not a group of this process
-        return None
-
-
-def _is_torchs(code: CodeType) -> bool:
-    return code.co_name in _NAMES and code.co_filename.endswith("distributed_c10d.py")
-
-
-def _needed(name: str, group: Any, given: dict[str, Any]) -> str:
-    """The ranks that a call of torch.distributed needs, and of a message its bytes."""
-    if name not in _MESSAGES:
-        return repr(tuple(dist.get_process_group_ranks(group)))
-    side = "src" if name == "recv" else "dst"
-    rank, in_group = given[side], given[f"group_{side}"]
-    if rank is None and in_group is None:  # from anybody
-        return f"()|{given['tensor'].nbytes}"
-    return f"({dist.get_global_rank(group, in_group) if rank is None else rank},)|{given['tensor'].nbytes}"
+    return f"torch.distributed.{Call.read(wait.call).name}   {board.where(wait.rank)[0]}"

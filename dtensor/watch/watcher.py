@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing import util
 from typing import Any
@@ -18,6 +19,8 @@ import torch.distributed as dist
 from . import lines
 from .board import (
     BEAT,
+    BEGUN,
+    BEGUN_TEXT,
     CALL_TEXT,
     CHAIN,
     IN_TORCH,
@@ -33,9 +36,10 @@ from .board import (
     Board,
     process_state,
 )
+from .calls import begun, groups_of_program, in_torch
 from .chain import Chain
 from .verdict import Verdict, lost, named
-from .waits import failed_elsewhere, has_come, in_torch, needed_in_torch, why, why_in_torch
+from .waits import failed_elsewhere, has_come, needed_in_torch, why, why_in_torch
 
 _PERIOD_S = 0.1
 _NOTHING_YET_S = 0.3  # a wait shorter than this is none of anybody's business
@@ -53,7 +57,7 @@ class Watcher:
         self.board = board
         self.chains: dict[tuple[int, ...], Chain] = {}
         self._stopped = threading.Event()
-        self._told, self._call, self._where = _SLOW_S, 0, "-"
+        self._told, self._call, self._where, self._begun = _SLOW_S, (0, ""), "-", "-"
         self._looks: dict[int, int] = {}  # by rank, how often one after the other it was seen to be stopped
         self._thread = threading.Thread(target=self._run, name="dtensor-ranks", daemon=True)
         self._thread.start()
@@ -82,7 +86,7 @@ class Watcher:
         board = self.board
         if not board.present:
             board.leave()
-            if all(chain.handle() is None for chain in list(self.chains.values())):
+            if not any(chain.handles for chain in list(self.chains.values())):
                 return True  # else a mesh keeps its groups, and may wait in them
         self._say_where()
         verdict = board.found()
@@ -110,7 +114,7 @@ class Watcher:
             self._end_waits()
         return True
 
-    def _stopped_rank(self, ranks: tuple[int, ...]) -> Verdict | None:
+    def _stopped_rank(self, ranks: Sequence[int]) -> Verdict | None:
         """That a rank is needed which a signal has stopped: at each of so many looks, for all may have been stopped together."""
         for rank in ranks:
             page = self.board.rank_page(rank)
@@ -143,11 +147,13 @@ class Watcher:
         if where != self._where:
             self._where, words[WHERE_SINCE] = where, time.monotonic_ns()
             words[WHERE] = page.put(WHERE_TEXT, where)
+        if (now := begun(handle for chain in list(self.chains.values()) for handle in list(chain.handles))) != self._begun:
+            self._begun, words[BEGUN] = now, page.put(BEGUN_TEXT, now)
         found = None if words[STATE] == WAITING else in_torch(places)
         if found is None:
-            words[IN_TORCH] = self._call = 0
-        elif found[1] != self._call:
-            self._call = found[1]
+            words[IN_TORCH], self._call = 0, (0, "")
+        elif (found[1], now) != self._call:
+            self._call = found[1], now
             words[IN_TORCH_SINCE] = time.monotonic_ns()
             words[IN_TORCH] = page.put(CALL_TEXT, found[0])
 
@@ -163,10 +169,10 @@ class Watcher:
         it breaks the group's connections, and with them all waits.
         """
         world = self.board.world()
-        found = [(chain.handle(), chain.backend) for chain in list(self.chains.values())]
+        found = {handle: chain.backend for chain in list(self.chains.values()) for handle in list(chain.handles)}
         if world is not None and world is dist.group.WORLD:
-            found.append((world, str(dist.get_backend_config(world))))
-        for handle, backend in {id(handle): (handle, backend) for handle, backend in found if handle is not None}.values():
+            found |= {handle: str(dist.get_backend_config(handle)) for handle in groups_of_program(found)}
+        for handle, backend in found.items():
             with contextlib.suppress(Exception):
                 _end_waits_of(handle, backend)
 

@@ -18,9 +18,9 @@ from . import lines
 from .board import Board, ended, error_of
 from .chain import Chain, Deed
 from .levels import Level, arm, begin_anew
-from .ring import BROKEN_OFF, ISSUED, WORDS, Ring, fingerprint
-from .verdict import Said, Verdict, differing, differing_words, entry_of, lost, named
-from .waits import gone, has_come
+from .ring import BROKEN_OFF, FAILED, ISSUED, WORDS, Ring, fingerprint
+from .verdict import Said, Verdict, differing, differing_words, entry_of, failed_here, lost, named
+from .waits import gone, has_come, has_issued
 from .watcher import Watcher
 
 T = TypeVar("T")
@@ -74,14 +74,13 @@ def chain_among(ranks: Iterable[int], handle: Any, backend: str) -> Chain | None
         watcher, ranks = _watcher(), tuple(sorted(ranks))
         chain = watcher.chains.get(ranks)
         if chain is None:
-            chain = watcher.chains[ranks] = Chain(watcher.board, ranks, handle, backend)
+            chain = watcher.chains[ranks] = Chain(watcher.board, ranks, backend)
             watcher.board.chains.append(chain.key)
             chain.apart = _apart(watcher.board, ranks)
             if chain.apart:
                 watcher.board.spread = True
                 watcher.board.tell()
-        elif chain.handle() is None:
-            chain.connect(handle, backend)
+        chain.connect(handle)
         return chain
 
 
@@ -175,6 +174,39 @@ def refuse(chain: Chain, verdict: Verdict | None = None) -> Exception:
     return error_of(found)
 
 
+def left_out(chain: Chain, number: int, error: BaseException) -> BaseException:
+    """What to raise where this rank could not issue a collective that it took down."""
+    note(error)
+    chain.leave_out(number)
+    return explained(chain, number, error)
+
+
+def come_to_next(chain: Chain) -> None:
+    """After a collective that this rank left out: waits until the others come to the one after it, having left it out too.
+
+    Raises:
+        DivergenceError: they have not, or the error that was met here, on all ranks.
+    """
+    board, number, hashed = chain.board, chain.count, chain.hash
+
+    def came() -> None:
+        to_come = [rank for rank in chain.ranks if rank != board.rank]
+        while to_come:
+            board.go_on()
+            for rank in list(to_come):
+                entry = entry_of(board, chain.key, rank, number)
+                if entry is not None and entry.hash != hashed:
+                    raise refuse(chain)
+                if entry is None and has_issued(board, chain.key, rank, chain.left_out):
+                    raise refuse(chain, failed_here(board))
+                if entry is not None or has_come(board, chain.key, rank, number):
+                    to_come.remove(rank)
+            time.sleep(_MEET_S)
+
+    waited(chain, number, came)
+    chain.left_out = 0
+
+
 def parted(step: int, over: str, found: dict[int, tuple[int, str]]) -> NoReturn:
     """Raises, on all ranks, that copies differ; by rank its version, and what that is."""
     said = {rank: Said(version, over, f"{what}   {lines.here()}") for rank, (version, what) in found.items()}
@@ -187,7 +219,8 @@ def waited(chain: Chain, number: int, finish: Callable[[], T]) -> T:
     chain.begin_wait(number)
     try:
         return finish()
-    except RuntimeError as error:
+    except Exception as error:
+        chain.mix(FAILED)  # on others it may have ended well
         raise explained(chain, number, error) from error
     except BaseException:  # an interrupt: others may be waiting for what this rank still had to send
         chain.words[BROKEN_OFF] = number
@@ -196,7 +229,7 @@ def waited(chain: Chain, number: int, finish: Callable[[], T]) -> T:
         chain.end_wait()
 
 
-def explained(chain: Chain, number: int, error: RuntimeError) -> BaseException:
+def explained(chain: Chain, number: int, error: BaseException) -> BaseException:
     """What to raise where a transfer failed: the verdict, if there is one; else the error."""
     if isinstance(error, DTensorError) or not any(word in str(error) for word in _BROKEN):
         return error

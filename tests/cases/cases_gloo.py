@@ -8,6 +8,7 @@ import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from dtensor.rules import rules
 from dtensor.testing import check, scatter, verify_rule
 from dtensor.testing.placements import mesh_of
 from dtensor.testing.samples import samples_of
+from dtensor.watch.watching import chain_among
 
 R = Replicate()
 CASES = Cases()
@@ -58,6 +60,37 @@ def who_has_no_rows_sends_a_lazy_conjugate_as_the_others_do() -> None:
     equal(cut.conj(), x.conj().resolve_conj())
     equal(cut.conj().redistribute(placements=[Shard(1)]), x.conj().resolve_conj())
     equal(cut.conj().imag, x.conj().imag.resolve_neg())
+
+
+@case
+def what_is_distributed_comes_with_what_the_ranks_compare_if_it_is_small() -> None:
+    given = [value(5, 6), value(6, 5).t(), value(5, 6)[:, :1].expand(5, 6), value(0, 3), value(5, 6) > 0, value(5, 6).half()]
+    given += [torch.complex(value(5, 6), value(5, 6) + 1).conj(), value(200, 15)]
+    for x in given:
+        _sent_from_the_last_rank(x, 1 if x.numel() < 2000 else 2)
+    with mock.patch("dtensor.tensor.distribute.room", return_value=-1):  # as large ones do
+        for x in given:
+            _sent_from_the_last_rank(x, 2)
+
+
+def _sent_from_the_last_rank(x: torch.Tensor, collectives: int) -> None:
+    mesh, processes = square(), dist.is_initialized()
+    own = x if not processes or dist.get_rank() == 3 else torch.zeros_like(x)
+    chain = chain_among(range(4), dist.group.WORLD, "gloo") if processes else None
+    for placements in ([R, R], [Shard(0), R], [Shard(1), Shard(0)], [Partial("max"), Shard(1)]):
+        if x.is_complex() and placements[0] == Partial("max"):
+            continue
+        before = chain.count if chain is not None else 0
+        with CommDebugMode() as comm:
+            made = dt.distribute_tensor(own, mesh, placements, src_data_rank=1)
+        if chain is not None:
+            assert chain.count - before == collectives
+            assert comm.get_comm_counts() == {"broadcast" if placements == [R, R] else "scatter": 1}
+        equal(made, x.resolve_conj())
+        for rank, piece in held(made).items():
+            wanted = made.layout.local_stride(mesh.coordinates[rank])
+            assert all(a == b for a, b, size in zip(piece.stride(), wanted, piece.shape, strict=True) if size > 1)
+            assert piece.untyped_storage().nbytes() == piece.numel() * piece.dtype.itemsize
 
 
 @case

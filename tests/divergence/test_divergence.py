@@ -53,7 +53,8 @@ def check(judge: Judge, name: str) -> None:
         DIFFERENT,
         "sum0/sum1, sum0/mean0, full/large, large_sum/large, nothing/barrier, full/rows_of_5, nothing/item, blocks/wide blocks, "
         "random/drawn before, all to all/all to all of others, sharded/inside backward/sums, sum_then_large_sum/item, "
-        "sharded/before optimizer/sums, nothing/destroyed",
+        "sharded/before optimizer/sums, nothing/destroyed, caught/embedding, caught/out of memory to send, meta/local tensors, "
+        "own calls/all_to_all of one, own calls/async all_reduce of one, own calls/barrier of all but one",
     ),
 )
 def test_a_rank_that_does_something_else_is_named(name: str, judge: Judge) -> None:
@@ -62,7 +63,11 @@ def test_a_rank_that_does_something_else_is_named(name: str, judge: Judge) -> No
 
 @pytest.mark.parametrize(
     "name",
-    some(RAISING, "sum0/raises, full/raises and goes on, sharded/inside forward/raises, item/is interrupted, a state drifts"),
+    some(
+        RAISING,
+        "sum0/raises, full/raises and goes on, sharded/inside forward/raises, item/is interrupted, a state drifts, "
+        "own calls/recv beside barrier goes on",
+    ),
 )
 def test_a_rank_that_raises_ends_the_others(name: str, judge: Judge) -> None:
     check(judge, name)
@@ -85,7 +90,8 @@ def test_what_one_rank_fails_at_all_fail_at(name: str, judge: Judge) -> None:
     some(
         HEALTHY,
         "healthy/backward, healthy/many, healthy/forked, healthy/gradients held, "
-        "healthy/dropped, slow/sum0, healthy/loaded by a worker",
+        "healthy/dropped, slow/sum0, healthy/loaded by a worker, healthy/caught by all, healthy/called by all, "
+        "healthy/left pending",
     ),
 )
 def test_nothing_is_said_of_a_healthy_program(name: str, judge: Judge) -> None:

@@ -23,7 +23,7 @@ from ...comm.backends import all_gather_single, reduce_scatter_single
 from ...comm.communicator import Lengths
 from ...comm.events import Event, issuing, listeners, reporting
 from ...comm.rows import joined
-from ...mesh.groups import group_of
+from ...mesh.groups import program_group_of
 from .layouts import Axes
 
 
@@ -218,7 +218,7 @@ def _torch_group(axes: Axes) -> tuple[Any, list[int]]:
     """The process group that parameters are cut over, None in one process, and torch's rank in it of each group position."""
     if axes.mesh.kind != "process_group":
         return None, list(range(axes.mesh.size_of(axes.shard)))
-    group = group_of(axes.mesh, axes.shard)
+    group = program_group_of(axes.mesh, axes.shard)
     return group.handle, list(range(group.size)) if group.order is None else list(group.order)
 
 

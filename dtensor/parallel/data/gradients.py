@@ -293,8 +293,6 @@ def add(held: Column | None, new: Column) -> Column:
 
 def to_be_added(column: Column, dtype: torch.dtype | None) -> Column:
     """Gradients that more will join: not in less than the dtype that they are reduced in, where small terms would vanish."""
-    return column if dtype is None else tuple(_widened(grad, dtype) for grad in column)
-
-
-def _widened(grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if grad is None else grad.to(torch.promote_types(grad.dtype, dtype))
+    if dtype is None:
+        return column
+    return tuple(None if grad is None else grad.to(torch.promote_types(grad.dtype, dtype)) for grad in column)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...base.nested import like
 from ...errors import ContradictionError, PlacementError
 from ...mesh.device_mesh import DeviceMesh
 from ...placement import Placement
@@ -127,7 +128,7 @@ class PrepareModuleOutput(ParallelStyle):
             _same_number(values, self.output_layouts, f"outputs of {type(module).__name__}", "output")
             pairs = zip(values, self.output_layouts, self.desired_output_layouts, strict=True)
             moved = [_moved(x, mesh, given, wanted, self.use_local_output) for x, given, wanted in pairs]
-            return moved[0] if single else _rebuilt(outputs, moved)
+            return moved[0] if single else like(outputs, moved)
 
         module.register_forward_hook(hook)
         return module
@@ -186,13 +187,13 @@ def _moved(x: Any, mesh: DeviceMesh, given: Layouts, wanted: Layouts, use_local:
         if not isinstance(x, Mapping) or not given.keys() <= x.keys():
             raise PlacementError(f"layouts for the keys {sorted(given)}, but the argument is {_shown(x)}")
         named = {key: _moved(value, mesh, given.get(key), _part(wanted, key), use_local) for key, value in x.items()}
-        return named if type(x) is dict else _rebuilt(x, named)
+        return named if type(x) is dict else like(x, named)
     if not isinstance(given, Placement):
         if not isinstance(x, (tuple, list)):
             raise PlacementError(f"layouts for {len(given)} values, but the argument is {_shown(x)}")
         _same_number(x, given, f"items of a {type(x).__name__}")
         moved = [_moved(item, mesh, one, _part(wanted, k), use_local) for k, (item, one) in enumerate(zip(x, given, strict=True))]
-        return _rebuilt(x, moved)
+        return like(x, moved)
     if not isinstance(x, torch.Tensor):
         raise PlacementError(
             f"the layout {given} is for a tensor, got {_shown(x)}; give None to leave it alone, or nested layouts"
@@ -205,11 +206,6 @@ def _moved(x: Any, mesh: DeviceMesh, given: Layouts, wanted: Layouts, use_local:
 
 def _part(layouts: Any, key: Any) -> Any:
     return None if layouts is None else layouts.get(key) if isinstance(layouts, Mapping) else layouts[key]
-
-
-def _rebuilt(x: Any, items: Any) -> Any:
-    """A container of the type of ``x`` with other items."""
-    return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
 
 
 def _shown(x: Any) -> str:

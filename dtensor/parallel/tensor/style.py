@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from ...base.nested import like
 from ...comm import shards_of
 from ...dispatch.local_op import seen
 from ...errors import MeshError, PlacementError
@@ -259,8 +260,7 @@ def after_forward(module: nn.Module, prepare: Callable[[Any], Any]) -> None:
 
     def hook(_: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, tuple) and output:
-            rest = (prepare(_tensor(output[0])), *output[1:])
-            return type(output)(*rest) if hasattr(output, "_fields") else rest
+            return like(output, (prepare(_tensor(output[0])), *output[1:]))
         return prepare(_tensor(output))
 
     module.register_forward_hook(hook)

@@ -69,7 +69,7 @@ def grouped(at: KernelContext, a: Any, b: Any, offs: Any = None, bias: Any = Non
     left, right, result = _kind(at.call)
     made = at.results[0]
     assert made is not None
-    total, whole = at.once(_ragged), _by_operator(at, made)
+    total, whole = at.once(_sizes).get("r", 0), _by_operator(at, made)
 
     def product(here: At, a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
         if offs is None:
@@ -115,11 +115,6 @@ def _by_operator(at: KernelContext, result: Layout) -> bool:
 def _aligned(x: Tensor) -> Tensor:
     steps = x.stride()[-2:]
     return x if min(steps) == 1 and not _odd(steps, x.itemsize) else x.contiguous()
-
-
-def _ragged(call: Call) -> int:
-    """How many positions the ragged dim has."""
-    return _sizes(call).get("r", 0)
 
 
 def _ends(offs: Tensor, total: int) -> list[int]:

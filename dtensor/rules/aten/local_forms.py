@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...base.caches import remembered
-from ...base.symbols import size_of
+from ...base.symbols import sizes
 from ..facts import fact, lists
 
 
@@ -15,7 +15,7 @@ def _slice(x: torch.Tensor, dim: int = 0, start: int | None = None, end: int | N
     """``aten::slice``, which torch offers as indexing only."""
     if dim == 0:
         return x[start:end:step]
-    return x[_sliced(dim % x.ndim, *map(size_of, (start, end, step)))]
+    return x[_sliced(dim % x.ndim, *sizes((start, end, step)))]
 
 
 @remembered(4096)

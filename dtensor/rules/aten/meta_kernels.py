@@ -89,9 +89,9 @@ def places(name: str, arguments: dict[str, Any]) -> None:
         raise IndexError(f"{name}: indices of shapes {', '.join(map(str, map(list, numbered)))} cannot be broadcast together")
 
 
-def of_one_dtype(first: str, second: str) -> Callable[[str, dict[str, Any]], None]:
+def of_one_dtype(second: str) -> Callable[[str, dict[str, Any]], None]:
     def check(name: str, arguments: dict[str, Any]) -> None:
-        one, other = arguments[first].dtype, arguments[second].dtype
+        one, other = arguments["self"].dtype, arguments[second].dtype
         if one is not other:
             raise RuntimeError(f"{name}: expected tensors of one dtype, not {one} and {other}")
 
@@ -200,8 +200,8 @@ fact(
     "index.Tensor _unsafe_index.Tensor index_put.default index_put_.default _index_put_impl_.default _unsafe_index_put.default",
     refuses=(places,),
 )
-fact("binary_cross_entropy", refuses=(of_one_dtype("self", "target"),), strides=as_if_empty_like("self"))
-fact("masked_scatter", refuses=(of_one_dtype("self", "source"),))
+fact("binary_cross_entropy", refuses=(of_one_dtype("target"),), strides=as_if_empty_like("self"))
+fact("masked_scatter", refuses=(of_one_dtype("source"),))
 fact("slice_scatter select_scatter unique_dim unique_consecutive unique_dim_consecutive", refuses=(dim_in_range,))
 fact("addmm _addmm_activation", refuses=(added("self", lambda given: (*given["mat1"].shape[:1], *given["mat2"].shape[1:])),))
 fact("addmv", refuses=(added("self", lambda given: given["mat"].shape[:1]),))

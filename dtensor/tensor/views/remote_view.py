@@ -225,8 +225,8 @@ def remote(operator: Operator, plan: Plan) -> Runner:
     def run(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         if between is not None and type(args[0]) is DTensor:
             return _in_two_steps(args[0], operator, between, args[1])
-        args, kwargs = tuple(settled(args)), settled(kwargs)  # a compiled program that is given the view makes it again
-        return views_of(Origin(args[0], operator, args, kwargs, plan))
+        given = (args[0], *settled(args[1:]))  # a compiled program that is given the view makes it again
+        return views_of(Origin(args[0], operator, given, settled(kwargs) if kwargs else kwargs, plan))
 
     return sharing(run) if operator.func in _UNTOLD else run
 

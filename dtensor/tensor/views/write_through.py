@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from ...base.memory_order import overlaps
+from ...base.nested import listed
 from ...base.tracing import REFUSED, is_argument, under_way
 from ...comm import communicator_of
 from ...dispatch.dispatcher import dispatch
 from ...dispatch.settled import NESTED
 from ...errors import UnsupportedOperationError
-from ...layout.layout import Layout
 from ...propagation.schema import Operator, operator_of
 from ...ranks.assign import assign as assign_local
 from ...redistribute import redistribute_local
@@ -69,7 +69,7 @@ def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _remote(value: Any) -> Iterator[RemoteView]:
-    for item in value if isinstance(value, (list, tuple)) else (value,):
+    for item in listed(value):
         if isinstance(item, RemoteView):
             yield item
 
@@ -217,7 +217,7 @@ def _assign_whole(links: list[tuple[Origin, int]], base: DTensor, assign: Assign
     """Gather the base, write to its view there, and cut it back. Of mirrored elements the base is mirrored meanwhile."""
     layout = base._layout
     mirrors = [origin for origin, _ in links if origin.shows == "mirror"]
-    everywhere = Layout.replicated(layout.mesh, layout.shape, layout.stride, layout.dtype)
+    everywhere = layout.whole()
     gathered = wrap(redistribute_local(base._local, layout, everywhere), everywhere)
     whole = dense(reduce(_mirrored, mirrors, gathered))
     links = [link for link in links if link[0] not in mirrors]

@@ -175,19 +175,24 @@ def whole_sequences(dims: Dims) -> Dims:
     return tuple(() if own in (("l",), ("s",)) else own for own in dims)
 
 
+def _with_whole_sequences(call: Call, sizes: dict[str, int]) -> tuple[dict[str, Dims], tuple[Dims, ...]]:
+    """The dims of results by name, and those of the operands."""
+    table = {name: whole_sequences(dims) for name, dims in attention_table(call).items()}
+    return table, tuple(whole_sequences(dims) for dims in placed(call, table, sizes))
+
+
 def cuda_forward_factors(call: Call) -> Factors | None:
     """Results beyond the output and the rows' sums (seeds, lengths) are the same on all ranks."""
     sizes = attention_sizes(call)
     if sizes is None or call["dropout_p"] > 0:
         return None
-    table = {name: whole_sequences(dims) for name, dims in attention_table(call).items()}
+    table, operands = _with_whole_sequences(call, sizes)
     named = {"output": table["out"], "logsumexp": table["logsumexp"], "log_sumexp": table["logsumexp"]}
     results = []
     for value, meta in zip(call.func._schema.returns, call.results, strict=True):
         if meta is not None:
             results.append(of_ndim(() if 0 in meta.shape else named.get(value.name, ()), len(meta.shape)))
     kernels = dict.fromkeys("bhg", Kernel(plain_op, joint=True))
-    operands = tuple(whole_sequences(dims) for dims in placed(call, table, sizes))
     return Factors(operands, tuple(results), sizes, HEAD_DIMS | {"l", "s"}, kernels=kernels)
 
 
@@ -196,7 +201,7 @@ def cuda_backward_factors(call: Call) -> Factors | None:
     sizes = attention_sizes(call)
     if sizes is None or call["dropout_p"] > 0:
         return None
-    table = {name: whole_sequences(dims) for name, dims in attention_table(call).items()}
+    table, operands = _with_whole_sequences(call, sizes)
     own = [
         table["query"],
         table["key"],
@@ -204,7 +209,6 @@ def cuda_backward_factors(call: Call) -> Factors | None:
         *(whole_sequences(bias_dims(m.shape, sizes)) for m in call.results[3:] if m is not None),
     ]
     results = tuple(dims for dims, meta in zip(own, call.results, strict=False) if meta is not None)
-    operands = tuple(whole_sequences(dims) for dims in placed(call, table, sizes))
     return Factors(operands, results, sizes, HEAD_DIMS | {"l", "s"}, dict.fromkeys("bhg", "sum"))
 
 

@@ -1,0 +1,84 @@
+"""On gloo this library talks over groups of its own, beside those of the program."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo import run_gloo
+
+import dtensor as dt
+from dtensor.mesh.groups import beside, group_of
+
+pytestmark = pytest.mark.gloo
+
+
+def _twins() -> list[bool]:
+    mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    given = dt.DeviceMesh.from_group([mesh.get_group("dp"), mesh.get_group("tp")], "cpu", mesh.mesh, mesh_dim_names=("dp", "tp"))
+    ours, theirs = group_of(mesh["tp"], (0,)).handle, mesh.get_group("tp")
+    whole = group_of(mesh, (0, 1)).handle
+    return [
+        ours is not theirs,
+        ours is group_of(mesh, (1,)).handle is group_of(given, (1,)).handle,
+        dist.get_process_group_ranks(ours) == dist.get_process_group_ranks(theirs),
+        whole is group_of(mesh.flatten("all"), (0,)).handle is beside(dist.group.WORLD, "cpu") is beside(whole, "cpu"),
+        mesh.get_group("tp") is theirs and mesh.flatten("all").get_group() is dist.group.WORLD,
+        group_of(dt.DeviceMesh("cpu", [dist.get_rank()]), (0,)).size == 1,
+    ]
+
+
+def test_a_group_has_one_beside_it() -> None:
+    assert run_gloo(_twins, 4) == [[True] * 6] * 4
+
+
+def _beside_calls_of_one() -> list[float]:
+    """One rank begins calls of its own on each group of a mesh."""
+    mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x = dt.distribute_tensor(torch.arange(64.0).reshape(8, 8), mesh, [dt.Shard(0), dt.Shard(1)], src_data_rank=None)
+    groups = [mesh.get_group("dp"), mesh.get_group("tp"), mesh.flatten("all").get_group()]
+    begun = [dist.all_reduce(torch.full((4, 4), 7.0), group=group, async_op=True) for group in groups if dist.get_rank() == 2]
+    dp, tp = (x.sum(dim).redistribute(placements=[dt.Replicate()] * 2).to_local().sum().item() for dim in (0, 1))
+    part, other = dt.DeviceMesh("cpu", [0, 1]), dt.DeviceMesh("cpu", [1, 2])  # of the world one takes no part
+    y = dt.distribute_tensor(torch.arange(6.0), part, [dt.Shard(0)], src_data_rank=None).redistribute(other, [dt.Shard(0)])
+    found = [dp, tp, float(x.full_tensor().sum()), y.to_local().sum().item() if dist.get_rank() in (1, 2) else -1.0]
+    for group in groups if dist.get_rank() != 2 else ():
+        dist.all_reduce(torch.zeros(4, 4), group=group) if 2 in dist.get_process_group_ranks(group) else None
+    for work in begun:
+        assert work is not None
+        work.wait()
+    return found
+
+
+def test_a_call_of_one_rank_meets_none_of_ours() -> None:
+    of_ranks = run_gloo(_beside_calls_of_one, 4)
+    assert of_ranks == [[2016.0, 2016.0, 2016.0, part] for part in (-1.0, 3.0, 12.0, -1.0)]
+
+
+def _made_again(store: str) -> list[Any]:
+    """In each of two worlds: sums, one of them compiled before the world was made again."""
+    dist.destroy_process_group()
+    step = torch.compile(lambda x: (x * 2).sum(0).redistribute(placements=[dt.Replicate()]), backend="aot_eager")
+    found, before = [], None
+    for world in range(2):
+        rank, size = int(os.environ["RANK_OF_TEST"]), 2
+        dist.init_process_group("gloo", init_method=f"file://{store}-{world}", rank=rank, world_size=size)
+        mesh = dt.init_device_mesh("cpu", (2,))
+        x = dt.distribute_tensor(torch.arange(6.0).reshape(2, 3), mesh, [dt.Shard(0)], src_data_rank=None)
+        found += [step(x).to_local().tolist(), float(x.sum()), beside(dist.group.WORLD, "cpu") is not before]
+        before = beside(dist.group.WORLD, "cpu")
+        if not world:
+            dist.destroy_process_group()
+    return found
+
+
+def _in_two_worlds(store: str) -> list[Any]:
+    os.environ["RANK_OF_TEST"] = str(dist.get_rank())
+    return _made_again(store)
+
+
+def test_a_world_that_is_made_again_has_groups_of_its_own(tmp_path: Any) -> None:
+    assert run_gloo(_in_two_worlds, 2, str(tmp_path / "store")) == [[[6.0, 10.0, 14.0], 15.0, True] * 2] * 2
