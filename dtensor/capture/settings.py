@@ -28,6 +28,9 @@ _CHOOSING = (
     "_get_math_sdp_enabled",
     "_get_mem_efficient_sdp_enabled",
     "_get_overrideable_sdp_enabled",
+    "_get_deterministic_algorithms_warn_only",
+    "_get_cudnn_enabled",
+    "_get_mkldnn_enabled",
 )
 # By which operators choose how they compute, at a replay as well: so they count where code asks for them.
 _NAMES = (
@@ -39,12 +42,9 @@ _NAMES = (
     "_get_cudnn_allow_tf32",
     "_get_cudnn_benchmark",
     "_get_cudnn_deterministic",
-    "_get_cudnn_enabled",
-    "_get_deterministic_algorithms_warn_only",
     "_get_deterministic_fill_uninitialized_memory",
     "_get_float32_matmul_precision",
     "_get_mkldnn_deterministic",
-    "_get_mkldnn_enabled",
     "_get_nnpack_enabled",
     "_get_onednn_allow_tf32",
     "_get_warnAlways",
@@ -63,12 +63,11 @@ def _those(names: Sequence[str]) -> list[Callable[[], Any]]:
     return [getattr(context, name) for name in names if hasattr(context, name)]  # not all in every torch
 
 
-_CHOSEN = _those(_CHOOSING)
+_CHOSEN = [*_those(_CHOOSING), torch.backends.mha.get_fastpath_enabled]
 _TORCHS: tuple[Callable[[], Any], ...] = (
     *_those(_NAMES),
     partial(torch.get_autocast_dtype, "cpu"),
     partial(torch.get_autocast_dtype, "cuda"),
-    torch.backends.mha.get_fastpath_enabled,
 )
 
 

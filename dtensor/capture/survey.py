@@ -13,6 +13,8 @@ still holds the same objects. What code reads, it reads of
   computes names, by ``getattr`` or ``vars``, also which objects the others are); also modules that code imports;
 - modules of others: values and containers of them that code names there, and which function it is that bears a name.
 
+What only a computed name leads to is looked into as data: which of its code runs is seen, and surveyed from then on.
+
 Not guarded is what stands outside of the program (clocks, files) and inside of other libraries' objects.
 """
 
