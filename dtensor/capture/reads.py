@@ -148,7 +148,9 @@ class World:
         elif event == "c_call":
             if fn.__name__ in _READS:
                 self._check_read(fn)
-            if not self._printing and not self._is_closed(fn) and of_user(frame, fn.__name__ == "initial_seed"):
+            if not (self._printing or self._is_closed(fn) or _is_pythons(frame, fn)) and of_user(
+                frame, fn.__name__ == "initial_seed"
+            ):
                 self._found = self._refusal(fn)
                 raise self._found
             self._printing += fn is print
@@ -221,6 +223,11 @@ def _calls_it(frame: FrameType | None) -> bool:
     while frame is not None and _owner(frame) != "dtensor":
         frame = frame.f_back
     return frame is not None and frame.f_code.co_name == "_called"  # Recording._called
+
+
+def _is_pythons(frame: FrameType, fn: Any) -> bool:
+    """Whether the standard library asks the process for itself, as ``inspect`` how deep calls may be."""
+    return _owner(frame) in _THROUGH and _root(_module_of(fn)) in _DOING
 
 
 def functions_of(frame: FrameType) -> list[FunctionType]:

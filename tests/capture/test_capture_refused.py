@@ -7,6 +7,7 @@ import codecs
 import collections
 import csv
 import gc
+import inspect
 import io
 import os
 import sys
@@ -56,6 +57,13 @@ def refused() -> dict[str, Callable[[], float]]:
         "handlers of codecs": lambda: float(codecs.lookup_error("strict") is not None),
         "the process": lambda: float(os.getpid() % 7),
     }
+
+
+def test_the_standard_library_may_ask_the_process_for_itself() -> None:
+    captured = dt.capture(lambda x: x * len(inspect.signature(refused).parameters) + x)
+    with torch.no_grad():
+        assert all(torch.equal(captured(X).full_tensor(), X.full_tensor()) for _ in range(4))
+    assert captured.cache_info().replayed >= 2
 
 
 @pytest.mark.parametrize("name", [*refused()])
