@@ -105,7 +105,7 @@ def names() -> Iterator[Way]:
     def owner() -> None: ...
 
     def change(n: float) -> None:
-        HERE.found_list[0] = n  # type: ignore[attr-defined]
+        HERE.found_list[0] = n
 
     thing, taken, called = Thing(), operator.attrgetter("found_thing.v"), operator.methodcaller("by_one")
     given, module = functools.partial(getattr, HERE, "found_list"), HERE
@@ -115,7 +115,7 @@ def names() -> Iterator[Way]:
     yield lambda x: x * eval(word[0] + "_list[0]"), change
     yield lambda x: x * vars(module)[word[0] + "_list"][0], change
     yield lambda x: x * given()[0], change
-    yield lambda x: x * taken(module), setting(HERE.found_thing, "v")  # type: ignore[attr-defined]
+    yield lambda x: x * taken(module), setting(HERE.found_thing, "v")
     yield lambda x: x * getattr(thing, "rate_" + "".join(["one"])), setting(Thing, "rate_one")
     yield lambda x: x * getattr(thing, "by_" + "".join(["one"]))(), lambda n: held.__setitem__(0, n)
     yield lambda x: x * called(thing), lambda n: held.__setitem__(0, n)
@@ -154,7 +154,7 @@ def classes() -> Iterator[Way]:
     yield (
         lambda x: x * copy.copy(thing).__dict__.get("v", 1.0),
         lambda n: (
-            copyreg.pickle(Child, lambda held: (_other_child, (Child, n))) if n > 1 else copyreg.dispatch_table.pop(Child, None)  # type: ignore[arg-type,return-value]
+            copyreg.pickle(Child, lambda held: (_other_child, (Child, n))) if n > 1 else copyreg.dispatch_table.pop(Child, None)
         ),
     )
 
@@ -163,6 +163,13 @@ def _other_child(kind: Any, value: float) -> Any:
     made = kind()
     made.v = value
     return made
+
+
+def hold(lock: Any, held: bool) -> None:
+    if held:
+        lock.acquire(False)
+    elif lock.locked():
+        lock.release()
 
 
 def objects() -> Iterator[Way]:
@@ -183,7 +190,7 @@ def objects() -> Iterator[Way]:
     yield lambda x: x * (1 + raw[0]), lambda n: raw.__setitem__(0, int(n))
     yield lambda x: x * (2 if values.flags.writeable else 1), lambda n: values.setflags(write=n < 2)
     yield lambda x: x * getattr(refused, "k", 1.0), setting(refused, "k")
-    yield lambda x: x * (2 if lock.locked() else 1), lambda n: lock.acquire(False) if n > 1 else lock.locked() and lock.release()
+    yield lambda x: x * (2 if lock.locked() else 1), lambda n: hold(lock, n > 1)
     yield lambda x: x * (2 if event.is_set() else 1), lambda n: event.set() if n > 1 else event.clear()
     yield lambda x: x * waiting.qsize(), waiting.put
     yield lambda x: x * dataclasses.fields(Record)[0].default, setting(dataclasses.fields(Record)[0], "default")
