@@ -73,6 +73,7 @@ NAMES: dict[str, Internal] = {
     "all_schemas": Internal("torch._C._jit_get_all_schemas", "the page of operators lists what has no rule", _NONE),
     "resolve_packet": Internal("torch._C._jit_resolve_packet", "the overload that a call would take", _NONE),
     "CustomOpDef": Internal("torch._library.custom_ops.CustomOpDef", "what torch.library.custom_op gave", _NONE),
+    "context": Internal("torch._C", "what is set of torch, asked at each call of a captured function", "torch.backends"),
     "count_function_modes": Internal("torch._C._len_torch_function_stack", "whether the user has function modes entered", _NONE),
     "current_function_modes": Internal("torch.overrides._get_current_function_mode_stack", "which they are", _NONE),
     "DeviceContext": Internal("torch.utils._device.DeviceContext", "the function mode that torch.device enters", _NONE),

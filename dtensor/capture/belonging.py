@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+import sysconfig
 import types
+from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
 
-from .holding import MISSING
+MISSING = object()  # where there is nothing; nothing else is it
 
 VALUES = (
     int,
@@ -24,10 +27,30 @@ VALUES = (
     torch.memory_format,
 )
 _FOREIGN = frozenset({"torch", "dtensor", "numpy", "builtins"} | set(sys.stdlib_module_names))
-_DATA = frozenset(
-    {"argparse", "collections", "types", "os", "configparser", "optparse", "weakref", "_weakrefset"}
-)  # whose objects are the user's data
+_OWN = frozenset({"abc", "builtins", "importlib", "inspect", "logging", "re", "typing"})  # whose objects are their own affair
+_STANDARD = frozenset(sys.stdlib_module_names) - _OWN
+_TORCHS_DATA = ("torch.amp", "torch.distributions", "torch.nn", "torch.optim", "torch.utils.data")
+_LIBRARYS = frozenset(
+    {
+        "_apart",
+        "_begins",
+        "_counted",
+        "_forms",
+        "_grad_layout",
+        "_is_param",
+        "_left",
+        "_ownerships",
+        "_parted",
+        "_parts",
+        "_shared",
+        "_shown",
+    }
+)  # attributes of tensors that are ours
+_INSTALLED = tuple({sysconfig.get_path(name) + "/" for name in ("purelib", "platlib", "stdlib")})
 _TORCHS = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+
+
+_HOME: Any = attrgetter("__dict__")
 
 
 class ById:
@@ -54,13 +77,24 @@ def key_of(key: Any) -> Any:
     return ... if isinstance(key, torch.Tensor) else value_of(key) if isinstance(key, VALUES) else ById(key)
 
 
+def module_of(kind: Any) -> str:
+    """Where a class or function stands."""
+    return str(kind.__module__ or "")
+
+
 def _root_of(kind: Any) -> str:
-    return str(kind.__module__ or "").partition(".")[0]
+    return module_of(kind).partition(".")[0]
 
 
 def foreign(value: Any) -> bool:
     """Whether a function, class or module belongs to a library whose state is its own affair."""
     return (value.__name__.partition(".")[0] if isinstance(value, types.ModuleType) else _root_of(value)) in _FOREIGN
+
+
+def installed(value: types.FunctionType | type) -> bool:
+    """Whether a function or class is of an installed package, of which names, documents and bases are taken as they are."""
+    space = value.__globals__ if isinstance(value, types.FunctionType) else vars(sys.modules.get(module_of(value), types))
+    return str(space.get("__file__")).startswith(_INSTALLED)
 
 
 def is_users(value: Any) -> bool:
@@ -70,14 +104,17 @@ def is_users(value: Any) -> bool:
 
 
 def slots_of(kind: type) -> dict[str, Any]:
-    """Attributes that are not in ``__dict__``, of a user's class: name -> descriptor."""
-    users = [base for base in kind.__mro__ if not foreign(base)]
-    return {name: held for base in users for name, held in vars(base).items() if isinstance(held, types.MemberDescriptorType)}
+    """Attributes that are not in ``__dict__``, of a user's class, or one of the library's that is not hashed by value: name ->
+    descriptor."""
+    users = [base for base in kind.__mro__ if not foreign(base) or _is_record(base)]
+    found = {name: held for base in users for name, held in vars(base).items() if isinstance(held, types.MemberDescriptorType)}
+    return {name: held for name, held in found.items() if name not in ("__dict__", "__weakref__")}
 
 
-def held_in(slots: dict[str, Any], value: Any) -> list[Any]:
+def held_in(slots: Iterable[Any], value: Any) -> list[Any]:
+    """What an object holds under these descriptors, MISSING for nothing."""
     found = []
-    for slot in slots.values():
+    for slot in slots:
         try:
             found.append(slot.__get__(value, type(value)))
         except AttributeError:
@@ -92,9 +129,32 @@ def has_contents(value: Any) -> bool:
         return False
     if isinstance(value, _TORCHS):
         return True
-    if foreign(kind):
-        return _root_of(kind) in _DATA and hasattr(value, "__dict__")
-    return hasattr(value, "__dict__") or bool(slots_of(kind))
+    return (not foreign(kind) or _is_data(kind)) and (type(getattr(value, "__dict__", None)) is dict or bool(slots_of(kind)))
+
+
+def _is_record(kind: type) -> bool:
+    """Whether a library's objects of this class have slots that may be set, and are not hashed by them."""
+    return "__slots__" in vars(kind) and _is_data(kind) and getattr(kind, "__hash__", None) in (None, object.__hash__)
+
+
+def _is_data(kind: type) -> bool:
+    """Whether a library's objects of this class are the user's data."""
+    return _root_of(kind) in _STANDARD or _root_of(kind) == "numpy" or module_of(kind).startswith(_TORCHS_DATA)
+
+
+def all_bare(tensors: Iterable[Any]) -> bool:
+    """Whether :func:`bare` holds for each."""
+    return all(map(_LIBRARYS.issuperset, map(_HOME, tensors)))
+
+
+def bare(x: torch.Tensor) -> bool:
+    """Whether nobody but the library has put anything on a tensor."""
+    return x.__dict__.keys() <= _LIBRARYS
+
+
+def attributes_of(x: torch.Tensor) -> dict[str, Any]:
+    """What was put on a tensor by others than the library."""
+    return {name: held for name, held in x.__dict__.items() if name not in _LIBRARYS}
 
 
 def plain(held: Any) -> bool:

@@ -24,6 +24,7 @@ from ..base.tracing import looks_on
 from ..errors import ArgumentError, CaptureError
 from ..plan.program_plan import ProgramPlan
 from .confirm import Group, agreed, confirmed, groups_heard
+from .notes import Ran
 from .planned import Plans, Way
 from .program import Program, Sources
 from .record import Recording
@@ -113,14 +114,14 @@ class _Surveyed(threading.local):
 
     found: tuple[Environment, ...] = ()
 
-    def now(self, fn: Any) -> Environment:
+    def now(self, fn: Any, ran: Ran) -> Environment:
         """The survey, as of now."""
         if self.found and (self.found[0].unchanged() or self.found[0].refreshed()):
             return self.found[0]
         before = self.found[:1]
         self.found = (*(one for one in self.found[1:] if one.unchanged()), *before)
         if len(self.found) == len(before):
-            self.found = Environment(fn), *before
+            self.found = Environment(fn, ran), *before
         return self.found[0]
 
 
@@ -149,6 +150,7 @@ class Captured(Generic[P, T]):
         self._limit = limit
         self._entries: dict[Any, list[_Kept]] = {}
         self._surveyed = _Surveyed()
+        self._ran = Ran()
         self._tries = self._recorded = self._replayed = self._plain = 0
         self._groups: dict[Group, None] = {}  # whose collectives it issues
         self._alike = True  # whether what it reads is guarded by facts that all ranks share
@@ -160,7 +162,7 @@ class Captured(Generic[P, T]):
             self._plain += 1
             return self.fn(*args, **kwargs)
         signature = sign(args, kwargs)
-        environment = self._surveyed.now(self.fn)
+        environment = self._surveyed.now(self.fn, self._ran)
         key = (signature.key, modes())
         entries = self._entries.get(key, ())
         serving = ((one, found) for one in entries if (found := one.serves(signature, environment)) is not None)
@@ -217,6 +219,9 @@ class Captured(Generic[P, T]):
             result, program, changed = recording.run(way.within, way.together)
         if self._plans is not None and not way.followed():
             return result
+        if recording.ran:  # the next survey knows
+            self._ran.extend(recording.ran)
+            self._surveyed, self._tries = _Surveyed(), 0
         same = program is not None and (not program.followed or (waiting is not None and confirmed(waiting.program, program)))
         found = agreed(groups, 0 if changed else 3 if same else 1)
         bit = self._known_to_all(groups, recording.alike, signature)

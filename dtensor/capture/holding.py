@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import array
+import abc
 import functools
 import gc
-import random
+import re
 import threading
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
-from contextvars import ContextVar
+from collections.abc import Callable, ItemsView, KeysView, Mapping, ValuesView
+from contextvars import Context, ContextVar
 from typing import Any
 
 import numpy
 
-from ..errors import CaptureError
-
-MISSING = object()  # where there is nothing; nothing else is it
+from .belonging import MISSING, foreign, module_of
+from .states import taken_from
 
 _CACHE = type(functools.cache(len))
 _SHOWING = (types.CellType, types.MappingProxyType, KeysView, ValuesView, ItemsView)  # what something else holds
@@ -35,6 +34,8 @@ _PARTS: dict[type, tuple[str, ...]] = {
     functools.partialmethod: _PARTIAL,
     functools.singledispatchmethod: ("func", "dispatcher"),
     _CACHE: ("__wrapped__",),
+    types.GenericAlias: ("__origin__", "__args__"),
+    types.UnionType: ("__args__",),
 }
 
 
@@ -56,62 +57,66 @@ def parts_of(value: Any) -> list[Any] | None:
 
 def contents_of(value: Any) -> Callable[[], list[Any]] | None:
     """Gives the objects that something holds now; what programs may set of a thing of the library's, its ``_guarded`` gives."""
-    if isinstance(value, ContextVar):
-        return lambda: [value.get(MISSING)]
-    if isinstance(value, threading.local):
-        return lambda: [vars(value)]  # of this thread
-    if isinstance(value, weakref.ref):
-        return lambda: [value()]
-    if isinstance(value, BaseException):
-        return lambda: [value.args]
-    if isinstance(value, defaultdict):
-        return lambda: [value.default_factory]
-    if isinstance(value, deque):
-        return lambda: [value.maxlen]
-    if isinstance(value, _SHOWING):
-        return lambda: gc.get_referents(value)
-    if isinstance(value, _CACHE):
-        return lambda: [entry for held in gc.get_referents(value) if type(held) is dict for entry in held.values()]
-    if isinstance(value, types.GeneratorType):
-        return lambda: [] if value.gi_frame is None else [*value.gi_frame.f_locals.values(), value.gi_yieldfrom]
-    if isinstance(value, numpy.ndarray) and value.dtype.hasobject:
-        return lambda: list(value.flat)
-    return getattr(value, "_guarded", None) if type(value).__module__.startswith("dtensor.") else None
-
-
-def state_of(value: Any) -> Callable[[], Any] | None:
-    """Gives a value, equal as long as what an object holds is the same. Large arrays are compared whole.
-
-    Raises:
-        CaptureError: it is an iterator that does not tell where it stands.
-    """
+    for kind, held in _CONTENTS:
+        if isinstance(value, kind):
+            return lambda: held(value)
     if isinstance(value, numpy.ndarray):
-        return None if value.dtype.hasobject else lambda: (value.dtype.str, value.shape, value.tobytes())
-    if isinstance(value, (bytearray, array.array, memoryview)):
-        return lambda: bytes(value)
-    if isinstance(value, random.Random):
-        return value.getstate
-    if isinstance(value, numpy.random.Generator):
-        return lambda: repr(value.bit_generator.state)
-    if isinstance(value, numpy.random.RandomState):
-        return lambda: repr(value.get_state(legacy=False))
-    if isinstance(value, types.GeneratorType):
-        return lambda: None if value.gi_frame is None else value.gi_frame.f_lasti
-    if isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
-        return functools.partial(_position, value)
-    return None
+        return (lambda: _objects(value)) if value.dtype.hasobject else None
+    if module_of(type(value)).startswith("dtensor."):
+        return getattr(value, "_guarded", None)
+    if taken_from(value) is not None:
+        return lambda: taken_from(value) or []
+    return (lambda: _referents(value)) if _is_compiled(value) else None
 
 
-def _position(value: Any) -> Any:
-    if type(value).__name__ in ("count", "repeat"):  # Python 3.14 has taken their other ways to tell
-        return repr(value)
-    try:
-        _, arguments, *rest = value.__reduce__()
-    except TypeError:
-        raise CaptureError(
-            f"capture: the function can reach a {type(value).__name__}, an iterator that does not tell where it stands, so a "
-            "replay could not see it move on; keep it out of the captured function and pass what it gives as an argument"
-        ) from None
-    return tuple(_position(x) if isinstance(x, Iterator) else len(x) if hasattr(x, "__len__") else x for x in arguments), repr(
-        rest
-    )
+def _is_compiled(value: Any) -> bool:
+    """Whether an object is one of compiled code that holds others, and tells the collector which."""
+    kind = type(value)
+    known = isinstance(value, (type, types.ModuleType, types.FunctionType, dict, list, tuple, set, frozenset, *_PASSING, *_FIXED))
+    known = known or "__slots__" in vars(kind)  # it is of Python
+    return not known and foreign(kind) and not module_of(kind).startswith(("torch", "dtensor")) and not hasattr(value, "__dict__")
+
+
+def _referents(value: Any) -> list[Any]:
+    return [x for x in gc.get_referents(value) if not isinstance(x, (type, types.ModuleType, *_PASSING))]
+
+
+def _objects(value: Any) -> list[Any]:
+    return [x for row in value.ravel().tolist() for x in (row if isinstance(row, tuple) else (row,))]
+
+
+def _frames(value: Any) -> list[Any]:
+    for kind, (frame, delegate) in _RUNNING.items():
+        if isinstance(value, kind) and getattr(value, frame) is not None:
+            return [*getattr(value, frame).f_locals.values(), getattr(value, delegate)]
+    return []
+
+
+_PASSING = (types.FrameType, types.TracebackType, types.CodeType, type(vars(abc.ABC)["_abc_impl"]))  # of no meaning, or moving
+_FIXED = (
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+    types.WrapperDescriptorType,
+    types.MethodDescriptorType,
+    types.ClassMethodDescriptorType,
+    re.Pattern,
+    *_PARTS,
+)  # what holds the same for ever, or has been taken apart
+_RUNNING: dict[type, tuple[str, str]] = {
+    types.GeneratorType: ("gi_frame", "gi_yieldfrom"),
+    types.CoroutineType: ("cr_frame", "cr_await"),
+    types.AsyncGeneratorType: ("ag_frame", "ag_await"),
+}
+_CONTENTS: tuple[tuple[Any, Callable[[Any], list[Any]]], ...] = (
+    (ContextVar, lambda value: [value.get(MISSING)]),
+    (Context, lambda value: [x for pair in value.items() for x in pair]),
+    (threading.local, lambda value: [vars(value)]),  # of this thread
+    (weakref.ref, lambda value: [value()]),
+    (BaseException, _referents),
+    (defaultdict, lambda value: [value.default_factory]),
+    (deque, lambda value: [value.maxlen]),
+    (_SHOWING, gc.get_referents),
+    (_CACHE, lambda value: [entry for held in gc.get_referents(value) if type(held) is dict for entry in held.values()]),
+    (tuple(_RUNNING), _frames),
+    (numpy.ufunc, _referents),  # one made of a function
+)

@@ -7,6 +7,7 @@ accumulated; else whether each leaf has a gradient, of which layout, and who lis
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -19,9 +20,11 @@ from torch.overrides import TorchFunctionMode
 from ..base import nested
 from ..base.recording import Between, current
 from ..base.torch_internals import DisableTorchFunctionSubclass, TensorBase, pytree
+from ..errors import CaptureError
 from ..tensor.dtensor import DTensor
 from ..tensor.gradients import grad_placements_of
 from ..tensor.redistribute_many import redistribute_many
+from .reads import of_user
 from .signature import described, picking
 
 _GRAD, _LAYOUT, _BEFORE, _AFTER = map(attrgetter, ("grad", "_layout", "_backward_hooks", "_post_accumulate_grad_hooks"))
@@ -34,6 +37,16 @@ _RUNS: Any = frozenset(
         torch.Tensor.register_hook,
         torch.Tensor.register_post_accumulate_grad_hook,
         *(getattr(TensorBase, name).__get__ for name in ("_backward_hooks", "_post_accumulate_grad_hooks")),
+    )
+)
+
+
+# What is one call's affair, or one rank's: how often a tensor was written to, where it lies, what it is a view of.
+_MEMORY: Any = frozenset(
+    (
+        *(getattr(TensorBase, name) for name in ("data_ptr", "storage_offset", "untyped_storage", "_is_view", "is_set_to")),
+        *(getattr(TensorBase, name).__get__ for name in ("_version", "_base", "_cdata", "_post_accumulate_grad_hooks")),
+        torch.Tensor.storage,
     )
 )
 
@@ -181,12 +194,29 @@ class _Looking(TorchFunctionMode):
         self._leaves = leaves
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _MEMORY and of_user(_asking()):
+            raise CaptureError(
+                f"capture: the function asks for {_named(func)} of a tensor, which another call or rank has other ones of; ask "
+                "outside of the captured function"
+            )
         if func in _LOOKS:
             self._leaves.touched = True
         if func in _RUNS:
             self._leaves.touched = self._leaves.hooked = True
         self._leaves.looked.update(id(x) for x in args if isinstance(x, torch.Tensor))
         return func(*args, **(kwargs or {}))
+
+
+def _asking() -> Any:
+    """The frame that calls a torch function, past those of modes."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name in ("__torch_function__", "called"):
+        frame = frame.f_back
+    return frame
+
+
+def _named(func: Any) -> str:
+    return str(getattr(getattr(func, "__self__", func), "__name__", func))
 
 
 def leaves_of(roots: list[torch.Tensor]) -> dict[int, Any]:

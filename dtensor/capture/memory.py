@@ -10,6 +10,7 @@ import torch
 from ..comm import PerRank
 from ..dispatch.wrapping import wrap_local
 from ..tensor.dtensor import DTensor
+from .belonging import attributes_of, bare
 from .program import joined, locals_of
 
 
@@ -21,6 +22,8 @@ def stand_in(x: Any, locals_: tuple[torch.Tensor, ...], replaced: bool) -> Any:
         made = locals_[0].detach()
     if x.requires_grad:
         torch.Tensor.requires_grad_(made)  # not DTensor's, which brings gradients to the leaf's layout
+    if not bare(x):
+        made.__dict__.update(attributes_of(x))
     return made
 
 

@@ -12,14 +12,26 @@ import gc
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from types import BuiltinFunctionType, ClassMethodDescriptorType, FrameType, MethodDescriptorType, WrapperDescriptorType
+from types import (
+    BuiltinFunctionType,
+    ClassMethodDescriptorType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    MethodDescriptorType,
+    WrapperDescriptorType,
+)
 from typing import Any
 
 import torch
 
 from ..base import nested
 from ..errors import CaptureError
+from .belonging import MISSING
 from .graph import Step, Var
+from .names import names_of
+from .notes import Ran
+from .watch import contents
 
 _READS = frozenset(
     {"tolist", "numpy", "apply_", "map_", "map2_", "_to_dlpack", "_to_dlpack_versioned"}
@@ -33,13 +45,27 @@ _CLOSED = frozenset({
     "sre", "statistics", "string", "struct", "sys", "thread", "threading", "tracemalloc", "types", "typing", "warnings",
     "weakref", "zlib", "torch", "numpy", "dtensor",
 })
+# Of these open: what tells of the process, of memory, of who else has an object, of generators' states.
+_OPEN = frozenset({
+    "open", "input", "breakpoint", "fromfile", "lookup", "lookup_error", "getweakrefcount", "getweakrefs", "__subclasses__",
+    "get_state", "getstate", "initial_seed", "_ncallbacks",
+})
+_DOING = {  # and of these, all but what does something
+    "gc": frozenset({"collect", "enable", "disable", "freeze", "unfreeze", "is_tracked"}),
+    "sys": frozenset({
+        "audit", "displayhook", "exc_info", "excepthook", "exit", "getdefaultencoding", "getfilesystemencodeerrors",
+        "getfilesystemencoding", "getprofile", "intern", "is_finalizing", "setprofile", "setrecursionlimit", "settrace",
+        "unraisablehook",
+    }),
+    "tracemalloc": frozenset({"start", "stop"}),
+}
 # fmt: on
-_OPEN = frozenset({"open", "input", "breakpoint", "fromfile", "getrecursionlimit", "getswitchinterval"})  # of these
 # What these look up is not handed on; the last calls what is told of an object's end.
-_TELLING = frozenset({"logging", "warnings", "importlib", "inspect", "traceback", "linecache", "weakref"})
+_TELLING = frozenset({"logging", "warnings", "importlib", "linecache", "weakref"})
+_KEEPING = (torch.UntypedStorage, torch.TypedStorage, torch.Generator)  # of torch's, what is no affair of its operators alone
 _COMPILED = (BuiltinFunctionType, ClassMethodDescriptorType, MethodDescriptorType, WrapperDescriptorType)
 _LIBRARY = frozenset({"torch", "dtensor"})  # what its code looks up is its own affair
-_THROUGH = frozenset({*sys.stdlib_module_names, "numpy"})
+_THROUGH = frozenset({*sys.stdlib_module_names, "numpy", "typing_extensions"})
 
 
 def decides(func: Any, args: tuple[Any, ...]) -> bool:
@@ -69,11 +95,21 @@ class World:
         reading: gives the name of the operation at work that would read a tensor (None: one that is not seen); None if it may.
         trusted: further modules whose functions are closed.
         wrapped: functions that compiled code would call, which is not seen.
+        codes: what the survey has looked into; functions of the user's that run without being among it go to ``ran``.
+        computing: code that is known to compute names; such as is run without being known goes to it too.
     """
 
     def __init__(
-        self, reading: Callable[[torch.Tensor | None], str | None], trusted: Collection[str], wrapped: Iterable[Any]
+        self,
+        reading: Callable[[torch.Tensor | None], str | None],
+        trusted: Collection[str],
+        wrapped: Iterable[Any],
+        codes: Collection[CodeType],
+        computing: Collection[CodeType],
     ) -> None:
+        self._surveyed, self._computing = codes, computing
+        self._met: set[CodeType] = set()
+        self.ran = Ran()
         self._reading, self._wrapped = reading, wrapped
         self._trusted = {*trusted}
         self._known: dict[tuple[Any, str], bool] = {}  # by module or class, and name: whether it is closed
@@ -106,15 +142,33 @@ class World:
     def _see(self, frame: FrameType, event: str, fn: Any) -> None:
         if self._beside is not None:
             self._beside(frame, event, fn)
-        if event == "c_call":
+        if event == "call":
+            if frame.f_code not in self._met:
+                self._meet(frame)
+        elif event == "c_call":
             if fn.__name__ in _READS:
                 self._check_read(fn)
-            if not self._printing and not self._is_closed(fn) and self._of_user(frame):
+            if not (self._printing or self._is_closed(fn) or _is_pythons(frame, fn)) and of_user(
+                frame, fn.__name__ == "initial_seed"
+            ):
                 self._found = self._refusal(fn)
                 raise self._found
             self._printing += fn is print
         elif fn is print:
             self._printing -= 1
+
+    def _meet(self, frame: FrameType) -> None:
+        """Code, the first time that it runs. What the library calls and no survey finds (who listens) is its own affair."""
+        code = frame.f_code
+        self._met.add(code)
+        if _owner(frame) in _LIBRARY or _owner(frame) in _THROUGH or code.co_name == "<module>":
+            return
+        if code in self._surveyed:
+            names = names_of(code)
+            if (names.computed or names.whole or names.imports) and code not in self._computing:
+                self.ran.computing.add(code)
+        elif _calls_it(frame) and of_user(frame):
+            self.ran.functions += functions_of(frame)
 
     def _check_read(self, fn: Any) -> None:
         x = fn.__self__ if isinstance(fn.__self__, torch.Tensor) else None
@@ -134,28 +188,60 @@ class World:
         known = self._known.get((at, fn.__name__))
         if known is None:
             module = _module_of(fn)
-            closed = _root(module) in _CLOSED and fn.__name__ not in _OPEN
+            root = _root(module)
+            closed = root in _CLOSED and fn.__name__ not in _OPEN and fn.__name__ in _DOING.get(root, (fn.__name__,))
+            closed = closed and not issubclass(_class_of(fn), _KEEPING)
             known = self._known[at, fn.__name__] = closed or not self._trusted.isdisjoint((module, _root(module)))
         return known
 
-    def _of_user(self, frame: FrameType | None) -> bool:
-        """Whether the user's code asks, by itself or through libraries that hand on what they find; not what the collector calls,
-        at any time."""
-        owner: str | None = None
-        collecting = {getattr(callback, "__code__", None) for callback in gc.callbacks}
-        while frame is not None:
-            if frame.f_code in collecting or frame.f_code.co_name == "__del__":
+
+def of_user(frame: FrameType | None, by_torch: bool = False) -> bool:
+    """Whether the user's code asks, by itself or through libraries that hand on what they find; not what the collector calls,
+    at any time."""
+    owner: str | None = None
+    collecting = {getattr(callback, "__code__", None) for callback in gc.callbacks}
+    while frame is not None:
+        if frame.f_code in collecting or frame.f_code.co_name == "__del__":
+            return False
+        root = _owner(frame)
+        if root in _TELLING:
+            return False
+        if owner is None and root not in _THROUGH and not (by_torch and root == "torch"):
+            owner = root
+            if owner in _LIBRARY:
                 return False
-            module = frame.f_globals.get("__name__") or ""
-            root = module.partition(".")[0]
-            if root in _TELLING:
-                return False
-            if root not in _THROUGH and owner is None:
-                owner = root
-                if owner in _LIBRARY:
-                    return False
-            frame = frame.f_back
-        return owner is not None
+        frame = frame.f_back
+    return owner is not None
+
+
+def _owner(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__") or "").partition(".")[0]
+
+
+def _calls_it(frame: FrameType | None) -> bool:
+    """Whether the captured function calls this, and not the library."""
+    while frame is not None and _owner(frame) != "dtensor":
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_called"  # Recording._called
+
+
+def _is_pythons(frame: FrameType, fn: Any) -> bool:
+    """Whether the standard library asks the process for itself, as ``inspect`` how deep calls may be."""
+    return _owner(frame) in _THROUGH and _root(_module_of(fn)) in _DOING
+
+
+def functions_of(frame: FrameType) -> list[FunctionType]:
+    """Those that this may be a call of."""
+    code, held = frame.f_code, frame.f_locals
+    return [
+        fn
+        for fn in gc.get_referrers(code)
+        if isinstance(fn, FunctionType)
+        and fn.__code__ is code
+        and all(
+            contents(cell) is held.get(name, MISSING) for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True)
+        )
+    ]
 
 
 def _root(module: str) -> str:

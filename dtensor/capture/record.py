@@ -34,7 +34,8 @@ class Recording:
         self.fn, self.signature, self.environment = fn, signature, environment
         self.changing = changing  # floats of the survey that are variables of the tape, by their place in its key
         self.numbers: dict[int, Var] = {}
-        self.recorder = Recorder(trusted, environment.wrapped)
+        self.recorder = Recorder(trusted, environment)
+        self.ran = self.recorder.world.ran  # what this one was seen to do besides
         self.steps: list[Step] = []
         self.real: dict[Given, torch.Tensor] = {}  # what the user has, and
         self.seen: dict[Given, Any] = {}  # what the function sees
@@ -168,9 +169,11 @@ class Recording:
 
     def _changed(self) -> str | None:
         """Where the run left another value in a variable of the function."""
+        if self.ran:
+            return str(self.ran)
         if self.environment.unchanged():
             return None
-        return self.environment.difference(Environment(self.fn))
+        return self.environment.difference(Environment(self.fn, self.environment.ran))
 
     # --- what it made --------------------------------------------------------------------------------------------------
     def _program(self, leaves: list[Any], tree: Any, together: int) -> tuple[Program, list[Any]]:
@@ -196,7 +199,8 @@ class Recording:
         used = [given for given, group in self.vars.items() if any(var in read for var in group) or given in differentiable]
         forms = tuple(Form.of(given, self.real[given], self.vars[given], self.strides[given]) for given in used)
         tensors, self.leaves.touched = self.environment.tensors, self.leaves.touched or any(kind == GRAD for kind, _ in used)
-        guarded = {n for n, x in enumerate(tensors) if id(x) in self.leaves.looked} | {n for kind, n in used if kind == ENV}
+        looked = {n for n, x in enumerate(tensors) if id(x) in self.leaves.looked or isinstance(x, DTensor)}  # x.placements
+        guarded = looked | {n for kind, n in used if kind == ENV}
         self.alike = not any(may_differ(tensors[number]) for number in guarded)
         program = Program(
             forms,

@@ -8,7 +8,7 @@ that no guard watches, and is refused.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +29,7 @@ from .graph import Ranks, Step, Var
 from .keeping import Keeping
 from .numbers import Numbers
 from .reads import Unvarying, World, decides, refuse
+from .survey import Environment
 from .writes import written_by
 
 aten = torch.ops.aten
@@ -37,9 +38,9 @@ aten = torch.ops.aten
 class Recorder(Keeping, TorchDispatchMode):
     """Records while it is entered with :meth:`running`; a forward run and its backward share one."""
 
-    def __init__(self, trusted: Collection[str], wrapped: Iterable[Any]) -> None:
+    def __init__(self, trusted: Collection[str], found: Environment) -> None:
         super().__init__()
-        self._world = World(self._reading, trusted, wrapped)
+        self.world = World(self._reading, trusted, found.wrapped, found.codes, found.ran.computing)
         self.steps: list[Step] = []
         self.constants: dict[Var, torch.Tensor] = {}
         self.paused = 0
@@ -62,7 +63,7 @@ class Recorder(Keeping, TorchDispatchMode):
         drawn = _python_draws()
         ACTIVE.append(self)
         try:
-            with self.leaving(), self.numbers.running(), self, self._world.refused():
+            with self.leaving(), self.numbers.running(), self, self.world.refused():
                 yield
         finally:
             ACTIVE.remove(self)
@@ -186,7 +187,7 @@ class Recorder(Keeping, TorchDispatchMode):
     # --- variables -----------------------------------------------------------------------------------------------------
     def given(self, x: torch.Tensor) -> Var | None:
         """The variable of a tensor that the tape starts from; None if its memory is known already."""
-        return None if x.untyped_storage()._cdata in self._bases else self._new(x)
+        return None if _key(x)[0] in self._bases else self._new(x)
 
     def storage_of(self, x: torch.Tensor) -> int:
         """The number of memory that is known."""

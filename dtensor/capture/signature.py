@@ -14,11 +14,13 @@ from ..comm import PerRank
 from ..errors import CaptureError
 from ..random.draw import DRAWING
 from ..tensor.dtensor import DTensor
-from .belonging import VALUES, ById, value_of
+from .belonging import VALUES, ById, all_bare, attributes_of, bare, value_of
+from .settings import chosen
 from .survey import Environment
 
 _DISTRIBUTED = {DTensor}
 _LAYOUT = attrgetter("_layout")
+_AUTOCAST = (torch.is_autocast_enabled, torch.get_autocast_dtype)
 
 
 class Signature(NamedTuple):
@@ -39,7 +41,8 @@ class Signature(NamedTuple):
 
 def sign(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
     """The signature of a call with these arguments."""
-    if not kwargs and {*map(type, args)} <= _DISTRIBUTED and len({*map(id, args)}) == len(args):  # the most frequent form
+    usual = not kwargs and {*map(type, args)} <= _DISTRIBUTED and len({*map(id, args)}) == len(args)
+    if usual and all_bare(args):  # the most frequent form
         return Signature(tuple([(x._layout, x.requires_grad) for x in args]), args, _positional)
     leaves, tree = pytree.tree_flatten((args, kwargs))
     key: list[Any] = [tree]
@@ -53,7 +56,7 @@ def sign(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
             continue
         number = numbers.setdefault(id(leaf), len(tensors))
         places.append(number)
-        key.append((number, described(leaf, argument=True)))
+        key.append((number, type(leaf), described(leaf, argument=True), () if bare(leaf) else _put_on(leaf)))
         if number == len(tensors):
             tensors.append(leaf)
 
@@ -74,6 +77,10 @@ def _positional(given: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(given), {}
 
 
+def _put_on(x: torch.Tensor) -> tuple[Any, ...]:
+    return tuple((name, static(held)) for name, held in attributes_of(x).items())
+
+
 def static(value: Any) -> Any:
     """A Python argument as a part of a key."""
     if type(value) in VALUES:
@@ -91,7 +98,7 @@ def described(x: torch.Tensor, argument: bool = False) -> Any:
                 "capture: an argument is the local tensors of ranks; pass a DTensor: DTensor.from_local(x, mesh, placements)"
             )
         return tuple(described(shard) for shard in x.shards)
-    return x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+    return x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_conj(), x.is_neg(), x.is_inference()
 
 
 def picking(numbers: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
@@ -165,13 +172,12 @@ def modes() -> tuple[Any, ...]:
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        autocast_enabled()
-        and tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
+        autocast_enabled() and tuple([f(kind) for f in _AUTOCAST for kind in ("cpu", "cuda")]),
         MODES.implicit_replication,
         MODES.explicit,
         MODES.remembered,
         DRAWING.mode,
         torch.get_default_dtype(),
         count_function_modes() and torch.get_default_device(),
-        torch.get_deterministic_debug_mode(),
+        chosen(),
     )

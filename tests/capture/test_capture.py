@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import random
 from typing import Any
 
@@ -499,10 +498,10 @@ def test_what_is_made_at_the_first_call_and_kept_is_a_variable_afterwards() -> N
 def test_unknown_tensors_are_refused() -> None:
     w = randn(4, at=[Shard(0)], grad=True)
     hidden = randn(4, at=[Shard(0)])
-    inside: queue.Queue[Any] = queue.Queue()  # of another library
-    inside.put(hidden)
+    inside = type("Far", (), {"__module__": "torch.far"})()  # of another library
+    inside.held = hidden
     with pytest.raises(CaptureError, match="cannot find among the arguments"):
-        capture(lambda x: x + inside.queue[0])(w)
+        capture(lambda x: x + inside.held)(w)
     with pytest.raises(MixedTensorError, match="plain tensor of shape"):
         capture(lambda x: w + x)(torch.ones(4))
 

@@ -80,7 +80,7 @@ def recordings_while_frames_are_held(mesh: Any, held: Collection[int]) -> tuple[
     """Calls recorded and replayed of eight, where ``held`` are those in which frames are held."""
     torch.manual_seed(0)
     step, arguments, _, _ = transformer(mesh, "adamw")
-    captured = capture(step)
+    captured = capture(step, trusted=["sys"])  # of which who holds frames asks
     for i in range(8):
         args = arguments(i)
         with frames_held() if i in held else nullcontext():
@@ -100,7 +100,7 @@ def recordings_of_which_one_differs(mesh: Any, here: bool) -> tuple[int, ...]:
         opt.zero_grad()
         return (x.to_local().clone() if gc.get_threshold()[2] == 77 else x.to_local()).sum().item() * 0 + loss.item()
 
-    captured, usual = capture(step), gc.get_threshold()
+    captured, usual = capture(step, trusted=["gc"]), gc.get_threshold()  # so that it is not refused
     for i in range(8):
         gc.set_threshold(*usual[:2], 77 if here and i == 1 else usual[2])
         captured(randn(5, 6, on=mesh, at=last(mesh, Replicate())))
