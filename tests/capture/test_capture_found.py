@@ -74,8 +74,8 @@ def settings() -> Iterator[Way]:
 
     yield flag(torch.get_num_threads, torch.set_num_threads, torch.get_num_threads(), torch.get_num_threads() + 1)
     yield flag(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest", "high")
-    cudnn: Any = torch.backends.cudnn
-    yield flag(lambda: torch.backends.cudnn.benchmark, lambda v: setattr(cudnn, "benchmark", v), False, True)
+    put: Any = torch._C._set_cudnn_benchmark  # torch's own tests forbid the public way for the whole process
+    yield flag(lambda: torch.backends.cudnn.benchmark, put, False, True)
     yield flag(torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp, True, False)
     yield flag(torch.is_warn_always_enabled, torch.set_warn_always, False, True)
     yield flag(torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly, False, True)
