@@ -198,13 +198,16 @@ def _eager(at: Scene) -> Any:
 # --- two mesh dims, and a pipeline ---
 def _on_grid(dims: str) -> Deed:
     def run(at: Scene) -> Any:
-        size = dist.get_world_size()
-        mesh = dt.init_device_mesh("cpu", (size // 2, 2) if size % 2 == 0 else (size, 1), mesh_dim_names=("a", "b"))
-        x = dt.distribute_tensor(torch.arange(64.0).reshape(8, 8), mesh, [Shard(0), Shard(1)], src_data_rank=None)
-        found = []
+        size, whole, found = dist.get_world_size(), torch.arange(64.0).reshape(8, 8), []
+        cut: list[Any] = [Shard(0), Shard(1)]
+        if size % 2:  # one mesh dim, along which the one or the other tensor dim is cut
+            mesh, from_, to = at.mesh, {"a": cut[:1], "b": cut[1:]}, {"a": [R], "b": [R]}
+        else:
+            mesh = dt.init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("a", "b"))
+            from_, to = {"a": cut, "b": cut}, {"a": [R, Shard(1)], "b": [Shard(0), R]}
         for letter in dims:
-            where = [R, Shard(1)] if letter == "a" else [Shard(0), R]
-            found.append(float(x.redistribute(placements=where).to_local().sum()))
+            x = dt.distribute_tensor(whole, mesh, from_[letter], src_data_rank=None)
+            found.append(float(x.redistribute(placements=to[letter]).to_local().sum()))
         return found
 
     return run
