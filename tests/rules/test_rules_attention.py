@@ -107,6 +107,18 @@ def test_blocks_written_out_where_no_operator_computes_them(
     test_values_and_gradients_however_sharded(name, fn, tensors)
 
 
+def test_a_row_that_is_no_number_is_none_in_blocks_written_out_either() -> None:
+    q, k, v = qkv()
+    q[0, 1, 2] = torch.nan
+    hidden = torch.zeros(5, 7, dtype=torch.bool)
+    hidden[1] = True
+    mask = torch.zeros(5, 7, dtype=torch.float64).masked_fill(hidden, -torch.inf)
+    out, _ = blocks.attention_written_out(q, k, v, attn_mask=mask)
+    assert out[0, 1, 2].isnan().all()
+    assert not out[:, :, 1].any()  # it sees nothing
+    torch.testing.assert_close(out[1], sdpa(q, k, v, mask).nan_to_num()[1])
+
+
 @pytest.mark.parametrize("shape", [(5, 7), (1, 7), (2, 1, 5, 7), (1, 4, 1, 7), (2, 1, 1, 7)], ids=str)
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_masks_of_every_broadcast_shape(shape: tuple[int, ...], kind: str) -> None:

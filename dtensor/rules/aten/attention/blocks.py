@@ -59,7 +59,7 @@ def attention_written_out(
     """What the operator gives; the weights of a block are whole in memory."""
     _, _, scores = _scores(query, key, is_causal, attn_mask, scale)
     sums = scores.logsumexp(-1)
-    weights = (scores - sums.unsqueeze(-1)).exp().nan_to_num()  # of rows that see nothing: zeros
+    weights = _weights(scores, sums)
     return (weights @ _by_query_head(value, query).to(weights.dtype)).to(query.dtype), sums
 
 
@@ -77,7 +77,7 @@ def gradients_written_out(
     scale: float | None = None,
 ) -> Gradients:
     query_, key_, scores = _scores(query, key, is_causal, attn_mask, scale)
-    weights, upstream = (scores - sums.unsqueeze(-1)).exp().nan_to_num(), grad.to(scores.dtype)
+    weights, upstream = _weights(scores, sums), grad.to(scores.dtype)
     own = (upstream * out).sum(-1, keepdim=True)
     scores = weights * (upstream @ _by_query_head(value, query).to(weights.dtype).mT - own)
     step = _scale_of(query, scale)
@@ -97,13 +97,19 @@ def _scores(query: Tensor, key: Tensor, causal: bool, mask: Tensor | None, scale
     return query_, key_, scores
 
 
+def _weights(scores: Tensor, sums: Tensor) -> Tensor:
+    """Of rows that see nothing: zeros."""
+    return (scores - sums.masked_fill(sums == -math.inf, 0.0).unsqueeze(-1)).exp()
+
+
 def _scale_of(query: Tensor, scale: float | None) -> float:
     return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
 
 
 def _by_query_head(x: Tensor, query: Tensor) -> Tensor:
     """Heads of keys or values repeated for the heads of queries that share them."""
-    return x.repeat_interleave(query.shape[1] // x.shape[1], 1)
+    each = query.shape[1] // x.shape[1]
+    return x if each == 1 else x.repeat_interleave(each, 1)
 
 
 def sums_dtype(query: Tensor) -> torch.dtype:
