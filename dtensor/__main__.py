@@ -229,9 +229,8 @@ def _verify(commands: Any) -> None:
 def _verified(options: argparse.Namespace) -> int:
     names = rules_asked(options.words)
     unsampled = sorted({*names} & {*without_sample()} | {name for name in names if name not in rules()})
-    given = {name: getattr(options, name) for name in ("limit", "budget", "seed", "device")} | {
-        "look_for_missing": options.missing
-    }
+    given = {name: getattr(options, name) for name in ("limit", "budget", "seed", "device")}
+    given["look_for_missing"] = options.missing
     reports = []
     for name in progress(names, len(names), "verifying"):
         if name in unsampled or not samples_of(name):  # of operators that have no kernel on a CPU there are none

@@ -9,7 +9,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -99,7 +99,7 @@ class CodeReads(Notes):
             self._note(abc.get_cache_token(), f"{path} classes that are registered")
             self._watch.state(abc.get_cache_token, self.key[-1])
         self._named(space, names.variables, f"{path} global ")
-        every: dict[str, Any] = fn.__builtins__  # type: ignore[attr-defined]  # typeshed lacks it
+        every: dict[str, Any] = cast(Any, fn).__builtins__  # not all typesheds have it
         self._builtins(every, [name for name in names.variables if name not in space], path)
         variables = {name: space.get(name) for name in names.variables}
         for name, module in (variables | dict(zip(fn.__code__.co_freevars, map(contents, cells), strict=True))).items():
