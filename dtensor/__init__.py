@@ -32,6 +32,7 @@ try:
     from .tensor.composites import sequences as _sequences
     from .tensor.composites import sparse as _sparse_results
     from .tensor.composites import strided as _strided
+    from .tensor.composites import whole as _whole
     from .tensor.create import empty, full, ones, rand, randn, zeros
     from .tensor.distribute import distribute_module, distribute_tensor
     from .tensor.dtensor import DTensor

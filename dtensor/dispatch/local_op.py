@@ -16,16 +16,21 @@ import torch
 from ..base.caches import remembered
 from ..base.torch_internals import (
     BelowAutograd,
+    DispatchKey,
     OpOverload,
     TensorBase,
+    count_dispatch_modes,
     fft_functions,
     functorch_active,
     functorch_unwrapped,
+    has_kernel,
     is_functorch_batched,
     is_functorch_wrapped,
+    is_key_excluded,
     is_legacy_batched,
     linalg_functions,
     nn_functions,
+    set_key_excluded,
     special_functions,
 )
 from ..errors import UnsupportedOperationError
@@ -122,6 +127,7 @@ def is_wrapped(x: torch.Tensor) -> bool:
 
 below_autograd = BelowAutograd  # a context in which torch functions record nothing, nor look whether to
 
+_AUTOGRAD = DispatchKey.AutogradFunctionality
 _HOMES = (torch, nn_functions, linalg_functions, fft_functions, special_functions)
 
 
@@ -129,7 +135,25 @@ _HOMES = (torch, nn_functions, linalg_functions, fft_functions, special_function
 def local_function(func: Any) -> Any:
     """A callable with the signature and meaning of overload ``func``, preferably generated C++."""
     found = spelling(func)
-    return found if found is not func or type(func) is not OpOverload else func._op  # what the overload's own call calls
+    if found is func and type(func) is OpOverload:
+        found = func._op  # what the overload's own call calls
+    return _shown_in_parts(found) if has_kernel(func.name(), "CompositeImplicitAutograd") else found
+
+
+def _shown_in_parts(whole: Any) -> Any:
+    """Dispatch modes are to see what a composite of plain tensors is made of: autograd takes it apart above them."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not count_dispatch_modes() or not is_key_excluded(_AUTOGRAD):
+            return whole(*args, **kwargs)
+        set_key_excluded(_AUTOGRAD, False)
+        try:
+            with torch.no_grad():
+                return whole(*args, **kwargs)
+        finally:
+            set_key_excluded(_AUTOGRAD, True)
+
+    return run
 
 
 def spelling(func: Any) -> Any:

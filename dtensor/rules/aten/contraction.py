@@ -12,6 +12,7 @@ import torch
 
 from ..blockwise import blockwise, multilinear, on_each_rank
 from ..call import Call
+from ..facts import fact
 from ..kernels import KernelContext, densely
 from ..notation import parse
 from ..registry import register
@@ -64,10 +65,14 @@ einsum("linear", "b* k, n* k, +n* -> b* n*", partials=WITHOUT_BIAS)
 
 
 def linear_gradients(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, output_mask: Sequence[bool]) -> tuple[Any, ...]:
-    """Gradients of input, weight and bias, the last two together (only mkldnn and MPS have the operator itself)."""
-    flat, rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-    of_parameters = (flat.t() @ rows, flat.sum(0)) if output_mask[1] or output_mask[2] else (None, None)
-    return grad @ weight if output_mask[0] else None, *of_parameters
+    """Gradients of input, weight and bias, those that are asked for (only mkldnn and MPS have the operator itself)."""
+    rows, of_rows = (t.reshape(math.prod(t.shape[:-1]), t.shape[-1]) for t in (x, grad))
+    of_input, of_weight, of_bias = output_mask
+    return (
+        torch.mm(of_rows, weight).view(x.shape) if of_input else None,
+        torch.mm(of_rows.t(), rows) if of_weight else None,
+        of_rows.sum(0) if of_bias else None,
+    )
 
 
 blockwise(
@@ -77,6 +82,7 @@ blockwise(
     flops=lambda call: 2 * math.prod(call.shape(0)) * call.shape(1)[-1] * sum(call["output_mask"][:2]),
     local=on_each_rank(linear_gradients),
 )
+fact("linear_backward", infer=lambda ask, given, device: linear_gradients(*given.values()))  # torch's forgets half of the mask
 
 
 # --- matmul and einsum arrive whole in inference mode ---------------------------------------------------------------

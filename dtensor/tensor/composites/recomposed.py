@@ -32,7 +32,7 @@ from ...rules.registry import lookup
 from ..dtensor import DTensor
 
 _KEY = "PythonTLSSnapshot"
-_BELOW = keys_after(DispatchKey.PythonTLSSnapshot)
+BELOW = keys_after(DispatchKey.PythonTLSSnapshot)
 _LIBRARIES: list[torch.library.Library] = []  # what they declare lasts as long as they do
 GOES_ON = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)  # from here an operator that is no composite, too
 
@@ -52,12 +52,12 @@ def undecomposed() -> None:
 
 def _served_below(operator: Any) -> None:
     def run(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        below = keys & _BELOW
+        below = keys & BELOW
         if any(isinstance(x, DTensor) for x in args) and lookup(operator) is not None:
             below = below.remove(DispatchKey.PythonDispatcher)
         return operator.redispatch(below, *args, **kwargs)
 
-    _implemented(operator.name(), run)
+    implemented(operator.name(), run)
 
 
 def recomposed(name: str, function: Callable[..., Any]) -> None:
@@ -74,12 +74,12 @@ def recomposed(name: str, function: Callable[..., Any]) -> None:
             if result is not NotImplemented:
                 return result
         operator = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
-        return operator.redispatch(keys & _BELOW, *args, **kwargs)
+        return operator.redispatch(keys & BELOW, *args, **kwargs)
 
-    _implemented(name, run)
+    implemented(name, run)
 
 
-def _implemented(name: str, run: Callable[..., Any]) -> None:
+def implemented(name: str, run: Callable[..., Any]) -> None:
     namespace, _, full = name.partition("::")
     library = torch.library.Library(namespace, "IMPL")
     library.impl(full, run, _KEY, with_keyset=True)

@@ -1,0 +1,65 @@
+"""Composite operators that torch has a derivative of, served as one operator with one node of autograd's.
+
+Above autograd torch takes ``linear`` apart into views and products: three operators, four where rows are folded, each with a
+plan to look up and a tensor to wrap, and as many on the way back. For kinds of tensors whose kernels are whole (nested ones)
+it has a derivative of the operator itself, under their key of autograd's. DTensors, whose rules are whole too, are sent there.
+Where some dispatch mode takes operators down, they come as torch would have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...base.torch_internals import DispatchKey, DispatchKeySet, count_dispatch_modes, current_dispatch_modes, forward_ad
+from ...base.tracing import looks_on
+from ...rules.aten.contraction import linear_gradients
+from ..dtensor import DTensor
+from .recomposed import BELOW, implemented
+
+_RECORDS, _WHOLE = DispatchKey.AutogradFunctionality, DispatchKey.AutogradNestedTensor
+
+
+def _in_parts() -> bool:
+    """Whether somebody takes operators down who knows those of a decomposition, or derivatives are carried forward, which
+    only those have."""
+    if forward_ad._current_level >= 0:
+        return True
+    return bool(count_dispatch_modes()) and not all(map(looks_on, current_dispatch_modes()))
+
+
+def whole(name: str, gradient: str, in_parts: Callable[..., Any], fits: Callable[..., bool]) -> None:
+    """Serve operator ``name`` whole, and ``gradient``, which its derivative calls: in other words where that has one itself.
+
+    Args:
+        in_parts: computes ``gradient`` of operators that have derivatives.
+        fits: whether torch's derivative is right for these operands.
+    """
+    operator, backward = getattr(torch.ops.aten, name).default, getattr(torch.ops.aten, gradient).default
+
+    def run(keys: DispatchKeySet, x: Tensor, *args: Any) -> Any:
+        below = keys & BELOW
+        distributed = isinstance(x, DTensor) or isinstance(args[0], DTensor)
+        if distributed and below.has(_RECORDS) and fits(x, *args) and not _in_parts():
+            below = below.add(_WHOLE)
+        return operator.redispatch(below, x, *args)
+
+    def run_backward(keys: DispatchKeySet, *args: Any) -> Any:
+        distributed = any(isinstance(x, DTensor) for x in args)
+        if distributed and (torch.is_grad_enabled() or _in_parts()):
+            return in_parts(*args)
+        return backward.redispatch(keys & BELOW, *args)
+
+    implemented(operator.name(), run)
+    implemented(backward.name(), run_backward)
+
+
+def of_a_matrix(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """Not of complex numbers, whose conjugates torch's derivative forgets, nor of a vector of weights."""
+    return weight.ndim == 2 and x.dtype.is_floating_point
+
+
+whole("linear", "linear_backward", linear_gradients, of_a_matrix)
