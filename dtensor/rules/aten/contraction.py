@@ -64,13 +64,23 @@ WITHOUT_BIAS = tuple(row for op in ("sum", "avg") for row in (f"{op},finite -> {
 einsum("linear", "b* k, n* k, +n* -> b* n*", partials=WITHOUT_BIAS)
 
 
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _gradient(of: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """``left @ right``, the gradient of a matrix, which lies in memory as that does: by columns where its columns do."""
+    by_columns = of.stride() == (1, of.shape[0])
+    return torch.mm(right.t(), left.t()).t() if by_columns else torch.mm(left, right)
+
+
 def linear_gradients(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, output_mask: Sequence[bool]) -> tuple[Any, ...]:
     """Gradients of input, weight and bias, those that are asked for (only mkldnn and MPS have the operator itself)."""
-    rows, of_rows = (t.reshape(math.prod(t.shape[:-1]), t.shape[-1]) for t in (x, grad))
+    rows, of_rows = _rows(x), _rows(grad)
     of_input, of_weight, of_bias = output_mask
     return (
-        torch.mm(of_rows, weight).view(x.shape) if of_input else None,
-        torch.mm(of_rows.t(), rows) if of_weight else None,
+        _gradient(rows, of_rows, weight).view(x.shape) if of_input else None,
+        _gradient(weight.t(), rows.t(), of_rows).t() if of_weight else None,
         of_rows.sum(0) if of_bias else None,
     )
 
@@ -143,6 +153,41 @@ def _of_letters(letters: tuple[list[list[str]], list[str]], shapes: Sequence[tup
 
 
 kernel_rule("matmul", matmul_factors, partials=multilinear)
+
+
+def matmul_backward_factors(call: Call) -> Factors:
+    """Those of the product, whose result is the first operand here."""
+    shapes = [call.shape(i) for i in range(3)]
+    operands, result = _matmul_letters(*shapes[1:])
+    factors = _of_letters(([result, *operands], []), shapes)
+    made = zip(factors.operands[1:], call.results, strict=True)
+    return replace(factors, results=tuple(dims for dims, meta in made if meta is not None))
+
+
+def matmul_gradients(grad: torch.Tensor, x: torch.Tensor, y: torch.Tensor, mask: Sequence[bool]) -> tuple[Any, ...]:
+    """Gradients of the operands of a product of matrices and stacks of them, those that are asked for (only nested tensors have
+    the operator itself)."""
+    if y.ndim == 2:
+        rows, of_rows = _rows(x), _rows(grad)
+        return (
+            _gradient(rows, of_rows, y.t()).view(x.shape) if mask[0] else None,
+            _gradient(y, rows.t(), of_rows) if mask[1] else None,
+        )
+    stacks = grad.shape[:-2]
+    left, right, of_product = (t.expand(*stacks, *t.shape[-2:]).reshape(math.prod(stacks), *t.shape[-2:]) for t in (x, y, grad))
+    return (
+        torch.bmm(of_product, right.mT).view(*stacks, *x.shape[-2:]).sum_to_size(x.shape) if mask[0] else None,
+        torch.bmm(left.mT, of_product).view(*stacks, *y.shape[-2:]).sum_to_size(y.shape) if mask[1] else None,
+    )
+
+
+kernel_rule(
+    "matmul_backward",
+    matmul_backward_factors,
+    flops=lambda call: 2 * math.prod(call.shape(0)) * call.shape(1)[-1] * sum(call["mask"]),
+    local=on_each_rank(matmul_gradients),
+)
+fact("matmul_backward", infer=lambda ask, given, device: matmul_gradients(*given.values()))
 register("einsum", Rule(einsum_factors, multilinear, kind="einsum"))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...base.torch_internals import DispatchKey, DispatchKeySet, count_dispatch_modes, current_dispatch_modes, forward_ad
 from ...base.tracing import looks_on
-from ...rules.aten.contraction import linear_gradients
+from ...rules.aten.contraction import linear_gradients, matmul_gradients
 from ..dtensor import DTensor
 from .recomposed import BELOW, implemented
 
@@ -62,4 +62,10 @@ def of_a_matrix(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     return weight.ndim == 2 and x.dtype.is_floating_point
 
 
+def of_matrices(x: Tensor, y: Tensor) -> bool:
+    """Nor where a stack is folded behind a matrix, so that memory follows who needs a gradient."""
+    return (x.ndim > 2 or y.ndim == x.ndim) and y.ndim > 1 and x.ndim > 1 and x.dtype.is_floating_point
+
+
 whole("linear", "linear_backward", linear_gradients, of_a_matrix)
+whole("matmul", "matmul_backward", matmul_gradients, of_matrices)
