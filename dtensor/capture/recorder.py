@@ -38,6 +38,8 @@ aten = torch.ops.aten
 class Recorder(Keeping, TorchDispatchMode):
     """Records while it is entered with :meth:`running`; a forward run and its backward share one."""
 
+    of_dtensors = True  # operators are those that DTensors are asked for
+
     def __init__(self, trusted: Collection[str], found: Environment) -> None:
         super().__init__()
         self.world = World(self._reading, trusted, found.wrapped, found.codes, found.ran.computing)

@@ -8,6 +8,7 @@ overload's, in order. This is the one module that looks into ``torch._C`` for su
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any
 
@@ -143,6 +144,7 @@ def local_function(func: Any) -> Any:
 def _shown_in_parts(whole: Any) -> Any:
     """Dispatch modes are to see what a composite of plain tensors is made of: autograd takes it apart above them."""
 
+    @wraps(whole)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not count_dispatch_modes() or not is_key_excluded(_AUTOGRAD):
             return whole(*args, **kwargs)

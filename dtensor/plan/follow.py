@@ -40,6 +40,8 @@ class Following(TorchDispatchMode):
         left: the call at which the program differed from the recorded one; None as long as it does not.
     """
 
+    of_dtensors = True  # operators are those that DTensors are asked for
+
     def __init__(self, plan: ProgramPlan) -> None:
         super().__init__()
         self.plan = plan

@@ -67,6 +67,8 @@ class Recorder(TorchDispatchMode):
         placing: inputs are going to be placed: nothing has to lie as it does in this run.
     """
 
+    of_dtensors = True  # operators are those that DTensors are asked for
+
     def __init__(self, placing: bool = False) -> None:
         super().__init__()
         self.graph, self.placing = Graph(), placing

@@ -80,9 +80,15 @@ def _on_its_way(grad: Any, target: Layout) -> Any:
     if not moves.communicates or is_recorded(grad) or observed or graph_task() == -1 or under_way():
         return laid(grad, target.placements)
     batch = _batch_of_this_pass()
-    made = wrap_pending(batch.add(grad, moves), target, grad._local)
-    made.__dict__[SHOWN] = batch.shown
-    batch.shown.append(weakref.ref(made))
+    return _awaited(batch.add(grad, moves), batch.shown, target, grad._local)
+
+
+def _awaited(arriving: Pending[Any], shown: list[weakref.ref[Any]], target: Layout, like: Any) -> Any:
+    """In a frame of its own, in which nothing is communicated: one that a debugger holds would hold the gradient, and autograd
+    would read it at once to copy it, on this rank alone."""
+    made = wrap_pending(arriving, target, like)
+    made.__dict__[SHOWN] = shown
+    shown.append(weakref.ref(made))
     return made
 
 

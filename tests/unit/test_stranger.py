@@ -76,10 +76,10 @@ y = h * scale  # here
     ),
     "weights": Extra(
         "\ny = model(S0, S0)(x)\n",
-        "forward aten::mm in Block.down: all_gather over tp, 2 ranks, 96 B",
-        "or: mat2 float32[8, 4] on (tp=S(1)) made with placements=[Shard(dim=0)]: nothing moves then",
+        "forward aten::linear in Block.down: all_gather over tp, 2 ranks, 96 B",
+        "or: weight float32[4, 8] on (tp=S(0)) made with placements=[Shard(dim=1)]: nothing moves then",
         "model(S0, S0)",
-        "model(S0, S1)",  # of what linear multiplies by, transposed
+        "model(S0, S1)",
     ),
     "a loss": Extra(
         """

@@ -28,7 +28,9 @@ def _in_parts() -> bool:
     only those have."""
     if forward_ad._current_level >= 0:
         return True
-    return bool(count_dispatch_modes()) and not all(map(looks_on, current_dispatch_modes()))
+    return bool(count_dispatch_modes()) and not all(
+        looks_on(mode) or hasattr(mode, "of_dtensors") for mode in current_dispatch_modes()
+    )
 
 
 def whole(name: str, gradient: str, in_parts: Callable[..., Any], fits: Callable[..., bool]) -> None:
@@ -48,6 +50,8 @@ def whole(name: str, gradient: str, in_parts: Callable[..., Any], fits: Callable
         return operator.redispatch(below, x, *args)
 
     def run_backward(keys: DispatchKeySet, *args: Any) -> Any:
+        if any(x is None for x in args):
+            return (None,) * len(args[-1])  # of no gradient
         distributed = any(isinstance(x, DTensor) for x in args)
         if distributed and (torch.is_grad_enabled() or _in_parts()):
             return in_parts(*args)

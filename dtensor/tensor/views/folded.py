@@ -96,7 +96,8 @@ def on_the_stack(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, An
     made = dispatch(DTensor, operator.func, (), *_replaced(*marked, lambda mark: given[mark.place], _Tensor))
     if not isinstance(made, (list, tuple)):
         return made if where[1][0] is None else _unfolded(made, where[1][0], leader.sizes, leader.cuts)
-    each = [x if dim is None else _unfolded(x, dim, leader.sizes, leader.cuts) for x, dim in zip(made, where[1], strict=True)]
+    dims = iter(where[1])
+    each = [x if x is None or (dim := next(dims)) is None else _unfolded(x, dim, leader.sizes, leader.cuts) for x in made]
     return type(made)(each)
 
 
@@ -269,7 +270,7 @@ def _places(operator: Operator, marked: tuple[Any, Any], tensors: Sequence[Any],
     except NotInferable:
         return None
     call.results = metas
-    factors = None if any(not isinstance(meta, Meta) for meta in metas) else rule.factors(call)
+    factors = None if any(not isinstance(meta, Meta | None) for meta in metas) else rule.factors(call)
     if factors is None:
         return None
     own = operator.bind(*marked)

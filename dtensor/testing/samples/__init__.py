@@ -23,6 +23,7 @@ ELSEWHERE = {
     "cudnn_batch_norm",
     "cudnn_batch_norm_backward",
     "linear_backward",
+    "matmul_backward",
     "mkldnn_rnn_layer",  # it reads past tensors of other sizes, as its backward does: tests/rules/test_rules_recurrent.py
     "mkldnn_rnn_layer_backward",
 }
