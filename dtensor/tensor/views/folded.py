@@ -247,8 +247,7 @@ _PLACES: Bounded[Any, Places | None] = Bounded(4096, "folded.places")
 
 def _where(operator: Operator, marked: tuple[Any, Any], tensors: Sequence[Any], found: Sequence[_Folded | None]) -> Places | None:
     layouts = [(x._layout,) if isinstance(x, DTensor) else (tuple(x.shape), x.stride(), x.dtype) for x in tensors]
-    dims = tuple([x and x.dim for x in found])
-    key = (operator.func, nested_key(marked), *layouts, dims)
+    key = (operator.func, nested_key(marked), *layouts, dims := tuple([x and x.dim for x in found]))
     if key not in _PLACES:
         _PLACES.keep(key, _places(operator, marked, tensors, dims))
     return _PLACES.get(key)
