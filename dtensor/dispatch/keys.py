@@ -110,5 +110,8 @@ def _static_list(value: Any, key: list[Any], by_type: bool, numbers: list[Any] |
         if by_type and numbers is not None:
             numbers += value
         return value
+    elif first is bool and set(map(type, value)) == {bool}:
+        key.append((bool, *value))
+        return value
     key.append(len(value))
     return [static(item, key, by_type, numbers) for item in value]

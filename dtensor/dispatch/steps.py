@@ -256,7 +256,9 @@ def _one_result(plan: Plan, operator: Operator, form: Form, owner: str | None, l
     if plan.how == "rule" and isinstance(layout, list) and all(isinstance(item, Layout) for item in layout):
         return lambda args, kwargs, value: list(map(wrap_local, value, layout))
     if plan.how == "rule" and plan.results and layout is None:  # some kernels give gradients that nobody asked for, on some ranks
-        return lambda args, kwargs, value: None if tensors(value) else _as_made(plan, None, value)
+        return lambda args, kwargs, value: None if value is None or tensors(value) else _as_made(plan, None, value)
+    if plan.how == "rule" and isinstance(layout, Layout):
+        return lambda args, kwargs, value: wrap_local(value, layout)
     return lambda args, kwargs, value: _as_made(plan, layout, value)
 
 

@@ -65,13 +65,12 @@ einsum("linear", "b* k, n* k, +n* -> b* n*", partials=WITHOUT_BIAS)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _gradient(of: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """``left @ right``, the gradient of a matrix, which lies in memory as that does: by columns where its columns do."""
-    by_columns = of.stride() == (1, of.shape[0])
-    return torch.mm(right.t(), left.t()).t() if by_columns else torch.mm(left, right)
+    return torch.mm(right.t(), left.t()).t() if of.stride() == (1, of.shape[0]) else torch.mm(left, right)
 
 
 def linear_gradients(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, output_mask: Sequence[bool]) -> tuple[Any, ...]:
@@ -80,7 +79,7 @@ def linear_gradients(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, 
     of_input, of_weight, of_bias = output_mask
     return (
         _gradient(rows, of_rows, weight).view(x.shape) if of_input else None,
-        _gradient(weight.t(), rows.t(), of_rows).t() if of_weight else None,
+        _gradient(weight, of_rows.t(), rows) if of_weight else None,
         of_rows.sum(0) if of_bias else None,
     )
 

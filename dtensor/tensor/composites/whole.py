@@ -9,6 +9,7 @@ Where some dispatch mode takes operators down, they come as torch would have the
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import NoneType
 from typing import Any
 
 import torch
@@ -50,10 +51,10 @@ def whole(name: str, gradient: str, in_parts: Callable[..., Any], fits: Callable
         return operator.redispatch(below, x, *args)
 
     def run_backward(keys: DispatchKeySet, *args: Any) -> Any:
-        if any(x is None for x in args):
+        kinds = set(map(type, args))
+        if NoneType in kinds:
             return (None,) * len(args[-1])  # of no gradient
-        distributed = any(isinstance(x, DTensor) for x in args)
-        if distributed and (torch.is_grad_enabled() or _in_parts()):
+        if (torch.is_grad_enabled() or _in_parts()) and any(issubclass(kind, DTensor) for kind in kinds):
             return in_parts(*args)
         return backward.redispatch(keys & BELOW, *args)
 
