@@ -121,7 +121,7 @@ def _find_end(site: _Site, uses: Uses, facts: Mapping[Var, Any]) -> None:
     if any(var not in facts or not is_row_major(facts[var]) for var in brought):
         return
     tail, memory, needed = uses.after(site.wait, {var.storage for var in brought})
-    site.needed = min(needed, uses.overwritten(site.place))
+    site.needed = min(needed, uses.overwritten(site.place, site.wait))
     site.tail = [place for place in tail if place < site.needed]
     uses.late.update(dict.fromkeys(memory, site.needed))
 

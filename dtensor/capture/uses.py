@@ -25,13 +25,14 @@ class Uses:
         for place, step in enumerate(steps):
             for var in step.inputs:
                 known.add(var)
+            again = {var.storage for var in step.outputs if var in known}  # by an operation in place, or the wait for one
             for var in step.outputs:
-                if var not in known:  # an operation in place gives what it was given
+                if var not in known:
                     known.add(var)
                     self.made[var] = place
-            for storage in self._writes(step):
+            for storage in self._writes(step) | again:
                 self.written.setdefault(storage, []).append(place)
-            for storage in self._touches(step):
+            for storage in self._touches(step) | again:
                 self.used.setdefault(storage, []).append(place)
 
     def _writes(self, step: Step) -> frozenset[int]:
@@ -79,12 +80,12 @@ class Uses:
         """The first step that uses what a site brings, or writes to what it sends."""
         brought = {var.storage for var in self.steps[wait].outputs}
         used = (place for storage in brought for place in self.used.get(storage, ()) if place > wait)
-        return min(self.overwritten(issue), min(used, default=len(self.steps)))
+        return min(self.overwritten(issue, wait), min(used, default=len(self.steps)))
 
-    def overwritten(self, issue: int) -> int:
-        """The first step that writes to what a site sends."""
+    def overwritten(self, issue: int, wait: int) -> int:
+        """The first step that writes to what a site sends, but for the wait for it."""
         sent = {var.storage for var in self.steps[issue].inputs}
-        written = (place for storage in sent for place in self.written.get(storage, ()) if place > issue)
+        written = (place for storage in sent for place in self.written.get(storage, ()) if place > issue and place != wait)
         return min(written, default=len(self.steps))
 
     def views(self, var: Var) -> Iterator[int]:
