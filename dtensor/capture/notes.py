@@ -89,7 +89,6 @@ class Notes:
         for place in places:
             held, key = self.floats[place]
             self.key[place] = (float, repr(held[key]))
-        self._watch.settle()
         self.version += 1
         return True
 
