@@ -25,7 +25,7 @@ _VERSIONED = sys.version_info < (3, 12)
 
 @dataclass(slots=True)
 class Counting:
-    """What of a dictionary counts: all that it holds, which keys it has, how many, what bears some names (or that nothing does)."""
+    """What of a dictionary counts: all that it holds, which keys it has, how many, what bears some names (nothing too)."""
 
     held: Mapping[Any, Any]
     whole: bool = False
@@ -44,10 +44,9 @@ class Counting:
 class Entries:
     """Of several dictionaries what counts, compared with what it was: objects by identity, names as words."""
 
-    __slots__ = ("_counted", "_dicts", "_keyed", "_known", "_lengths", "_objects", "_others", "_picks", "_sized", "_values", "_words")
+    __slots__ = ("_dicts", "_keyed", "_known", "_lengths", "_objects", "_others", "_picks", "_sized", "_values", "_words")
 
     def __init__(self, counted: Sequence[Counting]) -> None:
-        self._counted = counted
         self._dicts = [one.held for one in counted if one.whole]
         parts = [entries_of(held) for held in self._dicts]
         self._values: list[Iterable[Any]] = [values() for _, values, _ in parts]  # as they are whenever asked
@@ -122,7 +121,8 @@ class Dictionaries:
         found = [(one, one.versioned) for one in self._counted.values()]
         self._versioned = [held for _, held in found if held is not None]
         self._entries = [Entries([one]) for one, held in found if held is not None]
-        self._rest = Entries([one for one, held in found if held is None])
+        rest = [one for one, held in found if held is None]
+        self._rest = [Entries(rest)] if rest else []
         self._versions = [*map(dict_version, self._versioned)]
 
     def unchanged(self) -> bool:
@@ -131,7 +131,7 @@ class Dictionaries:
             if not all(entries.same() for entries in self._touched(now)):
                 return False
             self._versions = now
-        return self._rest.same()
+        return all(entries.same() for entries in self._rest) if self._rest else True
 
     def _touched(self, versions: list[int]) -> Iterable[Entries]:
         return compress(self._entries, map(ne, versions, self._versions))
@@ -139,7 +139,7 @@ class Dictionaries:
     def changed(self) -> list[tuple[int, Any]] | None:
         """The entries that hold another object, which are remembered from now on; None if more has changed."""
         versions = [*map(dict_version, self._versioned)]
-        parts = [*self._touched(versions), self._rest]
+        parts = [*self._touched(versions), *self._rest]
         found = [entries.changed() for entries in parts]
         if None in found:
             return None

@@ -17,9 +17,9 @@ from typing import Any
 import numpy
 
 from .belonging import MISSING, foreign, module_of
-from .states import taken_from
+from .states import CACHE, taken_from
 
-_CACHE = type(functools.cache(len))
+_TELLS = 1 << 14  # of a class: the collector goes through its objects
 _SHOWING = (types.CellType, types.MappingProxyType, KeysView, ValuesView, ItemsView)  # what something else holds
 _PARTIAL = ("func", "args", "keywords")
 _PARTS: dict[type, tuple[str, ...]] = {
@@ -33,7 +33,7 @@ _PARTS: dict[type, tuple[str, ...]] = {
     functools.partial: _PARTIAL,
     functools.partialmethod: _PARTIAL,
     functools.singledispatchmethod: ("func", "dispatcher"),
-    _CACHE: ("__wrapped__",),
+    CACHE: ("__wrapped__",),
     types.GenericAlias: ("__origin__", "__args__"),
     types.UnionType: ("__args__",),
 }
@@ -66,19 +66,33 @@ def contents_of(value: Any) -> Callable[[], list[Any]] | None:
         return getattr(value, "_guarded", None)
     if taken_from(value) is not None:
         return lambda: taken_from(value) or []
-    return (lambda: _referents(value)) if _is_compiled(value) else None
+    return None
 
 
-def _is_compiled(value: Any) -> bool:
+def is_compiled(value: Any) -> bool:
     """Whether an object is one of compiled code that holds others, and tells the collector which."""
     kind = type(value)
     known = isinstance(value, (type, types.ModuleType, types.FunctionType, dict, list, tuple, set, frozenset, *_PASSING, *_FIXED))
-    known = known or "__slots__" in vars(kind)  # it is of Python
+    known = known or "__slots__" in vars(kind) or not kind.__flags__ & _TELLS  # it is of Python, or holds none
     return not known and foreign(kind) and not module_of(kind).startswith(("torch", "dtensor")) and not hasattr(value, "__dict__")
 
 
-def _referents(value: Any) -> list[Any]:
+def referents(value: Any) -> list[Any]:
+    """What an object of compiled code holds, without its class and what has no meaning."""
     return [x for x in gc.get_referents(value) if not isinstance(x, (type, types.ModuleType, *_PASSING))]
+
+
+def _cached(value: Any) -> list[Any]:
+    """The entries of a cache, and the results where they are apart from these: in a ring, which a call turns."""
+    held = gc.get_referents(value)
+    entries = next(x for x in reversed(held) if type(x) is dict and x is not vars(value))
+    if value.cache_parameters()["maxsize"] is None:
+        return [entries]
+    keys, found, pairs = {*map(id, entries)}, {}, iter(held)
+    for key in pairs:
+        if id(key) in keys:
+            found[id(key)] = next(pairs)
+    return [entries, *(found[id(key)] for key in entries)]
 
 
 def _objects(value: Any) -> list[Any]:
@@ -112,11 +126,11 @@ _CONTENTS: tuple[tuple[Any, Callable[[Any], list[Any]]], ...] = (
     (Context, lambda value: [x for pair in value.items() for x in pair]),
     (threading.local, lambda value: [vars(value)]),  # of this thread
     (weakref.ref, lambda value: [value()]),
-    (BaseException, _referents),
+    (BaseException, referents),
     (defaultdict, lambda value: [value.default_factory]),
     (deque, lambda value: [value.maxlen]),
     (_SHOWING, gc.get_referents),
-    (_CACHE, lambda value: [entry for held in gc.get_referents(value) if type(held) is dict for entry in held.values()]),
+    (CACHE, _cached),
     (tuple(_RUNNING), _frames),
-    (numpy.ufunc, _referents),  # one made of a function
+    (numpy.ufunc, referents),  # one made of a function
 )

@@ -128,7 +128,7 @@ def _of_trees() -> Any:
 
 
 def _of_distributed() -> Any:
-    return torch.distributed.is_initialized() and (torch.distributed.get_world_size(), torch.distributed.get_rank())
+    return torch.distributed.is_available() and torch.distributed.group.WORLD  # which tells who and how many
 
 
 # By the module that code names, or of whose objects it has one.

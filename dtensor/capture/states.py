@@ -6,6 +6,7 @@ import array
 import contextvars
 import ctypes
 import decimal
+import functools
 import io
 import logging
 import mmap
@@ -23,6 +24,7 @@ from ..errors import CaptureError
 from .belonging import VALUES, foreign, module_of
 from .settings import of_logger
 
+CACHE = type(functools.cache(len))
 _CTYPES = ctypes.Structure.__mro__[1]  # what ctypes lays out in memory
 _UNTOLD: Any = object.__reduce__
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
@@ -77,6 +79,12 @@ def _array(value: numpy.ndarray[Any, Any]) -> Any:
 def _buffer(value: Any) -> Any:
     view = memoryview(value)
     return view.format, view.shape, view.tobytes()
+
+
+def _computed(value: Any) -> Any:
+    """How often a cache has had to compute: by that alone it comes to hold something else."""
+    info = value.cache_info()
+    return info.maxsize and info.misses
 
 
 def _memory(value: Any) -> Any:
@@ -152,6 +160,7 @@ def taken_from(value: Any) -> list[Any] | None:
 
 _STATES: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (numpy.ndarray, _array),
+    (CACHE, _computed),
     (numpy.flatiter, lambda value: value.index),
     (numpy.void, lambda value: value.tobytes()),
     (numpy.random.Generator, lambda value: repr(value.bit_generator.state)),

@@ -46,9 +46,9 @@ from .belonging import (
     value_of,
 )
 from .code_reads import BEARING, CODE, CodeReads
-from .holding import contents_of, entries_of, parts_of
+from .holding import contents_of, entries_of, is_compiled, parts_of, referents
 from .notes import Ran
-from .states import state_of
+from .states import CACHE, state_of
 
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")  # of modules; the latter say how the first are called
 _LONG = 64  # plain values in a list, from which on they are one entry of the key
@@ -180,8 +180,12 @@ class Environment(CodeReads):
             self._note(state(), path)
             self._watch.state(state, self.key[-1])
         if now is not None:
-            self._watch.other(now)
+            if not isinstance(value, CACHE):  # whose state tells
+                self._watch.other(now)
             self._visit(tuple(now()), path)
+        elif is_compiled(value):
+            self._watch.referents(value)
+            self._visit(tuple(referents(value)), path)
 
     def _items(self, value: Any, path: str) -> None:
         if isinstance(value, dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, call, is_
@@ -15,7 +16,7 @@ _MADE_OF: Any = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _ABOUT: Any = attrgetter("__mro__", "__name__", "__qualname__")  # of classes
 _HOME: Any = attrgetter("__dict__")
 _CELL: Any = attrgetter("cell_contents")
-_END = object()  # after all that is held, so that less or more of it is seen
+_END = object()  # after what may be less or more
 
 
 class Watch:
@@ -23,10 +24,9 @@ class Watch:
 
     def __init__(self) -> None:
         self._dicts = Dictionaries()
-        self._lists: list[Collection[Any]] = []
+        self._sized: list[Collection[Any]] = []
         self._one: tuple[list[Callable[[Any], Any]], list[Any]] = [], []  # what gives an object of what
         self._several: tuple[list[Callable[[Any], Iterable[Any]]], list[Any]] = [], []
-        self._others: list[Callable[[], Iterable[Any]]] = []
         self._states: list[tuple[Callable[[], Any], Any]] = []
         self._tensors: list[Any] = []
 
@@ -73,7 +73,8 @@ class Watch:
 
     def list_(self, held: Collection[Any]) -> None:
         """All that a list or set holds."""
-        self._lists.append(held)
+        self._sized.append(held)
+        self._several_of(iter, held)
 
     def slots(self, slots: Mapping[str, Any], value: Any) -> None:
         """What an object holds under these descriptors."""
@@ -96,9 +97,14 @@ class Watch:
             self._tensors.append(value)
             self._one_of(type, value)
 
+    def referents(self, value: Any) -> None:
+        """What an object of compiled code holds."""
+        self._several_of(gc.get_referents, value)
+
     def other(self, held: Callable[[], Iterable[Any]]) -> None:
         """Whatever ``held()`` gives."""
-        self._others.append(held)
+        self._several_of(call, held)
+        self._several_of(iter, (_END,))
 
     def state(self, held: Callable[[], Any], now: Any) -> None:
         """That ``held()`` equals ``now``."""
@@ -116,7 +122,7 @@ class Watch:
         """Remember what there is now."""
         self._dicts.settle()
         self._put, self._put_on = self._put_now(), [*map(len, map(_HOME, self._tensors))]
-        self._before, self._lengths = [*self._now()], [*map(len, self._lists)]
+        self._before, self._lengths = [*self._now()], [*map(len, self._sized)]
 
     def unchanged(self) -> bool:
         """Whether it is the same."""
@@ -129,18 +135,12 @@ class Watch:
 
     def _same_objects(self) -> bool:
         try:
-            return [*map(len, self._lists)] == self._lengths and all(map(is_, self._now(), self._before))
+            return [*map(len, self._sized)] == self._lengths and all(map(is_, self._now(), self._before))
         except (AttributeError, ValueError):  # what is no more in a slot, a variable
             return False
 
     def _now(self) -> Iterator[Any]:
-        return chain(
-            chain.from_iterable(self._lists),
-            map(call, *self._one),
-            chain.from_iterable(map(call, *self._several)),
-            chain.from_iterable(map(call, self._others)),
-            (_END,),
-        )
+        return chain(map(call, *self._one), chain.from_iterable(map(call, *self._several)), (_END,))
 
     def _same_states(self) -> bool:
         """Whether states are the same, and nothing was put on tensors; the library's own come and go."""
