@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -53,8 +54,8 @@ def test_a_thread_plans_while_another_is_within_an_operator_without_data() -> No
     x = dt.distribute_tensor(torch.arange(21.0).view(7, 3), dt.init_device_mesh("cpu", (2,)), [Shard(0)])
     out = torch.zeros_like(x)
     with meta._MODES.fake as mode, in_kernel_invocation_manager(mode), ThreadPoolExecutor(1) as other:
-        made = other.submit(torch.fft.rfft, x)
-        written = other.submit(torch.mul, x, 2.0, out=out)
+        made: Any = other.submit(torch.fft.rfft, x)
+        written: Any = other.submit(torch.mul, x, 2.0, out=out)
     assert torch.equal(made.result().full_tensor(), torch.fft.rfft(x.full_tensor()))
     assert torch.equal(written.result().full_tensor(), x.full_tensor() * 2)
 
