@@ -104,7 +104,7 @@ def test_nested_tensors_of_pieces_are_refused_in_words() -> None:
     x = dt.distribute_tensor(X, dt.init_device_mesh("cpu", (2,)), [Shard(0)])
     for make in (
         lambda: torch.nested.as_nested_tensor([x[:1], x[1:]], layout=torch.jagged),
-        lambda: torch.nested.nested_tensor([torch.ones(1, 4), torch.ones(2, 4)], layout=torch.jagged) * x.sum(),
+        lambda: torch.nested.nested_tensor([torch.ones(1, 4), torch.ones(2, 4)]) * x.sum(),
     ):
         with pytest.raises(UnsupportedOperationError, match="nested"):
             make()
