@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from ...placement import Partial
-from ..blockwise import on_each_rank
 from ..call import Call
 from ..factoring import by
-from ..kernels import At, KernelContext, check_range, statistics_bytes
+from ..kernels import At, KernelContext, check_range, on_each_rank, statistics_bytes
 from ..rule import Along, Dims, Factors, Kernel, Partials, R, Row, Spec
 from ..verbs import along, blockwise, kernel_rule
 

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from ...placement import Partial
-from ..blockwise import asked_for, on_each_rank, plain_op
 from ..call import Call
-from ..kernels import KernelContext, densely, statistics_bytes, wide
+from ..kernels import KernelContext, asked_for, densely, on_each_rank, plain_op, statistics_bytes, wide
 from ..registry import register
 from ..rule import Dims, Factors, Kernel, LocalView, R, Rule, Shapes, Spec
 from ..verbs import blockwise

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..blockwise import on_each_rank
 from ..call import Call
+from ..kernels import on_each_rank
 from ..registry import register
 from ..rule import Dims, Factors, Rule
 

@@ -15,8 +15,8 @@ import torch
 from ....base.torch_internals import FakeTensorMode
 from ....layout.layout import Layout
 from ....placement import Partial
-from ...blockwise import plain_op
 from ...call import Call
+from ...kernels import plain_op
 from ...registry import register
 from ...rule import Dims, Factors, Kernel, Rule
 from .blocks import attention_block, attention_gradients, attention_of_blocks, gradients_of_blocks
