@@ -240,15 +240,10 @@ NOTHING = _Nothing()
 
 
 @dataclass(frozen=True, slots=True)
-class LocalSize(Word):
+class local_size(Word):  # noqa: N801  a word, used like a function
     """``local_args`` that replaces a size argument by the local size of result 0."""
 
     argument: str
 
     def __call__(self, call: Call, at: LocalView) -> dict[str, Any]:
         return {self.argument: at.results[0]}
-
-
-def local_size(argument: str) -> LocalSize:
-    """``local_args`` that replaces a size argument by the local size of result 0."""
-    return LocalSize(argument)
