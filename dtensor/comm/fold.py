@@ -34,19 +34,11 @@ _CARRIER: dict[torch.dtype, torch.dtype] = {
 }
 
 
-def _maximum(total: Tensor, term: Tensor) -> Tensor:
-    return torch.maximum(total, term, out=total)
-
-
-def _minimum(total: Tensor, term: Tensor) -> Tensor:
-    return torch.minimum(total, term, out=total)
-
-
 _STEP: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "sum": Tensor.add_,
     "product": Tensor.mul_,
-    "max": _maximum,
-    "min": _minimum,
+    "max": lambda total, term: torch.maximum(total, term, out=total),
+    "min": lambda total, term: torch.minimum(total, term, out=total),
 }
 _BOOL_STEP: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "sum": Tensor.logical_or_,

@@ -103,6 +103,15 @@ def gradients(parts: Any, sums: Any, count: int, rstd: Tensor, rows: tuple[int, 
     return of_input, *(None if x is None else x.to(dtype) for x, dtype in zip(summed, rest, strict=True))
 
 
+def normalized_backward(
+    at: KernelContext, grad: Any, x: Any, mean: Any, rstd: Any, weight: Any, mask: Any, dims: Any, count: int, rows: Any
+) -> Any:
+    """The gradients asked for of what was normalized over ``dims``, ``count`` values each; the weights' are sums over ``rows``."""
+    *parts, terms = gradient_terms(grad, x, mean, rstd, weight, dims if mask[0] else ())
+    sums = at.all_reduce(terms, "sum") if mask[0] else None
+    return gradients(parts, sums, count, rstd, rows, asked_dtypes(at.call, mask))
+
+
 # --- which dims are what --------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Seen:
@@ -199,11 +208,8 @@ layer_normalized = on_each_rank(lambda x, blocks, counts, *rest: centred(x, *com
 def layer_norm_backward(
     at: KernelContext, grad: Any, x: Any, normalized_shape: Any, mean: Any, rstd: Any, weight: Any, bias: Any, mask: list[bool]
 ) -> Any:
-    call, dims = at.call, last(normalized_shape)
-    *parts, terms = gradient_terms(grad, x, mean, rstd, weight, dims if mask[0] else ())
-    sums = at.all_reduce(terms, "sum") if mask[0] else None
-    rows = tuple(range(len(call["input"].shape) - len(normalized_shape)))
-    return gradients(parts, sums, math.prod(normalized_shape), rstd, rows, asked_dtypes(call, mask))
+    rows = tuple(range(len(at.call["input"].shape) - len(normalized_shape)))
+    return normalized_backward(at, grad, x, mean, rstd, weight, mask, last(normalized_shape), math.prod(normalized_shape), rows)
 
 
 @on_each_rank
@@ -304,10 +310,8 @@ def group_norm_backward(at: KernelContext, grad: Any, x: Any, mean: Any, rstd: A
     _, channels, positions, groups, mask = sizes
     grad, block, own = (by_groups(value, channels, groups) for value in (grad, x, weight))
     mean, rstd = mean[:, :, None, None], rstd[:, :, None, None]
-    *parts, terms = gradient_terms(grad, block, mean, rstd, own, INNER if mask[0] else ())
-    sums = at.all_reduce(terms, "sum") if mask[0] else None
-    dtypes = asked_dtypes(at.call, mask)
-    of_input, *rest = gradients(parts, sums, channels // groups * positions, rstd, (0, 3), dtypes)
+    count = channels // groups * positions
+    of_input, *rest = normalized_backward(at, grad, block, mean, rstd, own, mask, INNER, count, (0, 3))
     return of_input if of_input is None else like(x, of_input), *(x if x is None else x.reshape(-1) for x in rest)
 
 
