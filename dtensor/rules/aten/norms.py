@@ -106,7 +106,7 @@ def gradients(parts: Any, sums: Any, count: int, rstd: Tensor, rows: tuple[int, 
 def normalized_backward(
     at: KernelContext, grad: Any, x: Any, mean: Any, rstd: Any, weight: Any, mask: Any, dims: Any, count: int, rows: Any
 ) -> Any:
-    """The gradients asked for of what was normalized over ``dims``, ``count`` values each; the weights' are sums over ``rows``."""
+    """The gradients asked for of what was normalized over ``dims``, ``count`` values each; weights' are sums over ``rows``."""
     *parts, terms = gradient_terms(grad, x, mean, rstd, weight, dims if mask[0] else ())
     sums = at.all_reduce(terms, "sum") if mask[0] else None
     return gradients(parts, sums, count, rstd, rows, asked_dtypes(at.call, mask))
