@@ -342,12 +342,8 @@ norm(
 
 
 # --- weight norm: one norm for each index of dim ``dim``; norms have size one in the others --------------------------
-def unchanged(v: Tensor, g: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    return v.clone(), g.clone()
-
-
 _others_whole = "each: [a*] @dim [b*] -> each: [a*] @dim [b*]"
-_local = unless_empty(densely(aten._weight_norm_interface), unchanged)
+_local = unless_empty(densely(aten._weight_norm_interface), lambda v, g, *_: (v.clone(), g.clone()))
 blockwise("_weight_norm_interface", _others_whole, local=_local)
-_local = unless_empty(densely(aten._weight_norm_interface_backward), lambda grad, *args: unchanged(*args), block=1)
+_local = unless_empty(densely(aten._weight_norm_interface_backward), lambda grad, v, g, *_: (v.clone(), g.clone()), block=1)
 blockwise("_weight_norm_interface_backward", _others_whole, local=_local)
