@@ -90,11 +90,11 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
                 changes += cost > 0
         if stays and gathers > 1:
             seconds -= (gathers - 1) * together
-        anew = row.factor is not None and not stays
+        anew, owners = row.factor is not None and not stays, by_owners(line, factors, call)
         for r, where in enumerate(line.results):
             if r not in kept and not isinstance(where, Replicate):
                 summed, cut = owed[r]
-                seconds += summed if isinstance(where, Partial) else cut if anew else 0.0
+                seconds += summed if isinstance(where, Partial) and not owners else cut if anew or owners else 0.0
         if multiplies:
             seconds += row_seconds(device, work, row, ranks, factors.sizes)
         if row.kernel is not None:
@@ -121,10 +121,12 @@ def _debts(table: Table, factors: Factors, call: Call, nbytes: list[int], mesh_d
     Latencies do not count: what is owed may be paid together with something else. But where some row leaves a cut as it is, who
     cuts otherwise has it to change once more. On the other mesh dims a result is as small a part as that of any operand.
     """
-    current = _here(call, mesh_dim)
-    fitting = (line for line in table.lines if all(map(_fits, current, line.operands)))
-    if not any(isinstance(where, Partial) for where in current) and any(_moves_nothing(line, factors) for line in fitting):
-        return [(0.0, 0.0)] * len(nbytes)
+    current, terms = _here(call, mesh_dim), 2
+    if not any(isinstance(where, Partial) for where in current):
+        fitting = [line for line in table.lines if all(map(_fits, current, line.operands)) and _moves_nothing(line, factors)]
+        if fitting and not (all(map(_leaves_terms, fitting)) and _grows(call, mesh_dim, nbytes)):
+            return [(0.0, 0.0)] * len(nbytes)
+        terms = 1 if fitting else 2
     link = link_of(call.mesh, (mesh_dim,))
     parts = [
         math.prod(n for i, n in enumerate(call.mesh.shape) if i != mesh_dim and isinstance(layout.placements[i], Shard))
@@ -134,7 +136,7 @@ def _debts(table: Table, factors: Factors, call: Call, nbytes: list[int], mesh_d
     ranks = call.mesh.shape[mesh_dim]
     stays = any(isinstance(at, int) and at == to for line in table.lines for at, to in zip(current, line.operands, strict=True))
     again = link.exchange.seconds(ranks, 0) if stays else 0.0
-    return [(2 * size / link.all_reduce.bandwidth, again + size / ranks / link.exchange.bandwidth) for size in sizes]
+    return [(terms * size / link.all_reduce.bandwidth, again + size / ranks / link.exchange.bandwidth) for size in sizes]
 
 
 def _here(call: Call, mesh_dim: int) -> tuple[Where | None, ...]:
@@ -151,6 +153,24 @@ def _moves_nothing(line: Line, factors: Factors) -> bool:
     """Of a row that finds its operands where it wants them."""
     kernel = line.row_for(factors).kernel
     return kernel is None or kernel.collectives == 0
+
+
+def _leaves_terms(line: Line) -> bool:
+    return any(isinstance(where, Partial) for where in line.results)
+
+
+def _grows(call: Call, mesh_dim: int, nbytes: list[int]) -> bool:
+    """Whether one operand alone is cut, and is less than the results."""
+    cut = [layout.nbytes for layout in call.operands if isinstance(layout.along(mesh_dim), int)]
+    return len(cut) == 1 and cut[0] < sum(nbytes)
+
+
+def by_owners(line: Line, factors: Factors, call: Call) -> bool:
+    """Whether the rows of a line's results are parted: each has one owner, whom later operations find it with."""
+    row = line.row
+    if row.parted is not None or any(row.factor == groups for groups, _ in factors.groups.values()):
+        return True
+    return any(fact is not None and isinstance(where, Partial) for fact, where in zip(call.parted, line.operands, strict=False))
 
 
 def _memory(line: Line, nbytes: list[int], ranks: int) -> float:
