@@ -162,7 +162,7 @@ def _leaves_terms(line: Line) -> bool:
 def _grows(call: Call, mesh_dim: int, nbytes: list[int]) -> bool:
     """Whether one operand alone is cut, and is less than the results."""
     cut = [layout.nbytes for layout in call.operands if isinstance(layout.along(mesh_dim), int)]
-    return len(cut) == 1 and cut[0] < sum(nbytes)
+    return len(cut) == 1 and 2 * cut[0] < sum(nbytes)
 
 
 def by_owners(line: Line, factors: Factors, call: Call) -> bool:
