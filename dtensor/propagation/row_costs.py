@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ..base.memory_order import outermost_first
 from ..cost.link import device_of, link_of
 from ..layout.layout import Layout
 from ..placement import Partial, Replicate, Shard
@@ -61,6 +62,7 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
     ranks, fixed, nbytes = call.mesh.shape[mesh_dim], call.fixed, call.result_bytes()
     owed = _debts(table, factors, call, nbytes, mesh_dim)
     device, work = device_of(call.mesh), elsewhere(work, call, mesh_dim)
+    outer = [outermost_first(meta.stride)[0] if meta.shape else 0 for meta in call.results if meta is not None]
     multiplies = work.flops / device.rate(work.dtype) > work.nbytes / device.memory
     current = [layout.along(mesh_dim) for layout in call.operands]
     together = link_of(call.mesh, (mesh_dim,)).all_gather.seconds(ranks, 0)
@@ -93,8 +95,9 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
         anew, owners = row.factor is not None and not stays, by_owners(line, factors, call)
         for r, where in enumerate(line.results):
             if r not in kept and not isinstance(where, Replicate):
-                summed, cut = owed[r]
+                summed, cut, packed = owed[r]
                 seconds += summed if isinstance(where, Partial) and not owners else cut if anew or owners else 0.0
+                seconds += packed if isinstance(where, int) and where != outer[r] else 0.0
         if multiplies:
             seconds += row_seconds(device, work, row, ranks, factors.sizes)
         if row.kernel is not None:
@@ -114,7 +117,7 @@ def kernel_seconds(row: Row, call: Call, mesh_dim: int) -> float:
     return row.kernel.collectives * rate.seconds(ranks, 0) + row.kernel.nbytes(call) / rate.bandwidth
 
 
-def _debts(table: Table, factors: Factors, call: Call, nbytes: list[int], mesh_dim: int) -> list[tuple[float, float]]:
+def _debts(table: Table, factors: Factors, call: Call, nbytes: list[int], mesh_dim: int) -> list[tuple[float, float, float]]:
     """Seconds that each result costs later on: if it is left in terms, to add them up; if it is cut as no operand was, to cut it
     as the others are. None of them where a row moves nothing and there are no terms yet.
 
@@ -125,7 +128,7 @@ def _debts(table: Table, factors: Factors, call: Call, nbytes: list[int], mesh_d
     if not any(isinstance(where, Partial) for where in current):
         fitting = [line for line in table.lines if all(map(_fits, current, line.operands)) and _moves_nothing(line, factors)]
         if fitting and not (all(map(_leaves_terms, fitting)) and _grows(call, mesh_dim, nbytes)):
-            return [(0.0, 0.0)] * len(nbytes)
+            return [(0.0, 0.0, 0.0)] * len(nbytes)
         terms = 1 if fitting else 2
     link = link_of(call.mesh, (mesh_dim,))
     parts = [
@@ -136,7 +139,10 @@ def _debts(table: Table, factors: Factors, call: Call, nbytes: list[int], mesh_d
     ranks = call.mesh.shape[mesh_dim]
     stays = any(isinstance(at, int) and at == to for line in table.lines for at, to in zip(current, line.operands, strict=True))
     again = link.exchange.seconds(ranks, 0) if stays else 0.0
-    return [(terms * size / link.all_reduce.bandwidth, again + size / ranks / link.exchange.bandwidth) for size in sizes]
+    return [
+        (terms * size / link.all_reduce.bandwidth, again + size / ranks / link.exchange.bandwidth, size / ranks / link.memory)
+        for size in sizes
+    ]
 
 
 def _here(call: Call, mesh_dim: int) -> tuple[Where | None, ...]:
