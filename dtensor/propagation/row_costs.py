@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..base.memory_order import outermost_first
+from ..base.symbols import has_symbols
 from ..cost.link import device_of, link_of
 from ..layout.layout import Layout
 from ..placement import Partial, Replicate, Shard
-from ..rules.call import Call
+from ..rules.call import Call, Meta
 from ..rules.rule import Factors, Row
 from ..rules.work import Work, elsewhere, row_seconds
 from .row_table import Line, Table, Where
@@ -62,7 +63,7 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
     ranks, fixed, nbytes = call.mesh.shape[mesh_dim], call.fixed, call.result_bytes()
     owed = _debts(table, factors, call, nbytes, mesh_dim)
     device, work = device_of(call.mesh), elsewhere(work, call, mesh_dim)
-    outer = [outermost_first(meta.stride)[0] if meta.shape else 0 for meta in call.results if meta is not None]
+    outer = [_outermost(meta) for meta in call.results if meta is not None]
     multiplies = work.flops / device.rate(work.dtype) > work.nbytes / device.memory
     current = [layout.along(mesh_dim) for layout in call.operands]
     together = link_of(call.mesh, (mesh_dim,)).all_gather.seconds(ranks, 0)
@@ -92,7 +93,7 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
                 changes += cost > 0
         if stays and gathers > 1:
             seconds -= (gathers - 1) * together
-        anew, owners = row.factor is not None and not stays, by_owners(line, factors, call)
+        anew, owners = row.factor is not None and not stays, _by_owners(line, factors, call)
         for r, where in enumerate(line.results):
             if r not in kept and not isinstance(where, Replicate):
                 summed, cut, packed = owed[r]
@@ -119,7 +120,8 @@ def kernel_seconds(row: Row, call: Call, mesh_dim: int) -> float:
 
 def _debts(table: Table, factors: Factors, call: Call, nbytes: list[int], mesh_dim: int) -> list[tuple[float, float, float]]:
     """Seconds that each result costs later on: if it is left in terms, to add them up; if it is cut as no operand was, to cut it
-    as the others are. None of them where a row moves nothing and there are no terms yet.
+    as the others are; if it is cut along an inner dim, to pack it. None of them where a row moves nothing and there are no terms
+    yet, but where all such rows leave terms that are larger than the one operand that is cut: then what scattering them takes.
 
     Latencies do not count: what is owed may be paid together with something else. But where some row leaves a cut as it is, who
     cuts otherwise has it to change once more. On the other mesh dims a result is as small a part as that of any operand.
@@ -161,17 +163,22 @@ def _moves_nothing(line: Line, factors: Factors) -> bool:
     return kernel is None or kernel.collectives == 0
 
 
+def _outermost(meta: Meta) -> int:
+    """The dim of whose blocks each lies in one piece; of sizes that are symbols, which are not compared, the first."""
+    return outermost_first(meta.stride)[0] if meta.shape and not has_symbols(meta.stride) else 0
+
+
 def _leaves_terms(line: Line) -> bool:
     return any(isinstance(where, Partial) for where in line.results)
 
 
 def _grows(call: Call, mesh_dim: int, nbytes: list[int]) -> bool:
-    """Whether one operand alone is cut, and is less than the results."""
+    """Whether one operand alone is cut, and the results are more than twice as large."""
     cut = [layout.nbytes for layout in call.operands if isinstance(layout.along(mesh_dim), int)]
     return len(cut) == 1 and 2 * cut[0] < sum(nbytes)
 
 
-def by_owners(line: Line, factors: Factors, call: Call) -> bool:
+def _by_owners(line: Line, factors: Factors, call: Call) -> bool:
     """Whether the rows of a line's results are parted: each has one owner, whom later operations find it with."""
     row = line.row
     if row.parted is not None or any(row.factor == groups for groups, _ in factors.groups.values()):
