@@ -47,6 +47,15 @@ COUNTED = flop_registry | {  # the CPU's attention, which torch leaves out, as t
 }
 
 
+def of_groups(a: Any, b: Any, *_: Any, out_val: Any, **__: Any) -> int:
+    """FLOPs of products of groups, which torch leaves out: each position of the dim that is in groups is in one of them."""
+    groups = out_val.shape[0] if a.ndim == b.ndim == 2 else 1
+    return int(2 * a.shape[-1] * out_val.numel() // groups)
+
+
+COUNTED[aten._grouped_mm] = of_groups
+
+
 class Flops(TorchDispatchMode):
     """Counts matrix FLOPs of plain tensors on a device: of distributed ones, those of the local operations.
 
@@ -64,6 +73,9 @@ class Flops(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, dt.DTensor) for kind in types):
             return NotImplemented
+        if func.overloadpacket not in COUNTED and func._can_decompose():  # a kernel's matmul, which comes here whole
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         count = COUNTED.get(func.overloadpacket)
         if count is not None and out_of(out).device.type == self.device:

@@ -139,6 +139,9 @@ NAMES: dict[str, Internal] = {
     ),
     "DISPATCH_MODE_KEYS": Internal("torch._C._TorchDispatchModeKey", "names of torch's own modes", _NONE),
     "infra_mode": Internal("torch._C._get_dispatch_mode", "whether operators are recorded for a graph", _NONE),
+    "track_tensor": Internal(
+        "torch.fx.experimental.proxy_tensor.track_tensor_tree", "constants of a graph of whole DTensors are its values", _NONE
+    ),
     "sympy_interp": Internal(
         "torch.utils._sympy.interp.sympy_interp", "sizes that planning computed are computed in a graph", _NONE
     ),

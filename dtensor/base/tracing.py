@@ -7,9 +7,11 @@ from typing import Any
 from uuid import uuid4
 
 from torch import Tensor
+from torch.fx import Proxy
 
 from ..errors import DTensorError, UnsupportedOperationError
 from . import torch_internals
+from .nested import leaves
 from .torch_internals import (
     DISPATCH_MODE_KEYS,
     FakeTensor,
@@ -74,6 +76,43 @@ def counted_before(piece: Any) -> Any:
 def is_written(piece: Any) -> bool:
     """Whether such a piece has been written to since the run began."""
     return torch_internals.has_data_mutation(piece.elem)
+
+
+def _graph_of_wholes() -> Any:
+    """The tracer of a graph whose values are DTensors as they are (of ``make_fx``, ``torch.func.linearize``); None where none is
+    recorded, or one of stand-ins for pieces, as the compiler's."""
+    mode = infra_mode(_PROXY)
+    return (
+        None
+        if mode is None or infra_mode(_FUNCTIONAL) is not None or infra_mode(DISPATCH_MODE_KEYS.FAKE) is not None
+        else mode.tracer
+    )
+
+
+def taken_in(operands: Any) -> bool:
+    """Whether some of ``operands`` were no values of the graph of whole tensors that is recorded. They are its constants now: a
+    graph does not see what is computed of a tensor that it does not know, and would give what was found while it was recorded."""
+    tracer = _graph_of_wholes()
+    if tracer is None:
+        return False
+    found = [x for x in leaves(operands) if isinstance(x, Tensor) and x not in tracer.tensor_tracker and hasattr(x, "_layout")]
+    for x in found:
+        torch_internals.track_tensor(x, Proxy(tracer.create_arg(x), tracer), constant=None, tracer=tracer)
+    return bool(found)
+
+
+def not_in_graph(x: Any, what: str) -> None:
+    """Nothing, unless ``x`` is a value of a graph of whole tensors, which has no operator for ``what``.
+
+    Raises:
+        UnsupportedOperationError: it is.
+    """
+    tracer = _graph_of_wholes()
+    if tracer is not None and x in tracer.tensor_tracker:
+        raise UnsupportedOperationError(
+            f"{what} inside of make_fx (torch.func.linearize): the graph takes DTensors as they are, and this is no operator on "
+            "one; do it outside, or use torch.compile or dtensor.capture"
+        )
 
 
 def explained(error: Exception, operation: str) -> Exception:

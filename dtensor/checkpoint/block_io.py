@@ -156,10 +156,7 @@ class Files:
         source, source_stride, length = box.source(width)
         begin, target_stride = box.target(out)
         outer, run = _runs(size, source_stride, target_stride, width)
-        nbytes = run
-        for count in size[:outer]:
-            nbytes *= count
-        self.bytes_read += nbytes
+        self.bytes_read += run * math.prod(size[:outer])
         handle, _ = self._handle(file)
         if os.fstat(handle).st_size < source + length:
             raise CheckpointError(f"{self.folder / file} is truncated")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -207,36 +208,22 @@ def _read(targets: Mapping[str, Target], manifest: Manifest, files: Files, buffe
     sums: Sums = {}
     for name, held in held_here({name: target.like for name, target in targets.items()}, rank):
         target, entry = targets[name], manifest.tensors[name]
-        buffers[name] = target.buffers(entry.torch_dtype)
-        for piece in _first_of_each(held, target):
+        own, known = target.buffers(entry.torch_dtype), dict[Any, Held]()
+        for piece in sorted(held, key=lambda piece: not piece.answers):
+            first = known.setdefault((piece.offset, piece.shape), piece)
+            if first is not piece:  # in one process replicas are read once and copied
+                own[piece.member].copy_(own[first.member])
+                continue
             boxes = list(_boxes(piece, entry))
             mapped = _mapped(target, piece, boxes, entry, files)
             if mapped is None:
-                _fill(buffers[name][piece.member], boxes, name, files)
+                _fill(own[piece.member], boxes, name, files)
             else:
-                buffers[name][piece.member] = mapped
-            _account(buffers[name][piece.member], piece, boxes, name, files, sums)
-        _copy_replicas(held, buffers[name])
-        buffers[name] = {member: read.to(target.dtype) for member, read in buffers[name].items()}
+                own[piece.member] = mapped
+            _account(own[piece.member], piece, boxes, name, files, sums)
+        buffers[name] = {member: read.to(target.dtype) for member, read in own.items()}
     check_shared(targets.values(), buffers)
     return sums
-
-
-def _first_of_each(held: list[Held], target: Target) -> Iterator[Held]:
-    """One of the members here for each block: in one process replicas are read once and copied."""
-    known = set()
-    for piece in sorted(held, key=lambda piece: not piece.answers):
-        if (piece.offset, piece.shape) not in known:
-            known.add((piece.offset, piece.shape))
-            yield piece
-
-
-def _copy_replicas(held: list[Held], buffers: dict[int | None, torch.Tensor]) -> None:
-    read: dict[Any, Held] = {}
-    for piece in sorted(held, key=lambda piece: not piece.answers):
-        first = read.setdefault((piece.offset, piece.shape), piece)
-        if first is not piece:
-            buffers[piece.member].copy_(buffers[first.member])
 
 
 def _boxes(piece: Held, entry: Entry) -> Iterator[Box]:
@@ -280,13 +267,12 @@ def _account(read: torch.Tensor, piece: Held, boxes: list[Box], name: str, files
 
 
 def _verify(sums: list[Sums], manifest: Manifest) -> None:
-    total: Sums = {}
+    total = Counter[tuple[str, int]]()
     for one in sums:
-        for key, value in one.items():
-            total[key] = (total.get(key, 0) + value) & MASK
+        total.update(one)
     for (name, number), value in total.items():
         block = manifest.tensors[name].blocks[number]
-        if value != block.digest:
+        if value & MASK != block.digest:
             raise _corrupted(name, block, None)
 
 

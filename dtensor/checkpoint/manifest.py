@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from typing import Any
 
@@ -129,20 +129,14 @@ def _check_beside(manifest: Manifest, folder: Address) -> None:
 def _from_json(data: Any, path: Address) -> Manifest:
     tensors = {}
     for name, entry in data["tensors"].items():
-        blocks = tuple(
-            Block(
-                tuple(b["offset"]),
-                tuple(b["shape"]),
-                b["file"],
-                b["at"],
-                b["digest"],
-                None if b["stride"] is None else tuple(b["stride"]),
-            )
-            for b in entry["blocks"]
-        )
+        blocks = tuple(Block(*[_listed(block[part.name]) for part in fields(Block)]) for block in entry["blocks"])
         tensors[name] = Entry(tuple(entry["shape"]), entry["dtype"], blocks)
     files = {check_name(name, path): _count(size) for name, size in data["files"].items()}
     return Manifest(tensors, data["tree"], files, tuple(data["beside"]), notes=data.get("notes"))
+
+
+def _listed(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 # --- what a manifest may say -----------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from bisect import bisect
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,7 +87,7 @@ def dry_step(part: str, model: Transformer, mesh: DeviceMesh, sequence: int, mic
         again: what a layer's backward computes anew, of :data:`~dtensor.clusters.decoder.AGAIN`.
     """
     with torch.device(mesh.device_type):
-        module, given = _PARTS[part](model, mesh, sequence, micro, again)
+        module, given = _part(part, model, mesh, sequence, micro, again)
     for inner in module.modules():
         if isinstance(inner, Experts):
             # rows of matrices: a rank may have fewer experts than there are ranks to spread them over
@@ -130,30 +130,15 @@ def _told(held: Sequence[int], at: Sequence[int], micro: Work, once: Work, state
 
 
 # --- the parts ------------------------------------------------------------------------------------------------------------
-def _start(model: Transformer, mesh: DeviceMesh, sequence: int, micro: int, again: str) -> tuple[Any, tuple[Tensor, ...]]:
-    return Start(model, mesh), (torch.zeros(micro, sequence // mesh["cp"].size(), dtype=torch.int64),)
-
-
-def _layer(model: Transformer, mesh: DeviceMesh, sequence: int, micro: int, again: str) -> tuple[Any, tuple[Tensor, ...]]:
-    tables = angles(sequence // mesh["cp"].size(), model.head_dim, _HALF)
-    return Block(model, mesh, sequence, again), (_between(model, mesh, sequence, micro), *tables)
-
-
-def _end(model: Transformer, mesh: DeviceMesh, sequence: int, micro: int, again: str) -> tuple[Any, tuple[Tensor, ...]]:
-    targets = torch.zeros(micro, sequence // mesh["cp"].size(), dtype=torch.int64)
-    return End(model, mesh), (_between(model, mesh, sequence, micro), targets)
-
-
-def _between(model: Transformer, mesh: DeviceMesh, sequence: int, micro: int) -> Tensor:
-    """What a part is given of the one before it."""
-    return torch.ones(micro, sequence // mesh["cp", "tp"].size(), model.hidden, dtype=_HALF, requires_grad=True)
-
-
-_PARTS: dict[str, Callable[[Transformer, DeviceMesh, int, int, str], tuple[Any, tuple[Tensor, ...]]]] = {
-    "start": _start,
-    "layer": _layer,
-    "end": _end,
-}
+def _part(part: str, model: Transformer, mesh: DeviceMesh, sequence: int, micro: int, again: str) -> tuple[Any, list[Tensor]]:
+    """A part, and what it is given: what the one before it made, beside tokens or tables of positions."""
+    tokens = torch.zeros(micro, sequence // mesh["cp"].size(), dtype=torch.int64)
+    if part == "start":
+        return Start(model, mesh), [tokens]
+    made = torch.ones(micro, sequence // mesh["cp", "tp"].size(), model.hidden, dtype=_HALF, requires_grad=True)
+    if part == "end":
+        return End(model, mesh), [made, tokens]
+    return Block(model, mesh, sequence, again), [made, *angles(tokens.shape[1], model.head_dim, _HALF)]
 
 
 # --- what is seen ---------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[
 
 from ..errors import LayoutError
 from ..mesh.groups import Group
+from ..watch.watching import waited_beside
 from .events import issuing, listeners
 from .fold import Op, dense
 from .pending import Pending
@@ -85,7 +86,7 @@ def traits_of(group: Group) -> Traits:
 # Renamed in torch 2.13, which warns at the names of 2.11.
 all_gather_single = issuing(getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)
 reduce_scatter_single = issuing(getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)
-broadcast = issuing(dist.broadcast)
+_BROADCAST = issuing(dist.broadcast)
 
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -111,12 +112,35 @@ def native_reduction(group: Group, op: Op, dtype: torch.dtype) -> tuple[dist.Red
     return (_REDUCE_OPS[op], dtype) if dtype in _REDUCED_NATIVELY else None
 
 
-def started(works: list[dist.Work], finish: Callable[[], T]) -> Pending[T]:
+class Ending(Protocol):
+    """A work of the backend, or several."""
+
+    def wait(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Large:
+    works: list[dist.Work]
+    handle: Any
+
+    def wait(self) -> None:
+        waited_beside(self.works, self.handle)
+
+
+_LARGE = 1 << 16  # bytes; less is in a socket's buffer whole
+
+
+def endable(group: Group, nbytes: int, works: list[dist.Work]) -> list[Ending]:
+    """Works of messages of so many bytes: of large ones a part may be there when a connection breaks."""
+    return [_Large(works, group.handle)] if nbytes >= _LARGE and group.backend == "gloo" else [*works]
+
+
+def started(works: list[Ending], finish: Callable[[], T]) -> Pending[T]:
     """What ``finish`` makes once all ``works`` have ended."""
     return Pending(partial(after, works, finish))
 
 
-def after(works: list[dist.Work], finish: Callable[[], T]) -> T:
+def after(works: list[Ending], finish: Callable[[], T]) -> T:
     """What ``finish`` makes after them; works hold what they send, so they go first."""
     while works:
         works.pop(0).wait()
@@ -153,41 +177,48 @@ def message(row: Tensor) -> Tensor:
 
 
 @issuing
-def all_to_all_rows(group: Group, into: Tensor, row: Tensor, arriving: list[int], leaving: list[int]) -> dist.Work:
+def all_to_all_rows(group: Group, into: Tensor, row: Tensor, arriving: list[int], leaving: list[int]) -> list[Ending]:
     """One all-to-all of the parts of ``row``, ``leaving`` elements each; what comes stands in ``into``."""
     if row.dtype not in _CARRIED:
         unit = row.dtype.itemsize
         arriving, leaving = ([length * unit for length in side] for side in (arriving, leaving))
     # Always with lengths: one rank's may be equal where another's are not, and without them gloo runs another algorithm.
-    return group.handle.alltoall_base(message(into), message(row), arriving, leaving, _ALL_TO_ALL)
+    work = group.handle.alltoall_base(message(into), message(row), arriving, leaving, _ALL_TO_ALL)
+    return endable(group, max(into.nbytes, row.nbytes), [work])
 
 
 @issuing
-def all_gather_rows(group: Group, into: Tensor, row: Tensor) -> dist.Work:
+def all_gather_rows(group: Group, into: Tensor, row: Tensor) -> list[Ending]:
     """Every rank's ``row``, of one length, one after the other."""
-    return getattr(group.handle, _ALL_GATHER_NAME)(message(into), message(row), _ALL_GATHER)
+    return endable(group, into.nbytes, [getattr(group.handle, _ALL_GATHER_NAME)(message(into), message(row), _ALL_GATHER)])
 
 
-def all_reduction(group: Group, op: dist.ReduceOp.RedOpType) -> Callable[[Tensor], dist.Work]:
+def all_reduction(group: Group, op: dist.ReduceOp.RedOpType) -> Callable[[Tensor], list[Ending]]:
     """The backend's own all-reduce, in place."""
     issue, options = group.handle.allreduce, _with(dist.AllreduceOptions(), reduceOp=op)
     told = issuing(issue)
-    return lambda x: told([x], options) if listeners else issue([x], options)
+    return lambda x: endable(group, x.nbytes, [told([x], options) if listeners else issue([x], options)])
+
+
+def broadcast(group: Group, row: Tensor, sender: int) -> list[Ending]:
+    """In ``row``, what stands there on the rank ``sender``."""
+    return endable(group, row.nbytes, [_BROADCAST(row, sender, group=group.handle, async_op=True)])
 
 
 Message = tuple[int, Tensor]  # torch's rank in the group, and a row
 
 
 @issuing
-def post(group: Group, receives: Sequence[Message], sends: Sequence[Message], device: torch.device) -> list[dist.Work]:
+def post(group: Group, receives: Sequence[Message], sends: Sequence[Message], device: torch.device) -> list[Ending]:
     """Starts these messages, at most one from and to each rank; waiting for all of the works ends them."""
     if not traits_of(group).sends_lists:
         works = [group.handle.recv([message(row)], rank, _TAG) for rank, row in receives]
-        return works + [group.handle.send([message(row)], rank, _TAG) for rank, row in sends]
+        works += [group.handle.send([message(row)], rank, _TAG) for rank, row in sends]
+        return endable(group, max((row.nbytes for _, row in (*receives, *sends)), default=0), works)
     if group.handle.size() > group.size:  # not all of the process group take part
         ops = [dist.P2POp(dist.irecv, row, group=group.handle, group_peer=rank) for rank, row in receives]
         ops += [dist.P2POp(dist.isend, row, group=group.handle, group_peer=rank) for rank, row in sends]
-        return dist.batch_isend_irecv(ops) if ops else []
+        return [*dist.batch_isend_irecv(ops)] if ops else []
     into, rows = ([torch.empty(0, dtype=torch.uint8, device=device) for _ in group.members] for _ in range(2))
     for side, given in ((into, receives), (rows, sends)):
         for rank, row in given:

@@ -34,19 +34,11 @@ _CARRIER: dict[torch.dtype, torch.dtype] = {
 }
 
 
-def _maximum(total: Tensor, term: Tensor) -> Tensor:
-    return torch.maximum(total, term, out=total)
-
-
-def _minimum(total: Tensor, term: Tensor) -> Tensor:
-    return torch.minimum(total, term, out=total)
-
-
 _STEP: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "sum": Tensor.add_,
     "product": Tensor.mul_,
-    "max": _maximum,
-    "min": _minimum,
+    "max": lambda total, term: torch.maximum(total, term, out=total),
+    "min": lambda total, term: torch.minimum(total, term, out=total),
 }
 _BOOL_STEP: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "sum": Tensor.logical_or_,
@@ -161,19 +153,18 @@ def _fold_monoid(terms: Sequence[Tensor], op: Monoid) -> Tensor:
 
 def fold_stack(stack: Tensor, op: Monoid) -> Tensor:
     """The reduction of terms stacked along dim 0, at once or element by element."""
-    total = _combined_in_pairs(stack, op) if op.combine_all is None else op.combine_all(stack)
+    total = in_pairs(op.combine, stack) if op.combine_all is None else op.combine_all(stack)
     return (total if op.finalize is None else op.finalize(total)).contiguous().detach()
 
 
-def _combined_in_pairs(stack: Tensor, op: Monoid) -> Tensor:
-    """Neighbours first, all pairs at once: ``combine`` is associative, and element by element it does not see the stack."""
-    count = len(stack)
-    while count > 1:
+def in_pairs(combine: Callable[[Tensor, Tensor], Tensor], states: Tensor, dim: int = 0) -> Tensor:
+    """The states along a dim, combined: neighbours first, all pairs at once, as ``combine``, which is associative, does not see
+    that dim."""
+    while (count := states.shape[dim]) > 1:
         even = count // 2 * 2
-        combined = op.combine(stack[0:even:2], stack[1:even:2])
-        stack = combined if even == count else torch.cat([combined, stack[even:]])
-        count = count - even // 2
-    return stack[0]
+        combined = combine(*states.narrow(dim, 0, even).unflatten(dim, (-1, 2)).unbind(dim + 1))
+        states = combined if even == count else torch.cat([combined, states.narrow(dim, even, 1)], dim)
+    return states.select(dim, 0)
 
 
 def _shares(a: Tensor, b: Tensor) -> bool:

@@ -27,7 +27,7 @@ from ..base.symbols import as_torch_has_them, has_symbols, sizes
 from ..base.told import changed
 from ..base.tracing import kept_object, shows_ranges
 from ..mesh.groups import Group, backend_of, beside
-from .backends import all_gather_rows, all_reduction, all_to_all_rows, reduce_scatter_single, started
+from .backends import Ending, all_gather_rows, all_reduction, all_to_all_rows, reduce_scatter_single, started
 from .events import Event, listeners, reduced, reporting
 from .pending import Pending
 from .transfer import Issue
@@ -99,7 +99,7 @@ class Collective:
 
         def issue(row: Tensor) -> Pending[Tensor]:
             into = self.outcome(row, lengths)
-            return started([start(row, into)], lambda: into)
+            return started(start(row, into), lambda: into)
 
         over = f"a graph of ranks {', '.join(map(str, ranks))}"
         run = watched(group, self.said, over, issue, shaped=not lengths, own=(leaving, arriving) if lengths else None)
@@ -114,7 +114,7 @@ class Collective:
 
         return reported
 
-    def _start(self, group: Group, arriving: list[int], leaving: list[int]) -> Callable[[Tensor, Tensor], dist.Work]:
+    def _start(self, group: Group, arriving: list[int], leaving: list[int]) -> Callable[[Tensor, Tensor], list[Ending]]:
         """What the backend does, of a row and into memory."""
         match self.kind:
             case "exchange":
@@ -124,7 +124,7 @@ class Collective:
             case "reduce":
                 reduce = all_reduction(group, self.op)
                 return lambda row, into: reduce(into.copy_(row))
-        return lambda row, into: reduce_scatter_single(into, row, self.op, group=group.handle, async_op=True)
+        return lambda row, into: [reduce_scatter_single(into, row, self.op, group=group.handle, async_op=True)]
 
     def _received(self, elements: int) -> int:
         """From the others, of rows of so many elements."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..mesh.groups import Group
 from ..placement import Monoid
 from .backends import (
+    Ending,
     after,
     all_gather_rows,
     all_reduction,
@@ -51,8 +52,8 @@ def bind_scatter(group: Group, scatter: Scatter) -> Issue:
     def issue(x: Tensor) -> Pending[Tensor]:
         block = row_major(x, old)
         buffer = block.new_empty((group.size, *own.size))
-        work = all_to_all_rows(group, buffer.view(-1), leaving.pack(block), arriving, leaving.lengths)
-        return started([work], lambda: fold(group.to_mesh(buffer.unbind(0)), op))
+        works = all_to_all_rows(group, buffer.view(-1), leaving.pack(block), arriving, leaving.lengths)
+        return started(works, lambda: fold(group.to_mesh(buffer.unbind(0)), op))
 
     return issue
 
@@ -105,10 +106,10 @@ def bind_all_reduce(group: Group, op: Op, dtype: torch.dtype) -> Reduction:
     return Reduction(issue)
 
 
-def _natively(reduce: Callable[[Tensor], dist.Work], dtype: torch.dtype, seen: torch.dtype) -> Reduction:
+def _natively(reduce: Callable[[Tensor], list[Ending]], dtype: torch.dtype, seen: torch.dtype) -> Reduction:
     def issue(result: Tensor) -> Pending[Tensor]:
         as_seen = torch.view_as_real(result) if result.is_complex() else result if seen is dtype else result.view(seen)
-        return started([reduce(as_seen)], lambda: result)
+        return started(reduce(as_seen), lambda: result)
 
     return Reduction(lambda x: issue(dense(x)), issue if seen is dtype else None, True)
 
@@ -120,7 +121,7 @@ def _of_two(group: Group, mean: bool) -> Reduction:
     reduce = all_reduction(group, dist.ReduceOp.SUM)
 
     def issue(result: Tensor) -> Pending[Tensor]:
-        return started([reduce(result)] if result.numel() else [], lambda: result)
+        return started(reduce(result) if result.numel() else [], lambda: result)
 
     def run(x: Tensor) -> Pending[Tensor]:
         block = row_major(x, tuple(x.shape))
@@ -139,24 +140,24 @@ def _reduced_by_all(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:
     row = block.view(-1) if others == 1 else block.expand(others, *block.shape).contiguous().view(-1)
     lengths = [block.numel()] * group.size
     lengths[mine] = 0
-    work = all_to_all_rows(group, buffer.view(-1), row, lengths, lengths)
+    works = all_to_all_rows(group, buffer.view(-1), row, lengths, lengths)
 
     def finish() -> Tensor:
         arrived = list(buffer.unbind(0))
         return fold(group.to_mesh([*arrived[:mine], block, *arrived[mine:]]), op)
 
-    return started([work], finish)
+    return started(works, finish)
 
 
 def _stacked(group: Group, block: Tensor, op: Monoid) -> Pending[Tensor]:
     """Where terms are reduced as a stack they arrive as one, this rank's own among them."""
     stack = block.new_empty((group.size, *block.shape))
     if traits_of(group).reduces:
-        work = all_gather_rows(group, stack.view(-1), block.view(-1))
+        works = all_gather_rows(group, stack.view(-1), block.view(-1))
     else:
         lengths = [block.numel()] * group.size
-        work = all_to_all_rows(group, stack.view(-1), block.expand(stack.shape).contiguous().view(-1), lengths, lengths)
-    return started([work], lambda: fold_stack(stack if group.order is None else stack[list(group.order)], op))
+        works = all_to_all_rows(group, stack.view(-1), block.expand(stack.shape).contiguous().view(-1), lengths, lengths)
+    return started(works, lambda: fold_stack(stack if group.order is None else stack[list(group.order)], op))
 
 
 def _in_two_exchanges(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:
@@ -168,10 +169,10 @@ def _in_two_exchanges(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:
     first = all_to_all_rows(group, terms, block.view(-1), [own] * size, lengths)
 
     def begin() -> Callable[[], Tensor]:
-        reduced = after([first], lambda: fold(terms.split(own), op) if own else terms)
+        reduced = after(first, lambda: fold(terms.split(own), op) if own else terms)
         row = reduced.expand(size, own).contiguous().view(-1)
         second = all_to_all_rows(group, result.view(-1), row, lengths, [own] * size)
-        return lambda: after([second], lambda: result)
+        return lambda: after(second, lambda: result)
 
     return Pending.of_two_rounds(begin)
 

@@ -113,11 +113,11 @@ def _packed(group: Group, route: Route) -> Issue:
         row = leaving.pack(block)
         if arriving.whole:
             result = block.new_empty(route.new)
-            work = all_to_all_rows(group, result.view(-1), row, arriving.lengths, leaving.lengths)
-            return started([work], lambda: result)
+            works = all_to_all_rows(group, result.view(-1), row, arriving.lengths, leaving.lengths)
+            return started(works, lambda: result)
         buffer = block.new_empty(arriving.total)
-        work = all_to_all_rows(group, buffer, row, arriving.lengths, leaving.lengths)
-        return started([work], lambda: arriving.unpack(buffer))
+        works = all_to_all_rows(group, buffer, row, arriving.lengths, leaving.lengths)
+        return started(works, lambda: arriving.unpack(buffer))
 
     return issue
 
@@ -181,7 +181,7 @@ def _broadcast(group: Group, route: Route) -> Issue:
         result = dense(x) if source == group.position else torch.empty(route.new, dtype=x.dtype, device=x.device)
         if not result.numel():  # gloo waits for ever where it has nothing to send
             return Pending.of(result)
-        return started([broadcast(flat_bytes(result), sender, group=group.handle, async_op=True)], lambda: result)
+        return started(broadcast(group, flat_bytes(result), sender), lambda: result)
 
     return issue
 
@@ -194,8 +194,8 @@ def _joined(group: Group, shape: tuple[int, ...], dim: int) -> Issue:
     def issue(x: Tensor) -> Pending[Tensor]:
         block = row_major(x, shape)
         result = block.new_empty(outcome)
-        work = all_gather_rows(group, result.view(-1), block.view(-1))
-        return started([work], (lambda: result) if whole else lambda: torch.cat(group.to_mesh(result.unbind(0)), dim))
+        works = all_gather_rows(group, result.view(-1), block.view(-1))
+        return started(works, (lambda: result) if whole else lambda: torch.cat(group.to_mesh(result.unbind(0)), dim))
 
     return issue
 
@@ -214,8 +214,8 @@ def _gathered(group: Group, route: Route) -> Issue:
     def issue(x: Tensor) -> Pending[Tensor]:
         block = row_major(x, route.old)
         result = block.new_empty(route.new if arriving.whole else arriving.total)
-        work = all_gather_rows(group, result.view(-1), block.view(-1))
-        return started([work], (lambda: result) if arriving.whole else lambda: arriving.unpack(result))
+        works = all_gather_rows(group, result.view(-1), block.view(-1))
+        return started(works, (lambda: result) if arriving.whole else lambda: arriving.unpack(result))
 
     return issue
 

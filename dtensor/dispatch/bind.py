@@ -304,11 +304,11 @@ def _filled(form: Form, values: Constants) -> Given:
 # --- operands that share memory with what is written --------------------------------------------------------------------
 def _may_share_memory(plan: Plan) -> bool:
     """Whether torch lets the operands overlap: it refuses where both have no gaps, which a block of one row is sooner than the
-    whole, or where their strides differ, which those of one row may. So ranks would differ.
+    whole, or where their strides differ, which those of one row may; one of none it always lets pass. So ranks would differ.
     """
     layouts = plan.call.operands
     gaps = any(memory_order(tuple(layout.shape), layout.stride) is None for layout in layouts)
-    return gaps or any(one is not None and 1 in one.sizes for layout in layouts if not layout.sized for one in layout.splits)
+    return gaps or any(one is not None and min(one.sizes) < 2 for layout in layouts if not layout.sized for one in layout.splits)
 
 
 def _apart_if_refused(plan: Plan, func: Callable[..., Any]) -> Callable[..., Any]:

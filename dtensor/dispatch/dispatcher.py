@@ -20,7 +20,7 @@ from ..base.caches import Shared, watched
 from ..base.callers import wrapped_by_torch
 from ..base.modes import IMPLICIT_REPLICATION, MODES
 from ..base.told import changed, restored
-from ..base.torch_internals import find_torch_dispatch_rule
+from ..base.torch_internals import count_dispatch_modes, find_torch_dispatch_rule
 from ..errors import UnsupportedOperationError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
@@ -76,6 +76,7 @@ def _as_found(plan: Any, operator: Any, found: Any) -> Any:
 
 _VIEWING: Any = _as_found  # replaced by tensor/views/remote_view.py
 _IN_INFERENCE = torch.is_inference_mode_enabled
+_modes = count_dispatch_modes
 _LIBRARY: torch.library.Library | None = None
 _COLLECTIVES = frozenset(
     ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
@@ -140,6 +141,8 @@ def _dispatch_of(entry: Entry) -> Callable[..., Any]:
 
     def run(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         try:
+            if _modes() and tracing.taken_in((args, kwargs)):
+                return func(*args, **(kwargs or {}))
             if is_view:
                 if _IN_INFERENCE() and not args[0].is_inference():
                     with torch.inference_mode(False):  # a view of an ordinary tensor is one: autograd gives it its version

@@ -88,6 +88,8 @@ def settle(values: Iterable[Any]) -> None:
 
 
 def _manner(x: torch.Tensor) -> tuple[Any, ...]:
+    if x.is_nested:  # it has no sizes, and is refused where the call is planned
+        return (x.layout,)
     return sizes(x.shape), sizes(x.stride()) if x.layout is torch.strided else None, x.dtype
 
 

@@ -8,8 +8,8 @@ operator is asked once for all sizes: dtypes, and the order of dims in memory, d
 from __future__ import annotations
 
 import math
+import threading
 from contextlib import suppress
-from functools import cache
 from typing import Any
 
 import torch
@@ -132,7 +132,7 @@ def infer(operator: Operator, arguments: dict[str, Any]) -> tuple[Any, ...]:
     if operator.returns and not operator.gives_tensors:
         return (None,) * len(operator.returns)  # a Python value: it depends on data
     if operator.facts.by_device or mode is not None:
-        with mode or _fake_mode():
+        with mode or _MODES.fake:
             return _run(operator, {name: _to_meta(value, None) for name, value in arguments.items()}, arguments)
     bound = {name: _to_meta(value) if name in operator.tensors else value for name, value in arguments.items()}
     if bound.get("device") is not None:
@@ -191,7 +191,7 @@ def asked_with_outs(operator: Operator, arguments: dict[str, Any]) -> tuple[Any,
     with torch.random.fork_rng((), enabled=operator.seeded):
         try:
             if not data_decide:
-                with _fake_mode():  # makes nothing where the sizes alone say what comes out
+                with _MODES.fake:  # makes nothing where the sizes alone say what comes out
                     new = _made(operator, {name: _to_meta(value, None) for name, value in arguments.items()})
                 if _fit(new, outs) or sum(x.numel() for x in new) > _SMALL:
                     return None
@@ -256,9 +256,14 @@ def _of_numbers(value: Any, device: torch.device) -> Any:
     return made
 
 
-@cache
-def _fake_mode() -> FakeTensorMode:
-    return FakeTensorMode()
+class _Modes(threading.local):
+    """A mode for fake tensors; every thread has its own, since a mode remembers that one of its kernels runs."""
+
+    def __init__(self) -> None:
+        self.fake = FakeTensorMode()
+
+
+_MODES = _Modes()
 
 
 def _run(operator: Operator, bound: dict[str, Any], arguments: dict[str, Any]) -> tuple[Any, ...]:

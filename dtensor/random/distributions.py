@@ -100,18 +100,6 @@ def _normal(block: Block, given: Arguments) -> torch.Tensor:
     return block.normal().mul_(given.get("std", 1.0)).add_(given.get("mean", 0.0))
 
 
-def _exponential(block: Block, given: Arguments) -> torch.Tensor:
-    return block.inside().log_().div_(-given["lambd"])
-
-
-def _log_normal(block: Block, given: Arguments) -> torch.Tensor:
-    return block.normal().mul_(given["std"]).add_(given["mean"]).exp_()
-
-
-def _cauchy(block: Block, given: Arguments) -> torch.Tensor:
-    return block.inside().sub_(0.5).mul_(math.pi).tan_().mul_(given["sigma"]).add_(given["median"])
-
-
 def _geometric(block: Block, given: Arguments) -> torch.Tensor:
     scale = math.log1p(-given["p"]) if given["p"] < 1 else -math.inf
     return block.inside().log_().div_(scale).ceil_().clamp_(min=1)
@@ -142,9 +130,9 @@ SAMPLERS: dict[str, Sampler] = {
     "rand_like": _uniform,
     "normal": _normal,
     "randn_like": _normal,
-    "exponential": _exponential,
-    "log_normal": _log_normal,
-    "cauchy": _cauchy,
+    "exponential": lambda block, given: block.inside().log_().div_(-given["lambd"]),
+    "log_normal": lambda block, given: _normal(block, given).exp_(),
+    "cauchy": lambda block, given: block.inside().sub_(0.5).mul_(math.pi).tan_().mul_(given["sigma"]).add_(given["median"]),
     "geometric": _geometric,
     "bernoulli": _bernoulli,
     "random": _integers,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.fold import identity
+from ..comm.fold import identity, in_pairs
 from ..layout.layout import Layout
 from ..placement import Monoid, Partial
 from .binding import Reduction, bind
@@ -30,18 +30,13 @@ REDUCED = "a* [@dim] b* -> each: a* b*"
 
 @dataclass(frozen=True, slots=True)
 class InPairs:
-    """States of several numbers, stacked along dim 0, combined: neighbours first, and all pairs at once, since ``combine`` tells
-    numbers apart (dim 0 of a state) and no elements."""
+    """States of several numbers, stacked along dim 0, combined in pairs: ``combine`` tells numbers (dim 0 of a state) apart, and
+    no elements."""
 
     combine: Callable[[Tensor, Tensor], Tensor]
 
     def __call__(self, stack: Tensor) -> Tensor:
-        states = stack.movedim(0, 1)
-        while (count := states.shape[1]) > 1:
-            even = count // 2 * 2
-            combined = self.combine(states[:, 0:even:2], states[:, 1:even:2])
-            states = combined if even == count else torch.cat([combined, states[:, even:]], 1)
-        return states[:, 0]
+        return in_pairs(self.combine, stack.movedim(0, 1), 1)
 
 
 class Part:

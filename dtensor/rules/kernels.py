@@ -2,14 +2,15 @@
 
 A kernel is the straight-line program of one rank: what it computes before a collective, the collective, what it computes after.
 Its locals are tensors, in one process a ``PerRank`` of them, on which functions run rank by rank, which costs something each:
-``on_each_rank`` (``blockwise.py``) makes one of several, and of what asks for shapes; ``at.map`` also tells a rank's place.
+``on_each_rank`` makes one of several, and of what asks for shapes; ``at.map`` also tells a rank's place.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from itertools import product
 from typing import Any, TypeVar, cast
 
@@ -24,8 +25,9 @@ from ..comm.binding import Reduction
 from ..layout.layout import Layout
 from ..layout.splits import Split, offsets_of
 from ..placement import Monoid
-from ..ranks.per_rank import shards_of
+from ..ranks.per_rank import ALONE, count_ranks, over_ranks, shards_of
 from .call import Call
+from .rule import Dims
 
 T = TypeVar("T")
 
@@ -162,6 +164,26 @@ def argument_names(call: Call) -> tuple[str, ...]:
 
 
 # --- what kernels of several families say -------------------------------------------------------------------------------
+def on_each_rank(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` as the ``local`` of a rule, though it reads shapes: it gets one rank's plain tensors at a time."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if ALONE.issuperset(map(type, args)) and not (kwargs and not ALONE.issuperset(map(type, kwargs.values()))):
+            return function(*args, **kwargs)
+        return over_ranks(function, args, kwargs) if count_ranks((args, kwargs)) else function(*args, **kwargs)
+
+    setattr(run, "of_one_rank", function)  # noqa: B010  no attribute of functions that types know
+    return run
+
+
+def asked_for(call: Call, results: Sequence[Dims]) -> tuple[Dims, ...]:
+    """Those of ``results`` that ``output_mask`` asks for; the others are None, which not all of torch's meta kernels tell."""
+    wanted = call["output_mask"]
+    call.results = tuple(meta if asked else None for meta, asked in zip(call.results, wanted, strict=True))
+    return tuple(dims for dims, asked in zip(results, wanted, strict=True) if asked)
+
+
 def wide(x: Any) -> Any:
     """``x`` in the dtype that sums are computed in: at least float32."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

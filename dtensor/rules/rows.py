@@ -30,7 +30,20 @@ falling = ("max -> min", "min -> max")
 copies = ANY_PARTIAL
 
 
-class ByNames(Word):
+@dataclass(frozen=True, slots=True)
+class _Of(Word):
+    """A word, and what it was given."""
+
+    given: tuple[str, ...]
+
+    def __init__(self, *given: str) -> None:
+        object.__setattr__(self, "given", given)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self.given))})"
+
+
+class ByNames(_Of):
     """Rows that follow from the names of a call's operands, which of them are plain, and how many results are tensors."""
 
     __slots__ = ()
@@ -47,7 +60,6 @@ def _rows_of(word: ByNames, names: tuple[str, ...], plain: frozenset[int], resul
     return tuple(word.made(names, plain, results))
 
 
-@dataclass(frozen=True, slots=True)
 class linear(ByNames):  # noqa: N801  a word, used like a function
     """Rows of an operation that is linear in some arguments (see the table above); a list of tensors counts as one argument.
 
@@ -55,37 +67,27 @@ class linear(ByNames):  # noqa: N801  a word, used like a function
     linear('grad')
     """
 
-    names: tuple[str, ...]
-
-    def __init__(self, *names: str) -> None:
-        object.__setattr__(self, "names", names)
+    __slots__ = ()
 
     def made(self, names: tuple[str, ...], plain: frozenset[int], results: int) -> Iterable[str]:
-        rest = "R" if len(self.names) == 1 else "finite"
-        groups = [{name} for name in self.names] or [set(names)]
-        factors = {*self.names, *(names[i] for i in plain)}  # numbers of list operators have names of their own
+        rest = "R" if len(self.given) == 1 else "finite"
+        groups = [{name} for name in self.given] or [set(names)]
+        factors = {*self.given, *(names[i] for i in plain)}  # numbers of list operators have names of their own
         for here in groups:
             for op in ("sum", "avg"):
                 left = [op if name in here else rest if name in factors else "R" for name in names]
                 if op in left:
                     yield _row(left, op, results)
 
-    def __repr__(self) -> str:
-        return f"linear({', '.join(map(repr, self.names))})"
 
-
-@dataclass(frozen=True, slots=True)
 class one_of(ByNames):  # noqa: N801
     """Rows of a choice: all of the named arguments in terms of one kind, or one of them beside whole ones, which are the mean,
     the maximum and the minimum of themselves."""
 
-    names: tuple[str, ...]
-
-    def __init__(self, *names: str) -> None:
-        object.__setattr__(self, "names", names)
+    __slots__ = ()
 
     def made(self, names: tuple[str, ...], plain: frozenset[int], results: int) -> Iterable[str]:
-        given = [name for name in self.names if name in names]
+        given = [name for name in self.given if name in names]
         for op in REDUCE_OPS:
             yield _row([op if name in given else "R" for name in names], op, results)
         for op in ("avg", "max", "min"):
@@ -93,21 +95,14 @@ class one_of(ByNames):  # noqa: N801
                 yield _row([op if name == own else "R" for name in names], op, results)
 
 
-@dataclass(frozen=True, slots=True)
 class _Forgets(ByNames):
+    __slots__ = ()
+
     def made(self, names: tuple[str, ...], plain: frozenset[int], results: int) -> Iterable[str]:
         return (_row([op, *["R"] * (len(names) - 1)], "R", results) for op in REDUCE_OPS)
 
 
 forgets = _Forgets()
-
-
-@dataclass(frozen=True, slots=True)
-class _Of(Word):
-    rows: tuple[str, ...]
-
-    def __init__(self, *rows: str) -> None:
-        object.__setattr__(self, "rows", rows)
 
 
 class on_floats(_Of):  # noqa: N801
@@ -118,7 +113,7 @@ class on_floats(_Of):  # noqa: N801
     def __call__(self, call: Call) -> tuple[str, ...]:
         alpha, result = call.get("alpha", 1), call.results[0]
         floating = result is not None and result.dtype.is_floating_point
-        return self.rows if floating and type(alpha) is int and alpha == 1 else ()
+        return self.given if floating and type(alpha) is int and alpha == 1 else ()
 
 
 class on_bools(_Of):  # noqa: N801
@@ -127,7 +122,7 @@ class on_bools(_Of):  # noqa: N801
     __slots__ = ()
 
     def __call__(self, call: Call) -> tuple[str, ...]:
-        return self.rows if call.operands[0].dtype is torch.bool else ()
+        return self.given if call.operands[0].dtype is torch.bool else ()
 
 
 def _row(left: Iterable[str], right: str, results: int) -> str:
@@ -173,7 +168,7 @@ def reductions(partials: Any) -> frozenset[str]:
         match part:
             case str():
                 found.update(word.strip().removesuffix("...") for side in part.split("->") for word in side.split(","))
-            case together(parts=parts) | _Of(rows=parts):
+            case together(parts=parts) | on_floats(given=parts) | on_bools(given=parts):
                 found |= reductions(parts)
             case one_of() | _Forgets():
                 found.update(REDUCE_OPS)

@@ -34,7 +34,7 @@ from .folds import Fold, Taking
 from .notation import Pattern, parse
 from .registry import register, register_tagged
 from .rows import rows
-from .rule import ANY_PARTIAL, Dims, Factors, Kernel, LocalView, Rule, Shapes, Word, labels
+from .rule import ANY_PARTIAL, Factors, Kernel, LocalView, Rule, Word, labels
 
 MakeKernel = Callable[[Call], Kernel | None]
 
@@ -170,41 +170,9 @@ def _pointwise(partials: Any = (), **options: Any) -> Rule:
     return Rule(POINTWISE, rows(partials), shapes=ONE_SHAPE, kind="pointwise", **options)
 
 
-class _Pointwise(Word):
-    """Factors of a broadcasting operation: one for each dim of the largest result."""
-
-    def __call__(self, call: Call) -> Factors | None:
-        shapes = [tuple(layout.shape) for layout in call.operands]
-        ndim = max(map(len, shapes), default=0)
-        sizes: dict[str, int] = {}
-        for shape in shapes:
-            for d, size in enumerate(shape, ndim - len(shape)):
-                if sizes.get(f"d{d}", 1) == 1:
-                    sizes[f"d{d}"] = size
-        operands = tuple(aligned(shape, ndim, sizes) for shape in shapes)
-        results = tuple(aligned(meta.shape, ndim, sizes) for meta in call.results if meta is not None)
-        return Factors(operands, results, sizes)
-
-    def __str__(self) -> str:
-        return "each: ... -> each: ..."
-
-
-def aligned(shape: tuple[int, ...], ndim: int, sizes: dict[str, int]) -> Dims:
-    """Factors ``d0 .. d(ndim - 1)`` right-aligned to ``shape``, none where a dim of size one broadcasts."""
-    first = ndim - len(shape)
-    return tuple((f"d{d}",) if sizes[f"d{d}"] == size else () for d, size in enumerate(shape, first))
-
-
-class _OneShape(Word):
-    """The shape of all operands that have dims is that of the results."""
-
-    def __call__(self, call: Call) -> Shapes | None:
-        found = {tuple(layout.shape) for layout in call.operands if layout.shape} or {()}
-        return None if len(found) > 1 else tuple(found) * len(call.func._schema.returns)
-
-
-POINTWISE = _Pointwise()
-ONE_SHAPE = _OneShape()
+_BROADCAST = parse("each: s* -> each: s*")
+POINTWISE = Notation(_BROADCAST)
+ONE_SHAPE = ShapesOf(_BROADCAST)
 register_tagged(torch.Tag.pointwise, _pointwise())
 
 
@@ -240,15 +208,10 @@ NOTHING = _Nothing()
 
 
 @dataclass(frozen=True, slots=True)
-class LocalSize(Word):
+class local_size(Word):  # noqa: N801  a word, used like a function
     """``local_args`` that replaces a size argument by the local size of result 0."""
 
     argument: str
 
     def __call__(self, call: Call, at: LocalView) -> dict[str, Any]:
         return {self.argument: at.results[0]}
-
-
-def local_size(argument: str) -> LocalSize:
-    """``local_args`` that replaces a size argument by the local size of result 0."""
-    return LocalSize(argument)

@@ -64,7 +64,7 @@ def _is_device(text: str) -> bool:
 
 
 def device_type_of(places: Iterable[Place]) -> str:
-    """The one device type of the places; without any, that of torch's accelerator where each rank is a process, else the CPU.
+    """The one device type of the places; the CPU where none is named.
 
     Where all ranks live in this process and it has no such device, the CPU stands for it.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..base.nested import leaves, like
 from ..comm import communicator_of
 from ..errors import PlacementError, UnsupportedOperationError
 from ..layout.layout import Layout
@@ -186,12 +187,12 @@ class ScatteredTensor:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name.endswith("_") and not name.endswith("__"):
+        name = getattr(func, "__name__", "").partition(".")[0]  # of an overload, too
+        out = any(isinstance(item, ScatteredTensor) for item in leaves((kwargs or {}).get("out")))
+        if out or (name.endswith("_") and not name.endswith("__")):
             raise UnsupportedOperationError(
                 f"{name} would change a tensor of scattered blocks in place; reshard it first: x = x.reshard(spec)"
             )
-
         return func(*_plain(args), **{key: _plain(value) for key, value in (kwargs or {}).items()})
 
     def __getattr__(self, name: str) -> Any:
@@ -209,7 +210,7 @@ def _plain(value: Any) -> Any:
     """The ordinary DTensors of such tensors, also in lists and tuples."""
     if isinstance(value, ScatteredTensor):
         return value.to_dtensor()
-    return type(value)(map(_plain, value)) if isinstance(value, (list, tuple)) else value
+    return like(value, [_plain(item) for item in value]) if isinstance(value, (list, tuple)) else value
 
 
 def _operator(name: str) -> Any:

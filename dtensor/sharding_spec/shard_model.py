@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..base.nested import like
 from ..comm import PerRank, communicator_of, shards_of
 from ..errors import MeshError, PlacementError
 from ..layout.layout import Layout
@@ -231,9 +232,7 @@ def _on(value: Any, mesh: DeviceMesh) -> Any:
         return DTensor.from_local(value, mesh, shape=value.shape, stride=value.stride())
     if isinstance(value, Mapping):
         return type(value)((key, _on(item, mesh)) for key, item in value.items())  # type: ignore[call-arg]  # as of dict
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_on(item, mesh) for item in value)
-    return value
+    return like(value, [_on(item, mesh) for item in value]) if isinstance(value, (list, tuple)) else value
 
 
 # --- collecting ------------------------------------------------------------------------------------------------------------
@@ -267,7 +266,7 @@ def _collected(value: Any, rank: int) -> tuple[Any, bool]:
         case Mapping():
             return {key: _collected(item, rank)[0] for key, item in value.items()}, here
         case list() | tuple() if not isinstance(value, torch.Size):
-            return type(value)(_collected(item, rank)[0] for item in value), here
+            return like(value, [_collected(item, rank)[0] for item in value]), here
         case torch.Tensor():
             return value.detach(), here
     return value, here

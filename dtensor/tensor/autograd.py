@@ -24,6 +24,7 @@ import torch
 
 from ..base.caches import remembered
 from ..base.torch_internals import forward_ad, functorch_active
+from ..base.tracing import not_in_graph
 from ..comm import Pending, PerRank, communicator_of, shards_of
 from ..dispatch.apart import apart, memory_of
 from ..dispatch.local_op import Transformed, recorded, seen
@@ -141,6 +142,7 @@ class FullTensor(Transformed):
 
 def move_apart(x: Any, target: Layout, async_op: bool = False) -> Any:
     """``x`` (a DTensor) under another layout, with memory of its own; no gradient recorded."""
+    not_in_graph(x, "redistribute()")
     moves = None if x._layout.mesh != target.mesh else plan(x._layout, target)
     if moves is not None and not (async_op and moves.communicates):
         local = execute(moves, x._local)
@@ -209,6 +211,7 @@ def to_whole(x: Any, grad_placements: Sequence[Placement] | None) -> torch.Tenso
     if grad_placements is not None:
         grad_layout(layout, grad_placements)  # wrong ones raise before anything is moved
     mesh, target = layout.mesh, layout.replace(placements=[Replicate()] * layout.mesh.ndim)
+    not_in_graph(x, "full_tensor()")
     is_whole = target is layout
     whole = x if is_whole else _moved(x, target)
     if communicator_of(mesh).holds_all and not mesh.spans_root:

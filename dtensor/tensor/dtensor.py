@@ -14,6 +14,7 @@ from ..base.told import changed
 from ..base.torch_internals import disabled_torch_function, forward_ad, make_wrapper_subclass
 from ..base.torch_internals import foreach_supported_types as _foreach_types
 from ..base.torch_internals import optimizer_supported_types as _optimizer_types
+from ..base.tracing import not_in_graph
 from ..base.validation import element_type, strided
 from ..comm import PerRank, communicator_of
 from ..dispatch.dispatcher import dispatch
@@ -171,6 +172,7 @@ class DTensor(torch.Tensor):
         """
         if observed:
             tell_looked_at(self)
+        not_in_graph(self, "to_local()")
         users(self)
         if not (self.requires_grad and _grad_enabled()) and forward_ad._current_level < 0:  # to transforms it is a constant
             if grad_placements is not None:

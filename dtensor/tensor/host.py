@@ -39,7 +39,10 @@ def numpy(self: Any, *, force: bool = False) -> Any:
     return whole_of(self).numpy(force=force)
 
 
-def array(self: Any, dtype: Any = None) -> Any:
+def array(self: Any, dtype: Any = None, copy: bool | None = None) -> Any:
+    """What NumPy makes of it; as NumPy asks, ``copy=False`` raises where a copy is needed, as it is here."""
+    if copy is False:
+        raise ValueError("a DTensor has no memory that an array could share: leave out copy=False")
     whole = self.numpy()
     return whole if dtype is None else whole.astype(dtype)
 

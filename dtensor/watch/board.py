@@ -294,6 +294,11 @@ def ended(page: Page) -> bool:
     return page.words[STATE] in (FAILED, LEFT) or not alive(page.words[PID])
 
 
+def was_killed(page: Page) -> bool:
+    """Whether a rank's process is gone, and its program had not ended well."""
+    return page.words[STATE] != LEFT and not alive(page.words[PID])
+
+
 def alive(pid: int) -> bool:
     """Whether a process runs; one that nobody has asked for its end does not."""
     try:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import dis
 import json
-import linecache
-import re
 import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import islice
+from itertools import pairwise, takewhile
+from operator import attrgetter
 from types import CodeType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from ..base import torch_internals
+from ..base.caches import remembered
 from . import lines
 
 _COLLECTIVES = frozenset(
@@ -31,7 +32,8 @@ _SENT_OR_RECEIVED = (12, 13, 14)  # as c10d numbers what a work is of
 _BYTE_NS = 100  # what was sent before may still be on its way
 _WORK_NS = 3_000_000_000  # so may what a work waits for, of which nobody knows how much it is
 _MANY = 64  # groups of which it is told
-_WAITED_FOR = re.compile(r"(\w+)\.wait\([^()]*\)")
+_BEGIN = attrgetter("positions.lineno", "positions.col_offset")  # a call begins where the variable does whose method it calls
+_VARIABLES = ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME")
 
 
 class Call(NamedTuple):
@@ -110,17 +112,23 @@ def _key(group: Any) -> str:
 
 
 def _work_in(frame: Any) -> Any:
-    """The work of torch's for which a frame waits, where its line says by what name: ``work.wait()``; else None."""
-    code, at = frame.f_code, frame.f_lasti
-    line, end, begin, to = next(islice(code.co_positions(), at // 2, None), (None,) * 4)
-    if line is None or line != end or begin is None:
-        return None
-    asked = _WAITED_FOR.fullmatch(linecache.getline(code.co_filename, line).encode()[begin:to].decode(errors="replace"))
-    if asked is None:
+    """The work of torch's for which a frame waits, if it is a variable's; else None."""
+    name = _waited_for(frame.f_code, frame.f_lasti)
+    if not name:
         return None
     known = lines.undisturbed(partial(getattr, frame, "f_locals"))
-    found = known.get(asked[1], frame.f_globals.get(asked[1]))
+    found = known.get(name, frame.f_globals.get(name))
     return found if isinstance(found, dist.Work) else None
+
+
+@remembered(256)
+def _waited_for(code: CodeType, at: int) -> str:
+    """The variable whose method ``wait`` an instruction calls; empty where it does something else."""
+    *before, call = takewhile(lambda one: one.offset <= at, dis.get_instructions(code))
+    for variable, method in pairwise(before):
+        if method.argval == "wait" and variable.opname in _VARIABLES and _BEGIN(variable) == _BEGIN(call):
+            return str(variable.argval)
+    return ""
 
 
 # --- how much was asked of which group -----------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from .board import (
     Board,
     ended,
     ring_page,
+    was_killed,
 )
 from .calls import Call, behind
 from .pages import Page
@@ -69,11 +70,9 @@ def why(board: Board, ranks: tuple[int, ...], key: int, number: int) -> Verdict 
     missing = [rank for rank in ranks if not has_come(board, key, rank, number)]
     came = next((rank for rank, entry in entries.items() if entry is not None), None)
     what = "" if came is None else shown(board, key, came, number)
-    for rank in missing:
-        page = board.rank_page(rank)
-        silent = board.post_of(rank) is not None and board.posts.silent_s(rank) > _SILENT_S
-        if board.has_ended(rank) or silent or (page is not None and _gave_up(board, page)):
-            came_too = [rank for rank in ranks if rank not in missing]
+    for rank in missing or ranks:
+        if _is_lost(board, rank, came=not missing):
+            came_too = [other for other in ranks if other not in missing and other != rank]
             return lost(board, rank, f"{named(came_too)} {'needs' if len(came_too) == 1 else 'need'} it for {what}")
     return _circle(board)
 
@@ -137,6 +136,15 @@ def has_issued(board: Board, key: int, rank: int, number: int) -> bool:
     if page is None:
         return post is not None and bool(post.rings.get(f"{key:016x}", [0, 0])[1] >= number)
     return done_in(page) >= number
+
+
+def _is_lost(board: Board, rank: int, came: bool) -> bool:
+    """Whether a rank will not do its part; one that has come and was killed may have sent some of it only."""
+    page = board.rank_page(rank)
+    if page is not None:
+        return was_killed(page) if came else ended(page) or _gave_up(board, page)
+    silent = board.post_of(rank) is not None and board.posts.silent_s(rank) > _SILENT_S
+    return silent or (not came and board.has_ended(rank))
 
 
 def _gave_up(board: Board, page: Page) -> bool:

@@ -34,11 +34,13 @@ from .board import (
     WHERE_SINCE,
     WHERE_TEXT,
     Board,
+    error_of,
     process_state,
 )
 from .calls import begun, groups_of_program, in_torch
 from .chain import Chain
 from .verdict import Verdict, lost, named
+from .waiters import Waiters
 from .waits import failed_elsewhere, has_come, needed_in_torch, why, why_in_torch
 
 _PERIOD_S = 0.1
@@ -56,6 +58,7 @@ class Watcher:
     def __init__(self, board: Board) -> None:
         self.board = board
         self.chains: dict[tuple[int, ...], Chain] = {}
+        self.waiters = Waiters()
         self._stopped = threading.Event()
         self._told, self._call, self._where, self._begun = _SLOW_S, (0, ""), "-", "-"
         self._looks: dict[int, int] = {}  # by rank, how often one after the other it was seen to be stopped
@@ -72,6 +75,7 @@ class Watcher:
         self._stopped.set()
         if threading.current_thread() is not self._thread and os.getpid() == self.board.pid:
             self._thread.join(_JOIN_S)
+            self.waiters.stop(self._end_waits)
 
     def _run(self) -> None:
         while not self._stopped.wait(_PERIOD_S):
@@ -112,6 +116,7 @@ class Watcher:
             _LOG.error("%s", verdict["words"])
         if not self._stopped.wait(_PERIOD_S):  # others have the verdict before their connections break
             self._end_waits()
+            self.waiters.let_go(lambda: error_of(verdict))
         return True
 
     def _stopped_rank(self, ranks: Sequence[int]) -> Verdict | None:

@@ -229,6 +229,15 @@ def waited(chain: Chain, number: int, finish: Callable[[], T]) -> T:
         chain.end_wait()
 
 
+def waited_beside(works: list[Any], handle: Any) -> None:
+    """Waits for works of a group in another thread, so that this one can be told of a verdict meanwhile."""
+    watcher = _Watched.watcher
+    if watcher is not None and Level.now in ("watch", "strict"):
+        watcher.waiters.end(works, handle)
+    while works:
+        works.pop(0).wait()
+
+
 def explained(chain: Chain, number: int, error: BaseException) -> BaseException:
     """What to raise where a transfer failed: the verdict, if there is one; else the error."""
     if isinstance(error, DTensorError) or not any(word in str(error) for word in _BROKEN):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -91,6 +91,9 @@ def places_that_repeat(folder: Path) -> None:
     same(y * 2.0, value(7, 2) * 2)
     with pytest.raises(UnsupportedOperationError, match="reshard"):
         y.add_(1)
+    for changing in (lambda: torch.ops.aten.add_.Tensor(y, 1), lambda: torch.exp(y, out=y), lambda: torch._foreach_neg_([y])):
+        with pytest.raises(UnsupportedOperationError, match="reshard"):
+            changing()
     same(y.reshard(single_split(1, [2, 3])), value(7, 2))
     z = dt.sharded_tensor.zeros(7, 2, sharding_spec=mesh([[0], [1], [0]]))
     same(z, torch.zeros(7, 2))
@@ -163,6 +166,32 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.net3((self.net1(x) + self.net2(x)).relu())
+
+
+class Pair(NamedTuple):
+    one: torch.Tensor
+    two: torch.Tensor
+
+
+class Inner(nn.Module):
+    """Its tensors live on one rank each: what it gives, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(20, 3), nn.Linear(20, 3)
+        self.scale = nn.Parameter(torch.ones(20))
+
+    def forward(self, pair: Pair) -> Pair:
+        return Pair(self.one(pair.one * self.scale), self.two(pair.two * self.scale))
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, pair: Pair) -> Pair:
+        return self.inner(pair)
 
 
 def compare(spec: Any, make: Callable[[], nn.Module] = Net, meta: bool = False, **options: Any) -> nn.Module:
@@ -333,6 +362,16 @@ def a_state_dict_is_collected_on_one_rank(folder: Path) -> None:
     for name, x in plain.state_dict().items():
         assert type(found[name]) is torch.Tensor
         assert torch.equal(found[name], x)
+
+
+@case
+def named_tuples_go_through(folder: Path) -> None:
+    model = dt.shard_model(Named(), composite({"inner.one": "rank:0", "inner.two": "rank:1"}))
+    pair = model(Pair(value(3, 20), value(3, 20)))
+    assert type(pair) is Pair
+    assert all(len(x.device_mesh.ranks) == 2 for x in pair)
+    state = dt.collect_state_dict({"pair": pair})
+    assert state == {} or [type(x) for x in (state["pair"], *state["pair"])] == [Pair, torch.Tensor, torch.Tensor]
 
 
 @case

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from gloo import _processes
 
+_processes.set_forkserver_preload(["torch", "torch.distributed.pipelining", "dtensor"])  # unless it has started
 TIMEOUT_S = float(os.environ.get("DTENSOR_CHAOS_TIMEOUT", "300"))  # of the groups: what ends before did not end by that
 
 
@@ -113,6 +114,7 @@ def _main(pipe: Connection, rank: int, size: int, level: str, apart: bool) -> No
     if apart:  # as if each rank were on a host of its own
         importlib.import_module("dtensor.watch.board")._host = lambda: f"host {rank}"  # type: ignore[attr-defined]
     importlib.import_module("table").warm_up(level)
+    importlib.import_module("programs_of_ranks")
     pipe.send("ready")
     with suppress(EOFError):
         while True:

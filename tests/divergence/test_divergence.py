@@ -54,7 +54,8 @@ def check(judge: Judge, name: str) -> None:
         "sum0/sum1, sum0/mean0, full/large, large_sum/large, nothing/barrier, full/rows_of_5, nothing/item, blocks/wide blocks, "
         "random/drawn before, all to all/all to all of others, sharded/inside backward/sums, sum_then_large_sum/item, "
         "sharded/before optimizer/sums, nothing/destroyed, caught/embedding, caught/out of memory to send, meta/local tensors, "
-        "own calls/all_to_all of one, own calls/async all_reduce of one, own calls/barrier of all but one",
+        "own calls/all_to_all of one, own calls/async all_reduce of one, own calls/barrier of all but one, "
+        "hostile/an expert left out",
     ),
 )
 def test_a_rank_that_does_something_else_is_named(name: str, judge: Judge) -> None:
@@ -66,14 +67,16 @@ def test_a_rank_that_does_something_else_is_named(name: str, judge: Judge) -> No
     some(
         RAISING,
         "sum0/raises, full/raises and goes on, sharded/inside forward/raises, item/is interrupted, a state drifts, "
-        "own calls/recv beside barrier goes on",
+        "own calls/recv beside barrier goes on, amid messages/is interrupted",
     ),
 )
 def test_a_rank_that_raises_ends_the_others(name: str, judge: Judge) -> None:
     check(judge, name)
 
 
-@pytest.mark.parametrize("name", some(DEADLY, "sum0/killed, full/stopped, replicated/before optimizer/is killed"))
+@pytest.mark.parametrize(
+    "name", some(DEADLY, "sum0/killed, full/stopped, replicated/before optimizer/is killed, amid gathers/killed")
+)
 def test_a_rank_that_dies_ends_the_others(name: str, judge: Judge) -> None:
     check(judge, name)
 

@@ -192,7 +192,7 @@ def _words_in(word: Any) -> list[set[str]]:
     """For each word of a rule the arguments that it names."""
     match word:
         case linear() | one_of():
-            return [set(word.names)]
+            return [set(word.given)]
         case together():
             return [names for part in word.parts for names in _words_in(part)]
         case by():

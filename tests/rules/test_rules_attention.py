@@ -212,3 +212,25 @@ def test_operators_of_cuda_keep_batch_and_heads_cut(kind: str, cut: Any) -> None
     }[kind]
     gradients = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention_backward")(out, q, k, v, *tail)
     assert [x.placements for x in gradients if x is not None] == [(cut,)] * 3
+
+
+MASKS: dict[str, torch.Tensor] = {
+    "of numbers": x(5, 5, seed=8),
+    "of rows": x(5, 1, seed=8),
+    "of keys": x(1, 5, seed=8),
+    "of each batch": x(2, 1, 5, 5, seed=8),
+    "that leaves rows nothing": torch.eye(5) < 1,
+}
+
+
+@pytest.mark.parametrize("placements", [[S2] * 3, [S2, R, R], [R, S2, S2], [R] * 3, [S1] * 3], ids=str)
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_a_mask_and_causality_hold_together(mask: torch.Tensor, placements: list[Any]) -> None:
+    for of_mask in [R] if 1 in mask.shape[-2:] or mask.ndim == 4 else [R, S0, S1]:
+        check(
+            lambda q, k, v, mask: sdpa(q, k, v, mask, is_causal=True),
+            *qkv(keys=5),
+            mask,
+            mesh=MESHES[3,],
+            placements=[[where] for where in (*placements, of_mask)],
+        )

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch_versions import needs_whole
 from trace_format import events_in
 
 import dtensor as dt
@@ -113,6 +114,7 @@ model(dt.ones(6, 4, device_mesh=mesh))
 """
 
 
+@needs_whole
 def test_a_stranger_finds_the_all_gather_too_many_in_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script, page = tmp_path / "model.py", tmp_path / "page.html"
     script.write_text(EXTRA)

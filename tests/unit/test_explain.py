@@ -14,6 +14,7 @@ from gloo import run_gloo
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
+from torch_versions import needs_whole
 
 import dtensor as dt
 from dtensor.comm import events
@@ -249,6 +250,7 @@ def test_every_view_has_the_same_numbers(tmp_path: Any) -> None:
             step()
 
 
+@needs_whole
 def test_flops_are_those_of_the_program_of_one_rank() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     x, w = dt.ones(6, 4, device_mesh=mesh, placements=[S0]), dt.ones(4, 5, device_mesh=mesh)

@@ -25,6 +25,10 @@ def test_other_libraries_see_the_whole(where: Any) -> None:
     assert np.array_equal(np.from_dlpack(x), X.numpy())
     assert torch.equal(torch.from_dlpack(x), X)
     assert np.array_equal(np.asarray(x), X.numpy())
+    assert np.array_equal(np.array(x), X.numpy())
+    assert np.array(x, dtype=np.float64, copy=True).dtype == np.float64
+    with pytest.raises(ValueError, match="copy=False"):
+        np.array(x, copy=False)
     assert x.tolist() == X.tolist()
     torch.from_dlpack(x).zero_()  # a copy
     assert torch.equal(torch.from_dlpack(x), X)

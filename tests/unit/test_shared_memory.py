@@ -120,3 +120,11 @@ def test_operands_that_overlap_are_written_once_on_every_rank(placement: dt.Plac
     plain[:, :4].add_(plain[:, 1:])
     x[:, :4].add_(x[:, 1:])
     assert torch.equal(x.full_tensor(), plain)
+
+
+@pytest.mark.parametrize("placement", [S0, Shard(1), Shard(1, sizes=(0, 4, 1, 1))], ids=str)
+def test_no_rank_refuses_what_one_without_elements_lets_through(placement: dt.Placement) -> None:
+    plain = torch.arange(30.0).reshape(5, 6)
+    x = dt.distribute_tensor(plain, dt.init_device_mesh("cpu", (4,)), [placement])
+    x.sub_(x[0])
+    assert torch.equal(x.full_tensor(), plain - plain[0])

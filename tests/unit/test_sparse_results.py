@@ -98,3 +98,13 @@ def test_a_sparse_operand_is_refused_with_what_to_give(call: Callable[..., objec
     for mode in (dt.implicit_replication(), dt.explicit()):  # neither makes it a tensor that can be cut
         with mode, pytest.raises(UnsupportedOperationError, match=r"strided.*to_dense"):
             call(torch.eye(4).to_sparse(layout=layout), x)
+
+
+def test_nested_tensors_of_pieces_are_refused_in_words() -> None:
+    x = dt.distribute_tensor(X, dt.init_device_mesh("cpu", (2,)), [Shard(0)])
+    for make in (
+        lambda: torch.nested.as_nested_tensor([x[:1], x[1:]], layout=torch.jagged),
+        lambda: torch.nested.nested_tensor([torch.ones(1, 4), torch.ones(2, 4)]) * x.sum(),
+    ):
+        with pytest.raises(UnsupportedOperationError, match="nested"):
+            make()

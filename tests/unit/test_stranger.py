@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from torch_versions import needs_whole
 
 from dtensor.__main__ import main
 
@@ -141,7 +142,7 @@ y.sum().backward()
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_whole) if name == "weights" else name for name in PROGRAMS])
 def test_line_reason_and_remedy_are_right(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     extra, script = PROGRAMS[name], tmp_path / "model.py"
     text = HEAD + extra.program

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 from torch.testing._internal.common_distributed import MultiThreadedTestCase
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
 from dtensor.base import generators
+from dtensor.propagation import meta
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # torch 2.11's own end of such a world raises
@@ -43,6 +47,17 @@ class Threads(MultiThreadedTestCase):
         self.assertEqual(y.grad.full_tensor(), weight.grad)
         term = dt.DTensor.from_local(torch.full((3,), float(self.rank)), square["tp"], [Partial()])
         self.assertEqual(term.redistribute(placements=[Replicate()]).to_local(), torch.full((3,), 1.0 if self.rank < 2 else 5.0))
+
+
+def test_a_thread_plans_while_another_is_within_an_operator_without_data() -> None:
+    """Fake tensors remember whose kernel runs in their mode: each thread has a mode of its own."""
+    x = dt.distribute_tensor(torch.arange(21.0).view(7, 3), dt.init_device_mesh("cpu", (2,)), [Shard(0)])
+    out = torch.zeros_like(x)
+    with meta._MODES.fake as mode, in_kernel_invocation_manager(mode), ThreadPoolExecutor(1) as other:
+        made: Any = other.submit(torch.fft.rfft, x)
+        written: Any = other.submit(torch.mul, x, 2.0, out=out)
+    assert torch.equal(made.result().full_tensor(), torch.fft.rfft(x.full_tensor()))
+    assert torch.equal(written.result().full_tensor(), x.full_tensor() * 2)
 
 
 ASKING = """

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import dtensor as dt
 from dtensor import Partial, Placement, Replicate, Shard
 from dtensor.testing import scatter
 
 X = (torch.arange(20.0, dtype=torch.float64).reshape(4, 5) % 7) - 2.5
+LINE = dt.init_device_mesh("cpu", (2,))
 TANGENT = torch.arange(20.0, dtype=torch.float64).reshape(4, 5) / 8 - 1
 PLACEMENTS: list[list[Placement]] = [[Replicate()], [Shard(0)], [Shard(1)], [Shard(1, sizes=(0, 4, 1))], [Partial()]]
 
@@ -100,3 +102,36 @@ def test_zeros_without_memory_are_operands() -> None:
         mesh = dt.init_device_mesh("cpu", (4,))
         found = product(*(dt.distribute_tensor(x, mesh, placements) for x in given))
         torch.testing.assert_close(found.full_tensor(), product(*given))
+
+
+# --- graphs of whole tensors ----------------------------------------------------------------------------------------------
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")  # torch's own
+@pytest.mark.parametrize("where", [Shard(0), Shard(1), Replicate()], ids=str)
+def test_a_recorded_graph_computes_with_what_it_is_given_and_its_constants_are_whole(where: Any) -> None:
+    x = dt.distribute_tensor(torch.arange(30.0).double().reshape(5, 6) / 8, LINE, [where])
+    w = x * 3
+
+    def fn(t: Any) -> Any:
+        made = torch.zeros_like(w)
+        made[0] = w[1]
+        return (t * w).sin() + t.sum(0) + made
+
+    recorded = make_fx(fn)(x.clone())
+    assert torch.equal(recorded(x * 2).full_tensor(), fn(x * 2).full_tensor())
+    scaled = make_fx(lambda s: w * s)(torch.tensor(2.0))
+    assert torch.equal(scaled(torch.tensor(5.0)).full_tensor(), (w * 5).full_tensor())
+    _, jvp = torch.func.linearize(fn, x)
+    assert torch.allclose(jvp(x).full_tensor(), torch.func.jvp(fn, (x,), (x,))[1].full_tensor())
+
+
+def test_what_is_no_operator_is_refused_in_a_graph_of_whole_tensors() -> None:
+    x = dt.ones(4, 6, device_mesh=LINE, placements=[Shard(0)])
+    for fn in (
+        lambda t: t.redistribute(placements=[Replicate()]) * 2,
+        lambda t: (t * 2).full_tensor(),
+        lambda t: t.to_local() * 2,
+    ):
+        with pytest.raises(dt.errors.UnsupportedOperationError, match="make_fx"):
+            make_fx(fn)(x.clone())
+    constant = make_fx(lambda t: x.redistribute(placements=[Replicate()]) * t)(x.clone())
+    assert constant(x * 2).sum().item() == 48

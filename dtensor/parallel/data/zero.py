@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...base.nested import replace
 from ...base.recording import ACTIVE, current
 from ...comm import communicator_of, shards_of
 from ...comm.rows import apart
@@ -230,7 +231,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     def consolidated_state_dict(self) -> dict[str, Any]:
         """The state dict that the plain optimizer would have: whole plain tensors, on every rank."""
         self._pass_options()
-        return _mapped(self.inner.state_dict(), lambda x: x.full_tensor() if isinstance(x, DTensor) else x)
+        return replace(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, self.inner.state_dict())
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Has :meth:`state_dict` give :meth:`consolidated_state_dict` until the next step, on all ranks, ``to`` among them."""
@@ -288,11 +289,3 @@ def _mesh_of(groups: list[dict[str, Any]], mesh: Any) -> DeviceMesh:
         return as_mesh(mesh)
     except MeshError as error:
         raise MeshError(f"ZeroRedundancyOptimizer needs mesh=, the data-parallel mesh ({error})") from None
-
-
-def _mapped(value: Any, fn: Callable[[Any], Any]) -> Any:
-    if isinstance(value, dict):
-        return {name: _mapped(item, fn) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_mapped(item, fn) for item in value)
-    return fn(value)

@@ -55,10 +55,12 @@ def family_of(module: nn.Module) -> Family:
 
 
 class _MatrixParallel(ParallelStyle):
-    """What both cuts share. A subclass says where the weight is cut and how inputs must lie."""
+    """What both cuts share. A subclass says which dim of a linear layer's weight is cut, and how all else lies."""
 
     _default_input: Placement
     _default_output: Placement
+    _dim: int
+    _bias: Placement
 
     def __init__(
         self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None, use_local_output: bool = True
@@ -67,23 +69,15 @@ class _MatrixParallel(ParallelStyle):
         self.output_layouts = (checked(output_layouts, self._default_output, "output_layouts", self),)
         self.use_local_output = use_local_output
 
-    def _weight_dim(self, family: Family) -> int:
-        raise NotImplementedError
-
-    def _bias(self) -> Placement:
-        raise NotImplementedError
-
-    def _wanted_input(self, family: Family) -> Placement:
-        raise NotImplementedError
-
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         mesh, family = one_dim(device_mesh, self), family_of(module)
         features = _input_features(module, family)
-        lay_out(module, "weight", mesh, Shard(self._weight_dim(family)), self.src_data_rank)
+        lay_out(module, "weight", mesh, Shard(self._dim if family == "linear" else 1 - self._dim), self.src_data_rank)
         if behind(module, "bias"):
-            lay_out(module, "bias", mesh, self._bias(), self.src_data_rank)
+            lay_out(module, "bias", mesh, self._bias, self.src_data_rank)
         replicate_rest(module, mesh, self.src_data_rank)
-        given, wanted, output = self.input_layouts[0], self._wanted_input(family), self.output_layouts[0]
+        given, output = self.input_layouts[0], self.output_layouts[0]
+        wanted = Replicate() if family == "embedding" else self._default_input
 
         def prepare_input(x: Any) -> Any:
             last = isinstance(given, Shard) and given.dim in (-1, x.ndim - 1)
@@ -121,15 +115,8 @@ class ColwiseParallel(_MatrixParallel):
 
     _default_input = Replicate()
     _default_output = Shard(-1)
-
-    def _weight_dim(self, family: Family) -> int:
-        return 0 if family == "linear" else 1
-
-    def _bias(self) -> Placement:
-        return Shard(0)
-
-    def _wanted_input(self, family: Family) -> Placement:
-        return Replicate()
+    _dim = 0
+    _bias = Shard(0)
 
 
 class RowwiseParallel(_MatrixParallel):
@@ -155,15 +142,8 @@ class RowwiseParallel(_MatrixParallel):
 
     _default_input = Shard(-1)
     _default_output = Replicate()
-
-    def _weight_dim(self, family: Family) -> int:
-        return 1 if family == "linear" else 0
-
-    def _bias(self) -> Placement:
-        return Replicate()
-
-    def _wanted_input(self, family: Family) -> Placement:
-        return Replicate() if family == "embedding" else Shard(-1)
+    _dim = 1
+    _bias = Replicate()
 
 
 class SequenceParallel(ParallelStyle):

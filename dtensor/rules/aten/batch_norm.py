@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from ...errors import MixedTensorError
-from ..blockwise import asked_for, on_each_rank, plain_op
 from ..call import Call, Meta
-from ..kernels import KernelContext, wide
+from ..kernels import KernelContext, asked_for, on_each_rank, plain_op, wide
 from ..registry import register
 from ..rule import Dims, Factors, Kernel, Rule
 from .norms import (

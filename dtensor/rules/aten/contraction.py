@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,14 +11,14 @@ from typing import Any
 
 import torch
 
-from ..blockwise import blockwise, multilinear, on_each_rank
 from ..call import Call
 from ..facts import fact
-from ..kernels import KernelContext, densely
+from ..kernels import KernelContext, densely, on_each_rank
 from ..notation import parse
 from ..registry import register
+from ..rows import linear
 from ..rule import Choice, Dims, Factors, Kernel, LocalView, Rule
-from ..verbs import bind, einsum, kernel_rule
+from ..verbs import bind, blockwise, einsum, kernel_rule
 
 einsum("mm", "m k, k n -> m n")
 einsum("bmm", "b m k, b k n -> b m n")
@@ -95,72 +96,12 @@ fact("linear_backward", infer=lambda ask, given, device: linear_gradients(*given
 
 
 # --- matmul and einsum arrive whole in inference mode ---------------------------------------------------------------
-def matmul_factors(call: Call) -> Factors:
-    """Matrices, vectors, and stacks of matrices whose batch dims broadcast."""
-    a, b = call.shape(0), call.shape(1)
-    return _of_letters(_matmul_letters(a, b), (a, b))
-
-
-def _matmul_letters(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[list[list[str]], list[str]]:
-    batch = max(len(a), len(b), 2) - 2
-    names = [f"b{d}" for d in range(batch)]
-    left = names[batch - (len(a) - 2) :] + ["m", "k"] if len(a) > 1 else ["k"]
-    right = names[batch - (len(b) - 2) :] + ["k", "n"] if len(b) > 1 else ["k"]
-    return [left, right], names + ["m"] * (len(a) > 1) + ["n"] * (len(b) > 1)
-
-
-def einsum_factors(call: Call) -> Factors | None:
-    """Every letter of the equation is a factor; a letter twice in one operand (a diagonal) decomposes."""
-    read = _letters_of(call["equation"], [len(layout.shape) for layout in call.operands])
-    if read is None or any(len(set(names)) != len(names) for names in read[0]):
-        return None
-    return _of_letters(read, [call.shape(i) for i in range(len(call.operands))])
-
-
-def _letters_of(equation: str, ndims: Sequence[int]) -> tuple[list[list[str]], list[str]] | None:
-    left, arrow, right = equation.replace(" ", "").partition("->")
-    terms = left.split(",")
-    if len(terms) != len(ndims):
-        return None
-    rest = max((n - len(t) + 3 for t, n in zip(terms, ndims, strict=True) if "..." in t), default=0)
-    if not arrow:
-        letters = [c for c in left if c.isalpha()]
-        right = ("..." if rest else "") + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
-    spread = [_spread(t, n - len(t) + 3 if "..." in t else 0, rest) for t, n in zip(terms, ndims, strict=True)]
-    if any(len(names) != n for names, n in zip(spread, ndims, strict=True)):
-        return None
-    return spread, _spread(right, rest, rest)
-
-
-def _spread(term: str, own: int, rest: int) -> list[str]:
-    before, dots, after = term.partition("...")
-    return [*before, *(f".{rest - own + i}" for i in range(own if dots else 0)), *after]
-
-
-def _of_letters(letters: tuple[list[list[str]], list[str]], shapes: Sequence[tuple[int, ...]]) -> Factors:
-    """One factor a letter, none where a dim of size one is broadcast."""
-    operands, result = letters
-    sizes: dict[str, int] = {}
-    for names, shape in zip(operands, shapes, strict=True):
-        for name, size in zip(names, shape, strict=True):
-            sizes[name] = size if sizes.get(name, 1) == 1 else sizes[name]
-    dims = tuple(
-        tuple((name,) if sizes[name] == size else () for name, size in zip(names, shape, strict=True))
-        for names, shape in zip(operands, shapes, strict=True)
-    )
-    return Factors(dims, (tuple((name,) for name in result),), sizes, reduced=dict.fromkeys(sizes, "sum"))
-
-
-kernel_rule("matmul", matmul_factors, partials=multilinear)
-
-
-def matmul_backward_factors(call: Call) -> Factors:
-    """Those of the product, whose result is the first operand here."""
-    shapes = [call.shape(i) for i in range(3)]
-    operands, result = _matmul_letters(*shapes[1:])
-    factors = _of_letters(([result, *operands], []), shapes)
-    made = zip(factors.operands[1:], call.results, strict=True)
-    return replace(factors, results=tuple(dims for dims, meta in made if meta is not None))
+blockwise(
+    "matmul",
+    "k, k -> | b* m k, k -> b* m | k, b* k n -> b* n | b* m k, b* k n -> b* m n",
+    sums="*",
+    partials=linear("self", "other"),
+)
 
 
 def matmul_gradients(grad: torch.Tensor, x: torch.Tensor, y: torch.Tensor, mask: Sequence[bool]) -> tuple[Any, ...]:
@@ -180,25 +121,52 @@ def matmul_gradients(grad: torch.Tensor, x: torch.Tensor, y: torch.Tensor, mask:
     )
 
 
-kernel_rule(
+blockwise(
     "matmul_backward",
-    matmul_backward_factors,
+    "b* m n, b* m k, b* k n -> b* m k, b* k n",
+    sums="*",
     flops=lambda call: 2 * math.prod(call.shape(0)) * call.shape(1)[-1] * sum(call["mask"]),
     local=on_each_rank(matmul_gradients),
 )
 fact("matmul_backward", infer=lambda ask, given, device: matmul_gradients(*given.values()))
-register("einsum", Rule(einsum_factors, multilinear, kind="einsum"))
 
 
-def trilinear_factors(call: Call) -> Factors:
+def einsum_factors(call: Call) -> Factors | None:
+    """Every letter of the equation is a factor; a letter twice in one operand (a diagonal) decomposes."""
+    left, arrow, right = call["equation"].replace(" ", "").partition("->")
+    if not arrow:
+        once = sorted(letter for letter in set(left) if letter.isalpha() and left.count(letter) == 1)
+        right = "..." * ("..." in left) + "".join(once)
+    if any(term.count(letter) > 1 for term in left.split(",") for letter in term if letter.isalpha()):
+        return None
+    return bind(parse(f"{_spelled(left)} -> {_spelled(right)}"), call)
+
+
+def _spelled(terms: str) -> str:
+    """As the notation has it, in which letters are small."""
+    words = re.findall(r"\.\.\.|[A-Za-z,]", terms)
+    return " ".join(word if word == word.lower() else f"{word.lower()}_" for word in words)
+
+
+def in_each(call: Call) -> tuple[str, ...]:
+    """Linear in each operand, the others fixed and finite."""
+    count = len(call.operands)
+    return tuple(
+        f"{','.join(op if i == k else 'finite' for k in range(count))} -> {op}" for i in range(count) for op in ("sum", "avg")
+    )
+
+
+register("einsum", Rule(einsum_factors, in_each, kind="einsum"))
+
+
+def trilinear_factors(call: Call) -> Factors | None:
     """Three operands with dims of size one put in at ``expand``, multiplied, summed over ``sumdim``."""
-    ndim = len(call.shape(0)) + len(call["expand1"])
-    names = [[f"d{d}" for d in range(ndim) if d not in call[f"expand{i}"]] for i in (1, 2, 3)]
-    kept = [f"d{d}" for d in range(ndim) if d not in call["sumdim"]]
-    return _of_letters((names, kept), [call.shape(i) for i in range(3)])
+    dims = range(len(call.shape(0)) + len(call["expand1"]))
+    terms = [" ".join(f"d{d}" for d in dims if d not in call[name]) for name in ("expand1", "expand2", "expand3", "sumdim")]
+    return bind(parse(f"{', '.join(terms[:3])} -> {terms[3]}"), call)
 
 
-register("_trilinear", Rule(trilinear_factors, multilinear, kind="einsum"))
+register("_trilinear", Rule(trilinear_factors, linear("i1", "i2", "i3"), kind="einsum"))
 
 
 # --- distances: every pair of rows by itself ------------------------------------------------------------------------

@@ -7,7 +7,7 @@ the weight, and positions are whole. Else blocks of positions read what lies bey
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,13 +16,12 @@ from torch import Tensor
 
 from ...placement import Partial
 from ..call import Call
-from ..factoring import Left, Notation, by
+from ..factoring import by
 from ..kernels import At, KernelContext
 from ..neighbours import Reach, added_around, read_around, span
-from ..notation import parse
 from ..registry import register
-from ..rows import rows
-from ..rule import Factors, Kernel, LocalView, Rule, Word, labels
+from ..rule import Factors, Kernel, LocalView, Word
+from ..verbs import by_pattern
 
 aten = torch.ops.aten
 
@@ -33,6 +32,7 @@ BACKWARD = by(
     {t: f"grad_output: n (g o) [s*], input: n (g i) [s*], weight: {w} -> n (g i) [s*], {w}, (g o)" for t, w in WEIGHT.items()},
 )
 SIZES = {"g": "groups"}
+GROUPED: dict[str, Any] = {"nonempty": "g i o", "kind": "einsum"}
 
 
 def groups_of(call: Call, x: Any, weight: Any, output: Any) -> int:
@@ -72,7 +72,7 @@ def products_of_gradients(call: Call) -> int:
 class Sliding(Word):
     """The factors of a notation, and of each dim of positions one of inputs and outputs."""
 
-    notation: Notation
+    notation: Callable[[Call], Factors | None]
     kernel: Any
 
     def __call__(self, call: Call) -> Factors | None:
@@ -179,30 +179,12 @@ def _of_block(sizes: Any, d: int, x: Tensor, weight: Tensor) -> tuple[Any, ...]:
     return stride, padding, dilation, transposed, beside, x.shape[1] // weight.shape[1] if weight.shape[1] else groups
 
 
-def by_notation(pattern: by, sums: Mapping[str, Left]) -> Notation:
-    parsed = by(pattern.argument, {value: parse(text) for value, text in pattern.table.items()})
-    return Notation(parsed, {label: op for words, op in sums.items() for label in labels(words)}, sizes=SIZES)
-
-
-register(
-    "convolution",
-    Rule(
-        Sliding(by_notation(FORWARD, {"i": "sum"}), Convolved),
-        rows("R,R,avg -> avg"),
-        nonempty="g i o",
-        local_args=local_groups,
-        flops=products,
-        kind="einsum",
-    ),
+FORWARD_RULE = by_pattern(
+    FORWARD, sums={"i": "sum"}, sizes=SIZES, partials="R,R,avg -> avg", local_args=local_groups, flops=products, **GROUPED
 )
+register("convolution", replace(FORWARD_RULE, factors=Sliding(FORWARD_RULE.factors, Convolved)))
 # the gradient of the bias knows no input channels
-register(
-    "convolution_backward",
-    Rule(
-        Sliding(by_notation(BACKWARD, {"n": "sum", "o": "sum", "i": "R"}), Gradients),
-        nonempty="g i o",
-        local_args=local_backward,
-        flops=products_of_gradients,
-        kind="einsum",
-    ),
+BACKWARD_RULE = by_pattern(
+    BACKWARD, sums={"n o": "sum", "i": "R"}, sizes=SIZES, local_args=local_backward, flops=products_of_gradients, **GROUPED
 )
+register("convolution_backward", replace(BACKWARD_RULE, factors=Sliding(BACKWARD_RULE.factors, Gradients)))

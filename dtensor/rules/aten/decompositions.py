@@ -22,15 +22,20 @@ aten = torch.ops.aten
 
 
 # --- masks: the elements that a mask picks, in row-major order ---
+def _check_mask(mask: Tensor, name: str) -> None:
+    if mask.dtype is not torch.bool:
+        raise RuntimeError(f"{name} takes a boolean mask, got one of {mask.dtype}")
+
+
 def masked_select(x: Tensor, mask: Tensor) -> Tensor:
+    _check_mask(mask, "masked_select")
     x, mask = torch.broadcast_tensors(x, mask) if x.ndim or mask.ndim else (x.reshape(1), mask.reshape(1))
     return aten.index.Tensor(x, [mask])
 
 
 def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
     """The k-th element picked is the k-th of the source."""
-    if mask.dtype is not torch.bool:
-        raise RuntimeError(f"masked_scatter takes a boolean mask, got one of {mask.dtype}")
+    _check_mask(mask, "masked_scatter")
     x, whole = torch.broadcast_tensors(x, mask)
     if source.numel() < whole.numel():
         assert_async(whole.sum() <= source.numel(), "Number of elements of source < number of ones in mask")

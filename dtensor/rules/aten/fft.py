@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..blockwise import blockwise, on_each_rank
-from ..kernels import functional_of
+from ..kernels import functional_of, on_each_rank
 from ..rows import linear
+from ..verbs import blockwise
 
 
 def transform(name: str, dtype_of: Any, size_of: Any) -> Any:

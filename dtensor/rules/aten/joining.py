@@ -167,16 +167,6 @@ def local_triangle(call: Call, at: LocalView) -> dict[str, Any]:
     return {"diagonal": call["diagonal"] + rows - columns}
 
 
-def embedded_diagonal(call: Call) -> Factors:
-    """The last dim becomes the diagonal of two new ones, which are whole."""
-    dims, sizes = own_factors(call)
-    ndim = len(dims) + 1
-    pair = {call["dim1"] % ndim, call["dim2"] % ndim}
-    others = iter(dims[:-1])
-    made = tuple(() if d in pair else next(others) for d in range(ndim))
-    return Factors((dims,), (made,), sizes, whole=frozenset(dims[-1]))
-
-
 def trace_of_blocks(at: KernelContext, x: Any) -> Any:
     """The part of the diagonal that crosses a block."""
     layout = at.operands[0]
@@ -190,5 +180,4 @@ def trace_of_blocks(at: KernelContext, x: Any) -> Any:
 
 
 view("tril triu", "s* -> s*", partials=ZEROS_PASS, local_args=local_triangle)
-kernel_rule("diag_embed", embedded_diagonal, partials=ZEROS_PASS)
 blockwise("trace", "[a] [b] ->", kernel=Kernel(trace_of_blocks, lacking=Partial("sum"), joint=True), partials=LINEAR_PARTIAL)

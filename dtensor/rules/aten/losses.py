@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from ...placement import Partial
-from ..blockwise import on_each_rank
 from ..call import Call
 from ..factoring import by
-from ..kernels import At, KernelContext, check_range, statistics_bytes
-from ..rule import Along, Dims, Factors, Kernel, Partials, R, Row, Spec
-from ..verbs import along, blockwise, kernel_rule
+from ..kernels import At, KernelContext, check_range, on_each_rank, statistics_bytes
+from ..rule import Along, Dims, Factors, Kernel, Partials, R, Row
+from ..verbs import along, blockwise, by_pattern, kernel_rule
 
 NONE, MEAN, SUM = 0, 1, 2  # the values of argument ``reduction``
 TERMS = Partial("sum")
@@ -141,24 +140,6 @@ along("glu glu_backward glu_jvp glu_backward_jvp", shapes=None)  # the halves of
 IGNORED = -100  # what local targets of other ranks become: local targets are never negative
 
 
-def score_dims(call: Call, operand: int) -> tuple[Dims, Dims]:
-    """Factors of the scores ``(N, C, ...)`` or ``(C,)`` and of the targets ``(N, ...)``."""
-    shape = call.shape(operand)
-    if len(shape) == 1:
-        return (("c",),), ()
-    rest = tuple((f"s{d}",) for d in range(2, len(shape)))
-    return (("n",), ("c",), *rest), (("n",), *rest)
-
-
-def score_sizes(call: Call, operand: int) -> dict[str, int]:
-    dims, _ = score_dims(call, operand)
-    return {dim[0]: size for dim, size in zip(dims, call.shape(operand), strict=True)}
-
-
-def weight_dims(call: Call) -> tuple[Dims, ...]:
-    return () if call.get("weight") is None else (((),),)  # small, and every rank needs all weights for the mean
-
-
 def own_targets(target: Tensor, start: int, size: int, total: int, ignore_index: int) -> Tensor:
     """Targets counted from ``start``, those that are ignored or belong to other ranks marked ``IGNORED``.
 
@@ -238,28 +219,31 @@ def nll_loss(at: KernelContext, scores: Any, target: Any, weight: Any, reduction
     return (loss, total) if dtype is wide else (loss.to(dtype), total.to(dtype))
 
 
-def nll_factors(call: Call) -> Factors:
-    scores, target = score_dims(call, 0)
-    sizes = score_sizes(call, 0)
-    none = call["reduction"] == NONE
+# every rank needs all weights for the mean
+IN_BATCH, ALONE = "self: n c s*, target: n s*, weight: []", "self: c, target: , weight: []"
+SCORES = by_pattern(f"{IN_BATCH} -> n s*, | {IN_BATCH} -> , | {ALONE} -> ,").factors
+
+
+def nll_factors(call: Call) -> Factors | None:
+    found, none, mean = SCORES(call), call["reduction"] == NONE, call["reduction"] == MEAN
+    if found is None:
+        return None
     # the operator's own sums over a block of the batch are terms of both results (of half precision they might overflow), and
     # without a reduction a sample's loss is its own, the weight being zero on every rank
-    own = none or (call["reduction"] == SUM and call.operands[0].dtype in (torch.float32, torch.float64))
-    loss: Spec = Partial("sum")
-    by_class = Kernel(nll_loss, lacking=(loss, R), joint=True)
+    own = none or (not mean and call.operands[0].dtype in (torch.float32, torch.float64))
+    by_class = Kernel(nll_loss, lacking=(TERMS, R), joint=True)
     # the weight of the targets of one rank: a term of the total, which a mean has reduced already
     by_batch = Kernel(
         nll_loss,
-        lacking=(loss, R if call["reduction"] == MEAN else Partial("sum")),
-        collectives=int(call["reduction"] == MEAN),
+        lacking=(TERMS, R if mean else TERMS),
+        collectives=int(mean),
         nbytes=lambda call: statistics_bytes(call, call["reduction"] == MEAN),
         joint=True,
         orderless=True,
     )
-    kernels = {name: by_class if name == "c" else by_batch for name in sizes if name == "c" or not own}
-    operands, results = (scores, target, *weight_dims(call)), (target if none else (), ())
-    reduced = {name: "R" if none else "sum" for name in sizes if name not in kernels}
-    return Factors(operands, results, sizes, reduced=reduced, kernels=kernels)
+    kernels = {name: by_class if name == "c" else by_batch for name in found.sizes if name == "c" or not own}
+    reduced = {name: "R" if none else "sum" for name in found.sizes if name not in kernels}
+    return replace(found, reduced=reduced, kernels=kernels)
 
 
 kernel_rule("nll_loss_forward nll_loss2d_forward", nll_factors, plain=("target", "weight"))
@@ -286,25 +270,25 @@ def gradient_of_own(
     return op(grad, scores, target, weight, reduction, IGNORED, total) if scores.numel() else torch.zeros_like(scores)
 
 
-def nll_gradient_factors(call: Call) -> Factors:
-    scores, target = score_dims(call, 1)
-    grad = target if call["reduction"] == NONE else ()
-    operands = (grad, scores, target, *weight_dims(call), ())
-    return Factors(operands, (scores,), score_sizes(call, 1), kernels={"c": Kernel(nll_gradient)})
+GRADIENTS = by_pattern(
+    f"grad_output: n s*, {IN_BATCH}, total_weight: -> n c s* | grad_output: , {IN_BATCH}, total_weight: -> n c s* "
+    f"| grad_output: , {ALONE}, total_weight: -> c",
+    kernels={"c": Kernel(nll_gradient)},
+).factors
 
 
 def nll_gradient_rows(call: Call) -> Partials:
     """Without a mean the total weight, which may be zero, is not looked at: linear in the gradient, and its terms may stay."""
-    if call["reduction"] == MEAN:
+    dims = GRADIENTS(call)
+    if call["reduction"] == MEAN or dims is None:
         return ()
     weights = ",finite" * (len(call.operands) - 4)
     rows: list[str | Row] = [f"{op},R,R{weights},R -> {op}" for op in ("sum", "avg")]
-    dims = nll_gradient_factors(call)
     for name in dims.sizes:
         if name != "c":
             operands = [Along(name) if any(name in dim for dim in d) else R for d in dims.operands[:-1]]
-            rows.append(Row((*operands, Partial("sum")), (Along(name),), name))
+            rows.append(Row((*operands, TERMS), (Along(name),), name))
     return tuple(rows)
 
 
-kernel_rule("nll_loss_backward nll_loss2d_backward", nll_gradient_factors, partials=nll_gradient_rows, as_laid_out=True)
+kernel_rule("nll_loss_backward nll_loss2d_backward", GRADIENTS, partials=nll_gradient_rows, as_laid_out=True)

@@ -7,6 +7,7 @@ rank would raise another error than torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -59,15 +60,20 @@ def copied_view(ask: Ask, given: Given, device: str) -> Any:
 
 
 # --- refusals -----------------------------------------------------------------------------------------------------------
-def indices_of(*dtypes: torch.dtype, error: type[Exception] = RuntimeError) -> Callable[[str, dict[str, Any]], None]:
-    """``index`` has one of these dtypes."""
+def of_dtypes(
+    argument: str, what: str, *dtypes: torch.dtype, error: type[Exception] = RuntimeError
+) -> Callable[[str, dict[str, Any]], None]:
+    """An argument, if it is a tensor, has one of these dtypes."""
 
     def check(name: str, arguments: dict[str, Any]) -> None:
-        index = arguments["index"]
-        if isinstance(index, Layout) and index.dtype not in dtypes:
-            raise error(f"{name}: expected indices of {' or '.join(map(str, dtypes))}, not {index.dtype}")
+        given = arguments[argument]
+        if isinstance(given, Layout) and given.dtype not in dtypes:
+            raise error(f"{name}: expected {what} of {' or '.join(map(str, dtypes))}, not {given.dtype}")
 
     return check
+
+
+indices_of = partial(of_dtypes, "index", "indices")
 
 
 def places(name: str, arguments: dict[str, Any]) -> None:
@@ -109,17 +115,6 @@ def dim_below_ndim(name: str, arguments: dict[str, Any]) -> None:
     """``dim`` is not beyond those of ``self``; below them another error says so."""
     if arguments["dim"] >= arguments["self"].ndim:
         raise RuntimeError(f"{name}: expected a dim below {arguments['self'].ndim}, got {arguments['dim']}")
-
-
-def out_of(dtype: torch.dtype) -> Callable[[str, dict[str, Any]], None]:
-    """``out`` has this dtype: results are not converted."""
-
-    def check(name: str, arguments: dict[str, Any]) -> None:
-        out = arguments["out"]
-        if isinstance(out, Layout) and out.dtype is not dtype:
-            raise RuntimeError(f"{name}: expected out of {dtype}, not {out.dtype}")
-
-    return check
 
 
 def weights_of_dtype(name: str, arguments: dict[str, Any]) -> None:
@@ -211,4 +206,4 @@ fact("native_layer_norm", refuses=(weights_of_dtype,))
 fact("cat.default", refuses=(no_numbers,))
 fact("cumsum_", refuses=(no_bools,))
 fact("narrow_copy", refuses=(dim_below_ndim,))
-fact("multinomial.out", refuses=(out_of(_LONG),))
+fact("multinomial.out", refuses=(of_dtypes("out", "out", _LONG),))  # results are not converted

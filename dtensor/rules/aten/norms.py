@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from ...placement import Partial
-from ..blockwise import asked_for, on_each_rank, plain_op
 from ..call import Call
-from ..kernels import KernelContext, densely, statistics_bytes, wide
+from ..kernels import KernelContext, asked_for, densely, on_each_rank, plain_op, statistics_bytes, wide
 from ..registry import register
 from ..rule import Dims, Factors, Kernel, LocalView, R, Rule, Shapes, Spec
 from ..verbs import blockwise
@@ -102,6 +101,15 @@ def gradients(parts: Any, sums: Any, count: int, rstd: Tensor, rows: tuple[int, 
     terms = (None if dtype is None else grad * normalized if i == 0 else grad for i, dtype in enumerate(rest))
     summed = (term if term is None or not rows else term.sum(rows) for term in terms)
     return of_input, *(None if x is None else x.to(dtype) for x, dtype in zip(summed, rest, strict=True))
+
+
+def normalized_backward(
+    at: KernelContext, grad: Any, x: Any, mean: Any, rstd: Any, weight: Any, mask: Any, dims: Any, count: int, rows: Any
+) -> Any:
+    """The gradients asked for of what was normalized over ``dims``, ``count`` values each; weights' are sums over ``rows``."""
+    *parts, terms = gradient_terms(grad, x, mean, rstd, weight, dims if mask[0] else ())
+    sums = at.all_reduce(terms, "sum") if mask[0] else None
+    return gradients(parts, sums, count, rstd, rows, asked_dtypes(at.call, mask))
 
 
 # --- which dims are what --------------------------------------------------------------------------------------------
@@ -200,11 +208,8 @@ layer_normalized = on_each_rank(lambda x, blocks, counts, *rest: centred(x, *com
 def layer_norm_backward(
     at: KernelContext, grad: Any, x: Any, normalized_shape: Any, mean: Any, rstd: Any, weight: Any, bias: Any, mask: list[bool]
 ) -> Any:
-    call, dims = at.call, last(normalized_shape)
-    *parts, terms = gradient_terms(grad, x, mean, rstd, weight, dims if mask[0] else ())
-    sums = at.all_reduce(terms, "sum") if mask[0] else None
-    rows = tuple(range(len(call["input"].shape) - len(normalized_shape)))
-    return gradients(parts, sums, math.prod(normalized_shape), rstd, rows, asked_dtypes(call, mask))
+    rows = tuple(range(len(at.call["input"].shape) - len(normalized_shape)))
+    return normalized_backward(at, grad, x, mean, rstd, weight, mask, last(normalized_shape), math.prod(normalized_shape), rows)
 
 
 @on_each_rank
@@ -305,10 +310,8 @@ def group_norm_backward(at: KernelContext, grad: Any, x: Any, mean: Any, rstd: A
     _, channels, positions, groups, mask = sizes
     grad, block, own = (by_groups(value, channels, groups) for value in (grad, x, weight))
     mean, rstd = mean[:, :, None, None], rstd[:, :, None, None]
-    *parts, terms = gradient_terms(grad, block, mean, rstd, own, INNER if mask[0] else ())
-    sums = at.all_reduce(terms, "sum") if mask[0] else None
-    dtypes = asked_dtypes(at.call, mask)
-    of_input, *rest = gradients(parts, sums, channels // groups * positions, rstd, (0, 3), dtypes)
+    count = channels // groups * positions
+    of_input, *rest = normalized_backward(at, grad, block, mean, rstd, own, mask, INNER, count, (0, 3))
     return of_input if of_input is None else like(x, of_input), *(x if x is None else x.reshape(-1) for x in rest)
 
 
@@ -339,12 +342,8 @@ norm(
 
 
 # --- weight norm: one norm for each index of dim ``dim``; norms have size one in the others --------------------------
-def unchanged(v: Tensor, g: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    return v.clone(), g.clone()
-
-
 _others_whole = "each: [a*] @dim [b*] -> each: [a*] @dim [b*]"
-_local = unless_empty(densely(aten._weight_norm_interface), unchanged)
+_local = unless_empty(densely(aten._weight_norm_interface), lambda v, g, *_: (v.clone(), g.clone()))
 blockwise("_weight_norm_interface", _others_whole, local=_local)
-_local = unless_empty(densely(aten._weight_norm_interface_backward), lambda grad, *args: unchanged(*args), block=1)
+_local = unless_empty(densely(aten._weight_norm_interface_backward), lambda grad, v, g, *_: (v.clone(), g.clone()), block=1)
 blockwise("_weight_norm_interface_backward", _others_whole, local=_local)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ...placement import REDUCE_OPS
-from ..blockwise import on_each_rank
 from ..factoring import by
 from ..facts import fact
+from ..kernels import on_each_rank
 from ..rows import copies, falling, forgets, linear, monotone, on_floats, one_of
 from ..verbs import pointwise
 

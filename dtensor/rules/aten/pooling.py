@@ -6,30 +6,18 @@ Blocks of channels must not be empty, which most of these operators refuse (an e
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
-from ..blockwise import in_first
 from ..call import Call
 from ..kernels import densely, functional_of
-from ..rows import copies, linear
-from ..rule import Dims, Factors, LocalView, Word
+from ..rows import copies, linear, on_floats
+from ..rule import Dims, Factors, LocalView
 from ..verbs import blockwise, kernel_rule, local_size
 
 POSITIONS = {1: "[x]", 2: "[y] [x]", 3: "[z] [y] [x]"}
 of_gradient = linear("grad_output")
-
-
-@dataclass(frozen=True, slots=True)
-class Weighted(Word):
-    """Weighted sums of one operand's elements: integers are rounded, and the rounded sum is not the sum of what is rounded."""
-
-    def __call__(self, call: Call) -> tuple[str, ...]:
-        dtype = call.operands[0].dtype
-        return in_first(call) if dtype.is_floating_point or dtype.is_complex else ()
-
-
-weighted = Weighted()
+# sums of elements by weight: of integers they are rounded, and the rounded sum is not the sum of what is rounded
+weighted = on_floats("sum -> sum", "avg -> avg")
 
 
 def on_positions(names: str, count: int, **options: Any) -> None:
@@ -43,8 +31,10 @@ on_positions("max_pool2d_with_indices adaptive_max_pool2d", 2)
 on_positions("max_pool3d_with_indices adaptive_max_pool3d", 3, as_laid_out=True)
 on_positions("max_pool2d_with_indices_backward", 2, partials=of_gradient)
 on_positions("max_pool3d_with_indices_backward", 3, partials=of_gradient, as_laid_out=True)
-on_positions("avg_pool2d _adaptive_avg_pool2d avg_pool2d_backward _adaptive_avg_pool2d_backward", 2, partials=weighted)
-on_positions("avg_pool3d _adaptive_avg_pool3d avg_pool3d_backward _adaptive_avg_pool3d_backward", 3, partials=weighted)
+on_positions("avg_pool2d _adaptive_avg_pool2d", 2, partials=weighted)
+on_positions("avg_pool2d_backward _adaptive_avg_pool2d_backward", 2, partials=of_gradient)
+on_positions("avg_pool3d _adaptive_avg_pool3d", 3, partials=weighted)
+on_positions("avg_pool3d_backward _adaptive_avg_pool3d_backward", 3, partials=of_gradient)
 for _count in (2, 3):  # kernels that take indices read their operands as if they were contiguous
     for _name in (f"adaptive_max_pool{_count}d_backward", f"fractional_max_pool{_count}d_backward"):
         on_positions(_name, _count, partials=of_gradient, local=densely(functional_of(_name)))
@@ -81,13 +71,8 @@ def local_size_of_grid(call: Call, at: LocalView) -> dict[str, Any]:
     return {"size": (at.operands[0][0], *call["size"][1:])}
 
 
-def grid_factors(call: Call) -> Factors:
-    result = call.results[0]
-    assert result is not None
-    return Factors(((("n",), (), ()),), ((("n",), *((),) * (len(result.shape) - 1)),), {"n": call.shape(0)[0]})
-
-
-kernel_rule("affine_grid_generator", grid_factors, partials=linear("theta"), local_args=local_size_of_grid)
+GRIDS = "n [] [] -> n [] [] [] | n [] [] -> n [] [] [] []"
+blockwise("affine_grid_generator", GRIDS, partials=linear("theta"), local_args=local_size_of_grid)
 
 
 # --- padding: each element is a copy of one, and its gradient a sum of some -----------------------------------------

@@ -11,16 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..blockwise import on_each_rank
 from ..call import Call
-from ..registry import register
-from ..rule import Dims, Factors, Rule
+from ..kernels import on_each_rank
+from ..rule import Choice
+from ..verbs import blockwise
 
 aten = torch.ops.aten
-STATES = ("hx_", "cx_", "cx_tmp", "hy_", "cy_", "grad_hy", "grad_cy")
-STEPS = ("input", "output", "grad_output")
-STATE: Dims = (("b",), ())
-STEP: Dims = ((), ("b",), ())
 
 
 @on_each_rank
@@ -48,21 +44,9 @@ def layer_gradients(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
     return gradients
 
 
-def _sequences(call: Call, results: tuple[Dims, ...], lacking: str) -> Factors | None:
-    if call["batch_sizes"]:  # packed: sequences end one after another
-        return None
-    known = dict.fromkeys(STATES, STATE) | dict.fromkeys(STEPS, STEP)
-    operands = tuple(known.get(name, ((),) * layout.ndim) for name, layout in zip(call.names, call.operands, strict=True))
-    return Factors(operands, results, {"b": call.shape(0)[1]}, reduced={"b": lacking})
-
-
-def layer_factors(call: Call) -> Factors | None:
-    return _sequences(call, (STEP, STATE, STATE, ((),)), "R")
-
-
-def gradient_factors(call: Call) -> Factors | None:
-    weights: tuple[Dims, ...] = (((), ()), ((), ()), ((),), ((),))
-    return _sequences(call, (STEP, *weights, STATE, STATE), "sum")
+def not_packed(choice: Choice) -> bool:
+    """Packed sequences end one after another."""
+    return not choice.call["batch_sizes"] or not choice.splits
 
 
 def products(call: Call) -> float:
@@ -72,8 +56,20 @@ def products(call: Call) -> float:
     return 2.0 * steps * sequences * gates * (features + hidden)
 
 
-register("mkldnn_rnn_layer", Rule(layer_factors, local=layer, flops=products, kind="blockwise"))
-register(
+LAYER = (
+    "input: [] b [], weight0: [] [], weight1: [] [], weight2: [], weight3: [], hx_: b [], cx_: b [] -> [] b [], b [], b [], []"
+)
+GRADIENTS = (
+    "input: [] b [], weight1: [] [], weight2: [] [], weight3: [], weight4: [], hx_: b [], cx_tmp: b [], output: [] b [], "
+    "hy_: b [], cy_: b [], grad_output: [] b [], grad_hy: b [], grad_cy: b [], workspace: [] "
+    "-> [] b [], [] [], [] [], [], [], b [], b []"
+)
+blockwise("mkldnn_rnn_layer", LAYER, sums={"b": "R"}, when=not_packed, local=layer, flops=products)
+blockwise(
     "mkldnn_rnn_layer_backward",
-    Rule(gradient_factors, local=layer_gradients, flops=lambda call: 3 * products(call), kind="blockwise"),
+    GRADIENTS,
+    sums="b",
+    when=not_packed,
+    local=layer_gradients,
+    flops=lambda call: 3 * products(call),
 )

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...comm.fold import nothing
@@ -169,7 +170,9 @@ class Diagonal(Word):
     of: str
 
     def __call__(self, call: Call) -> Factors:
-        dims, sizes = named("d", call["input_sizes"] if self.of == "operand 0" else call.shape(0))
+        made = call.results[0]
+        assert made is not None
+        dims, sizes = named("d", made.shape if self.of == "operand 0" else call.shape(0))
         rows, columns = call["dim1"] % len(dims), call["dim2"] % len(dims)
         first = max(0, -call["offset"])
         window = range(first, max(first, min(sizes[f"d{rows}"], sizes[f"d{columns}"] - call["offset"])))
@@ -189,14 +192,24 @@ class Diagonal(Word):
 
 def local_diagonal(call: Call, at: LocalView) -> dict[str, Any]:
     """Row r of a block is row r + its offset of the whole."""
-    if "input_sizes" in call.arguments:
+    if len(at.results[0]) > len(at.operands[0]):
         rows = call["dim1"] % len(at.results[0])
         return {"input_sizes": at.results[0], "offset": call["offset"] + at.result_offsets[0][rows]}
     return {"offset": call["offset"] + at.operand_offsets[0][call["dim1"] % len(at.operands[0])]}
 
 
+def embedded(x: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1, *, input_sizes: Any = None) -> Tensor:
+    """A block of the rows is no square."""
+    return (
+        x.diag_embed(offset, dim1, dim2)
+        if input_sizes is None
+        else torch.ops.aten.diagonal_backward(x, input_sizes, offset, dim1, dim2)
+    )
+
+
 view("diagonal diagonal_copy", Diagonal("result"), local_args=local_diagonal)
 view("diagonal_scatter", Diagonal("operand 1"), partials=PUT_IN, local_args=local_diagonal)
 view("diagonal_backward", Diagonal("operand 0"), partials=ZEROS_PASS, local_args=local_diagonal)
+view("diag_embed", Diagonal("operand 0"), partials=ZEROS_PASS, local_args=local_diagonal, local=embedded)
 view("unfold unfold_copy", "a* [@dimension] b* -> a* [] b* [] | -> []")
 view("unfold_backward", "a* [] b* [] -> a* @dim b* | [] ->", partials=LINEAR_PARTIAL, local_args=local_size("input_sizes"))

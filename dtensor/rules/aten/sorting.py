@@ -15,9 +15,8 @@ import torch
 
 from ..call import Call
 from ..kernels import At, KernelContext
-from ..rule import Factors, Kernel
-from ..verbs import kernel_rule
-from .views import own_factors
+from ..rule import Kernel
+from ..verbs import along, blockwise
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # values and their places in the whole
 
@@ -136,19 +135,14 @@ def _exchange(at: KernelContext, pairs: Any, tables: dict[tuple[int, ...], Table
     return at.map(lambda _, values, places: (torch.cat(values), torch.cat(places)), *received)
 
 
-def sorted_factors(call: Call) -> Factors:
-    dims, sizes = own_factors(call)
-    if not dims:
-        return Factors((dims,), (dims, dims), sizes)
-    (d,) = call.dims("dim", len(dims))
-    dtype = call.operands[0].dtype
-    if len(dims) == 1 and dtype is not torch.uint64:
-        kernel = Kernel(sort_blocks, collectives=6, nbytes=lambda call: call.operands[0].max_local_nbytes // 2)
-        return Factors((dims,), (dims, dims), sizes, kernels={f"d{d}": kernel})
-    return Factors((dims,), (dims, dims), sizes, whole=frozenset({f"d{d}"}))
+def of_one_dim(call: Call) -> Kernel | None:
+    """Where no other dim can carry the shards."""
+    if len(call.shape(0)) != 1 or call.operands[0].dtype is torch.uint64:
+        return None
+    return Kernel(sort_blocks, collectives=6, nbytes=lambda call: call.operands[0].max_local_nbytes // 2)
 
 
-kernel_rule("sort", sorted_factors)
+along("sort", kernel=of_one_dim, shapes=None)
 
 
 # --- topk ---
@@ -194,16 +188,8 @@ def best_bytes(call: Call) -> int:
     return 2 * (call["k"] + 1) * layout.max_local_nbytes // max(1, size)
 
 
-def best_factors(call: Call) -> Factors:
-    dims, sizes = own_factors(call)
-    if not dims:
-        return Factors((dims,), (dims, dims), sizes)
-    (d,) = call.dims("dim", len(dims))
-    kept = tuple(() if k == d else dim for k, dim in enumerate(dims))
-    if call.operands[0].dtype.is_floating_point:
-        kernel = Kernel(best_of_blocks, collectives=3, nbytes=best_bytes)
-        return Factors((dims,), (kept, kept), sizes, kernels={f"d{d}": kernel})
-    return Factors((dims,), (kept, kept), sizes, whole=frozenset({f"d{d}"}))
+def of_floats(call: Call) -> Kernel | None:
+    return Kernel(best_of_blocks, collectives=3, nbytes=best_bytes) if call.operands[0].dtype.is_floating_point else None
 
 
-kernel_rule("topk", best_factors)
+blockwise("topk", "a* [@dim] b* -> each: a* [] b* | -> each:", kernel=of_floats)

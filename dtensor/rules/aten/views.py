@@ -16,8 +16,7 @@ from ...layout.layout import Layout
 from ...placement import REDUCE_OPS
 from ..call import Call
 from ..kernels import At, KernelContext
-from ..rule import ANY_PARTIAL, LINEAR_PARTIAL, Dims, Factors, LocalView
-from ..rule import own_factors as own_factors
+from ..rule import ANY_PARTIAL, LINEAR_PARTIAL, Dims, Factors, LocalView, own_factors, uncut
 from ..verbs import local_size, view
 
 
@@ -166,20 +165,13 @@ def _shared(sizes: dict[str, int], size: int, *dims: list[str]) -> None:
 def strided(call: Call) -> Factors:
     """Anything but the tensor's own strides mixes its dims: every rank needs it whole."""
     dims, sizes = own_factors(call)
-    if own_strides(call):
-        return Factors((dims,), (dims,), sizes)
-    result = call.results[0]
-    assert result is not None
-    nothing: Dims = ((),) * len(call.shape(0))
-    return Factors((nothing,), (((),) * len(result.shape),), {})
+    return Factors((dims,), (dims,), sizes) if own_strides(call) else uncut(call)
 
 
 def strided_put_in(call: Call) -> Factors:
     """The tensor that is written through other strides is whole, and so is what is written."""
     check_memory(call)
-    result = call.results[0]
-    assert result is not None
-    return Factors((((),) * len(call.shape(0)), ((),) * len(call.shape(1))), (((),) * len(result.shape),), {})
+    return uncut(call)
 
 
 def check_memory(call: Call) -> None:

@@ -3,7 +3,7 @@
 Above autograd torch takes ``linear`` apart into views and products: three operators, four where rows are folded, each with a
 plan to look up and a tensor to wrap, and as many on the way back. For kinds of tensors whose kernels are whole (nested ones)
 it has a derivative of the operator itself, under their key of autograd's. DTensors, whose rules are whole too, are sent there.
-Where some dispatch mode takes operators down, they come as torch would have them.
+Where some dispatch mode takes operators down, they come as torch would have them; before torch 2.13 always.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...base.torch_internals import DispatchKey, DispatchKeySet, count_dispatch_
 from ...base.tracing import looks_on
 from ...rules.aten.contraction import linear_gradients, matmul_gradients
 from ..dtensor import DTensor
-from .recomposed import BELOW, implemented
+from .recomposed import BELOW, GOES_ON, implemented
 
 _RECORDS, _WHOLE = DispatchKey.AutogradFunctionality, DispatchKey.AutogradNestedTensor
 
@@ -72,5 +72,6 @@ def of_matrices(x: Tensor, y: Tensor) -> bool:
     return (x.ndim > 2 or y.ndim == x.ndim) and y.ndim > 1 and x.ndim > 1 and x.dtype.is_floating_point
 
 
-whole("linear", "linear_backward", linear_gradients, of_a_matrix)
-whole("matmul", "matmul_backward", matmul_gradients, of_matrices)
+if GOES_ON:
+    whole("linear", "linear_backward", linear_gradients, of_a_matrix)
+    whole("matmul", "matmul_backward", matmul_gradients, of_matrices)

@@ -83,7 +83,8 @@ def _write_value(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, An
     try:
         result = dispatch(DTensor, operator.func, (), args, kwargs)
         for view in written:
-            _put(view, _copying(wrap(view._local, view._layout)))
+            if isinstance(view, RemoteView):  # or it was resized, and is a view no more
+                _put(view, _copying(wrap(view._local, view._layout)))
     finally:
         for origin in origins:
             origin.pinned = False

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ....base.torch_internals import flash_attention_on_cpu
-from ...blockwise import on_each_rank
-from ...kernels import At, KernelContext
+from ...kernels import At, KernelContext, on_each_rank
 
 aten = torch.ops.aten
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -131,11 +130,12 @@ class Meeting(NamedTuple):
         rows, keys, mask = self.rows, self.keys, self.mask
         if not keys or (self.causal and keys.start >= rows.stop):
             return None
-        if not self.causal and mask is not None and mask.shape[-1] not in (1, len(keys)):
+        if mask is not None and mask.shape[-1] not in (1, len(keys)):
             mask = mask[..., keys.start : keys.stop]
-        own = self.causal and keys.start == rows.start and len(rows) <= len(keys)
+        own = self.causal and mask is None and keys.start == rows.start and len(rows) <= len(keys)
         if self.causal and not own and keys.stop > rows.start + 1:
-            mask = visible(rows, keys, like)
+            causal = visible(rows, keys, like)
+            mask = causal if mask is None else mask + causal  # a row may see nothing by both together
         return {"is_causal": own, "attn_mask": mask, "scale": self.scale}
 
 

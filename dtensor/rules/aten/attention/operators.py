@@ -9,16 +9,19 @@ operators would draw other numbers on blocks.
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Any
 
 import torch
 
 from ....base.torch_internals import FakeTensorMode
 from ....layout.layout import Layout
 from ....placement import Partial
-from ...blockwise import plain_op
 from ...call import Call
+from ...kernels import plain_op
 from ...registry import register
 from ...rule import Dims, Factors, Kernel, Rule
+from ...verbs import NOTHING, kernel_rule
 from .blocks import attention_block, attention_gradients, attention_of_blocks, gradients_of_blocks
 from .ring import ranks_in_ring, ring_attention, ring_gradients
 
@@ -27,9 +30,10 @@ HEAD_DIMS = frozenset(("e", "v"))
 
 # --- factors shared by all fused operators --------------------------------------------------------------------------
 def attention_sizes(call: Call) -> dict[str, int] | None:
-    """Sizes of batch b, key heads h, query heads per key head g, queries l, keys s, head dims; None where they do not fit."""
+    """Sizes of batch b, key heads h, query heads per key head g, queries l, keys s, head dims; None where they do not fit, and
+    with dropout."""
     q, k = call.shape(call.names.index("query")), call.shape(call.names.index("key"))
-    if len(q) != 4 or len(k) != 4 or q[0] != k[0] or not k[1] or q[1] % k[1]:
+    if call["dropout_p"] > 0 or len(q) != 4 or len(k) != 4 or q[0] != k[0] or not k[1] or q[1] % k[1]:
         return None
     return {
         "b": q[0],
@@ -78,7 +82,7 @@ def of_ndim(dims: Dims, ndim: int) -> Dims:
 # --- the CPU operator -----------------------------------------------------------------------------------------------
 def forward_factors(call: Call) -> Factors | None:
     sizes = attention_sizes(call)
-    if sizes is None or call["dropout_p"] > 0:
+    if sizes is None:
         return None
     table = attention_table(call)
     rows: dict[str, Kernel] = {"l": Kernel(attention_of_blocks)} if call["is_causal"] else {}
@@ -92,7 +96,7 @@ def forward_factors(call: Call) -> Factors | None:
 
 def backward_factors(call: Call) -> Factors | None:
     sizes = attention_sizes(call)
-    if sizes is None or call["dropout_p"] > 0:
+    if sizes is None:
         return None
     table = attention_table(call)
     kernels = dict.fromkeys("ls", Kernel(gradients_of_blocks, lacking=Partial("sum"))) if call["is_causal"] else {}
@@ -123,20 +127,16 @@ def bytes_passed(call: Call) -> int:
 
 
 # --- FLOPs, all rows meeting all keys, as torch counts them -----------------------------------------------------------------
-def forward_flops(call: Call) -> int:
-    """Products of queries and keys, and of their weights and the values."""
-    return _products(call, keys=1, values=1)
-
-
-def backward_flops(call: Call) -> int:
-    """The weights again; then gradients of weights and values, and of queries and keys."""
-    return _products(call, keys=3, values=2)
-
-
 def _products(call: Call, keys: int, values: int) -> int:
     batch, heads, rows, e = call.shape(call.names.index("query"))
     _, _, s, v = call.shape(call.names.index("value"))
     return 2 * batch * heads * rows * s * (keys * e + values * v)
+
+
+# products of queries and keys, and of their weights and the values; in backward the weights again, then gradients of weights and
+# values, and of queries and keys
+FORWARD: dict[str, Any] = {"flops": partial(_products, keys=1, values=1), "floats_matter": True}
+BACKWARD: dict[str, Any] = {"flops": partial(_products, keys=3, values=2), "floats_matter": True}
 
 
 def linear_in_value(call: Call) -> tuple[str, ...]:
@@ -145,29 +145,9 @@ def linear_in_value(call: Call) -> tuple[str, ...]:
     return tuple(f"R,R,{op}{mask} -> {op},R" for op in ("sum", "avg"))
 
 
-register(
-    "_scaled_dot_product_flash_attention_for_cpu",
-    Rule(
-        forward_factors,
-        linear_in_value,
-        local=attention_block,
-        flops=forward_flops,
-        floats_matter=True,
-        as_laid_out=True,
-        kind="kernel",
-    ),
-)
-register(
-    "_scaled_dot_product_flash_attention_for_cpu_backward",
-    Rule(
-        backward_factors,
-        local=attention_gradients,
-        flops=backward_flops,
-        floats_matter=True,
-        as_laid_out=True,
-        kind="kernel",
-    ),
-)
+CPU = "_scaled_dot_product_flash_attention_for_cpu"
+kernel_rule(CPU, forward_factors, partials=linear_in_value, local=attention_block, as_laid_out=True, **FORWARD)
+kernel_rule(f"{CPU}_backward", backward_factors, local=attention_gradients, as_laid_out=True, **BACKWARD)
 
 
 # --- the CUDA operators: sequences whole ----------------------------------------------------------------------------
@@ -184,7 +164,7 @@ def _with_whole_sequences(call: Call, sizes: dict[str, int]) -> tuple[dict[str, 
 def cuda_forward_factors(call: Call) -> Factors | None:
     """Results beyond the output and the rows' sums (seeds, lengths) are the same on all ranks."""
     sizes = attention_sizes(call)
-    if sizes is None or call["dropout_p"] > 0:
+    if sizes is None:
         return None
     table, operands = _with_whole_sequences(call, sizes)
     named = {"output": table["out"], "logsumexp": table["logsumexp"], "log_sumexp": table["logsumexp"]}
@@ -199,7 +179,7 @@ def cuda_forward_factors(call: Call) -> Factors | None:
 def cuda_backward_factors(call: Call) -> Factors | None:
     """A gradient of a bias that is broadcast over batch or heads is a sum over them."""
     sizes = attention_sizes(call)
-    if sizes is None or call["dropout_p"] > 0:
+    if sizes is None:
         return None
     table, operands = _with_whole_sequences(call, sizes)
     own = [
@@ -212,11 +192,9 @@ def cuda_backward_factors(call: Call) -> Factors | None:
     return Factors(operands, results, sizes, HEAD_DIMS | {"l", "s"}, dict.fromkeys("bhg", "sum"))
 
 
-for name in ("flash", "efficient", "cudnn"):
-    forward = Rule(cuda_forward_factors, floats_matter=True, flops=forward_flops, kind="einsum")
-    backward = Rule(cuda_backward_factors, floats_matter=True, flops=backward_flops, kind="einsum")
-    register(f"_scaled_dot_product_{name}_attention", forward)
-    register(f"_scaled_dot_product_{name}_attention_backward", backward)
+for _name in ("flash", "efficient", "cudnn"):
+    kernel_rule(f"_scaled_dot_product_{_name}_attention", cuda_forward_factors, **FORWARD)
+    kernel_rule(f"_scaled_dot_product_{_name}_attention_backward", cuda_backward_factors, **BACKWARD)
 
 
 # --- which of them --------------------------------------------------------------------------------------------------
@@ -249,4 +227,4 @@ def _hollow(layout: Layout, device: str) -> torch.Tensor:
     return held.as_strided(layout.shape, (*(0,) * (ndim - 1), step)[:ndim])
 
 
-register("_fused_sdp_choice", Rule(lambda call: None, answer=choice, floats_matter=True, kind="answer"))
+register("_fused_sdp_choice", Rule(NOTHING, answer=choice, floats_matter=True, kind="answer"))

@@ -22,9 +22,8 @@ from torch import Tensor
 
 from ....comm import communicator_of
 from ....mesh.device_mesh import DeviceMesh
-from ...blockwise import on_each_rank
 from ...call import Call
-from ...kernels import KernelContext
+from ...kernels import KernelContext, on_each_rank
 from .blocks import Gradients, Meeting, finished, part, part_gradients, share, sums_dtype
 
 

@@ -1,0 +1,63 @@
+"""What a row's price counts: which of several right choices moves less for who comes after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import dtensor as dt
+from dtensor import Partial, Replicate, Shard
+
+MESH = dt.init_device_mesh("cpu", (4,))
+
+
+def cut(x: torch.Tensor) -> dt.DTensor:
+    return dt.distribute_tensor(x, MESH, [Shard(0)])
+
+
+def whole(x: torch.Tensor) -> dt.DTensor:
+    return dt.distribute_tensor(x, MESH, [Replicate()])
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def received(fn: Callable[..., Any], *args: Any) -> tuple[Any, int]:
+    with dt.debug.CommDebugMode() as comm:
+        made = fn(*args)
+    return made, sum(event.bytes for event in comm.events)
+
+
+def test_a_cut_table_is_gathered_before_it_grows() -> None:
+    table, ids = numbers(16, 64), torch.arange(4800).remainder(16).view(8, 600)
+    made, nbytes = received(F.embedding, whole(ids), cut(table))
+    assert made.placements == (Replicate(),)
+    assert nbytes == 3 * table.nbytes // 4
+    torch.testing.assert_close(made.full_tensor(), F.embedding(ids, table))
+
+
+def test_a_table_as_large_as_what_is_read_of_it_leaves_terms() -> None:
+    table, ids = numbers(4800, 64), torch.arange(4800).view(8, 600)
+    made, nbytes = received(F.embedding, whole(ids), cut(table))
+    assert made.placements == (Partial(),)
+    assert nbytes == 0
+
+
+def test_of_rows_that_cost_the_same_the_one_that_keeps_the_batch_is_taken() -> None:
+    x, weight, bias = numbers(1024, 64), numbers(1024, 64), numbers(1024)
+    made, nbytes = received(F.linear, cut(x), cut(weight), cut(bias))
+    assert made.placements == (Shard(0),)
+    assert nbytes == 3 * (weight.nbytes + bias.nbytes) // 4
+    torch.testing.assert_close(made.full_tensor(), F.linear(x, weight, bias), atol=1e-4, rtol=1e-4)
+
+
+def test_tokens_go_to_experts_rather_than_experts_to_tokens() -> None:
+    x, weight, ends = numbers(256, 64), numbers(4, 64, 1024), torch.tensor([50, 100, 200, 256], dtype=torch.int32)
+    made, nbytes = received(lambda a, b, offs: F.grouped_mm(a, b, offs=offs), cut(x), cut(weight), whole(ends))
+    assert made.placements == (Partial(),)  # each row is its expert's
+    assert nbytes == 3 * x.nbytes // 4
+    torch.testing.assert_close(made.full_tensor(), F.grouped_mm(x, weight, offs=ends), atol=1e-4, rtol=1e-4)
