@@ -80,8 +80,11 @@ NAMES: dict[str, Internal] = {
     "TensorGuards": Internal(
         "torch._C._dynamo.guards.TensorGuards", "metadata of many tensors compared at once", "a getter each"
     ),
+    "PRINT_OPTS": Internal("torch._tensor_str.PRINT_OPTS", "how tensors are printed", "torch.get_printoptions, once it is there"),
     "dict_version": Internal(
-        "torch._C._dynamo.guards.dict_version", "a number that is another one after any change of a dictionary", "all that it holds"
+        "torch._C._dynamo.guards.dict_version",
+        "a number that is another one after any change of a dictionary",
+        "all that it holds",
     ),
     "autocast_enabled": Internal(
         "torch._C._is_any_autocast_enabled", "whether operations cast what they take", "torch.is_autocast_enabled of each device"

@@ -13,8 +13,9 @@ from typing import Any, cast
 
 import torch
 
+from ..base.torch_internals import PRINT_OPTS
 from ..tensor.dtensor import DTensor
-from .belonging import MISSING, VALUES, ById, foreign, installed, is_users, key_of, module_of, plain
+from .belonging import MISSING, VALUES, ById, foreign, installed, is_users, key_of, module_of, plain, value_of
 from .names import names_of, paths_named
 from .notes import Notes, Ran
 from .settings import ASKING, SETTINGS
@@ -35,6 +36,7 @@ CODE = (
     functools.cached_property,
     functools.partialmethod,
 )
+_BOUND = (types.MethodType, types.BuiltinMethodType)  # which may be those of a module
 BEARING = (type, types.FunctionType, types.BuiltinFunctionType)  # what says itself where it stands
 
 
@@ -117,7 +119,7 @@ class CodeReads(Notes):
         """Which objects bear these names everywhere; what users have put there, whole."""
         for name in names:
             held = space.get(name, MISSING)
-            if held is not MISSING and module_of(held if isinstance(held, BEARING) else type(held)) not in ("builtins", "io"):
+            if held is not MISSING and not (isinstance(held, BEARING) and module_of(held) in ("builtins", "io")):
                 self._named(space, (name,), f"{path} builtin ")
             elif (id(space), name) not in self._read:
                 self._read.add((id(space), name))
@@ -135,6 +137,8 @@ class CodeReads(Notes):
             return
         space, path = vars(module), f"{path} {module.__name__}."
         users = not foreign(module)
+        if hasattr(type(module), "__getattr__") and not users:
+            self._answers(module, [name for name in names if name not in space], path)
         if users:
             self._module(module, on)
             self._named(space, names, path)
@@ -146,6 +150,16 @@ class CodeReads(Notes):
                     self._through(value, names, loose, path, name in loose)
             elif not users and value is not MISSING:
                 self._of_others(space, name, value, path)
+
+    def _answers(self, module: types.ModuleType, names: Iterable[str], path: str) -> None:
+        """What a library's module gives by code of its own under names that it has in some table, as one of settings does."""
+        tables = [held for held in vars(module).values() if type(held) is dict]
+        known = [name for name in names if (id(module), name) not in self._read and any(name in table for table in tables)]
+        if known:
+            self._read.update((id(module), name) for name in known)
+            state = functools.partial(_answered, module, known)
+            self._note(state(), path)
+            self._watch.state(state, self.key[-1])
 
     def _module(self, module: types.ModuleType, loose: bool) -> None:
         self._far.discard(id(module))
@@ -184,6 +198,7 @@ class CodeReads(Notes):
             self._watch.keys(vars(module))
             self._watch.object(module)
         if self._users:
+            self._hold_dict(vars(PRINT_OPTS), "print options", ".{}")
             self._watch.tensors(self.tensors)
             spoken = [name for name in _SPOKEN if self._computes or name in self._attributes_named]
             self._visit(self._watch.asked(spoken, self._asked), "functions")
@@ -259,6 +274,8 @@ class CodeReads(Notes):
             self._hold_dict(vars(value), path, ".{}")
         elif type(value) in VALUES or plain(value) or is_users(value) or state_of(value) is not None:
             self._visit(value, path)
+        elif isinstance(value, _BOUND) and state_of(value.__self__) is not None:
+            self._visit(value.__self__, path)
         elif type(value) in (list, dict, set):
             self._watch.other(held := functools.partial(_held, value))
             self._note(tuple(map(key_of, held())), path)
@@ -266,6 +283,11 @@ class CodeReads(Notes):
             self._note(ById(value), path)
             if isinstance(value, type):
                 self._others[value] = None
+
+
+def _answered(module: types.ModuleType, names: list[str]) -> list[Any]:
+    found = [getattr(module, name, MISSING) for name in names]
+    return [value_of(held) if type(held) in VALUES else repr(held) if plain(held) else type(held) for held in found]
 
 
 def _of_math(names: list[str]) -> list[Any]:

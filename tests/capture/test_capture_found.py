@@ -29,11 +29,13 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch._dynamo.config as compiler
 from torch import nn
 from torch.nn import functional
 
 import dtensor as dt
 
+FIRST = numpy.random.RandomState(0).get_state()[1][0]  # type: ignore[index]  # numpy's stub has dicts too
 MESH = dt.init_device_mesh("cpu", (2,))
 X = dt.distribute_tensor(torch.arange(1.0, 6.0), MESH, [dt.Shard(0)])
 HERE = sys.modules[__name__]
@@ -81,6 +83,9 @@ def settings() -> Iterator[Way]:
     yield flag(torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly, False, True)
     cpu = functools.partial(torch.set_autocast_dtype, "cpu")
     yield flag(lambda: torch.get_autocast_dtype("cpu"), cpu, torch.bfloat16, torch.float16)
+    yield flag(lambda: compiler.recompile_limit, setting(compiler, "recompile_limit"), 8, 9)
+    yield lambda x: x * len(repr(torch.tensor([1 / 3]))), lambda n: torch.set_printoptions(precision=int(4 * n))
+    yield flag(lambda: numpy.random.get_state()[1][0] == FIRST, numpy.random.seed, 0, 1)
     yield flag(lambda: numpy.geterr()["divide"], lambda v: numpy.seterr(divide=v), "warn", "ignore")
     third = decimal.Decimal(3)
     yield lambda x: x * float(1 / third), lambda n: setattr(decimal.getcontext(), "prec", 3 if n > 1 else 28)
@@ -202,7 +207,17 @@ def objects() -> Iterator[Way]:
     yield lambda x: x * len(packed.copy().flush()), lambda n: packed.compress(b"given" * int(n))
 
 
-WAYS = [tensors, settings, names, classes, objects]
+def libraries() -> Iterator[Way]:
+    @functools.lru_cache
+    def kept(name: str) -> list[float]:
+        return [1.0]
+
+    builtins.found_list = [1.0]  # type: ignore[attr-defined]
+    yield lambda x: x * found_list[0], lambda n: found_list.__setitem__(0, n)  # type: ignore[name-defined]  # noqa: F821
+    yield lambda x: x * kept("a")[0], lambda n: kept("a").__setitem__(0, n)
+
+
+WAYS = [tensors, settings, names, classes, objects, libraries]
 
 
 @pytest.fixture(autouse=True)
