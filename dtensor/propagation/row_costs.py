@@ -11,12 +11,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..base.memory_order import outermost_first
-from ..base.symbols import has_symbols
 from ..cost.link import device_of, link_of
 from ..layout.layout import Layout
 from ..placement import Partial, Replicate, Shard
-from ..rules.call import Call, Meta
+from ..rules.call import Call
 from ..rules.rule import Factors, Row
 from ..rules.work import Work, elsewhere, row_seconds
 from .row_table import Line, Table, Where
@@ -63,7 +61,6 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
     ranks, fixed, nbytes = call.mesh.shape[mesh_dim], call.fixed, call.result_bytes()
     owed = _debts(table, factors, call, nbytes, mesh_dim)
     device, work = device_of(call.mesh), elsewhere(work, call, mesh_dim)
-    outer = [_outermost(meta) for meta in call.results if meta is not None]
     multiplies = work.flops / device.rate(work.dtype) > work.nbytes / device.memory
     current = [layout.along(mesh_dim) for layout in call.operands]
     together = link_of(call.mesh, (mesh_dim,)).all_gather.seconds(ranks, 0)
@@ -96,9 +93,8 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
         anew, owners = row.factor is not None and not stays, _by_owners(line, factors, call)
         for r, where in enumerate(line.results):
             if r not in kept and not isinstance(where, Replicate):
-                summed, cut, packed = owed[r]
+                summed, cut = owed[r]
                 seconds += summed if isinstance(where, Partial) and not owners else cut if anew or owners else 0.0
-                seconds += packed if isinstance(where, int) and where != outer[r] else 0.0
         if multiplies:
             seconds += row_seconds(device, work, row, ranks, factors.sizes)
         if row.kernel is not None:
@@ -118,10 +114,10 @@ def kernel_seconds(row: Row, call: Call, mesh_dim: int) -> float:
     return row.kernel.collectives * rate.seconds(ranks, 0) + row.kernel.nbytes(call) / rate.bandwidth
 
 
-def _debts(table: Table, factors: Factors, call: Call, nbytes: list[int], mesh_dim: int) -> list[tuple[float, float, float]]:
+def _debts(table: Table, factors: Factors, call: Call, nbytes: list[int], mesh_dim: int) -> list[tuple[float, float]]:
     """Seconds that each result costs later on: if it is left in terms, to add them up; if it is cut as no operand was, to cut it
-    as the others are; if it is cut along an inner dim, to pack it. None of them where a row moves nothing and there are no terms
-    yet, but where all such rows leave terms that are larger than the one operand that is cut: then what scattering them takes.
+    as the others are. None of them where a row moves nothing and there are no terms yet, but where all such rows leave terms
+    that are larger than the one operand that is cut: then what scattering them takes.
 
     Latencies do not count: what is owed may be paid together with something else. But where some row leaves a cut as it is, who
     cuts otherwise has it to change once more. On the other mesh dims a result is as small a part as that of any operand.
@@ -130,7 +126,7 @@ def _debts(table: Table, factors: Factors, call: Call, nbytes: list[int], mesh_d
     if not any(isinstance(where, Partial) for where in current):
         fitting = [line for line in table.lines if all(map(_fits, current, line.operands)) and _moves_nothing(line, factors)]
         if fitting and not (all(map(_leaves_terms, fitting)) and _grows(call, mesh_dim, nbytes)):
-            return [(0.0, 0.0, 0.0)] * len(nbytes)
+            return [(0.0, 0.0)] * len(nbytes)
         terms = 1 if fitting else 2
     link = link_of(call.mesh, (mesh_dim,))
     parts = [
@@ -141,10 +137,7 @@ def _debts(table: Table, factors: Factors, call: Call, nbytes: list[int], mesh_d
     ranks = call.mesh.shape[mesh_dim]
     stays = any(isinstance(at, int) and at == to for line in table.lines for at, to in zip(current, line.operands, strict=True))
     again = link.exchange.seconds(ranks, 0) if stays else 0.0
-    return [
-        (terms * size / link.all_reduce.bandwidth, again + size / ranks / link.exchange.bandwidth, size / ranks / link.memory)
-        for size in sizes
-    ]
+    return [(terms * size / link.all_reduce.bandwidth, again + size / ranks / link.exchange.bandwidth) for size in sizes]
 
 
 def _here(call: Call, mesh_dim: int) -> tuple[Where | None, ...]:
@@ -161,11 +154,6 @@ def _moves_nothing(line: Line, factors: Factors) -> bool:
     """Of a row that finds its operands where it wants them."""
     kernel = line.row_for(factors).kernel
     return kernel is None or kernel.collectives == 0
-
-
-def _outermost(meta: Meta) -> int:
-    """The dim of whose blocks each lies in one piece; of sizes that are symbols, which are not compared, the first."""
-    return outermost_first(meta.stride)[0] if meta.shape and not has_symbols(meta.stride) else 0
 
 
 def _leaves_terms(line: Line) -> bool:

@@ -47,14 +47,6 @@ def test_a_table_as_large_as_what_is_read_of_it_leaves_terms() -> None:
     assert nbytes == 0
 
 
-def test_of_rows_that_cost_the_same_the_one_that_keeps_the_batch_is_taken() -> None:
-    x, weight, bias = numbers(1024, 64), numbers(1024, 64), numbers(1024)
-    made, nbytes = received(F.linear, cut(x), cut(weight), cut(bias))
-    assert made.placements == (Shard(0),)
-    assert nbytes == 3 * (weight.nbytes + bias.nbytes) // 4
-    torch.testing.assert_close(made.full_tensor(), F.linear(x, weight, bias), atol=1e-4, rtol=1e-4)
-
-
 def test_tokens_go_to_experts_rather_than_experts_to_tokens() -> None:
     x, weight, ends = numbers(256, 64), numbers(4, 64, 1024), torch.tensor([50, 100, 200, 256], dtype=torch.int32)
     made, nbytes = received(lambda a, b, offs: F.grouped_mm(a, b, offs=offs), cut(x), cut(weight), whole(ends))
