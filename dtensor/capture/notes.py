@@ -80,10 +80,12 @@ class Notes:
     def refreshed(self) -> bool:
         """Whether nothing but floats has changed; then the key is brought up to date."""
         changed = self._watch.changed_entries()
-        known = {(id(held), key): place for place, (held, key) in self.floats.items()}
+        known: dict[tuple[int, Any], list[int]] = {}  # some are met in several ways
+        for place, (held, key) in self.floats.items():
+            known.setdefault((id(held), key), []).append(place)
         if changed is None or any(entry not in known for entry in changed):
             return False
-        places = [known[entry] for entry in changed]
+        places = [place for entry in changed for place in known[entry]]
         if any(type(self.floats[place][0][self.floats[place][1]]) is not float for place in places):
             return False
         for place in places:
