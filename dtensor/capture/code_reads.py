@@ -172,7 +172,11 @@ class CodeReads(Notes):
         known: Any = None
         done: dict[int, int] = {}
         while known != (
-            known := (len(self._attributes_named), len(self._classes), len(self._seen), self._computes, self._imports)
+            known := (
+                *map(len, (self._attributes_named, self._classes, self._seen, self._modules)),
+                self._computes,
+                self._imports,
+            )
         ):
             self._members()
             if self._imports:
