@@ -100,6 +100,7 @@ def test_a_sparse_operand_is_refused_with_what_to_give(call: Callable[..., objec
             call(torch.eye(4).to_sparse(layout=layout), x)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_of_pieces_are_refused_in_words() -> None:
     x = dt.distribute_tensor(X, dt.init_device_mesh("cpu", (2,)), [Shard(0)])
     for make in (
