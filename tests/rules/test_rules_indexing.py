@@ -233,3 +233,12 @@ def test_one_value_is_put_by_an_index_of_another_shape_that_is_cut(index: tuple[
             mesh=dt.init_device_mesh("cpu", (2,)),
             placements=[where, [Shard(0)], [Replicate()]],
         )
+
+
+@pytest.mark.parametrize("where", [Replicate(), Shard(0)], ids=str)
+def test_a_mask_of_numbers_is_refused_as_torch_does(where: Any) -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    x, mask = (dt.distribute_tensor(t, mesh, [where]) for t in (torch.arange(6.0), torch.ones(6, dtype=torch.int64)))
+    for of, by in ((x, mask), (x.to_local(), mask.to_local())):
+        with pytest.raises(RuntimeError, match="mask"):
+            torch.masked_select(of, by)

@@ -343,3 +343,13 @@ def test_blocks_of_one_row_meet_a_view_of_theirs(name: str) -> None:
             getattr(expected, name)(view(expected), *more)
             getattr(found, name)(view(found), *more)
             assert torch.equal(found.full_tensor(), expected)
+
+
+@pytest.mark.parametrize("where", [Replicate(), Shard(0), Shard(1)], ids=str)
+def test_out_that_was_resized_to_nothing_takes_the_result(where: Any) -> None:
+    x, out = torch.arange(12.0).reshape(4, 3), torch.zeros(2, 3)
+    given, base = (dt.distribute_tensor(t, dt.init_device_mesh("cpu", (2,)), [where]) for t in (x, out))
+    part = base[:1]
+    part.resize_(0)
+    torch.cat([given, given], out=part)
+    assert torch.equal(part.full_tensor(), torch.cat([x, x]))

@@ -95,7 +95,7 @@ blockwise(
 fact("linear_backward", infer=lambda ask, given, device: linear_gradients(*given.values()))  # torch's forgets half of the mask
 
 
-# --- matmul and einsum arrive whole in inference mode ---------------------------------------------------------------
+# --- matmul, and einsum in inference mode, arrive whole ----------------------------------------------------------------
 blockwise(
     "matmul",
     "k, k -> | b* m k, k -> b* m | k, b* k n -> b* n | b* m k, b* k n -> b* m n",
@@ -108,11 +108,8 @@ def matmul_gradients(grad: torch.Tensor, x: torch.Tensor, y: torch.Tensor, mask:
     """Gradients of the operands of a product of matrices and stacks of them, those that are asked for (only nested tensors have
     the operator itself)."""
     if y.ndim == 2:
-        rows, of_rows = _rows(x), _rows(grad)
-        return (
-            _gradient(rows, of_rows, y.t()).view(x.shape) if mask[0] else None,
-            _gradient(y, rows.t(), of_rows) if mask[1] else None,
-        )
+        of_x, of_weight, _ = linear_gradients(x, grad, y.t(), (*mask, False))
+        return of_x, None if of_weight is None else of_weight.t()
     stacks = grad.shape[:-2]
     left, right, of_product = (t.expand(*stacks, *t.shape[-2:]).reshape(math.prod(stacks), *t.shape[-2:]) for t in (x, y, grad))
     return (
