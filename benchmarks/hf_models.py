@@ -1,6 +1,6 @@
 """Which Hugging Face families run unmodified with distributed parameters, and how long a first step of a tiny one takes.
 
-    python benchmarks/hf_models.py [--families gpt2,llama] [--plans replicated,alternating,everywhere] [--json FILE]
+    python benchmarks/hf_models.py [--families gpt2,llama] [--plans replicated,alternating,everywhere] [--device cuda]
 
 Needs the extra ``hf``. One line per failure: family, placements, the error with the operator, or the first wrong value; then
 the operators that gathered, with the families, and the slow families.
@@ -57,10 +57,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--families", default=",".join(FAMILIES))
     parser.add_argument("--plans", default=",".join(PLANS))
+    parser.add_argument("--device", default="cpu", help="of the mesh, the model and what it eats")
     parser.add_argument("--json", help="append one line per run to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = dt.init_device_mesh(options.device, (2, 2), mesh_dim_names=("dp", "tp"))
     results = []
     for family in options.families.split(","):
         for plan in options.plans.split(","):

@@ -160,7 +160,7 @@ def ours(case: str, model: nn.Module, tokens: Tensor, targets: Tensor, around: C
     from dtensor import parallel
 
     shape = CASES[case][1]
-    mesh = dt.init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
+    mesh = dt.init_device_mesh(tokens.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     if case.startswith(PARTS):
         plan = parts_of(plan_of(parallel, dt.Shard, dt.Replicate), parallel, dt.Shard, dt.Replicate, "block" in case)
         parallel.parallelize_module(model.part, mesh["tp"], plan)
@@ -196,7 +196,7 @@ def peer(case: str, model: nn.Module, tokens: Tensor, targets: Tensor) -> Step:
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, parallel
 
     shape = CASES[case][1]
-    mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
+    mesh = init_device_mesh(tokens.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     if case.startswith(PARTS):
         plan = parts_of(plan_of(parallel, Shard, Replicate), parallel, Shard, Replicate, "block" in case)
         whole = plan.pop("", None)  # it has no name for the module itself

@@ -14,6 +14,7 @@ from ..propagation.propagate import Plan
 from ..propagation.schema import Form, Operator
 from ..random.draw import from_one_state
 from ..ranks.assign import assign
+from ..ranks.rank_values import RankValues, agreed
 from .settled import nested
 from .steps import Args, Before, Keywords, Runner, as_tuple, at
 from .wrapping import wrap_local
@@ -65,13 +66,18 @@ def _distributed(value: Any, layout: Any) -> Any:
 
 # --- random numbers -----------------------------------------------------------------------------------------------------
 def drawn_alike(plan: Plan, operator: Operator) -> Callable[..., Any]:
-    """The op on whole operands, every rank drawing from the same generator state, which advances once."""
+    """The op on whole operands, every rank drawing from the same generator state, which advances once; numbers that it answers
+    are those of all ranks.
+    """
 
     def one(member: int | None, positional: Sequence[Any], keywords: Keywords) -> Any:
         return operator.func(*positional, **keywords)
 
     def run(*local_args: Any, **local_kwargs: Any) -> Any:
-        return from_one_state(plan.call.mesh, local_kwargs.get("generator"), one, local_args, local_kwargs)
+        made = from_one_state(plan.call.mesh, local_kwargs.get("generator"), one, local_args, local_kwargs)
+        if not isinstance(made, tuple):
+            return made
+        return tuple(agreed([*value], operator.name) if isinstance(value, RankValues) else value for value in made)
 
     return run
 

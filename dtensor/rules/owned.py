@@ -71,7 +71,7 @@ def read_owned(address: Address, op: Any, at: KernelContext, *args: Any, **named
     call, dims, lead = _bound(address, op, at)
 
     def own(here: At, block: Tensor, *rest: Any) -> Tensor:
-        inside, positions = _located(at, here.member, address, rest[address.argument - 1], dims)
+        inside, positions = _located(at, here.member, address, rest[address.argument - 1], dims, block.device)
         found = call(_with_room(block, dims), *_with_index(address, rest, positions, dims, block.ndim), **named)
         if (beside := found.ndim - lead - inside.ndim) > 0:
             inside = inside.reshape((*inside.shape, *(1,) * beside))
@@ -86,7 +86,7 @@ def write_owned(address: Address, op: Any, at: KernelContext, *args: Any, **name
     call, dims, _ = _bound(address, op, at)
 
     def own(here: At, block: Tensor, *rest: Any) -> Tensor:
-        inside, positions = _located(at, here.member, address, rest[address.argument - 1], dims)
+        inside, positions = _located(at, here.member, address, rest[address.argument - 1], dims, block.device)
         positions[0] = torch.where(inside, positions[0], block.shape[dims[0]])
         made = call(_with_room(block, dims, 1), *_with_index(address, rest, positions, dims, block.ndim), **named)
         for d in dims:
@@ -110,8 +110,10 @@ def lead_of(dims: Sequence[int]) -> int:
     return dims[0] if dims and dims[-1] - dims[0] == len(dims) - 1 else 0
 
 
-def _located(at: KernelContext, member: int, address: Address, given: Any, dims: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
-    """Whether the member's block holds each element, and its positions there; where it does not, valid ones.
+def _located(
+    at: KernelContext, member: int, address: Address, given: Any, dims: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, list[Tensor]]:
+    """Whether the member's block, on this device, holds each element, and its positions there; where it does not, valid ones.
 
     Raises:
         address.error: an index is out of range, as on plain tensors (on an accelerator a device-side assertion).
@@ -125,7 +127,7 @@ def _located(at: KernelContext, member: int, address: Address, given: Any, dims:
     if address.form == "flat":
         indices = _unravelled(_checked(address, given, layout.numel), tuple(layout.shape))
     else:
-        indices = [index for index in given if index is not None]
+        indices = [index.to(device) for index in given if index is not None]  # torch takes a list of them from the CPU too
         indices = [_checked(address, index, total) for index, (_, _, total) in zip(indices, extents, strict=True)]
     pairs = zip(torch.broadcast_tensors(*indices) if indices[1:] else indices, extents, strict=True)
     found = [_in_block(index, offset, size) for index, (offset, size, _) in pairs]

@@ -64,6 +64,10 @@ def distributed(inputs: Inputs, mesh: dt.DeviceMesh) -> Inputs:
     return {k: dt.distribute_tensor(v, mesh, placements) if isinstance(v, Tensor) else v for k, v in inputs.items()}
 
 
+def on_device(inputs: Inputs, device: str) -> Inputs:
+    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+
+
 def floating(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     """Floating tensors in a model's output, by name (caches are left aside)."""
     if isinstance(value, Tensor):
@@ -141,7 +145,7 @@ def check(
     Raises:
         Different: the first that is not.
     """
-    plain, inputs = family.build().train(), family.call()
+    plain, inputs = family.build().train().to(mesh.device_type), on_device(family.call(), mesh.device_type)
     prepare(plain)
     model = spread(plain, mesh, plan)
     with around():

@@ -2,12 +2,15 @@
 
     python tests/support/other_device.py PART PARTS CASES
 
+What torch takes from the CPU (indices, masks of an index, numbers), it must take so too.
+
 Forward only, as operators of backward passes are rules too; errors in torch's own engine on such a device end the process.
 Run as a program of its own, since torch registers one more device for the whole process.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 import warnings
@@ -32,12 +35,18 @@ from dtensor.testing.verify import MESHES, placed
 DEVICE = "pretended"
 # Where torch's inference on such a device raises and its kernels do not: interpolation of empty tensors; a view of a term whose
 # memory has another order than the global tensor's, which runs as a copy; gradients of group norm on a block without channels.
-TORCHS = ("cond must be a bool", "Cannot view a tensor with shape", "integer division or modulo by zero")
+# Where its kernels raise and its inference does not: values on the CPU to be put.
+TORCHS = (
+    "cond must be a bool",
+    "Cannot view a tensor with shape",
+    "integer division or modulo by zero",
+    "device between self (pretended:0) and values (cpu)",
+)
 
 
-def on_device(value: Any) -> Any:
+def on_device(value: Any, device: str = DEVICE) -> Any:
     if isinstance(value, torch.Tensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=DEVICE)
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
     return torch.device(DEVICE) if isinstance(value, torch.device) else value
 
 
@@ -51,38 +60,49 @@ def problems(name: str, cases: int) -> Iterator[str]:
     rng = random.Random(zlib.crc32(name.encode()))
     for case in placed(name, samples_of(name), MESHES, 200, cases, rng):
         variant, shape, placements = case.variant, case.mesh_shape, case.placements
-        yield from _problems_of(variant, dt.init_device_mesh(DEVICE, shape), placements)
+        mesh = dt.init_device_mesh(DEVICE, shape)
+        for on_cpu in (None, *range(1, len(placements))):
+            yield from _problems_of(variant, mesh, placements, on_cpu)
 
 
-def _problems_of(variant: Variant, mesh: dt.DeviceMesh, placements: Combination) -> Iterator[str]:
+def _problems_of(variant: Variant, mesh: dt.DeviceMesh, placements: Combination, on_cpu: int | None = None) -> Iterator[str]:
+    """``on_cpu``: which of the operands every rank has on the CPU."""
     if not placements:
         return
     given = tuple(variant.sample.args), dict(variant.sample.kwargs)
     try:
         with FakeTensorMode():
-            args, kwargs = tree_map(on_device, given)
-            variant.call(*args, **kwargs)
+            count = itertools.count()
+            args, kwargs = tree_map(lambda x: on_device(x, "cpu" if is_at(x, count, on_cpu) else DEVICE), given)
+            expected = [devices(result) for result in tensors(variant.call(*args, **kwargs))]
         args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, given)
         variant.call(*args, **kwargs)
     except Exception:  # torch refuses it, or cannot pretend
         return
-    where = iter(placements)
+    where, count = iter(placements), itertools.count()
     try:
-        with FakeTensorMode():
-            args, kwargs = tree_map(lambda x: distributed(on_device(x), mesh, where), given)
+        with FakeTensorMode(), dt.implicit_replication():
+            args, kwargs = tree_map(lambda x: placed_of(x, mesh, where, is_at(x, count, on_cpu)), given)
             where_they_are = [devices(result) for result in tensors(variant.call(*args, **kwargs))]
-        if any(found != {DEVICE} for found in where_they_are):
+        if where_they_are != expected and any(found != {DEVICE} for found in where_they_are):
             yield f"{variant.name} {mesh.shape} {placements}: results on {where_they_are}"
     except (DataDependentOutputException, DynamicOutputShapeException):
         return
     except Exception as error:
         if any(said in str(error) for said in TORCHS):
             return
-        yield f"{variant.name} {mesh.shape} {placements}: {type(error).__name__}: {error}"
+        yield f"{variant.name} {mesh.shape} {placements} (on the CPU: {on_cpu}): {type(error).__name__}: {error}"
 
 
-def distributed(value: Any, mesh: dt.DeviceMesh, where: Iterator[tuple[Placement, ...]]) -> Any:
-    return dt.distribute_tensor(value, mesh, next(where)) if isinstance(value, torch.Tensor) else value
+def is_at(value: Any, count: Iterator[int], place: int | None) -> bool:
+    return isinstance(value, torch.Tensor) and next(count) == place
+
+
+def placed_of(value: Any, mesh: dt.DeviceMesh, where: Iterator[tuple[Placement, ...]], on_cpu: bool) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return on_device(value)
+    placements = next(where)
+    return on_device(value, "cpu") if on_cpu else dt.distribute_tensor(on_device(value), mesh, placements)
 
 
 def main(part: int, parts: int, cases: int) -> int:

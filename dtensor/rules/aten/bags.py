@@ -16,7 +16,7 @@ from ...base.recording import site
 from ...placement import Partial
 from ..call import Call
 from ..factoring import by
-from ..kernels import At, KernelContext, without_out
+from ..kernels import At, KernelContext, densely, without_out
 from ..rule import Choice, Dims, Factors, Kernel
 from ..verbs import blockwise, kernel_rule
 
@@ -191,6 +191,7 @@ blockwise(
 blockwise(
     "_embedding_bag_dense_backward",
     f"grad: [] e, indices: [], {REST} [] e -> [] e | grad: [] e, indices: [], {REST} [] -> [] e",
+    local=densely(aten._embedding_bag_dense_backward.default),
 )
 blockwise(
     "_embedding_bag_per_sample_weights_backward",

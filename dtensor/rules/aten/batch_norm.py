@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...errors import MixedTensorError
 from ..call import Call, Meta
-from ..kernels import KernelContext, asked_for, on_each_rank, plain_op, wide
+from ..kernels import At, KernelContext, asked_for, on_each_rank, wide, without_out
 from ..registry import register
 from ..rule import Dims, Factors, Kernel, Rule
 from .norms import (
@@ -139,7 +139,17 @@ def batch_norm_factors(call: Call) -> Factors:
     of_channels, (_, *rest) = (seen.sizes["c"],), call.results
     saved = [seen.dims["rstd"] if i < 2 and meta and meta.shape == of_channels else ((),) for i, meta in enumerate(rest)]
     factors = factors_of(call, seen, batch_norm, (seen.dims["input"], *saved), 2)
-    return factors if training else replace(factors, kernels=dict.fromkeys(seen.sizes, Kernel(plain_op, joint=True)))
+    return factors if training else replace(factors, kernels=dict.fromkeys(seen.sizes, Kernel(in_evaluation, joint=True)))
+
+
+def in_evaluation(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
+    """The operator; on accelerators it does not start for no samples. What it saves then is not set there either."""
+    op, results = at.once(without_out), at.results
+
+    def one(here: At, x: Tensor, *rest: Any, **named: Any) -> Any:
+        return op(x, *rest, **named) if x.numel() else tuple(like and like.block_beside(x, here.member) for like in results)
+
+    return at.map(one, *args, **kwargs)
 
 
 def saved_on_cpu(call: Call, training: bool) -> tuple[Meta | None, ...]:
@@ -182,7 +192,7 @@ register("native_batch_norm_backward", Rule(batch_norm_backward_factors, local=_
 
 def batch_norm_in_training(at: KernelContext, *args: Any) -> Any:
     """What cuDNN keeps for its backward pass cannot be cut, so blocks are computed as above."""
-    return (batch_norm if is_training(at.call) else plain_op)(at, *args)
+    return (batch_norm if is_training(at.call) else in_evaluation)(at, *args)
 
 
 register("cudnn_batch_norm", Rule(batch_norm_factors, run=batch_norm_in_training, writes=written, kind="kernel"))

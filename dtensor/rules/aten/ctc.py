@@ -11,8 +11,9 @@ import torch
 
 from ..call import Call
 from ..kernels import At, KernelContext
-from ..rule import Kernel
-from ..verbs import blockwise, composed
+from ..registry import register
+from ..rule import Kernel, Rule
+from ..verbs import NOTHING, blockwise, composed
 
 aten = torch.ops.aten
 
@@ -68,6 +69,10 @@ def by_lists(name: str) -> Any:
 # targets have a row for each sequence, or stand one after another; without sequences there is one
 LOSSES = "[] n [], n [] -> n, n [] [] | [] n [], [] -> n, n [] [] | [] [], [] -> , [] []"
 GRADIENTS = "n, [] n [], n [], n, n [] [] -> [] n [] | n, [] n [], [], n, n [] [] -> [] n [] | , [] [], [], , [] [] -> [] []"
+# whether an accelerator's library computes: it knows whole batches only
+for _library in ("cudnn", "miopen"):
+    for _overload in ("", ".Tensor"):
+        register(f"_use_{_library}_ctc_loss{_overload}", Rule(NOTHING, answer=lambda call: False, kind="answer"))
 blockwise("_ctc_loss", LOSSES, kernels={"n": Kernel(own_losses)}, plain=("targets",))
 blockwise("_ctc_loss_backward", GRADIENTS, kernels={"n": Kernel(own_gradients)})
 composed("_ctc_loss.Tensor", by_lists("_ctc_loss"), plain=("targets", "input_lengths", "target_lengths"))

@@ -118,8 +118,8 @@ def loss_of_samples(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
 
 @on_each_rank
 def of_something(loss: Tensor, x: Tensor) -> Tensor:
-    """A sum; torch leaves the loss of no samples as it found the memory."""
-    return loss if x.numel() else torch.zeros_like(loss)
+    """A sum; torch leaves the loss of no samples as it found the memory (a CUDA kernel not even its shape)."""
+    return loss if x.numel() else loss.new_zeros(())
 
 
 def margin_gradient_factors(call: Call) -> Factors:

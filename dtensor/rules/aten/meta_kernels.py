@@ -164,6 +164,20 @@ def no_numbers(name: str, arguments: dict[str, Any]) -> None:
         raise RuntimeError("zero-dimensional tensors cannot be concatenated")
 
 
+def gru_step(ask: Ask, given: Given, device: str) -> Any:
+    """The next state, and five values of each of its elements for the backward pass."""
+    state = given["hx"]
+    return torch.empty_like(state), state.new_empty(state.shape[0], 5 * state.shape[1])
+
+
+def gru_gradients(ask: Ask, given: Given, device: str) -> Any:
+    """Of both gates, the state before, and both biases."""
+    grad = given["grad_hy"]
+    rows, gates = grad.shape[0], 3 * grad.shape[1]
+    biases = [grad.new_empty(gates) if given["has_bias"] else None for _ in range(2)]
+    return grad.new_empty(rows, gates), grad.new_empty(rows, gates), torch.empty_like(grad), *biases
+
+
 # --- declarations -------------------------------------------------------------------------------------------------------
 fact(
     "_linalg_svd linalg_eig convolution convolution_backward nonzero_static _embedding_bag _embedding_bag_forward_only",
@@ -173,6 +187,8 @@ for _name in ("_fft_c2c", "_fft_r2c", "_fft_c2r"):
     fact(_name, by_device=True, infer=last_dim_only, strides=transformed(_name))
 fact("multi_margin_loss_backward multilabel_margin_loss_backward fractional_max_pool3d_backward", infer=like("self"))
 fact("_ctc_loss_backward", infer=like("log_probs"))
+fact("_thnn_fused_gru_cell", infer=gru_step)
+fact("_thnn_fused_gru_cell_backward", infer=gru_gradients)
 fact("glu_jvp", infer=like("glu"))
 fact("glu_backward_jvp", infer=like("grad_x"))
 fact("view_copy.default", infer=copied_view)

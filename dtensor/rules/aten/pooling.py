@@ -65,6 +65,10 @@ for _count, _grid in {2: "h w", 3: "d h w"}.items():
     _pattern = f"n c {_grid}, n c {_image}, n {_grid} [t] -> n c {_image}, n {_grid} [t]"
     # a few neighbours of each position are read and written, not the whole image
     blockwise(f"grid_sampler_{_count}d_backward", _pattern, sums=f"c {_grid}", flops=lambda call: 0)
+blockwise("cudnn_grid_sampler", "n c [] [], n h w [t] -> n c h w", partials=linear("self"))
+blockwise(
+    "cudnn_grid_sampler_backward", "n c [] [], n h w [t], n c h w -> n c [] [], n h w [t]", sums="c h w", flops=lambda call: 0
+)
 
 
 def local_size_of_grid(call: Call, at: LocalView) -> dict[str, Any]:

@@ -64,6 +64,11 @@ GRADIENTS = (
     "hy_: b [], cy_: b [], grad_output: [] b [], grad_hy: b [], grad_cy: b [], workspace: [] "
     "-> [] b [], [] [], [] [], [], [], b [], b []"
 )
+# the gates of one step of a cell, on accelerators; a bias is of all sequences
+blockwise("_thnn_fused_lstm_cell", "b [], b [], b [], [], [] -> b [], b [], b []")
+blockwise("_thnn_fused_lstm_cell_backward_impl", "b [], b [], b [], b [], b [] -> b [], b [], []", sums="b")
+blockwise("_thnn_fused_gru_cell", "b [], b [], b [], [], [] -> b [], b []")
+blockwise("_thnn_fused_gru_cell_backward", "b [], b [] -> b [], b [], b [], [], []", sums="b")
 blockwise("mkldnn_rnn_layer", LAYER, sums={"b": "R"}, when=not_packed, local=layer, flops=products)
 blockwise(
     "mkldnn_rnn_layer_backward",
