@@ -105,6 +105,8 @@ def work(options: argparse.Namespace) -> None:
                 )
                 for case in cases_of(entry, setting):
                     print(json.dumps(dataclasses.asdict(case)), file=channel, flush=True)
+                    if "AcceleratorError" in case.problem:  # nothing runs on this device in this process any more
+                        os._exit(1)
     print(json.dumps({"end": True}), file=channel, flush=True)
 
 

@@ -313,6 +313,75 @@ def test_images_of_another_size_where_one_rank_has_none(name: str) -> None:
     close(own.grad, plain.grad)
 
 
+def gradients_agree(function: Callable[..., Tensor], places: list[Any], *tensors: Tensor) -> None:
+    """Of results and gradients, the operands placed so."""
+    own = [put(x, place).requires_grad_(x.is_floating_point()) for x, place in zip(tensors, places, strict=True)]
+    plain = [x.clone().requires_grad_(x.is_floating_point()) for x in tensors]
+    close(function(*own), function(*plain), 1e-5)
+    for given in (own, plain):
+        function(*given).square().sum().backward()
+    for x, y in zip(own, plain, strict=True):
+        if y.grad is not None:
+            close(x.grad, y.grad, 1e-4)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 5])
+def test_kernels_that_do_not_start_for_no_samples(batch: int) -> None:
+    x, statistics = (
+        torch.randn(batch, 6, 4, 4, device=DEVICE),
+        (torch.randn(6, device=DEVICE), torch.rand(6, device=DEVICE) + 0.5),
+    )
+    with dt.implicit_replication():
+        gradients_agree(lambda x: F.batch_norm(x, *statistics), [S0], x)
+    gradients_agree(lambda x: F.batch_norm(x, None, None, training=True), [S0], x)
+    gradients_agree(lambda x: F.group_norm(x, 2), [S0], x)
+    scores, labels = x[..., 0, 0].contiguous(), torch.randint(6, (batch, 6), device=DEVICE)
+    for reduction in ("sum", "mean", "none"):
+        gradients_agree(lambda x, t: F.multilabel_margin_loss(x, t, reduction=reduction), [S0, S0], scores, labels)  # noqa: B023
+        gradients_agree(lambda x, t: F.multi_margin_loss(x, t[:, 0], reduction=reduction), [S0, S0], scores, labels)  # noqa: B023
+
+
+@pytest.mark.parametrize("place", [S0, S1, R], ids=str)
+def test_elements_named_from_the_cpu(place: Any) -> None:
+    x, i, mask = torch.randn(9, 7, 5, device=DEVICE), torch.tensor([8, 0, -3, 5]), torch.rand(9, 7) > 0.5
+    with dt.implicit_replication():
+        for index in (i, (i, i % 7), mask, mask[:, 0], (slice(None), i % 7)):
+            close(put(x, place)[index], x[index])
+            own, plain = put(x, place), x.clone()
+            own[index], plain[index] = 2.0, 2.0
+            close(own, plain)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_recurrent_cells(cell: Any, bias: bool) -> None:
+    plain, x = cell(5, 7, bias=bias).to(DEVICE), torch.randn(6, 5, device=DEVICE)
+    own = dt.distribute_module(copy.deepcopy(plain), LINE)
+    made, expected = own(put(x, S0)), plain(x)
+    made, expected = (made[0], expected[0]) if cell is nn.LSTMCell else (made, expected)
+    assert made.placements == (S0,)
+    close(made, expected, 1e-5)
+    for out in (made, expected):
+        out.square().sum().backward()
+    for p, q in zip(own.parameters(), plain.parameters(), strict=True):
+        assert q.grad is not None
+        close(p.grad, q.grad, 1e-4)
+
+
+@pytest.mark.parametrize("places", [[S0, S0], [S0, R], [S1, R], [R, S0]], ids=str)
+def test_grids_of_samples(places: list[Any]) -> None:
+    x, grid = torch.randn(4, 6, 8, 8, device=DEVICE), torch.rand(4, 5, 5, 2, device=DEVICE) * 2 - 1
+    gradients_agree(lambda x, grid: F.grid_sample(x, grid, align_corners=True), places, x, grid)
+
+
+@pytest.mark.parametrize("place", [S1, S2, R], ids=str)
+def test_ctc(place: Any) -> None:
+    x, targets = torch.randn(12, 4, 6, device=DEVICE).log_softmax(2), torch.randint(1, 6, (4, 5), device=DEVICE)
+    lengths = torch.full((4,), 12), torch.full((4,), 5)
+    with dt.implicit_replication():
+        gradients_agree(lambda x: F.ctc_loss(x, targets, *lengths), [place], x)
+
+
 # --- of CUDA alone ------------------------------------------------------------------------------------------------------------
 @on_cuda
 def test_another_stream() -> None:

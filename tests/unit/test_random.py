@@ -180,3 +180,17 @@ def test_noise_that_torch_draws_into_plain_tensors_is_refused_or_that_of_one_dev
     for plain, distributed in zip(draws(x), found, strict=True):
         assert isinstance(distributed, dt.DTensor)
         assert torch.equal(distributed.full_tensor(), plain)
+
+
+def test_numbers_that_an_operator_which_draws_answers() -> None:
+    with torch.library._scoped_library("drawing", "DEF") as library:
+        library.define("halved(Tensor x) -> (Tensor, SymInt)", tags=(torch.Tag.nondeterministic_seeded,))
+        library.impl("halved", lambda x: (torch.dropout(x, 0.5, True), x.shape[0]), "CPU")
+        library.impl("halved", lambda x: (torch.empty_like(x), x.shape[0]), "Meta")
+        x = dt.distribute_tensor(torch.ones(8, 3), dt.init_device_mesh("cpu", (4,)), [dt.Shard(0)])
+        torch.manual_seed(2)
+        with pytest.warns(dt.errors.GatherWarning):
+            made, rows = torch.ops.drawing.halved(x)
+        torch.manual_seed(2)
+        assert rows == 8
+        assert torch.equal(made.full_tensor(), torch.dropout(torch.ones(8, 3), 0.5, True))

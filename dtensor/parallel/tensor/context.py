@@ -129,7 +129,8 @@ def context_parallel_unshard(
                 f"parts of {split and split.sizes} positions are not those of a sequence of {order.length} over {order.ranks} "
                 f"ranks, which are {order.sizes}"
             )
-        found.append(whole.full_tensor().index_select(dim, order.back))
+        together = whole.full_tensor()
+        found.append(together.index_select(dim, order.back.to(together.device)))
     return found
 
 

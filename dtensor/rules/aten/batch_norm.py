@@ -143,11 +143,16 @@ def batch_norm_factors(call: Call) -> Factors:
 
 
 def in_evaluation(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
-    """The operator; on accelerators it does not start for no samples. What it saves then is not set there either."""
+    """The operator, which on accelerators does not start for no samples: what it saves is then that of any."""
     op, results = at.once(without_out), at.results
 
     def one(here: At, x: Tensor, *rest: Any, **named: Any) -> Any:
-        return op(x, *rest, **named) if x.numel() else tuple(like and like.block_beside(x, here.member) for like in results)
+        if x.numel():
+            return op(x, *rest, **named)
+        if not x.shape[1]:
+            return tuple(like and like.block_beside(x, here.member) for like in results)
+        _, *saved = op(x.new_zeros([size or 1 for size in x.shape]), *rest, **named)
+        return x.clone(), *saved
 
     return at.map(one, *args, **kwargs)
 

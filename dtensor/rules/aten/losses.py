@@ -113,7 +113,13 @@ def loss_of_samples(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
     made = functional(at.call)(*with_reduction(at.call, args, SUM), **kwargs)
     loss, *rest = (made,) if isinstance(made, Tensor) else made
     loss = of_something(loss, args[0]) / total
-    return (loss, *rest) if rest else loss
+    return (loss, *[of_targets(x, args[1]) for x in rest]) if rest else loss
+
+
+@on_each_rank
+def of_targets(which: Tensor, targets: Tensor) -> Tensor:
+    """Which classes are targets; of no samples a CUDA kernel gives this no shape."""
+    return which.reshape(targets.shape)
 
 
 @on_each_rank

@@ -164,6 +164,17 @@ def no_numbers(name: str, arguments: dict[str, Any]) -> None:
         raise RuntimeError("zero-dimensional tensors cannot be concatenated")
 
 
+def picked_from_grid(ask: Ask, given: Given, device: str) -> Any:
+    """Samples and channels of the image, positions of the grid."""
+    return given["self"].new_empty((*given["self"].shape[:2], *given["grid"].shape[1:-1]))
+
+
+def lstm_step(ask: Ask, given: Given, device: str) -> Any:
+    """Output, next state and gates; torch's twin looks for the biases' device where there are none."""
+    state = given["cx"]
+    return torch.empty_like(state), torch.empty_like(state), torch.empty_like(given["input_gates"])
+
+
 def gru_step(ask: Ask, given: Given, device: str) -> Any:
     """The next state, and five values of each of its elements for the backward pass."""
     state = given["hx"]
@@ -187,6 +198,9 @@ for _name in ("_fft_c2c", "_fft_r2c", "_fft_c2r"):
     fact(_name, by_device=True, infer=last_dim_only, strides=transformed(_name))
 fact("multi_margin_loss_backward multilabel_margin_loss_backward fractional_max_pool3d_backward", infer=like("self"))
 fact("_ctc_loss_backward", infer=like("log_probs"))
+fact("cudnn_grid_sampler", infer=picked_from_grid)
+fact("cudnn_grid_sampler_backward", infer=lambda ask, given, device: [torch.empty_like(given[name]) for name in ("self", "grid")])
+fact("_thnn_fused_lstm_cell", infer=lstm_step)
 fact("_thnn_fused_gru_cell", infer=gru_step)
 fact("_thnn_fused_gru_cell_backward", infer=gru_gradients)
 fact("glu_jvp", infer=like("glu"))

@@ -20,8 +20,9 @@ ELSEWHERE = {
     "_amp_foreach_non_finite_check_and_unscale_",  # writes to a plain tensor: tests/parallel/test_parallel_training.py
     "_fused_rms_norm_backward",  # no CPU kernel, as what follows
     *(f"_scaled_dot_product_{name}_attention{way}" for name in ("cudnn", "efficient", "flash") for way in ("", "_backward")),
-    "cudnn_batch_norm",
-    "cudnn_batch_norm_backward",
+    *(f"cudnn_{name}{way}" for name in ("batch_norm", "grid_sampler") for way in ("", "_backward")),
+    *(f"_use_{name}_ctc_loss{way}" for name in ("cudnn", "miopen") for way in ("", ".Tensor")),
+    *(f"_thnn_fused_{name}" for name in ("lstm_cell", "lstm_cell_backward_impl", "gru_cell", "gru_cell_backward")),
     "linear_backward",
     "matmul_backward",
     "mkldnn_rnn_layer",  # it reads past tensors of other sizes, as its backward does: tests/rules/test_rules_recurrent.py
