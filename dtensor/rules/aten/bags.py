@@ -48,6 +48,9 @@ def positions(bags: range, count: int, indices: Tensor, offsets: Tensor) -> slic
 @site  # the bounds decide, so each replay looks at those that it has
 def looked_up(op: Any, bags: range, count: int, weight: Tensor, **settings: Any) -> tuple[Tensor, ...]:
     """The results of these bags, and of all of them what is kept whole."""
+    if not weight.shape[1]:  # a CUDA kernel does not start for no columns, and then says nothing of bags either
+        one = looked_up(op, bags, count, weight.new_zeros((len(weight), 1)), **settings)
+        return tuple(x.narrow(1, 0, 0) if x.ndim > 1 else x for x in one)
     if len(bags) == count:
         whole: tuple[Tensor, ...] = op(weight, **settings)
         return whole
@@ -55,7 +58,7 @@ def looked_up(op: Any, bags: range, count: int, weight: Tensor, **settings: Any)
     if not bags or not known(settings["offsets"]):
         made = op(weight, **settings)
         return made[0][own], made[1], made[2], made[3][own] if made[3].ndim > 1 else made[3]
-    _, places, sizes, largest = op(weight.narrow(1, 0, min(1, weight.shape[1])), **settings)  # refuses bounds that are none
+    _, places, sizes, largest = op(weight.narrow(1, 0, 1), **settings)  # refuses bounds that are none
     indices, offsets, weights = (settings[name] for name in ("indices", "offsets", "per_sample_weights"))
     part = positions(bags, count, indices, offsets)
     here = {
