@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.groups import Group, backend_of, beside_part, group_of, handle_of, order_in
-from ..watch.watching import begin
 from . import functional
 from .binding import Dims, Reduction, Run, spanning
 from .communicator import Communicator
@@ -37,8 +36,6 @@ class ProcessGroups(Communicator):
         self.held = () if self._member is None else (self._member,)
         self.talks = self._member is not None and dist.get_backend() != "fake"
         self._by_dims: dict[Dims, Group] = {}
-        if self.talks:
-            begin()
 
     def map(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._member is None:

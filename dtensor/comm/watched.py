@@ -16,17 +16,19 @@ from ..base.caches import Bounded, remembered
 from ..base.generators import state_now
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.groups import BEFORE, Group
+from ..mesh.root import LAID_OUT
 from ..watch.chain import Chain, Deed, read_lengths, told_lengths, unfitting
 from ..watch.levels import Level, refuse_child, trail_of
 from ..watch.ring import ISSUED, fingerprint
 from ..watch.verdict import Said, differing_words, said_of, unfit_words
-from ..watch.watching import chain_among, come_to_next, left_out, meet, operations_among, refuse, waited
+from ..watch.watching import begin, chain_among, come_to_next, left_out, meet, operations_among, refuse, waited
 from .pending import Pending
 from .regions import Route, Transfer
 from .rows import gathered
 from .transfer import Issue, bind_direct, bind_transfer
 
 BEFORE.append(meet)
+LAID_OUT.append(begin)
 _MAIN = threading.main_thread().ident
 _KEPT = 1024  # descriptions of a collective's operands
 _WORDS = 1024  # bytes in which a rank says what it does

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..errors import ArgumentError, MeshError
 from .world import distributed, ensure_world
 
 Kind = str  # "process_group", "in_process", "dry_run": the row of ``comm.BACKENDS``
+LAID_OUT: list[Callable[[], None]] = []  # called when this process has become a rank among others
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +143,8 @@ def make_root(device_type: str, mesh: Any, names: Sequence[str] | None) -> Root:
         if max(ranks) >= dist.get_world_size():
             size = dist.get_world_size()
             raise MeshError(f"the mesh has rank {max(ranks)}, and the world {size} ranks")
+        for tell in LAID_OUT:
+            tell()
     named: dict[str, tuple[int, ...]] = {name: (dim,) for dim, name in enumerate(names or ())}
     return Root(device_type, ranks, tuple(array.shape), names, kind, world, named)
 

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from .. import errors
 from ..base.torch_internals import default_store
 from . import lines
+from .calls import is_cut_off
 from .pages import Page
 from .posts import Post, Posts
 from .ring import WORDS, done_in, entry_in
@@ -40,6 +41,7 @@ WORDS_OF_RANK = 32
 WHERE_TEXT, CALL_TEXT, ERROR_TEXT, LINE_TEXT, BEGUN_TEXT = range(5)  # places of its changing texts
 
 
+_ASK_S = 0.5  # between two questions to a rank
 _NAME = "dtensor-ranks-"
 _ROOM = 1 << 25  # bytes that must be free
 _KEPT, _YOUNG_S = 2, 60.0  # jobs that did not end well; how long one may have no ranks yet
@@ -65,6 +67,7 @@ class Board:
         self.verdict: dict[str, Any] | None = None
         self.left = False
         self.spread = False  # whether some chain goes over several hosts: what this rank does is told in the store then
+        self._asked: dict[int, float] = {}  # when a rank was last asked whether it is there
         self.circle: tuple[float, Any] | None = None  # of ranks that wait for each other, and when it was seen first
         self.posts = Posts(self._store, self._key, self.rank)
 
@@ -174,7 +177,7 @@ class Board:
             return
         self.left = True
         error = _under_way()
-        if isinstance(error, Exception | KeyboardInterrupt):
+        if error is not None and not isinstance(error, SystemExit | GeneratorExit):
             self._put_error(error, lines.of_error(error.__traceback__))
             self.words[STATE] = FAILED
         elif self.words[STATE] != WAITING:  # a mesh keeps its groups: it has left when this wait is over
@@ -226,6 +229,14 @@ class Board:
         page, post = self.rank_page(rank), self.post_of(rank)
         return ended(page) if page is not None else post is not None and post.state in (FAILED, LEFT)
 
+    def is_gone_unseen(self, rank: int) -> bool:
+        """Whether a rank that has told nothing has closed its connections: it has ended before it had a page."""
+        world, now = self.world(), time.monotonic()
+        if self.rank_page(rank) is not None or self.post_of(rank) is not None or now - self._asked.get(rank, 0.0) < _ASK_S:
+            return False
+        self._asked[rank] = now
+        return world is not None and is_cut_off(world, rank)
+
     def where(self, rank: int) -> tuple[str, float]:
         """The line of its program at which a rank is, and for how many seconds."""
         page, post = self.rank_page(rank), self.post_of(rank)
@@ -235,18 +246,19 @@ class Board:
 
 
 def error_of(verdict: dict[str, Any]) -> Exception:
-    """The error that all ranks raise: of the class of a rank's own error where that is known everywhere."""
+    """The error that all ranks raise: of the class of a rank's own error where that is known everywhere, says what it is told, and
+    does not end a loop.
+    """
     words = verdict["words"]
     if verdict["kind"] != "error":
         return (errors.RankLostError if verdict["kind"] == "lost" else errors.DivergenceError)(words)
     module, name = verdict["error"]
     kind = getattr(sys.modules.get(module), name, None)
-    if isinstance(kind, type) and issubclass(kind, Exception):
-        try:
-            return kind(words)
-        except Exception:  # it takes more than words
-            return errors.RankLostError(words)
-    return errors.RankLostError(words)
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, StopIteration | StopAsyncIteration):
+        with suppress(Exception):  # it takes more than words
+            if "(on rank " in str(made := kind(words)):
+                return made
+    return errors.RankLostError(f"{name}: {words}")
 
 
 def ring_page(board: Board, kind: str, key: int, rank: int) -> Page | None:
@@ -285,8 +297,11 @@ def _under_way() -> BaseException | None:
 
 
 def told(error: BaseException) -> str:
-    """An error for others: its class and its words."""
-    return json.dumps([type(error).__module__, type(error).__qualname__, str(error)[:1500]])
+    """An error for others: its class and its words, if it has any."""
+    said = ""
+    with suppress(Exception):
+        said = str(error)[:1500]
+    return json.dumps([type(error).__module__, type(error).__qualname__, said])
 
 
 def ended(page: Page) -> bool:

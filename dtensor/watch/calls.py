@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import json
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -13,6 +14,7 @@ from operator import attrgetter
 from types import CodeType
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from ..base import torch_internals
@@ -32,6 +34,8 @@ _SENT_OR_RECEIVED = (12, 13, 14)  # as c10d numbers what a work is of
 _BYTE_NS = 100  # what was sent before may still be on its way
 _WORK_NS = 3_000_000_000  # so may what a work waits for, of which nobody knows how much it is
 _MANY = 64  # groups of which it is told
+TAG = 0x7D7D  # of a message that nobody sends
+_ASKED = Counter[str]()  # messages that were begun here in groups of the program, by group
 _BEGIN = attrgetter("positions.lineno", "positions.col_offset")  # a call begins where the variable does whose method it calls
 _VARIABLES = ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME")
 
@@ -139,12 +143,26 @@ def groups_of_program(ours: Iterable[Any]) -> list[Any]:
 
 
 def begun(ours: Iterable[Any]) -> str:
-    """How many collectives and messages were begun in each, as :func:`behind` reads it."""
+    """How many collectives and messages the program has begun in each, as :func:`behind` reads it."""
     found = {}
     for group in groups_of_program(ours):
         with suppress(RuntimeError):  # of another kind than gloo, or gone meanwhile
-            found[_key(group)] = group._get_sequence_number_for_group()
+            found[_key(group)] = group._get_sequence_number_for_group() - _ASKED[_key(group)]
     return json.dumps(dict(sorted(found.items())[:_MANY]))
+
+
+def is_cut_off(group: Any, rank: int) -> bool:
+    """Whether a rank of a group of the program has closed its connection. Gloo begins no message over one that is; of one that is
+    open nobody waits for the message.
+    """
+    if "gloo" not in str(dist.get_backend_config(group)):
+        return False
+    _ASKED[_key(group)] += 1
+    try:
+        group.recv([torch.zeros(1, dtype=torch.uint8, device="cpu")], rank, TAG)
+    except RuntimeError as error:
+        return "by peer" in str(error)
+    return False
 
 
 def behind(theirs: str, call: Call, mine: str) -> bool:

@@ -144,7 +144,7 @@ def _is_lost(board: Board, rank: int, came: bool) -> bool:
     if page is not None:
         return was_killed(page) if came else ended(page) or _gave_up(board, page)
     silent = board.post_of(rank) is not None and board.posts.silent_s(rank) > _SILENT_S
-    return silent or (not came and board.has_ended(rank))
+    return silent or (not came and board.has_ended(rank)) or board.is_gone_unseen(rank)
 
 
 def _gave_up(board: Board, page: Page) -> bool:

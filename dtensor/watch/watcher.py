@@ -37,7 +37,7 @@ from .board import (
     error_of,
     process_state,
 )
-from .calls import begun, groups_of_program, in_torch
+from .calls import TAG, begun, groups_of_program, in_torch
 from .chain import Chain
 from .verdict import Verdict, lost, named
 from .waiters import Waiters
@@ -48,7 +48,6 @@ _NOTHING_YET_S = 0.3  # a wait shorter than this is none of anybody's business
 _SLOW_S = 10.0
 _STOPPED_S = 2.5
 _JOIN_S = 20.0
-_TAG = 0x7D7D  # of a message that nobody sends
 _LOG = logging.getLogger("dtensor.ranks")
 
 
@@ -191,5 +190,5 @@ def _end_waits_of(handle: Any, backend: str) -> None:
         return
     for step in range(1, size):  # one whose connection is closed already breaks no other
         with contextlib.suppress(RuntimeError):
-            work = handle.recv([torch.zeros(1, dtype=torch.uint8, device="cpu")], (rank + step) % size, _TAG)
+            work = handle.recv([torch.zeros(1, dtype=torch.uint8, device="cpu")], (rank + step) % size, TAG)
             work.wait(timedelta(milliseconds=1))

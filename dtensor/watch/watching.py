@@ -131,8 +131,9 @@ def _apart(board: Board, ranks: tuple[int, ...]) -> bool:
             page = board.rank_page(rank)
             if (found := board.found()) is not None:
                 raise error_of(found)
-            if (page is not None and ended(page)) or time.monotonic() > deadline:
-                how = "" if page is not None and ended(page) else f"has not come to a collective for {board.timeout_s:.0f} s"
+            over = time.monotonic() > deadline
+            if (page is not None and ended(page)) or board.is_gone_unseen(rank) or over:
+                how = f"has not come to a collective for {board.timeout_s:.0f} s" if over else ""
                 raise error_of(board.judge(lost(board, rank, f"{named([board.rank])} needs it", how)))
             time.sleep(0.005)
     return len({board.host_of(rank) for rank in ranks}) > 1
