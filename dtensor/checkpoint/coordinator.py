@@ -11,6 +11,9 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CheckpointError
+from ..watch.board import error_of
+from ..watch.verdict import Verdict, named
+from ..watch.watching import why_lost
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -49,6 +52,7 @@ class Ranks:
 
         Raises:
             CheckpointError: on all ranks, with the same words, if any call raised or a rank was lost.
+            DivergenceError: ranks do not the same; and what a rank raised before it came here.
         """
         mine = _attempt(each)
         told = mine[0], None if mine[1] is None else _said(mine[1])
@@ -59,9 +63,10 @@ class Ranks:
         value, problem = outcome
         if mine[1] is not None and not isinstance(mine[1], Exception):
             raise mine[1]  # an interrupt, which the others have been told of
+        if isinstance(problem, dict):
+            raise CheckpointError(f"{what}: {problem['words']}") if problem["kind"] == "lost" else error_of(problem) from reached
         if problem is not None:
-            cause = mine[1] if isinstance(mine[1], BaseException) else reached
-            raise CheckpointError(f"{what}: {problem}") from cause
+            raise CheckpointError(f"{what}: {problem}") from mine[1]
         return value
 
     def _decide(self, told: Any, then: Callable[[list[Any]], Any]) -> tuple[Any, BaseException | None]:
@@ -72,8 +77,7 @@ class Ranks:
             except RuntimeError as error:  # torch's word for a peer that is gone
                 lost.append((rank, error))
         if lost:
-            names = ", ".join(f"rank {rank}" for rank, _ in lost)
-            outcome: Any = None, f"{names} {'were' if len(lost) > 1 else 'was'} lost; nothing was changed"
+            outcome: Any = None, self._why_lost([rank for rank, _ in lost], "nothing was changed")
         else:
             outcome = _conclude(gathered, then)
         gone = {rank for rank, _ in lost}
@@ -88,7 +92,14 @@ class Ranks:
             _send(told, self.world_ranks[0], self.group)
             return _receive(self.world_ranks[0], self.group), None
         except RuntimeError as error:
-            return (None, f"rank 0 was lost; {left}"), error
+            return (None, self._why_lost([0], left)), error
+
+    def _why_lost(self, ranks: list[int], left: str) -> Verdict:
+        """Why messages with these ranks broke."""
+        verdict = why_lost([self.world_ranks[rank] for rank in ranks])
+        if verdict is None:
+            return {"kind": "lost", "words": f"{named(ranks)} {'was' if len(ranks) == 1 else 'were'} lost; {left}"}
+        return verdict | {"words": f"a rank was lost: {verdict['words']}; {left}"} if verdict["kind"] == "lost" else verdict
 
 
 def other_rank(told: Sequence[object]) -> int | None:

@@ -246,9 +246,7 @@ class Board:
 
 
 def error_of(verdict: dict[str, Any]) -> Exception:
-    """The error that all ranks raise: of the class of a rank's own error where that is known everywhere, says what it is told, and
-    does not end a loop.
-    """
+    """The error that all ranks raise: of the class of a rank's own, where that is known, says what it is told, and ends no loop."""
     words = verdict["words"]
     if verdict["kind"] != "error":
         return (errors.RankLostError if verdict["kind"] == "lost" else errors.DivergenceError)(words)

@@ -243,12 +243,32 @@ def explained(chain: Chain, number: int, error: BaseException) -> BaseException:
     """What to raise where a transfer failed: the verdict, if there is one; else the error."""
     if isinstance(error, DTensorError) or not any(word in str(error) for word in _BROKEN):
         return error
-    board, deadline = chain.board, time.monotonic() + _FIND_S
+    board = chain.board
+
+    def find() -> Verdict | None:
+        found = gone(board, chain.ranks, chain.key, number)
+        return None if found is None else board.judge(found)
+
+    verdict = _found_in_time(board, find)
+    return error if verdict is None else error_of(verdict)
+
+
+def why_lost(ranks: Iterable[int]) -> Verdict | None:
+    """The verdict, where messages with these ranks broke; else what has become of one of them, if anything is known."""
+    watcher = _Watched.watcher
+    if watcher is None or Level.now not in ("watch", "strict"):
+        return None
+    board = watcher.board
+    return _found_in_time(
+        board, lambda: next((lost(board, rank, "others need it") for rank in ranks if board.has_ended(rank)), None)
+    )
+
+
+def _found_in_time(board: Board, find: Callable[[], Verdict | None]) -> Verdict | None:
+    deadline = time.monotonic() + _FIND_S
     while time.monotonic() < deadline:
-        verdict: Any = board.found()
-        if verdict is None and (verdict := gone(board, chain.ranks, chain.key, number)) is not None:
-            verdict = board.judge(verdict)
+        verdict = board.found() or find()
         if verdict is not None:
-            return error_of(verdict)
+            return verdict
         time.sleep(0.05)
-    return error
+    return None

@@ -22,7 +22,7 @@ import dtensor as dt
 from dtensor.__main__ import main
 from dtensor.errors import ArgumentError, DivergenceError, LayoutError, RankLostError
 from dtensor.watch import lines, reading
-from dtensor.watch.board import alive, error_of, process_state, sweep
+from dtensor.watch.board import alive, error_of, process_state, sweep, told
 from dtensor.watch.levels import Level
 from dtensor.watch.pages import Page
 from dtensor.watch.ring import WORDS, Ring, Trail, entry_in, fingerprint
@@ -131,6 +131,11 @@ def test_the_words_name_the_few() -> None:
     assert isinstance(error_of(verdict), DivergenceError)
 
 
+class _Wordless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("it has no words")
+
+
 @pytest.mark.parametrize(
     ("module", "name", "expected"),
     [
@@ -139,13 +144,19 @@ def test_the_words_name_the_few() -> None:
         ("torch._C", "_LinAlgError", torch.linalg.LinAlgError),
         ("builtins", "UnicodeDecodeError", RankLostError),  # it takes more than words
         ("builtins", "print", RankLostError),
+        ("builtins", "StopIteration", RankLostError),  # where a loop asks for more, it would end it
+        (__name__, "_Wordless", RankLostError),
         ("somewhere", "Error", RankLostError),
     ],
 )
 def test_a_ranks_error_is_that_of_all(module: str, name: str, expected: type) -> None:
     error = error_of({"kind": "error", "error": [module, name], "words": "no (on rank 1)"})
     assert type(error) is expected
-    assert str(error) == "no (on rank 1)"
+    assert str(error) == ("no (on rank 1)" if expected is not RankLostError else f"{name}: no (on rank 1)")
+
+
+def test_an_error_without_words_is_told_by_its_class() -> None:
+    assert told(_Wordless()) == f'["{__name__}", "_Wordless", ""]'
 
 
 def test_what_killed_jobs_left_is_swept_up(tmp_path: Path) -> None:
