@@ -118,6 +118,10 @@ class Board:
         """The answer of the rank that gave one first."""
         return str(self._store.compare_set(f"{self._key}/{name}", "", answer).decode())
 
+    def has_said(self, key: str) -> bool:
+        """Whether something stands in the job's store."""
+        return bool(self._store.check([key]))
+
     @property
     def timeout_s(self) -> float:
         """How long a rank waits for others that say nothing."""
@@ -229,13 +233,13 @@ class Board:
         page, post = self.rank_page(rank), self.post_of(rank)
         return ended(page) if page is not None else post is not None and post.state in (FAILED, LEFT)
 
-    def is_gone_unseen(self, rank: int) -> bool:
-        """Whether a rank that has told nothing has closed its connections: it has ended before it had a page."""
+    def why_unseen(self, rank: int) -> str:
+        """Why a rank that has told nothing will not; empty where it may, or does."""
         world, now = self.world(), time.monotonic()
         if self.rank_page(rank) is not None or self.post_of(rank) is not None or now - self._asked.get(rank, 0.0) < _ASK_S:
-            return False
+            return ""
         self._asked[rank] = now
-        return world is not None and is_cut_off(world, rank)
+        return "is gone: its connections are closed, and it had made no mesh" if world and is_cut_off(world, rank) else ""
 
     def where(self, rank: int) -> tuple[str, float]:
         """The line of its program at which a rank is, and for how many seconds."""
@@ -246,7 +250,7 @@ class Board:
 
 
 def error_of(verdict: dict[str, Any]) -> Exception:
-    """The error that all ranks raise: of the class of a rank's own, where that is known, says what it is told, and ends no loop."""
+    """The error that all ranks raise: of the class of a rank's own error where that is known, takes words, and ends no loop."""
     words = verdict["words"]
     if verdict["kind"] != "error":
         return (errors.RankLostError if verdict["kind"] == "lost" else errors.DivergenceError)(words)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from .board import COUNT, ERROR, ERROR_COUNT, ERROR_LINE, FAILED, LEFT, RUNNING, STATE, Board, ring_page
+from .board import COUNT, ERROR, ERROR_COUNT, ERROR_LINE, FAILED, LEFT, STATE, Board, ring_page
 from .chain import lengths_in, unfitting
 from .pages import Page
 from .ring import DEPTH, Entry, entry_in
@@ -118,7 +118,7 @@ def lost(board: Board, rank: int, needed: str, how: str = "") -> Verdict:
     elif post is not None:  # on another host
         state, error, line, silent = post.state, post.error, post.line, "tells nothing: it is gone, or stopped"
     else:
-        state, error, line, silent = RUNNING, "", "", "is gone: its connections are closed, and it had made no mesh"
+        state, error, line, silent = LEFT, "", "", ""
     if not how and state == FAILED:
         return _failed(rank, error, line, at, needed)
     how = how or ("has left: its program ended, or it destroyed its groups" if state == LEFT else silent)

@@ -71,9 +71,10 @@ def why(board: Board, ranks: tuple[int, ...], key: int, number: int) -> Verdict 
     came = next((rank for rank, entry in entries.items() if entry is not None), None)
     what = "" if came is None else shown(board, key, came, number)
     for rank in missing or ranks:
-        if _is_lost(board, rank, came=not missing):
+        how = board.why_unseen(rank)
+        if how or _is_lost(board, rank, came=not missing):
             came_too = [other for other in ranks if other not in missing and other != rank]
-            return lost(board, rank, f"{named(came_too)} {'needs' if len(came_too) == 1 else 'need'} it for {what}")
+            return lost(board, rank, f"{named(came_too)} {'needs' if len(came_too) == 1 else 'need'} it for {what}", how)
     return _circle(board)
 
 
@@ -144,7 +145,7 @@ def _is_lost(board: Board, rank: int, came: bool) -> bool:
     if page is not None:
         return was_killed(page) if came else ended(page) or _gave_up(board, page)
     silent = board.post_of(rank) is not None and board.posts.silent_s(rank) > _SILENT_S
-    return silent or (not came and board.has_ended(rank)) or board.is_gone_unseen(rank)
+    return silent or (not came and board.has_ended(rank))
 
 
 def _gave_up(board: Board, page: Page) -> bool:

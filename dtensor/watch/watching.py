@@ -6,6 +6,7 @@ import atexit
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing import util
@@ -13,6 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
+from ..base.torch_internals import default_store
 from ..errors import DivergenceError, DTensorError
 from . import lines
 from .board import Board, ended, error_of
@@ -25,7 +27,7 @@ from .watcher import Watcher
 
 T = TypeVar("T")
 
-_UNWATCHED = ("fake", "threaded")  # backends whose ranks are no processes
+_UNWATCHED = {"fake", "threaded"}  # backends whose ranks are no processes
 _BROKEN = (
     "Connection",
     "pair closure",
@@ -34,6 +36,8 @@ _BROKEN = (
     "gloo/transport",
 )  # torch has no class for them
 _MEET_S = 0.002  # between two looks whether others have come
+_ASK_S = 0.5  # between two questions to the store
+_MET = Counter[tuple[int, ...]]()  # how often groups of these ranks were made
 _FIND_S = 3.0  # in which the reason is found why a connection broke
 
 _LOCK = threading.Lock()
@@ -86,6 +90,10 @@ def chain_among(ranks: Iterable[int], handle: Any, backend: str) -> Chain | None
 
 def meet(ranks: list[int], backend: str) -> None:
     """Waits until these processes have come to make a group: while torch makes it, no wait can be ended."""
+    _MET[tuple(sorted(ranks))] += 1
+    key = f"dtensor/unwatched/{sorted(ranks)}/{_MET[tuple(sorted(ranks))]}"
+    if Level.now == "off" and not {dist.get_backend(), backend} & _UNWATCHED:
+        default_store().set(f"{key}/{dist.get_rank()}", "")  # for ranks that would meet this one here
     chain = None if Level.now == "off" else chain_among(ranks, None, backend)
     if chain is None:
         return
@@ -99,12 +107,21 @@ def meet(ranks: list[int], backend: str) -> None:
         entry = entry_of(board, chain.key, rank, number)  # only now: it comes before, and is gone where many came after it
         return entry is None or entry.hash == hashed
 
+    def refuse_unwatched() -> None:
+        for rank in chain.ranks:
+            if not is_here(rank) and board.has_said(f"{key}/{rank}"):
+                how = "compares nothing, under check_ranks('off')"
+                raise refuse(chain, lost(board, rank, f"{named([board.rank])} is under {Level.now!r}: ranks say one level", how))
+
     def came() -> None:
-        all_are_here = False
+        all_are_here, deadline = False, time.monotonic() + _ASK_S
         try:
             while not all_are_here and board.verdict is None:
                 time.sleep(_MEET_S)
                 all_are_here = all(map(is_here, chain.ranks))
+                if not all_are_here and time.monotonic() > deadline:
+                    deadline = time.monotonic() + _ASK_S
+                    refuse_unwatched()
         finally:  # one answer for all of them: who goes on alone would wait for ever
             together = board.settled(f"{chain.name}/{number}", "go" if all_are_here else "stop") == "go"
         while not together:
@@ -131,9 +148,10 @@ def _apart(board: Board, ranks: tuple[int, ...]) -> bool:
             page = board.rank_page(rank)
             if (found := board.found()) is not None:
                 raise error_of(found)
-            over = time.monotonic() > deadline
-            if (page is not None and ended(page)) or board.is_gone_unseen(rank) or over:
-                how = f"has not come to a collective for {board.timeout_s:.0f} s" if over else ""
+            how = board.why_unseen(rank)
+            if time.monotonic() > deadline:
+                how = f"has not come to a collective for {board.timeout_s:.0f} s"
+            if how or (page is not None and ended(page)):
                 raise error_of(board.judge(lost(board, rank, f"{named([board.rank])} needs it", how)))
             time.sleep(0.005)
     return len({board.host_of(rank) for rank in ranks}) > 1

@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,24 +130,35 @@ def test_an_error_reaches_other_hosts(name: str, hosts: Judge) -> None:
     check(hosts, name)
 
 
-def _fails_early(folder: str, rank: int, told: Any) -> None:
+def _raises() -> None:
+    raise ValueError("no data here")
+
+
+def _is_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _ends_early(folder: str, rank: int, end: Callable[[], None], told: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3)
     if rank == 1:
-        raise ValueError("no data here")
+        end()
     begin = time.monotonic()
     try:
         dt.distribute_tensor(torch.ones(6), dt.init_device_mesh("cpu", (3,)), [dt.Shard(0)]).sum().item()
     except Exception as error:
-        told.put((type(error).__name__, str(error).partition(" (on")[0], time.monotonic() - begin < 60.0))
+        told.put((type(error).__name__, str(error).partition(" (on")[0].partition(":")[0], time.monotonic() - begin < 60.0))
 
 
-def test_a_rank_that_fails_before_its_first_mesh_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("end", "name", "words"), [(_raises, "ValueError", "no data here"), (_is_killed, "RankLostError", "rank 1 is gone")]
+)
+def test_a_rank_that_ends_before_its_first_mesh_is_named(end: Callable[[], None], name: str, words: str, tmp_path: Path) -> None:
     spawn = torch.multiprocessing.get_context("spawn")
     told = spawn.Queue()
-    ranks = [spawn.Process(target=_fails_early, args=(str(tmp_path), rank, told)) for rank in range(3)]
+    ranks = [spawn.Process(target=_ends_early, args=(str(tmp_path), rank, end, told)) for rank in range(3)]
     for process in ranks:
         process.start()
-    assert [told.get(timeout=100.0) for _ in range(2)] == [("ValueError", "no data here", True)] * 2
+    assert [told.get(timeout=100.0) for _ in range(2)] == [(name, words, True)] * 2
     for process in ranks:
         process.join()
 
