@@ -61,7 +61,6 @@ _ENDED = {
     for what, sign in _SIGNALS.items()
 }
 DEADLY = {name: program for name, program in _ENDED.items() if "interrupted" not in name}
-RAISING = {name: program for name, program in _ENDED.items() if "interrupted" in name}
 
 
 # --- what some ranks leave out, do twice or do in another order ---------------------------------------------------------------
@@ -208,6 +207,22 @@ def _restored(loads: bool) -> Deed:
     return run
 
 
+def _saved(comes: bool) -> Deed:
+    def run(at: Scene) -> Any:
+        if comes:
+            checkpoint.save({"x": at.x}, os.environ["POOL_FOLDER"] + "-saved")
+        return at.x.sum().item()
+
+    return run
+
+
+def _fails(error: BaseException) -> Deed:
+    def run(at: Scene) -> Any:
+        raise error
+
+    return run
+
+
 def _scaled(skips: bool) -> Deed:
     """A gradient that is no number on one rank, whose program leaves the step out."""
 
@@ -242,10 +257,14 @@ _OTHER |= {
     "another dtype is given": (_given(torch.ones(6, 2)), _given(torch.ones(6, 2).double())),
     "a row more is given": (_given(torch.ones(6, 2)), _given(torch.ones(7, 2))),
     "a step left out": (_scaled(False), _scaled(True)),
+    "a checkpoint not saved": (_saved(True), _saved(False)),
     "a checkpoint not loaded": (_restored(True), _restored(False)),
     "more rounds": (_until(0.3), _until(0.1)),
     "fewer rounds": (_until(0.1), _until(0.3)),
 }
+RAISING = {name: program for name, program in _ENDED.items() if "interrupted" in name}
+RAISING |= {f"hostile/raises before a save of {odd}": Program(_saved(True), _fails(ValueError("mine")), odd) for odd in (0, 1)}
+RAISING |= {"hostile/raises what ends a loop": Program(DEEDS["sum0"], _fails(StopIteration()), 2)}
 DIFFERENT = {f"hostile/{name}": Program(usual, other, k % 3) for k, (name, (usual, other)) in enumerate(_OTHER.items())}
 
 

@@ -99,6 +99,8 @@ class Judge:
 
 def _named(found: list[Outcome], odd: int) -> Finding:
     errors = [outcome for outcome in found if outcome.kind == "error"]
+    if {"CheckpointError", "DivergenceError"} <= {error.name for error in errors}:
+        return Finding("several errors", f"{found}")
     named = [error for error in errors if f"rank {odd}" in error.words or re.search(rf"^  {odd}:", error.words, re.M)]
     if not named:
         own = all(error.name in OWN_WORDS for error in errors)
@@ -113,7 +115,8 @@ def _named(found: list[Outcome], odd: int) -> Finding:
 def _raising(name: str, found: list[Outcome], odd: int) -> Finding:
     others = [outcome for rank, outcome in enumerate(found) if rank != odd]
     parted = "goes on" in name or "drifts" in name
-    expected = "RankLostError" if "interrupted" in name else "DivergenceError" if parted else "ValueError"
+    lost = "interrupted" in name or "what ends a loop" in name
+    expected = "RankLostError" if lost else "DivergenceError" if parted else "ValueError"
     if name.startswith("pipeline/"):  # messages of torch's, which end in words of its own; what went wrong is logged
         begun = all(outcome.name in (expected, "RuntimeError") for outcome in others)
         return _in_time(found, found[odd].seconds, "the others raise") if begun else Finding("another error", f"{found}")

@@ -68,7 +68,8 @@ def test_a_rank_that_does_something_else_is_named(name: str, judge: Judge) -> No
     some(
         RAISING,
         "sum0/raises, full/raises and goes on, sharded/inside forward/raises, item/is interrupted, a state drifts, "
-        "own calls/recv beside barrier goes on, amid messages/is interrupted",
+        "own calls/recv beside barrier goes on, amid messages/is interrupted, hostile/raises what ends a loop, "
+        "hostile/raises before a save of 0",
     ),
 )
 def test_a_rank_that_raises_ends_the_others(name: str, judge: Judge) -> None:
