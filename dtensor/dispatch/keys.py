@@ -48,7 +48,10 @@ def static(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | None 
         if isinstance(value, wrapping.TENSOR):
             key.append(value._layout)
             return value._local
-        key.append((*_manner(value), in_autograd(), has_no_values(value)))  # what is traced, ranks have not compared
+        without = has_no_values(value)
+        key.append((*_manner(value), in_autograd(), without))  # what is traced, ranks have not compared
+        if numbers is not None and not without and not value.dim() and value.device.type == "cpu":
+            numbers.append(value.tolist())
         # the zeros of forward-mode gradients have no memory, and what knows that lies above the local operators
         return torch.zeros_like(value) if value._is_zerotensor() else value
     if kind in _SYMBOLS:  # of a program that is traced: looked at where its value decides something

@@ -245,6 +245,7 @@ _NAMING = Together(_names_of_ours)
 _BESIDE: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by the program's group: it ends with it
 _PARTS: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 _OURS: WeakSet[Any] = WeakSet()
+_MAKING = threading.RLock()  # several threads may communicate for the first time at once
 
 
 def beside(handle: Any, device_type: str) -> Any:
@@ -253,9 +254,10 @@ def beside(handle: Any, device_type: str) -> Any:
     """
     if handle in _OURS or dist.get_world_size(handle) == 1 or backend_of(handle, device_type) != "gloo":
         return handle
-    found = _BESIDE.get(handle)
-    if found is None:
-        found = _BESIDE[handle] = _made_beside(handle, dist.get_process_group_ranks(handle), device_type)
+    with _MAKING:
+        found = _BESIDE.get(handle)
+        if found is None:
+            found = _BESIDE[handle] = _made_beside(handle, dist.get_process_group_ranks(handle), device_type)
     return found
 
 
@@ -263,10 +265,11 @@ def beside_part(handle: Any, ranks: Sequence[int], device_type: str) -> Any:
     """The same where only these of its ranks talk, and come here."""
     if len(ranks) == dist.get_world_size(handle) or backend_of(handle, device_type) != "gloo":
         return beside(handle, device_type)
-    made, key = _PARTS.setdefault(handle, {}), tuple(sorted(ranks))
-    found = made.get(key)
-    if found is None:
-        found = made[key] = _made_beside(handle, list(ranks), device_type)
+    with _MAKING:
+        made, key = _PARTS.setdefault(handle, {}), tuple(sorted(ranks))
+        found = made.get(key)
+        if found is None:
+            found = made[key] = _made_beside(handle, list(ranks), device_type)
     return found
 
 
