@@ -26,7 +26,6 @@ import torch.distributed as dist
 from .. import errors
 from ..base.torch_internals import default_store
 from . import lines
-from .calls import is_cut_off
 from .pages import Page
 from .posts import Post, Posts
 from .ring import WORDS, done_in, entry_in
@@ -41,7 +40,6 @@ WORDS_OF_RANK = 32
 WHERE_TEXT, CALL_TEXT, ERROR_TEXT, LINE_TEXT, BEGUN_TEXT = range(5)  # places of its changing texts
 
 
-_ASK_S = 0.5  # between two questions to a rank
 _NAME = "dtensor-ranks-"
 _ROOM = 1 << 25  # bytes that must be free
 _KEPT, _YOUNG_S = 2, 60.0  # jobs that did not end well; how long one may have no ranks yet
@@ -67,7 +65,7 @@ class Board:
         self.verdict: dict[str, Any] | None = None
         self.left = False
         self.spread = False  # whether some chain goes over several hosts: what this rank does is told in the store then
-        self._asked: dict[int, float] = {}  # when a rank was last asked whether it is there
+        self.asked: dict[int, float] = {}  # when it was last asked whether a rank is there that has told nothing
         self.circle: tuple[float, Any] | None = None  # of ranks that wait for each other, and when it was seen first
         self.posts = Posts(self._store, self._key, self.rank)
 
@@ -232,14 +230,6 @@ class Board:
         """Whether a rank has said that it leaves, or is known to be gone."""
         page, post = self.rank_page(rank), self.post_of(rank)
         return ended(page) if page is not None else post is not None and post.state in (FAILED, LEFT)
-
-    def why_unseen(self, rank: int) -> str:
-        """Why a rank that has told nothing will not; empty where it may, or does."""
-        world, now = self.world(), time.monotonic()
-        if self.rank_page(rank) is not None or self.post_of(rank) is not None or now - self._asked.get(rank, 0.0) < _ASK_S:
-            return ""
-        self._asked[rank] = now
-        return "is gone: its connections are closed, and it had made no mesh" if world and is_cut_off(world, rank) else ""
 
     def where(self, rank: int) -> tuple[str, float]:
         """The line of its program at which a rank is, and for how many seconds."""

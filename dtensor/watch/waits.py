@@ -33,7 +33,7 @@ from .board import (
     ring_page,
     was_killed,
 )
-from .calls import Call, behind
+from .calls import Call, behind, is_cut_off
 from .pages import Page
 from .ring import done_in
 from .verdict import Verdict, differing, entry_of, lost, named, shown, stuck
@@ -42,6 +42,7 @@ PATIENCE_S = 2.0  # before ranks that wait for each other are said to be stuck
 _SILENT_S = 15.0  # of a rank of another host: it may compute without letting another thread run
 _BROKEN_S = 1.5  # the same of one whose connection broke
 _GAVE_UP_S = 3.0  # after an error of which nothing followed
+_ASK_S = 0.5  # between two questions whether a rank is there
 _FRESH_S = 0.5  # how old a look of another rank's watcher may be
 _AGAIN_S, _AGAIN_AFAR_S = 0.2, 1.2  # they are looked at twice: nothing may have moved
 _FRESH_AFAR_S = 1.2  # how old the post of a rank of another host may be
@@ -71,7 +72,7 @@ def why(board: Board, ranks: tuple[int, ...], key: int, number: int) -> Verdict 
     came = next((rank for rank, entry in entries.items() if entry is not None), None)
     what = "" if came is None else shown(board, key, came, number)
     for rank in missing or ranks:
-        how = board.why_unseen(rank)
+        how = why_unseen(board, rank)
         if how or _is_lost(board, rank, came=not missing):
             came_too = [other for other in ranks if other not in missing and other != rank]
             return lost(board, rank, f"{named(came_too)} {'needs' if len(came_too) == 1 else 'need'} it for {what}", how)
@@ -146,6 +147,15 @@ def _is_lost(board: Board, rank: int, came: bool) -> bool:
         return was_killed(page) if came else ended(page) or _gave_up(board, page)
     silent = board.post_of(rank) is not None and board.posts.silent_s(rank) > _SILENT_S
     return silent or (not came and board.has_ended(rank))
+
+
+def why_unseen(board: Board, rank: int) -> str:
+    """Why a rank that has told nothing will not; empty where it may, or does."""
+    world, now = board.world(), time.monotonic()
+    if board.rank_page(rank) is not None or board.post_of(rank) is not None or now - board.asked.get(rank, 0.0) < _ASK_S:
+        return ""
+    board.asked[rank] = now
+    return "is gone: its connections are closed, and it had made no mesh" if world and is_cut_off(world, rank) else ""
 
 
 def _gave_up(board: Board, page: Page) -> bool:

@@ -22,7 +22,7 @@ from .chain import Chain, Deed
 from .levels import Level, arm, begin_anew
 from .ring import BROKEN_OFF, FAILED, ISSUED, WORDS, Ring, fingerprint
 from .verdict import Said, Verdict, differing, differing_words, entry_of, failed_here, lost, named
-from .waits import gone, has_come, has_issued
+from .waits import gone, has_come, has_issued, why_unseen
 from .watcher import Watcher
 
 T = TypeVar("T")
@@ -148,7 +148,7 @@ def _apart(board: Board, ranks: tuple[int, ...]) -> bool:
             page = board.rank_page(rank)
             if (found := board.found()) is not None:
                 raise error_of(found)
-            how = board.why_unseen(rank)
+            how = why_unseen(board, rank)
             if time.monotonic() > deadline:
                 how = f"has not come to a collective for {board.timeout_s:.0f} s"
             if how or (page is not None and ended(page)):
