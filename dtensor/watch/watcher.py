@@ -39,6 +39,7 @@ from .board import (
 )
 from .calls import TAG, begun, groups_of_program, in_torch
 from .chain import Chain
+from .levels import Level
 from .verdict import Verdict, lost, named
 from .waiters import Waiters
 from .waits import failed_elsewhere, has_come, needed_in_torch, why, why_in_torch
@@ -52,12 +53,12 @@ _LOG = logging.getLogger("dtensor.ranks")
 
 
 class Watcher:
-    """Of one world; ``chains`` by their ranks."""
+    """Of one world; ``chains`` by their ranks, ``level`` as it was last told in them."""
 
     def __init__(self, board: Board) -> None:
         self.board = board
         self.chains: dict[tuple[int, ...], Chain] = {}
-        self.waiters = Waiters()
+        self.waiters, self.level = Waiters(), Level.now
         self._stopped = threading.Event()
         self._told, self._call, self._where, self._begun = _SLOW_S, (0, ""), "-", "-"
         self._looks: dict[int, int] = {}  # by rank, how often one after the other it was seen to be stopped

@@ -168,6 +168,21 @@ def _watcher() -> Watcher:
     return watcher
 
 
+def _tell_level() -> None:
+    """Another level is a thing that ranks compare, as collectives are: what differs after it would not be seen."""
+    watcher = _Watched.watcher
+    if watcher is None or not watcher.board.present or watcher.level == Level.now:
+        return
+    watcher.level = Level.now
+    for chain in list(watcher.chains.values()):
+        if chain.count and not chain.take_down(Deed.of(f"check_ranks({Level.now!r})", "")):
+            raise refuse(chain)
+        chain.words[ISSUED] = chain.count
+
+
+Level.changed.append(_tell_level)
+
+
 def operations_among(ranks: frozenset[int]) -> Ring | None:
     """What these processes compute together; None where they are none."""
     found = Level.operations.get(ranks)
