@@ -50,7 +50,7 @@ def static(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | None 
             return value._local
         without = has_no_values(value)
         key.append((*_manner(value), in_autograd(), without))  # what is traced, ranks have not compared
-        if numbers is not None and not without and not value.dim() and value.device.type == "cpu":
+        if numbers is not None and kind is torch.Tensor and not without and not value.dim() and value.device.type == "cpu":
             numbers.append(value.tolist())
         # the zeros of forward-mode gradients have no memory, and what knows that lies above the local operators
         return torch.zeros_like(value) if value._is_zerotensor() else value
