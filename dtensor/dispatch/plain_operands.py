@@ -59,14 +59,15 @@ def declared(operator: Operator) -> tuple[str, ...]:
     return () if rule is None else rule.plain
 
 
-def admit(value: torch.Tensor, name: str, operator: Operator) -> None:
-    """Let a plain tensor stand as argument ``name`` beside DTensors.
+def admit(value: torch.Tensor, name: str, position: int | None, operator: Operator) -> None:
+    """Let a plain tensor stand as argument ``name`` beside DTensors, or at a ``position`` of the list that it is.
 
     Raises:
         MixedTensorError: the law above does not allow it.
     """
     anything = MODES.implicit_replication or in_autograd()
-    number = operator.facts.per_element and value.ndim == 0  # step counts of optimizers are alike on all ranks
+    # step counts of optimizers are alike on all ranks; so is what a list operator writes beside its lists (``found_inf``)
+    number = operator.facts.per_element and (value.ndim == 0 or (position is None and value.numel() == 1))
     # results under the mode take the whole value
     if name in operator.mutated and not (number or (anything and name in operator.outs)):
         raise MixedTensorError(
