@@ -29,6 +29,7 @@ from ..comm.agreement import same_on_all
 from ..errors import LayoutError, MixedTensorError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
+from ..propagation.propagate import Plan
 from ..propagation.schema import Operator
 from ..ranks.assign import assign
 from ..rules.registry import lookup
@@ -83,8 +84,9 @@ def admit(value: torch.Tensor, name: str, position: int | None, operator: Operat
         )
 
 
-def agree_on_declared(operator: Operator, bound: dict[str, Any], mesh: DeviceMesh) -> None:
-    """Compare the plain tensors that stand in a call because its rule declares them between the ranks of ``mesh``.
+def agree_on_declared(operator: Operator, bound: dict[str, Any], plan: Plan) -> None:
+    """Compare between ranks the plain tensors that stand in a call because its rule declares them: of a call that layouts answer
+    their shapes, which is all that it reads.
 
     Raises:
         MixedTensorError: on all ranks, if they differ.
@@ -93,7 +95,8 @@ def agree_on_declared(operator: Operator, bound: dict[str, Any], mesh: DeviceMes
     for name in names if names and not (MODES.implicit_replication or in_autograd()) else ():
         for item in listed(bound.get(name)):
             if isinstance(item, torch.Tensor) and not hasattr(item, "_layout") and not is_number(item):
-                same_on_all(mesh, item, f"{operator.name} (argument {name!r})")
+                read = torch.tensor(item.shape) if plan.how == "answer" else item
+                same_on_all(plan.call.mesh, read, f"{operator.name} (argument {name!r})")
 
 
 def through_copies(operator: Operator, bound: dict[str, Any]) -> Runner | None:

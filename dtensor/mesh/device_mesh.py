@@ -41,6 +41,7 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
         mesh: ranks as a nested list, array or tensor; an int n means ``range(n)``.
         mesh_dim_names: one name per mesh dim.
         backend_override: as of :func:`init_device_mesh`; or a sequence of (name, options), one per mesh dim.
+        _init_backend: as torch has it, for a mesh without process groups; groups are made here when they are first asked for.
 
     Raises:
         MeshError: repeated ranks, wrong number of names, ranks outside the world.
@@ -60,6 +61,7 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
         *,
         mesh_dim_names: Sequence[str] | None = None,
         backend_override: Any = None,
+        _init_backend: bool = True,
         _root: Root | None = None,
         _dims: Dims | None = None,
     ) -> None:
