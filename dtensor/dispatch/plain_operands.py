@@ -8,8 +8,9 @@ The law, the same in one process and on processes:
   ranks when their call is planned, once for each combination of shapes and layouts: one exchange of a few bytes, none on a hit;
 - everything else raises on all ranks, unless ``implicit_replication()`` says that every rank holds the same.
 
-A plain tensor that is *written to* must be the same again afterwards: under ``implicit_replication()`` the operation runs on a
-replicated copy, and every rank takes over the whole result. Elsewhere such a write is refused.
+A plain tensor that is *written to* must be the same again afterwards: under ``implicit_replication()``, and while autograd adds
+up the gradients of a plain leaf, the operation runs on a replicated copy, and every rank takes over the whole result. Elsewhere
+such a write is refused.
 """
 
 from __future__ import annotations
@@ -100,9 +101,9 @@ def agree_on_declared(operator: Operator, bound: dict[str, Any], plan: Plan) -> 
 
 
 def through_copies(operator: Operator, bound: dict[str, Any]) -> Runner | None:
-    """How to run a call that writes to plain tensors, under ``implicit_replication()``: on replicated copies of them, from which
-    every rank takes the whole values (``out=`` arguments have their own way). None: it does not."""
-    if not operator.mutated or not MODES.implicit_replication:
+    """How to run a call that writes to plain tensors, where it may: on replicated copies of them, from which every rank takes the
+    whole values (``out=`` arguments have their own way). None: it does not."""
+    if not operator.mutated or not (MODES.implicit_replication or in_autograd()):
         return None
     written = (name for name in operator.names if name in operator.mutated and name not in operator.outs)
     names = tuple(name for name in written if any(_copied(operator, item) for item in listed(bound.get(name))))
