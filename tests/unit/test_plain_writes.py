@@ -86,7 +86,8 @@ def gradients_of_a_plain_leaf() -> None:
     for _ in range(2):
         found = _penalised(x, plain)
         assert type(found) is torch.Tensor
-        assert found is not None and torch.equal(found, 2 * plain.detach() + 3)
+        assert found is not None
+        assert torch.equal(found, 2 * plain.detach() + 3)
 
 
 def test_gradients_of_a_plain_leaf_add_up() -> None:
