@@ -116,12 +116,12 @@ def _mesh_by_mesh(operator: Operator, bound: dict[str, Any], groups: Sequence[Se
 
 # --- plain tensors ------------------------------------------------------------------------------------------------------
 def _writes_numbers(operator: Operator, bound: dict[str, Any]) -> bool:
-    """Whether a call writes to plain tensors only and reads nothing that is distributed but numbers."""
+    """Whether a call is one of plain tensors, as what it writes first is plain, and all that is distributed in it are numbers."""
     if not operator.mutated or operator.outs:
         return False
-    written = _leaves([bound.get(name) for name in operator.mutated])
-    return all(_layout(value) is None for value in written) and all(
-        not value.shape for value in _leaves(list(bound.values())) if _layout(value) is not None
+    first = next(bound.get(name) for name in operator.names if name in operator.mutated)
+    return all(_layout(value) is None for value in _leaves([first])) and all(
+        _layout(value).numel == 1 for value in _leaves(list(bound.values())) if _layout(value) is not None
     )
 
 
@@ -131,7 +131,12 @@ def _with_numbers(operator: Operator, bound: dict[str, Any]) -> Any:
     made = {name: _number(value, operator.name, ranked) for name, value in bound.items()}
     if not all(communicator_of(mesh).held for mesh in meshes_of(bound.values())):
         return bound[operator.returns[0]] if len(operator.returns) == 1 and operator.returns[0] else None
-    return operator.call(made)
+    result = operator.call(made)
+    for name in operator.mutated:  # gradients, of fused optimizers
+        for value, number in zip(_leaves([bound.get(name)]), _leaves([made.get(name)]), strict=True):
+            if _layout(value) is not None:
+                value.copy_(number)
+    return result
 
 
 def _number(value: Any, name: str, ranked: bool) -> Any:

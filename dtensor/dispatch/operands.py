@@ -56,6 +56,6 @@ def _layout(value: Any, slot: Slot, operator: Operator, mesh: DeviceMesh, plain:
         return value
     if hasattr(value, "_layout"):
         return value._layout
-    admit(value, slot[0], operator)
+    admit(value, *slot, operator)
     plain.add(slot)
     return Layout.replicated(mesh, value.shape, value.stride(), value.dtype)

@@ -8,8 +8,9 @@ The law, the same in one process and on processes:
   ranks when their call is planned, once for each combination of shapes and layouts: one exchange of a few bytes, none on a hit;
 - everything else raises on all ranks, unless ``implicit_replication()`` says that every rank holds the same.
 
-A plain tensor that is *written to* must be the same again afterwards: under ``implicit_replication()`` the operation runs on a
-replicated copy, and every rank takes over the whole result. Elsewhere such a write is refused.
+A plain tensor that is *written to* must be the same again afterwards: under ``implicit_replication()``, and while autograd adds
+up the gradients of a plain leaf, the operation runs on a replicated copy, and every rank takes over the whole result. Elsewhere
+such a write is refused.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ..comm.agreement import same_on_all
 from ..errors import LayoutError, MixedTensorError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
+from ..propagation.propagate import Plan
 from ..propagation.schema import Operator
 from ..ranks.assign import assign
 from ..rules.registry import lookup
@@ -59,14 +61,15 @@ def declared(operator: Operator) -> tuple[str, ...]:
     return () if rule is None else rule.plain
 
 
-def admit(value: torch.Tensor, name: str, operator: Operator) -> None:
-    """Let a plain tensor stand as argument ``name`` beside DTensors.
+def admit(value: torch.Tensor, name: str, position: int | None, operator: Operator) -> None:
+    """Let a plain tensor stand as argument ``name`` beside DTensors, or at a ``position`` of the list that it is.
 
     Raises:
         MixedTensorError: the law above does not allow it.
     """
     anything = MODES.implicit_replication or in_autograd()
-    number = operator.facts.per_element and value.ndim == 0  # step counts of optimizers are alike on all ranks
+    # step counts of optimizers are alike on all ranks; so is what a list operator writes beside its lists (``found_inf``)
+    number = operator.facts.per_element and (value.ndim == 0 or (position is None and value.numel() == 1))
     # results under the mode take the whole value
     if name in operator.mutated and not (number or (anything and name in operator.outs)):
         raise MixedTensorError(
@@ -82,8 +85,9 @@ def admit(value: torch.Tensor, name: str, operator: Operator) -> None:
         )
 
 
-def agree_on_declared(operator: Operator, bound: dict[str, Any], mesh: DeviceMesh) -> None:
-    """Compare the plain tensors that stand in a call because its rule declares them between the ranks of ``mesh``.
+def agree_on_declared(operator: Operator, bound: dict[str, Any], plan: Plan) -> None:
+    """Compare between ranks the plain tensors that stand in a call because its rule declares them: of a call that layouts answer
+    their shapes, which is all that it reads.
 
     Raises:
         MixedTensorError: on all ranks, if they differ.
@@ -92,13 +96,14 @@ def agree_on_declared(operator: Operator, bound: dict[str, Any], mesh: DeviceMes
     for name in names if names and not (MODES.implicit_replication or in_autograd()) else ():
         for item in listed(bound.get(name)):
             if isinstance(item, torch.Tensor) and not hasattr(item, "_layout") and not is_number(item):
-                same_on_all(mesh, item, f"{operator.name} (argument {name!r})")
+                read = torch.tensor(item.shape) if plan.how == "answer" else item
+                same_on_all(plan.call.mesh, read, f"{operator.name} (argument {name!r})")
 
 
 def through_copies(operator: Operator, bound: dict[str, Any]) -> Runner | None:
-    """How to run a call that writes to plain tensors, under ``implicit_replication()``: on replicated copies of them, from which
-    every rank takes the whole values (``out=`` arguments have their own way). None: it does not."""
-    if not operator.mutated or not MODES.implicit_replication:
+    """How to run a call that writes to plain tensors, where it may: on replicated copies of them, from which every rank takes the
+    whole values (``out=`` arguments have their own way). None: it does not."""
+    if not operator.mutated or not (MODES.implicit_replication or in_autograd()):
         return None
     written = (name for name in operator.names if name in operator.mutated and name not in operator.outs)
     names = tuple(name for name in written if any(_copied(operator, item) for item in listed(bound.get(name))))

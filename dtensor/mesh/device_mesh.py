@@ -32,7 +32,6 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
     """An n-d array of ranks.
 
     A ``torch.distributed.device_mesh.DeviceMesh`` as far as torch's functions look: functional collectives and ``DDP`` take it.
-
     Where no process group is initialised and no launcher's environment is set, all ranks live in this process;
     otherwise each rank is a process of ``torch.distributed``. Device type ``"meta"`` simulates one rank without data.
 
@@ -41,6 +40,7 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
         mesh: ranks as a nested list, array or tensor; an int n means ``range(n)``.
         mesh_dim_names: one name per mesh dim.
         backend_override: as of :func:`init_device_mesh`; or a sequence of (name, options), one per mesh dim.
+        _init_backend: as torch has it. Process groups are made when they are first asked for, so it says nothing here.
 
     Raises:
         MeshError: repeated ranks, wrong number of names, ranks outside the world.
@@ -60,6 +60,7 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
         *,
         mesh_dim_names: Sequence[str] | None = None,
         backend_override: Any = None,
+        _init_backend: bool = True,
         _root: Root | None = None,
         _dims: Dims | None = None,
     ) -> None:

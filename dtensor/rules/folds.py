@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.symbols import as_torch_has_them
 from ..comm.fold import identity, in_pairs
 from ..layout.layout import Layout
 from ..placement import Monoid, Partial
@@ -59,8 +60,8 @@ class Part:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The global shape of operand 0."""
-        return tuple(self._plan.folded.shape)
+        """The global shape of operand 0, as numbers that tensors can be multiplied by."""
+        return tuple(as_torch_has_them(self._plan.folded.shape))
 
     @property
     def count(self) -> int:
@@ -69,9 +70,9 @@ class Part:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where the block of operand 0 begins."""
+        """Where the block of operand 0 begins, as numbers that tensors can be added to."""
         layout = self._plan.folded
-        return layout.local_offset(layout.mesh.coordinates[self._member])
+        return tuple(as_torch_has_them(layout.local_offset(layout.mesh.coordinates[self._member])))
 
 
 @dataclass(frozen=True, slots=True)

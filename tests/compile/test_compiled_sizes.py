@@ -84,6 +84,11 @@ def quantiles(mesh: dt.DeviceMesh) -> Made:
     return lambda x: x.quantile(0.3, dim=0), lambda size: cut(mesh, max(size, 2), 6)
 
 
+def positions(mesh: dt.DeviceMesh) -> Made:
+    """The position of the largest of all elements counts from where a block begins, which follows from the size."""
+    return lambda x: x * x.detach().argmax() + x.argmin(0) + x.min(0)[1], lambda size: cut(mesh, max(size, 1), 6)
+
+
 def plain_targets(mesh: dt.DeviceMesh) -> Made:
     def run(x: DTensor) -> torch.Tensor:
         targets = torch.ones(x.shape[0], 2, dtype=torch.int64).flatten()
@@ -143,6 +148,7 @@ PROGRAMS: dict[Program, int] = {  # and the most graphs: of even sizes, of odd o
     loss_over_the_vocabulary: 5,
     plain_targets: 5,
     quantiles: 7,
+    positions: 7,
     norms_of_scattered_rows: 7,
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -175,6 +176,20 @@ def test_the_gradient_scaler(make: Any) -> None:
         losses.append(scaler.get_scale())
     assert losses[0] == losses[1] == 128.0
     assert_same(model, alone)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+@pytest.mark.parametrize("said", [nullcontext, dt.implicit_replication])
+def test_what_a_gradient_scaler_of_ones_own_finds_may_have_any_shape(shape: tuple[int, ...], said: Any) -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    for largest, expected in ((1.0, 0.0), (float("inf"), 1.0)):
+        gradients = [dt.distribute_tensor(torch.tensor([2.0, 4.0, largest]), mesh, [where]) for where in (Shard(0), Replicate())]
+        found = torch.zeros(shape)
+        with said():
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, torch.full(shape, 0.5))
+        assert found.shape == shape
+        assert found.item() == expected
+        assert [g.full_tensor().tolist() for g in gradients] == [[1.0, 2.0, largest / 2]] * 2
 
 
 @ANY

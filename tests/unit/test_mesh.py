@@ -356,6 +356,8 @@ def test_groups_along_a_dim_are_of_the_backend_asked_for() -> None:
 
 def test_a_mesh_in_one_process_has_no_backends_but_checks_what_is_asked() -> None:
     assert dt.init_device_mesh("cpu", (2, 2), backend_override={1: "gloo"}).shape == (2, 2)
+    without = dt.DeviceMesh("cpu", [[0, 1], [2, 3]], _init_backend=False)  # as torch's tests write it
+    assert without == dt.init_device_mesh("cpu", (2, 2))
     for wrong, words in [
         ({"pp": "gloo"}, "names the mesh dim 'pp'"),
         ({2: "gloo"}, "names the mesh dim 2"),

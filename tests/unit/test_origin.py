@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from gloo import RankFailed, run_gloo
 
@@ -189,6 +190,17 @@ def test_shapes_are_compared_with_plain_tensors() -> None:
     x = dt.ones(4, 3, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)])
     assert x.is_same_size(torch.zeros(4, 3))
     assert not torch.zeros(2, 3).is_same_size(x)
+
+
+def _same_size() -> tuple[bool, bool]:
+    x = dt.ones(4, 3, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)])
+    own = torch.full((4, 3), float(dist.get_rank()))
+    return own.is_same_size(x), x.is_same_size(own[:3])
+
+
+@pytest.mark.gloo
+def test_of_what_is_asked_for_its_shape_the_values_may_differ_between_ranks() -> None:
+    assert run_gloo(_same_size, 2) == [(True, False)] * 2
 
 
 def test_one_number_expanded_is_a_number_and_no_numbers_are_alike() -> None:

@@ -1,8 +1,10 @@
-"""Under ``implicit_replication()`` a distributed value can be written into a plain tensor: every rank takes the whole value."""
+"""A distributed value can be written into a plain tensor, where it is a number, and where every rank takes the whole value: under
+``implicit_replication()``, and where autograd adds up gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -69,3 +71,71 @@ def written_on_ranks() -> None:
 @pytest.mark.gloo
 def test_every_rank_takes_the_whole_value() -> None:
     run_gloo(written_on_ranks, 4)
+
+
+def _penalised(x: torch.Tensor, plain: torch.Tensor) -> torch.Tensor | None:
+    plain.grad = None
+    (plain**2).sum().backward()  # a plain gradient, to which a distributed one is added
+    (x.sum() + (3 * plain).sum()).backward()
+    return plain.grad
+
+
+def gradients_of_a_plain_leaf() -> None:
+    x = dt.ones(5, 4, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)])
+    plain = torch.arange(3.0, requires_grad=True)
+    for _ in range(2):
+        found = _penalised(x, plain)
+        assert type(found) is torch.Tensor
+        assert found is not None
+        assert torch.equal(found, 2 * plain.detach() + 3)
+
+
+def test_gradients_of_a_plain_leaf_add_up() -> None:
+    gradients_of_a_plain_leaf()
+
+
+@pytest.mark.gloo
+def test_gradients_of_a_plain_leaf_add_up_on_ranks() -> None:
+    run_gloo(gradients_of_a_plain_leaf, 2)
+
+
+OPTIMIZERS: tuple[tuple[Any, dict[str, Any]], ...] = (
+    (torch.optim.SGD, {"momentum": 0.9}),
+    (torch.optim.SGD, {"momentum": 0.9, "fused": True}),
+    (torch.optim.Adam, {"fused": True}),
+    (torch.optim.AdamW, {"foreach": True}),
+    (torch.optim.AdamW, {"foreach": False}),
+    (torch.optim.Adagrad, {"fused": True}),
+    (torch.optim.RMSprop, {}),
+)
+
+
+def a_plain_scale(shape: tuple[int, ...]) -> None:
+    for kind, options in OPTIMIZERS:
+        trained = []
+        for mesh in (None, dt.init_device_mesh("cpu", (2,))):
+            weight: Any = torch.arange(12.0).reshape(4, 3).cos()
+            x: Any = torch.arange(12.0).reshape(4, 3).sin()
+            if mesh is not None:
+                weight, x = (dt.distribute_tensor(value, mesh, [dt.Shard(0)]) for value in (weight, x))
+            weight.requires_grad_()
+            scale = torch.full(shape, 0.5, requires_grad=True)
+            optimizer = kind([weight, scale], lr=0.1, **options)
+            for step in range(3):
+                optimizer.zero_grad(set_to_none=step != 1)
+                ((weight * x * scale).tanh().sum() + scale.sum()).backward()
+                optimizer.step()
+            trained.append((weight.full_tensor() if mesh is not None else weight, scale))
+        for value, expected in zip(trained[1], trained[0], strict=True):
+            assert type(value) is type(expected)
+            torch.testing.assert_close(value, expected)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_optimizers_step_a_plain_number_whose_gradient_is_distributed(shape: tuple[int, ...]) -> None:
+    a_plain_scale(shape)
+
+
+@pytest.mark.gloo
+def test_optimizers_step_a_plain_number_on_ranks() -> None:
+    run_gloo(a_plain_scale, 2, (1,))

@@ -183,7 +183,7 @@ def check_and_unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor)
     broken: Any = largest.isfinite().all().logical_not().to(found_inf.dtype)
     whole = broken.full_tensor()
     torch.maximum(found_inf, whole, out=found_inf)
-    torch._foreach_mul_(grads, inv_scale)
+    torch._foreach_mul_(grads, inv_scale.reshape(()))  # each is one number, of any shape
 
 
 composed("_amp_foreach_non_finite_check_and_unscale_", check_and_unscale)
