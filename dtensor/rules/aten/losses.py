@@ -220,7 +220,7 @@ def nll_loss(at: KernelContext, scores: Any, target: Any, weight: Any, reduction
         else:
             loss = loss_of_each(op, scores, *own).sum(dtype=wide)
     if reduction == MEAN:
-        total = at.all_reduce(total, "sum", [name for name in at.splits if name != "c"], spent=True)
+        total = at.all_reduce(total, "sum", tuple([name for name in at.splits if name != "c"]), spent=True)
         loss = loss / total
     return (loss, total) if dtype is wide else (loss.to(dtype), total.to(dtype))
 
