@@ -130,7 +130,7 @@ class Fold(Word):
     def state(self, part: Part, plan: _Plan, *blocks: Tensor) -> Tensor:
         """A block's part of the state."""
         first = blocks[0]
-        if all([block.numel() for block in blocks]):
+        if all(map(torch.numel, blocks)):
             made = self.block(part, *blocks)
             if self.numbers > 1:
                 return torch.stack([x if x.dtype is plan.dtype else x.to(plan.dtype) for x in made])
