@@ -34,7 +34,7 @@ from . import wrapping
 from .bind import bind, runner_of
 from .conditions import by_kinds, floats_by_default, under_default_dtype
 from .counted import Notes, counting, failed
-from .keys import AS_IT_IS, settle, sized_of, stand_in, static
+from .keys import AS_IT_IS, settle, sized_of, stand_in, static, static_list
 from .local_op import local_function
 from .mixed_meshes import across_places, meshes_of
 from .operands import plan_of_bound
@@ -212,7 +212,8 @@ def _general_form_of(entry: Entry, find: Callable[..., Any]) -> Callable[..., An
                 key.append(value)
                 local_args.append(value)
             else:
-                local_args.append(static(value, key, len(local_args) in by_type, numbers))
+                read = static_list if kind is list else static
+                local_args.append(read(value, key, len(local_args) in by_type, numbers))
         local_kwargs = {}
         if len(kwargs) > 2 and AS_IT_IS.issuperset(map(type, kwargs.values())):
             key += kwargs.items()
