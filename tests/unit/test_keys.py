@@ -18,7 +18,14 @@ def _key(values: list[Any]) -> Any:
 def test_step_counts_are_told_apart_by_dtype_and_how_many_not_by_value() -> None:
     one, two = torch.tensor(1.0), torch.tensor(2.0)
     assert _key([one, two]) == _key([two, two])
-    others = [[one], [one, two, one], [one.double(), two.double()], [one, two.double()], [one.view(1), two.view(1)], [one, two.view(1)]]
+    others = [
+        [one],
+        [one, two, one],
+        [one.double(), two.double()],
+        [one, two.double()],
+        [one.view(1), two.view(1)],
+        [one, two.view(1)],
+    ]
     assert len({_key(values) for values in [[one, two], *others]}) == len(others) + 1
 
 
