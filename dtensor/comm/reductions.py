@@ -94,6 +94,8 @@ def bind_all_reduce(group: Group, op: Op, dtype: torch.dtype) -> Reduction:
         return _natively(all_reduction(group, native[0]), dtype, native[1])
     if group.size == 2 and traits_of(group).adds_pairs and op in ("sum", "avg") and dtype in SUMMED:
         return _of_two(group, op == "avg")
+    if isinstance(op, Monoid) and op.combine_all is not None:
+        return Reduction(_stacked(group, op))
     most = sys.maxsize if isinstance(op, Monoid) else traits_of(group).one_round_bytes  # terms of a monoid stay whole
 
     def issue(x: Tensor) -> Pending[Tensor]:
@@ -107,11 +109,14 @@ def bind_all_reduce(group: Group, op: Op, dtype: torch.dtype) -> Reduction:
 
 
 def _natively(reduce: Callable[[Tensor], list[Ending]], dtype: torch.dtype, seen: torch.dtype) -> Reduction:
-    def issue(result: Tensor) -> Pending[Tensor]:
-        as_seen = torch.view_as_real(result) if result.is_complex() else result if seen is dtype else result.view(seen)
-        return started(reduce(as_seen), lambda: result)
+    def taking(result: Tensor) -> Pending[Tensor]:
+        return started(reduce(result), lambda: result)
 
-    return Reduction(lambda x: issue(dense(x)), issue if seen is dtype else None, True)
+    def run(x: Tensor) -> Pending[Tensor]:
+        result = dense(x)
+        return started(reduce(torch.view_as_real(result) if dtype.is_complex else result.view(seen)), lambda: result)
+
+    return Reduction(lambda x: taking(dense(x)), taking, True) if seen is dtype else Reduction(run, None, True)
 
 
 def _of_two(group: Group, mean: bool) -> Reduction:
@@ -133,8 +138,6 @@ def _of_two(group: Group, mean: bool) -> Reduction:
 def _reduced_by_all(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:
     """The reduction of the group's ``x``, each sent to all in one round and reduced by all in one order."""
     block = row_major(x, x.shape)
-    if isinstance(op, Monoid) and op.combine_all is not None:
-        return _stacked(group, block, op)
     others, mine = group.size - 1, group.torch_rank
     buffer = block.new_empty((others, *block.shape))
     row = block.view(-1) if others == 1 else block.expand(others, *block.shape).contiguous().view(-1)
@@ -149,15 +152,21 @@ def _reduced_by_all(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:
     return started(works, finish)
 
 
-def _stacked(group: Group, block: Tensor, op: Monoid) -> Pending[Tensor]:
+def _stacked(group: Group, op: Monoid) -> Issue:
     """Where terms are reduced as a stack they arrive as one, this rank's own among them."""
-    stack = block.new_empty((group.size, *block.shape))
-    if traits_of(group).reduces:
-        works = all_gather_rows(group, stack.view(-1), block.view(-1))
-    else:
-        lengths = [block.numel()] * group.size
-        works = all_to_all_rows(group, stack.view(-1), block.expand(stack.shape).contiguous().view(-1), lengths, lengths)
-    return started(works, lambda: fold_stack(stack if group.order is None else stack[list(group.order)], op))
+    gathers, order = traits_of(group).reduces, None if group.order is None else list(group.order)
+
+    def issue(x: Tensor) -> Pending[Tensor]:
+        block = row_major(x, x.shape)
+        stack = block.new_empty((group.size, *block.shape))
+        if gathers:
+            works = all_gather_rows(group, stack.view(-1), block.view(-1))
+        else:
+            lengths = [block.numel()] * group.size
+            works = all_to_all_rows(group, stack.view(-1), block.expand(stack.shape).contiguous().view(-1), lengths, lengths)
+        return started(works, lambda: fold_stack(stack if order is None else stack[order], op))
+
+    return issue
 
 
 def _in_two_exchanges(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:

@@ -34,7 +34,7 @@ from . import wrapping
 from .bind import bind, runner_of
 from .conditions import by_kinds, floats_by_default, under_default_dtype
 from .counted import Notes, counting, failed
-from .keys import AS_IT_IS, settle, sized_of, stand_in, static
+from .keys import AS_IT_IS, settle, sized_of, stand_in, static, static_list
 from .local_op import local_function
 from .mixed_meshes import across_places, meshes_of
 from .operands import plan_of_bound
@@ -198,6 +198,7 @@ def _general_form_of(entry: Entry, find: Callable[..., Any]) -> Callable[..., An
     """A call of one operator, whatever its arguments."""
     tensor, is_view, local_op = wrapping.TENSOR, entry.operator.is_view, entry.local
     by_type, names_by_type, noted = entry.scalar_positions, entry.scalar_names, entry.notes is not None
+    options = entry.operator.options
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         key: list[Any] = []
@@ -212,19 +213,16 @@ def _general_form_of(entry: Entry, find: Callable[..., Any]) -> Callable[..., An
                 key.append(value)
                 local_args.append(value)
             else:
-                local_args.append(static(value, key, len(local_args) in by_type, numbers))
-        local_kwargs = {}
-        if len(kwargs) > 2 and AS_IT_IS.issuperset(map(type, kwargs.values())):
+                read = static_list if kind is list else static
+                local_args.append(read(value, key, len(local_args) in by_type, numbers))
+        if options.issuperset(kwargs):
             key += kwargs.items()
             local_kwargs = kwargs.copy()
         else:
+            local_kwargs = {}
             for name, value in kwargs.items():
                 key.append(name)
-                if type(value) in AS_IT_IS:
-                    key.append(value)
-                    local_kwargs[name] = value
-                else:
-                    local_kwargs[name] = static(value, key, name in names_by_type, numbers)
+                local_kwargs[name] = static(value, key, name in names_by_type, numbers)
         if IMPLICIT_REPLICATION.held and MODES.implicit_replication:
             key.append(MODES)
         signature = tuple(key)

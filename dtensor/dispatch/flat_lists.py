@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ def through_memory(operator: Operator) -> Callable[..., Any]:
     def run(*local_args: Any, **local_kwargs: Any) -> Any:
         strayed: list[tuple[Any, Any]] = []
         first = local_args[0]
-        for k, listed in enumerate(local_args):
-            if isinstance(listed, list):
-                strayed += [pair for pair in _brought(listed, first, k == 0) if written[k]]
+        if not _none_strays([listed for listed in local_args if isinstance(listed, list)]):
+            for k, listed in enumerate(local_args):
+                if isinstance(listed, list):
+                    strayed += [pair for pair in _brought(listed, first, k == 0) if written[k]]
         computed = func(*local_args, **local_kwargs)
         for x, copy in strayed:
             assign(x, copy)
@@ -32,8 +34,6 @@ def through_memory(operator: Operator) -> Callable[..., Any]:
 
 def _brought(listed: list[Any], first: list[Any], is_first: bool) -> list[tuple[Any, Any]]:
     """What stood in a list and was replaced there, each with its copy."""
-    if _none_strays(listed, first, is_first):
-        return []
     strayed = []
     for i, (x, like) in enumerate(zip(listed, first, strict=False)):
         if not (all(map(_dense, shards_of(x))) if is_first else all(map(_alike, shards_of(x), shards_of(like)))):
@@ -42,13 +42,12 @@ def _brought(listed: list[Any], first: list[Any], is_first: bool) -> list[tuple[
     return strayed
 
 
-def _none_strays(listed: list[Any], first: list[Any], is_first: bool) -> bool:
-    """Whether that is plain at once, most often: one look at all strides."""
-    if {*map(type, listed), *map(type, first)} != {torch.Tensor}:
+def _none_strays(lists: list[list[Any]]) -> bool:
+    """Whether that is plain at once, most often: one look at all strides, of which numbers (step counts) have none."""
+    if {*map(type, chain.from_iterable(lists))} != {torch.Tensor} or not all(map(torch.Tensor.is_contiguous, lists[0])):
         return False
-    if is_first:
-        return all(map(torch.Tensor.is_contiguous, listed))
-    return list(map(torch.Tensor.stride, listed)) == list(map(torch.Tensor.stride, first))
+    strides = list(map(torch.Tensor.stride, lists[0]))
+    return all((own := list(map(torch.Tensor.stride, listed))) == strides or not any(own) for listed in lists[1:])
 
 
 def _dense(x: torch.Tensor) -> bool:

@@ -6,6 +6,7 @@ Numbers that only enter the arithmetic (a step size) are keyed by type, so a pla
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from .plain_operands import in_autograd
 
 AS_IT_IS = frozenset((type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, str))  # in a key as in a call
 _TRUE, _FALSE = object(), object()  # True == 1 as a dictionary key; these are not
+_KIND = attrgetter("ndim", "layout", "dtype")
 _SYMBOLS: dict[type, Any] = {OpenSize: int, torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 TRUTHS: dict[Any, str] = {_TRUE: "True", _FALSE: "False"}
 
@@ -43,7 +45,7 @@ def static(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | None 
         key.append(_TRUE if value else _FALSE)
         return value
     if kind is list or kind is tuple:
-        return _static_list(value, key, by_type, numbers)
+        return static_list(value, key, by_type, numbers)
     if isinstance(value, torch.Tensor):
         if isinstance(value, wrapping.TENSOR):
             key.append(value._layout)
@@ -96,7 +98,8 @@ def _manner(x: torch.Tensor) -> tuple[Any, ...]:
     return sizes(x.shape), sizes(x.stride()) if x.layout is torch.strided else None, x.dtype
 
 
-def _static_list(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | None) -> Any:
+def static_list(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | None = None) -> Any:
+    """The same of a list or tuple."""
     first = type(value[0]) if value else None
     if first is wrapping.TENSOR:
         try:
@@ -107,8 +110,9 @@ def _static_list(value: Any, key: list[Any], by_type: bool, numbers: list[Any] |
             key.append(len(value))
             key += layouts
             return locals_
-    elif first is torch.Tensor and set(map(type, value)) == {first}:  # step counts
-        key.append((in_autograd(), *map(_manner, value)))
+    elif first is torch.Tensor and set(map(type, value)) == {first}:
+        of_one_kind = set(map(_KIND, value)) == {(0, torch.strided, dtype := value[0].dtype)}  # step counts
+        key.append((in_autograd(), len(value), dtype) if of_one_kind else (in_autograd(), *map(_manner, value)))
         return list(value)
     elif (first is int or first is float) and (len(value) == 1 or len(set(map(type, value))) == 1):  # True == 1 as a key
         key.append((first, len(value)) if by_type else (first, *value))

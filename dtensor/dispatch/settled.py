@@ -160,32 +160,42 @@ def moved_together(asked: Sequence[tuple[Any, Move, Any]]) -> list[Any]:
 
 def _as_it_lies(move: Move, local: Any) -> tuple[Move, Any, tuple[int, ...]]:
     """``move`` of ``local`` with dims as they lie in memory, so that nothing is copied to be packed, and where they have gone."""
-    order, back = _orders(move.src) if move.communicates else ((), ())
-    if not order:
-        return move, local, ()
-    return plan_move(_turned(move.src, order), _turned(move.dst, order)), local.permute(order), back
+    ends = _ends(move.src, move.dst) if move.communicates else None
+    return (move, local, ()) if ends is None or not ends.order else (ends.move, local.permute(ends.order), ends.back)
 
 
 def one_by_one(asked: Sequence[tuple[Any, Move, Any]]) -> list[Any]:
     return [moved(x, move, local) for x, move, local in asked]
 
 
+class _Ends(NamedTuple):
+    """A move with dims in the order in which they lie in memory: that order and where each has gone (() if that is theirs), the
+    two layouts and those of what is kept, how it goes, and whether nothing of the source is in terms."""
+
+    order: tuple[int, ...]
+    back: tuple[int, ...]
+    source: Layout
+    target: Layout
+    key: Layout
+    wanted: Layout
+    move: Move
+    whole: bool
+
+
 class _Place(NamedTuple):
-    """Where a form of some memory is kept, and how dims are turned to be those of who asks for it."""
+    """Where a form of some memory is kept."""
 
     forms: Forms
     held: dict[Layout, Any]
-    key: Layout
-    wanted: Layout
-    target: Layout
-    back: tuple[int, ...]
+    ends: _Ends
     lasting: bool
 
     def add(self, found: Any) -> Any:
-        self.held[self.wanted] = found if self.wanted is self.target else found.reshape(-1)
+        _, back, _, target, key, wanted, *_ = self.ends
+        self.held[wanted] = found if wanted is target else found.reshape(-1)
         if self.lasting:
-            _LATELY.add(self.forms, self.key, self.wanted)
-        return found.permute(self.back) if self.back else found
+            _LATELY.add(self.forms, key, wanted)
+        return found.permute(back) if back else found
 
 
 def _sought(x: Any, move: Move, local: Any) -> tuple[Move | None, Any, _Place | None]:
@@ -201,19 +211,15 @@ def _sought(x: Any, move: Move, local: Any) -> tuple[Move | None, Any, _Place | 
         _bring_back(keeper, keeper is not home)
     if home.is_leaf and home.requires_grad and not _may_keep(home, keeper, recorder, versions):
         return move, local, None
-    forms = _forms(keeper, recorder, versions)
-    order, back = _orders(move.src)
-    source, target = _turned(move.src, order), _turned(move.dst, order)
-    key, wanted = _flat(source), _flat(target)
-    held = forms.held.setdefault(key, {})
-    found = held.get(wanted)
+    forms, ends = _forms(keeper, recorder, versions), _ends(move.src, move.dst)
+    held = forms.held.setdefault(ends.key, {})
+    found = held.get(ends.wanted)
     if found is None:
-        lasting = home.grad_fn is None and all(op is None for op in source.partials)
-        way, value = _nearest(held, source, target, local if not order else local.permute(order))
-        return way, value, _Place(forms, held, key, wanted, target, back if order else (), lasting)
-    if wanted is not target:
-        found = found.view(target.shape)
-    return None, found.permute(back) if order else found, None
+        way, value = _nearest(held, ends, local.permute(ends.order) if ends.order else local)
+        return way, value, _Place(forms, held, ends, ends.whole and home.grad_fn is None)
+    if ends.wanted is not ends.target:
+        found = found.view(ends.target.shape)
+    return None, found.permute(ends.back) if ends.order else found, None
 
 
 def _bring_back(x: Any, part: bool) -> None:
@@ -250,7 +256,7 @@ def settled_dims(x: Any) -> frozenset[int]:
     forms = _current(keeper_of(x, home_of(x)), _recorder(), _countable_versions(x))
     if forms is None:
         return frozenset()
-    held = forms.held.get(_flat(_turned(layout, _orders(layout)[0])), {})
+    held = forms.held.get(_key(layout), {})
     return frozenset([i for i in terms if any(target.partials[i] is None for target in tuple(held))])
 
 
@@ -290,14 +296,27 @@ def _current(keeper: Any, recorder: Any, versions: Any) -> Forms | None:
     return forms if forms is not None and forms.recorder is recorder and forms.versions == versions else None
 
 
-def _nearest(held: dict[Layout, Any], source: Layout, target: Layout, local: Any) -> tuple[Move, Any]:
-    """How ``local`` is had as ``target`` has it, from whatever form is cheapest."""
-    there = [_seen_as(have, value, source) for have, value in tuple(held.items())]  # other threads add some
-    ways = [(plan_move(have, target), value) for have, value in ((source, local), *filter(None, there))]
+def _nearest(held: dict[Layout, Any], ends: _Ends, local: Any) -> tuple[Move, Any]:
+    """How ``local`` is had as the target has it, from whatever form is cheapest."""
+    there = [_seen_as(have, value, ends.source) for have, value in tuple(held.items())]  # other threads add some
+    ways = [(ends.move, local), *[(plan_move(have, ends.target), value) for have, value in filter(None, there)]]
     return min(ways, key=lambda way: way[0].cost)
 
 
+@remembered(4096)
+def _ends(source: Layout, target: Layout) -> _Ends:
+    order, back = _orders(source)
+    turned, wanted = _turned(source, order), _turned(target, order)
+    whole = all(op is None for op in source.partials)
+    return _Ends(order, back, turned, wanted, _key(source), _flat(wanted), plan_move(turned, wanted), whole)
+
+
 @remembered(1024)
+def _key(layout: Layout) -> Layout:
+    """Under which the forms of a tensor of this layout are kept."""
+    return _flat(_turned(layout, _orders(layout)[0]))
+
+
 def _orders(layout: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The dims as they lie in memory, and where each has gone; () if that is their order, or they have none."""
     order = tuple(outermost_first(layout.stride))
@@ -305,7 +324,6 @@ def _orders(layout: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return order, tuple(sorted(range(len(order)), key=order.__getitem__))
 
 
-@remembered(4096)
 def _turned(layout: Layout, order: tuple[int, ...]) -> Layout:
     if not order:
         return layout
@@ -313,7 +331,6 @@ def _turned(layout: Layout, order: tuple[int, ...]) -> Layout:
     return Layout.from_splits(layout.mesh, splits, layout.partials, shape, [layout.stride[d] for d in order], layout.dtype)
 
 
-@remembered(4096)
 def _flat(layout: Layout) -> Layout:
     """That of the memory as it lies, where no dim is cut: whatever shape it is seen in, it is one value."""
     if any(layout.splits) or memory_order(layout.shape, layout.stride) != ():

@@ -34,6 +34,7 @@ class Operator:
         keyed: how many arguments, where the first is a tensor, are by their types ints, bools, strings or lists of them, so that
             equal ones mean the same.
         listed: some of these are lists.
+        options: names of arguments of which the same holds by their types wherever they stand: dtypes, devices, flags, words.
         facts: what is known of it beside its schema.
     """
 
@@ -55,6 +56,7 @@ class Operator:
     seeded: bool
     keyed: int
     listed: bool
+    options: frozenset[str]
     facts: Facts
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -165,6 +167,7 @@ def operator_of(func: Any) -> Operator:
         is_view=shows_memory(func),
         keyed=len(keyed) + 1,
         listed=any("List" in kind for kind in keyed),
+        options=frozenset(a.name for a in arguments if str(a.real_type).removeprefix("Optional[").removesuffix("]") in _OPTIONS),
     )
 
 
@@ -173,6 +176,7 @@ def _kinds(func: Any) -> list[str]:
 
 
 _KEYED = frozenset(("int", "Optional[int]", "bool", "str", "List[int]", "Optional[List[int]]", "List[bool]"))
+_OPTIONS = frozenset(("ScalarType", "Layout", "Device", "MemoryFormat", "bool", "str"))
 _NUMBERS = frozenset(("number", "Optional[number]", "float", "Optional[float]", "List[number]", "List[float]"))
 
 

@@ -106,12 +106,12 @@ class Fold(Word):
             at.known["fold"] = _Plan.of(self, at)
         plan: _Plan = at.known["fold"]
         arguments = dict(zip(plan.names, args, strict=False)) | kwargs
-        blocks = [arguments[name] for name in plan.tensors]
+        blocks = [plan.wide(arguments[name]) for name in plan.tensors]
         parts: dict[int, Part] = {}
 
         def state_of(here: At, *blocks: Tensor) -> Tensor:
             part = parts[here.member] = Part(plan, here.member, arguments)
-            return self.state(part, plan, *[plan.wide(block) for block in blocks])
+            return self.state(part, plan, *blocks)
 
         state = at.map(state_of, *blocks)
         if self.finish is not None:
@@ -123,7 +123,7 @@ class Fold(Word):
             if self.finish is None:
                 return plan.shaped(here.member, (state,))
             numbers = (state,) if self.numbers == 1 else state.unbind(0)
-            value = self.finish(parts[here.member], *[plan.wide(block) for block in blocks], *numbers)
+            value = self.finish(parts[here.member], *blocks, *numbers)
             return plan.shaped(here.member, value if isinstance(value, tuple) else (value,))
 
         return at.map(finished, state, *blocks)
@@ -131,14 +131,14 @@ class Fold(Word):
     def state(self, part: Part, plan: _Plan, *blocks: Tensor) -> Tensor:
         """A block's part of the state."""
         first = blocks[0]
-        kept = [1 if d in part.dims else size for d, size in enumerate(first.shape)]
-        if all(block.numel() for block in blocks):
+        if all(map(torch.numel, blocks)):
             made = self.block(part, *blocks)
             if self.numbers > 1:
                 return torch.stack([x if x.dtype is plan.dtype else x.to(plan.dtype) for x in made])
-            state: Tensor = made if made.ndim == first.ndim else made.reshape(kept)
+            state: Tensor = made if made.ndim == first.ndim else made.reshape(plan.kept(first))
             return state
-        shape = kept if self.numbers == 1 else [self.numbers, *kept]
+        shape = plan.kept(first)
+        shape = shape if self.numbers == 1 else [self.numbers, *shape]
         return identity(plan.monoid, first.new_empty(shape, dtype=plan.dtype))
 
     def own(self) -> tuple[Any, ...]:
@@ -197,6 +197,10 @@ class _Plan:
         folded, dims = at.operands[0], _folded(fold.pattern, call)
         count = math.prod([folded.shape[d] for d in dims])
         return cls(at.once(argument_names), given, dims, _state_dtype(fold, call), monoid, folded, count, results)
+
+    def kept(self, block: Tensor) -> list[int]:
+        """The shape of a state of a block of operand 0."""
+        return [1 if d in self.dims else size for d, size in enumerate(block.shape)]
 
     def wide(self, block: Tensor) -> Tensor:
         return block if block.dtype is self.dtype or not self.dtype.is_floating_point else block.to(self.dtype)

@@ -72,23 +72,25 @@ class KernelContext:
         """Global size of the factor."""
         return sum(self.sizes)
 
-    def all_reduce(self, x: Any, op: str | Monoid, factors: Iterable[str] | None = None, *, spent: bool = False) -> Any:
+    def all_reduce(self, x: Any, op: str | Monoid, factors: tuple[str, ...] | None = None, *, spent: bool = False) -> Any:
         """The reduction of ``x`` over the group, on every rank; of a joint kernel over the ranks that split ``factors``.
 
         ``spent``: ``x`` is row-major memory of the kernel's own, which it needs no more, and which may be that of the result.
         """
-        mesh_dims = self.mesh_dims
-        if factors is not None:
-            mesh_dims = tuple([mesh_dim for name in factors for mesh_dim in self.splits[name].mesh_dims])
-            if not mesh_dims:
-                return x
-        if ACTIVE:  # a recorder knows the method
-            return self.comm.all_reduce(x, mesh_dims, op).wait()
-        key = mesh_dims, op, x.dtype
+        key = factors, op, x.dtype
         bound: Reduction | None = self.known.get(key)
-        if bound is None:
-            bound = self.known[key] = self.comm.bind_all_reduce(*key)
+        if bound is None or ACTIVE:
+            mesh_dims = self.mesh_dims if factors is None else self._dims_of(factors)
+            if factors is not None and not mesh_dims:
+                return x
+            if ACTIVE:  # a recorder knows the method
+                return self.comm.all_reduce(x, mesh_dims, op).wait()
+            bound = self.known[key] = self.comm.bind_all_reduce(mesh_dims, op, x.dtype)
         return (bound.taking if spent and bound.taking is not None else bound.run)(x).wait()
+
+    def _dims_of(self, factors: Iterable[str]) -> tuple[int, ...]:
+        """The mesh dims that split these factors."""
+        return tuple([mesh_dim for name in factors for mesh_dim in self.splits[name].mesh_dims])
 
     def all_gather(self, x: Any, shape_of: Callable[[int], tuple[int, ...]] | None = None) -> list[Any]:
         """Every group position's ``x``; ``shape_of(member)`` tells their shapes, ``None`` if those of one group are alike."""
@@ -137,12 +139,11 @@ class KernelContext:
 
     def map(self, fn: Callable[..., Any], *args: Any) -> Any:
         """``fn(at, *args)`` once per rank held in this process, with that rank's locals."""
-        places = self.places
-
-        def one(member: int, *locals_: Any) -> Any:
-            return fn(places[member] if member in places else self.at(member), *locals_)
-
-        return self.comm.map(one, *args)
+        if (alone := self.known.get("alone")) is not None:  # a process's own rank
+            return fn(alone, *args)
+        if not self.comm.holds_all and self.comm.held:
+            self.known["alone"] = self.at(*self.comm.held)
+        return self.comm.map(lambda member, *locals_: fn(self.at(member), *locals_), *args)
 
     def at(self, member: int) -> At:
         """One member's place in the group (of no use to a joint kernel, whose group splits several factors)."""

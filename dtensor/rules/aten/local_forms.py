@@ -15,6 +15,8 @@ def _slice(x: torch.Tensor, dim: int = 0, start: int | None = None, end: int | N
     """``aten::slice``, which torch offers as indexing only."""
     if dim == 0:
         return x[start:end:step]
+    if dim == 1:
+        return x[:, start:end:step]
     return x[_sliced(dim % x.ndim, *sizes((start, end, step)))]
 
 

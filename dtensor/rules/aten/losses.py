@@ -165,10 +165,16 @@ def _no_class(target: int) -> Exception:
     return IndexError(f"Target {target} is out of bounds.")
 
 
+def classes_of(call: Call) -> tuple[int, int]:
+    """The dim of the scores that has the classes, and how many there are."""
+    shape = call.shape(call.names.index("self"))
+    dim = min(1, len(shape) - 1)
+    return dim, shape[dim]
+
+
 def of_own_classes(at: KernelContext, target: Any, weight: Any, ignore_index: int) -> tuple[Any, Any]:
     """Each rank's targets and weights, of the classes that its block of scores has."""
-    dim = min(1, len(at.call.shape(at.call.names.index("self"))) - 1)
-    total = at.call.shape(at.call.names.index("self"))[dim]
+    dim, total = at.once(classes_of)
 
     def own(here: At, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
         classes = at.held("self", dim, here.member)
@@ -220,7 +226,7 @@ def nll_loss(at: KernelContext, scores: Any, target: Any, weight: Any, reduction
         else:
             loss = loss_of_each(op, scores, *own).sum(dtype=wide)
     if reduction == MEAN:
-        total = at.all_reduce(total, "sum", [name for name in at.splits if name != "c"], spent=True)
+        total = at.all_reduce(total, "sum", tuple([name for name in at.splits if name != "c"]), spent=True)
         loss = loss / total
     return (loss, total) if dtype is wide else (loss.to(dtype), total.to(dtype))
 

@@ -9,12 +9,14 @@ they are made of. Other subclasses get torch's own way.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...base.nested import leaves
 from ...base.told import changed
 from ...base.torch_internals import (
     DispatchKey,
@@ -65,18 +67,22 @@ def recomposed(name: str, function: Callable[..., Any]) -> None:
 
     The operator may be defined later, or never (older torch).
     """
-    namespace, _, full = name.partition("::")
-    packet, _, overload = full.partition(".")
+    own = cache(lambda: overload_named(name))
 
     def run(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(y, DTensor) for x in (*args, *kwargs.values()) for y in (x if isinstance(x, list) else (x,))):
+        if (args and type(args[0]) is DTensor) or any(isinstance(x, DTensor) for x in leaves([*args, *kwargs.values()])):
             result = function(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        operator = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
-        return operator.redispatch(keys & BELOW, *args, **kwargs)
+        return own().redispatch(keys & BELOW, *args, **kwargs)
 
     implemented(name, run)
+
+
+def overload_named(name: str) -> Any:
+    namespace, _, full = name.partition("::")
+    packet, _, overload = full.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
 
 
 def implemented(name: str, run: Callable[..., Any]) -> None:

@@ -42,7 +42,7 @@ def attention_gradients(grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
 
 def is_served(query: Tensor) -> bool:
     """Whether the operator runs here."""
-    return query.device.type in ("cpu", "meta")
+    return query.is_cpu or query.is_meta
 
 
 def attention_written_out(
