@@ -24,7 +24,7 @@ from ..propagation.schema import Operator
 from ..rules.parted import Known, Left, Parted
 from . import wrapping
 from .bind import runner_of
-from .settled import FORMS, counted_versions, settled_dims
+from .settled import FORMS, NESTED, counted_versions, settled_dims
 from .steps import Args, Keywords, Runner
 
 _FACT = "_parted"  # the attribute of a tensor whose rows are parted
@@ -89,20 +89,30 @@ class Ownership(OfThisRun):
 
 
 class Fact(OfThisRun):
-    """That the rows of a tensor along ``dim`` are parted, as long as its versions are these."""
+    """That the rows of a tensor along ``dim`` are parted, as long as its versions are these.
 
-    __slots__ = ("dim", "ownership", "versions")
+    Attributes:
+        being_written: they are those before the write that left the rows so, which torch counts when it has ended.
+    """
 
-    def __init__(self, ownership: Ownership, dim: int, versions: Any) -> None:
-        self.ownership, self.dim, self.versions = ownership, dim, versions
+    __slots__ = ("being_written", "dim", "ownership", "versions")
+
+    def __init__(self, ownership: Ownership, dim: int, versions: Any, being_written: bool = False) -> None:
+        self.ownership, self.dim, self.versions, self.being_written = ownership, dim, versions, being_written
+
+    def holds(self, versions: tuple[int, ...] | None) -> bool:
+        """Whether it does for a tensor of these versions. One write more, when it is asked for the first time, is its own."""
+        if self.being_written and self.versions is not None and versions is not None:
+            more = [now - before for now, before in zip(versions, self.versions, strict=False)]
+            alike = len(versions) == len(self.versions) and sorted(more) == [0] * (len(more) - 1) + [1] and not more[0]
+            self.versions, self.being_written = versions if alike else None, False
+        return self.versions is not None and self.versions == versions and self.ownership.holds()
 
 
 def fact_of(x: Any) -> Fact | None:
     """What is known of the rows of a tensor now."""
     found = x.__dict__.get(_FACT) if type(x) is wrapping.TENSOR else None
-    if type(found) is not Fact or found.versions is None or found.versions != counted_versions(x):
-        return None
-    return found if found.ownership.holds() else None
+    return found if type(found) is Fact and found.holds(counted_versions(x)) else None
 
 
 def facts_of_call(operator: Operator, bound: Mapping[str, Any]) -> dict[Slot, Known]:
@@ -166,6 +176,7 @@ def leaving(found: Layout | Runner, plan: Plan, operator: Operator) -> Layout | 
     runner = runner_of(found, operator)
     lefts, layouts = plan.chosen.left, [layout for layout in plan.chosen.results if layout is not None]
     slots = [(name, plan.call.names[:i].count(name)) for i, name in enumerate(plan.call.names)]
+    written = bool(operator.mutated)
 
     def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
         bound = operator.bind(args, kwargs)
@@ -181,7 +192,7 @@ def leaving(found: Layout | Runner, plan: Plan, operator: Operator) -> Layout | 
                 own, versions = _ownership(bound[left.source], left, layouts[left.result]), counted_versions(x)
             if left.masked:
                 _mask(x, left.dim, own.others())
-            x.__dict__[_FACT] = Fact(own, left.dim, versions)
+            x.__dict__[_FACT] = Fact(own, left.dim, None if written and NESTED.depth else versions, written)
         return made
 
     return run
