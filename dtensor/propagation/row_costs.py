@@ -64,13 +64,16 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
     multiplies = work.flops / device.rate(work.dtype) > work.nbytes / device.memory
     current = [layout.along(mesh_dim) for layout in call.operands]
     together = link_of(call.mesh, (mesh_dim,)).all_gather.seconds(ranks, 0)
+    made = {name for dims in factors.results for names in dims for name in names}
+    lasting = {i for i, at in enumerate(current) if isinstance(at, int) and not made.isdisjoint(factors.operands[i][at])}
     moving: dict[tuple[int, Where], float] = {}
     priced = []
     for line in table.lines:
         if not line.on(mesh_dim):
             continue
         row = line.row_for(factors)
-        seconds, gathers, stays, changes, invented = 0.0, 0, False, 0, row.factor is not None
+        seconds, gathers, changes, invented = 0.0, 0, 0, row.factor is not None
+        stays = moves = 0  # bytes of the largest operand whose cut stays, and of the largest whose results could have had it
         for i, target in enumerate(line.operands):
             if i in fixed or target is None:
                 continue
@@ -81,7 +84,10 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
             seconds += cost
             changes += cost > 0
             gathers += cost > LOCAL_STEP and isinstance(current[i], int) and isinstance(target, Replicate)
-            stays = stays or (isinstance(target, int) and current[i] == target)
+            if isinstance(target, int) and current[i] == target:
+                stays = max(stays, call.operands[i].max_local_nbytes)
+            elif cost > LOCAL_STEP and i in lasting:
+                moves = max(moves, call.operands[i].max_local_nbytes)
             invented = invented and not isinstance(current[i], int)
         for r in kept:
             if r < min(len(line.results), len(nbytes)):
@@ -90,7 +96,7 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
                 changes += cost > 0
         if stays and gathers > 1:
             seconds -= (gathers - 1) * together
-        anew, owners = row.factor is not None and not stays, _by_owners(line, factors, call)
+        anew, owners = row.factor is not None and (not stays or stays < moves), _by_owners(line, factors, call)
         for r, where in enumerate(line.results):
             if r not in kept and not isinstance(where, Replicate):
                 summed, cut = owed[r]
