@@ -80,7 +80,10 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
             cost = moving.get((i, target))
             if cost is None:
                 paid = call.settled(i, mesh_dim) and not isinstance(target, Partial)
-                cost = moving[i, target] = LOCAL_STEP if paid else _move(current[i], target, call.operands[i], mesh_dim)
+                cost = LOCAL_STEP if paid else _move(current[i], target, call.operands[i], mesh_dim)
+                if call.passed(i, mesh_dim) and not isinstance(target, Partial):
+                    cost /= 2  # what was made of these terms before is not added up with them; what comes will be
+                moving[i, target] = cost
             seconds += cost
             changes += cost > 0
             gathers += cost > LOCAL_STEP and isinstance(current[i], int) and isinstance(target, Replicate)
