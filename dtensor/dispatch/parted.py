@@ -228,9 +228,12 @@ def passing(found: Layout | Runner, plan: Plan, operator: Operator) -> Layout | 
 
 
 def _passed(plan: Plan) -> Iterator[tuple[str, Passed]]:
-    """By argument the mesh dims over which its terms become terms."""
+    """By argument the mesh dims over which its terms become terms. Rows that are parted have their owners, who go on with them."""
     assert plan.chosen is not None
+    parted = plan.call.parted
     for i, (name, layout) in enumerate(zip(plan.call.names, plan.call.operands, strict=True)):
+        if parted and parted[i] is not None:
+            continue
         passed = Passed(
             m
             for m, row in enumerate(plan.chosen.choice.rows)
