@@ -228,7 +228,7 @@ def passing(found: Layout | Runner, plan: Plan, operator: Operator) -> Layout | 
 
 
 def _passed(plan: Plan) -> Iterator[tuple[str, Passed]]:
-    """By argument the mesh dims over which its terms become terms. Rows that are parted have their owners, who go on with them."""
+    """By argument the mesh dims over which its terms become terms; rows that are parted have owners, who go on with them."""
     assert plan.chosen is not None
     parted = plan.call.parted
     for i, (name, layout) in enumerate(zip(plan.call.names, plan.call.operands, strict=True)):

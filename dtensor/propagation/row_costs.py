@@ -8,7 +8,7 @@ look-up.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..cost.link import device_of, link_of
@@ -64,16 +64,13 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
     multiplies = work.flops / device.rate(work.dtype) > work.nbytes / device.memory
     current = [layout.along(mesh_dim) for layout in call.operands]
     together = link_of(call.mesh, (mesh_dim,)).all_gather.seconds(ranks, 0)
-    made = {name for dims in factors.results for names in dims for name in names}
-    lasting = {i for i, at in enumerate(current) if isinstance(at, int) and not made.isdisjoint(factors.operands[i][at])}
     moving: dict[tuple[int, Where], float] = {}
     priced = []
     for line in table.lines:
         if not line.on(mesh_dim):
             continue
         row = line.row_for(factors)
-        seconds, gathers, changes, invented = 0.0, 0, 0, row.factor is not None
-        stays = moves = 0  # bytes of the largest operand whose cut stays, and of the largest whose results could have had it
+        seconds, gathers, stays, changes, invented = 0.0, 0, False, 0, row.factor is not None
         for i, target in enumerate(line.operands):
             if i in fixed or target is None:
                 continue
@@ -81,16 +78,12 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
             if cost is None:
                 paid = call.settled(i, mesh_dim) and not isinstance(target, Partial)
                 cost = LOCAL_STEP if paid else _move(current[i], target, call.operands[i], mesh_dim)
-                if call.passed(i, mesh_dim) and not isinstance(target, Partial):
-                    cost /= 2  # what was made of these terms before is not added up with them; what comes will be
-                moving[i, target] = cost
+                shared = call.passed(i, mesh_dim) and not isinstance(target, Partial)  # by this use and those to come
+                cost = moving[i, target] = cost / 2 if shared else cost
             seconds += cost
             changes += cost > 0
             gathers += cost > LOCAL_STEP and isinstance(current[i], int) and isinstance(target, Replicate)
-            if isinstance(target, int) and current[i] == target:
-                stays = max(stays, call.operands[i].max_local_nbytes)
-            elif cost > LOCAL_STEP and i in lasting:
-                moves = max(moves, call.operands[i].max_local_nbytes)
+            stays = stays or (isinstance(target, int) and current[i] == target)
             invented = invented and not isinstance(current[i], int)
         for r in kept:
             if r < min(len(line.results), len(nbytes)):
@@ -99,7 +92,7 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
                 changes += cost > 0
         if stays and gathers > 1:
             seconds -= (gathers - 1) * together
-        anew, owners = row.factor is not None and (not stays or stays < moves), _by_owners(line, factors, call)
+        anew, owners = row.factor is not None and _cuts_anew(line, factors, call, current), _by_owners(line, factors, call)
         for r, where in enumerate(line.results):
             if r not in kept and not isinstance(where, Replicate):
                 summed, cut = owed[r]
@@ -147,6 +140,20 @@ def _debts(table: Table, factors: Factors, call: Call, nbytes: list[int], mesh_d
     stays = any(isinstance(at, int) and at == to for line in table.lines for at, to in zip(current, line.operands, strict=True))
     again = link.exchange.seconds(ranks, 0) if stays else 0.0
     return [(terms * size / link.all_reduce.bandwidth, again + size / ranks / link.exchange.bandwidth) for size in sizes]
+
+
+def _cuts_anew(line: Line, factors: Factors, call: Call, current: Sequence[Where]) -> bool:
+    """Whether the results' cut is no operand's, or a smaller one's than one that moves, whose cut they could have had."""
+    made = {name for dims in factors.results for names in dims for name in names}
+    stays = moves = 0
+    for i, (at, target) in enumerate(zip(current, line.operands, strict=True)):
+        if not isinstance(at, int) or target is None:
+            continue
+        if at == target:
+            stays = max(stays, call.operands[i].max_local_nbytes)
+        elif not made.isdisjoint(factors.operands[i][at]):
+            moves = max(moves, call.operands[i].max_local_nbytes)
+    return not stays or stays < moves
 
 
 def _here(call: Call, mesh_dim: int) -> tuple[Where | None, ...]:
