@@ -97,7 +97,8 @@ MORE = {
         ),
         _GPT,
     ),
-    "gptneox": Family("GPTNeoXForCausalLM", llama_like, _FUSED, reductions=_parallel),
+    # attention and MLP have a norm each: what their inputs owe is reduced apart, what they give together
+    "gptneox": Family("GPTNeoXForCausalLM", llama_like, _FUSED, reductions=lambda layers: 3 * layers + 2),
     "falcon": Family(
         "FalconForCausalLM",
         _with(multi_query=lambda _: False, parallel_attn=lambda _: False, bias=lambda _: True),

@@ -41,6 +41,7 @@ _LIBRARYS = frozenset(
         "_left",
         "_ownerships",
         "_parted",
+        "_passed",
         "_parts",
         "_shared",
         "_shown",

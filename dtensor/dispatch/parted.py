@@ -7,7 +7,7 @@ are, ends it, and where nobody counts writes there is none. All of this follows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,16 +19,18 @@ from ..comm import communicator_of
 from ..layout.layout import Layout
 from ..layout.splits import Split
 from ..propagation.calls import Slot
+from ..propagation.parted_rows import SUM
 from ..propagation.propagate import Plan
 from ..propagation.schema import Operator
 from ..rules.parted import Known, Left, Parted
 from . import wrapping
 from .bind import runner_of
-from .settled import FORMS, counted_versions, settled_dims
+from .settled import FORMS, NESTED, counted_versions, settled_dims
 from .steps import Args, Keywords, Runner
 
 _FACT = "_parted"  # the attribute of a tensor whose rows are parted
 _OWNERSHIPS = "_ownerships"  # of one that says whose rows are whose
+_PASSED = "_passed"  # of one whose terms an operator has passed on
 
 
 class OfThisRun:
@@ -38,6 +40,12 @@ class OfThisRun:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return set, ()
+
+
+class Passed(OfThisRun, frozenset[int]):
+    """Mesh dims over which an operator has left terms of a tensor's terms."""
+
+    __slots__ = ()
 
 
 class Ownerships(OfThisRun, dict[Any, "Ownership"]):
@@ -89,20 +97,30 @@ class Ownership(OfThisRun):
 
 
 class Fact(OfThisRun):
-    """That the rows of a tensor along ``dim`` are parted, as long as its versions are these."""
+    """That the rows of a tensor along ``dim`` are parted, as long as its versions are these.
 
-    __slots__ = ("dim", "ownership", "versions")
+    Attributes:
+        being_written: they are those before the write that left the rows so, which torch counts when it has ended.
+    """
 
-    def __init__(self, ownership: Ownership, dim: int, versions: Any) -> None:
-        self.ownership, self.dim, self.versions = ownership, dim, versions
+    __slots__ = ("being_written", "dim", "ownership", "versions")
+
+    def __init__(self, ownership: Ownership, dim: int, versions: Any, being_written: bool = False) -> None:
+        self.ownership, self.dim, self.versions, self.being_written = ownership, dim, versions, being_written
+
+    def holds(self, versions: tuple[int, ...] | None) -> bool:
+        """Whether it does for a tensor of these versions. One write more, when it is asked for the first time, is its own."""
+        if self.being_written and self.versions is not None and versions is not None:
+            more = [now - before for now, before in zip(versions, self.versions, strict=False)]
+            alike = len(versions) == len(self.versions) and sorted(more) == [0] * (len(more) - 1) + [1] and not more[0]
+            self.versions, self.being_written = versions if alike else None, False
+        return self.versions is not None and self.versions == versions and self.ownership.holds()
 
 
 def fact_of(x: Any) -> Fact | None:
     """What is known of the rows of a tensor now."""
     found = x.__dict__.get(_FACT) if type(x) is wrapping.TENSOR else None
-    if type(found) is not Fact or found.versions is None or found.versions != counted_versions(x):
-        return None
-    return found if found.ownership.holds() else None
+    return found if type(found) is Fact and found.holds(counted_versions(x)) else None
 
 
 def facts_of_call(operator: Operator, bound: Mapping[str, Any]) -> dict[Slot, Known]:
@@ -115,12 +133,13 @@ def facts_of_call(operator: Operator, bound: Mapping[str, Any]) -> dict[Slot, Kn
         for index, x in enumerate(value) if listed else ((None, value),):  # type: ignore[arg-type]
             settles = type(x) is wrapping.TENSOR and not operator.is_view  # which shows the memory as it is
             parted, settled = None, settled_dims(x) if settles else frozenset()
+            passed = x.__dict__.get(_PASSED) if settles else None
             if (fact := fact_of(x)) is not None:
                 own = fact.ownership
                 source = next((other for other, y in bound.items() if y is own.ends), None)
                 parted = Parted(fact.dim, numbers.setdefault(id(own), len(numbers)), own.split, source)
-            if parted is not None or settled:
-                found[name, index] = Known(parted, settled)
+            if parted is not None or settled or type(passed) is Passed:
+                found[name, index] = Known(parted, settled, passed if type(passed) is Passed else frozenset())
     return found
 
 
@@ -133,7 +152,7 @@ def by_facts(
         return found
     runners: Bounded[Any, Runner] = Bounded(16)
     runners.keep(_pattern(operator, bound), runner_of(found, operator))
-    tensor, lasting = wrapping.TENSOR, frozenset((_FACT,) if operator.is_view else (_FACT, FORMS))
+    tensor, lasting = wrapping.TENSOR, frozenset((_FACT,) if operator.is_view else (_FACT, FORMS, _PASSED))
 
     def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
         pattern: tuple[Any, ...] = ()
@@ -166,6 +185,7 @@ def leaving(found: Layout | Runner, plan: Plan, operator: Operator) -> Layout | 
     runner = runner_of(found, operator)
     lefts, layouts = plan.chosen.left, [layout for layout in plan.chosen.results if layout is not None]
     slots = [(name, plan.call.names[:i].count(name)) for i, name in enumerate(plan.call.names)]
+    written = bool(operator.mutated)
 
     def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
         bound = operator.bind(args, kwargs)
@@ -181,10 +201,46 @@ def leaving(found: Layout | Runner, plan: Plan, operator: Operator) -> Layout | 
                 own, versions = _ownership(bound[left.source], left, layouts[left.result]), counted_versions(x)
             if left.masked:
                 _mask(x, left.dim, own.others())
-            x.__dict__[_FACT] = Fact(own, left.dim, versions)
+            x.__dict__[_FACT] = Fact(own, left.dim, None if written and NESTED.depth else versions, written)
         return made
 
     return run
+
+
+def passing(found: Layout | Runner, plan: Plan, operator: Operator) -> Layout | Runner:
+    """``found``, with which operands are known that have passed terms on."""
+    if plan.chosen is None or operator.is_view or operator.mutated:
+        return found
+    given = [(operator.names.index(name), name, passed) for name, passed in _passed(plan)]
+    if not given:
+        return found
+    runner, tensor = runner_of(found, operator), wrapping.TENSOR
+
+    def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
+        made = runner(args, kwargs, local_args, local_kwargs)
+        for position, name, passed in given:
+            x = args[position] if position < len(args) else kwargs.get(name)
+            if type(x) is tensor:
+                x.__dict__[_PASSED] = passed
+        return made
+
+    return run
+
+
+def _passed(plan: Plan) -> Iterator[tuple[str, Passed]]:
+    """By argument the mesh dims over which its terms become terms; rows that are parted have owners, who go on with them."""
+    assert plan.chosen is not None
+    parted = plan.call.parted
+    for i, (name, layout) in enumerate(zip(plan.call.names, plan.call.operands, strict=True)):
+        if parted and parted[i] is not None:
+            continue
+        passed = Passed(
+            m
+            for m, row in enumerate(plan.chosen.choice.rows)
+            if layout.partials[m] == "sum" and row.operands[i] == SUM and SUM in row.results
+        )
+        if passed:
+            yield name, passed
 
 
 def _at(bound: Mapping[str, Any], name: str, index: int) -> Any:

@@ -32,7 +32,7 @@ def parted_lines(rule: Rule, factors: Factors, call: Call, count: int) -> Iterat
         if by_element(rule, call):
             found += [_by_position(row, factors, call, fact) for row in whole]
         for row in found:
-            if row is not None:
+            if row is not None and (row.operands[0] == SUM or not call.func._schema.is_mutable):
                 operands = [
                     None if i in call.fixed else where_of(spec, factors.operands[i]) for i, spec in enumerate(row.operands)
                 ]
@@ -42,14 +42,22 @@ def parted_lines(rule: Rule, factors: Factors, call: Call, count: int) -> Iterat
 
 
 def by_element(rule: Rule, call: Call) -> bool:
-    """Whether it computes floating numbers (or bools of them) element by element, which raises nothing, and writes nowhere."""
-    if torch.Tag.pointwise not in call.func.tags or call.func._schema.is_mutable or rule.run is not None:
+    """Whether it computes floating numbers (or bools of them) element by element, which raises nothing, and writes nowhere but
+    to its first operand."""
+    if torch.Tag.pointwise not in call.func.tags or not writes_first(call) or rule.run is not None:
         return False
     if torch.Tag.nondeterministic_seeded in call.func.tags:
         return False
     dtypes = [call.operands[i].dtype for i, fact in enumerate(call.parted) if fact is not None]
     made = [meta.dtype for meta in call.results if meta is not None]
     return all(dtype.is_floating_point or dtype is torch.bool for dtype in (*dtypes, *made))
+
+
+def writes_first(call: Call) -> bool:
+    """Whether it writes nowhere but to its first operand, which it returns."""
+    schema = call.func._schema
+    written = [argument.name for argument in schema.arguments if argument.alias_info is not None and argument.alias_info.is_write]
+    return not schema.is_mutable or (written == [schema.arguments[0].name] == [call.names[0]] and len(schema.returns) == 1)
 
 
 def _by_position(row: Row, factors: Factors, call: Call, fact: Parted) -> Row | None:
@@ -103,7 +111,7 @@ def left_parted(
     factors: Factors, call: Call, rows: Sequence[Row], operands: Sequence[Layout], results: Sequence[Layout | None]
 ) -> tuple[Left, ...]:
     """The results whose rows are parted when these rows are taken."""
-    if call.func._schema.is_mutable or not (call.parted or factors.groups):
+    if not writes_first(call) or not (call.parted or factors.groups):
         return ()
     given = [layout for layout in results if layout is not None]
     found = {left.result: left for left in _by_owners(factors, call, rows, operands, given)}

@@ -8,7 +8,7 @@ look-up.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..cost.link import device_of, link_of
@@ -77,7 +77,9 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
             cost = moving.get((i, target))
             if cost is None:
                 paid = call.settled(i, mesh_dim) and not isinstance(target, Partial)
-                cost = moving[i, target] = LOCAL_STEP if paid else _move(current[i], target, call.operands[i], mesh_dim)
+                cost = LOCAL_STEP if paid else _move(current[i], target, call.operands[i], mesh_dim)
+                shared = call.passed(i, mesh_dim) and not isinstance(target, Partial)  # by this use and those to come
+                cost = moving[i, target] = cost / 2 if shared else cost
             seconds += cost
             changes += cost > 0
             gathers += cost > LOCAL_STEP and isinstance(current[i], int) and isinstance(target, Replicate)
@@ -90,7 +92,7 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
                 changes += cost > 0
         if stays and gathers > 1:
             seconds -= (gathers - 1) * together
-        anew, owners = row.factor is not None and not stays, _by_owners(line, factors, call)
+        anew, owners = row.factor is not None and _cuts_anew(line, factors, call, current), _by_owners(line, factors, call)
         for r, where in enumerate(line.results):
             if r not in kept and not isinstance(where, Replicate):
                 summed, cut = owed[r]
@@ -138,6 +140,20 @@ def _debts(table: Table, factors: Factors, call: Call, nbytes: list[int], mesh_d
     stays = any(isinstance(at, int) and at == to for line in table.lines for at, to in zip(current, line.operands, strict=True))
     again = link.exchange.seconds(ranks, 0) if stays else 0.0
     return [(terms * size / link.all_reduce.bandwidth, again + size / ranks / link.exchange.bandwidth) for size in sizes]
+
+
+def _cuts_anew(line: Line, factors: Factors, call: Call, current: Sequence[Where]) -> bool:
+    """Whether the results' cut is no operand's, or a smaller one's than one that moves, whose cut they could have had."""
+    made = {name for dims in factors.results for names in dims for name in names}
+    stays = moves = 0
+    for i, (at, target) in enumerate(zip(current, line.operands, strict=True)):
+        if not isinstance(at, int) or target is None:
+            continue
+        if at == target:
+            stays = max(stays, call.operands[i].max_local_nbytes)
+        elif not made.isdisjoint(factors.operands[i][at]):
+            moves = max(moves, call.operands[i].max_local_nbytes)
+    return not stays or stays < moves
 
 
 def _here(call: Call, mesh_dim: int) -> tuple[Where | None, ...]:

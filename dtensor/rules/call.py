@@ -89,6 +89,11 @@ class Call:
         own = self.known[operand] if self.known else None
         return own is not None and mesh_dim in own.settled
 
+    def passed(self, operand: int, mesh_dim: int) -> bool:
+        """Whether another operation has left terms of an operand's terms over a mesh dim."""
+        own = self.known[operand] if self.known else None
+        return own is not None and mesh_dim in own.passed
+
     @property
     def fixed(self) -> frozenset[int]:
         """Positions of operands that stay as they are: numbers and 0-d plain tensors. Plain tensors with dims can be cut."""

@@ -39,10 +39,12 @@ class Known:
     Attributes:
         parted: how its rows are parted.
         settled: mesh dims over which it is in terms that have been added up before, for another operation.
+        passed: mesh dims over which it is in terms that another operation has passed on.
     """
 
     parted: Parted | None = None
     settled: frozenset[int] = frozenset()
+    passed: frozenset[int] = frozenset()
 
 
 NOTHING: Mapping[Any, Known] = MappingProxyType({})  # by argument and position in a list

@@ -53,3 +53,32 @@ def test_tokens_go_to_experts_rather_than_experts_to_tokens() -> None:
     assert made.placements == (Partial(),)  # each row is its expert's
     assert nbytes == 3 * x.nbytes // 4
     torch.testing.assert_close(made.full_tensor(), F.grouped_mm(x, weight, offs=ends), atol=1e-4, rtol=1e-4)
+
+
+def test_a_batch_stays_where_it_lies_though_what_scales_it_is_cut() -> None:
+    """The cut of a few numbers is no reason to bring all the others there."""
+    x, scales = numbers(8, 16, 28, 28), numbers(16)
+    norm = torch.nn.BatchNorm2d(16)
+    expected = F.batch_norm(x, None, None, scales, scales, training=True)
+    whole_statistics = [whole(t) for t in (norm.running_mean, norm.running_var)]
+    made, nbytes = received(
+        lambda *args: F.batch_norm(args[0], *whole_statistics, args[1], args[1], training=True), cut(x), cut(scales)
+    )
+    assert made.placements == (Shard(0),)
+    assert nbytes < 1000
+    torch.testing.assert_close(made.full_tensor(), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_terms_that_were_passed_on_are_added_up_when_they_are_met_again() -> None:
+    """A norm written out: the mean of terms is in terms, and what it is subtracted from is asked for twice."""
+    a, b = numbers(512, 64), numbers(64, 512)
+    x = dt.distribute_tensor(a, MESH, [Shard(1)]) @ cut(b)
+
+    def normed(x: Any) -> Any:
+        mean = x.mean(-1, keepdim=True)
+        variance = (x - mean).pow(2).mean(-1, keepdim=True)
+        return (x - mean) * torch.rsqrt(variance + 1e-5)
+
+    made, nbytes = received(normed, x)
+    assert nbytes < 1.6 * 512 * 512 * 4  # once, not twice
+    torch.testing.assert_close(made.full_tensor(), normed(a @ b), atol=1e-4, rtol=1e-4)
