@@ -179,12 +179,13 @@ def message(row: Tensor) -> Tensor:
 @issuing
 def all_to_all_rows(group: Group, into: Tensor, row: Tensor, arriving: list[int], leaving: list[int]) -> list[Ending]:
     """One all-to-all of the parts of ``row``, ``leaving`` elements each; what comes stands in ``into``."""
+    travels = max(into.nbytes, row.nbytes) - arriving[group.torch_rank] * row.dtype.itemsize  # its own part stays here
     if row.dtype not in _CARRIED:
         unit = row.dtype.itemsize
         arriving, leaving = ([length * unit for length in side] for side in (arriving, leaving))
     # Always with lengths: one rank's may be equal where another's are not, and without them gloo runs another algorithm.
     work = group.handle.alltoall_base(message(into), message(row), arriving, leaving, _ALL_TO_ALL)
-    return endable(group, max(into.nbytes, row.nbytes), [work])
+    return endable(group, travels, [work])
 
 
 @issuing

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -259,8 +260,10 @@ def _of_numbers(value: Any, device: torch.device) -> Any:
 class _Modes(threading.local):
     """A mode for fake tensors; every thread has its own, since a mode remembers that one of its kernels runs."""
 
-    def __init__(self) -> None:
-        self.fake = FakeTensorMode()
+    @cached_property
+    def fake(self) -> FakeTensorMode:
+        """Made where it is asked for: making one imports torch's compiler."""
+        return FakeTensorMode()
 
 
 _MODES = _Modes()

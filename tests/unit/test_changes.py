@@ -47,6 +47,7 @@ def ours():
 assert not ours()
 import dtensor, dtensor as dt
 assert gc.isenabled()  # which rests during the import
+assert "torch._dynamo" not in sys.modules  # whose import takes ten times as long as ours
 """
 STAGES = {
     "import": "",
