@@ -15,7 +15,7 @@ from ..base.symbols import OpenSize, settled, size_of, sizes, still_open
 from ..base.tracing import has_no_values
 from ..layout.layout import Layout
 from . import wrapping
-from .plain_operands import in_autograd
+from .plain_operands import made_by_torch
 
 AS_IT_IS = frozenset((type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, str))  # in a key as in a call
 _TRUE, _FALSE = object(), object()  # True == 1 as a dictionary key; these are not
@@ -48,7 +48,7 @@ def static(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | None 
         if isinstance(value, wrapping.TENSOR):
             key.append(value._layout)
             return value._local
-        key.append((*_manner(value), in_autograd(), has_no_values(value)))  # what is traced, ranks have not compared
+        key.append((*_manner(value), made_by_torch(), has_no_values(value)))  # what is traced, ranks have not compared
         # the zeros of forward-mode gradients have no memory, and what knows that lies above the local operators
         return torch.zeros_like(value) if value._is_zerotensor() else value
     if kind in _SYMBOLS:  # of a program that is traced: looked at where its value decides something
@@ -105,7 +105,7 @@ def _static_list(value: Any, key: list[Any], by_type: bool, numbers: list[Any] |
             key += layouts
             return locals_
     elif first is torch.Tensor and set(map(type, value)) == {first}:  # step counts
-        key.append((in_autograd(), *map(_manner, value)))
+        key.append((made_by_torch(), *map(_manner, value)))
         return list(value)
     elif (first is int or first is float) and (len(value) == 1 or len(set(map(type, value))) == 1):  # True == 1 as a key
         key.append((first, len(value)) if by_type else (first, *value))

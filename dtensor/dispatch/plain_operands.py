@@ -3,7 +3,8 @@
 The law, the same in one process and on processes:
 
 - numbers (0-d, one element, one element expanded) and tensors without elements count as the same on every rank;
-- while autograd computes gradients, backward or forward, so do all: its formulas make constants from shapes;
+- while autograd computes gradients, backward or forward, so do all: its formulas make constants from shapes. Where else torch
+  makes tensors of its own, as ``vmap`` does for ``embedding``, it says so itself;
 - arguments that the operator's rule declares (``Rule.plain``: tables of indices, class weights) are taken, and compared between
   ranks when their call is planned, once for each combination of shapes and layouts: one exchange of a few bytes, none on a hit;
 - everything else raises on all ranks, unless ``implicit_replication()`` says that every rank holds the same.
@@ -36,9 +37,13 @@ from .mixed_meshes import Runner, meshes_of
 from .wrapping import wrap_local
 
 
-def in_autograd() -> bool:
-    """Whether autograd is computing gradients in this thread, backward or forward."""
-    return graph_task() != -1 or forward_ad._current_level >= 0
+# Torch's own word that the plain tensors of this thread are alike on all ranks, since 2.12: batching rules give it.
+_torch_says = getattr(torch._C, "_get_dtensor_allow_implicit_replication", lambda: False)
+
+
+def made_by_torch() -> bool:
+    """Whether torch makes the plain tensors of this thread: autograd, backward or forward, or a batching rule of ``vmap``."""
+    return graph_task() != -1 or forward_ad._current_level >= 0 or _torch_says()
 
 
 def is_number(value: torch.Tensor) -> bool:
@@ -50,7 +55,7 @@ def is_number(value: torch.Tensor) -> bool:
 
 def taken_as_replicated(value: torch.Tensor) -> bool:
     """Whether a plain tensor beside DTensors counts as the same on all ranks without being asked for."""
-    return is_number(value) or ((MODES.implicit_replication or in_autograd()) and not isinstance(value, PerRank))
+    return is_number(value) or ((MODES.implicit_replication or made_by_torch()) and not isinstance(value, PerRank))
 
 
 def declared(operator: Operator) -> tuple[str, ...]:
@@ -65,7 +70,7 @@ def admit(value: torch.Tensor, name: str, operator: Operator) -> None:
     Raises:
         MixedTensorError: the law above does not allow it.
     """
-    anything = MODES.implicit_replication or in_autograd()
+    anything = MODES.implicit_replication or made_by_torch()
     number = operator.facts.per_element and value.ndim == 0  # step counts of optimizers are alike on all ranks
     # results under the mode take the whole value
     if name in operator.mutated and not (number or (anything and name in operator.outs)):
@@ -89,7 +94,7 @@ def agree_on_declared(operator: Operator, bound: dict[str, Any], mesh: DeviceMes
         MixedTensorError: on all ranks, if they differ.
     """
     names = declared(operator)
-    for name in names if names and not (MODES.implicit_replication or in_autograd()) else ():
+    for name in names if names and not (MODES.implicit_replication or made_by_torch()) else ():
         for item in listed(bound.get(name)):
             if isinstance(item, torch.Tensor) and not hasattr(item, "_layout") and not is_number(item):
                 same_on_all(mesh, item, f"{operator.name} (argument {name!r})")
