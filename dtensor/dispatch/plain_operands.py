@@ -36,7 +36,6 @@ from ..rules.registry import lookup
 from .mixed_meshes import Runner, meshes_of
 from .wrapping import wrap_local
 
-
 # Torch's own word that the plain tensors of this thread are alike on all ranks, since 2.12: batching rules give it.
 _torch_says = getattr(torch._C, "_get_dtensor_allow_implicit_replication", lambda: False)
 
