@@ -16,7 +16,7 @@ from ..base.symbols import OpenSize, settled, size_of, sizes, still_open
 from ..base.tracing import has_no_values
 from ..layout.layout import Layout
 from . import wrapping
-from .plain_operands import in_autograd
+from .plain_operands import made_by_torch
 
 AS_IT_IS = frozenset((type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, str))  # in a key as in a call
 _TRUE, _FALSE = object(), object()  # True == 1 as a dictionary key; these are not
@@ -51,7 +51,7 @@ def static(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | None 
             key.append(value._layout)
             return value._local
         without = has_no_values(value)
-        key.append((*_manner(value), in_autograd(), without))  # what is traced, ranks have not compared
+        key.append((*_manner(value), made_by_torch(), without))  # what is traced, ranks have not compared
         if numbers is not None and kind is torch.Tensor and not without and not value.dim() and value.device.type == "cpu":
             numbers.append(value.tolist())
         # the zeros of forward-mode gradients have no memory, and what knows that lies above the local operators
@@ -112,7 +112,7 @@ def static_list(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | 
             return locals_
     elif first is torch.Tensor and set(map(type, value)) == {first}:
         of_one_kind = set(map(_KIND, value)) == {(0, torch.strided, dtype := value[0].dtype)}  # step counts
-        key.append((in_autograd(), len(value), dtype) if of_one_kind else (in_autograd(), *map(_manner, value)))
+        key.append((made_by_torch(), len(value), dtype) if of_one_kind else (made_by_torch(), *map(_manner, value)))
         return list(value)
     elif (first is int or first is float) and (len(value) == 1 or len(set(map(type, value))) == 1):  # True == 1 as a key
         key.append((first, len(value)) if by_type else (first, *value))

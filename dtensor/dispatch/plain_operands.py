@@ -3,7 +3,8 @@
 The law, the same in one process and on processes:
 
 - numbers (0-d, one element, one element expanded) and tensors without elements count as the same on every rank;
-- while autograd computes gradients, backward or forward, so do all: its formulas make constants from shapes;
+- while autograd computes gradients, backward or forward, so do all: its formulas make constants from shapes. Where else torch
+  makes tensors of its own, as ``vmap`` does for ``embedding``, it says so itself;
 - arguments that the operator's rule declares (``Rule.plain``: tables of indices, class weights) are taken, and compared between
   ranks when their call is planned, once for each combination of shapes and layouts: one exchange of a few bytes, none on a hit;
 - everything else raises on all ranks, unless ``implicit_replication()`` says that every rank holds the same.
@@ -37,10 +38,13 @@ from ..rules.registry import lookup
 from .mixed_meshes import Runner, meshes_of
 from .wrapping import wrap_local
 
+# Torch's own word that the plain tensors of this thread are alike on all ranks, since 2.12: batching rules give it.
+_torch_says = getattr(torch._C, "_get_dtensor_allow_implicit_replication", lambda: False)
 
-def in_autograd() -> bool:
-    """Whether autograd is computing gradients in this thread, backward or forward."""
-    return graph_task() != -1 or forward_ad._current_level >= 0
+
+def made_by_torch() -> bool:
+    """Whether torch makes the plain tensors of this thread: autograd, backward or forward, or a batching rule of ``vmap``."""
+    return graph_task() != -1 or forward_ad._current_level >= 0 or _torch_says()
 
 
 def is_number(value: torch.Tensor) -> bool:
@@ -52,7 +56,7 @@ def is_number(value: torch.Tensor) -> bool:
 
 def taken_as_replicated(value: torch.Tensor) -> bool:
     """Whether a plain tensor beside DTensors counts as the same on all ranks without being asked for."""
-    return is_number(value) or ((MODES.implicit_replication or in_autograd()) and not isinstance(value, PerRank))
+    return is_number(value) or ((MODES.implicit_replication or made_by_torch()) and not isinstance(value, PerRank))
 
 
 def declared(operator: Operator) -> tuple[str, ...]:
@@ -67,7 +71,7 @@ def admit(value: torch.Tensor, name: str, position: int | None, operator: Operat
     Raises:
         MixedTensorError: the law above does not allow it.
     """
-    anything = MODES.implicit_replication or in_autograd()
+    anything = MODES.implicit_replication or made_by_torch()
     # step counts of optimizers are alike on all ranks; so is what a list operator writes beside its lists (``found_inf``)
     number = operator.facts.per_element and (value.ndim == 0 or (position is None and value.numel() == 1))
     # results under the mode take the whole value
@@ -93,7 +97,7 @@ def agree_on_declared(operator: Operator, bound: dict[str, Any], plan: Plan) -> 
         MixedTensorError: on all ranks, if they differ.
     """
     names = declared(operator)
-    for name in names if names and not (MODES.implicit_replication or in_autograd()) else ():
+    for name in names if names and not (MODES.implicit_replication or made_by_torch()) else ():
         for item in listed(bound.get(name)):
             if isinstance(item, torch.Tensor) and not hasattr(item, "_layout") and not is_number(item):
                 read = torch.tensor(item.shape) if plan.how == "answer" else item
@@ -103,7 +107,7 @@ def agree_on_declared(operator: Operator, bound: dict[str, Any], plan: Plan) -> 
 def through_copies(operator: Operator, bound: dict[str, Any]) -> Runner | None:
     """How to run a call that writes to plain tensors, where it may: on replicated copies of them, from which every rank takes the
     whole values (``out=`` arguments have their own way). None: it does not."""
-    if not operator.mutated or not (MODES.implicit_replication or in_autograd()):
+    if not operator.mutated or not (MODES.implicit_replication or made_by_torch()):
         return None
     written = (name for name in operator.names if name in operator.mutated and name not in operator.outs)
     names = tuple(name for name in written if any(_copied(operator, item) for item in listed(bound.get(name))))

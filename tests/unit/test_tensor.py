@@ -841,6 +841,19 @@ def test_plain_indices_under_vmap_meet_a_dtensor() -> None:
         assert torch.equal(pick(x).full_tensor(), pick(whole))
 
 
+@pytest.mark.skipif(not hasattr(torch._C, "_get_dtensor_allow_implicit_replication"), reason="torch does not say so")
+@pytest.mark.parametrize("table", [Shard(0), Shard(1), Shard(2), R])
+@pytest.mark.parametrize("rows", [Shard(0), Shard(1), R])
+def test_what_vmap_makes_itself_meets_a_dtensor(table: dt.Placement, rows: dt.Placement) -> None:
+    weight, indices = value(3, 5, 6), torch.arange(21).reshape(3, 7) % 5
+    found = torch.vmap(torch.nn.functional.embedding)(
+        dt.distribute_tensor(indices, MESH, [rows]), dt.distribute_tensor(weight, MESH, [table])
+    )
+    assert torch.equal(found.full_tensor(), torch.vmap(torch.nn.functional.embedding)(indices, weight))
+    with pytest.raises(MixedTensorError):  # what the function brings is the caller's
+        torch.vmap(lambda x: x + torch.ones(6))(dt.distribute_tensor(weight, MESH, [table]))
+
+
 def test_plans_follow_the_default_dtype() -> None:
     x = dt.distribute_tensor(torch.arange(6), dt.DeviceMesh("cpu", 2), [dt.Shard(0)])
     for dtype in (torch.float32, torch.float64, torch.float32):
