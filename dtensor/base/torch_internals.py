@@ -97,6 +97,11 @@ NAMES: dict[str, Internal] = {
     # --- autograd
     "BelowAutograd": Internal("torch._C._AutoDispatchBelowAutograd", "local operations skip autograd", "torch.no_grad(), slower"),
     "graph_task": Internal("torch._C._current_graph_task_id", "whether gradients are being computed in this thread", _NONE),
+    "said_alike": Internal(
+        "torch._C._get_dtensor_allow_implicit_replication",
+        "torch's own word that a batching rule makes plain tensors alike on all ranks; since 2.12",
+        _NONE,
+    ),
     "engine_runs": Internal("torch._C._will_engine_execute_node", "whether backward was asked for some gradients only", _NONE),
     "graph_stays": Internal(
         "torch._C._autograd._get_current_graph_task_keep_graph", "whether a backward pass was given retain_graph=True", _NONE

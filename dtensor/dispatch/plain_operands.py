@@ -38,13 +38,17 @@ from ..rules.registry import lookup
 from .mixed_meshes import Runner, meshes_of
 from .wrapping import wrap_local
 
-# Torch's own word that the plain tensors of this thread are alike on all ranks, since 2.12: batching rules give it.
-_torch_says = getattr(torch._C, "_get_dtensor_allow_implicit_replication", lambda: False)
+try:
+    from ..base.torch_internals import said_alike
+except ImportError:  # torch before 2.12 does not say it
+
+    def said_alike() -> bool:
+        return False
 
 
 def made_by_torch() -> bool:
     """Whether torch makes the plain tensors of this thread: autograd, backward or forward, or a batching rule of ``vmap``."""
-    return graph_task() != -1 or forward_ad._current_level >= 0 or _torch_says()
+    return graph_task() != -1 or forward_ad._current_level >= 0 or said_alike()
 
 
 def is_number(value: torch.Tensor) -> bool:
@@ -100,7 +104,7 @@ def agree_on_declared(operator: Operator, bound: dict[str, Any], plan: Plan) -> 
     for name in names if names and not (MODES.implicit_replication or made_by_torch()) else ():
         for item in listed(bound.get(name)):
             if isinstance(item, torch.Tensor) and not hasattr(item, "_layout") and not is_number(item):
-                read = torch.tensor(item.shape) if plan.how == "answer" else item
+                read = torch.tensor(item.shape, device=item.device) if plan.how == "answer" else item
                 same_on_all(plan.call.mesh, read, f"{operator.name} (argument {name!r})")
 
 

@@ -150,9 +150,9 @@ def _cuts_anew(line: Line, factors: Factors, call: Call, current: Sequence[Where
         if not isinstance(at, int) or target is None:
             continue
         if at == target:
-            stays = max(stays, call.operands[i].max_local_nbytes)
+            stays = max(stays, call.operands[i].nbytes)
         elif not made.isdisjoint(factors.operands[i][at]):
-            moves = max(moves, call.operands[i].max_local_nbytes)
+            moves = max(moves, call.operands[i].nbytes)
     return not stays or stays < moves
 
 
