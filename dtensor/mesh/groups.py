@@ -245,7 +245,7 @@ _NAMING = Together(_names_of_ours)
 _BESIDE: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by the program's group: it ends with it
 _PARTS: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 _OURS: WeakSet[Any] = WeakSet()
-_MAKING = threading.RLock()  # several threads may communicate for the first time at once
+_LOCK, _MAKING = threading.Lock(), WeakKeyDictionary[Any, Any]()  # by the program's group, as ranks may make others meanwhile
 
 
 def beside(handle: Any, device_type: str) -> Any:
@@ -254,7 +254,9 @@ def beside(handle: Any, device_type: str) -> Any:
     """
     if handle in _OURS or dist.get_world_size(handle) == 1 or backend_of(handle, device_type) != "gloo":
         return handle
-    with _MAKING:
+    with _LOCK:
+        making = _MAKING.setdefault(handle, threading.RLock())
+    with making:  # several threads may communicate for the first time at once
         found = _BESIDE.get(handle)
         if found is None:
             found = _BESIDE[handle] = _made_beside(handle, dist.get_process_group_ranks(handle), device_type)
@@ -265,11 +267,10 @@ def beside_part(handle: Any, ranks: Sequence[int], device_type: str) -> Any:
     """The same where only these of its ranks talk, and come here."""
     if len(ranks) == dist.get_world_size(handle) or backend_of(handle, device_type) != "gloo":
         return beside(handle, device_type)
-    with _MAKING:
-        made, key = _PARTS.setdefault(handle, {}), tuple(sorted(ranks))
-        found = made.get(key)
-        if found is None:
-            found = made[key] = _made_beside(handle, list(ranks), device_type)
+    made, key = _PARTS.setdefault(handle, {}), tuple(sorted(ranks))
+    found = made.get(key)
+    if found is None:
+        found = made[key] = _made_beside(handle, list(ranks), device_type)
     return found
 
 

@@ -171,11 +171,12 @@ def _watcher() -> Watcher:
 def _tell_level() -> None:
     """Another level is a thing that ranks compare, as collectives are: what differs after it would not be seen."""
     watcher = _Watched.watcher
-    if watcher is None or not watcher.board.present or watcher.level == Level.now:
+    if watcher is None or watcher.level == Level.now or not watcher.board.present or os.getpid() != watcher.board.pid:
         return
     watcher.level = Level.now
-    for chain in list(watcher.chains.values()):
-        if chain.count and not chain.take_down(Deed.of(f"check_ranks({Level.now!r})", "")):
+    begun = [chain for chain in list(watcher.chains.values()) if chain.count and watcher.board.verdict is None]
+    for chain in begun:
+        if not chain.take_down(Deed.of(f"check_ranks({Level.now!r})", "")):
             raise refuse(chain)
         chain.words[ISSUED] = chain.count
 
