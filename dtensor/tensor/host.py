@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Size, SymInt, Tensor
 
 from ..base.torch_internals import (
     DispatchKey,
@@ -67,6 +67,16 @@ def share_memory_(self: Any) -> Any:
 def is_shared(self: Any) -> bool:
     """Whether the local is in shared memory."""
     return bool(self._local.is_shared())
+
+
+def new(self: Any, *args: Any, size: Any = None, **options: Any) -> Any:
+    """As ``torch.Tensor.new`` of a shape: not initialised, of this dtype, replicated as ``new_empty`` gives it. Of data: plain, as
+    ``new_tensor`` gives them."""
+    if size is None and len(args) == 1 and isinstance(args[0], Size):
+        args, size = (), args[0]
+    if size is not None or all(isinstance(n, (int, SymInt)) for n in args):
+        return self.new_empty(size if size is not None else args or (0,), **options)
+    return Tensor.new(self, *args, **options)
 
 
 def apply_(self: Any, callable: Callable[..., Any]) -> Any:
