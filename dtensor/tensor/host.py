@@ -70,8 +70,8 @@ def is_shared(self: Any) -> bool:
 
 
 def new(self: Any, *args: Any, size: Any = None, **options: Any) -> Any:
-    """As ``torch.Tensor.new`` of a shape: not initialised, of this dtype, replicated as ``new_empty`` gives it. Of data: plain, as
-    ``new_tensor`` gives them."""
+    """As ``torch.Tensor.new`` of a shape: not initialised, of this dtype, replicated as ``new_empty`` gives it. Data are plain, as
+    those of ``new_tensor``."""
     if size is None and len(args) == 1 and isinstance(args[0], Size):
         args, size = (), args[0]
     if size is not None or all(isinstance(n, (int, SymInt)) for n in args):
