@@ -70,13 +70,14 @@ def is_shared(self: Any) -> bool:
 
 
 def new(self: Any, *args: Any, size: Any = None, **options: Any) -> Any:
-    """As ``torch.Tensor.new`` of a shape: not initialised, of this dtype, replicated as ``new_empty`` gives it. Data are plain, as
-    those of ``new_tensor``."""
-    if size is None and len(args) == 1 and isinstance(args[0], Size):
-        args, size = (), args[0]
-    if size is not None or all(isinstance(n, (int, SymInt)) for n in args):
-        return self.new_empty(size if size is not None else args or (0,), **options)
-    return Tensor.new(self, *args, **options)
+    """As ``torch.Tensor.new`` of a shape: not initialised, of this dtype, replicated as ``new_empty`` gives it. Data are plain,
+    as those of ``new_tensor``."""
+    shape = size
+    if size is None and all(isinstance(n, (int, SymInt)) for n in args):
+        shape = args or (0,)
+    elif size is None and isinstance(args[0], Size):
+        (shape,) = args
+    return Tensor.new(self, *args, **options) if shape is None else self.new_empty(shape, **options)
 
 
 def apply_(self: Any, callable: Callable[..., Any]) -> Any:
