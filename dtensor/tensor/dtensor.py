@@ -326,7 +326,7 @@ class DTensor(torch.Tensor):
 
     tolist, numpy, __array__, __dlpack__, __format__ = host.tolist, host.numpy, host.array, host.dlpack, host.text
     share_memory_, is_shared, is_pinned, pin_memory = host.share_memory_, host.is_shared, host.is_pinned, host.pin_memory
-    apply_ = host.apply_
+    apply_, new = host.apply_, host.new
     __bool__, __int__, __index__, __float__ = host.truth, host.integer, host.index, host.real
     __complex__, __iter__ = host.complex_number, host.rows
 

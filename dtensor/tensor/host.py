@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Size, SymInt, Tensor
 
 from ..base.torch_internals import (
     DispatchKey,
@@ -67,6 +67,17 @@ def share_memory_(self: Any) -> Any:
 def is_shared(self: Any) -> bool:
     """Whether the local is in shared memory."""
     return bool(self._local.is_shared())
+
+
+def new(self: Any, *args: Any, size: Any = None, **options: Any) -> Any:
+    """As ``torch.Tensor.new`` of a shape: not initialised, of this dtype, replicated as ``new_empty`` gives it. Data are plain,
+    as those of ``new_tensor``."""
+    shape = size
+    if size is None and all(isinstance(n, (int, SymInt)) for n in args):
+        shape = args or (0,)
+    elif size is None and isinstance(args[0], Size):
+        (shape,) = args
+    return Tensor.new(self, *args, **options) if shape is None else self.new_empty(shape, **options)
 
 
 def apply_(self: Any, callable: Callable[..., Any]) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 import dtensor as dt
+from dtensor.errors import UnsupportedOperationError
 from dtensor.parallel import fully_shard, replicate
 
 
@@ -136,3 +137,23 @@ def test_hooks_of_parameters_see_each_gradient_once(wrap: Any) -> None:
         assert sorted(i for i, _ in seen) == sorted(after) == list(range(6))
         assert all(isinstance(grad, dt.DTensor) for _, grad in seen)
     torch.testing.assert_close([p.grad.full_tensor() / 3 for p in model.parameters()], [g.full_tensor() for _, g in sorted(seen)])
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")  # torch says it once
+@pytest.mark.parametrize("distribute", [fully_shard, replicate])
+def test_gradients_that_have_no_graph_are_not_given_where_one_is_asked_for(distribute: Any) -> None:
+    mesh, alone = dt.init_device_mesh("cpu", (2,)), model_of()
+    model, x = copy.deepcopy(alone), torch.randn(4, 6, dtype=torch.float64)
+    distribute(model, mesh=mesh)
+    with pytest.raises(UnsupportedOperationError, match="create_graph=True"):
+        model(x).square().sum().backward(create_graph=True)
+    penalised = []
+    for module in (alone, model):  # as Wasserstein critics are: through the gradient of the input
+        module.zero_grad()
+        given = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(module(given).square().sum(), given, create_graph=True)
+        slope.square().sum().backward()
+        penalised.append([p.grad for p in module.parameters()])
+    for own, expected in zip(penalised[1], penalised[0], strict=True):
+        if expected is not None:
+            torch.testing.assert_close(own.full_tensor(), expected)

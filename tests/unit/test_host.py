@@ -56,3 +56,14 @@ def test_sharing_memory_shares_the_pieces() -> None:
     layer.share_memory()
     assert layer.weight.is_shared()
     assert layer(dt.distribute_tensor(X, LINE, [Shard(0)])).shape == (5, 5)
+
+
+def test_the_old_way_to_make_a_tensor_of_a_shape_gives_a_distributed_one() -> None:
+    x = dt.distribute_tensor(torch.rand(5, 3), dt.init_device_mesh("cpu", (2,)), [dt.Shard(0)])
+    for made, shape in ((x.new(2, 3), (2, 3)), (x.new(x.shape), (5, 3)), (x.new(size=(4, 1)), (4, 1)), (x.int().new(), (0,))):
+        assert isinstance(made, dt.DTensor)
+        assert made.shape == shape
+    assert x.new([1.0, 2.0]).tolist() == [1.0, 2.0]
+    assert torch.equal((x.new(x.shape).zero_() + x).full_tensor(), x.full_tensor())
+    assert torch.distributions.Exponential(x + 1).sample().shape == (5, 3)  # draws into such a tensor
+    assert torch.distributions.Multinomial(4, probs=x + 1).sample().sum().item() == 20

@@ -78,6 +78,12 @@ class Gathered(torch.autograd.Function):
             if trainable
         }
         asked = not engine_runs(_ANCHORED)
+        if not asked and any(grad is not None and grad.requires_grad for grad in grads):
+            raise UnsupportedOperationError(
+                "backward(create_graph=True) of parameters under fully_shard or replicate: their gradients arrive after the pass "
+                "without a graph, so what is computed of them would have no gradient; gradients of inputs have one: "
+                "torch.autograd.grad(loss, inputs, create_graph=True)"
+            )
         given = ctx.receiver.receive(group, ctx.use, gradients, ctx.distributed, asked)
         return *(None,) * _BEFORE, *([given.get(m.parameter) for m in group.managed] if asked else (None,) * len(group.managed))
 
