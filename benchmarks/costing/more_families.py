@@ -137,6 +137,11 @@ MORE = {
         _with(num_experts=lambda _: 4, shared_expert_intermediate_size=_hidden, **_FEW),
         (_EXPERTS, *LLAMA),
     ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        _with(num_local_experts=lambda _: 4, num_experts_per_tok=lambda _: 2, head_dim=_per_head, pad_token_id=lambda _: 0),
+        (_EXPERTS, (r"(q|k|v)_proj\.bias|sinks", COLUMN), *LLAMA),
+    ),
     "mamba": Family(
         "MambaForCausalLM",
         _named(hidden_size=_width, num_hidden_layers=_layers, vocab_size=_words),
