@@ -16,7 +16,7 @@ from ..base.symbols import OpenSize, settled, size_of, sizes, still_open
 from ..base.tracing import has_no_values
 from ..layout.layout import Layout
 from . import wrapping
-from .plain_operands import made_by_torch
+from .plain_operands import as_plain_gradient, made_by_torch
 
 AS_IT_IS = frozenset((type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, str))  # in a key as in a call
 _TRUE, _FALSE = object(), object()  # True == 1 as a dictionary key; these are not
@@ -50,6 +50,8 @@ def static(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | None 
         if isinstance(value, wrapping.TENSOR):
             key.append(value._layout)
             return value._local
+        if value.requires_grad:
+            as_plain_gradient(value)
         without = has_no_values(value)
         key.append((*_manner(value), made_by_torch(), without))  # what is traced, ranks have not compared
         if numbers is not None and kind is torch.Tensor and not without and not value.dim() and value.device.type == "cpu":

@@ -26,6 +26,7 @@ from ..base.callers import wrapped_by_torch
 from ..base.modes import MODES
 from ..base.nested import listed
 from ..base.torch_internals import forward_ad, graph_task
+from ..base.tracing import under_way
 from ..comm import PerRank, communicator_of
 from ..comm.agreement import same_on_all
 from ..errors import LayoutError, MixedTensorError
@@ -49,6 +50,19 @@ except ImportError:  # torch before 2.12 does not say it
 def made_by_torch() -> bool:
     """Whether torch makes the plain tensors of this thread: autograd, backward or forward, or a batching rule of ``vmap``."""
     return graph_task() != -1 or forward_ad._current_level >= 0 or said_alike()
+
+
+def as_plain_gradient(value: torch.Tensor) -> None:
+    """Have the gradient of a plain operand be plain: of a loss of this rank's own part of the batch, to which a penalty of
+    distributed parameters is added. (That of a leaf is the distributed one, as it arrives.)
+    """
+    if value.grad_fn is not None and torch.is_grad_enabled() and not under_way():
+        value.register_hook(_whole)
+
+
+def _whole(grad: torch.Tensor) -> torch.Tensor | None:
+    whole: torch.Tensor | None = grad.full_tensor() if hasattr(grad, "_layout") else None
+    return whole
 
 
 def is_number(value: torch.Tensor) -> bool:

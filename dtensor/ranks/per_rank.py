@@ -30,7 +30,7 @@ from ..base.torch_internals import (
     included_keys,
     make_wrapper_subclass,
 )
-from ..errors import LayoutError, MeshError, PlacementError
+from ..errors import LayoutError, MeshError, MixedTensorError, PlacementError
 from .hidden import each_rank
 from .rank_values import _EACH_RANK, RankNumber, RankValues, agreed
 from .shared_reads import UsedByRanks
@@ -161,6 +161,11 @@ def over_ranks(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
         if targets:
             return _written_back(results, targets)
     if isinstance(results[0], Tensor):
+        if hasattr(results[0], "_layout"):
+            raise MixedTensorError(
+                f"{_name_of(func)} mixes DTensors with a tensor of which ranks hold different ones; to a loss of each rank's own part "
+                "of the batch add what all ranks know as a plain tensor: penalty.full_tensor()"
+            )
         for arg in (*args[:1], *kwargs.values()):
             if isinstance(arg, PerRank) and results[0] is arg.shards[0] and all(map(operator.is_, results, arg.shards)):
                 return arg
