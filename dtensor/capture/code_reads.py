@@ -55,6 +55,7 @@ class CodeReads(Notes):
         self._modules: dict[int, types.ModuleType] = {}  # the user's
         self._loose: dict[int, types.ModuleType] = {}  # those that are handed on
         self._asked: list[types.FunctionType] = []  # whose names and documents may be asked for
+        self._caches: list[Any] = []  # which may be asked how often they were
         self._far: set[int] = set()  # those that only computed names lead to
         self._spaces: dict[int, tuple[dict[str, Any], str]] = {}  # of which any variable may be read
         self._classes: list[tuple[type, set[str], str, bool]] = []
@@ -207,6 +208,10 @@ class CodeReads(Notes):
             spoken = [name for name in _SPOKEN if self._computes or name in self._attributes_named]
             self._visit(self._watch.asked(spoken, self._asked), "functions")
             self._walk()
+        if "cache_info" in self._attributes_named:
+            for cache in self._caches:
+                self._note(cache.cache_info(), "how often a cache was asked")
+                self._watch.state(cache.cache_info, self.key[-1])
         for kind in list(dict.fromkeys(base for one in self._others for base in one.__mro__[:-1])):
             self._methods(kind)
 

@@ -180,7 +180,9 @@ class Environment(CodeReads):
             self._note(state(), path)
             self._watch.state(state, self.key[-1])
         if now is not None:
-            if not isinstance(value, CACHE):  # whose state tells
+            if isinstance(value, CACHE):  # whose state tells
+                self._caches.append(value)
+            else:
                 self._watch.other(now)
             self._visit(tuple(now()), path)
         elif is_compiled(value):

@@ -176,7 +176,6 @@ class State:
             (lambda x: s.partial(x), [lambda n: s.partial.keywords.update(k=n)]),
             (scaled, [lambda n: setattr(scaled, "__defaults__", (n,)), lambda n: setattr(scaled, "__kwdefaults__", {"by": n})]),
             (lambda x: x * s.cached(2.0), [lambda n: globals().update(G=n), lambda n: s.cached.cache_clear()]),
-            (lambda x: x * s.cached.cache_info().currsize, [s.cached]),
             (lambda x: x * context.get() * local.v, [lambda n: context.set(n), lambda n: setattr(local, "v", n)]),
         ]
 

@@ -6,6 +6,7 @@ import array
 import codecs
 import collections
 import csv
+import functools
 import gc
 import inspect
 import io
@@ -34,6 +35,7 @@ def refused() -> dict[str, Callable[[], float]]:
     POPPED, NUMBERS = iter([1.0, 2.0, 3.0, 4.0, 5.0, 6.0].pop, 9.0), iter(array.array("d", [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]))
     BITS, BUFFER = numpy.random.PCG64(1), io.BytesIO(b"123456789")
     LOCAL = collections.deque([1.0])
+    CACHED = functools.cache(lambda: 1.0)
     return {
         "how often a tensor was written to": lambda: W._version,
         "where a tensor lies": lambda: W.data_ptr() % 7,
@@ -55,6 +57,7 @@ def refused() -> dict[str, Callable[[], float]]:
         "whether memory is traced": lambda: float(tracemalloc.is_tracing()),
         "how deep the calls are": lambda: float(sys._getframe().f_lineno),
         "handlers of codecs": lambda: float(codecs.lookup_error("strict") is not None),
+        "how often a cache that it asks was asked": lambda: CACHED() * CACHED.cache_info().hits,
         "the process": lambda: float(os.getpid() % 7),
     }
 

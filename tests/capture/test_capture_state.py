@@ -449,6 +449,19 @@ def a_cached_function() -> Case:
 
 
 @case
+def how_many_a_cache_holds() -> Case:
+    read = functools.lru_cache(lambda n: n)
+    return lambda x: x * read.cache_info().currsize, lambda: read(1.0)
+
+
+@case
+def how_often_a_cache_was_asked() -> Case:
+    read = functools.lru_cache(lambda: 1.0)
+    read()
+    return lambda x: x * read.cache_info().hits, read
+
+
+@case
 def the_environment() -> Case:
     return lambda x: x * float(os.environ.get("GIVEN_SCALE", "1")), lambda: os.environ.update(GIVEN_SCALE="3")
 
