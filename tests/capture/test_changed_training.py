@@ -46,7 +46,8 @@ class Net(nn.Module):
         self.norm, self.drop = nn.BatchNorm1d(4), nn.Dropout(0.25)
         self.register_buffer("seen", torch.zeros(()))
         self.register_buffer("shift", torch.zeros(4))
-        self.factors, self.act = [1.0, np.float64(1.0)], F.relu
+        self.act: Any = F.relu
+        self.factors: list[Any] = [1.0, np.float64(1.0)]
 
     @property
     def factor(self) -> float:
@@ -54,7 +55,7 @@ class Net(nn.Module):
 
     def forward(self, x: Any) -> Any:
         with torch.no_grad():
-            self.seen.add_(1)
+            self.get_buffer("seen").add_(1)
         y = self.down(self.drop(self.act(self.up(x)))) * self.factor
         return self.norm(y) + self.shift + x
 
@@ -65,16 +66,16 @@ class World:
     def __init__(self, seed: int) -> None:
         draw = random.Random(seed)
         torch.manual_seed(seed)
-        at = draw.choice([[dt.Shard(0)], [dt.Replicate()]])
-        self.net = Net()
+        at: Any = draw.choice([[dt.Shard(0)], [dt.Replicate()]])
+        self.net: Any = Net()
         for module in (self.net.up, self.net.down):
             for name, p in list(module.named_parameters()):
                 setattr(module, name, nn.Parameter(dt.distribute_tensor(p.detach(), MESH, at)))
         for name, p in list(self.net.norm.named_parameters()):
             setattr(self.net.norm, name, nn.Parameter(dt.distribute_tensor(p.detach(), MESH, [dt.Replicate()])))
-        for module in self.net.modules():
-            for name, b in list(module.named_buffers(recurse=False)):
-                setattr(module, name, dt.distribute_tensor(b, MESH, [dt.Replicate()]))
+        for owner in self.net.modules():
+            for name, b in list(owner.named_buffers(recurse=False)):
+                setattr(owner, name, dt.distribute_tensor(b, MESH, [dt.Replicate()]))
         self.opt: Any = self._optimizer(draw.choice(["sgd", "momentum", "adamw", "adam", "foreach"]))
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.opt, 0.9)
         self.context: dict[str, Any] = {
@@ -85,7 +86,7 @@ class World:
         }
         self.handles: list[Any] = []
         self.clip = draw.random() < 0.5
-        self.batch_at = draw.choice([[dt.Shard(0)], [dt.Replicate()]])
+        self.batch_at: Any = draw.choice([[dt.Shard(0)], [dt.Replicate()]])
 
     def _optimizer(self, kind: str) -> Any:
         params = list(self.net.parameters())
@@ -269,9 +270,9 @@ class World:
     def do_nested(self, draw: random.Random) -> None:
         old = self.net.up
         if isinstance(old, nn.Linear):
-            self.net.up = nn.Sequential(old, nn.Tanh())  # type: ignore[assignment]
+            self.net.up = nn.Sequential(old, nn.Tanh())
         else:
-            self.net.up = old[0]  # type: ignore[index]
+            self.net.up = old[0]
 
     def do_parametrize(self, draw: random.Random) -> None:
         target: Any = self.net.down
@@ -284,8 +285,9 @@ class World:
             parametrize.register_parametrization(target, "weight", Doubled())
 
     def do_untie(self, draw: random.Random) -> None:
-        if isinstance(self.net.up, nn.Linear):
-            self.net.up.bias = None if self.net.up.bias is not None else nn.Parameter(self.net.shift.new_zeros(6))
+        up: Any = self.net.up
+        if isinstance(up, nn.Linear):
+            up.bias = None if up.bias is not None else nn.Parameter(self.net.shift.new_zeros(6))
 
     def do_attribute(self, draw: random.Random) -> None:
         self.net.rate = draw.choice([1.0, 2.0, 0.5])
