@@ -285,9 +285,10 @@ class World:
             parametrize.register_parametrization(target, "weight", Doubled())
 
     def do_untie(self, draw: random.Random) -> None:
-        up: Any = self.net.up
-        if isinstance(up, nn.Linear):
-            up.bias = None if up.bias is not None else nn.Parameter(self.net.shift.new_zeros(6))
+        up = self.net.up
+        if type(up) is nn.Linear:
+            bias: Any = None if up.bias is not None else nn.Parameter(self.net.shift.new_zeros(6))
+            up.bias = bias
 
     def do_attribute(self, draw: random.Random) -> None:
         self.net.rate = draw.choice([1.0, 2.0, 0.5])
