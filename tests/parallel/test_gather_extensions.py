@@ -283,6 +283,33 @@ def test_a_gather_follows_the_parameter() -> None:
     torch.testing.assert_close(layer(torch.ones(1, 3)).detach(), before * 2)
 
 
+def test_plain_locals_may_be_given_the_methods_later() -> None:
+    torch.manual_seed(0)
+    model, x, seen = nn.Linear(5, 6, bias=False), torch.randn(4, 5), []
+    rounded_weight = model.weight.detach().to(torch.bfloat16).float()
+    fully_shard(model, mesh=dt.init_device_mesh("cpu", (2,)))
+
+    def before(local: Tensor) -> Any:
+        return lambda mesh, size, stride, module, policy: seen.append(mesh.ndim) or ((local.to(torch.bfloat16),), None)
+
+    def after(outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
+        if out is not None:
+            out.copy_(outputs[0])
+            return None
+        whole = outputs[0].to(dtype)
+        return whole, (outputs[0], whole)
+
+    for local in model.weight._local_tensor.shards:
+        local.fsdp_pre_all_gather, local.fsdp_post_all_gather = before(local), after
+    for _ in range(2):
+        found = model(x)
+        torch.testing.assert_close(found, x @ rounded_weight.T)
+        found.sum().backward()
+    torch.testing.assert_close(model.weight.grad.full_tensor(), 2 * x.sum(0).expand(6, 5))
+    assert seen == [1] * len(seen)
+    assert seen
+
+
 def test_beside_tensor_parallelism() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = parallelize_module(nn.Linear(6, 8).double(), mesh["tp"], ColwiseParallel())

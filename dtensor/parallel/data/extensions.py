@@ -58,8 +58,12 @@ class Extensions:
         managed: Sequence[Managed], axes: Axes, policy: MixedPrecisionPolicy, dtypes: Sequence[torch.dtype]
     ) -> Extensions | None:
         """None: no parameter has the methods."""
-        extended = any(is_extended(x) for m in managed for x in shards_in(m.parameter)[:1])
-        return Extensions(managed, axes, policy, dtypes) if extended else None
+        return Extensions(managed, axes, policy, dtypes) if Extensions.among(managed) else None
+
+    @staticmethod
+    def among(managed: Sequence[Managed]) -> bool:
+        """Whether some parameter has the methods."""
+        return any(is_extended(x) for m in managed for x in shards_in(m.parameter)[:1])
 
     # --- before ------------------------------------------------------------------------------------------------------
     @torch.no_grad()

@@ -190,6 +190,8 @@ class Group:
         if (self.whole.gathered or self.whole.pending is not None) and self.whole.seen == now:
             return
         if self.whole.seen != now:
+            if Extensions.among(self.managed) is (self._extended is None):  # locals may be given the methods, or replaced
+                self.forget()
             self.whole.kept = None
             self.live = {use: began for use, began in self.live.items() if began != LATER}  # backward of old values is refused
         self.whole.seen, self.whole.gathered, self.whole.pending = now, False, None
