@@ -58,6 +58,19 @@ def alone_loss(model: nn.Module, batch: Tensor) -> Tensor:
     return torch.stack([(model(part) ** 2).mean() for part in batch]).mean()
 
 
+def test_several_modules_are_one_unit() -> None:
+    model, mesh = net(), dp()
+    alone = copy.deepcopy(model)
+    given = replicate([model[2], model[0], model[2]], mesh)
+    assert given == [model[2], model[0], model[2]]
+    assert unit_of(model[0]) is unit_of(model[2]) is not None
+    replicate(model, mesh)
+    for batch in data(2, 2):
+        (model(own(batch, mesh)) ** 2).mean().backward()
+        alone_loss(alone, batch).backward()
+        assert_same(model, alone)
+
+
 def trained(size: int, zero: bool, **options: Any) -> list[float]:
     mesh, model, alone = dp(size), net(), net()
     replicate(model, mesh, **options)

@@ -73,7 +73,7 @@ def fully_shard(
     ((Shard(dim=0),), tensor([1., 1., 1., 1.]))
     """
     _check_options(reshard_after_forward, mp_policy, offload_policy)
-    modules = _outermost(list(module) if isinstance(module, (list, tuple)) else [module])
+    modules = outermost(module, "fully_shard")
     axes = sharding(mesh, dp_mesh_dims, offload_policy)
     unit = _unit(modules, axes, set(ignored_params or ()), shard_placement_fn, mp_policy, reshard_after_forward)
     if reshard_after_forward is not None:
@@ -108,10 +108,11 @@ def _unit(
     return unit
 
 
-def _outermost(modules: Sequence[Any]) -> list[nn.Module]:
-    """Those that are not parts of others, with which they run; a unit can be made of each."""
+def outermost(module: Any, name: str) -> list[nn.Module]:
+    """A module, or of several those that are not parts of others, with which they run; a unit can be made of each."""
+    modules = list(module) if isinstance(module, (list, tuple)) else [module]
     for one in modules:
-        check_callable(one, "fully_shard")
+        check_callable(one, name)
     inner = {below for one in modules for below in one.modules() if below is not one}
     return [one for one in dict.fromkeys(modules) if one not in inner]
 

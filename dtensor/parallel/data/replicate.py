@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -14,14 +14,14 @@ from .buffers import Buffers
 from .comm_hook import CommHook, Reducer
 from .custom_collectives import AllGather, ReduceScatter
 from .fsdp_module import FSDPModule, state_of, units_of
-from .fully_shard import add_methods, check_callable, check_offload, check_policy
+from .fully_shard import add_methods, check_offload, check_policy, outermost
 from .layouts import Axes, copying
 from .module_state import Unit
 from .param_group import Group
 from .parameters import Managed, adopt, onto_one_mesh
 from .policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
-M = TypeVar("M", bound=nn.Module)
+M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 _DEFAULT_PRECISION = MixedPrecisionPolicy()
 _DEFAULT_OFFLOAD = OffloadPolicy()
 _MEBIBYTE = 1024 * 1024
@@ -103,6 +103,7 @@ def replicate(
     a batch that is a DTensor over ``mesh`` gives the global loss and its gradient. Wrong options raise ``ValueError``.
 
     Args:
+        module: a module, or several that make up one unit, as of ``fully_shard``.
         mesh: default the one entered by ``with mesh:``, else all ranks.
         mp_policy: dtypes to compute and to reduce in.
         offload_policy: ``CPUOffloadPolicy()`` keeps parameters, gradients and optimizer states in host memory.
@@ -129,15 +130,16 @@ def replicate(
     ((Replicate(),), tensor([[1., 1., 1.]]))
     """
     check_policy(mp_policy)
-    check_callable(module, "replicate")
+    modules = outermost(module, "replicate")
     check_offload(offload_policy)
     limit = _bytes_of(bucket_cap_mb)
-    axes = copying(mesh if process_group is None else _mesh_over(process_group, module), dp_mesh_dims, offload_policy)
+    axes = copying(mesh if process_group is None else _mesh_over(process_group, modules), dp_mesh_dims, offload_policy)
     ignored = {p for inner in ignored_modules for p in inner.parameters()} | set(ignored_params or ())
-    unit = _unit(module, axes, ignored, mp_policy, limit, broadcast_buffers)
+    unit = _unit(modules, axes, ignored, mp_policy, limit, broadcast_buffers)
     for group in unit.groups:
         group.settings.views = gradient_as_bucket_view
-    add_methods(module, ReplicatedModule, "Replicated")
+    for one in modules:
+        add_methods(one, ReplicatedModule, "Replicated")
     return module
 
 
@@ -145,19 +147,25 @@ setattr(replicate, "state", state_of)  # noqa: B010  as of fully_shard
 
 
 def _unit(
-    module: nn.Module, axes: Axes, ignored: set[nn.Parameter], policy: MixedPrecisionPolicy, limit: float | None, shared: bool
+    modules: Sequence[nn.Module],
+    axes: Axes,
+    ignored: set[nn.Parameter],
+    policy: MixedPrecisionPolicy,
+    limit: float | None,
+    shared: bool,
 ) -> Unit:
-    managed = adopt([module], axes, ignored, "replicate")
+    managed = adopt(modules, axes, ignored, "replicate")
     onto_one_mesh(managed, axes.mesh)
     groups = [Group(bucket, axes, policy) for bucket in buckets(managed, limit)]
-    unit = Unit([module], groups, Buffers(list(module.modules()), axes, shared), axes, policy)
+    below = [inner for one in modules for inner in one.modules()]
+    unit = Unit(modules, groups, Buffers(below, axes, shared), axes, policy)
     unit.unreduced.in_order = True
     unit.keep_after_forward = True
     return unit
 
 
-def _mesh_over(process_group: Any, module: nn.Module) -> DeviceMesh:
-    return DeviceMesh.from_group(process_group, next((p.device.type for p in module.parameters()), "cpu"))
+def _mesh_over(process_group: Any, modules: Sequence[nn.Module]) -> DeviceMesh:
+    return DeviceMesh.from_group(process_group, next((p.device.type for one in modules for p in one.parameters()), "cpu"))
 
 
 def _bytes_of(bucket_cap_mb: float | None) -> float | None:
