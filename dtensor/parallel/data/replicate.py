@@ -112,8 +112,7 @@ def replicate(
         ignored_modules, ignored_params: left as they are.
         dp_mesh_dims: the dims of ``mesh`` to average over, by name (``replicate=``), where it has others too.
         process_group: a group of ``torch.distributed`` instead of a mesh.
-        find_unused_parameters, static_graph: taken for the sake of code written for ``DistributedDataParallel``: unused
-            parameters are found anyway.
+        find_unused_parameters, static_graph: taken, as of ``DistributedDataParallel``; unused parameters are found anyway.
         gradient_as_bucket_view: ``.grad`` are views of buckets that stay, so that gradients have memory once, and always the
             same. What refers to one after ``zero_grad()`` sees the next. Gradients that are kept (``set_to_none=False``) are
             added to, and reduced aside.
@@ -132,10 +131,9 @@ def replicate(
     check_policy(mp_policy)
     modules = outermost(module, "replicate")
     check_offload(offload_policy)
-    limit = _bytes_of(bucket_cap_mb)
     axes = copying(mesh if process_group is None else _mesh_over(process_group, modules), dp_mesh_dims, offload_policy)
     ignored = {p for inner in ignored_modules for p in inner.parameters()} | set(ignored_params or ())
-    unit = _unit(modules, axes, ignored, mp_policy, limit, broadcast_buffers)
+    unit = _unit(modules, axes, ignored, mp_policy, _bytes_of(bucket_cap_mb), broadcast_buffers)
     for group in unit.groups:
         group.settings.views = gradient_as_bucket_view
     for one in modules:
