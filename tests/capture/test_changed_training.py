@@ -343,6 +343,7 @@ def called(fn: Callable[[Any], Any], x: Any, modes: Modes) -> Any:
     torch.set_default_dtype(torch.float64 if modes.get("default") else torch.float32)
     try:
         with (
+            warnings.catch_warnings(action="ignore"),
             torch.backends.mkldnn.flags(enabled=not modes.get("mkldnn", False)),
             torch.autocast("cpu", torch.bfloat16, enabled=modes.get("autocast", False)),
             torch.autograd.set_multithreading_enabled(not modes.get("bare", False)),
@@ -440,11 +441,7 @@ def check(seeds: Iterable[int], calls: int) -> None:
     assert sum(replayed for _, replayed in found) > len(found)
 
 
-def test_changes_between_calls_are_seen() -> None:
-    check(range(2), 6)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(30))
-def test_many_changes_between_calls_are_seen(block: int) -> None:
+def test_changes_between_calls_are_seen(block: int) -> None:
     check(range(block * 10, block * 10 + 10), 14)
