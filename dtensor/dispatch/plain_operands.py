@@ -60,9 +60,8 @@ def as_plain_gradient(value: torch.Tensor) -> None:
         value.register_hook(_whole)
 
 
-def _whole(grad: torch.Tensor) -> torch.Tensor | None:
-    whole: torch.Tensor | None = grad.full_tensor() if hasattr(grad, "_layout") else None
-    return whole
+def _whole(grad: Any) -> Any:
+    return grad.full_tensor() if hasattr(grad, "_layout") else None
 
 
 def is_number(value: torch.Tensor) -> bool:

@@ -162,10 +162,8 @@ def over_ranks(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
             return _written_back(results, targets)
     if isinstance(results[0], Tensor):
         if hasattr(results[0], "_layout"):
-            raise MixedTensorError(
-                f"{_name_of(func)} mixes DTensors with a tensor of which ranks hold different ones; to a loss of each rank's own part "
-                "of the batch add what all ranks know as a plain tensor: penalty.full_tensor()"
-            )
+            what = f"{_name_of(func)} mixes a DTensor with a tensor of each rank's own"
+            raise MixedTensorError(f"{what}; to a loss of each rank's part of a batch add penalty.full_tensor()")
         for arg in (*args[:1], *kwargs.values()):
             if isinstance(arg, PerRank) and results[0] is arg.shards[0] and all(map(operator.is_, results, arg.shards)):
                 return arg

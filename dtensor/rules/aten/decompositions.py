@@ -181,7 +181,7 @@ def check_and_unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor)
     """
     largest = torch.stack(list(torch._foreach_norm(grads, float("inf"))))
     broken: Any = largest.isfinite().all().logical_not().to(found_inf.dtype)
-    whole = broken.full_tensor()
+    whole = broken if hasattr(found_inf, "_layout") else broken.full_tensor()
     torch.maximum(found_inf, whole, out=found_inf)
     torch._foreach_mul_(grads, inv_scale.reshape(()))  # each is one number, of any shape
 
