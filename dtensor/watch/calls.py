@@ -5,7 +5,6 @@ from __future__ import annotations
 import dis
 import json
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -13,6 +12,7 @@ from itertools import pairwise, takewhile
 from operator import attrgetter
 from types import CodeType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ _BYTE_NS = 100  # what was sent before may still be on its way
 _WORK_NS = 3_000_000_000  # so may what a work waits for, of which nobody knows how much it is
 _MANY = 64  # groups of which it is told
 TAG = 0x7D7D  # of a message that nobody sends
-_ASKED = Counter[str]()  # messages that were begun here in groups of the program, by group
+_ASKED = WeakKeyDictionary[Any, int]()  # messages that were begun here in groups of the program
 _BEGIN = attrgetter("positions.lineno", "positions.col_offset")  # a call begins where the variable does whose method it calls
 _VARIABLES = ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME")
 
@@ -147,7 +147,7 @@ def begun(ours: Iterable[Any]) -> str:
     found = {}
     for group in groups_of_program(ours):
         with suppress(RuntimeError):  # of another kind than gloo, or gone meanwhile
-            found[_key(group)] = group._get_sequence_number_for_group() - _ASKED[_key(group)]
+            found[_key(group)] = group._get_sequence_number_for_group() - _ASKED.get(group, 0)
     return json.dumps(dict(sorted(found.items())[:_MANY]))
 
 
@@ -157,7 +157,7 @@ def is_cut_off(group: Any, rank: int) -> bool:
     """
     if "gloo" not in str(dist.get_backend_config(group)):
         return False
-    _ASKED[_key(group)] += 1
+    _ASKED[group] = _ASKED.get(group, 0) + 1
     gloo = group._get_backend(torch.device("cpu"))  # below torch's operators, where those who count messages would see it
     try:
         gloo.recv([torch.zeros(1, dtype=torch.uint8, device="cpu")], rank, TAG)
