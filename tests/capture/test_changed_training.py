@@ -265,6 +265,8 @@ class World:
         self.net.drop = draw.choice([nn.Dropout(0.5), nn.Identity(), nn.Tanh()])
 
     def do_act(self, draw: random.Random) -> None:
+        if isinstance(self.net.act, nn.Module):  # no function may stand in its place
+            del self.net.act
         self.net.act = draw.choice([F.relu, F.gelu, torch.tanh, nn.SiLU()])
 
     def do_nested(self, draw: random.Random) -> None:
