@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..base.autograd_keys import seen_by_autograd
 from ..base.memory_order import memory_order, outermost_first
 from ..base.torch_internals import CreationMeta, creation_meta
 from ..base.tracing import any_number_is_open, has_no_values
@@ -40,8 +41,12 @@ def keeper_of(x: Any, home: Any, noted: bool = False) -> Any:
 
 def recorded(x: Any) -> bool:
     """Whether autograd saw ``x`` made of others (it refuses to tell of views that it did not)."""
-    unseen = (CreationMeta.NO_GRAD_MODE, CreationMeta.INFERENCE_MODE)
-    return (x._base is None or creation_meta(x) not in unseen) and x.grad_fn is not None
+    if x._base is None:
+        return x.grad_fn is not None
+    if creation_meta(x) in (CreationMeta.NO_GRAD_MODE, CreationMeta.INFERENCE_MODE):
+        return False
+    with seen_by_autograd():  # of a view whose base has been written to torch makes the view anew, and its node with it
+        return x.grad_fn is not None
 
 
 def _part(x: Any) -> Any:

@@ -19,17 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..base.autograd_keys import seen_by_autograd
 from ..base.extensions import in_use
 from ..base.nested import like
-from ..base.torch_internals import (
-    DispatchKey,
-    ForceDispatchKeyGuard,
-    OpOverload,
-    excluded_keys,
-    functorch_active,
-    included_keys,
-    make_wrapper_subclass,
-)
+from ..base.torch_internals import OpOverload, functorch_active, make_wrapper_subclass
 from ..errors import LayoutError, MeshError, MixedTensorError, PlacementError
 from .hidden import each_rank
 from .rank_values import _EACH_RANK, RankNumber, RankValues, agreed
@@ -130,10 +123,7 @@ def handed_out(local: Any) -> Any:
 
 def recorded_again(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What a transform has hidden comes here below autograd, which saw no graph: the ranks' tensors have them."""
-    excluded = excluded_keys()
-    for key in (DispatchKey.AutogradFunctionality, DispatchKey.AutogradOther, DispatchKey.ADInplaceOrView):
-        excluded = excluded.remove(key)
-    with ForceDispatchKeyGuard(included_keys(), excluded):
+    with seen_by_autograd():
         return over_ranks(func, args, kwargs)
 
 

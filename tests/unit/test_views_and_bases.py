@@ -528,3 +528,15 @@ def test_memory_that_a_tensor_got_is_no_part_of_its_base(strided: Any, who: str,
     found = program(dt.distribute_tensor(x, dt.init_device_mesh("cpu", (2,)), [placement]))
     for mine, plain in zip(found, program(x), strict=True):
         torch.testing.assert_close(mine.full_tensor(), plain)
+
+
+def test_a_view_that_is_moved_after_its_base_was_written_to() -> None:
+    x = torch.randn(3, 4, dtype=torch.complex128)
+    for make in (lambda: x.clone(), lambda: dt.distribute_tensor(x, dt.init_device_mesh("cpu", (2,)), [dt.Partial("sum")])):
+        base = make().requires_grad_() * 1
+        view = base.flatten(0, 1)
+        base.fill_diagonal_(7, True)
+        view[view != 0] -= 2
+        made = view.full_tensor() if isinstance(view, dt.DTensor) else view
+        expected = x.clone().fill_diagonal_(7, True).flatten() - 2
+        torch.testing.assert_close(made.detach(), expected)
