@@ -1,6 +1,6 @@
 """Which Hugging Face families run unmodified with distributed parameters, and how long a first step of a tiny one takes.
 
-    python benchmarks/hf_models.py [--families gpt2,llama] [--plans replicated,alternating,everywhere] [--device cuda]
+    python benchmarks/hf_models.py [--families gpt2,llama] [--plans replicated,everywhere] [--device cuda] [--json FILE]
 
 Needs the extra ``hf``. One line per failure: family, placements, the error with the operator, or the first wrong value; then
 the operators that gathered, with the families, and the slow families.

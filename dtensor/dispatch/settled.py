@@ -191,11 +191,11 @@ class _Place(NamedTuple):
     lasting: bool
 
     def add(self, found: Any) -> Any:
-        _, back, _, target, key, wanted, *_ = self.ends
-        self.held[wanted] = found if wanted is target else found.reshape(-1)
+        ends = self.ends
+        self.held[ends.wanted] = found if ends.wanted is ends.target else found.reshape(-1)
         if self.lasting:
-            _LATELY.add(self.forms, key, wanted)
-        return found.permute(back) if back else found
+            _LATELY.add(self.forms, ends.key, ends.wanted)
+        return found.permute(ends.back) if ends.back else found
 
 
 def _sought(x: Any, move: Move, local: Any) -> tuple[Move | None, Any, _Place | None]:

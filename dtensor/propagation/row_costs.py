@@ -8,7 +8,7 @@ look-up.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ..cost.link import device_of, link_of
@@ -63,6 +63,8 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
     device, work = device_of(call.mesh), elsewhere(work, call, mesh_dim)
     multiplies = work.flops / device.rate(work.dtype) > work.nbytes / device.memory
     current = [layout.along(mesh_dim) for layout in call.operands]
+    made = {name for dims in factors.results for names in dims for name in names}
+    lasting = {i for i, at in enumerate(current) if isinstance(at, int) and not made.isdisjoint(factors.operands[i][at])}
     together = link_of(call.mesh, (mesh_dim,)).all_gather.seconds(ranks, 0)
     moving: dict[tuple[int, Where], float] = {}
     priced = []
@@ -92,7 +94,7 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
                 changes += cost > 0
         if stays and gathers > 1:
             seconds -= (gathers - 1) * together
-        anew, owners = row.factor is not None and _cuts_anew(line, factors, call, current), _by_owners(line, factors, call)
+        anew, owners = row.factor is not None and _cuts_anew(line, call, current, lasting), _by_owners(line, factors, call)
         for r, where in enumerate(line.results):
             if r not in kept and not isinstance(where, Replicate):
                 summed, cut = owed[r]
@@ -142,16 +144,16 @@ def _debts(table: Table, factors: Factors, call: Call, nbytes: list[int], mesh_d
     return [(terms * size / link.all_reduce.bandwidth, again + size / ranks / link.exchange.bandwidth) for size in sizes]
 
 
-def _cuts_anew(line: Line, factors: Factors, call: Call, current: Sequence[Where]) -> bool:
-    """Whether the results' cut is no operand's, or a smaller one's than one that moves, whose cut they could have had."""
-    made = {name for dims in factors.results for names in dims for name in names}
+def _cuts_anew(line: Line, call: Call, current: Sequence[Where], lasting: Collection[int]) -> bool:
+    """Whether the results' cut is no operand's, or a smaller one's than one that moves, whose cut they could have had
+    (``lasting``: those operands)."""
     stays = moves = 0
     for i, (at, target) in enumerate(zip(current, line.operands, strict=True)):
         if not isinstance(at, int) or target is None:
             continue
         if at == target:
             stays = max(stays, call.operands[i].nbytes)
-        elif not made.isdisjoint(factors.operands[i][at]):
+        elif i in lasting:
             moves = max(moves, call.operands[i].nbytes)
     return not stays or stays < moves
 

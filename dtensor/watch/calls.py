@@ -34,7 +34,7 @@ _SENT_OR_RECEIVED = (12, 13, 14)  # as c10d numbers what a work is of
 _BYTE_NS = 100  # what was sent before may still be on its way
 _WORK_NS = 3_000_000_000  # so may what a work waits for, of which nobody knows how much it is
 _MANY = 64  # groups of which it is told
-TAG = 0x7D7D  # of a message that nobody sends
+_TAG = 0x7D7D  # of a message that nobody sends
 _ASKED = WeakKeyDictionary[Any, int]()  # messages that were begun here in groups of the program
 _BEGIN = attrgetter("positions.lineno", "positions.col_offset")  # a call begins where the variable does whose method it calls
 _VARIABLES = ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME")
@@ -151,6 +151,11 @@ def begun(ours: Iterable[Any]) -> str:
     return json.dumps(dict(sorted(found.items())[:_MANY]))
 
 
+def begin_unsent(handle: Any, rank: int) -> Any:
+    """The work of a message from a rank that sends none; gloo raises ``RuntimeError`` where the connection is closed."""
+    return handle.recv([torch.zeros(1, dtype=torch.uint8, device="cpu")], rank, _TAG)
+
+
 def is_cut_off(group: Any, rank: int) -> bool:
     """Whether a rank of a group of the program has closed its connection. Gloo begins no message over one that is; of one that is
     open nobody waits for the message.
@@ -160,7 +165,7 @@ def is_cut_off(group: Any, rank: int) -> bool:
     _ASKED[group] = _ASKED.get(group, 0) + 1
     gloo = group._get_backend(torch.device("cpu"))  # below torch's operators, where those who count messages would see it
     try:
-        gloo.recv([torch.zeros(1, dtype=torch.uint8, device="cpu")], rank, TAG)
+        begin_unsent(gloo, rank)
     except RuntimeError as error:
         return "by peer" in str(error)
     return False

@@ -13,7 +13,6 @@ from datetime import timedelta
 from multiprocessing import util
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from . import lines
@@ -37,7 +36,7 @@ from .board import (
     error_of,
     process_state,
 )
-from .calls import TAG, begun, groups_of_program, in_torch
+from .calls import begin_unsent, begun, groups_of_program, in_torch
 from .chain import Chain
 from .levels import Level
 from .verdict import Verdict, lost, named
@@ -191,5 +190,4 @@ def _end_waits_of(handle: Any, backend: str) -> None:
         return
     for step in range(1, size):  # one whose connection is closed already breaks no other
         with contextlib.suppress(RuntimeError):
-            work = handle.recv([torch.zeros(1, dtype=torch.uint8, device="cpu")], (rank + step) % size, TAG)
-            work.wait(timedelta(milliseconds=1))
+            begin_unsent(handle, (rank + step) % size).wait(timedelta(milliseconds=1))

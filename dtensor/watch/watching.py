@@ -90,8 +90,9 @@ def chain_among(ranks: Iterable[int], handle: Any, backend: str) -> Chain | None
 
 def meet(ranks: list[int], backend: str) -> None:
     """Waits until these processes have come to make a group: while torch makes it, no wait can be ended."""
-    _MET[tuple(sorted(ranks))] += 1
-    key = f"dtensor/unwatched/{sorted(ranks)}/{_MET[tuple(sorted(ranks))]}"
+    among = tuple(sorted(ranks))
+    _MET[among] += 1
+    key = f"dtensor/unwatched/{among}/{_MET[among]}"
     if Level.now == "off" and not {dist.get_backend(), backend} & _UNWATCHED:
         default_store().set(f"{key}/{dist.get_rank()}", "")  # for ranks that would meet this one here
     chain = None if Level.now == "off" else chain_among(ranks, None, backend)

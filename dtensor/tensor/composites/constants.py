@@ -18,7 +18,7 @@ from ...dispatch.plain_operands import is_number, replicated
 from ...mesh.device_mesh import DeviceMesh
 from ...placement import Replicate, Shard
 from ..dtensor import DTensor
-from .recomposed import recomposed
+from .recomposed import overload_named, recomposed
 
 aten = torch.ops.aten
 
@@ -141,10 +141,8 @@ def with_state(name: str, place: int = 1) -> None:
         if not name.endswith(".data"):  # whose sequences end one after another
             of_x, own = (0, 0) if name.endswith("_cell") else (0 if rest[-1] else 1, 1)
             taken = [new if new is old else _cut_alike(new, own, x, of_x) for new, old in zip(taken, given, strict=True)]
-        packet, _, overload = name.partition(".")
-        operator = getattr(getattr(aten, packet), overload or "default")
         new = taken if isinstance(states, (list, tuple)) else taken[0]
-        return operator(x, *rest[: place - 1], new, *rest[place:], **options)
+        return overload_named(f"aten::{name}")(x, *rest[: place - 1], new, *rest[place:], **options)
 
     recomposed(f"aten::{name}", run)
 

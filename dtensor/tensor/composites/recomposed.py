@@ -9,13 +9,13 @@ they are made of. Other subclasses get torch's own way.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...base.caches import remembered
 from ...base.nested import leaves
 from ...base.told import changed
 from ...base.torch_internals import (
@@ -67,19 +67,20 @@ def recomposed(name: str, function: Callable[..., Any]) -> None:
 
     The operator may be defined later, or never (older torch).
     """
-    own = cache(lambda: overload_named(name))
 
     def run(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         if (args and type(args[0]) is DTensor) or any(isinstance(x, DTensor) for x in leaves([*args, *kwargs.values()])):
             result = function(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        return own().redispatch(keys & BELOW, *args, **kwargs)
+        return overload_named(name).redispatch(keys & BELOW, *args, **kwargs)
 
     implemented(name, run)
 
 
+@remembered(1024)
 def overload_named(name: str) -> Any:
+    """The operator of this full name, ``"aten::lstm.input"``."""
     namespace, _, full = name.partition("::")
     packet, _, overload = full.partition(".")
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
