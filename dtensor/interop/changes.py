@@ -143,9 +143,9 @@ CHANGES = (
         "dispatch.dispatcher.clear_plans()",
     ),
     Change(
-        "torch.autograd.function.Function.apply",
+        "torch.autograd.function.FunctionMeta.__getattribute__",
         "the first tensors of all ranks that a program gets (to_local(), per_rank(), map_ranks()) or that require gradients",
-        "a user's function over the tensors of all ranks keeps its gradient; torch asks no subclass there: its code does",
+        "a user's function over the tensors of all ranks keeps its graph; torch asks no subclass there, but looks up its forward",
         "2.11",
         "ranks.joint_function.leave_functions()",
     ),

@@ -5,95 +5,132 @@ the graph. Here the function runs once for all ranks, as the code around it does
 tensors, so collectives inside are met by all ranks, while autograd sees the ranks' own tensors. That is the law of a recomputing
 checkpoint as well, which is such a function around a piece of program.
 
-Torch asks nobody there, so its function is told to: from the first tensors of all ranks that a program is given, or that require
-gradients (:func:`handed_out`), and not for DTensors alone. Told is the function itself, by its code: programs keep methods of
-classes, ``scaled = Scaled.apply``, often from before there was any mesh.
+Torch asks nobody there, but it looks up what it calls: the class's ``forward``. From the first tensors of all ranks that a
+program is given, or that require gradients (:func:`handed_out`), and not for DTensors alone, the type of those classes is told
+to give one that asks first. So it holds for methods that a program keeps, ``scaled = Scaled.apply``, from before any mesh.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import CodeType, FunctionType
+from functools import partial
+from threading import local
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import FunctionMeta
 
 from ..base.told import changed, restored
 from ..base.torch_internals import TensorBase
 from .joint_autograd import flat, merged
-from .per_rank import _BEFORE, _JOINT, PerRank
+from .per_rank import _BEFORE, _JOINT, PerRank, over_ranks
 from .rank_values import agreed
-
-_TORCHS = Function.__dict__["apply"].__func__  # every bound ``Something.apply`` is of this one
-_CODE = _TORCHS.__code__
-_PLAIN_APPLY: Callable[..., Any] = FunctionType(_CODE, _TORCHS.__globals__, "apply", closure=_TORCHS.__closure__)
 
 _KEEPS_INPUTS = getattr(
     torch.utils.checkpoint, "_NoopSaveInputs", None
 )  # of torch 2.11: read through its node, never run backward
+_SIZE = torch.ops.aten.sym_size.default
+_WHERE = "torch.autograd.function.FunctionMeta.__getattribute__"
 
 
 def watch_functions() -> None:
     """Have ``Function.apply`` take ``PerRank`` arguments, in whatever program holds it."""
-    if _TORCHS.__code__ is _CODE:
-        _TORCHS.__kwdefaults__ = {"_applied": _apply}  # before the code that reads it
-        _TORCHS.__code__ = _asking()
-        changed("torch.autograd.function.Function.apply")
+    if "__getattribute__" not in vars(FunctionMeta):
+        FunctionMeta.__getattribute__ = _looked_up  # type: ignore[method-assign]  # what is told
+        changed(_WHERE)
 
 
 def leave_functions() -> None:
-    """Torch's function as it was."""
-    if _TORCHS.__code__ is not _CODE:
-        _TORCHS.__code__, _TORCHS.__kwdefaults__ = _CODE, None
-        restored("torch.autograd.function.Function.apply")
+    """Torch's classes as they were."""
+    if "__getattribute__" in vars(FunctionMeta):
+        del FunctionMeta.__getattribute__
+        restored(_WHERE)
 
 
-def _asking() -> CodeType:
-    """The code of a function that asks its default; like torch's it is inside of a class, which it names."""
-    function: Any = Function
+class _Applied(local):
+    """How far torch's ``apply`` is in this thread: the class whose node it has made, and the one that ran for all ranks."""
 
-    def apply(cls: Any, *args: Any, _applied: Any, **kwargs: Any) -> Any:
-        return _applied(function, cls, args, kwargs)
-
-    return apply.__code__
-
-
-def _apply(function: Any, cls: Any, args: Any, kwargs: Any) -> Any:
-    for arg in args:
-        if type(arg) is PerRank and cls is not _KEEPS_INPUTS:
-            return _joint(cls, args, kwargs)
-    return _PLAIN_APPLY(cls, *args, **kwargs)
+    begun: Any = None
+    gradients = False  # whether they are recorded around it: torch turns that off for ``forward``
+    joint: Any = None
+    noted: Sequence[ReferenceType[Any]] = ()
 
 
-def _joint(cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    call = _Call(cls, args, kwargs)
+_APPLIED = _Applied()
+
+
+def _looked_up(cls: Any, name: str) -> Any:
+    found = type.__getattribute__(cls, name)
+    match name:
+        case "_backward_cls":  # torch makes a node, and calls ``forward`` next
+            _APPLIED.begun, _APPLIED.gradients = cls, torch.is_grad_enabled()
+        case "forward" if _APPLIED.begun is cls and cls is not _KEEPS_INPUTS:
+            _APPLIED.begun = None
+            return partial(_forward, cls, found, _APPLIED.gradients)
+        case "setup_context" if _APPLIED.joint is cls:
+            _APPLIED.joint = None
+            return _leave_out
+    return found
+
+
+def _forward(cls: Any, plain: Callable[..., Any], gradients: bool, *args: Any) -> Any:
+    """What torch calls: the class's own, or all ranks' with a graph of their own, which torch's node has no part in."""
+    if not any(type(arg) is PerRank for arg in args):
+        return plain(*args)
+    later = _sets_up(cls)
+    with torch.set_grad_enabled(gradients):
+        found = _joint(cls, args if later else args[1:])
+    _APPLIED.noted = [ref(x) for x in (*args, *_tuple(found)) if isinstance(x, PerRank)]
+    if later:
+        _APPLIED.joint = cls
+    else:
+        _leave_out(args[0], args, found)
+    return found
+
+
+def _leave_out(context: Any, inputs: Any, found: Any) -> None:
+    context.mark_non_differentiable(*(x for x in _tuple(found) if isinstance(x, Tensor)))
+
+
+def _sets_up(cls: Any) -> bool:
+    return cls.setup_context is not Function.setup_context
+
+
+def _joint(cls: Any, args: Sequence[Any]) -> Any:
+    call = _Call(cls, args)
     flat = _Joint.apply(call, *_tensors(args))
     return call.results(flat if isinstance(flat, tuple) else (flat,))
+
+
+def _size(x: PerRank) -> Any:
+    """Torch's node, which has no part in it, notes the sizes of arguments and results all the same: it is told the first rank's."""
+    return x.shards[0].shape if any(noted() is x for noted in _APPLIED.noted) else over_ranks(_SIZE, (x,), {})
 
 
 class _Call:
     """One application: which function, its arguments, and how its results are made of tensors."""
 
-    def __init__(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        self.function, self.args, self.kwargs = function, args, kwargs
+    def __init__(self, function: Any, args: Sequence[Any]) -> None:
+        self.function, self.args = function, args
         self.outputs: Any = None
         self.single = False
 
     def forward(self, context: _Context) -> tuple[Any, ...]:
         function = self.function
-        if function.setup_context is Function.setup_context:
-            found = function.forward(context, *self.args, **self.kwargs)
-        else:
-            found = function.forward(*self.args, **self.kwargs)
+        if _sets_up(function):
+            found = function.forward(*self.args)
             function.setup_context(context, self.args, found)
+        else:
+            found = function.forward(context, *self.args)
         self.single = not isinstance(found, tuple)
         self.outputs = (found,) if self.single else found
         flat = tuple(_tensors(self.outputs))
-        self.args, self.kwargs = [_Shape.of(x) for x in self.args], {}  # the graph holds what the function saved, no more
+        self.args = [_Shape.of(x) for x in self.args]  # the graph holds what the function saved, no more
         self.outputs = [_Shape.of(x) for x in self.outputs]
         return flat
 
@@ -271,4 +308,5 @@ def _each(outputs: Sequence[_Shape], grads: Sequence[Any]) -> list[Any]:
 
 
 _BEFORE.append(watch_functions)
+_JOINT[_SIZE] = _size
 _JOINT[vars(TensorBase)["grad_fn"].__get__] = _grad_fn

@@ -70,6 +70,9 @@ class PerRank(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub declares the disabled one
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        joint = _JOINT.get(func)
+        if joint is not None:
+            return joint(*args, **(kwargs or {}))
         for x in args:
             if type(x) is PerRank and x.shards[0].requires_grad and torch.is_grad_enabled():
                 return recorded_again(func, args, kwargs or {})

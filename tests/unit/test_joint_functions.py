@@ -183,13 +183,43 @@ def test_a_plain_weight_keeps_its_gradient_beside_locals_that_need_none() -> Non
 
 
 @pytest.mark.usefixtures("as_torch_has_it")
-def test_distributed_tensors_alone_leave_torchs_function_as_it_is() -> None:
-    code = torch.autograd.Function.__dict__["apply"].__func__.__code__
+def test_distributed_tensors_alone_leave_torchs_functions_as_they_are() -> None:
+    kind = type(torch.autograd.Function)
     x = dt.distribute_tensor(torch.ones(3), dt.init_device_mesh("cpu", (2,)), [Shard(0)]).requires_grad_()
     Tripled.apply(x).sum().backward()
-    assert torch.autograd.Function.__dict__["apply"].__func__.__code__ is code
+    assert "__getattribute__" not in vars(kind)
     assert x.grad is not None
     x.to_local()
-    assert torch.autograd.Function.__dict__["apply"].__func__.__code__ is not code
+    assert "__getattribute__" in vars(kind)
     leave_functions()
-    assert torch.autograd.Function.__dict__["apply"].__func__.__code__ is code
+    assert "__getattribute__" not in vars(kind)
+
+
+class Quadrupled(Tripled):
+    """Calls the ``forward`` of another, and applies a third one inside of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        return Tripled.forward(ctx, x) + Doubled.apply(x.clone()) / 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return 4 * grad, None
+
+
+@pytest.mark.usefixtures("as_torch_has_it")
+def test_a_forward_that_calls_others_and_one_without_gradients() -> None:
+    dt.init_device_mesh("cpu", (2,))
+    x = PerRank([torch.ones(2), torch.ones(1, requires_grad=True)])
+    found: Any = Quadrupled.apply(x)
+    assert found.shards[1].requires_grad
+    torch.testing.assert_close(found.shards[1], torch.full((1,), 4.0))
+    torch.testing.assert_close(torch.autograd.grad(found.shards[1].sum(), x.shards[1])[0], torch.full((1,), 4.0))
+    with torch.no_grad():
+        assert not any(shard.requires_grad for shard in Quadrupled.apply(x).shards)
+    alone = torch.ones(3, requires_grad=True)
+    Quadrupled.apply(alone).sum().backward()
+    torch.testing.assert_close(alone.grad, torch.full((3,), 4.0))
+    with pytest.raises(TypeError):
+        Doubled.apply(x, 1)
+    torch.testing.assert_close(Doubled.apply(alone * 1), alone * 2)
