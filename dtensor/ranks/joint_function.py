@@ -108,7 +108,7 @@ def _joint(cls: Any, args: Sequence[Any]) -> Any:
 
 
 def _size(x: PerRank) -> Any:
-    """Torch's node, which has no part in it, notes the sizes of arguments and results all the same: it is told the first rank's."""
+    """Torch's node has no part in it, and notes sizes of arguments and results all the same: it is told the first rank's."""
     return x.shards[0].shape if any(noted() is x for noted in _APPLIED.noted) else over_ranks(_SIZE, (x,), {})
 
 
