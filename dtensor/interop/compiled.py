@@ -35,6 +35,12 @@ from ..tensor.local_layout import Alike, measures
 from .when_imported import when_imported
 
 
+try:
+    _register, _CONSTANT = opaque_object.register_custom_class, "constant"
+except AttributeError:  # torch before 2.14
+    _register, _CONSTANT = opaque_object.register_opaque_type, "value"
+
+
 def constants(*kinds: type) -> None:
     """Objects of these classes are constants. Torch 2.11 takes only classes made for it: there the graph breaks at them."""
     for kind in kinds:
@@ -42,7 +48,7 @@ def constants(*kinds: type) -> None:
         members = dict.fromkeys(_methods(kind), opaque_object.MemberType.USE_REAL)
         members |= dict.fromkeys(members.keys() & _OF_GROUPS, opaque_object.MemberType.INLINED)
         try:
-            opaque_object.register_opaque_type(kind, typ="value", members=members)
+            _register(kind, typ=_CONSTANT, members=members)
         except TypeError:  # torch 2.11, of the first of them
             return
     changed("torch._library.opaque_object._OPAQUE_TYPES")
