@@ -5,8 +5,11 @@ the graph. Here the function runs once for all ranks, as the code around it does
 tensors, so collectives inside are met by all ranks, while autograd sees the ranks' own tensors. That is the law of a recomputing
 checkpoint as well, which is such a function around a piece of program.
 
+Where the arguments are plain and the function makes tensors of all ranks inside, torch runs it as it is, and the graph that it gave
+to their wrapper is handed on to them.
+
 Torch asks nobody there, so its function is told to: from the first tensors of all ranks that a program is given, or that require
-gradients (:func:`handed_out`), and not for DTensors alone. Told is the function itself, by its code: programs keep methods of
+gradients (:func:`handed_out`), or modules that will make some (:func:`expected`), and not for DTensors alone. Told is the function itself, by its code: programs keep methods of
 classes, ``scaled = Scaled.apply``, often from before there was any mesh.
 """
 
@@ -66,7 +69,17 @@ def _apply(function: Any, cls: Any, args: Any, kwargs: Any) -> Any:
     for arg in args:
         if type(arg) is PerRank and cls is not _KEEPS_INPUTS:
             return _joint(cls, args, kwargs)
-    return _PLAIN_APPLY(cls, *args, **kwargs)
+    found = _PLAIN_APPLY(cls, *args, **kwargs)
+    if type(found) is tuple:
+        return tuple(map(_apart, found))
+    return _apart(found)
+
+
+def _apart(found: Any) -> Any:
+    """A result of plain arguments, which is each rank's own where the function met some inside: the ranks' tensors get its graph."""
+    if type(found) is not PerRank or any(shard.requires_grad for shard in found.shards):
+        return found
+    return PerRank(_PLAIN_APPLY(_Apart, found))
 
 
 def _joint(cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -218,6 +231,18 @@ class _Joint(Function):
         with ctx.context.over(ctx) as context:
             found = call.function.backward(context, *_each(call.outputs, _grouped(shapes, grads)))
         return None, *call.gradients(found)
+
+
+class _Apart(Function):
+    """All ranks' tensors as one, which torch gave a graph -> the ranks' tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, found: PerRank) -> tuple[Tensor, ...]:
+        return tuple(shard.detach() for shard in found.shards)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return PerRank(grads)
 
 
 class _Node:

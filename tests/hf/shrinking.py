@@ -6,9 +6,12 @@ does; depths are cut; vocabularies, images and sounds are small.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +36,7 @@ _CHANNELS = re.compile(
 )
 _EXPERTS = re.compile(r"(num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_codebooks|n_codebooks)$")
 _CHOSEN = re.compile(r"(.*top_?k|num_experts_per_tok|n_group|moe_k|num_selected_experts)$")
+FOUND = Path(__file__).with_name("found.json")
 SPECIAL = {"pad": 0, "bos": 1, "eos": 2, "decoder_start": 1, "unk": 3, "sep": 2, "cls": 1, "mask": 4}
 
 
@@ -58,7 +62,7 @@ def _absolute(name: str, value: Any, image: int) -> Any:
         return [[16, 32], [32, 16]]
     if name in ("deepstack_visual_indexes", "fullatt_block_indexes") and value:
         return type(value)([0])
-    if isinstance(value, dict) and "mrope_section" in value:
+    if isinstance(value, dict) and ("mrope_section" in value or name == "rope_parameters" and "rope_type" in value):
         return {**value, "mrope_section": [2, 1, 1]}
     if isinstance(value, int) and not isinstance(value, bool):
         for pattern, small in _ABSOLUTE:
@@ -67,20 +71,21 @@ def _absolute(name: str, value: Any, image: int) -> Any:
     return value
 
 
-def _scaled(value: Any, divisor: int) -> Any:
+def scaled(value: Any, divisor: int) -> Any:
+    """Numbers divided by ``divisor``, where it divides them."""
     if isinstance(value, bool):
         return value
     if isinstance(value, int):
         return value // divisor if value >= 2 * divisor and value % divisor == 0 else value
     if isinstance(value, (list, tuple)):
-        return type(value)(_scaled(item, divisor) for item in value)
+        return type(value)(scaled(item, divisor) for item in value)
     return value
 
 
 def shrink(config: PretrainedConfig, divisor: int, image: int) -> PretrainedConfig:
     """``config``, in place, with small sizes."""
     special = iter(range(5, 40))
-    for part in parts(config):
+    for _, part in list(parts(config)):
         for name, value in list(vars(part).items()):
             made = _small(name, value, divisor, image, special)
             if made is not value:
@@ -95,7 +100,7 @@ def _small(name: str, value: Any, divisor: int, image: int, special: Iterator[in
     if integer and name.endswith(("token_id", "token_index", "_id")) and name != "forced_eos_token_id":
         kind = name.removesuffix("_token_id")
         return SPECIAL[kind] if kind in SPECIAL else value if value < VOCABULARY else next(special)
-    if integer and name.endswith(("vocab_size", "codebook_size")):
+    if integer and ("vocab" in name or name.endswith("codebook_size")):
         return min(value, VOCABULARY)
     if integer and _LAYERS.fullmatch(name) and value > 2:
         return 2
@@ -122,8 +127,8 @@ def _small(name: str, value: Any, divisor: int, image: int, special: Iterator[in
         r"max_.*positions?(_embeddings)?|n_positions|n_ctx|max_length|max_sequence_length|max_seq_len", name
     ):
         return min(value, 256)
-    if _CHANNELS.fullmatch(name) and not _FIXED.fullmatch(name):
-        return _scaled(value, divisor)
+    if _CHANNELS.fullmatch(name) and (name.endswith("channels") and not integer or not _FIXED.fullmatch(name)):
+        return scaled(value, divisor)
     return value
 
 
@@ -155,12 +160,19 @@ def classes_of(model_type: str) -> list[str]:
 
 
 class NotShrunk(Exception):
-    """No model was found that takes a training step on one device."""
+    """No model was found that takes a training step on one device; ``parameters``: because it has so many."""
+
+    def __init__(self, reason: str, parameters: int = 0) -> None:
+        super().__init__(reason)
+        self.parameters = parameters
 
 
 @dataclass
 class Shrunk:
-    """A family as ``family.Family`` is, found by trying: of which class, how small, and what it eats."""
+    """A family as ``family.Family`` is, found by trying: of which class, how small, and what it eats.
+
+    ``values``: of its configuration, by their paths, which win.
+    """
 
     model_type: str
     model: str = ""
@@ -170,15 +182,35 @@ class Shrunk:
     frames: int = 0
     single: bool = False
     labelled: bool = True
+    sound: int = 40
+    turned: bool = False
+    values: dict[str, Any] = field(default_factory=dict)
+    watch: Callable[[str], object] | None = field(default=None, repr=False, compare=False)  # is told the modules that have run
+
+    def changed(self, name: str, value: Any) -> Shrunk:
+        """With another value of its configuration, or (".name") of its own."""
+        return replace(self, **{name[1:]: value}) if name[0] == "." else replace(self, values=self.values | {name: value})
+
+    def described(self) -> dict[str, Any]:
+        """What differs from the default."""
+        return {
+            f.name: v
+            for f in fields(self)
+            if f.name not in ("model_type", "watch") and (v := getattr(self, f.name)) != f.default and v != {}
+        }
 
     def build(self) -> nn.Module:
         torch.manual_seed(0)
         model_class = getattr(transformers, self.model)
         config = shrink(CONFIG_MAPPING[self.model_type](), self.divisor, self.image)
+        inside = dict(parts(config))
+        for path, value in self.values.items():
+            before, _, name = path.rpartition(".")
+            setattr(inside[f"{before}." if before else ""], name, value)
         with torch.device("meta"):
             count = sum(p.numel() for p in model_class(config).parameters())
         if count > _MOST_PARAMETERS:
-            raise NotShrunk(f"{count:,} parameters")
+            raise NotShrunk(f"{count:,} parameters", count)
         model = model_class(config)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -188,7 +220,7 @@ class Shrunk:
         return self.built
 
     def call(self) -> Inputs:
-        made = inputs_of(self.built, self.image, self.images)
+        made = inputs_of(self.built, self.image, self.images, self.sound, self.turned)
         if self.frames:
             made["pixel_values"] = made["pixel_values"].unsqueeze(1).repeat(1, self.frames, 1, 1, 1)
         if not self.labelled:
@@ -200,6 +232,8 @@ class Shrunk:
         for _ in range(5):
             try:
                 model = self.build().train()
+                for name, module in model.named_modules() if self.watch else ():
+                    module.register_forward_hook(lambda *_, name=name: self.watch(name))
                 step(model, self.call())
                 return
             except NotImplementedError:
@@ -227,12 +261,21 @@ class Shrunk:
         self.images = wanted
 
 
+@cache
+def found() -> dict[str, dict[str, Any]]:
+    """What ``searching`` found, by model type."""
+    known: dict[str, dict[str, Any]] = json.loads(FOUND.read_text()) if FOUND.exists() else {}
+    return known
+
+
 def shrunk(model_type: str) -> Shrunk:
     """A family that takes a training step on one device.
 
     Raises:
         NotShrunk: none was found.
     """
+    if model_type in found():
+        return Shrunk(model_type, **found()[model_type])
     reason = ""
     for model in classes_of(model_type)[:2]:
         for divisor, image in _SIZES:

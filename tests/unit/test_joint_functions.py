@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dtensor as dt
 from dtensor import DTensor, Replicate, Shard, per_rank
+from dtensor.parallel import RowwiseParallel, fully_shard, parallelize_module
 from dtensor.ranks.joint_function import leave_functions
 from dtensor.ranks.per_rank import PerRank
 
@@ -193,3 +195,27 @@ def test_distributed_tensors_alone_leave_torchs_function_as_it_is() -> None:
     assert torch.autograd.Function.__dict__["apply"].__func__.__code__ is not code
     leave_functions()
     assert torch.autograd.Function.__dict__["apply"].__func__.__code__ is code
+
+
+@pytest.mark.usefixtures("as_torch_has_it")
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("way", ["fully_shard", "parallelize_module"])
+def test_a_function_of_plain_tensors_that_meets_local_ones_inside_keeps_its_graph(way: str, several: bool) -> None:
+    plain = torch.nn.Linear(3, 4)
+    model, mesh = copy.deepcopy(plain), dt.init_device_mesh("cpu", (2,))
+    if way == "fully_shard":
+        fully_shard(model, mesh=mesh)
+    else:
+        parallelize_module(model, mesh, RowwiseParallel(input_layouts=dt.Replicate()))
+    found, inputs = [], []
+    for module in (model, plain):
+        x = torch.arange(6.0).view(2, 3).requires_grad_()
+        run = (lambda x, m=module: (m(x), m(x).tanh())) if several else module
+        y = checkpoint(run, x, use_reentrant=True)
+        (y[0] * y[1] if several else y.sin()).sum().backward()
+        inputs.append(x.grad)
+        found.append([p.grad.full_tensor() if isinstance(p.grad, dt.DTensor) else p.grad for p in module.parameters()])
+    for ours, theirs in zip(*found, strict=True):
+        for own in getattr(ours, "shards", [ours]):
+            torch.testing.assert_close(own, theirs)
+    torch.testing.assert_close(*inputs)
