@@ -5,12 +5,12 @@ the graph. Here the function runs once for all ranks, as the code around it does
 tensors, so collectives inside are met by all ranks, while autograd sees the ranks' own tensors. That is the law of a recomputing
 checkpoint as well, which is such a function around a piece of program.
 
-Where the arguments are plain and the function makes tensors of all ranks inside, torch runs it as it is, and the graph that it gave
-to their wrapper is handed on to them.
+Where the arguments are plain and the function makes tensors of all ranks inside, torch runs it as it is, and the graph that it
+gave to their wrapper is handed on to them.
 
 Torch asks nobody there, so its function is told to: from the first tensors of all ranks that a program is given, or that require
-gradients (:func:`handed_out`), or modules that will make some (:func:`expected`), and not for DTensors alone. Told is the function itself, by its code: programs keep methods of
-classes, ``scaled = Scaled.apply``, often from before there was any mesh.
+gradients (:func:`handed_out`), or modules that will make some (:func:`expected`), and not for DTensors alone. Told is the function
+itself, by its code: programs keep methods of classes, ``scaled = Scaled.apply``, often from before there was any mesh.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _apply(function: Any, cls: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _apart(found: Any) -> Any:
-    """A result of plain arguments, which is each rank's own where the function met some inside: the ranks' tensors get its graph."""
+    """A result of plain arguments; where the function met tensors of all ranks inside they get the graph of their wrapper."""
     if type(found) is not PerRank or any(shard.requires_grad for shard in found.shards):
         return found
     return PerRank(_PLAIN_APPLY(_Apart, found))
