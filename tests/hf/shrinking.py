@@ -62,7 +62,7 @@ def _absolute(name: str, value: Any, image: int) -> Any:
         return [[16, 32], [32, 16]]
     if name in ("deepstack_visual_indexes", "fullatt_block_indexes") and value:
         return type(value)([0])
-    if isinstance(value, dict) and ("mrope_section" in value or name == "rope_parameters" and "rope_type" in value):
+    if isinstance(value, dict) and ("mrope_section" in value or (name == "rope_parameters" and "rope_type" in value)):
         return {**value, "mrope_section": [2, 1, 1]}
     if isinstance(value, int) and not isinstance(value, bool):
         for pattern, small in _ABSOLUTE:
@@ -127,7 +127,7 @@ def _small(name: str, value: Any, divisor: int, image: int, special: Iterator[in
         r"max_.*positions?(_embeddings)?|n_positions|n_ctx|max_length|max_sequence_length|max_seq_len", name
     ):
         return min(value, 256)
-    if _CHANNELS.fullmatch(name) and (name.endswith("channels") and not integer or not _FIXED.fullmatch(name)):
+    if _CHANNELS.fullmatch(name) and ((name.endswith("channels") and not integer) or not _FIXED.fullmatch(name)):
         return scaled(value, divisor)
     return value
 
