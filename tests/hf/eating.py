@@ -43,15 +43,17 @@ def words(length: int) -> Tensor:
     return torch.randint(45, VOCABULARY, (BATCH, length), generator=torch.Generator().manual_seed(7))
 
 
-def inputs_of(model: nn.Module, image: int, images: int, sound: int = 40, turned: bool = False) -> Inputs:
-    """Arguments of a call, by their names; ``images`` places per row are marked as an image's, sounds have ``sound`` frames.
+def inputs_of(model: nn.Module, image: int, images: int, turned: bool = False) -> Inputs:
+    """Arguments of a call, by their names; ``images`` places per row are marked as an image's.
 
     ``turned``: the frames of sounds come last where they would come first, or first where they would come last.
     """
     config: Any = model.config
     names = inspect.signature(model.forward).parameters
     made: Inputs = {}
-    marker = _find(config, "image_token_id", "image_token_index", "media_placeholder_token_id")
+    seen = "pixel_values" in names or "pixel_values_videos" in names
+    markers = ("image_token_id", "image_token_index", "media_placeholder_token_id")
+    marker = _find(config, *(markers if seen else ("audio_token_id", "audio_token_index", *markers)))
     speaks = "input_ids" in names or "inputs_embeds" in names
     if "input_ids" in names:
         ids = words(LENGTH + images)
@@ -62,24 +64,30 @@ def inputs_of(model: nn.Module, image: int, images: int, sound: int = 40, turned
     if "pixel_values" in names and main != "pixel_values_videos":
         if "image_grid_thw" in names:
             made |= _patches(config)
+        elif "grid_thw" in names:
+            made["pixel_values"] = _patches(config)["pixel_values"]
+        elif "spatial_shapes" in names:
+            made |= _patches_apart(config)
         else:
             made["pixel_values"] = _pixels(config, image)
     if "input_features" in names:
-        mels = _find(config, "num_mel_bins", "feature_size", "input_feat_per_channel", "n_mels", "feat_dim", default=80)
+        mels = _find(
+            config, "num_mel_bins", "feature_size", "input_feat_per_channel", "n_mels", "feat_dim", "input_dim", default=80
+        )
         frames_first = (names.get("attention_mask") is not None and not speaks) != turned
-        made["input_features"] = numbers(BATCH, sound, mels) if frames_first else numbers(BATCH, mels, sound)
+        made["input_features"] = numbers(BATCH, 40, mels) if frames_first else numbers(BATCH, mels, 40)
     if "input_values" in names:
         channels = _find(config, "audio_channels", default=1 if turned else None)
-        made["input_values"] = numbers(BATCH, 40 * sound) if channels is None else numbers(BATCH, channels, 40 * sound)
+        made["input_values"] = numbers(BATCH, 1600) if channels is None else numbers(BATCH, channels, 1600)
     for mask in ("input_features_mask", "feature_attention_mask", "padding_mask"):
         if mask in names and "input_features" in made:
-            made[mask] = torch.ones(BATCH, sound, dtype=torch.long)
+            made[mask] = torch.ones(BATCH, 40, dtype=torch.long)
     if "image_sizes" in names and "pixel_values" in made:
         made["image_sizes"] = torch.tensor([list(made["pixel_values"].shape[-2:])] * BATCH)
     if "mm_token_type_ids" in names and "image_grid_thw" in made:
         made["mm_token_type_ids"] = (made["input_ids"] == marker).long()
     if "attention_mask" in names and "input_features" in made and not speaks:
-        made["attention_mask"] = torch.ones(BATCH, sound, dtype=torch.long)
+        made["attention_mask"] = torch.ones(BATCH, 40, dtype=torch.long)
     if "past_values" in names:
         return _series(config, names)
     if not made and main in names:
@@ -94,6 +102,16 @@ def inputs_of(model: nn.Module, image: int, images: int, sound: int = 40, turned
     if "bbox" in names and "input_ids" in made:
         made["bbox"] = torch.arange(4).expand(*made["input_ids"].shape, 4).clone()
     return made
+
+
+def _patches_apart(config: PretrainedConfig) -> Inputs:
+    """Each image as its patches, with how many there are each way."""
+    patch, channels = _find(config, "patch_size", default=16), _find(config, "num_channels", default=3)
+    return {
+        "pixel_values": numbers(BATCH, 16, channels * patch * patch),
+        "pixel_attention_mask": torch.ones(BATCH, 16, dtype=torch.long),
+        "spatial_shapes": torch.tensor([[4, 4]] * BATCH),
+    }
 
 
 def _required(config: Any, name: str, image: int) -> Inputs:
