@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..mesh.device_mesh import DeviceMesh, as_mesh
-from ..ranks.per_rank import PerRank, handed_out, per_rank, shards_of
+from ..ranks.per_rank import PerRank, expected, handed_out, per_rank, shards_of
 from ..ranks.rank_values import RankNumber, RankValues
 from ..ranks.shards import each_shard, reordered
 from . import events
@@ -31,6 +31,7 @@ __all__ = [
     "communicator_of",
     "each_shard",
     "events",
+    "expect_locals",
     "fold",
     "map_ranks",
     "per_rank",
@@ -48,6 +49,12 @@ def communicator_of(mesh: DeviceMesh) -> Communicator:
     if found is None:
         found = mesh.__dict__["_communicator"] = BACKENDS[mesh.kind](mesh)
     return found
+
+
+def expect_locals(mesh: DeviceMesh) -> None:
+    """Prepare for modules over ``mesh`` that make local tensors by themselves, even where none of all ranks was given to them."""
+    if communicator_of(mesh).holds_all:
+        expected()
 
 
 def map_ranks(fn: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: Any) -> Any:

@@ -34,7 +34,6 @@ from ..tensor.flattened import ALL_RANKS, plain_as_tangent
 from ..tensor.local_layout import Alike, measures
 from .when_imported import when_imported
 
-
 try:
     _register, _CONSTANT = opaque_object.register_custom_class, "constant"
 except AttributeError:  # torch before 2.14

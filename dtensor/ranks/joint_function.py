@@ -5,9 +5,13 @@ the graph. Here the function runs once for all ranks, as the code around it does
 tensors, so collectives inside are met by all ranks, while autograd sees the ranks' own tensors. That is the law of a recomputing
 checkpoint as well, which is such a function around a piece of program.
 
+Where the arguments are plain and the function makes tensors of all ranks inside, torch runs it as it is, and the graph that it
+gave to their wrapper is handed on to them.
+
 Torch asks nobody there, but it looks up what it calls: the class's ``forward``. From the first tensors of all ranks that a
-program is given, or that require gradients (:func:`handed_out`), and not for DTensors alone, the type of those classes is told
-to give one that asks first. So it holds for methods that a program keeps, ``scaled = Scaled.apply``, from before any mesh.
+program is given, or that require gradients (:func:`handed_out`), or modules that will make some (:func:`expected`), and not for
+DTensors alone, the type of those classes is told to give one that asks first. So it holds for methods that a program keeps,
+``scaled = Scaled.apply``, from before any mesh.
 """
 
 from __future__ import annotations
@@ -26,14 +30,12 @@ from torch.autograd import Function
 from torch.autograd.function import FunctionMeta
 
 from ..base.told import changed, restored
-from ..base.torch_internals import TensorBase
+from ..base.torch_internals import DisableTorchFunctionSubclass, TensorBase
+from ..errors import LayoutError
 from .joint_autograd import flat, merged
 from .per_rank import _BEFORE, _JOINT, PerRank, over_ranks
 from .rank_values import agreed
 
-_KEEPS_INPUTS = getattr(
-    torch.utils.checkpoint, "_NoopSaveInputs", None
-)  # of torch 2.11: read through its node, never run backward
 _SIZE = torch.ops.aten.sym_size.default
 _WHERE = "torch.autograd.function.FunctionMeta.__getattribute__"
 
@@ -53,12 +55,12 @@ def leave_functions() -> None:
 
 
 class _Applied(local):
-    """How far torch's ``apply`` is in this thread: the class whose node it has made, and the one that ran for all ranks."""
+    """How far torch's ``apply`` is in this thread."""
 
-    begun: Any = None
-    gradients = False  # whether they are recorded around it: torch turns that off for ``forward``
-    joint: Any = None
-    noted: Sequence[ReferenceType[Any]] = ()
+    looked_up: Any = None  # the class whose ``apply`` was looked up since
+    begun: Any = None  # the class whose node torch has made
+    joint: Any = None  # the class that ran for all ranks
+    noted: Sequence[ReferenceType[Any]] = ()  # what torch asks the size of
 
 
 _APPLIED = _Applied()
@@ -67,28 +69,55 @@ _APPLIED = _Applied()
 def _looked_up(cls: Any, name: str) -> Any:
     found = type.__getattribute__(cls, name)
     match name:
+        case "apply":
+            return partial(_apply, cls, found)
         case "_backward_cls":  # torch makes a node, and calls ``forward`` next
-            _APPLIED.begun, _APPLIED.gradients = cls, torch.is_grad_enabled()
-        case "forward" if _APPLIED.begun is cls and cls is not _KEEPS_INPUTS:
-            _APPLIED.begun = None
-            return partial(_forward, cls, found, _APPLIED.gradients)
+            _APPLIED.begun, _APPLIED.looked_up = (cls, _APPLIED.looked_up is cls, torch.is_grad_enabled()), None
+        case "forward" if _APPLIED.begun and _APPLIED.begun[0] is cls and cls not in _AS_THEY_ARE:
+            begun, _APPLIED.begun = _APPLIED.begun, None
+            return partial(_forward, found, *begun)
         case "setup_context" if _APPLIED.joint is cls:
             _APPLIED.joint = None
             return _leave_out
     return found
 
 
-def _forward(cls: Any, plain: Callable[..., Any], gradients: bool, *args: Any) -> Any:
+def _apply(cls: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    _APPLIED.looked_up = cls
+    found = plain(*args, **kwargs)
+    return tuple(map(_apart, found)) if type(found) is tuple else _apart(found)
+
+
+def _apart(found: Any) -> Any:
+    """A result of plain arguments; where the function met tensors of all ranks inside they get the graph of their wrapper."""
+    if type(found) is not PerRank:
+        return found
+    with DisableTorchFunctionSubclass():
+        given = found.requires_grad
+    return PerRank(_Apart.apply(found)) if given else found
+
+
+def _forward(plain: Callable[..., Any], cls: Any, looked_up: bool, gradients: bool, *args: Any) -> Any:
     """What torch calls: the class's own, or all ranks' with a graph of their own, which torch's node has no part in."""
-    if not any(type(arg) is PerRank for arg in args):
-        return plain(*args)
     later = _sets_up(cls)
-    with torch.set_grad_enabled(gradients):
-        found = _joint(cls, args if later else args[1:])
-    _APPLIED.noted = [ref(x) for x in (*args, *_tuple(found)) if isinstance(x, PerRank)]
-    if later:
-        _APPLIED.joint = cls
+    joint = any(type(arg) is PerRank for arg in args)
+    if joint:
+        with torch.set_grad_enabled(gradients):
+            found = _joint(cls, args if later else args[1:])
     else:
+        found = plain(*args)
+    ranks = [x for x in (*args, *_tuple(found)) if type(x) is PerRank]
+    if not ranks:
+        return found
+    _APPLIED.noted = [*map(ref, ranks)]
+    if not joint and not looked_up and gradients and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+        raise LayoutError(
+            f"{cls.__name__}.apply was kept from before tensors of all ranks were in use, and makes some of plain ones: "
+            f"look it up where it is called, {cls.__name__}.apply(x)"
+        )
+    if joint and later:
+        _APPLIED.joint = cls
+    elif joint:
         _leave_out(args[0], args, found)
     return found
 
@@ -255,6 +284,23 @@ class _Joint(Function):
         with ctx.context.over(ctx) as context:
             found = call.function.backward(context, *_each(call.outputs, _grouped(shapes, grads)))
         return None, *call.gradients(found)
+
+
+class _Apart(Function):
+    """All ranks' tensors as one, which torch gave a graph -> the ranks' tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, found: PerRank) -> tuple[Tensor, ...]:
+        return tuple(shard.detach() for shard in found.shards)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        grad = PerRank(grads)
+        _APPLIED.noted = [ref(grad)]
+        return grad
+
+
+_AS_THEY_ARE = {_Apart, getattr(torch.utils.checkpoint, "_NoopSaveInputs", _Apart)}  # the other: torch 2.11's, never run backward
 
 
 class _Node:

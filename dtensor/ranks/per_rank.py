@@ -119,9 +119,14 @@ def per_rank(tensors: Sequence[Tensor]) -> PerRank:
 def handed_out(local: Any) -> Any:
     """``local``, which a program is given; what such tensors need of torch is prepared where it holds those of all ranks."""
     if type(local) is PerRank:
-        for prepare in _BEFORE:
-            prepare()
+        expected()
     return local
+
+
+def expected() -> None:
+    """Prepare what tensors of all ranks need of torch: a program is given some, or its modules will make some."""
+    for prepare in _BEFORE:
+        prepare()
 
 
 def recorded_again(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -15,16 +15,16 @@ VOCABULARY = 64
 LENGTH = 12
 
 
-def parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
-    """A configuration and those inside."""
-    yield config
-    for value in vars(config).values():
+def parts(config: PretrainedConfig, path: str = "") -> Iterator[tuple[str, PretrainedConfig]]:
+    """A configuration and those inside, each with the path to it."""
+    yield path, config
+    for name, value in vars(config).items():
         if isinstance(value, PretrainedConfig):
-            yield from parts(value)
+            yield from parts(value, f"{path}{name}.")
 
 
 def _find(config: PretrainedConfig, *names: str, default: Any = None) -> Any:
-    for part in parts(config):
+    for _, part in parts(config):
         for name in names:
             value = getattr(part, name, None)
             if value is not None:
@@ -43,12 +43,17 @@ def words(length: int) -> Tensor:
     return torch.randint(45, VOCABULARY, (BATCH, length), generator=torch.Generator().manual_seed(7))
 
 
-def inputs_of(model: nn.Module, image: int, images: int) -> Inputs:
-    """Arguments of a call, by their names; ``images`` places per row are marked as an image's."""
+def inputs_of(model: nn.Module, image: int, images: int, turned: bool = False) -> Inputs:
+    """Arguments of a call, by their names; ``images`` places per row are marked as an image's.
+
+    ``turned``: the frames of sounds come last where they would come first, or first where they would come last.
+    """
     config: Any = model.config
     names = inspect.signature(model.forward).parameters
     made: Inputs = {}
-    marker = _find(config, "image_token_id", "image_token_index", "media_placeholder_token_id")
+    seen = "pixel_values" in names or "pixel_values_videos" in names
+    markers = ("image_token_id", "image_token_index", "media_placeholder_token_id")
+    marker = _find(config, *(markers if seen else ("audio_token_id", "audio_token_index", *markers)))
     speaks = "input_ids" in names or "inputs_embeds" in names
     if "input_ids" in names:
         ids = words(LENGTH + images)
@@ -59,15 +64,20 @@ def inputs_of(model: nn.Module, image: int, images: int) -> Inputs:
     if "pixel_values" in names and main != "pixel_values_videos":
         if "image_grid_thw" in names:
             made |= _patches(config)
+        elif "grid_thw" in names:
+            made["pixel_values"] = _patches(config)["pixel_values"]
+        elif "spatial_shapes" in names:
+            made |= _patches_apart(config)
         else:
             made["pixel_values"] = _pixels(config, image)
     if "input_features" in names:
-        mels = _find(config, "num_mel_bins", "feature_size", "input_feat_per_channel", "n_mels", "feat_dim", default=80)
-        made["input_features"] = (
-            numbers(BATCH, 40, mels) if names.get("attention_mask") and not speaks else numbers(BATCH, mels, 40)
+        mels = _find(
+            config, "num_mel_bins", "feature_size", "input_feat_per_channel", "n_mels", "feat_dim", "input_dim", default=80
         )
+        frames_first = (names.get("attention_mask") is not None and not speaks) != turned
+        made["input_features"] = numbers(BATCH, 40, mels) if frames_first else numbers(BATCH, mels, 40)
     if "input_values" in names:
-        channels = _find(config, "audio_channels")
+        channels = _find(config, "audio_channels", default=1 if turned else None)
         made["input_values"] = numbers(BATCH, 1600) if channels is None else numbers(BATCH, channels, 1600)
     for mask in ("input_features_mask", "feature_attention_mask", "padding_mask"):
         if mask in names and "input_features" in made:
@@ -86,7 +96,42 @@ def inputs_of(model: nn.Module, image: int, images: int) -> Inputs:
         made["decoder_input_ids"] = words(6)
     if "labels" in names:
         made["labels"] = made.get("decoder_input_ids", made.get("input_ids", torch.tensor([1, 0, 1])))
+    for name, told in names.items():
+        if told.default is inspect.Parameter.empty and told.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and name not in made:
+            made |= _required(config, name, image)
+    if "bbox" in names and "input_ids" in made:
+        made["bbox"] = torch.arange(4).expand(*made["input_ids"].shape, 4).clone()
     return made
+
+
+def _patches_apart(config: PretrainedConfig) -> Inputs:
+    """Each image as its patches, with how many there are each way."""
+    patch, channels = _find(config, "patch_size", default=16), _find(config, "num_channels", default=3)
+    return {
+        "pixel_values": numbers(BATCH, 16, channels * patch * patch),
+        "pixel_attention_mask": torch.ones(BATCH, 16, dtype=torch.long),
+        "spatial_shapes": torch.tensor([[4, 4]] * BATCH),
+    }
+
+
+def _required(config: Any, name: str, image: int) -> Inputs:
+    """An argument that must be given and that none of the usual ones is."""
+    if name == "grid_thw":
+        patches = _patches(config)
+        return {name: patches["image_grid_thw"]}
+    if (
+        name in ("hidden_states", "pixel_values")
+        and getattr(config, "patch_size", None)
+        and hasattr(config, "spatial_merge_size")
+    ):
+        return {name: _patches(config)["pixel_values"]}
+    if name == "pixel_values_videos":
+        return {name: _pixels(config, image).unsqueeze(1).repeat(1, _find(config, "num_frames", default=2), 1, 1, 1)}
+    if name in ("hidden_states", "query_embeds", "inputs_embeds"):
+        return {name: numbers(BATCH, 6, _find(config, "hidden_size", "d_model", default=32))}
+    if name == "qformer_input_ids":
+        return {name: words(6)}
+    return {}
 
 
 def _series(config: Any, names: Any) -> Inputs:

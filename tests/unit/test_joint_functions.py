@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dtensor as dt
 from dtensor import DTensor, Replicate, Shard, per_rank
+from dtensor.parallel import RowwiseParallel, fully_shard, parallelize_module
 from dtensor.ranks.joint_function import leave_functions
 from dtensor.ranks.per_rank import PerRank
 
@@ -223,3 +225,55 @@ def test_a_forward_that_calls_others_and_one_without_gradients() -> None:
     with pytest.raises(TypeError):
         Doubled.apply(x, 1)
     torch.testing.assert_close(Doubled.apply(alone * 1), alone * 2)
+
+
+@pytest.mark.usefixtures("as_torch_has_it")
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("way", ["fully_shard", "parallelize_module"])
+def test_a_function_of_plain_tensors_that_meets_local_ones_inside_keeps_its_graph(way: str, several: bool) -> None:
+    plain = torch.nn.Linear(3, 4)
+    model, mesh = copy.deepcopy(plain), dt.init_device_mesh("cpu", (2,))
+    if way == "fully_shard":
+        fully_shard(model, mesh=mesh)
+    else:
+        parallelize_module(model, mesh, RowwiseParallel(input_layouts=dt.Replicate()))
+    found, inputs = [], []
+    for module in (model, plain):
+        x = torch.arange(6.0).view(2, 3).requires_grad_()
+        run = (lambda x, m=module: (m(x), m(x).tanh())) if several else module
+        y = checkpoint(run, x, use_reentrant=True)
+        (y[0] * y[1] if several else y.sin()).sum().backward()
+        inputs.append(x.grad)
+        found.append([p.grad.full_tensor() if isinstance(p.grad, dt.DTensor) else p.grad for p in module.parameters()])
+    for ours, theirs in zip(*found, strict=True):
+        for own in getattr(ours, "shards", [ours]):
+            torch.testing.assert_close(own, theirs)
+    torch.testing.assert_close(*inputs)
+
+
+class Parted(torch.autograd.Function):
+    """Makes tensors of all ranks, of different sizes, of a plain one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return per_rank([x[:2] * 2, x[2:] * 2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Tensor:
+        return torch.cat([2 * shard for shard in grad.shards])
+
+
+KEPT = Parted.apply
+
+
+@pytest.mark.usefixtures("as_torch_has_it")
+def test_a_function_that_parts_a_plain_tensor() -> None:
+    dt.init_device_mesh("cpu", (2,))
+    per_rank(pieces())
+    x = torch.arange(3.0, requires_grad=True)
+    (Parted.apply(x) * per_rank([torch.ones(2), torch.full((1,), 5.0)])).sum().backward()
+    torch.testing.assert_close(x.grad, torch.tensor([2.0, 2.0, 10.0]))
+    with torch.no_grad():
+        assert not any(shard.requires_grad for shard in KEPT(x).shards)  # type: ignore[attr-defined]  # PerRank
+    with pytest.raises(dt.errors.LayoutError, match=r"Parted.apply was kept .* look it up where it is called"):
+        KEPT(x)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...base.recording import ACTIVE, Between, current
-from ...comm import Communicator, Pending, communicator_of, each_shard, shards_of
+from ...comm import Communicator, Pending, communicator_of, each_shard, expect_locals, shards_of
 from ...comm.binding import Run
 from ...comm.events import because
 from ...dispatch.versions import stamp
@@ -64,6 +64,7 @@ class Group:
         self.whole = Whole()
         self._rows: dict[int, Rows] = {}
         self._bound: dict[Any, Run] = {}
+        expect_locals(axes.mesh)
         self.add(managed)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from ...comm import expect_locals
 from ...errors import PlacementError
 from ...mesh.device_mesh import DeviceMesh, as_mesh
 from ...tensor.replaced import replacing
@@ -56,6 +57,7 @@ def parallelize_module(
                 f"{type(module).__name__} brings no plan of its own (model._tp_plan); name its modules and their styles: "
                 'parallelize_module(model, mesh["tp"], {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()})'
             )
+    expect_locals(mesh)
     with replacing(module.modules(), "parallelize_module"):
         return _apply(module, mesh, parallelize_plan, src_data_rank, module)
 
