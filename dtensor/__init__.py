@@ -33,7 +33,7 @@ try:
     from .tensor.composites import sparse as _sparse_results
     from .tensor.composites import strided as _strided
     from .tensor.composites import whole as _whole
-    from .tensor.create import empty, full, ones, rand, randn, zeros
+    from .tensor.create import empty, full, linspace, logspace, ones, rand, randn, zeros
     from .tensor.distribute import distribute_module, distribute_tensor
     from .tensor.dtensor import DTensor
     from .tensor.local_map import local_map
@@ -80,7 +80,9 @@ __all__ = [
     "full",
     "implicit_replication",
     "init_device_mesh",
+    "linspace",
     "local_map",
+    "logspace",
     "manual_seed",
     "map_ranks",
     "memory",

@@ -147,7 +147,7 @@ CHANGES = (
         "the first tensors of all ranks that a program gets (to_local(), per_rank(), map_ranks()) or that require gradients",
         "a user's function over the tensors of all ranks keeps its graph; torch asks no subclass there, but looks up its forward",
         "2.11",
-        "ranks.joint_function.leave_functions()",
+        "ranks.applied.leave_functions()",
     ),
     Change(
         "torch.optim.optimizer._global_optimizer_pre_hooks",

@@ -227,9 +227,8 @@ def _on_processes(mesh: Any) -> bool:
     return not isinstance(mesh, DeviceMesh) or mesh.kind == "process_group"
 
 
-_MADE = {
-    function: _making(function) for function in (create.zeros, create.ones, create.empty, create.full, create.rand, create.randn)
-}
+_FACTORIES = (create.zeros, create.ones, create.empty, create.full, create.linspace, create.logspace, create.rand, create.randn)
+_MADE = {function: _making(function) for function in _FACTORIES}
 _IN_GRAPH: tuple[Any, ...] = (_placed, _distributed, laid, as_local, *[made for made, _ in _MADE.values()])
 _SEEN_AS: dict[Any, Any] = {
     **{function: seen_as for function, (_, seen_as) in _MADE.items()},

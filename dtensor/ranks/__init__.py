@@ -1,3 +1,3 @@
 """All ranks in one process: their local tensors as one value, and autograd over them."""
 
-from . import joint_function as joint_function  # says what does not simply run once per rank
+from . import applied as applied  # says what does not simply run once per rank

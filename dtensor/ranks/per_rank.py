@@ -5,7 +5,7 @@ autograd graph. This happens in ``__torch_function__``, above autograd. Where to
 another subclass's ``__torch_dispatch__``) the same mapping happens in ``__torch_dispatch__``; the wrapper itself has
 neither storage nor sizes, so nothing can read it instead of the ranks' tensors.
 
-One thing torch keeps from us: ``torch.autograd.Function.apply`` is no torch function; see ``joint_function.py``.
+One thing torch keeps from us: ``torch.autograd.Function.apply`` is no torch function; see ``applied.py``.
 """
 
 from __future__ import annotations
@@ -343,5 +343,5 @@ def _holds_tensor(value: Any) -> bool:
 
 
 _JOINT: dict[Any, Callable[..., Any]] = {}  # what does not simply run once per rank; see ``joint_autograd.py``
-_BEFORE: list[Callable[[], None]] = [in_use]  # what has to be set up where programs meet such tensors; see ``joint_function.py``
+_BEFORE: list[Callable[[], None]] = [in_use]  # what has to be set up where programs meet such tensors; see ``applied.py``
 _EACH_RANK.append(PerRank.__torch_function__)

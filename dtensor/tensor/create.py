@@ -7,6 +7,7 @@ All take the global shape (as ints or one sequence), ``device_mesh`` (default: t
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,7 +19,7 @@ from ..layout.layout import Layout
 from ..mesh.device_mesh import as_mesh
 from ..placement import Placement
 from ..random.distributions import SAMPLERS
-from ..random.draw import DRAWING, as_one_step, draw, draw_counted
+from ..random.draw import DRAWING, as_one_step, draw, draw_counted, own_block_of
 from ..redistribute import redistribute_local
 from .dtensor import DTensor, wrap
 
@@ -79,6 +80,37 @@ def full(size: Sequence[int], fill_value: Any, **options: Any) -> DTensor:
     return _filled(lambda shape, **kwargs: torch.full(shape, fill_value, **kwargs), (size,), **options)
 
 
+def linspace(start: Any, end: Any, steps: int, **options: Any) -> DTensor:
+    """``steps`` numbers from ``start`` to ``end`` in equal steps, bit for bit those of ``torch.linspace``; both ends numbers or
+    tensors of one element.
+
+    No communication, but for an end that is a DTensor; each rank makes the whole for a moment.
+
+    Raises:
+        ArgumentError, PlacementError, MeshError: options that there are not, placements that do not fit, no mesh.
+
+    >>> import dtensor as dt
+    >>> dt.linspace(0, 1, 5, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)]).to_local().shards
+    (tensor([0.0000, 0.2500, 0.5000]), tensor([0.7500, 1.0000]))
+    """
+    return _spaced(torch.linspace, start, end, steps, **options)
+
+
+def logspace(start: Any, end: Any, steps: int, base: float = 10.0, **options: Any) -> DTensor:
+    """``base`` to the powers that :func:`linspace` gives, bit for bit those of ``torch.logspace``.
+
+    No communication, but for an end that is a DTensor; each rank makes the whole for a moment.
+
+    Raises:
+        ArgumentError, PlacementError, MeshError: options that there are not, placements that do not fit, no mesh.
+
+    >>> import dtensor as dt
+    >>> dt.logspace(0, 2, 3, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)]).to_local().shards
+    (tensor([ 1., 10.]), tensor([100.]))
+    """
+    return _spaced(partial(torch.logspace, base=base), start, end, steps, **options)
+
+
 def rand(*size: Any, **options: Any) -> DTensor:
     """Uniform on [0, 1): the values that ``torch.rand`` gives on one device for the same seed, whatever the layout.
 
@@ -117,17 +149,34 @@ def randn(*size: Any, **options: Any) -> DTensor:
     return _drawn(torch.randn, size, **options)
 
 
-def _filled(
-    fill: Any, size: Any, *, placements: Sequence[Placement] | None = None, device_mesh: Any = None, **options: Any
+def _filled(fill: Any, size: Any, **options: Any) -> DTensor:
+    def block(layout: Layout, member: int | None, **kind: Any) -> torch.Tensor:
+        made, coordinate = (torch.zeros, None) if member is None else (fill, layout.mesh.coordinates[member])
+        return cast(torch.Tensor, made(layout.local_shape(coordinate), **kind))
+
+    return _in_blocks(block, fill, size, **options)
+
+
+def _spaced(space: Any, start: Any, end: Any, steps: int, **options: Any) -> DTensor:
+    """No number of torch's is found out from its place alone, to the last bit: each rank makes all, and keeps its own."""
+    start, end = (x.item() if isinstance(x, torch.Tensor) else x for x in (start, end))
+
+    def fill(size: Sequence[int], **kind: Any) -> torch.Tensor:
+        return cast(torch.Tensor, space(start, end, *size, **kind))
+
+    def block(layout: Layout, member: int | None, **kind: Any) -> torch.Tensor:
+        return own_block_of(fill(layout.shape, **kind), layout, member)
+
+    return _in_blocks(block, fill, (steps,), **options)
+
+
+def _in_blocks(
+    block: Any, fill: Any, size: Any, *, placements: Sequence[Placement] | None = None, device_mesh: Any = None, **options: Any
 ) -> DTensor:
     layout, reduced, requires_grad = _prepare(size, placements, device_mesh, options, fill)
-    mesh, device = layout.mesh, torch.device(layout.mesh.device_type)
-
-    def block(member: int | None) -> torch.Tensor:
-        made, coordinate = (torch.zeros, None) if member is None else (fill, mesh.coordinates[member])
-        return cast(torch.Tensor, made(layout.local_shape(coordinate), dtype=layout.dtype, device=device))
-
-    return _finish(communicator_of(mesh).map_outside_too(block), layout, reduced, requires_grad)
+    kind = {"dtype": layout.dtype, "device": torch.device(layout.mesh.device_type)}
+    local = communicator_of(layout.mesh).map_outside_too(lambda member: block(layout, member, **kind))
+    return _finish(local, layout, reduced, requires_grad)
 
 
 def _drawn(

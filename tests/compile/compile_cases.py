@@ -134,6 +134,7 @@ def made_of_sizes(mesh: DeviceMesh) -> Made:
     def run(x: Any) -> Any:
         options: dict[str, Any] = {"device_mesh": mesh, "placements": S0}
         drawn = dt.rand(5, 6, **options) + dt.randn((5, 6), **options)
+        drawn = drawn + dt.linspace(0, 1, 5, **options).unsqueeze(1)
         return x * dt.ones(5, 6, **options) + dt.zeros(5, 6, **options) + dt.full((5, 6), 2.0, **options) + drawn
 
     return of(run, ((5, 6), S0))(mesh)

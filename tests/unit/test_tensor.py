@@ -515,6 +515,22 @@ def test_factories_fill_every_piece(placements: Any) -> None:
     assert dt.zeros(5, 6, requires_grad=True, **options).requires_grad
 
 
+@pytest.mark.parametrize("placements", [None, [Shard(0), R], [Shard(0), Shard(0)], [Partial(), Shard(0)]], ids=str)
+@pytest.mark.parametrize("steps", [0, 1, 3, 37])
+def test_lines_are_those_of_one_device_to_the_last_bit(placements: Any, steps: int) -> None:
+    options: dict[str, Any] = {"device_mesh": MESH_22, "placements": placements}
+    for start, end, dtype in ((-1.5, 7, None), (2, 9, torch.int64), (1 + 1j, 2, None), (torch.tensor(0.1), 3, torch.float64)):
+        assert torch.equal(
+            dt.linspace(start, end, steps, dtype=dtype, **options).full_tensor(), torch.linspace(start, end, steps, dtype=dtype)
+        )
+        theirs = torch.logspace(start, end, steps, base=2, dtype=dtype)
+        assert torch.equal(dt.logspace(start, end, steps, base=2, dtype=dtype, **options).full_tensor(), theirs)
+    whole = dt.distribute_tensor(torch.tensor(2.0), MESH_22)
+    assert dt.linspace(whole, 3, steps, requires_grad=True, **options).requires_grad
+    with pytest.raises(dt.errors.ArgumentError):
+        dt.linspace(0, 1, steps, out=None, **options)
+
+
 @pytest.mark.parametrize(
     "placements", [[R, R], [Shard(0), R], [Shard(0), Shard(1)], [Shard(1), Shard(1)], [Partial(), Shard(0)]], ids=str
 )
