@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from threading import local
 from typing import Any
-from weakref import ReferenceType, ref
 
 import torch
 import torch.utils.checkpoint
@@ -53,7 +52,7 @@ class _Applied(local):
     looked_up: Any = None  # the class whose ``apply`` was looked up since
     begun: Any = None  # the class whose node torch has made
     joint: Any = None  # the class that ran for all ranks
-    noted: Sequence[ReferenceType[Any]] = ()  # what torch asks the size of
+    noted: Sequence[int] = ()  # whose sizes torch asks; no reference, not even a weak one: tensors that have some are not swapped
 
 
 _APPLIED = _Applied()
@@ -102,7 +101,7 @@ def _forward(plain: Callable[..., Any], cls: Any, looked_up: bool, gradients: bo
     ranks = [x for x in (*args, *as_tuple(found)) if type(x) is PerRank]
     if not ranks:
         return found
-    _APPLIED.noted = [*map(ref, ranks)]
+    _APPLIED.noted = [*map(id, ranks)]
     if not of_ranks and not looked_up and gradients and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
         raise LayoutError(
             f"{cls.__name__}.apply was kept from before tensors of all ranks were in use, and makes some of plain ones: "
@@ -121,7 +120,7 @@ def _leave_out(context: Any, inputs: Any, found: Any) -> None:
 
 def _size(x: PerRank) -> Any:
     """Torch's node has no part in it, and notes sizes of arguments and results all the same: it is told the first rank's."""
-    return x.shards[0].shape if any(noted() is x for noted in _APPLIED.noted) else over_ranks(_SIZE, (x,), {})
+    return x.shards[0].shape if id(x) in _APPLIED.noted else over_ranks(_SIZE, (x,), {})
 
 
 class _Apart(Function):
@@ -134,7 +133,7 @@ class _Apart(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         grad = PerRank(grads)
-        _APPLIED.noted = [ref(grad)]
+        _APPLIED.noted = [id(grad)]
         return grad
 
 
