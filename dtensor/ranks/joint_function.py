@@ -9,8 +9,8 @@ Where the arguments are plain and the function makes tensors of all ranks inside
 gave to their wrapper is handed on to them.
 
 Torch asks nobody there, so its function is told to: from the first tensors of all ranks that a program is given, or that require
-gradients (:func:`handed_out`), or modules that will make some (:func:`expected`), and not for DTensors alone. Told is the function
-itself, by its code: programs keep methods of classes, ``scaled = Scaled.apply``, often from before there was any mesh.
+gradients (:func:`handed_out`), or modules that will make some (:func:`expected`), and not for DTensors alone. Told is the
+function itself, by its code: programs keep methods of classes, ``scaled = Scaled.apply``, often from before there was any mesh.
 """
 
 from __future__ import annotations
