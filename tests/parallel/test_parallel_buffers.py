@@ -99,3 +99,42 @@ def _all() -> None:
 @pytest.mark.gloo
 def test_on_process_groups() -> None:
     run_gloo(_all, 2)
+
+
+class Reader(nn.Module):
+    """Reads what another module holds; two layers hold one module, whose statistics both of them write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = Layer(), Layer(), Layer()
+        self.first.norm = self.second.norm = nn.BatchNorm1d(6, affine=False).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = self.second.scale * 2
+        return self.third(self.second(self.first(x) * factor)) + self.third.scale
+
+
+@pytest.mark.parametrize("root", [True, False])
+def test_buffers_that_several_units_hold_or_read(root: bool) -> None:
+    torch.manual_seed(0)
+    mesh, alone = dt.init_device_mesh("cpu", (2,)), Reader()
+    model = copy.deepcopy(alone)
+    layers = [model.first, model.second, model.third]
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    if root:
+        fully_shard(model, mesh=mesh)
+    x = torch.randn(5, 6, dtype=torch.float64)
+    for training in (True, True, False):
+        outputs = []
+        for one in (alone, model):
+            one.train(training)
+            parts = (one.first, one.second, one.third)
+            outputs.append(one(x) if root else parts[2](parts[1](parts[0](x))))
+            outputs[-1].square().mean().backward()
+        torch.testing.assert_close(outputs[1].shards[1], outputs[0])
+        for ours, theirs in zip(model.buffers(), alone.buffers(), strict=True):
+            assert isinstance(ours, DTensor)
+            torch.testing.assert_close(whole(ours), theirs)
+        for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(whole(ours.grad), theirs.grad)

@@ -23,16 +23,24 @@ from .parameters import joined_mesh
 
 
 class Buffers:
-    """The buffers of some modules; not ``shared``: each rank's own, as plain tensors, for good."""
+    """The buffers of some modules; not ``shared``: each rank's own, as plain tensors, for good.
+
+    Of a module that other units hold too, around this one or beside it, whichever runs first puts the buffers in place, until it
+    has run: the others find them there.
+    """
 
     def __init__(self, modules: Sequence[nn.Module], axes: Axes, shared: bool = True) -> None:
         self.axes = axes
         self.places: list[tuple[nn.Module, str, Layout | None]] = []
-        self._inside: list[tuple[DTensor, Any, list[Any]]] = []
+        self._inside: list[tuple[nn.Module, str, DTensor, Any, list[Any]]] = []
         seen: dict[int, Any] = {}
         for module in modules:
             for name, buffer in module._buffers.items():
-                if buffer is None or getattr(buffer, "_data_parallel", False):
+                if buffer is None:
+                    continue
+                if getattr(buffer, "_data_parallel", False):
+                    if isinstance(buffer, DTensor) and buffer._layout.mesh == axes.mesh:
+                        self.places.append((module, name, None))
                     continue
                 inside = buffer._layout if isinstance(buffer, DTensor) else None
                 if not shared and inside is None:
@@ -50,15 +58,16 @@ class Buffers:
             return
         for module, name, inside in self.places:
             outside = module._buffers[name]
-            assert isinstance(outside, DTensor)
+            if not isinstance(outside, DTensor):
+                continue
             value = outside._local if inside is None else wrap(outside._local, inside)
-            self._inside.append((outside, value, stamp(outside)))
+            self._inside.append((module, name, outside, value, stamp(outside)))
             module._buffers[name] = value
 
-    def leave(self, distributed: bool, training: bool) -> None:
-        """DTensors in place again, made equal on all ranks if they were written to."""
+    def leave(self, agree: bool = True) -> None:
+        """DTensors in place again, made equal on all ranks (if they are to ``agree``) where training wrote to them."""
         written: set[nn.Module] = set()  # batch norm does not count up the version of all that it writes, but of one buffer
-        for (module, name, _), (outside, value, versions) in zip(self.places, self._inside, strict=False):
+        for module, name, outside, value, versions in self._inside:
             now = module._buffers[name]
             if now is not value and isinstance(now, Tensor):
                 with torch.inference_mode(False), torch.no_grad():  # what stays serves passes to come, which may train
@@ -66,11 +75,9 @@ class Buffers:
             if now is not value or stamp(outside) != versions:
                 written.add(module)
             module._buffers[name] = outside
-        changed = [
-            outside for (module, _, _), (outside, _, _) in zip(self.places, self._inside, strict=False) if module in written
-        ]
+        changed = [outside for module, _, outside, _, _ in self._inside if module in written and module.training]
         self._inside = []
-        if changed and training:
+        if changed and agree:
             _first_ranks(changed, self.axes)
 
 

@@ -125,7 +125,7 @@ class Unit:
         if functorch_active():
             put_back(self._standing)
             self._standing = []
-            self.buffers.leave(schedule.distributed is not None, module.training)
+            self.buffers.leave()
             output = output if self.policy.output_dtype is None else cast(output, self.policy.output_dtype)
             return as_one_tensor(output) if not schedule.depth else output
         self._end_watch()
@@ -134,7 +134,7 @@ class Unit:
             output = cast(output, self.policy.output_dtype)
         if schedule.in_backward():  # a forward pass recomputed: backward needs the values next
             return output
-        self.buffers.leave(schedule.distributed is not None, module.training)
+        self.buffers.leave()
         self.put_parameters()
         returns = self._expect_gradients(output) if torch.is_grad_enabled() else True
         if not self._to_run and returns:
@@ -306,7 +306,7 @@ class Unit:
         """Backward has ended. What it retained a graph for that it did not run is needed by the pass that will."""
         self._views, self._to_run = {}, set()
         retains = graph_task() != -1 and graph_stays()
-        self.buffers.leave(self._scheduled().distributed is not None, any(module.training for module in self.modules))
+        self.buffers.leave()
         for group in self.groups:
             live = group.live.items()
             group.live = {use: LATER for use, began in live if not use.ran and (retains or began == LATER)}
@@ -322,7 +322,7 @@ class Unit:
     def reset(self) -> None:
         """After a pass that raised: sharded parameters in place, nothing held, nothing awaited."""
         self._end_watch()
-        self.buffers.leave(self._scheduled().distributed is not None, False)
+        self.buffers.leave(agree=False)
         self.unreduced.forget()
         self._expected = set()
         for group in self.groups:
