@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 import dtensor as dt
-from dtensor.base.nested import replace as replace_tensors
+from dtensor.base.nested import mapped
 from dtensor.cost.device import DEVICES, Device
 from dtensor.layout.layout import Layout
 from dtensor.propagation.calls import make_call
@@ -37,7 +37,7 @@ def call_of(op: Any, *args: Any, mesh: dt.DeviceMesh = MESH, placements: Any = N
     wanted = placements or [R] * mesh.ndim
 
     def laid(x: Any) -> Any:
-        return replace_tensors(lambda t: Layout.of(mesh, wanted, tuple(t.shape), dtype=t.dtype), x)
+        return mapped(lambda t: Layout.of(mesh, wanted, tuple(t.shape), dtype=t.dtype), x)
 
     bound = {name: laid(value) for name, value in operator.bind(args, given).items()}
     call, _ = make_call(operator, mesh, bound)
