@@ -94,7 +94,7 @@ def test_what_is_no_mesh_is_refused() -> None:
         AssertionError, match=r"Shard\(dim=1\) for a parameter of shape \(4,\)"
     ):  # as torch: a dim that is not there
         fully_shard(nn.Linear(3, 4), mesh=mesh, shard_placement_fn=lambda _: Shard(1))
-    for asked in (ShardPlacementResult(Shard(0), "dp"), ShardPlacementResult(Replicate(), mesh), Replicate()):  # type: ignore[arg-type]
+    for asked in (ShardPlacementResult(Shard(0), "dp"), ShardPlacementResult(Replicate(), mesh), Replicate()):
         with pytest.raises(PlacementError, match="ShardPlacementResult"):
             fully_shard(nn.Linear(3, 4), mesh=mesh, shard_placement_fn=lambda _, asked=asked: asked)
     cube = dt.init_device_mesh("cpu", (1, 2, 1))

@@ -67,7 +67,7 @@ def _position(at: tuple[int, ...], mesh: dt.DeviceMesh) -> int:
 
 def gradients(model: nn.Module) -> list[Tensor]:
     whole = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
-    return [x.shards[0] if isinstance(x, dt.PerRank) else x for x in whole]  # type: ignore[union-attr]  # there are gradients
+    return [x.shards[0] if isinstance(x, dt.PerRank) else x for x in whole]
 
 
 def alone(parts: int) -> list[Tensor]:
@@ -122,9 +122,9 @@ def test_a_part_is_kept_and_few_bytes_are_gathered() -> None:
     mesh = flat_mesh(4)
     model = wrapped(mesh, reshard_after_forward=2)
     loss = (model(own(mesh)) ** 2).sum()
-    group = unit_of(model[2]).groups[0]  # type: ignore[union-attr]
+    group = unit_of(model[2]).groups[0]
     assert group.whole.buffer.shards[0].untyped_storage().nbytes() == 0
-    assert [x.numel() for x in group.whole.kept[1].shards] == [(5 * 7 + 7) * 8 // 2] * 4  # type: ignore[index]
+    assert [x.numel() for x in group.whole.kept[1].shards] == [(5 * 7 + 7) * 8 // 2] * 4
     with CommDebugMode() as comm:
         loss.backward()
     assert comm.get_comm_counts()["all_gather"] == 3
@@ -142,9 +142,8 @@ def test_a_part_is_kept_and_few_bytes_are_gathered() -> None:
 
 def test_numbers_that_mean_all_or_nothing_and_such_as_do_not_fit() -> None:
     mesh = flat_mesh(4)
-    assert unit_of(fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=1)).keep_after_forward is True  # type: ignore[union-attr]
+    assert unit_of(fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=1)).keep_after_forward is True
     whole = unit_of(fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=4))
-    assert whole is not None
     assert (whole.keep_after_forward, whole.groups[0].neighbours) == (False, None)
     for number in (0, 3, 8):
         with pytest.raises(ValueError, match="divides the 4 ranks"):
@@ -160,7 +159,7 @@ class Tokens(nn.Module):
         self.table, self.out = nn.Embedding(6, 4).double(), nn.Linear(4, 3).double()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.table(x).tanh())  # type: ignore[no-any-return]
+        return self.out(self.table(x).tanh())
 
 
 def test_an_embedding_is_not_gathered_in_backward() -> None:
@@ -170,7 +169,7 @@ def test_an_embedding_is_not_gathered_in_backward() -> None:
         model = Tokens()
         for part in (model.table, model.out, model):
             fully_shard(part, mesh=mesh, reshard_after_forward=True)
-        model.table.set_unshard_in_backward(gathers)  # type: ignore[operator]
+        model.table.set_unshard_in_backward(gathers)
         loss = model(dt.map_ranks(lambda at: torch.tensor([1, 4, 1 + at[0]]), mesh=mesh)).square().sum()
         with CommDebugMode() as comm:
             loss.backward()
@@ -234,20 +233,20 @@ def test_sums_only_means_that_nothing_else_is_asked_of_collectives() -> None:
     plain, summing = wrapped(mesh), wrapped(mesh)
     for layer in summing[::2]:
         layer.set_force_sum_reduction_for_comms(True)
-    comm = unit_of(plain[0]).groups[0].comm  # type: ignore[union-attr]
+    comm = unit_of(plain[0]).groups[0].comm
     asked: list[Any] = []
     bind_scatter = comm.bind_scatter
 
     def bound(dims: Any, lengths_of: Any, op: str, *rest: Any) -> Any:
         run = bind_scatter(dims, lengths_of, op, *rest)
-        return lambda row: asked.append(op) or run(row)  # type: ignore[func-returns-value]
+        return lambda row: asked.append(op) or run(row)
 
-    comm.bind_scatter = bound  # type: ignore[method-assign]
+    comm.bind_scatter = bound
     try:
         assert_same(step(summing, mesh), alone(3))
         assert_same(step(plain, mesh), alone(3))
     finally:
-        del comm.bind_scatter  # type: ignore[method-assign]
+        del comm.bind_scatter
     assert asked == ["sum"] * 3 + ["avg"] * 3
     with pytest.warns(FutureWarning, match="is now set_gradient_divide_factor"):
         summing[0].set_reduce_scatter_divide_factor(1.0)
@@ -378,8 +377,8 @@ def _options(size: int) -> list[float]:
     share_comm_ctx([model, model[0]])
     grads = step(model, mesh)
     assert_same(grads, alone(size))
-    assert unit_of(model).awaited is None  # type: ignore[union-attr]
-    reductions = {id(g.settings.scatter_comm) for m in model[::2] for g in unit_of(m).groups}  # type: ignore[union-attr]
+    assert unit_of(model).awaited is None
+    reductions = {id(g.settings.scatter_comm) for m in model[::2] for g in unit_of(m).groups}
     assert len(reductions) == 1
     model.set_separate_reduce_scatter_group(False)
     return sums(grads)
@@ -502,7 +501,7 @@ def _unlike_ranks(steps: int) -> list[float]:
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None)
         if q.grad is not None:
-            torch.testing.assert_close(p.grad.full_tensor(), q.grad)  # type: ignore[union-attr]  # a DTensor
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)
     return []
 
 

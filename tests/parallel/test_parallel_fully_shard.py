@@ -57,7 +57,7 @@ def net() -> Net:
 
 
 def shard(model: nn.Module, mesh: Any, **options: Any) -> Any:
-    for layer in model.layers:  # type: ignore[union-attr]
+    for layer in model.layers:
         fully_shard(layer, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
 

@@ -64,7 +64,7 @@ def alone_grads(x: Tensor, parts: int) -> list[Tensor]:
     """Of the mean of the parts' losses."""
     model = net()
     torch.stack([(model(part) ** 2).sum() for part in x.chunk(parts)]).mean().backward()
-    return [p.grad for p in model.parameters()]  # type: ignore[misc]
+    return [p.grad for p in model.parameters()]
 
 
 # --- boundaries --------------------------------------------------------------------------------------------------------
@@ -357,7 +357,7 @@ def test_wrong_options_say_what_is_right(options: dict[str, Any], message: str) 
 
 def test_optimizers_that_cannot_be_cut_are_refused() -> None:
     with pytest.raises(TypeError, match=r"a class such as torch\.optim\.AdamW"):
-        ZeroRedundancyOptimizer([nn.Parameter(torch.ones(3))], "adam", mesh=dp())  # type: ignore[arg-type]
+        ZeroRedundancyOptimizer([nn.Parameter(torch.ones(3))], "adam", mesh=dp())
     with pytest.raises(NotImplementedError, match="overlap_with_ddp"):
         ZeroRedundancyOptimizer([nn.Parameter(torch.ones(3))], torch.optim.Adam, mesh=dp(), overlap_with_ddp=True)
     with pytest.raises(ValueError, match="got no parameters"):
@@ -373,7 +373,7 @@ def test_a_forward_that_fails_leaves_the_model_as_it_was() -> None:
         model(own(X, mesh))
     broken.remove()
     assert all(isinstance(p, DTensor) for p in model.parameters())
-    assert unit_of(model).schedule.depth == 0  # type: ignore[union-attr]
+    assert unit_of(model).schedule.depth == 0
     (model(own(X, mesh)) ** 2).sum().backward()
     for ours, theirs in zip(grads(model), alone_grads(X, 2), strict=True):
         torch.testing.assert_close(ours, theirs)

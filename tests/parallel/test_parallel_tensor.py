@@ -151,7 +151,7 @@ def test_a_plan_that_names_nothing_says_so() -> None:
     with pytest.raises(dt.errors.PlacementError, match="no style is called"):
         parallelize_module(mlp(), tp_mesh(), "0")
     with pytest.raises(TypeError, match="mapping from names"):
-        parallelize_module(mlp(), tp_mesh(), 0)  # type: ignore[arg-type]
+        parallelize_module(mlp(), tp_mesh(), 0)
 
 
 def test_the_mesh_may_be_entered() -> None:
@@ -406,7 +406,6 @@ def test_loss_parallel_takes_plain_targets_and_class_weights(dims: tuple[int, ..
     expected = F.cross_entropy(logits, targets, weight)
     expected.backward()
     torch.testing.assert_close(loss.full_tensor(), expected)
-    assert x.grad is not None
     torch.testing.assert_close(x.grad.full_tensor(), logits.grad)
     torch.testing.assert_close(F.cross_entropy(x, targets, weight).full_tensor(), expected)  # it need not be said
 
@@ -437,7 +436,7 @@ def test_hooks_of_distribute_module_may_leave_the_module_out() -> None:
 COMPUTED: dict[str, Callable[[nn.Module], nn.Module]] = {
     "weight norm": nn.utils.parametrizations.weight_norm,
     "weight norm of columns": lambda m: nn.utils.parametrizations.weight_norm(m, dim=1),
-    "weight norm of all": lambda m: nn.utils.parametrizations.weight_norm(m, dim=None),  # type: ignore[arg-type]  # it may be
+    "weight norm of all": lambda m: nn.utils.parametrizations.weight_norm(m, dim=None),
     "spectral norm": nn.utils.parametrizations.spectral_norm,
     "orthogonal": nn.utils.parametrizations.orthogonal,
     "older weight norm": nn.utils.weight_norm,

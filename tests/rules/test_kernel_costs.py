@@ -106,7 +106,7 @@ WITH_KERNELS = [name for name, rule in sorted(rules().items()) if rule.kind not 
 
 @pytest.mark.parametrize("samples", [1, pytest.param(100, marks=pytest.mark.slow)])
 def test_kernels_issue_what_they_declare(monkeypatch: pytest.MonkeyPatch, samples: int) -> None:
-    dt.dispatch.dispatcher.clear_plans()  # type: ignore[attr-defined]  # a module
+    dt.dispatch.dispatcher.clear_plans()
     seen, wrong, counted = Seen(monkeypatch), [], set()
     for name in WITH_KERNELS:
         given = samples_of(name)
@@ -117,7 +117,7 @@ def test_kernels_issue_what_they_declare(monkeypatch: pytest.MonkeyPatch, sample
             counted.add(kernel.run)
             wrong += _problems(plan, kernel, issued)
         seen.runs.clear()
-    dt.dispatch.dispatcher.clear_plans()  # type: ignore[attr-defined]  # a module
+    dt.dispatch.dispatcher.clear_plans()
     assert wrong == []
     assert len(counted) > 50, len(counted)
 

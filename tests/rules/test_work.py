@@ -167,7 +167,6 @@ def test_bytes_are_read_and_written_once_and_views_are_free() -> None:
 def rows_of(call: Call) -> dict[str, float]:
     """What part of the FLOPs each row of a call leaves to a rank, by the factor that it cuts or by how it is written."""
     rule = lookup(call.func)
-    assert rule is not None
     factors = rule.factors(call)
     assert factors is not None
     done = work_of(rule, factors, call)
