@@ -326,6 +326,7 @@ def pieces_used_differently() -> None:
     weights = by_rank(lambda rank: torch.tensor(10.0**rank))
     (x.to_local(grad_placements=[Partial()]) * weights).sum().backward()
     equal(x.grad, torch.full((3,), 1111.0))
+    assert x.grad.placements == (R,)
 
 
 # --- drawn ------------------------------------------------------------

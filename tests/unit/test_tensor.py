@@ -73,29 +73,6 @@ def test_distributed_pieces_are_copies() -> None:
     assert pieces(distributed)[0].data_ptr() != pieces(distributed)[1].data_ptr()
 
 
-def test_a_non_contiguous_tensor_keeps_its_strides() -> None:
-    x = value(6, 5).t()
-    distributed = dt.distribute_tensor(x, MESH, [Shard(1)])
-    assert distributed.stride() == x.stride() == (1, 5)
-    assert [piece.stride() for piece in pieces(distributed)] == [(1, 5), (1, 5)]
-    assert torch.equal(distributed.full_tensor(), x)
-    assert not distributed.is_contiguous()
-
-
-def test_src_data_rank_says_whose_value_counts() -> None:
-    ranks = dt.per_rank([value(4, 3, seed=k) for k in range(2)])
-    for source in (0, 1):
-        for placements in ([R], [Shard(0)]):
-            made = dt.distribute_tensor(ranks, MESH, placements, src_data_rank=source)
-            assert torch.equal(made.full_tensor(), value(4, 3, seed=source))
-
-
-def test_without_src_data_rank_each_rank_cuts_its_own() -> None:
-    ranks = dt.per_rank([value(4, 3, seed=k) for k in range(2)])
-    made = dt.distribute_tensor(ranks, MESH, [Shard(0)], src_data_rank=None)
-    assert torch.equal(made.full_tensor(), torch.cat([value(4, 3, seed=0)[:2], value(4, 3, seed=1)[2:]]))
-
-
 def test_a_meta_tensor_takes_no_memory() -> None:
     made = dt.distribute_tensor(torch.empty(100_000, 88, device="meta"), MESH_22, [Shard(0), R])
     assert made.is_meta
@@ -121,11 +98,6 @@ def test_a_dtensor_is_redistributed() -> None:
     assert torch.equal(dt.distribute_tensor(x, MESH, [Shard(0)]).zero_().full_tensor() + x.full_tensor(), value(5, 6))
 
 
-def test_a_large_tensor_in_three_lines() -> None:
-    made = dt.distribute_tensor(torch.ones(10_000, 88), dt.init_device_mesh("cpu", (4,)), [Shard(0)])
-    assert [len(piece) for piece in pieces(made)] == [2500] * 4
-
-
 # --- from_local and to_local ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("placements", PLACEMENTS, ids=str)
 def test_from_local_is_the_inverse_of_to_local(placements: list[Any]) -> None:
@@ -133,13 +105,6 @@ def test_from_local_is_the_inverse_of_to_local(placements: list[Any]) -> None:
     again = DTensor.from_local(x.to_local(), MESH, placements if "sizes" not in str(placements) else [Shard(0)])
     assert again.layout is x.layout
     assert torch.equal(again.full_tensor(), value(5, 6))
-
-
-def test_ragged_pieces_give_the_right_global_shape() -> None:
-    x = DTensor.from_local(dt.per_rank([torch.ones(1, 3), torch.zeros(4, 3)]), MESH, [Shard(0)])
-    assert x.shape == (5, 3)
-    assert x.placements == (Shard(0, sizes=(1, 4)),)
-    assert x.sum().item() == 3
 
 
 def test_ragged_pieces_on_two_mesh_dims() -> None:
@@ -208,14 +173,6 @@ def test_strides_may_be_given() -> None:
 
 
 # --- gradients across the border ------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("placements", "expected"),
-    [([R], [3.0, 3.0]), ([Partial()], [3.0, 3.0]), ([Partial("avg")], [1.5, 1.5])],
-)
-def test_the_gradient_of_a_piece(placements: list[Any], expected: list[float]) -> None:
-    local = [torch.tensor(2.0, requires_grad=True) for _ in range(2)]
-    (DTensor.from_local(dt.per_rank(local), MESH, placements) * 3).full_tensor().backward()
-    assert [x.grad.item() for x in local if x.grad is not None] == expected
 
 
 def test_the_gradient_of_a_shard_is_its_block() -> None:
@@ -223,14 +180,6 @@ def test_the_gradient_of_a_shard_is_its_block() -> None:
     weights = dt.distribute_tensor(torch.tensor([1.0, 2.0, 3.0]), MESH, [Shard(0)])
     (DTensor.from_local(dt.per_rank(local), MESH, [Shard(0)]) * weights).sum().full_tensor().backward()
     assert [x.grad.tolist() for x in local if x.grad is not None] == [[1, 2], [3]]
-
-
-def test_grad_placements_of_to_local_say_how_the_pieces_are_used() -> None:
-    x = dt.distribute_tensor(torch.ones(3), MESH, [R]).requires_grad_()
-    used = x.to_local(grad_placements=[Partial()])
-    (used * dt.per_rank([torch.tensor(1.0), torch.tensor(10.0)])).sum().backward()
-    assert x.grad.full_tensor().tolist() == [11, 11, 11]
-    assert x.grad.placements == (R,)
 
 
 def test_to_local_of_a_replica_used_alike_counts_once() -> None:
@@ -721,14 +670,6 @@ def test_torch_save_and_load() -> None:
     assert isinstance(parameter, nn.Parameter)
 
 
-def test_weights_only_loading_is_possible() -> None:
-    file = io.BytesIO()
-    torch.save({"w": dt.distribute_tensor(value(5, 6), MESH, [Shard(0)])}, file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
-    assert torch.equal(state["w"].full_tensor(), value(5, 6))
-
-
 # --- prints ---------------------------------------------------------------------------------------------------------
 def test_print_shows_every_ranks_piece() -> None:
     x = dt.distribute_tensor(torch.arange(6).reshape(2, 3), MESH_22, [Shard(0), Shard(1)])
@@ -760,12 +701,6 @@ def test_a_tensor_on_a_submesh_lives_in_every_copy_of_it() -> None:
     assert [piece.tolist() for piece in pieces(x)] == [[0, 1], [2], [0, 1], [2]]
     assert (x * 2).sum().item() == 6
     assert torch.equal(dt.per_rank([torch.arange(3.0)] * 4).shards[0], x.full_tensor().shards[3])
-
-
-def test_copies_of_a_submesh_may_hold_different_values() -> None:
-    local = dt.per_rank([torch.full((2,), float(rank)) for rank in range(4)])
-    total = DTensor.from_local(local, MESH_22["tp"], [Shard(0)]).sum()
-    assert [shard.item() for shard in total.full_tensor().shards] == [2, 2, 10, 10]
 
 
 def test_autograd_on_a_submesh() -> None:
