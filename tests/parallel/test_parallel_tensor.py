@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from beside import same_gradients, whole
 from gloo import run_gloo
 from torch import nn
 
@@ -88,10 +89,7 @@ def check_llama(size: int, local: bool) -> float:
     expected = loss_of(alone(tokens), targets)
     expected.backward()
     torch.testing.assert_close(loss.full_tensor(), expected)
-    for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
-        assert isinstance(ours.grad, DTensor)
-        assert ours.grad.placements == ours.placements, name
-        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, msg=lambda text, name=name: f"{name}: {text}")
+    same_gradients(model, alone)
     return loss.item()
 
 
@@ -201,8 +199,7 @@ def same(
     (output * dt.distribute_tensor(weights, mesh)).sum().backward()
     (expected * weights).sum().backward()
     torch.testing.assert_close(output.full_tensor(), expected)
-    for ours, theirs in zip(module.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+    same_gradients(module, alone)
     return output
 
 
@@ -471,11 +468,6 @@ def _trains_as_on_one_device(kind: str, computed: str, style: str, ranks: int) -
         torch.testing.assert_close(whole(y), x, msg=name)
 
 
-def whole(x: Any) -> torch.Tensor:
-    full = x.full_tensor()
-    return full.shards[0] if isinstance(full, PerRank) else full
-
-
 @pytest.mark.filterwarnings("ignore:.torch.nn.utils.weight_norm:FutureWarning")
 @pytest.mark.parametrize("computed", COMPUTED)
 @pytest.mark.parametrize(("kind", "style"), [*(("linear", style) for style in STYLES), ("embedding", "rowwise")])
@@ -518,8 +510,7 @@ def test_results_of_styled_layers_can_be_written_to_in_place(shape: tuple[int, .
     x = torch.randn(shape)
     for module in (plain, styled):
         module(x).mul_(2).add_(1).sin().sum().backward()
-    for ours, theirs in zip(styled.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(whole(ours.grad), theirs.grad)
+    same_gradients(styled, plain)
 
 
 def test_a_result_that_was_saved_is_not_written_to() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from beside import same_gradients
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -111,9 +112,7 @@ def test_only_keys_values_and_gradients_move(name: str) -> None:
     if of_plain is not None:
         assert of_input.placements == (Shard(1),)
         torch.testing.assert_close(of_input.full_tensor(), of_plain)
-    for got, plain in zip(model.parameters(), one.parameters(), strict=True):
-        assert isinstance(got.grad, dt.DTensor)
-        torch.testing.assert_close(got.grad.full_tensor(), plain.grad, rtol=1e-4, atol=1e-6)
+    same_gradients(model, one, rtol=1e-4, atol=1e-6)
     gradients = sum(2 * (N - 1) * p.numel() * p.element_size() // N for p in one.parameters())
     assert sum(comm.get_comm_bytes().values()) <= gradients + beside
 
@@ -229,9 +228,7 @@ def test_pictures_cut_into_rows_and_columns() -> None:
     assert found.placements == (Shard(2), Shard(0))
     found.square().sum().backward()
     torch.testing.assert_close(found.full_tensor(), expected)
-    for got, like in zip(model.parameters(), one.parameters(), strict=True):
-        assert isinstance(got.grad, dt.DTensor)
-        torch.testing.assert_close(got.grad.full_tensor(), like.grad, rtol=1e-4, atol=1e-5)
+    same_gradients(model, one, rtol=1e-4, atol=1e-5)
 
 
 # --- what lies in different ways --------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from beside import same_gradients, same_parameters
 from gloo import run_gloo
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -48,9 +49,7 @@ def batch(mesh: Any = MESH) -> tuple[torch.Tensor, Any]:
 
 
 def agree(model: nn.Module, plain: nn.Module) -> None:
-    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert p.grad.placements == p.placements, name
-        torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=name)
+    same_gradients(model, plain)
 
 
 @pytest.mark.parametrize("where", [replicated, rows])
@@ -99,8 +98,7 @@ def test_hooks_see_them_as_the_leaf_lies() -> None:
     model(cut).square().sum().backward()
     plain(x).square().sum().backward()
     assert seen == [(Replicate(),)] * 6
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.full_tensor(), q.detach())
+    same_parameters(model, plain)
 
 
 def test_those_that_are_asked_for_lie_as_the_leaf_does() -> None:

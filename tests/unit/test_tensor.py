@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from beside import same_gradients, same_parameters
 from torch import nn
 
 import dtensor as dt
@@ -517,9 +518,7 @@ def test_distribute_module_partitions_and_replicates_the_rest() -> None:
     assert torch.allclose(module(x), plain(x), atol=1e-6)
     module(x).square().sum().backward()
     plain(x).square().sum().backward()
-    for got, want in zip(module.parameters(), plain.parameters(), strict=True):
-        assert got.grad.placements == got.placements
-        assert torch.allclose(got.grad.full_tensor(), want.grad, atol=1e-5)
+    same_gradients(module, plain)
 
 
 def test_a_parameter_is_a_dtensor_and_a_parameter() -> None:
@@ -546,8 +545,7 @@ def test_optimizers_step_as_on_one_device(optimizer: Any, foreach: bool) -> None
         for step in steps:
             step.step()
             step.zero_grad()
-    for got, want in zip(distributed.parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(got.full_tensor(), want, atol=1e-6)
+    same_parameters(distributed, plain)
     moments = [s for state in steps[1].state.values() for s in state.values() if isinstance(s, torch.Tensor) and s.ndim]
     assert all(isinstance(moment, DTensor) for moment in moments)
 
@@ -559,8 +557,7 @@ def test_clipping_uses_the_global_norm() -> None:
     distributed(dt.distribute_tensor(x, MESH, [Shard(0)])).square().sum().backward()
     norms = [nn.utils.clip_grad_norm_(module.parameters(), 0.1) for module in (plain, distributed)]
     assert norms[1].item() == pytest.approx(norms[0].item(), rel=1e-5)
-    for got, want in zip(distributed.parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(got.grad.full_tensor(), want.grad, atol=1e-6)
+    same_gradients(distributed, plain)
 
 
 def test_state_dict_round_trip() -> None:
