@@ -36,11 +36,11 @@ class ByHand(Plain):
     """Local tensors and explicit all-reduces."""
 
     def reduce(self, x: Tensor) -> Tensor:
-        return megatron_gpt._Sum.apply(x, dist.group.WORLD)  # type: ignore[no-any-return, no-untyped-call]  # torch's stub
+        return megatron_gpt._Sum.apply(x, dist.group.WORLD)
 
     def enter(self, x: Tensor) -> Tensor:
         """What goes into sharded layers: its gradient is summed over ranks."""
-        return megatron_gpt._Copy.apply(x, dist.group.WORLD)  # type: ignore[no-any-return, no-untyped-call]  # torch's stub
+        return megatron_gpt._Copy.apply(x, dist.group.WORLD)
 
 
 class Alone(Plain):

@@ -118,7 +118,7 @@ def training_step(mesh: dt.DeviceMesh) -> Callable[[], None]:
 
 def alone(mesh: dt.DeviceMesh) -> float:
     """Seconds that the watch takes for one collective, the ranks' pages being as far as they are."""
-    group = communicator_of(mesh)._group((0,))  # type: ignore[attr-defined]  # of process groups
+    group = communicator_of(mesh)._group((0,))
     chain = chain_among(ranks_of(group), group.handle, group.backend)
     assert chain is not None
 

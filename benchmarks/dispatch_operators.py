@@ -123,7 +123,7 @@ def report(rows: list[Row], worst: int) -> Iterator[str]:
     yield f"not on both sides: {len(rows) - len(found)}"
     for ratio, row in found[:worst]:
         kind = "with gradients" if row.gradients else "forward"
-        yield f"{row.name:44} {row.placed} {kind:14} {row.peer * 1e6:8.1f} {row.ours * 1e6:8.1f} {ratio:5.2f}"  # type: ignore[operator]
+        yield f"{row.name:44} {row.placed} {kind:14} {row.peer * 1e6:8.1f} {row.ours * 1e6:8.1f} {ratio:5.2f}"
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ import op_database as db  # noqa: E402  its folder is known from here on
 import torch  # noqa: E402
 
 import dtensor as dt  # noqa: E402
-from dtensor.base.nested import leaves, replace, tensors  # noqa: E402
+from dtensor.base.nested import filled, leaves, mapped, tensors  # noqa: E402
 from dtensor.placement import Replicate, Shard  # noqa: E402
 from dtensor.testing.scatter import scatter  # noqa: E402
 
@@ -82,11 +82,12 @@ def samples_of(entry: Any, mesh: tuple[int, ...], samples: int) -> list[tuple[in
 
 
 def _plain_runs(sample: db.Sample) -> bool:
-    if any(x.layout is not torch.strided or x.is_quantized for x in tensors((sample.args, sample.kwargs))):
+    if any(x.layout is not torch.strided or x.is_quantized for x in tensors(sample.given)):
         return False
     try:
         with db.quiet():
-            made = sample.fn(*replace(torch.clone, sample.args), **replace(torch.clone, sample.kwargs))
+            args, kwargs = mapped(torch.clone, sample.given)
+            made = sample.fn(*args, **kwargs)
     except Exception:  # what plain torch does not take is not asked for
         return False
     return all(not isinstance(x, torch.Tensor) or x.layout is torch.strided for x in leaves(made))
@@ -94,13 +95,12 @@ def _plain_runs(sample: db.Sample) -> bool:
 
 def differentiable(sample: db.Sample) -> list[bool]:
     """Which tensors plain torch lets require a gradient, each by itself."""
-    given = tensors((sample.args, sample.kwargs))
+    given = tensors(sample.given)
     found = []
     for i, chosen in enumerate(given):
         allowed = chosen.dtype.is_floating_point or chosen.dtype.is_complex
         if allowed:
-            made = iter([x.detach().clone().requires_grad_(k == i) for k, x in enumerate(given)])
-            args, kwargs = replace(lambda _: next(made), (sample.args, sample.kwargs))  # noqa: B023  it runs here and now
+            args, kwargs = filled(sample.given, [x.detach().clone().requires_grad_(k == i) for k, x in enumerate(given)])
             try:
                 with db.quiet():
                     sample.fn(*args, **kwargs)
@@ -113,16 +113,14 @@ def differentiable(sample: db.Sample) -> list[bool]:
 def sharded(sample: db.Sample, mesh: tuple[int, ...], wanted: list[bool]) -> Iterator[tuple[Any, Any, str]]:
     """The arguments with one tensor dim sharded, in every way."""
     device_mesh = dt.init_device_mesh("cpu", mesh)
-    given = tensors((sample.args, sample.kwargs))
+    given = tensors(sample.given)
     for i, chosen in enumerate(given):
         for dim in range(chosen.ndim):
-            made = iter(
-                [
-                    scatter(x, device_mesh, [Shard(dim) if k == i else Replicate()] * len(mesh)).requires_grad_(wanted[k])
-                    for k, x in enumerate(given)
-                ]
-            )
-            args, kwargs = replace(lambda _: next(made), (sample.args, sample.kwargs))  # noqa: B023  it runs here and now
+            made = [
+                scatter(x, device_mesh, [Shard(dim) if k == i else Replicate()] * len(mesh)).requires_grad_(wanted[k])
+                for k, x in enumerate(given)
+            ]
+            args, kwargs = filled(sample.given, made)
             yield args, kwargs, f"tensor {i} of {[tuple(x.shape) for x in given]} along dim {dim}"
 
 
@@ -159,7 +157,7 @@ def _plain_backward_raises(fn: Any, args: Any, kwargs: Any) -> bool:
 
     try:
         with db.quiet():
-            args, kwargs = replace(plain, (args, kwargs))
+            args, kwargs = mapped(plain, (args, kwargs))
             outputs = [x for x in leaves(fn(*args, **kwargs)) if isinstance(x, torch.Tensor) and x.requires_grad]
             torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
     except Exception:

@@ -65,7 +65,7 @@ def main() -> None:
                 "most": found[-1],
             }
             rows.append(row)
-            cells = " ".join(f"{row[what] * 1e3:8.3f}" for what in ("median", "p95", "most"))  # type: ignore[operator]
+            cells = " ".join(f"{row[what] * 1e3:8.3f}" for what in ("median", "p95", "most"))
             print(f"{row['mesh']:14} {math.prod(shape):6,} {kinds:6} {cells}")
     if options.json:
         Path(options.json).write_text(json.dumps({"machine": about, "rows": rows}, indent=1))

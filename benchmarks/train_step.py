@@ -174,11 +174,11 @@ def ours(case: str, model: nn.Module, tokens: Tensor, targets: Tensor, around: C
     else:
         labels = targets
     if "fsdp" in case:
-        for block in model.blocks:  # type: ignore[union-attr]  # a ModuleList
+        for block in model.blocks:
             parallel.fully_shard(block, mesh=mesh["dp"])
         parallel.fully_shard(model, mesh=mesh["dp"])
     elif "hsdp" in case:
-        for block in model.blocks:  # type: ignore[union-attr]  # a ModuleList
+        for block in model.blocks:
             parallel.fully_shard(block, mesh=mesh)
         parallel.fully_shard(model, mesh=mesh)
     else:
@@ -210,11 +210,11 @@ def peer(case: str, model: nn.Module, tokens: Tensor, targets: Tensor) -> Step:
     if "tp" in shape:
         parallel.parallelize_module(model, mesh["tp"], plan_of(parallel, Shard, Replicate))
     if "fsdp" in case:
-        for block in model.blocks:  # type: ignore[union-attr]  # a ModuleList
+        for block in model.blocks:
             fully_shard(block, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
     elif "hsdp" in case:
-        for block in model.blocks:  # type: ignore[union-attr]  # a ModuleList
+        for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
     elif "dp" in shape:
@@ -246,11 +246,11 @@ def by_hand(case: str, model: nn.Module, tokens: Tensor, targets: Tensor) -> Ste
     parameters = list(model.parameters())
 
     def average() -> None:
-        flat = torch.cat([p.grad.reshape(-1) for p in parameters])  # type: ignore[union-attr]  # backward has run
+        flat = torch.cat([p.grad.reshape(-1) for p in parameters])
         dist.all_reduce(flat)
         flat /= dist.get_world_size()
         for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-            p.grad.copy_(part.view_as(p))  # type: ignore[union-attr]  # as above
+            p.grad.copy_(part.view_as(p))
 
     return stepper(model, tokens, targets, squared if "dtensors" in case else loss_of, after_backward=average)
 
@@ -353,7 +353,7 @@ def communication(steps: dict[str, Step]) -> dict[str, dict[str, Any]]:
 def measure(case: str, sides: tuple[str, ...], size: str, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run_rank, (case, sides, size, rounds, folder), nprocs=CASES[case][0])
-        return json.loads(Path(folder, "result.json").read_text())  # type: ignore[no-any-return]
+        return json.loads(Path(folder, "result.json").read_text())
 
 
 def main() -> None:

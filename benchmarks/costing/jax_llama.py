@@ -19,10 +19,10 @@ from typing import Any
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-import jax  # type: ignore[import-not-found,unused-ignore]
-import jax.numpy as jnp  # type: ignore[import-not-found,unused-ignore]
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec  # type: ignore[import-not-found,unused-ignore]
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 COLUMNS, ROWS = ("q", "k", "v", "gate", "up", "embedding", "head"), ("o", "down")
 WIDTHS = {"f32": 4, "s32": 4, "u32": 4, "pred": 1, "bf16": 2, "s64": 8, "f64": 8}

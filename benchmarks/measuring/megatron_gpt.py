@@ -65,7 +65,7 @@ def split_part(model: Any, group: Any) -> nn.Module:
     if hasattr(part, "attention"):
         _split(part.attention, ("query", "key", "value"), "out", group)
     _split(getattr(part, "feed_forward", part), ("gate", "up"), "down", group)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def split(model: Any, group: Any) -> nn.Module:
@@ -80,12 +80,12 @@ def split(model: Any, group: Any) -> nn.Module:
     def embed(tokens: Tensor) -> Tensor:
         own = (tokens >= rank * rows) & (tokens < (rank + 1) * rows)
         found = F.embedding((tokens - rank * rows).where(own, 0), model.embedding.weight)
-        return _Sum.apply(found * own[..., None], group)  # type: ignore[no-any-return]
+        return _Sum.apply(found * own[..., None], group)
 
     model.embedding.forward = embed
     model.head.weight = _part(model.head.weight, 0, group)
     _copied(model.head, group)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def loss_of(group: Any) -> Callable[[Tensor, Tensor], Tensor]:

@@ -169,7 +169,7 @@ def _cost(call: Callable[[], Any], name: str, case: Case) -> dict[str, Any]:
     with _silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         kept = call()
     now = most = 0
-    for event in profiled.profiler.kineto_results.events():  # type: ignore[union-attr]
+    for event in profiled.profiler.kineto_results.events():
         if event.name() == "[memory]":
             now += event.nbytes()
             most = max(most, now)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,14 +35,16 @@ def like(sequence: Any, items: Any) -> Any:
     return type(sequence)(*items) if hasattr(sequence, "_fields") else type(sequence)(items)
 
 
-def replace(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """The same structure with every tensor replaced, in order."""
+def mapped(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """The same structure with ``fn(x)`` for every tensor, in order."""
     if isinstance(value, torch.Tensor):
         return fn(value)
-    if isinstance(value, list):
-        return [replace(fn, item) for item in value]
-    if isinstance(value, tuple):
-        return tuple(replace(fn, item) for item in value)
-    if isinstance(value, dict):
-        return {key: replace(fn, item) for key, item in value.items()}
-    return value
+    if isinstance(value, (list, tuple)):
+        return like(value, [mapped(fn, item) for item in value])
+    return {key: mapped(fn, item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def filled(value: Any, xs: Iterable[Any]) -> Any:
+    """The same structure with ``xs`` in the places of its tensors, in order."""
+    following = iter(xs)
+    return mapped(lambda _: next(following), value)

@@ -136,6 +136,13 @@ def looks_on(mode: Any) -> bool:
     return getattr(mode, "looks_on", False) or type(mode) in LOOKERS
 
 
+def only_looked_at(of_dtensors: bool = False) -> bool:
+    """Whether all dispatch modes here look on; ``of_dtensors``: or take down what DTensors are asked for, as our recorders do."""
+    return not count_dispatch_modes() or all(
+        looks_on(mode) or (of_dtensors and hasattr(mode, "of_dtensors")) for mode in current_dispatch_modes()
+    )
+
+
 def shows_ranges() -> bool:
     """Whether somebody shows ranges here: torch's profiler, or its ``DebugMode``."""
     return profiler_enabled() or bool(

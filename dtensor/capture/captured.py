@@ -14,13 +14,11 @@ from ..base.recording import ACTIVE, current
 from ..base.torch_internals import (
     DeviceContext,
     autocast_enabled,
-    count_dispatch_modes,
     count_function_modes,
-    current_dispatch_modes,
     current_function_modes,
     pytree,
 )
-from ..base.tracing import looks_on
+from ..base.tracing import only_looked_at
 from ..errors import ArgumentError, CaptureError
 from ..plan.program_plan import ProgramPlan
 from .confirm import Group, agreed, confirmed, groups_heard
@@ -127,7 +125,7 @@ class _Surveyed(threading.local):
 
 def _watched() -> bool:
     """Whether the user's modes want to see each operation, which a replay would not show them."""
-    if count_dispatch_modes() and not all(map(looks_on, current_dispatch_modes())):
+    if not only_looked_at():
         return True
     return count_function_modes() > 0 and any(type(mode) is not DeviceContext for mode in current_function_modes())
 

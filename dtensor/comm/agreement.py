@@ -94,7 +94,7 @@ def compared(mesh: DeviceMesh, what: str, said: Sequence[str], problem: Exceptio
     other = next((position for position, words in enumerate(said) if words != said[0]), None)
     if other is None:
         return
-    ranks = [mesh.ranks[member] for member in mesh.members_of(range(mesh.ndim), mesh.current_member() or 0)]
+    ranks = mesh.ranks_here()
     raise LayoutError(
         f"{what}: rank {ranks[other]} holds {said[other]}, rank {ranks[0]} holds {said[0]}; "
         f"all ranks of {mesh!r} give the same arguments"

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..base.nested import replace as replaced
+from ..base.nested import mapped
 from ..base.torch_internals import all_schemas, has_kernel
 from ..placement import Partial, Replicate
 from ..plan.graph import Asked
@@ -186,7 +186,7 @@ def entry_of(name: str, rule: Rule) -> Entry:
 def _asked(name: str, sample: Sample) -> Asked | None:
     """What the rule is asked for a sample on replicated operands; None where the call cannot be made."""
     packet = name.replace("::", ".")
-    args, kwargs = replaced(lambda x: scatter(x, mesh_of((2,)), [Replicate()]), (sample.args, sample.kwargs))
+    args, kwargs = mapped(lambda x: scatter(x, mesh_of((2,)), [Replicate()]), sample.given)
     with torch.no_grad():
         return asked_for(operator_named(packet if exists(packet) else packet + "_"), args, kwargs)
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from ..base.nested import replace as replace_tensors
-from ..base.nested import tensors
+from ..base.nested import mapped, tensors
 from ..base.torch_internals import TorchDispatchMode
 from ..dispatch.operands import plan_for
 from ..errors import DTensorError
@@ -153,7 +152,7 @@ class _Watching(TorchDispatchMode):
         known = self.found is not None or operator_of(func).seeded
         if known or not any(isinstance(x, DTensor) for x in tensors((args, kwargs))):
             return func(*args, **kwargs)
-        plain, keywords = replace_tensors(_value, (args, kwargs))
+        plain, keywords = mapped(_value, (args, kwargs))
         rows = _rows_chosen(func, args, kwargs)
         result = func(*args, **kwargs)
         if rows is not None and _differs(func, result, plain, keywords):

@@ -8,8 +8,7 @@ import pickle
 import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from dataclasses import replace as replaced
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..base.nested import replace, tensors
+from ..base.nested import filled, mapped, tensors
 from ..comm import shards_of
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import REDUCE_OPS, Partial, Placement, Replicate, Shard
@@ -80,7 +79,7 @@ def _shown(
     variant: Variant, limit: int, rng: random.Random, ops: Sequence[str]
 ) -> Iterator[tuple[tuple[str, ...], set[tuple[Placement, ...]]]]:
     """Operands whose rule communicates, and all results that local blocks give by themselves."""
-    xs = tensors((variant.sample.args, variant.sample.kwargs))
+    xs = tensors(variant.sample.given)
     if not variant.sample.values or not any(x.numel() > 1 for x in xs):
         return
     meshes = [variant.mesh((ranks,)) for ranks in _RANKS]
@@ -90,7 +89,7 @@ def _shown(
         found: set[tuple[Placement, ...]] | None = None
         in_terms = any(isinstance(p, Partial) for where in placements for p in where)
         for mesh, seed, hostile in itertools.product(meshes, _SEEDS, (False, True) if in_terms else (False,)):
-            tried = replaced(variant, sample=_with_special_values(variant.sample, placements, seed)) if hostile else variant
+            tried = replace(variant, sample=_with_special_values(variant.sample, placements, seed)) if hostile else variant
             right = _right_results(tried, mesh, placements, seed)
             found = right if found is None else found & right
             if not found:
@@ -112,8 +111,7 @@ def _with_special_values(sample: Sample, placements: Combination, seed: int) -> 
         made[at % made.numel()], made[(at + 1) % made.numel()] = 0.0, (-1) ** seed * float("inf")
         return torch.empty_like(x).copy_(made.view(x.shape))
 
-    args, kwargs = replace(special, (sample.args, sample.kwargs))
-    return replaced(sample, args=args, kwargs=kwargs)
+    return sample.of(mapped(special, sample.given))
 
 
 def _has_partial_indices(xs: Sequence[torch.Tensor], placements: Combination) -> bool:
@@ -131,8 +129,8 @@ def _communicates(variant: Variant, mesh: DeviceMesh, placements: Combination) -
 
 def _right_results(variant: Variant, mesh: DeviceMesh, placements: Combination, seed: int) -> set[tuple[Placement, ...]]:
     """The placements under which the results of the operator on local blocks make up the plain results."""
-    given = (variant.sample.args, variant.sample.kwargs)
-    args, kwargs = replace(torch.clone, given)
+    given = variant.sample.given
+    args, kwargs = mapped(torch.clone, given)
     scattered = [scatter(x, mesh, at, seed=seed + i) for i, (x, at) in enumerate(zip(tensors(given), placements, strict=True))]
     held = [shards_of(x._local) for x in scattered]
     try:
@@ -155,8 +153,7 @@ def _right_results(variant: Variant, mesh: DeviceMesh, placements: Combination, 
 
 def _called(variant: Variant, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The results of the operator on one rank's blocks."""
-    following = iter(pieces)
-    args, kwargs = replace(lambda _: next(following).clone(), (variant.sample.args, variant.sample.kwargs))
+    args, kwargs = filled(variant.sample.given, map(torch.clone, pieces))
     return tensors(variant.call(*args, **kwargs))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..base.generators import default_generator
-from ..base.nested import leaves, replace, tensors
+from ..base.nested import filled, leaves, tensors
 from ..comm import events
 from ..errors import PlacementError
 from ..layout.layout import Layout
@@ -162,8 +162,7 @@ class _Run:
         self.results: list[Any] = []
         self.error: Exception | None = None
         self.arguments = [leaf.clone() for leaf in made] if cloned else made
-        following = iter(self.arguments)
-        args, kwargs = replace(lambda _: next(following), given)
+        args, kwargs = filled(given, self.arguments)
         for generator in (torch.default_generator, default_generator(made[0].device if made else torch.device("cpu"))):
             generator.manual_seed(seed)  # torch.manual_seed formats a stack each time
         try:

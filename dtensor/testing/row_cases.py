@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..base.nested import replace, tensors
+from ..base.nested import filled, tensors
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Partial, Placement, Replicate, Shard
 from ..propagation.row_table import Where, word
@@ -83,7 +83,7 @@ def row_cases(variant: Variant, mesh_shape: tuple[int, ...], coverage: Coverage,
 
 def _alone(variant: Variant, mesh_shape: tuple[int, ...], coverage: Coverage, rng: random.Random) -> Iterator[Case]:
     """The rows of each layout of the operands that a row wants, those of that layout's own call among them: rules look at it."""
-    mesh, xs = variant.mesh(mesh_shape), tensors((variant.sample.args, variant.sample.kwargs))
+    mesh, xs = variant.mesh(mesh_shape), tensors(variant.sample.given)
     whole: Combination = tuple((Replicate(),) for _ in xs)
     pending = [whole, *_terms_of_monoids(xs)]
     seen, moved = set(pending), []
@@ -109,7 +109,7 @@ def _alone(variant: Variant, mesh_shape: tuple[int, ...], coverage: Coverage, rn
 
 def _pairs(variant: Variant, mesh_shape: tuple[int, ...], coverage: Coverage, rng: random.Random) -> Iterator[Case]:
     """Each row beside none, and beside another one, on either mesh dim."""
-    mesh, xs = variant.mesh(mesh_shape), tensors((variant.sample.args, variant.sample.kwargs))
+    mesh, xs = variant.mesh(mesh_shape), tensors(variant.sample.given)
     rows = _rows(variant, mesh, tuple((Replicate(),) * len(mesh_shape) for _ in xs))
     if rows is None:
         return
@@ -132,10 +132,8 @@ def _paired(rows: list[str], count: int, rng: random.Random) -> list[tuple[str, 
 
 
 def _rows(variant: Variant, mesh: DeviceMesh, where: Combination) -> Rows | None:
-    sample = variant.sample
-    spread = zip(tensors((sample.args, sample.kwargs)), where, strict=True)
-    following = iter([scatter(x, mesh, own) for x, own in spread])
-    args, kwargs = replace(lambda _: next(following), (sample.args, sample.kwargs))
+    given = variant.sample.given
+    args, kwargs = filled(given, [scatter(x, mesh, own) for x, own in zip(tensors(given), where, strict=True)])
     return rows_of(variant.call, args, kwargs)
 
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from ..base.nested import replace as replace_tensors
-from ..base.nested import tensors
+from ..base.nested import filled, tensors
 from ..placement import Placement, Shard
 from .faults import Trial, Wrong, culprit, fails, is_backward
 from .oracle import Outcome
@@ -71,13 +70,12 @@ def _smaller(draw: Callable[[Any], Any], trial: Trial) -> Trial:
     if len(mesh_shape) == 1 and mesh_shape[0] > 2:
         mesh_shape = (draw(st.sampled_from([2, mesh_shape[0]])),)
     sample = trial.case.variant.sample
-    xs = tensors((sample.args, sample.kwargs))
+    xs = tensors(sample.given)
     sizes = {size: draw(st.integers(min(size, 1), size)) for size in sorted({size for x in xs for size in x.shape})}
     cut = [_cut(x, sizes) for x in xs]
     kinds = [draw(st.sampled_from(["small", "rounded", "given"])) for _ in cut]
-    made = iter([_valued(draw, x, kind) for x, kind in zip(cut, kinds, strict=True)])
-    args, kwargs = replace_tensors(lambda _: next(made), (sample.args, sample.kwargs))
-    variant = replace(trial.case.variant, sample=replace(sample, args=args, kwargs=kwargs))
+    given = filled(sample.given, [_valued(draw, x, kind) for x, kind in zip(cut, kinds, strict=True)])
+    variant = replace(trial.case.variant, sample=sample.of(given))
     where = tuple(_fitted(own, x, mesh_shape) for own, x in zip(trial.case.placements, cut, strict=True))
     cotangents = trial.cotangents and tuple(map(_chunked, trial.cotangents))
     return replace(trial, case=Case(variant, mesh_shape, where, trial.case.rows), cotangents=cotangents)

@@ -37,7 +37,7 @@ class Variant:
 
     def mesh(self, shape: tuple[int, ...]) -> DeviceMesh:
         """A mesh where the sample's tensors are."""
-        device_type = next((x.device.type for x in tensors((self.sample.args, self.sample.kwargs))), "cpu")
+        device_type = next((x.device.type for x in tensors(self.sample.given)), "cpu")
         return mesh_of(shape, device_type)
 
 

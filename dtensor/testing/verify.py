@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from ..base.nested import replace as replace_tensors
-from ..base.nested import tensors
+from ..base.nested import mapped, tensors
 from ..errors import RuleError
 from ..placement import REDUCE_OPS, Partial
 from ..rules import rules
@@ -162,8 +161,7 @@ def _own(sample: Sample, plant: Sequence[float], device: str) -> Sample:
             planted[torch.unravel_index(place, x.shape)] = value
         return planted
 
-    args, kwargs = replace_tensors(changed, (sample.args, sample.kwargs))
-    return replace(sample, args=args, kwargs=kwargs)
+    return sample.of(mapped(changed, sample.given))
 
 
 def _forced(
@@ -196,7 +194,7 @@ def _forced(
 def _even(name: str, samples: Sequence[Sample], coverage: Coverage, rng: random.Random) -> Iterator[Case]:
     """Rows that were never allowed, or came too late, on as many ranks as a dim has elements: its blocks are alike then."""
     for sample in samples:
-        for ranks in sorted({n for x in tensors((sample.args, sample.kwargs)) for n in x.shape if 1 < n <= _MOST_RANKS}):
+        for ranks in sorted({n for x in tensors(sample.given) for n in x.shape if 1 < n <= _MOST_RANKS}):
             for variant in islice(variants(name, sample), 1 if coverage.refused else 0):
                 yield from (
                     case for case in row_cases(variant, (ranks,), coverage, rng) if coverage.refused.issuperset(case.rows)
@@ -215,7 +213,7 @@ def placed(
     left = budget
     for sample, shape in settings:
         for variant in variants(name, sample):
-            xs = tensors((variant.sample.args, variant.sample.kwargs))
+            xs = tensors(variant.sample.given)
             for placements in combinations(xs, shape, ops, limit, rng):
                 if left is not None:
                     if left == 0:

@@ -182,7 +182,6 @@ def test_hooks_run_once_and_leaves_keep_their_layout() -> None:
         f(randn(4, 6, at=[Shard(0)])).sum().backward()
         assert seen == [(Shard(1),), "accumulated"]
         seen.clear()
-    assert w.grad is not None
     assert w.grad.placements == (Shard(1),)
 
 

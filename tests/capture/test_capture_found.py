@@ -35,7 +35,7 @@ from torch.nn import functional
 
 import dtensor as dt
 
-FIRST = numpy.random.RandomState(0).get_state()[1][0]  # type: ignore[index]  # numpy's stub has dicts too
+FIRST = numpy.random.RandomState(0).get_state()[1][0]
 MESH = dt.init_device_mesh("cpu", (2,))
 X = dt.distribute_tensor(torch.arange(1.0, 6.0), MESH, [dt.Shard(0)])
 HERE = sys.modules[__name__]
@@ -53,9 +53,9 @@ def tensors() -> Iterator[Way]:
 
     w, plain, held = nn.Parameter(torch.ones(2)), torch.ones(2), [dt.ones(4, device_mesh=MESH, placements=[dt.Replicate()])]
     own, other, chosen = Kind(torch.ones(2)), torch.ones(2), [plain]
-    w.info = {"scale": 1.0}  # type: ignore[attr-defined]
+    w.info = {"scale": 1.0}
     yield lambda x: x * getattr(w, "scale", 1.0), setting(w, "scale")
-    yield lambda x: x * w.info["scale"], lambda n: w.info.update(scale=n)  # type: ignore[attr-defined]
+    yield lambda x: x * w.info["scale"], lambda n: w.info.update(scale=n)
     yield lambda x: x * getattr(x, "scale", 1.0), lambda n: setattr(X, "scale", n)
     yield (
         lambda x: x * (2 if isinstance(plain, nn.Parameter) else 1),
@@ -96,10 +96,10 @@ def settings() -> Iterator[Way]:
 
 
 def names() -> Iterator[Way]:
-    HERE.found_list, HERE.found_thing = [1.0], types.SimpleNamespace(v=1.0)  # type: ignore[attr-defined]
-    HERE.found_call = lambda: HERE.found_list[0]  # type: ignore[attr-defined]
+    HERE.found_list, HERE.found_thing = [1.0], types.SimpleNamespace(v=1.0)
+    HERE.found_call = lambda: HERE.found_list[0]
     far = sys.modules["found_far"] = types.ModuleType("found_far")
-    far.v, word, held = 1.0, ["found"], [1.0]  # type: ignore[attr-defined]
+    far.v, word, held = 1.0, ["found"], [1.0]
 
     class Thing:
         rate_one = 1.0
@@ -212,8 +212,8 @@ def libraries() -> Iterator[Way]:
     def kept(name: str) -> list[float]:
         return [1.0]
 
-    builtins.found_list = [1.0]  # type: ignore[attr-defined]
-    yield lambda x: x * found_list[0], lambda n: found_list.__setitem__(0, n)  # type: ignore[name-defined]  # noqa: F821
+    builtins.found_list = [1.0]
+    yield lambda x: x * found_list[0], lambda n: found_list.__setitem__(0, n)  # noqa: F821
     yield lambda x: x * kept("a")[0], lambda n: kept("a").__setitem__(0, n)
 
 

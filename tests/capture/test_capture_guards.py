@@ -128,7 +128,7 @@ class State:
         self.deque = collections.deque([1.0, 2.0], maxlen=3)
         self.array, self.objects = np.array([1.0, 2.0]), np.array([Config(), 1.0], dtype=object)
         self.set, self.cycle = {1.0, 2.0}, [1.0]
-        self.cycle.append(self.cycle)  # type: ignore[arg-type]  # a list in itself
+        self.cycle.append(self.cycle)
         self.weak, self.weakly = weakref.ref(self.config), weakref.WeakValueDictionary(c=self.config)
         self.net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5)).requires_grad_(False)
         self.parameter, self.plain = torch.nn.Parameter(torch.ones(())), torch.ones(())
@@ -185,14 +185,14 @@ class State:
             (lambda x: x * s.chained["x"], [lambda n: s.chained.maps[-1].update(x=n), lambda n: s.chained.update(x=n)]),
             (lambda x: x * next(iter(s.ordered.values())), [lambda n: s.ordered.move_to_end("a" if n > 2 else "b")]),
             (lambda x: x * s.proxy["a"], [lambda n: s.ordered.update(a=n)]),
-            (lambda x: x * s.made.default_factory(), [lambda n: setattr(s.made, "default_factory", lambda: n)]),  # type: ignore[misc]
+            (lambda x: x * s.made.default_factory(), [lambda n: setattr(s.made, "default_factory", lambda: n)]),
             (lambda x: x * s.deque[0], [lambda n: s.deque.append(n), lambda n: s.deque.rotate(1)]),
             (lambda x: x * (s.deque.maxlen or 1), [lambda n: setattr(s, "deque", collections.deque([n], maxlen=int(n)))]),
             (lambda x: x * float(s.array.reshape(2, 1)[1, 0]), [lambda n: s.array.fill(n)]),
             (lambda x: x * s.objects[0].a, [lambda n: setattr(s.objects[0], "a", n)]),
             (lambda x: x * sum(s.set) if 3.0 in s.set else x, [lambda n: s.set.add(n), lambda n: s.set.discard(n)]),
-            (lambda x: x * s.cycle[1][1][0], [lambda n: s.cycle.__setitem__(0, n)]),  # type: ignore[index]
-            (lambda x: x * s.weak().a * s.weakly["c"].a, [lambda n: setattr(s.config, "a", n)]),  # type: ignore[union-attr]
+            (lambda x: x * s.cycle[1][1][0], [lambda n: s.cycle.__setitem__(0, n)]),
+            (lambda x: x * s.weak().a * s.weakly["c"].a, [lambda n: setattr(s.config, "a", n)]),
             (lambda x: x * s.bytes[0] * len(s.bytes), [lambda n: s.bytes.__setitem__(0, int(n)), lambda n: s.bytes.append(1)]),
             (lambda x: x * float(os.environ.get("GUARDED", "1")), [lambda n: os.environ.update(GUARDED=str(n))]),
         ]
@@ -230,17 +230,17 @@ def _behind() -> list[tuple[Read, list[Change]]]:
     keyed, members, tupled = {key: 1.0}, {member}, {(one, 1): 1.0}
     refs, bound, shown, seen = weakref.WeakSet([far]), {"a": 1.0}, {"a": 1.0}, {"a": 1.0}
     values = shown.values()
-    cell = (lambda x: lambda: x)(Config()).__closure__[0]  # type: ignore[index]
-    of_keys: Read = lambda x, keyed=keyed, members=members: x * sum(k.a for k in [*keyed, *members])  # type: ignore[misc] # noqa: E731
+    cell = (lambda x: lambda: x)(Config()).__closure__[0]
+    of_keys: Read = lambda x, keyed=keyed, members=members: x * sum(k.a for k in [*keyed, *members])  # noqa: E731
     return [
         (of_keys, [lambda n: setattr(key, "a", n), lambda n: setattr(member, "a", n)]),
-        (lambda x, found=tupled: x * next(iter(found))[0].a, [lambda n: setattr(one, "a", n)]),  # type: ignore[misc]
-        (lambda x, found=refs: x * sum(k.a for k in found), [lambda n: setattr(far, "a", n)]),  # type: ignore[misc]
-        (lambda x, get=bound.get: x * get("a"), [lambda n: bound.update(a=n)]),  # type: ignore[misc]
-        (lambda x, get=seen.__getitem__: x * get("a"), [lambda n: seen.update(a=n)]),  # type: ignore[misc]
-        (lambda x, found=values: x * sum(found), [lambda n: shown.update(a=n)]),  # type: ignore[misc]
-        (lambda x, found=types.MappingProxyType(shown): x * found["a"], [lambda n: shown.update(a=n)]),  # type: ignore[misc]
-        (lambda x, found=cell: x * found.cell_contents.a, [lambda n: setattr(cell.cell_contents, "a", n)]),  # type: ignore[misc]
+        (lambda x, found=tupled: x * next(iter(found))[0].a, [lambda n: setattr(one, "a", n)]),
+        (lambda x, found=refs: x * sum(k.a for k in found), [lambda n: setattr(far, "a", n)]),
+        (lambda x, get=bound.get: x * get("a"), [lambda n: bound.update(a=n)]),
+        (lambda x, get=seen.__getitem__: x * get("a"), [lambda n: seen.update(a=n)]),
+        (lambda x, found=values: x * sum(found), [lambda n: shown.update(a=n)]),
+        (lambda x, found=types.MappingProxyType(shown): x * found["a"], [lambda n: shown.update(a=n)]),
+        (lambda x, found=cell: x * found.cell_contents.a, [lambda n: setattr(cell.cell_contents, "a", n)]),
     ]
 
 

@@ -51,9 +51,9 @@ def case(fn: Callable[[], Case]) -> Callable[[], Case]:
 def package() -> Any:
     """``pkg``, ``pkg.sub`` and ``pkg.sub.deep``, with variables, as imported modules."""
     pkg, sub, deep = (types.ModuleType(name) for name in ("given_pkg", "given_pkg.sub", "given_pkg.sub.deep"))
-    pkg.sub, sub.deep = sub, deep  # type: ignore[attr-defined]
+    pkg.sub, sub.deep = sub, deep
     for module in (pkg, sub, deep):
-        module.alpha, module.items, module.table = 2.0, [1.0, 2.0], {"k": 3.0}  # type: ignore[attr-defined]
+        module.alpha, module.items, module.table = 2.0, [1.0, 2.0], {"k": 3.0}
         sys.modules[module.__name__] = module
     return pkg
 
@@ -152,8 +152,8 @@ def a_module_with_getattr() -> Case:
 @case
 def an_import_inside() -> Case:
     def fn(x: Any) -> Any:
-        import given_pkg.sub.deep as deep  # type: ignore[import-not-found]
-        from given_pkg.sub import alpha as inner  # type: ignore[import-not-found]
+        import given_pkg.sub.deep as deep
+        from given_pkg.sub import alpha as inner
 
         return x * inner * deep.alpha
 
@@ -308,7 +308,7 @@ def an_element_of_a_long_dict() -> Case:
 
 @case
 def an_attribute_of_a_list() -> Case:
-    class Listed(list):  # type: ignore[type-arg]
+    class Listed(list):
         scale = 1.0
 
     held = Listed([1.0])
@@ -394,9 +394,9 @@ def a_nested_function() -> Case:
 @case
 def an_attribute_of_a_function() -> Case:
     def fn(x: Any) -> Any:
-        return x * fn.scale  # type: ignore[attr-defined]
+        return x * fn.scale
 
-    fn.scale = 1.0  # type: ignore[attr-defined]
+    fn.scale = 1.0
     return fn, lambda: setattr(fn, "scale", 3.0)
 
 
@@ -765,7 +765,7 @@ def test_the_world_is_refused_beside_a_compiled_profiler() -> None:
         read_lines()
     finally:
         profile.disable()
-    names = {getattr(entry.code, "co_name", "") for entry in profile.getstats()}  # type: ignore[attr-defined]  # typeshed's
+    names = {getattr(entry.code, "co_name", "") for entry in profile.getstats()}
     assert "read_lines" in names
 
 
@@ -780,7 +780,7 @@ def test_what_tells_is_not_refused() -> None:
     """Logs, warnings and prints happen while it is recorded, and hand on nothing; so do imports."""
 
     def fn(x: Any) -> Any:
-        import this_is_not_there_yet as late  # type: ignore[import-not-found]
+        import this_is_not_there_yet as late
 
         print(x.shape, file=io.StringIO())
         logging.getLogger("given").warning("at %s", x.shape)

@@ -259,5 +259,5 @@ def main() -> list[str]:
     """Every case on a line and on a square of the processes."""
     for mesh in (mesh_of(4), mesh_of(2, 2)):
         for build in CASES.values():
-            compare(lambda build=build, mesh=mesh: build(mesh))  # type: ignore[misc]  # defaults of a lambda
+            compare(lambda build=build, mesh=mesh: build(mesh))
     return list(CASES)

@@ -131,7 +131,7 @@ def transformer(mesh: Any, optimizer: str, *, clear: bool = True) -> Step:
 
 
 for _name in OPTIMIZERS:
-    CASES[_name] = lambda mesh, name=_name: transformer(mesh, name)  # type: ignore[misc]  # defaults of a lambda
+    CASES[_name] = lambda mesh, name=_name: transformer(mesh, name)
 
 
 @case
@@ -278,5 +278,5 @@ def main() -> list[str]:
         assert recordings_of_which_one_differs(mesh, dist.get_rank() == 2) == (4, 4)
     for mesh in (mesh_of(4), mesh_of(2, 2)):
         for build in CASES.values():
-            compare_steps(lambda build=build, mesh=mesh: build(mesh))  # type: ignore[misc]  # defaults of a lambda
+            compare_steps(lambda build=build, mesh=mesh: build(mesh))
     return list(CASES)

@@ -170,7 +170,7 @@ def microbatches_of_replicas() -> Step:
 def unused_parameters() -> Step:
     model = net()
     model.append(nn.Linear(3, 2))
-    model.forward = lambda x: model[4](model[3](model[2](model[1](model[0](x)))))  # type: ignore[method-assign]
+    model.forward = lambda x: model[4](model[3](model[2](model[1](model[0](x)))))
     return of(replicate(model, line()), line())
 
 

@@ -171,7 +171,7 @@ def ranks_that_give_different_arguments_all_raise_and_go_on() -> None:
         lambda: dt.distribute_tensor(whole, mesh, [Shard(0) if odd else R]),
         lambda: dt.distribute_tensor(whole, mesh, [Shard(2 if odd else 0)]),
         lambda: dt.distribute_tensor(whole, mesh, [R], src_data_rank=int(odd)),
-        lambda: dt.distribute_tensor(None if odd else whole, mesh, [R]),  # type: ignore[arg-type]
+        lambda: dt.distribute_tensor(None if odd else whole, mesh, [R]),
         lambda: DTensor.from_local(torch.ones(4, 3, dtype=torch.int32) if odd else whole, mesh, [Shard(0)]),
         lambda: DTensor.from_local(whole, mesh, [Shard(2 if odd else 0)]),
     ):
@@ -317,7 +317,6 @@ def the_gradient_of_a_piece() -> None:
         total = (DTensor.from_local(local, mesh_of((4,)), placements) * 3).sum().full_tensor()
         (total.shards[0] if isinstance(total, dt.PerRank) else total).backward()
         for piece in pieces:
-            assert piece.grad is not None
             assert piece.grad.tolist() == [3 * share] * 2, placements
 
 
@@ -327,6 +326,7 @@ def pieces_used_differently() -> None:
     weights = by_rank(lambda rank: torch.tensor(10.0**rank))
     (x.to_local(grad_placements=[Partial()]) * weights).sum().backward()
     equal(x.grad, torch.full((3,), 1111.0))
+    assert x.grad.placements == (R,)
 
 
 # --- drawn ------------------------------------------------------------

@@ -30,7 +30,7 @@ def program(*tensors: torch.Tensor) -> Callable[[Callable[..., Any]], Callable[.
     """A case: the program on these tensors, distributed in all ways."""
 
     def add(fn: Callable[..., Any]) -> Callable[..., Any]:
-        CASES[fn.__name__] = partial(everywhere, fn, *tensors, cloned=True, gradients=False)  # type: ignore[assignment]
+        CASES[fn.__name__] = partial(everywhere, fn, *tensors, cloned=True, gradients=False)
         return fn
 
     return add
@@ -84,7 +84,7 @@ class Exponential(torch.autograd.Function):
     """Twice the gradient that it should have, and a second result without one."""
 
     @staticmethod
-    def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]  # as torch documents it
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x.exp(), x.sum(0)
 
     @staticmethod
@@ -102,7 +102,7 @@ class Tripled(torch.autograd.Function):
     """In place."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # as torch documents it
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.mark_dirty(x)
         return x.mul_(3)
 
@@ -154,7 +154,7 @@ def checkpoints(x: Any) -> Any:
     found = []
     for options in ({"use_reentrant": True}, {"use_reentrant": False}, {"use_reentrant": False, "context_fn": contexts}):
         x = leaf(x)
-        checkpoint(layer, x, **options).sum().backward()  # type: ignore[arg-type]  # a mapping of several types
+        checkpoint(layer, x, **options).sum().backward()
         found.append(x.grad)
     checkpoint_sequential([torch.sin, torch.exp, torch.tanh], 2, x, use_reentrant=False).sum().backward()
     return found, x.grad

@@ -71,7 +71,7 @@ DRAWS: dict[str, Callable[[Any], Any]] = {
 }
 ROUNDED = ("gumbel_softmax", "orthogonal", "attention")
 for _name, _draw in DRAWS.items():
-    CASES[f"exact_{_name}"] = lambda draw=_draw, rounded=_name in ROUNDED: as_on_one_device(draw, X, rounded)  # type: ignore[misc]
+    CASES[f"exact_{_name}"] = lambda draw=_draw, rounded=_name in ROUNDED: as_on_one_device(draw, X, rounded)
 
 
 @case
@@ -86,7 +86,7 @@ def a_permutation_of_rows() -> None:
 
 def in_both_modes(fn: Callable[[], None]) -> None:
     for mode in ("exact", "counter"):
-        CASES[f"{mode}_{fn.__name__}"] = lambda mode=mode: _in(mode, fn)  # type: ignore[misc]
+        CASES[f"{mode}_{fn.__name__}"] = lambda mode=mode: _in(mode, fn)
 
 
 def _in(mode: str, fn: Callable[[], None]) -> None:

@@ -41,7 +41,7 @@ def pieces_of_growing_size() -> None:
     whole, sizes = value(2, 14), (2, 3, 4, 5)
     local = by_rank(lambda rank: whole.split(sizes, 1)[rank].contiguous())
     for options in ({}, {"run_check": True}):
-        made = DTensor.from_local(local, line(), [S1], **options)  # type: ignore[arg-type]  # a bool
+        made = DTensor.from_local(local, line(), [S1], **options)
         assert made.shape == (2, 14)
         assert made.stride() == (14, 1)
         equal(made, whole)

@@ -151,7 +151,7 @@ def plain_values_and_nesting_come_back(folder: Path) -> None:
     load(state, folder)
     assert state["v"] == values
     assert state["v"] is inner
-    same(state["x"][0], torch.ones(2))  # type: ignore[index]
+    same(state["x"][0], torch.ones(2))
     assert read_tree(folder)["v"] == values
     assert read_tensors(folder)["x.1.y"].shape == (1,)
 
@@ -224,7 +224,6 @@ def network(device: str = "cpu") -> nn.Module:
 def sharded(module: nn.Module, mesh: dt.DeviceMesh, *placements: dt.Placement) -> nn.Module:
     def partition(name: str, sub: nn.Module, mesh: dt.DeviceMesh) -> None:
         for key, p in list(sub._parameters.items()):
-            assert p is not None
             where = [Shard(0) if isinstance(q, Shard) and p.ndim == 1 else q for q in placements]
             sub.register_parameter(key, nn.Parameter(dt.distribute_tensor(p.detach(), mesh, where)))
 
@@ -370,13 +369,13 @@ def torchs_own_functions_read_and_write_the_same(folder: Path) -> None:
         save(saved, folder / "ours")
         state = copy.deepcopy(target)
         dcp.load(state, checkpoint_id=folder / "ours")
-        same(state["m"]["w"], x)  # type: ignore[index,call-overload]
+        same(state["m"]["w"], x)
         same(state["p"], x)
         assert (state["l"], state["n"]) == ([1, "two"], 3)
         dcp.save(saved, checkpoint_id=folder / "torchs")
     state = copy.deepcopy(target)
     load(state, folder / "torchs")
-    same(state["m"]["w"], x)  # type: ignore[index,call-overload]
+    same(state["m"]["w"], x)
     same(state["p"], x)
     assert (state["l"], state["n"], state["d"]) == ([1, "two"], 3, {"!": 2, "v": 5})
 
@@ -389,7 +388,6 @@ def torch_finds_the_tensors_of_tuples_or_says_that_it_does_not(folder: Path) -> 
     names = {1, 2}
     pending = save({"t": (x, 3), "l": [(4, 5)], "s": names}, folder / "ours", async_op=True)
     names.add(9)
-    assert pending is not None
     pending.wait()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -595,7 +593,7 @@ def a_rank_that_raises_leaves_nobody_waiting(folder: Path) -> None:
         with pytest.raises(CheckpointError, match=r"ValueError: mine|no tensors"):
             save_safetensors(state, folder)
         with pytest.raises(CheckpointError, match="ValueError: mine"):
-            save(state, folder, async_op=True).wait()  # type: ignore[union-attr]  # it is pending
+            save(state, folder, async_op=True).wait()
     save({"bad": {"n": 1}}, folder)
     with pytest.raises(CheckpointError, match="ValueError: mine"):
         load({"bad": _Raises(ValueError)}, folder)
@@ -617,23 +615,23 @@ def damage_is_found_wherever_it_is(folder: Path) -> None:
     for _ in range(12):
         name, low, high = dice.choice(blocks)
         at = dice.randrange(low, high)
-        on_first_rank(lambda name=name, at=at: _flip(folder / name, at))  # type: ignore[misc]
+        on_first_rank(lambda name=name, at=at: _flip(folder / name, at))
         for layout in (Shard(0), Shard(1), R):
             state = {"a": blank(x, mesh, layout), "b": blank(x.to(torch.int16), mesh, layout)}
             with pytest.raises(CheckpointError, match="corrupted"):
                 load(state, folder)
             same(state["a"], torch.zeros(16, 24))
-        on_first_rank(lambda name=name, at=at: _flip(folder / name, at))  # type: ignore[misc]
+        on_first_rank(lambda name=name, at=at: _flip(folder / name, at))
     load({"a": blank(x, mesh, Shard(1)), "b": torch.zeros(16, 24, dtype=torch.int16)}, folder)
     for file in files:
         if "v." in file.name:
             continue
         content = file.read_bytes()
         for damaged in (content[: len(content) // 2], content + b"x", b""):
-            on_first_rank(lambda file=file, damaged=damaged: file.write_bytes(damaged))  # type: ignore[misc]
+            on_first_rank(lambda file=file, damaged=damaged: file.write_bytes(damaged))
             with pytest.raises(CheckpointError, match=r"damaged|truncated"):
                 load({"a": blank(x, mesh, Shard(0)), "b": blank(x.to(torch.int16), mesh, R)}, folder)
-        on_first_rank(lambda file=file, content=content: file.write_bytes(content))  # type: ignore[misc]
+        on_first_rank(lambda file=file, content=content: file.write_bytes(content))
     on_first_rank(files[0].unlink)
     with pytest.raises(CheckpointError, match="missing"):
         load({"a": blank(x, mesh, Shard(0)), "b": blank(x.to(torch.int16), mesh, R)}, folder)

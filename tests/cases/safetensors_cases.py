@@ -144,7 +144,7 @@ def what_goes_wrong_is_told_and_changes_nothing(folder: Path) -> None:
         (content.replace(b'"dtensor.digests":"{', b'"dtensor.digests":"[', 1), "damaged"),
         (content.replace(b'"shape":[6,4]', b'"shape":[4,6]', 1), "does not fit its checksum"),
     ]:
-        on_first_rank(lambda damaged=damaged: file.write_bytes(damaged))  # type: ignore[misc]
+        on_first_rank(lambda damaged=damaged: file.write_bytes(damaged))
         target = blank(x, mesh, Shard(1))
         with pytest.raises(CheckpointError, match=words):
             load({"a": target}, folder / "m")
@@ -154,7 +154,7 @@ def what_goes_wrong_is_told_and_changes_nothing(folder: Path) -> None:
         load({"a": blank(x.double(), mesh, Shard(0))}, folder / "m")
     on_first_rank(lambda: (folder / "i").mkdir())
     for index in ('{"weight_map": {"a": "../m/model.safetensors"}}', '{"weight_map": {"b": "gone.safetensors"}}', "{}"):
-        on_first_rank(lambda index=index: (folder / "i" / "model.safetensors.index.json").write_text(index))  # type: ignore[misc]
+        on_first_rank(lambda index=index: (folder / "i" / "model.safetensors.index.json").write_text(index))
         with pytest.raises(CheckpointError, match=r"not in its folder|missing|damaged"):
             load({"a": blank(x, mesh, Shard(0))}, folder / "i")
     save_safetensors({"p": laid(x, square(), Partial(), Shard(1))}, folder / "p")

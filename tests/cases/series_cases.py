@@ -41,12 +41,12 @@ def the_last_and_the_best_are_kept(folder: Path) -> None:
     for best, kept in (("min", [4, 8, 10]), ("max", [6, 8, 10]), (None, [8, 10])):
         metrics = {2: 5.0, 4: torch.tensor(1.0), 6: 9, 8: math.nan, 10: None}
         path = folder / str(best)
-        with Manager(path, every=2, keep=2, best=best) as manager:  # type: ignore[arg-type]  # it is one of them
+        with Manager(path, every=2, keep=2, best=best) as manager:
             saved = [step for step in range(11) if manager.save(step, state_of(step), metric=metrics.get(step))]
             assert saved == [2, 4, 6, 8, 10]
         assert manager.steps() == kept
         assert manager.best_step() == (None if best is None else kept[0])
-        assert Manager(path, best=best).best_step() == manager.best_step()  # type: ignore[arg-type]
+        assert Manager(path, best=best).best_step() == manager.best_step()
         assert sorted(p.name for p in path.iterdir() if p.is_dir()) == [f"step-{step:09d}" for step in kept]
         state = state_of(0)
         load(state, path / f"step-{kept[0]:09d}")
@@ -71,7 +71,6 @@ def a_save_in_the_background_has_the_values_of_its_call(folder: Path) -> None:
 @case
 def memory_for_copies_is_made_once(folder: Path) -> None:
     with Manager(folder) as manager:
-        assert manager._staging is not None
         manager.save(1, state_of(1))
         places = [copy.data_ptr() for copy in manager._staging._kept.values()]
         manager.save(2, state_of(2))
@@ -162,4 +161,4 @@ def what_cannot_be_saved_is_told_by_the_next_call(folder: Path) -> None:
     assert manager.steps() == [2]
     for wrong in ({"every": 0}, {"keep": 0}, {"best": "least"}):
         with pytest.raises(CheckpointError, match="at least 1"):
-            Manager(folder, **wrong)  # type: ignore[arg-type]
+            Manager(folder, **wrong)

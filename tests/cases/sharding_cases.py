@@ -124,7 +124,6 @@ def specs_and_layouts_say_the_same(folder: Path) -> None:
     for shape, placements in layouts:
         x = dt.zeros(*shape, device_mesh=dt.init_device_mesh("cpu", (2, 2)), placements=placements)
         again = spec_of(x.layout).layout(shape)
-        assert again is not None
         pieces = {
             r: (again.local_shape(c), again.local_offset(c))
             for r, c in zip(again.mesh.ranks, again.mesh.coordinates, strict=True)
@@ -222,24 +221,24 @@ def compare(spec: Any, make: Callable[[], nn.Module] = Net, meta: bool = False, 
 @case
 def submodules_on_different_devices(folder: Path) -> None:
     model = compare(composite(net1="rank:0", net2="rank:1", net3="rank:0"))
-    assert model.net2.weight.device_mesh.ranks == (1,)  # type: ignore[union-attr]
+    assert model.net2.weight.device_mesh.ranks == (1,)
     two = composite(weight=single_split(0, [0, 1]))
     model = compare(composite(net1=two, net2=two, net3=single_split(0, [2, 3])))
-    assert model.net3.bias.placements == (Shard(0),)  # type: ignore[union-attr]
+    assert model.net3.bias.placements == (Shard(0),)
     compare({"0": "rank:0", "2": single_split(1, [1, 2, 3])}, lambda: nn.Sequential(nn.Linear(20, 7), nn.ReLU(), nn.Linear(7, 2)))
 
 
 @case
 def a_model_on_meta_is_made_shard_by_shard(folder: Path) -> None:
     model = compare(single_split(0, [0, 1, 2, 3]), meta=True)
-    assert all(p.placements == (Shard(0),) for p in model.parameters())  # type: ignore[attr-defined]
+    assert all(p.placements == (Shard(0),) for p in model.parameters())
     with torch.device("meta"):
         left = Net()
     dt.shard_model(left, single_split(0, [0, 1, 2, 3]), materialize=False)
     assert left.net1.weight.is_meta
     dt.checkpoint.save({"m": model}, folder)
     dt.checkpoint.load({"m": left}, folder)
-    same(left.net1.weight, model.net1.weight.detach().full_tensor())  # type: ignore[union-attr,operator]
+    same(left.net1.weight, model.net1.weight.detach().full_tensor())
 
 
 class Dropping(Net):
@@ -299,8 +298,8 @@ def what_is_made_from_meta_has_the_values_of_one_device(folder: Path) -> None:
         compare(spec, Nested, meta=True),
         compare(composite(one="rank:2", two=spec, attention=spec), Nested, meta=True),
     ):
-        assert isinstance(model.one.scale, dt.DTensor)  # type: ignore[union-attr]
-        same(model.one.scale, torch.full((6,), 0.5))  # type: ignore[union-attr]
+        assert isinstance(model.one.scale, dt.DTensor)
+        same(model.one.scale, torch.full((6,), 0.5))
 
 
 @case

@@ -115,7 +115,7 @@ class Block(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 9), nn.Linear(9, 6)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+        return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
 class Language(nn.Module):
@@ -131,7 +131,7 @@ class Language(nn.Module):
         x = self.table(tokens)
         for layer in self.layers:
             x = layer(x)
-        return self.output(self.norm(x))  # type: ignore[no-any-return]
+        return self.output(self.norm(x))
 
     def reset_parameters(self) -> None:
         for module in self.modules():

@@ -103,7 +103,7 @@ def fully_sharded_blocks(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
 
 def replicated_blocks(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     model = nn.Sequential(Block(), Block())
-    model.forward = how(model.forward, fullgraph=True)  # type: ignore[method-assign]
+    model.forward = how(model.forward, fullgraph=True)
     replicate(model, mesh=mesh)
     return _trained(model, model)
 

@@ -19,7 +19,7 @@ from op_database import Setting, draw_placements, exact, rng_of, said_alike
 from torch import nn
 
 import dtensor as dt
-from dtensor.base.nested import replace, tensors
+from dtensor.base.nested import filled, tensors
 from dtensor.placement import Partial, Replicate
 from dtensor.testing import scatter
 from dtensor.testing.differences import Options, differences
@@ -102,8 +102,7 @@ class _Run:
         for x in self.leaves:
             if x.is_floating_point():
                 x.requires_grad_()
-        following = iter(self.leaves)
-        args, kwargs = replace(lambda _: next(following), given)
+        args, kwargs = filled(given, self.leaves)
         self.results: list[torch.Tensor] = []
         self.error: Exception | None = None
         torch.default_generator.manual_seed(seed)

@@ -11,8 +11,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from dataclasses import replace as replace_fields
+from dataclasses import dataclass, field, replace
 from heapq import nsmallest
 from itertools import islice
 from operator import itemgetter
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 
 import dtensor as dt
-from dtensor.base.nested import leaves, replace, tensors
+from dtensor.base.nested import filled, leaves, mapped, tensors
 from dtensor.dispatch import dispatcher as dispatch
 from dtensor.errors import DTensorError
 from dtensor.placement import Partial, Placement, Replicate, Shard
@@ -99,6 +98,15 @@ class Sample:
     gradients: bool = True
     invariant: Callable[[Any], Any] | None = None  # of the results: what has a gradient where they are defined up to a phase
 
+    @property
+    def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments."""
+        return self.args, self.kwargs
+
+    def of(self, given: Any) -> Sample:
+        """The same with other arguments."""
+        return replace(self, args=given[0], kwargs=given[1])
+
 
 def entries(pattern: str = "*") -> list[Any]:
     """The database's entries by name (importing it takes seconds)."""
@@ -156,12 +164,12 @@ def _as_variant(entry: Any, sample: Any, setting: Setting) -> Sample | None:
 def _with_out(entry: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: bool) -> Sample | None:
     try:
         with quiet():
-            expected = entry.op(*replace(torch.clone, args), **replace(torch.clone, kwargs))
+            expected = entry.op(*mapped(torch.clone, args), **mapped(torch.clone, kwargs))
     except Exception:  # the function variant reports it
         return None
     if not all(isinstance(leaf, torch.Tensor) for leaf in leaves(expected)):
         return None
-    out = replace(torch.zeros_like, expected)
+    out = mapped(torch.zeros_like, expected)
     plain_tuple = tuple(out) if isinstance(out, (tuple, list)) else out
     return Sample(entry.op, args, kwargs | {"out": plain_tuple}, writes=True, values=values, gradients=False)
 
@@ -224,7 +232,7 @@ Draw = Callable[[torch.Tensor, Setting, random.Random], tuple[Placement, ...] | 
 def run_case(name: str, setting: Setting, position: int, sample: Sample, draw: Draw = draw_placements) -> Case:
     """One sample under the placements that the setting's seed gives (by ``draw``; None leaves a tensor plain)."""
     case = Case(name, setting, position)
-    given = tensors((sample.args, sample.kwargs))
+    given = tensors(sample.given)
     if any(x.layout is not torch.strided or x.is_quantized for x in given):
         case.status, case.problem = "void", "sparse or quantized arguments"
         return case
@@ -238,16 +246,16 @@ def run_case(name: str, setting: Setting, position: int, sample: Sample, draw: D
     case.gathered = tuple(gathered)
     if "ill-defined" in case.problem and sample.invariant is not None:  # plain torch sees it, but checks no subclass for it
         fn, invariant = sample.fn, sample.invariant
-        fixed = replace_fields(sample, fn=lambda *a, **k: invariant(fn(*a, **k)), invariant=None)
+        fixed = replace(sample, fn=lambda *a, **k: invariant(fn(*a, **k)), invariant=None)
         return run_case(name, setting, position, fixed, draw)
-    if case.status == "wrong" and min((x.dtype.itemsize for x in given if x.dtype.is_floating_point), default=8) < 8:
+    if (
+        case.status == "wrong"
+        and min((x.dtype.itemsize for x in given if x.dtype.is_floating_point), default=8) < 8
         # rounding, if the same values in double are right and the difference is a few times the tolerance
-        args, kwargs = replace(in_double, (sample.args, sample.kwargs))
-        if (
-            compared(name, setting, replace_fields(sample, args=args, kwargs=kwargs), placements, cotangents)[0] == "pass"
-            and compared(name, setting, sample, placements, cotangents, LEEWAY)[0] == "pass"
-        ):
-            case.status, case.problem = "accepted", f"right in double; {case.problem}"
+        and compared(name, setting, sample.of(mapped(in_double, sample.given)), placements, cotangents)[0] == "pass"
+        and compared(name, setting, sample, placements, cotangents, LEEWAY)[0] == "pass"
+    ):
+        case.status, case.problem = "accepted", f"right in double; {case.problem}"
     return case
 
 
@@ -255,9 +263,8 @@ def compared(
     name: str, setting: Setting, sample: Sample, placements: Sequence[Any], cotangents: Sequence[Placement], leeway: float = 1
 ) -> tuple[str, str]:
     """(status, problem) of a sample under these placements; ``leeway``: times the usual tolerance."""
-    given = tensors((sample.args, sample.kwargs))
-    following = iter([exact(x, where or ()) for x, where in zip(given, placements, strict=True)])
-    args, kwargs = replace(lambda _: next(following), (sample.args, sample.kwargs))
+    given = tensors(sample.given)
+    args, kwargs = filled(sample.given, [exact(x, where or ()) for x, where in zip(given, placements, strict=True)])
     usual = coarsest(given)
     with quiet(), said_alike(name):
         try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace as replace_fields
+from dataclasses import replace
 from fnmatch import fnmatch
 from itertools import pairwise
 from typing import Any
@@ -16,7 +16,7 @@ import op_database as db
 import torch
 from op_database_wrong import READ_BESIDE
 
-from dtensor.base.nested import replace, tensors
+from dtensor.base.nested import filled, mapped, tensors
 from dtensor.placement import Placement, Shard
 from dtensor.testing.differences import close
 
@@ -30,14 +30,14 @@ def cases_of(entry: Any, setting: db.Setting) -> Iterator[db.Case]:
 
 def run_case(name: str, setting: db.Setting, position: int, sample: db.Sample) -> db.Case | None:
     """The sample as :func:`odd` changes it; None for arguments that have no order in memory."""
-    if any(x.layout is not torch.strided or x.is_quantized for x in tensors((sample.args, sample.kwargs))):
+    if any(x.layout is not torch.strided or x.is_quantized for x in tensors(sample.given)):
         return None
     try:
         changed = odd(sample, db.rng_of(name, setting, position, "odd"))
         if any(fnmatch(name, pattern) for pattern in READ_BESIDE) and shapes_of(changed) != shapes_of(sample):
             return None
         with db.quiet():
-            changed.fn(*replace(torch.clone, changed.args), **replace(torch.clone, changed.kwargs))
+            plainly(changed)
             if "out" in changed.kwargs and changed.values and not consistent(changed, setting):
                 return None
     except Exception as error:  # nor does plain torch take it
@@ -45,14 +45,20 @@ def run_case(name: str, setting: db.Setting, position: int, sample: db.Sample) -
     return db.run_case(name, setting, position, changed, all_distributed if changed.writes else draw_placements)
 
 
+def plainly(sample: db.Sample) -> Any:
+    """What plain torch gives for clones of the arguments."""
+    args, kwargs = mapped(torch.clone, sample.given)
+    return sample.fn(*args, **kwargs)
+
+
 def shapes_of(sample: db.Sample) -> list[torch.Size]:
-    return [x.shape for x in tensors((sample.args, sample.kwargs))]
+    return [x.shape for x in tensors(sample.given)]
 
 
 def consistent(changed: db.Sample, setting: db.Setting) -> bool:
     """Whether plain torch gives with ``out=`` what it gives without: kernels that take operands for row-major do not."""
     torch.default_generator.manual_seed(setting.seed)
-    made = changed.fn(*replace(torch.clone, changed.args), **replace(torch.clone, changed.kwargs))
+    made = plainly(changed)
     torch.default_generator.manual_seed(setting.seed)
     expected = changed.fn(*changed.args, **{name: value for name, value in changed.kwargs.items() if name != "out"})
     return all(map(close, tensors(made), [x.to(y.dtype) for x, y in zip(tensors(expected), tensors(made), strict=True)]))
@@ -60,13 +66,13 @@ def consistent(changed: db.Sample, setting: db.Setting) -> bool:
 
 def odd(sample: db.Sample, rng: random.Random) -> db.Sample:
     """The sample with a few of its properties changed; its shapes stay in most draws."""
-    args, kwargs = sample.args, sample.kwargs
+    args, kwargs = sample.given
     for probability, change in ((0.25, resized(rng)), (0.15, one_element(rng)), (0.8, reordered(rng))):
         if rng.random() < probability:
-            args, kwargs = replace(change, (args, kwargs))
+            args, kwargs = mapped(change, (args, kwargs))
     if "out" in kwargs:  # many kernels of torch take out= for row-major, and write beside it
-        kwargs = kwargs | {"out": replace(torch.Tensor.contiguous, kwargs["out"])}
-    changed = replace_fields(sample, args=args, kwargs=kwargs)
+        kwargs = kwargs | {"out": mapped(torch.Tensor.contiguous, kwargs["out"])}
+    changed = sample.of((args, kwargs))
     if rng.random() < 0.3:
         changed = shared(changed)
     if changed.gradients and rng.random() < 0.3:
@@ -123,30 +129,29 @@ def one_element(rng: random.Random) -> Change:
 
 def shared(sample: db.Sample) -> db.Sample:
     """Arguments of one shape and dtype are one tensor."""
-    given = tensors((sample.args, sample.kwargs))
+    given = tensors(sample.given)
     first = [next(i for i, y in enumerate(given) if y.shape == x.shape and y.dtype == x.dtype) for x in given]
     if sample.writes or first == list(range(len(given))):
         return sample
 
     def fn(*args: Any, **kwargs: Any) -> Any:
         own = tensors((args, kwargs))
-        following = iter([own[i] for i in first])
-        args, kwargs = replace(lambda _: next(following), (args, kwargs))
+        args, kwargs = filled((args, kwargs), [own[i] for i in first])
         return sample.fn(*args, **kwargs)
 
-    return replace_fields(sample, fn=fn)
+    return replace(sample, fn=fn)
 
 
 def partly_detached(sample: db.Sample, rng: random.Random) -> db.Sample:
     """Some arguments require no gradient."""
-    detached = [rng.random() < 0.5 for _ in tensors((sample.args, sample.kwargs))]
+    detached = [rng.random() < 0.5 for _ in tensors(sample.given)]
 
     def fn(*args: Any, **kwargs: Any) -> Any:
-        following = iter(detached)
-        args, kwargs = replace(lambda x: x.detach() if next(following) else x, (args, kwargs))
+        own = tensors((args, kwargs))
+        args, kwargs = filled((args, kwargs), [x.detach() if off else x for x, off in zip(own, detached, strict=True)])
         return sample.fn(*args, **kwargs)
 
-    return replace_fields(sample, fn=fn)
+    return replace(sample, fn=fn)
 
 
 def draw_placements(x: torch.Tensor, setting: db.Setting, rng: random.Random) -> tuple[Placement, ...] | None:

@@ -20,7 +20,7 @@ from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dtensor as dt
-from dtensor.base.nested import leaves, replace, tensors
+from dtensor.base.nested import filled, leaves, tensors
 from dtensor.layout.layout import Layout
 from dtensor.placement import Partial, Placement, Shard
 from dtensor.testing.differences import close
@@ -83,7 +83,7 @@ def run_case(name: str, setting: db.Setting, position: int, sample: db.Sample) -
 
 def run(name: str, setting: db.Setting, position: int, sample: db.Sample, case: db.Case) -> tuple[str, str]:
     """(status, problem) of one sample."""
-    given = tensors((sample.args, sample.kwargs))
+    given = tensors(sample.given)
     if any(x.layout is not torch.strided or x.is_quantized for x in given):
         return "void", "sparse or quantized arguments"
     rng = db.rng_of(name, setting, position)
@@ -112,8 +112,7 @@ def run(name: str, setting: db.Setting, position: int, sample: db.Sample, case: 
 def outcome(made: list[Any], sample: db.Sample, setting: db.Setting) -> tuple[list[Any], list[Any]]:
     """(results, gradients of the arguments), all of them whole."""
     differentiable = [x.requires_grad_(sample.gradients and (x.dtype.is_floating_point or x.dtype.is_complex)) for x in made]
-    following = iter([x.clone() for x in differentiable] if sample.writes else differentiable)
-    args, kwargs = replace(lambda _: next(following), (sample.args, sample.kwargs))
+    args, kwargs = filled(sample.given, [x.clone() for x in differentiable] if sample.writes else differentiable)
     torch.manual_seed(setting.seed)
     results = list(leaves(sample.fn(*args, **kwargs)))
     if sample.invariant is not None and len(results) == 1 and not isinstance(results[0], torch.Tensor):

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace as replace_fields
+from dataclasses import replace
 from typing import Any
 
 import op_database as db
 import torch
 
-from dtensor.base.nested import replace, tensors
+from dtensor.base.nested import mapped, tensors
 
 DTYPES = (torch.float64, torch.float32, torch.int64, torch.bool, torch.complex128, torch.float16, torch.uint8, torch.int32)
 INTEGERS = (-1, 0, 1, 2, -2, 7, -7, 100)
@@ -42,7 +42,7 @@ def cases_of(entry: Any, setting: db.Setting) -> Iterator[db.Case]:
 
 def run_case(name: str, setting: db.Setting, position: int, sample: db.Sample) -> db.Case | None:
     """The sample as :func:`wrong` changes it; None for arguments that cannot be distributed."""
-    if any(x.layout is not torch.strided or x.is_quantized for x in tensors((sample.args, sample.kwargs))):
+    if any(x.layout is not torch.strided or x.is_quantized for x in tensors(sample.given)):
         return None
     with db.quiet():
         changed = wrong(sample, db.rng_of(name, setting, position, "wrong"))
@@ -51,14 +51,14 @@ def run_case(name: str, setting: db.Setting, position: int, sample: db.Sample) -
 
 def wrong(sample: db.Sample, rng: random.Random) -> db.Sample:
     """The sample with one or two of its arguments changed; gradients are not asked for."""
-    given: Any = (sample.args, sample.kwargs)
+    given: Any = sample.given
     for _ in range(rng.choice((1, 1, 2))):
         numbers, count = list(paths_of_numbers(given)), len(tensors(given))
         if numbers and (not count or rng.random() < 0.4):
             given = put(given, rng.choice(numbers), rng)
         elif count:
-            given = replace(changing(rng.randrange(count), rng), given)
-    return replace_fields(sample, args=given[0], kwargs=given[1], gradients=False)
+            given = mapped(changing(rng.randrange(count), rng), given)
+    return replace(sample.of(given), gradients=False)
 
 
 def changing(picked: int, rng: random.Random) -> Callable[[torch.Tensor], torch.Tensor]:

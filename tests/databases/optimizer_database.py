@@ -121,7 +121,7 @@ def _run(case: Case, parameters: list[nn.Parameter]) -> dict[str, Any]:
         optimizer.zero_grad()
         losses = [_loss(k, p) for k, p in enumerate(parameters)]
         torch.autograd.backward(losses)
-        return sum(float(loss) for loss in losses)  # type: ignore[return-value]  # also over several meshes
+        return sum(float(loss) for loss in losses)
 
     for step in range(STEPS):
         optimizer.step(closure)

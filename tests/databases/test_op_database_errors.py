@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import dtensor as dt
-from dtensor.base.nested import replace, tensors
+from dtensor.base.nested import filled, tensors
 
 SEED = int(os.environ.get("OP_DATABASE_SEED", "0"))
 PARTS = 6
@@ -43,8 +43,8 @@ def differing(entry: Any, mesh_shape: tuple[int, ...]) -> Iterator[str]:
         if expected is None or not given or not usable or OWN_MEMORY in str(expected):
             continue
         rng = db.rng_of(entry.formatted_name, setting, i)
-        following = iter([dt.distribute_tensor(x, mesh, db.draw_placements(x, setting, rng)) for x in given])
-        got = raised(fn, *replace(lambda _, made=following: next(made), (args, kwargs)))
+        made = [dt.distribute_tensor(x, mesh, db.draw_placements(x, setting, rng)) for x in given]
+        got = raised(fn, *filled((args, kwargs), made))
         if not isinstance(got, type(expected)):
             yield f"{entry.formatted_name} error input {i}: {got!r}, not {expected!r}"
 

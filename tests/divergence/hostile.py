@@ -100,7 +100,7 @@ def _trained(kind: str, change: Callable[[Scene, nn.Module, int], None], of: Any
         torch.manual_seed(0)
         model: nn.Module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
         if kind == "sharded":
-            for layer in model:  # type: ignore[attr-defined]  # it is a Sequential
+            for layer in model:
                 fully_shard(layer, mesh=at.mesh)
             model = fully_shard(model, mesh=at.mesh)
         elif kind == "replicated":

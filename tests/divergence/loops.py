@@ -225,7 +225,7 @@ def _piped(schedule: Any = ScheduleGPipe, raising: bool = False) -> Deed:
         pipeline = schedule(stage, 4, loss_fn=nn.functional.mse_loss)
         given = (torch.ones(12, WIDTH),) if at.rank == 0 else ()
         pipeline.step(*given, **({"target": torch.zeros(12, WIDTH)} if at.rank == size - 1 else {}))
-        return float(part.weight.grad.sum())  # type: ignore[union-attr]  # after the step it is there
+        return float(part.weight.grad.sum())
 
     return run
 
@@ -246,7 +246,7 @@ def _hooked(act: Deed) -> Deed:
         w = at.x.detach().requires_grad_()
         w.register_hook(lambda gradient: act(at))
         (w * at.x).sum().backward()
-        return w.grad.full_tensor().tolist()  # type: ignore[union-attr]  # after backward it is there
+        return w.grad.full_tensor().tolist()
 
     return run
 
@@ -260,7 +260,7 @@ class _Failing(torch.autograd.Function):
         return x * 1
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Any) -> Any:
         ctx.act()
         return gradient, None
 
@@ -269,7 +269,7 @@ def _in_function(act: Deed) -> Deed:
     def run(at: Scene) -> Any:
         w = at.x.detach().requires_grad_()
         _Failing.apply(w * at.x, lambda: act(at)).sum().backward()
-        return w.grad.full_tensor().tolist()  # type: ignore[union-attr]
+        return w.grad.full_tensor().tolist()
 
     return run
 
@@ -297,7 +297,7 @@ def _dropping(at: Scene) -> Any:
 def _in_a_loader(act: Deed) -> Deed:
     def run(at: Scene) -> Any:
         found = 0.0
-        for number, _ in enumerate(torch.utils.data.DataLoader(range(3), num_workers=1, multiprocessing_context="fork")):  # type: ignore[arg-type]
+        for number, _ in enumerate(torch.utils.data.DataLoader(range(3), num_workers=1, multiprocessing_context="fork")):
             found += at.x.sum().item()
             if number == 1:
                 act(at)

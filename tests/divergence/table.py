@@ -182,7 +182,6 @@ DEEDS: dict[str, Deed] = {
 def _gradient(at: Scene, factor: float) -> torch.Tensor:
     w = at.w.detach().requires_grad_()
     (at.x @ w * factor).sum().backward()
-    assert w.grad is not None
     grad: Any = w.grad if factor == 1.0 else w.grad.redistribute(placements=[Shard(0)])
     return grad.full_tensor()
 
@@ -193,7 +192,7 @@ def _held(at: Scene) -> torch.Tensor:
     w.register_hook(lambda gradient: held.append(gradient) if at.rank == 1 else None)
     for _ in range(2):
         (w * at.x).sum().backward()
-    return w.grad.full_tensor()  # type: ignore[union-attr]  # after backward it is there
+    return w.grad.full_tensor()
 
 
 def _seeded(at: Scene, seed: int, drawn: int = 0) -> torch.Tensor:

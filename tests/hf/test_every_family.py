@@ -19,4 +19,4 @@ def test_a_training_step_is_that_of_one_device(model_type: str) -> None:
         family = shrunk(model_type)
     except NotShrunk as reason:
         pytest.skip(str(reason)[:150])
-    check(family, PLANS["everywhere"], MESH)  # type: ignore[arg-type]  # builds and calls as a Family does
+    check(family, PLANS["everywhere"], MESH)

@@ -112,5 +112,5 @@ def test_a_vocabulary_grows() -> None:
     for one in (plain, copy.copy(model)):
         torch.manual_seed(0)
         with dt.implicit_replication():
-            one.resize_token_embeddings(101, mean_resizing=False)  # type: ignore[operator]
-    compare(model.get_input_embeddings().weight, plain.get_input_embeddings().weight, "embedding")  # type: ignore[operator]
+            one.resize_token_embeddings(101, mean_resizing=False)
+    compare(model.get_input_embeddings().weight, plain.get_input_embeddings().weight, "embedding")

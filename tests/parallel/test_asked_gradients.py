@@ -22,7 +22,7 @@ def model_of() -> nn.Module:
 
 def sharded(model: nn.Module, nested: bool, mesh: dt.DeviceMesh) -> nn.Module:
     if nested:
-        for child in (model[0], model[2]):  # type: ignore[index]  # a Sequential
+        for child in (model[0], model[2]):
             fully_shard(child, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
@@ -62,8 +62,8 @@ def test_backward_in_two_parts_and_several_at_a_time(nested: bool) -> None:
         for p, q in zip(alone.parameters(), model.parameters(), strict=True):
             check([q.grad], [p.grad])
             with torch.no_grad():
-                p -= 0.1 * p.grad  # type: ignore[operator]  # it has one
-                q -= 0.1 * q.grad  # type: ignore[operator]  # it has one
+                p -= 0.1 * p.grad
+                q -= 0.1 * q.grad
         alone.zero_grad()
         model.zero_grad()
 
@@ -81,9 +81,8 @@ def parted(alone: nn.Module, model: nn.Module, mesh: dt.DeviceMesh) -> None:
         else:
             _, groups = stage_backward_input([loss], None, [x], model.parameters())
             waiting.append(groups)
-        assert x.grad is not None
         assert whole.grad is not None
-        torch.testing.assert_close(x.grad.full_tensor(), whole.grad)  # type: ignore[attr-defined]  # a DTensor
+        torch.testing.assert_close(x.grad.full_tensor(), whole.grad)
     for groups in waiting:
         stage_backward_weight(model.parameters(), groups)
 
@@ -93,7 +92,7 @@ def test_values_of_an_ended_backward_are_given_back() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     model = sharded(model_of(), True, mesh)
     x = dt.distribute_tensor(torch.randn(4, 6, dtype=torch.float64), mesh, [dt.Shard(0)]).requires_grad_()
-    unit = model[0].__dict__["_data_parallel_unit"]  # type: ignore[index]  # a Sequential
+    unit = model[0].__dict__["_data_parallel_unit"]
     for retains in (False, True):
         loss = model(x).square().sum()
         torch.autograd.grad(loss, [x], retain_graph=retains)

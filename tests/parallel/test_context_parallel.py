@@ -255,7 +255,7 @@ def recomputed(mesh: Any, reentrant: bool, by: str, own_of: Any = None) -> list[
         if by == "grad":
             return list(torch.autograd.grad(loss, [own, weight]))
         loss.backward() if by == "method" else torch.autograd.backward([loss])
-        return [own.grad, weight.grad]  # type: ignore[list-item]  # they are there
+        return [own.grad, weight.grad]
 
     if mesh is None:
         return grads(x, target)

@@ -365,7 +365,7 @@ class Half(Wrapped):
 
 
 class WrongArguments(ByRow):
-    def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any) -> Any:  # type: ignore[override]
+    def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any) -> Any:
         return (self._inner,), None
 
 

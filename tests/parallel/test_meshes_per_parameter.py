@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp as peer
-from beside import steps_alike, whole
+from beside import same_gradients, steps_alike, whole
 from gloo import run_gloo
 from torch import Tensor, nn
 
@@ -94,7 +94,7 @@ def test_what_is_no_mesh_is_refused() -> None:
         AssertionError, match=r"Shard\(dim=1\) for a parameter of shape \(4,\)"
     ):  # as torch: a dim that is not there
         fully_shard(nn.Linear(3, 4), mesh=mesh, shard_placement_fn=lambda _: Shard(1))
-    for asked in (ShardPlacementResult(Shard(0), "dp"), ShardPlacementResult(Replicate(), mesh), Replicate()):  # type: ignore[arg-type]
+    for asked in (ShardPlacementResult(Shard(0), "dp"), ShardPlacementResult(Replicate(), mesh), Replicate()):
         with pytest.raises(PlacementError, match="ShardPlacementResult"):
             fully_shard(nn.Linear(3, 4), mesh=mesh, shard_placement_fn=lambda _, asked=asked: asked)
     cube = dt.init_device_mesh("cpu", (1, 2, 1))
@@ -147,9 +147,7 @@ def _batch_on_one_dim(size: int, sequence: bool) -> None:
     torch.testing.assert_close(whole(loss), expected.detach())
     loss.backward()
     expected.backward()
-    for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
-        assert ours.grad is not None, name
-        torch.testing.assert_close(whole(ours.grad), theirs.grad, msg=lambda text, name=name: f"{name}: {text}")
+    same_gradients(model, alone)
 
 
 @pytest.mark.parametrize("sequence", [False, True])

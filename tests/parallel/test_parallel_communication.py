@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from beside import dp, own, same_gradients, whole
 from gloo import run_gloo
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
 
 import dtensor as dt
-from dtensor import DTensor
 from dtensor.comm.in_process import InProcess
 from dtensor.debug import CommDebugMode
 from dtensor.errors import DTensorError, MeshError, UnsupportedOperationError
@@ -49,25 +49,13 @@ def wrapped(mesh: dt.DeviceMesh, **options: Any) -> Any:
     return fully_shard(model, mesh=mesh, **options)
 
 
-def flat_mesh(size: int = 2) -> dt.DeviceMesh:
-    return dt.init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
-
-
-def own(mesh: dt.DeviceMesh) -> Tensor:
-    """The rows of each rank."""
-    return dt.map_ranks(lambda at: X.chunk(mesh.size())[_position(at, mesh)].clone(), mesh=mesh)
-
-
-def _position(at: tuple[int, ...], mesh: dt.DeviceMesh) -> int:
-    position = 0
-    for k, size in zip(at, mesh.shape, strict=True):
-        position = position * size + k
-    return position
+def rows(mesh: dt.DeviceMesh) -> Tensor:
+    """Of each rank."""
+    return own(X.chunk(mesh.size()), mesh)
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
-    whole = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
-    return [x.shards[0] if isinstance(x, dt.PerRank) else x for x in whole]  # type: ignore[union-attr]  # there are gradients
+    return [whole(p.grad) for p in model.parameters()]
 
 
 def alone(parts: int) -> list[Tensor]:
@@ -77,7 +65,7 @@ def alone(parts: int) -> list[Tensor]:
 
 
 def step(model: nn.Module, mesh: dt.DeviceMesh) -> list[Tensor]:
-    (model(own(mesh)) ** 2).sum().backward()
+    (model(rows(mesh)) ** 2).sum().backward()
     return gradients(model)
 
 
@@ -119,21 +107,21 @@ def test_neighbours_on_process_groups() -> None:
 
 
 def test_a_part_is_kept_and_few_bytes_are_gathered() -> None:
-    mesh = flat_mesh(4)
+    mesh = dp(4)
     model = wrapped(mesh, reshard_after_forward=2)
-    loss = (model(own(mesh)) ** 2).sum()
-    group = unit_of(model[2]).groups[0]  # type: ignore[union-attr]
+    loss = (model(rows(mesh)) ** 2).sum()
+    group = unit_of(model[2]).groups[0]
     assert group.whole.buffer.shards[0].untyped_storage().nbytes() == 0
-    assert [x.numel() for x in group.whole.kept[1].shards] == [(5 * 7 + 7) * 8 // 2] * 4  # type: ignore[index]
+    assert [x.numel() for x in group.whole.kept[1].shards] == [(5 * 7 + 7) * 8 // 2] * 4
     with CommDebugMode() as comm:
         loss.backward()
     assert comm.get_comm_counts()["all_gather"] == 3
     assert comm.get_comm_bytes()["all_gather"] == sum((i * o + o) * 8 // 2 for i, o in ((3, 5), (5, 7), (7, 2)))
     assert group.whole.kept is None
     with torch.no_grad():
-        before = model(own(mesh))
+        before = model(rows(mesh))
         model[0].weight.mul_(2)  # what was kept is of no use then
-        assert not torch.equal(model(own(mesh)).shards[0], before.shards[0])
+        assert not torch.equal(model(rows(mesh)).shards[0], before.shards[0])
     model.set_reshard_after_forward(True)
     model.zero_grad()
     step(model, mesh)
@@ -141,10 +129,9 @@ def test_a_part_is_kept_and_few_bytes_are_gathered() -> None:
 
 
 def test_numbers_that_mean_all_or_nothing_and_such_as_do_not_fit() -> None:
-    mesh = flat_mesh(4)
-    assert unit_of(fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=1)).keep_after_forward is True  # type: ignore[union-attr]
+    mesh = dp(4)
+    assert unit_of(fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=1)).keep_after_forward is True
     whole = unit_of(fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=4))
-    assert whole is not None
     assert (whole.keep_after_forward, whole.groups[0].neighbours) == (False, None)
     for number in (0, 3, 8):
         with pytest.raises(ValueError, match="divides the 4 ranks"):
@@ -160,17 +147,17 @@ class Tokens(nn.Module):
         self.table, self.out = nn.Embedding(6, 4).double(), nn.Linear(4, 3).double()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.table(x).tanh())  # type: ignore[no-any-return]
+        return self.out(self.table(x).tanh())
 
 
 def test_an_embedding_is_not_gathered_in_backward() -> None:
-    mesh, counts, results = flat_mesh(), [], []
+    mesh, counts, results = dp(), [], []
     for gathers in (True, False):
         torch.manual_seed(0)
         model = Tokens()
         for part in (model.table, model.out, model):
             fully_shard(part, mesh=mesh, reshard_after_forward=True)
-        model.table.set_unshard_in_backward(gathers)  # type: ignore[operator]
+        model.table.set_unshard_in_backward(gathers)
         loss = model(dt.map_ranks(lambda at: torch.tensor([1, 4, 1 + at[0]]), mesh=mesh)).square().sum()
         with CommDebugMode() as comm:
             loss.backward()
@@ -181,10 +168,10 @@ def test_an_embedding_is_not_gathered_in_backward() -> None:
 
 
 def test_a_backward_that_needs_what_is_not_gathered_says_so() -> None:
-    mesh = flat_mesh()
+    mesh = dp()
     model = wrapped(mesh, reshard_after_forward=True)
     model[2].set_unshard_in_backward(False)
-    loss = (model(own(mesh)) ** 2).sum()
+    loss = (model(rows(mesh)) ** 2).sum()
     with pytest.raises(DTensorError, match=r"a part of one, of shape \(5, 7\)|a part of one, of shape \(7, 5\)"):
         loss.backward()
     model[2].set_unshard_in_backward(True)
@@ -230,24 +217,24 @@ def test_a_hook_on_process_groups() -> None:
 
 
 def test_sums_only_means_that_nothing_else_is_asked_of_collectives() -> None:
-    mesh = flat_mesh(3)
+    mesh = dp(3)
     plain, summing = wrapped(mesh), wrapped(mesh)
     for layer in summing[::2]:
         layer.set_force_sum_reduction_for_comms(True)
-    comm = unit_of(plain[0]).groups[0].comm  # type: ignore[union-attr]
+    comm = unit_of(plain[0]).groups[0].comm
     asked: list[Any] = []
     bind_scatter = comm.bind_scatter
 
     def bound(dims: Any, lengths_of: Any, op: str, *rest: Any) -> Any:
         run = bind_scatter(dims, lengths_of, op, *rest)
-        return lambda row: asked.append(op) or run(row)  # type: ignore[func-returns-value]
+        return lambda row: asked.append(op) or run(row)
 
-    comm.bind_scatter = bound  # type: ignore[method-assign]
+    comm.bind_scatter = bound
     try:
         assert_same(step(summing, mesh), alone(3))
         assert_same(step(plain, mesh), alone(3))
     finally:
-        del comm.bind_scatter  # type: ignore[method-assign]
+        del comm.bind_scatter
     assert asked == ["sum"] * 3 + ["avg"] * 3
     with pytest.warns(FutureWarning, match="is now set_gradient_divide_factor"):
         summing[0].set_reduce_scatter_divide_factor(1.0)
@@ -258,7 +245,7 @@ def test_sums_only_means_that_nothing_else_is_asked_of_collectives() -> None:
 
 @pytest.mark.parametrize("way", ["fully_shard", "replicate", "zero"])
 def test_a_later_step_finds_no_regions_and_binds_no_collective(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mesh = flat_mesh(3)
+    mesh = dp(3)
     model: Any = wrapped(mesh) if way == "fully_shard" else replicate(net(), mesh)
     optimizer: Any = (
         ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
@@ -267,7 +254,7 @@ def test_a_later_step_finds_no_regions_and_binds_no_collective(way: str, monkeyp
     )
 
     def train() -> None:
-        model(own(mesh)).square().mean().backward()
+        model(rows(mesh)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -316,7 +303,7 @@ class Scattering(Memory, ReduceScatter):
 
 
 def _by_others(size: int, sums_only: bool) -> list[float]:
-    mesh = flat_mesh(size)
+    mesh = dp(size)
     model, gathering, scattering = wrapped(mesh, reshard_after_forward=True), Gathering(), Scattering()
     model[2].set_custom_all_gather(gathering)
     model[2].set_custom_reduce_scatter(scattering)
@@ -350,7 +337,7 @@ def test_gathers_and_reductions_of_the_users_own_on_process_groups() -> None:
 
 @pytest.mark.own_collectives
 def test_parameters_of_several_dtypes_are_gathered_as_bytes() -> None:
-    mesh, gathering = flat_mesh(), Gathering()
+    mesh, gathering = dp(), Gathering()
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
     fully_shard(model, mesh=mesh).set_custom_all_gather(gathering)
     with torch.no_grad():
@@ -367,7 +354,7 @@ def own_floats(mesh: dt.DeviceMesh) -> Tensor:
 
 
 def _options(size: int) -> list[float]:
-    mesh = flat_mesh(size)
+    mesh = dp(size)
     model = wrapped(mesh)
     with pytest.warns(UserWarning, match="no memory of its own"):
         model[0].set_allocate_memory_from_process_group_for_comm(True)
@@ -378,8 +365,8 @@ def _options(size: int) -> list[float]:
     share_comm_ctx([model, model[0]])
     grads = step(model, mesh)
     assert_same(grads, alone(size))
-    assert unit_of(model).awaited is None  # type: ignore[union-attr]
-    reductions = {id(g.settings.scatter_comm) for m in model[::2] for g in unit_of(m).groups}  # type: ignore[union-attr]
+    assert unit_of(model).awaited is None
+    reductions = {id(g.settings.scatter_comm) for m in model[::2] for g in unit_of(m).groups}
     assert len(reductions) == 1
     model.set_separate_reduce_scatter_group(False)
     return sums(grads)
@@ -387,7 +374,7 @@ def _options(size: int) -> list[float]:
 
 def test_what_has_no_meaning_here_changes_no_value() -> None:
     _options(3)
-    model = wrapped(flat_mesh())
+    model = wrapped(dp())
     with pytest.raises(UnsupportedOperationError, match="symmetric memory"):
         model.set_symm_mem_for_comm()
     with pytest.raises(ValueError, match="is no unit"):
@@ -409,10 +396,10 @@ def test_what_has_no_meaning_on_gloo_changes_no_value() -> None:
 # --- around the steps ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_a_pass_that_raised_is_forgotten(place: str) -> None:
-    mesh = flat_mesh()
+    mesh = dp()
     model = wrapped(mesh, reshard_after_forward=True)
     model.set_requires_gradient_sync(False)
-    step_held = (model(own(mesh)) ** 2).sum()
+    step_held = (model(rows(mesh)) ** 2).sum()
     step_held.backward()
     model.set_requires_gradient_sync(True)
     failing = itertools.count()
@@ -426,7 +413,7 @@ def test_a_pass_that_raised_is_forgotten(place: str) -> None:
 
     where = model[2].register_forward_pre_hook(fail) if place == "forward" else model[2].register_forward_hook(fail_later)
     with pytest.raises(ZeroDivisionError):
-        (model(own(mesh)) ** 2).sum().backward()
+        (model(rows(mesh)) ** 2).sum().backward()
     where.remove()
     with pytest.raises(RuntimeError, match="belongs to the outermost unit"):
         model[0].reset_iter_state()
@@ -436,7 +423,7 @@ def test_a_pass_that_raised_is_forgotten(place: str) -> None:
 
 
 def test_a_first_forward_names_the_parameters_without_values() -> None:
-    mesh = flat_mesh()
+    mesh = dp()
     with torch.device("meta"):
         model = net()
     for layer in (model[0], model[2], model):
@@ -444,29 +431,29 @@ def test_a_first_forward_names_the_parameters_without_values() -> None:
     with pytest.raises(
         RuntimeError, match=r"still on the meta device.*: 0\.weight, 0\.bias, 2\.weight, 2\.bias, 4\.weight, 4\.bias"
     ):
-        model(own(mesh))
+        model(rows(mesh))
     materialize(model, init=lambda m: [nn.init.ones_(p) for p in m._parameters.values() if p is not None])
     model.double()
-    model(own(mesh))
+    model(rows(mesh))
 
 
 def test_a_container_is_refused_as_torch_does() -> None:
     for container in (nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})):
         with pytest.raises(ValueError, match="nobody calls it"):
-            fully_shard(container, mesh=flat_mesh())
+            fully_shard(container, mesh=dp())
 
 
 def test_a_part_of_a_sharded_sequence_is_no_unit_of_its_own() -> None:
-    mesh = flat_mesh()
+    mesh = dp()
     model = wrapped(mesh)
     part = model[:2]
     assert type(part) is nn.Sequential
     assert isinstance(part[0], FSDPModule)
-    assert part(own(mesh)).shape == (12, 5)
+    assert part(rows(mesh)).shape == (12, 5)
 
 
 def test_settings_are_copied_with_the_module() -> None:
-    mesh = flat_mesh()
+    mesh = dp()
     model = wrapped(mesh)
     for layer in model[::2]:
         layer.set_gradient_divide_factor(1.0)
@@ -489,7 +476,7 @@ class Branches(nn.Module):
 
 
 def _unlike_ranks(steps: int) -> list[float]:
-    mesh, all_used = flat_mesh(3), [(0, 1, 3), (3,), (0, 3)]
+    mesh, all_used = dp(3), [(0, 1, 3), (3,), (0, 3)]
     model, plain = Branches(), Branches()
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
@@ -499,10 +486,7 @@ def _unlike_ranks(steps: int) -> list[float]:
         (model(X.chunk(3)[rank], all_used[rank]) ** 2).sum().backward()
     for part, used in zip(X.chunk(3), all_used, strict=True):
         ((plain(part, used) ** 2).sum() * steps / 3).backward()
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None)
-        if q.grad is not None:
-            torch.testing.assert_close(p.grad.full_tensor(), q.grad)  # type: ignore[union-attr]  # a DTensor
+    same_gradients(model, plain)
     return []
 
 
@@ -512,7 +496,7 @@ def test_ranks_may_reach_different_units() -> None:
 
 
 def test_reductions_that_wait_for_the_end_are_the_same() -> None:
-    mesh = flat_mesh()
+    mesh = dp()
     model = wrapped(mesh, reshard_after_forward=True)
     model.set_reduce_scatter_unused_params(True)
     for _ in range(2):
@@ -522,7 +506,7 @@ def test_reductions_that_wait_for_the_end_are_the_same() -> None:
         assert_same(grads, alone(2))
         model.zero_grad()
     model.set_requires_gradient_sync(False)
-    (model(own(mesh)) ** 2).sum().backward()
+    (model(rows(mesh)) ** 2).sum().backward()
     model.set_requires_gradient_sync(True)
     assert_same(step(model, mesh), [2 * x for x in alone(2)])
 
@@ -570,7 +554,7 @@ def _all_halves() -> None:
 
 
 def _same_halves(kind: str, way: str) -> None:
-    mesh = flat_mesh()
+    mesh = dp()
     torch.manual_seed(3)
     model, rounds = Halves(), 2
     plain = copy.deepcopy(model)
@@ -585,7 +569,7 @@ def _same_halves(kind: str, way: str) -> None:
     for turn in range(rounds):
         if kind in ("accumulates", "replicates"):
             model.set_requires_gradient_sync(turn == rounds - 1)
-        _halves(model, own(mesh), way)
+        _halves(model, rows(mesh), way)
         for x in X.chunk(2):
             _halves(plain, x, way)
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
@@ -594,7 +578,7 @@ def _same_halves(kind: str, way: str) -> None:
 
 # --- replicated modules --------------------------------------------------------------------------------------------------
 def _on_hooks(size: int) -> list[float]:
-    mesh, results = flat_mesh(size), []
+    mesh, results = dp(size), []
     hooks: list[Any] = [allreduce_hook, bf16_compress_hook] if dist.is_initialized() else [_mean_here]
     for hook in hooks:
         model = replicate(net(), mesh, bucket_cap_mb=0.0001)
@@ -625,7 +609,7 @@ def _mean_here(state: None, bucket: Any) -> torch.futures.Future[Any]:
 
 def test_a_communication_hook_reduces_buckets() -> None:
     _on_hooks(3)
-    mesh = flat_mesh()
+    mesh = dp()
     model = replicate(net(), mesh)
     model.register_comm_hook(None, _mean_here)
     loss = model(dt.distribute_tensor(X, mesh, [dt.Shard(0)])).sum()
@@ -642,7 +626,7 @@ def test_torchs_communication_hooks_on_process_groups() -> None:
 
 
 def test_replicated_modules_have_the_settings_of_gradients() -> None:
-    mesh = flat_mesh()
+    mesh = dp()
     model = replicate(net(), mesh, find_unused_parameters=True, static_graph=True)
     assert isinstance(model, FSDPModule)
     model.set_force_sum_reduction_for_comms(True)
@@ -650,7 +634,7 @@ def test_replicated_modules_have_the_settings_of_gradients() -> None:
     assert_same(step(model, mesh), [3 * x for x in alone(2)])
     model.zero_grad()
     model.set_requires_all_reduce(False)
-    (model(own(mesh)) ** 2).sum().backward()
+    (model(rows(mesh)) ** 2).sum().backward()
     assert all(p.grad is None for p in model.parameters())
     model.set_requires_all_reduce(True)
     assert_same(step(model, mesh), [6 * x for x in alone(2)])
@@ -669,9 +653,9 @@ def test_replicated_over_named_dims_of_a_mesh() -> None:
 
 
 def test_buffers_may_stay_each_ranks_own() -> None:
-    mesh = flat_mesh()
+    mesh = dp()
     model = replicate(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double(), mesh, broadcast_buffers=False)
-    model(own(mesh)).sum().backward()
+    model(rows(mesh)).sum().backward()
     here = model[1].running_mean
     assert isinstance(here, dt.PerRank)
     assert not torch.equal(*here.shards)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from beside import whole
+from beside import assert_same, dp, same_gradients, stepped
 from gloo import run_gloo
 from torch import Tensor, nn
 
@@ -38,18 +38,6 @@ MAKES = [sharded, hybrid, replicate]
 parts = pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)
 
 
-def dp() -> dt.DeviceMesh:
-    return dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-
-
-def assert_same(model: nn.Module, alone: nn.Module) -> None:
-    for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(whole(ours), theirs.detach(), msg=lambda text, name=name: f"{name}: {text}")
-        assert (ours.grad is None) == (theirs.grad is None), name
-        if theirs.grad is not None:
-            torch.testing.assert_close(whole(ours.grad), theirs.grad, msg=lambda text, name=name: f"{name}.grad: {text}")
-
-
 def models(module: type[nn.Module], make: Make) -> tuple[Any, Any]:
     torch.manual_seed(0)
     alone = module().double()
@@ -63,6 +51,12 @@ def batch(count: int = 1) -> list[list[Tensor]]:
 
 def own(given: list[Tensor]) -> Any:
     return dt.per_rank([x.clone() for x in given])
+
+
+def both_backward(model: nn.Module, alone: nn.Module, given: list[Tensor]) -> None:
+    """A pass of each, of the ranks' mean loss."""
+    model(own(given)).square().mean().backward()
+    torch.stack([alone(x).square().mean() for x in given]).mean().backward()
 
 
 # --- what goes in and comes out ------------------------------------------------------------------------------------------
@@ -171,9 +165,7 @@ def test_evaluation_between_steps(make: Make) -> None:
             model(own(given))
         torch.stack([alone(x).square().mean() for x in given]).mean().backward()
         assert_same(model, alone)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        stepped(*optimizers)
 
 
 @parts
@@ -186,8 +178,7 @@ def test_the_order_of_units_changes_from_step_to_step(make: Make) -> None:
     for step, given in enumerate(batch(4)):
         for each in (model, alone):
             each.train(step % 2 == 0)
-        model(own(given)).square().mean().backward()
-        torch.stack([alone(x).square().mean() for x in given]).mean().backward()
+        both_backward(model, alone, given)
         assert_same(model, alone)
 
 
@@ -211,8 +202,7 @@ def test_parameters_initialised_and_loaded_afterwards(make: Make) -> None:
     model.load_state_dict(state)
     alone.load_state_dict({name: value + 1 for name, value in alone.state_dict().items()})
     (given,) = batch()
-    model(own(given)).square().mean().backward()
-    torch.stack([alone(x).square().mean() for x in given]).mean().backward()
+    both_backward(model, alone, given)
     assert_same(model, alone)
 
 
@@ -228,8 +218,7 @@ def test_modules_without_parameters_and_parameters_without_elements(make: Make) 
 
     model, alone = models(Empty, make)
     for given in batch(2):
-        model(own(given)).square().mean().backward()
-        torch.stack([alone(x).square().mean() for x in given]).mean().backward()
+        both_backward(model, alone, given)
         assert_same(model, alone)
 
 
@@ -241,8 +230,7 @@ def test_parameters_frozen_and_thawed_between_steps(make: Make) -> None:
             each.b.requires_grad_(step % 2 == 0)
             each.a.weight.requires_grad_(step != 1)
             each.zero_grad()
-        model(own(given)).square().mean().backward()
-        torch.stack([alone(x).square().mean() for x in given]).mean().backward()
+        both_backward(model, alone, given)
         assert_same(model, alone)
 
 
@@ -307,8 +295,7 @@ def test_a_plain_module_after_a_styled_one_takes_a_batch_on_either_mesh(make: An
     batch = dt.distribute_tensor(x, mesh if whole else mesh["dp"], [dt.Shard(0)] + [dt.Replicate()] * whole)
     for one, given in ((model, batch), (alone, x)):
         (one(given) ** 2).sum().backward()
-    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+    same_gradients(model, alone)
 
 
 def test_local_pieces_of_a_batch_on_the_whole_mesh_do_not_meet_parameters_that_lie_on_it() -> None:

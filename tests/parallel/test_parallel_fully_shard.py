@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from beside import whole
+from beside import dp, own, same_gradients, same_parameters, stepped, whole
 from gloo import run_gloo
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -57,30 +57,14 @@ def net() -> Net:
 
 
 def shard(model: nn.Module, mesh: Any, **options: Any) -> Any:
-    for layer in model.layers:  # type: ignore[union-attr]
+    for layer in model.layers:
         fully_shard(layer, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
-
-
-def dp(size: int = 2) -> dt.DeviceMesh:
-    return dt.init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
 
 
 def batches(ranks: int, count: int = 1) -> list[list[Tensor]]:
     generator = torch.Generator().manual_seed(1)
     return [[torch.randint(7, (2, 3), generator=generator) for _ in range(ranks)] for _ in range(count)]
-
-
-def own(batch: list[Tensor], mesh: dt.DeviceMesh) -> Tensor:
-    """Each rank's part of a batch."""
-    return dt.map_ranks(lambda at: batch[_index(at, mesh)].clone(), mesh=mesh)
-
-
-def _index(at: tuple[int, ...], mesh: dt.DeviceMesh) -> int:
-    index = 0
-    for coordinate, size in zip(at, mesh.shape, strict=True):
-        index = index * size + coordinate
-    return index
 
 
 def loss_of(out: Tensor) -> Tensor:
@@ -89,20 +73,6 @@ def loss_of(out: Tensor) -> Tensor:
 
 def alone_loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return torch.stack([loss_of(model(part)) for part in batch]).mean()
-
-
-def assert_same_gradients(model: nn.Module, alone: nn.Module) -> None:
-    for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
-        assert (ours.grad is None) == (theirs.grad is None), name
-        if theirs.grad is not None:
-            assert isinstance(ours.grad, DTensor)
-            assert ours.grad.placements == ours.placements, name
-            torch.testing.assert_close(whole(ours.grad), theirs.grad, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def assert_same_parameters(model: nn.Module, alone: nn.Module) -> None:
-    for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(whole(ours), theirs, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def train(mesh: dt.DeviceMesh, dims: tuple[str, ...], steps: int = 3, **options: Any) -> tuple[Any, Any]:
@@ -114,11 +84,9 @@ def train(mesh: dt.DeviceMesh, dims: tuple[str, ...], steps: int = 3, **options:
         loss = loss_of(model(own(batch, mesh)))
         loss.backward()
         alone_loss(alone, batch).backward()
-        assert_same_gradients(model, alone)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_parameters(model, alone)
+        same_gradients(model, alone)
+        stepped(*optimizers)
+    same_parameters(model, alone)
     return model, alone
 
 
@@ -158,7 +126,7 @@ def test_a_distributed_batch_gives_the_global_loss() -> None:
     expected = loss_of(alone(tokens))
     expected.backward()
     torch.testing.assert_close(loss.full_tensor(), expected)
-    assert_same_gradients(model, alone)
+    same_gradients(model, alone)
 
 
 class Mlp(nn.Module):
@@ -186,11 +154,9 @@ def _two_dims(dim: int) -> dict[str, Any]:
     for _ in range(2):
         loss_of(model(dt.map_ranks(lambda at: x[at[0]].clone(), mesh=mesh))).backward()
         torch.stack([loss_of(alone(part)) for part in x]).mean().backward()
-        assert_same_gradients(model, alone)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_parameters(model, alone)
+        same_gradients(model, alone)
+        stepped(*optimizers)
+    same_parameters(model, alone)
     return {name: p.placements for name, p in model[0].named_parameters()}
 
 
@@ -296,7 +262,7 @@ def test_gradients_accumulate(sync: bool) -> None:
     loss_of(model(own(second, mesh))).backward()
     for batch in (first, second):
         alone_loss(alone, batch).backward()
-    assert_same_gradients(model, alone)
+    same_gradients(model, alone)
 
 
 def test_two_passes_before_one_backward() -> None:
@@ -304,7 +270,7 @@ def test_two_passes_before_one_backward() -> None:
     first, second = batches(2, 2)
     (loss_of(model(own(first, mesh))) + loss_of(model(own(second, mesh)))).backward()
     (alone_loss(alone, first) + alone_loss(alone, second)).backward()
-    assert_same_gradients(model, alone)
+    same_gradients(model, alone)
 
 
 def test_frozen_parameters_have_no_gradient() -> None:
@@ -315,7 +281,7 @@ def test_frozen_parameters_have_no_gradient() -> None:
     shard(model, mesh)
     loss_of(model(own(batches(2)[0], mesh))).backward()
     alone_loss(alone, batches(2)[0]).backward()
-    assert_same_gradients(model, alone)
+    same_gradients(model, alone)
     assert not unit_of(model.layers[1]).groups[0].whole.gathered
 
 
@@ -376,7 +342,7 @@ def test_tied_weights_of_one_unit_and_of_two() -> None:
         assert model.head.weight is model.embedding.weight
         loss_of(model(own(batch, mesh))).backward()
         alone_loss(alone, batch).backward()
-        assert_same_gradients(model, alone)
+        same_gradients(model, alone)
 
 
 def test_ignored_parameters_stay_as_they_are() -> None:
@@ -485,7 +451,7 @@ def test_mixed_dtypes_in_one_unit() -> None:
         loss_of(model(own(list(x), mesh))).backward()
     assert comm.get_comm_counts() == {"all_gather": 1, "reduce_scatter": 2}
     alone_loss(alone, list(x)).backward()
-    assert_same_gradients(model, alone)
+    same_gradients(model, alone)
 
 
 def test_offload_changes_nothing_on_the_host() -> None:
@@ -510,7 +476,7 @@ def test_gradients_on_their_way_to_host_memory_are_waited_for_when_the_next_have
     for batch in batches(2, 2):
         loss_of(model(own(batch, mesh))).backward()
         alone_loss(alone, batch).backward()
-    assert_same_gradients(model, alone)
+    same_gradients(model, alone)
     if make is shard:
         sent = done.index(("sent", 2))
         assert ("waited", 0) not in done[:sent]  # two members' copies are sent together
@@ -530,7 +496,7 @@ def test_activation_checkpointing(outside: bool) -> None:
     shard(model, mesh)
     loss_of(model(own(batches(2)[0], mesh))).backward()
     alone_loss(alone, batches(2)[0]).backward()
-    assert_same_gradients(model, alone)
+    same_gradients(model, alone)
 
 
 def _through(model: Net, tokens: Tensor) -> Tensor:
@@ -555,7 +521,7 @@ def _checkpointed(reentrant: bool) -> None:
     for batch in batches(2, 2):
         loss_of(model(own(batch, mesh))).backward()
         alone_loss(alone, batch).backward()
-        assert_same_gradients(model, alone)
+        same_gradients(model, alone)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -630,7 +596,7 @@ def test_parts_computed_again_after_other_passes(make: Any, reentrant: bool, ord
                 m(given(1))
         for k in passes:
             losses[k].backward()
-    assert_same_gradients(model, alone)
+    same_gradients(model, alone)
 
 
 @pytest.mark.parametrize("make", [_copied, _replicated])
@@ -654,7 +620,7 @@ def test_reentrant_checkpoints_inside_reentrant_ones(make: Any) -> None:
     for data in torch.randn(2, 2, 3, 4, dtype=torch.float64):
         loss_of(model(own(list(data), mesh))).backward()
         loss_of(alone(data.flatten(0, 1))).backward()
-        assert_same_gradients(model, alone)
+        same_gradients(model, alone)
 
 
 def _reentrant_on_processes() -> None:
@@ -702,10 +668,10 @@ def test_a_copy_made_after_a_pass_trains_by_itself() -> None:
     copied = copy.deepcopy(model)
     loss_of(copied(own(batch, mesh))).backward()
     alone_loss(alone, batch).backward()
-    assert_same_gradients(copied, alone)
+    same_gradients(copied, alone)
     assert all(p.grad is None for p in model.parameters())
     loss_of(kept).backward()
-    assert_same_gradients(model, alone)
+    same_gradients(model, alone)
 
 
 def test_unshard_and_reshard_by_hand() -> None:

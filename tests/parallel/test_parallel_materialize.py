@@ -37,12 +37,12 @@ class Net(nn.Module):
 
 def built(make: Any = Net) -> nn.Module:
     torch.manual_seed(0)
-    return make()  # type: ignore[no-any-return]
+    return make()
 
 
 def on_meta(make: Any = Net) -> nn.Module:
     with torch.device("meta"):
-        return make()  # type: ignore[no-any-return]
+        return make()
 
 
 def mesh_2d() -> dt.DeviceMesh:
@@ -50,7 +50,7 @@ def mesh_2d() -> dt.DeviceMesh:
 
 
 def sharded(module: nn.Module) -> None:
-    fully_shard(module.rest, mesh=mesh_2d()["dp"])  # type: ignore[arg-type]
+    fully_shard(module.rest, mesh=mesh_2d()["dp"])
     fully_shard(module, mesh=mesh_2d()["dp"])
 
 
@@ -104,9 +104,9 @@ def gpt(mesh: dt.DeviceMesh) -> nn.Module:
     plan = {"attention.query": ColwiseParallel(), "attention.key": ColwiseParallel(), "attention.value": ColwiseParallel()}
     plan |= {"attention.out": RowwiseParallel(), "feed_forward.gate": ColwiseParallel(), "feed_forward.up": ColwiseParallel()}
     parallelize_module(model, mesh["tp"], {"blocks.*": plan | {"feed_forward.down": RowwiseParallel()}})
-    for block in model.blocks:  # type: ignore[union-attr]
+    for block in model.blocks:
         fully_shard(block, mesh=mesh["dp"])
-    return fully_shard(model, mesh=mesh["dp"])  # type: ignore[no-any-return]
+    return fully_shard(model, mesh=mesh["dp"])
 
 
 def trained() -> list[float]:
@@ -151,7 +151,7 @@ def test_on_process_groups() -> None:
 def test_a_rank_holds_its_share() -> None:
     model = gpt(mesh_2d())
     materialize(model, init=init)
-    held = [[p._local.shards[rank].untyped_storage().nbytes() for p in model.parameters()] for rank in range(4)]  # type: ignore[attr-defined]
+    held = [[p._local.shards[rank].untyped_storage().nbytes() for p in model.parameters()] for rank in range(4)]
     total = sum(p.numel() * 4 for p in GPT(CONFIG).parameters())
     cut_by_dp_only = sum(p.numel() * 4 for name, p in GPT(CONFIG).named_parameters() if "blocks" not in name or "norm" in name)
     assert max(map(sum, held)) <= cut_by_dp_only / 2 + (total - cut_by_dp_only) / 4 + 64
@@ -171,7 +171,7 @@ class Tied(nn.Module):
         self.head.weight = self.table.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.table(x))  # type: ignore[no-any-return]
+        return self.head(self.table(x))
 
 
 @pytest.mark.parametrize("way", ["plain", "fully_shard", "tensor parallel"])
@@ -185,14 +185,14 @@ def test_tied_parameters_stay_tied_and_init_says_whose_values_they_have(way: str
         materialize(model)
 
     def init(module: nn.Module) -> None:
-        kept = model.table.weight.detach().clone() if module is model.head else None  # type: ignore[union-attr]
+        kept = model.table.weight.detach().clone() if module is model.head else None
         getattr(module, "reset_parameters", lambda: None)()
         if kept is not None:
-            model.table.weight.copy_(kept)  # type: ignore[union-attr]
+            model.table.weight.copy_(kept)
 
     torch.manual_seed(0)
     materialize(model, init=init)
-    assert model.head.weight is model.table.weight  # type: ignore[union-attr]
+    assert model.head.weight is model.table.weight
     for name, value in built(Tied).state_dict().items():
         assert torch.equal(whole(model.state_dict()[name]), value), name
 

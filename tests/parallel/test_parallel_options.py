@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from beside import whole
+from beside import dp, own, same_gradients, same_parameters, whole
 from gloo import run_gloo
 from torch import Tensor, nn
 
@@ -35,10 +35,6 @@ from dtensor.parallel.data.module_state import unit_of
 pytestmark = pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
 
 
-def dp(size: int = 2) -> dt.DeviceMesh:
-    return dt.init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
-
-
 def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
@@ -47,13 +43,9 @@ def net() -> nn.Sequential:
 X = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def own(x: Tensor, mesh: dt.DeviceMesh) -> Tensor:
-    """Rows of ``x``, one per rank."""
-    ranks = mesh.size()
-    columns = [1] * mesh.ndim
-    for i in range(mesh.ndim - 2, -1, -1):
-        columns[i] = columns[i + 1] * mesh.shape[i + 1]
-    return dt.map_ranks(lambda at: x.chunk(ranks)[sum(a * c for a, c in zip(at, columns, strict=True))].clone(), mesh=mesh)
+def rows(x: Tensor, mesh: dt.DeviceMesh) -> Tensor:
+    """Of ``x``, each rank's."""
+    return own(x.chunk(mesh.size()), mesh)
 
 
 def grads(model: nn.Module) -> list[Tensor]:
@@ -64,7 +56,7 @@ def alone_grads(x: Tensor, parts: int) -> list[Tensor]:
     """Of the mean of the parts' losses."""
     model = net()
     torch.stack([(model(part) ** 2).sum() for part in x.chunk(parts)]).mean().backward()
-    return [p.grad for p in model.parameters()]  # type: ignore[misc]
+    return [p.grad for p in model.parameters()]
 
 
 # --- boundaries --------------------------------------------------------------------------------------------------------
@@ -149,7 +141,7 @@ def test_another_divisor_than_the_number_of_ranks() -> None:
         fully_shard(unit, mesh=mesh)
         unit.set_gradient_divide_factor(0.5)
     model.set_is_last_backward(True)
-    (model(own(X, mesh)) ** 2).sum().backward()
+    (model(rows(X, mesh)) ** 2).sum().backward()
     for ours, theirs in zip(grads(model), alone_grads(X, 2), strict=True):
         torch.testing.assert_close(ours, theirs * 4)
     with pytest.raises(ValueError, match="a number above 0"):
@@ -166,7 +158,7 @@ def test_gradients_accumulate_in_a_part_before_they_cross_replicas() -> None:
         x = X * (k + 1)
         model.set_requires_all_reduce(k == 2)
         with CommDebugMode() as comm:
-            (model(own(x, mesh)) ** 2).sum().backward()
+            (model(rows(x, mesh)) ** 2).sum().backward()
         counts = dict(comm.get_comm_counts())
         assert counts["reduce_scatter"] == 2
         assert counts.get("all_reduce", 0) == (2 if k == 2 else 0)
@@ -217,7 +209,7 @@ def test_cut_over_two_mesh_dims_trains_as_alone() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     model = fully_shard(net(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard=("a", "b")))
     with CommDebugMode() as comm:
-        (model(own(X, mesh)) ** 2).sum().backward()
+        (model(rows(X, mesh)) ** 2).sum().backward()
     assert dict(comm.get_comm_counts()) == {"all_gather": 1, "reduce_scatter": 1}
     for ours, theirs in zip(grads(model), alone_grads(X, 4), strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -229,7 +221,7 @@ def test_units_chosen_by_size_train_as_alone() -> None:
     assert units == [model[0], model]
     for unit in units:
         fully_shard(unit, mesh=mesh)
-    (model(own(X, mesh)) ** 2).sum().backward()
+    (model(rows(X, mesh)) ** 2).sum().backward()
     for ours, theirs in zip(grads(model), alone_grads(X, 2), strict=True):
         torch.testing.assert_close(ours, theirs)
 
@@ -238,7 +230,7 @@ def test_another_dim_may_be_cut() -> None:
     model, mesh = net(), dp()
     fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(-1) if p.ndim == 2 else None)
     assert [p.placements[0] for p in model.parameters()] == [Shard(1), Shard(0), Shard(1), Shard(0)]
-    (model(own(X, mesh)) ** 2).sum().backward()
+    (model(rows(X, mesh)) ** 2).sum().backward()
     for ours, theirs in zip(grads(model), alone_grads(X, 2), strict=True):
         torch.testing.assert_close(ours, theirs)
 
@@ -252,8 +244,7 @@ def test_recurrent_modules(make: Any, wrapped: bool) -> None:
     x = torch.randn(5, 2, 3, dtype=torch.float64)
     (model(dt.map_ranks(lambda at: x[:, at[0]][:, None].clone(), mesh=mesh))[0] ** 2).sum().backward()
     torch.stack([(alone(x[:, k : k + 1])[0] ** 2).sum() for k in range(2)]).mean().backward()
-    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(whole(ours.grad), theirs.grad)
+    same_gradients(model, alone)
 
 
 # --- the optimizer with cut state ----------------------------------------------------------------------------------------
@@ -261,7 +252,7 @@ def test_the_consolidated_state_is_the_plain_optimizers() -> None:
     model, alone, mesh = replicate(net(), dp()), net(), dp()
     ours = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
     theirs = torch.optim.Adam(alone.parameters(), lr=0.1)
-    (model(own(X, mesh)) ** 2).sum().backward()
+    (model(rows(X, mesh)) ** 2).sum().backward()
     torch.stack([(alone(part) ** 2).sum() for part in X.chunk(2)]).mean().backward()
     for optimizer in (ours, theirs):
         optimizer.step()
@@ -287,7 +278,7 @@ def test_parameters_written_between_steps_are_what_the_next_step_starts_from(spr
             with torch.no_grad():
                 p.mul_(0.5)
     for _ in range(2):
-        for m, x in ((model, own(torch.cat([X, X]), mesh) if spread else X), (alone, X)):
+        for m, x in ((model, rows(torch.cat([X, X]), mesh) if spread else X), (alone, X)):
             (m(x) ** 2).sum().backward()
         for m, optimizer in ((model, ours), (alone, theirs)):
             optimizer.step()
@@ -295,8 +286,7 @@ def test_parameters_written_between_steps_are_what_the_next_step_starts_from(spr
             for p in m.parameters():
                 with torch.no_grad():
                     p.clamp_(-0.1, 0.1)
-    for mine, theirs_ in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(whole(mine.detach()), theirs_.detach())
+    same_parameters(model, alone)
 
 
 def _on_a_group() -> list[float]:
@@ -357,7 +347,7 @@ def test_wrong_options_say_what_is_right(options: dict[str, Any], message: str) 
 
 def test_optimizers_that_cannot_be_cut_are_refused() -> None:
     with pytest.raises(TypeError, match=r"a class such as torch\.optim\.AdamW"):
-        ZeroRedundancyOptimizer([nn.Parameter(torch.ones(3))], "adam", mesh=dp())  # type: ignore[arg-type]
+        ZeroRedundancyOptimizer([nn.Parameter(torch.ones(3))], "adam", mesh=dp())
     with pytest.raises(NotImplementedError, match="overlap_with_ddp"):
         ZeroRedundancyOptimizer([nn.Parameter(torch.ones(3))], torch.optim.Adam, mesh=dp(), overlap_with_ddp=True)
     with pytest.raises(ValueError, match="got no parameters"):
@@ -370,11 +360,11 @@ def test_a_forward_that_fails_leaves_the_model_as_it_was() -> None:
     for unit in (model[0], model):
         fully_shard(unit, mesh=mesh)
     with pytest.raises(ZeroDivisionError):
-        model(own(X, mesh))
+        model(rows(X, mesh))
     broken.remove()
     assert all(isinstance(p, DTensor) for p in model.parameters())
-    assert unit_of(model).schedule.depth == 0  # type: ignore[union-attr]
-    (model(own(X, mesh)) ** 2).sum().backward()
+    assert unit_of(model).schedule.depth == 0
+    (model(rows(X, mesh)) ** 2).sum().backward()
     for ours, theirs in zip(grads(model), alone_grads(X, 2), strict=True):
         torch.testing.assert_close(ours, theirs)
 
@@ -383,12 +373,12 @@ def test_a_backward_that_fails_leaves_no_gradients_to_the_next_step() -> None:
     mesh, model = dp(), net()
     for unit in (model[0], model[2], model):
         fully_shard(unit, mesh=mesh)
-    loss = model[2](broken := model[1](model[0](own(X, mesh)))).sum()
+    loss = model[2](broken := model[1](model[0](rows(X, mesh)))).sum()
     broken.register_hook(lambda grad: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         loss.backward()
     model.zero_grad()
-    (model(own(X, mesh)) ** 2).sum().backward()
+    (model(rows(X, mesh)) ** 2).sum().backward()
     for ours, theirs in zip(grads(model), alone_grads(X, 2), strict=True):
         torch.testing.assert_close(ours, theirs)
 
@@ -397,7 +387,7 @@ def test_a_backward_that_fails_leaves_no_gradients_to_the_next_step() -> None:
 def test_what_is_told_a_module_while_it_is_gathered_is_told_its_parameters(make: Any) -> None:
     mesh, other = dp(), fully_shard(net(), mesh=dp())
     model = make(net(), mesh=mesh)
-    out = model(own(X, mesh))
+    out = model(rows(X, mesh))
     state = {name: value * 2 for name, value in model.state_dict().items()}
     model.unshard()
     assert all(isinstance(value, DTensor) for value in model.state_dict().values())
@@ -409,8 +399,8 @@ def test_what_is_told_a_module_while_it_is_gathered_is_told_its_parameters(make:
     with torch.no_grad():
         for p in other.parameters():
             p.mul_(2)
-    torch.testing.assert_close(whole(model(own(X.float(), mesh))), whole(other(own(X, mesh))).float())
-    assert not torch.equal(whole(out), whole(other(own(X, mesh))))
+    torch.testing.assert_close(whole(model(rows(X.float(), mesh))), whole(other(rows(X, mesh))).float())
+    assert not torch.equal(whole(out), whole(other(rows(X, mesh))))
 
 
 def test_what_was_loaded_before_the_first_pass_is_saved_and_stays() -> None:
@@ -425,8 +415,8 @@ def test_what_was_loaded_before_the_first_pass_is_saved_and_stays() -> None:
 def test_buffers_written_in_inference_mode_serve_training(make: Any) -> None:
     mesh, model = dp(), make(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).double(), mesh=dp())
     with torch.inference_mode():
-        model(own(X, mesh))
-    model(own(X, mesh)).sum().backward()
+        model(rows(X, mesh))
+    model(rows(X, mesh)).sum().backward()
     assert int(whole(model[0].num_batches_tracked)) == 2
 
 
@@ -434,7 +424,7 @@ def test_a_removed_parameter_is_missed() -> None:
     mesh, model = dp(), fully_shard(net(), mesh=dp())
     del model[0].bias
     with pytest.raises(MeshError, match="parameter 'bias' of Linear was removed"):
-        model(own(X, mesh))
+        model(rows(X, mesh))
 
 
 @pytest.mark.parametrize(
@@ -446,7 +436,7 @@ def test_what_is_refused_leaves_the_module_as_it_was(wrong: dict[str, Any]) -> N
     with pytest.raises((ValueError, DTensorError)):
         fully_shard(model, mesh=mesh, **wrong)
     assert not any(isinstance(p, DTensor) for p in model.parameters())
-    (fully_shard(model, mesh=mesh)(own(X, mesh)) ** 2).sum().backward()
+    (fully_shard(model, mesh=mesh)(rows(X, mesh)) ** 2).sum().backward()
     for ours, theirs in zip(grads(model), alone_grads(X, 2), strict=True):
         torch.testing.assert_close(ours, theirs)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from beside import whole
+from beside import assert_same, dp, own, same_gradients, same_parameters, stepped, whole
 from gloo import run_gloo
 from torch import Tensor, nn
 
@@ -29,10 +29,6 @@ from dtensor.parallel.data.module_state import unit_of
 pytestmark = pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
 
 
-def dp(size: int = 2) -> dt.DeviceMesh:
-    return dt.init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
-
-
 def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)).double()
@@ -40,18 +36,6 @@ def net() -> nn.Sequential:
 
 def data(ranks: int, steps: int = 1) -> Tensor:
     return torch.randn(steps, ranks, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-
-def own(batch: Tensor, mesh: dt.DeviceMesh) -> Tensor:
-    return dt.map_ranks(lambda at: batch[at[0]].clone(), mesh=mesh)
-
-
-def assert_same(model: nn.Module, alone: nn.Module, grads: bool = True) -> None:
-    for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(whole(ours), theirs.detach(), msg=lambda text, name=name: f"{name}: {text}")
-        if grads and theirs.grad is not None:
-            assert ours.grad.placements == ours.placements
-            torch.testing.assert_close(whole(ours.grad), theirs.grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def alone_loss(model: nn.Module, batch: Tensor) -> Tensor:
@@ -117,8 +101,7 @@ def _rounds(parts: int, width: int) -> list[str]:
     finally:
         Pending.advance, Pending.wait = advance, wait
     torch.stack([(alone(x) ** 2).mean() for x in first]).mean().backward()
-    for p, q in zip(alone.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(whole(q.grad), p.grad)
+    same_gradients(model, alone)
     return seen
 
 
@@ -185,9 +168,7 @@ def _views(ranks: int, **options: Any) -> None:
         now = [_memory(p) for p in models[0].parameters()]
         places = places or now
         assert now == places
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        stepped(*optimizers)
 
 
 @pytest.mark.parametrize("options", [{}, {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)}], ids=str)
@@ -333,7 +314,7 @@ def test_over_a_tensor_parallel_module() -> None:
     replicate(model, mesh["dp"])
     assert model[0].weight.placements == (Replicate(), Shard(0))
     (batch,) = data(2)
-    (model(own(batch, mesh)) ** 2).mean().backward()
+    (model(own(batch, mesh["dp"])) ** 2).mean().backward()
     alone_loss(alone, batch).backward()
     assert_same(model, alone)
 
@@ -350,7 +331,7 @@ def test_updates_are_those_of_the_plain_optimizer(make: Any) -> None:
             optimizer.zero_grad()
             alone_loss(m, batch).backward()
             optimizer.step()
-    assert_same(model, alone, grads=False)
+    same_parameters(model, alone)
 
 
 def test_a_step_gathers_once_and_keeps_a_part_of_the_state() -> None:
@@ -379,7 +360,7 @@ def test_schedulers_and_groups_reach_the_inner_optimizer() -> None:
             alone_loss(m, batch).backward()
             optimizer.step()
             scheduler.step()
-    assert_same(model, alone, grads=False)
+    same_parameters(model, alone)
 
 
 def test_state_dicts_are_saved_on_one_mesh_and_loaded_on_another() -> None:
@@ -400,7 +381,7 @@ def test_state_dicts_are_saved_on_one_mesh_and_loaded_on_another() -> None:
     for m, optimizer in ((model, second), (alone, plain)):
         alone_loss(m, two).backward()
         optimizer.step()
-    assert_same(model, alone, grads=False)
+    same_parameters(model, alone)
 
 
 def test_a_mesh_is_needed() -> None:

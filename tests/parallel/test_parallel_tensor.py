@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from beside import same_gradients, whole
 from gloo import run_gloo
 from torch import nn
 
@@ -88,10 +89,7 @@ def check_llama(size: int, local: bool) -> float:
     expected = loss_of(alone(tokens), targets)
     expected.backward()
     torch.testing.assert_close(loss.full_tensor(), expected)
-    for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
-        assert isinstance(ours.grad, DTensor)
-        assert ours.grad.placements == ours.placements, name
-        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, msg=lambda text, name=name: f"{name}: {text}")
+    same_gradients(model, alone)
     return loss.item()
 
 
@@ -151,7 +149,7 @@ def test_a_plan_that_names_nothing_says_so() -> None:
     with pytest.raises(dt.errors.PlacementError, match="no style is called"):
         parallelize_module(mlp(), tp_mesh(), "0")
     with pytest.raises(TypeError, match="mapping from names"):
-        parallelize_module(mlp(), tp_mesh(), 0)  # type: ignore[arg-type]
+        parallelize_module(mlp(), tp_mesh(), 0)
 
 
 def test_the_mesh_may_be_entered() -> None:
@@ -201,8 +199,7 @@ def same(
     (output * dt.distribute_tensor(weights, mesh)).sum().backward()
     (expected * weights).sum().backward()
     torch.testing.assert_close(output.full_tensor(), expected)
-    for ours, theirs in zip(module.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+    same_gradients(module, alone)
     return output
 
 
@@ -406,7 +403,6 @@ def test_loss_parallel_takes_plain_targets_and_class_weights(dims: tuple[int, ..
     expected = F.cross_entropy(logits, targets, weight)
     expected.backward()
     torch.testing.assert_close(loss.full_tensor(), expected)
-    assert x.grad is not None
     torch.testing.assert_close(x.grad.full_tensor(), logits.grad)
     torch.testing.assert_close(F.cross_entropy(x, targets, weight).full_tensor(), expected)  # it need not be said
 
@@ -437,7 +433,7 @@ def test_hooks_of_distribute_module_may_leave_the_module_out() -> None:
 COMPUTED: dict[str, Callable[[nn.Module], nn.Module]] = {
     "weight norm": nn.utils.parametrizations.weight_norm,
     "weight norm of columns": lambda m: nn.utils.parametrizations.weight_norm(m, dim=1),
-    "weight norm of all": lambda m: nn.utils.parametrizations.weight_norm(m, dim=None),  # type: ignore[arg-type]  # it may be
+    "weight norm of all": lambda m: nn.utils.parametrizations.weight_norm(m, dim=None),
     "spectral norm": nn.utils.parametrizations.spectral_norm,
     "orthogonal": nn.utils.parametrizations.orthogonal,
     "older weight norm": nn.utils.weight_norm,
@@ -470,11 +466,6 @@ def _trains_as_on_one_device(kind: str, computed: str, style: str, ranks: int) -
     for (name, x), y in zip(plain.state_dict().items(), module.state_dict().values(), strict=True):
         assert isinstance(y, DTensor), name
         torch.testing.assert_close(whole(y), x, msg=name)
-
-
-def whole(x: Any) -> torch.Tensor:
-    full = x.full_tensor()
-    return full.shards[0] if isinstance(full, PerRank) else full
 
 
 @pytest.mark.filterwarnings("ignore:.torch.nn.utils.weight_norm:FutureWarning")
@@ -519,8 +510,7 @@ def test_results_of_styled_layers_can_be_written_to_in_place(shape: tuple[int, .
     x = torch.randn(shape)
     for module in (plain, styled):
         module(x).mul_(2).add_(1).sin().sum().backward()
-    for ours, theirs in zip(styled.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(whole(ours.grad), theirs.grad)
+    same_gradients(styled, plain)
 
 
 def test_a_result_that_was_saved_is_not_written_to() -> None:

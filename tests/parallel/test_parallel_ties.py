@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from beside import whole
+from beside import dp, own, same_gradients, stepped, whole
 from gloo import run_gloo
 from torch import Tensor, nn
 
@@ -68,10 +68,6 @@ def made(cls: type[nn.Module] = Tied) -> Any:
     return cls().double()
 
 
-def dp(size: int = 2) -> dt.DeviceMesh:
-    return dt.init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
-
-
 def loss_of(out: Tensor) -> Tensor:
     return (out**2).mean()
 
@@ -80,13 +76,10 @@ def trains_as_alone(model: nn.Module, alone: nn.Module, mesh: dt.DeviceMesh, opt
     """Two steps, gradients and weights compared; under as many names."""
     optimizers = [optimizer(model.parameters(), lr=0.1), torch.optim.AdamW(alone.parameters(), lr=0.1)]
     for _ in range(2):
-        loss_of(model(dt.map_ranks(lambda at: TOKENS[at[0]].clone(), mesh=mesh))).backward()
+        loss_of(model(own(TOKENS, mesh["dp"]))).backward()
         torch.stack([loss_of(alone(tokens)) for tokens in TOKENS]).mean().backward()
-        for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(whole(ours.grad), theirs.grad, msg=lambda text, name=name: f"{name}: {text}")
-        for each in optimizers:
-            each.step()
-            each.zero_grad()
+        same_gradients(model, alone)
+        stepped(*optimizers)
     for ours, theirs in zip(model.state_dict().values(), alone.state_dict().values(), strict=True):
         torch.testing.assert_close(whole(ours), theirs)
 

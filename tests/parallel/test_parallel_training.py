@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from beside import whole
+from beside import assert_same, whole
 from gloo import run_gloo
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -89,14 +89,6 @@ X = torch.randn(4, 5, 4, dtype=torch.float64, generator=torch.Generator().manual
 
 def loss_of(out: Tensor) -> Tensor:
     return (out**2).mean() * 50
-
-
-def assert_same(model: nn.Module, alone: nn.Module, **close: float) -> None:
-    for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(whole(ours), theirs.detach(), msg=lambda text, name=name: f"{name}: {text}", **close)
-        if theirs.grad is not None:
-            assert ours.grad.placements == ours.placements, name
-            torch.testing.assert_close(whole(ours.grad), theirs.grad, msg=lambda text, name=name: f"{name}: {text}", **close)
 
 
 @ANY

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from beside import whole
+from beside import dp, same_gradients, whole
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
@@ -19,10 +19,6 @@ from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, para
 
 pytestmark = pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
 X = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-
-
-def dp() -> dt.DeviceMesh:
-    return dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
 
 
 def units(model: Any) -> None:
@@ -55,8 +51,7 @@ def trains(model: Any, alone: Any, given: Any) -> None:
     alone.zero_grad()
     model(given).square().sum().backward()
     alone(X).square().sum().backward()
-    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(whole(ours.grad), theirs.grad)
+    same_gradients(model, alone)
 
 
 def square() -> dt.DeviceMesh:
@@ -93,7 +88,7 @@ def total(y: Any) -> Any:
 
 def by_parameters(model: Any, x: Any) -> dict[str, Any]:
     values = dict(model.named_parameters())
-    return torch.func.grad(lambda given: total(torch.func.functional_call(model, given, (x,))))(values)  # type: ignore[no-any-return]
+    return torch.func.grad(lambda given: total(torch.func.functional_call(model, given, (x,))))(values)
 
 
 def jvp_then_backward(model: Any, x: Any) -> Any:
@@ -211,8 +206,7 @@ def test_functional_call_differentiates_what_styles_distribute() -> None:
     model, alone = made(styles)
     for m in (model, alone):
         torch.func.functional_call(m, {name: p * 2 for name, p in m.named_parameters()}, (X,)).square().sum().backward()
-    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(whole(ours.grad), theirs.grad)
+    same_gradients(model, alone)
 
 
 @DATA_PARALLEL

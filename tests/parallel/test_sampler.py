@@ -76,7 +76,7 @@ def test_blocks_of_ranks_are_the_batch_cut_as_a_shard_is(shape: tuple[int, ...])
 
 
 def test_the_order_is_that_of_torch() -> None:
-    theirs: Any = DistributedSampler(range(12), num_replicas=1, rank=0, seed=5)  # type: ignore[arg-type]  # it has a length
+    theirs: Any = DistributedSampler(range(12), num_replicas=1, rank=0, seed=5)
     ours = DistributedBatchSampler(range(12), mesh_of(2), 4, seed=5)
     for epoch in range(3):
         theirs.set_epoch(epoch)
@@ -94,7 +94,7 @@ def test_several_mesh_dims_in_any_order_cut_a_batch() -> None:
         whole = next(iter(sampler))
         x = sampler.distribute(rows[whole])
         assert placements is None or x.placements == placements
-        for member, piece in enumerate(x.to_local().shards):  # type: ignore[attr-defined]  # all ranks are here
+        for member, piece in enumerate(x.to_local().shards):
             mine = dt.map_ranks(lambda at: rows[whole][sampler._here()], mesh=mesh).shards[member]  # noqa: B023 - run at once
             assert torch.equal(piece, mine)
 

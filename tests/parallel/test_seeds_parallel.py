@@ -97,7 +97,7 @@ def toy() -> dict[str, Any]:
 def three_dims() -> dict[str, Any]:
     mesh = dt.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("DDP", "FSDP", "TP"))
     model = nn.ModuleDict({"wq": nn.Linear(8, 8, bias=False)})
-    model.forward = lambda x: model["wq"](x)  # type: ignore[method-assign]
+    model.forward = lambda x: model["wq"](x)
     model["wq"].weight = nn.Parameter(torch.arange(1.0, 65.0).reshape(8, 8))
     parallelize_module(model, mesh["TP"], {"wq": ColwiseParallel(use_local_output=False)})
     cut = pieces(model["wq"].weight)
@@ -111,7 +111,7 @@ def three_dims() -> dict[str, Any]:
 def averaged() -> dict[str, Any]:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("FSDP", "TP"))
     model = nn.ModuleDict({"layer0": nn.Linear(4, 4, bias=False)})
-    model.forward = lambda x: model["layer0"](x)  # type: ignore[method-assign]
+    model.forward = lambda x: model["layer0"](x)
     model["layer0"].weight = nn.Parameter(torch.arange(1.0, 17.0).reshape(4, 4))
     parallelize_module(model, mesh["TP"], {"layer0": RowwiseParallel()})
     fully_shard(model, mesh=mesh["FSDP"])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from beside import same_gradients
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -111,9 +112,7 @@ def test_only_keys_values_and_gradients_move(name: str) -> None:
     if of_plain is not None:
         assert of_input.placements == (Shard(1),)
         torch.testing.assert_close(of_input.full_tensor(), of_plain)
-    for got, plain in zip(model.parameters(), one.parameters(), strict=True):
-        assert isinstance(got.grad, dt.DTensor)
-        torch.testing.assert_close(got.grad.full_tensor(), plain.grad, rtol=1e-4, atol=1e-6)
+    same_gradients(model, one, rtol=1e-4, atol=1e-6)
     gradients = sum(2 * (N - 1) * p.numel() * p.element_size() // N for p in one.parameters())
     assert sum(comm.get_comm_bytes().values()) <= gradients + beside
 
@@ -132,7 +131,6 @@ def test_terms_of_a_gathered_value_are_scattered_to_where_it_lies() -> None:
     assert comm.get_comm_bytes() == {"all_gather": block, "reduce_scatter": block}
     assert seen == [(Shard(0),)]
     ((query @ plain[1].mul(2).t()).softmax(-1) @ plain[1].mul(2)).square().sum().backward()
-    assert x.grad is not None
     torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
 
 
@@ -182,7 +180,6 @@ def test_gradients_of_a_fused_projection_go_in_one_exchange() -> None:
     plain = [x.requires_grad_(), fused.requires_grad_()]
     attended(*plain).square().sum().backward()
     for got, one in zip((given, weight), plain, strict=True):
-        assert got.grad is not None
         torch.testing.assert_close(got.grad.full_tensor(), one.grad, rtol=1e-4, atol=1e-4)
 
 
@@ -212,7 +209,6 @@ def test_windows_over_positions_ask_their_neighbours(name: str, length: int) -> 
         found.square().sum().backward()
     expected.square().sum().backward()
     torch.testing.assert_close(found.full_tensor(), expected)
-    assert x.grad is not None
     torch.testing.assert_close(x.grad.full_tensor(), plain.grad, rtol=1e-4, atol=1e-3)
     assert isinstance(found.placements[0], Shard)
     if length == 512:
@@ -232,9 +228,7 @@ def test_pictures_cut_into_rows_and_columns() -> None:
     assert found.placements == (Shard(2), Shard(0))
     found.square().sum().backward()
     torch.testing.assert_close(found.full_tensor(), expected)
-    for got, like in zip(model.parameters(), one.parameters(), strict=True):
-        assert isinstance(got.grad, dt.DTensor)
-        torch.testing.assert_close(got.grad.full_tensor(), like.grad, rtol=1e-4, atol=1e-5)
+    same_gradients(model, one, rtol=1e-4, atol=1e-5)
 
 
 # --- what lies in different ways --------------------------------------------------------------------------------------------
@@ -250,7 +244,6 @@ def test_the_smaller_of_two_that_are_folded_moves() -> None:
     expected = F.cross_entropy(plain.view(-1, 12), F.pad(words, (0, 1), value=-100)[:, 1:].reshape(-1))
     expected.backward()
     torch.testing.assert_close(loss.full_tensor(), expected)
-    assert x.grad is not None
     torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
 
 
@@ -266,7 +259,5 @@ def test_what_was_moved_forward_is_moved_back() -> None:
     assert comm.get_comm_bytes() == {"all_to_all": 2 * once}
     a, b = plain.requires_grad_(), other.requires_grad_()
     (a.exp().tanh() + b.exp().tanh()).sin().square().sum().backward()
-    assert x.grad is not None
-    assert y.grad is not None
     torch.testing.assert_close(x.grad.full_tensor(), a.grad)
     torch.testing.assert_close(y.grad.full_tensor(), b.grad)

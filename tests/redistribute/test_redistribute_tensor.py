@@ -57,10 +57,10 @@ def test_there_and_back_by_the_collectives_that_are_printed(case: tuple[DTensor,
             at = at.redistribute(placements=target)
         assert issued(comm) == planned(announced), str(announced)
         assert sum(event.bytes for event in comm.events) <= announced.bytes  # the plan's is the most of each step
-        shards = at.to_local().shards  # type: ignore[attr-defined]
+        shards = at.to_local().shards
         for coordinate, shard in zip(at.device_mesh.coordinates, shards, strict=True):
             assert tuple(shard.shape) == at.layout.local_shape(coordinate)
-    for shard in at.to_local().shards:  # type: ignore[attr-defined]
+    for shard in at.to_local().shards:
         torch.testing.assert_close(shard, value, rtol=1e-12, atol=1e-12)  # means over three ranks are rounded
 
 
@@ -73,7 +73,6 @@ def test_gradients_are_those_of_the_identity(case: tuple[DTensor, torch.Tensor, 
     mesh = x.device_mesh
     y = leaf.redistribute(placements=placements)
     y.backward(scatter(weight, mesh, [R if isinstance(p, Partial) else p for p in placements]))
-    assert leaf.grad is not None
     assert leaf.grad.placements == tuple(R if isinstance(p, Partial) else p for p in leaf.placements)
     assert torch.equal(leaf.grad.full_tensor(), weight)
 
@@ -89,8 +88,8 @@ def test_a_result_never_shares_the_sources_memory_and_is_copied_once(placements:
     if "max" not in str(placements):
         assert torch.equal(y.full_tensor(), value * 2)
     one = dt.init_device_mesh("cpu", (1,))
-    (source,) = (z := dt.distribute_tensor(value, one, [R])).to_local().shards  # type: ignore[attr-defined]
-    (same,) = z.redistribute(placements=[S0]).to_local().shards  # type: ignore[attr-defined]
+    (source,) = (z := dt.distribute_tensor(value, one, [R])).to_local().shards
+    (same,) = z.redistribute(placements=[S0]).to_local().shards
     assert same.untyped_storage().data_ptr() != source.untyped_storage().data_ptr()
 
 
@@ -99,8 +98,8 @@ def test_peak_memory_counts_source_result_and_what_arrives() -> None:
     x = dt.zeros(16, 16, device_mesh=mesh, placements=[S0])
     block, whole = 256, 1024
     for placements, peak in (([S1], 3 * block + 192), ([R], block + whole + 768), ([S0], block), ([P], block + whole)):
-        assert x.explain_redistribute(placements).peak_bytes == peak  # type: ignore[union-attr]
-    assert x.redistribute(placements=[R]).explain_redistribute([S1]).peak_bytes == whole + block  # type: ignore[union-attr]
+        assert x.explain_redistribute(placements).peak_bytes == peak
+    assert x.redistribute(placements=[R]).explain_redistribute([S1]).peak_bytes == whole + block
 
 
 # --- async ------------------------------------------------------------------------------------------------------------------
@@ -156,7 +155,7 @@ def _first_rank_first(direct: bool) -> None:
     for x in started:
         if x.device_mesh.get_coordinate() is not None:
             coordinate, layout = x.device_mesh.get_coordinate(), x.layout
-            start, size = layout.local_offset(coordinate), layout.local_shape(coordinate)  # type: ignore[arg-type]
+            start, size = layout.local_offset(coordinate), layout.local_shape(coordinate)
             want = value[start[0] : start[0] + size[0], start[1] : start[1] + size[1]]
             assert torch.equal(x.to_local(), want), str(x.layout)
 

@@ -29,8 +29,8 @@ def only_here() -> Iterator[None]:
         if rules()[name] is not before.get(name):
             unregister(name)
             if name in before:
-                dt.rules.register(name, before[name])  # type: ignore[attr-defined]  # a module
-    dt.dispatch.dispatcher.clear_plans()  # type: ignore[attr-defined]  # a module
+                dt.rules.register(name, before[name])
+    dt.dispatch.dispatcher.clear_plans()
 
 
 def define(signature: str, fn: Callable[..., Any]) -> Any:
@@ -114,7 +114,7 @@ def test_a_table_with_other_arguments_than_the_operators_is_refused() -> None:
 
 def test_what_is_no_table_is_refused() -> None:
     with pytest.raises(RuleError, match="decorates a function"):
-        dt.register_sharding(twice())([([Shard(0)], [Shard(0)])])  # type: ignore[arg-type]
+        dt.register_sharding(twice())([([Shard(0)], [Shard(0)])])
 
 
 def test_a_0d_tensor_cannot_be_sharded() -> None:
@@ -446,9 +446,9 @@ def test_a_notation_that_does_not_fit_is_refused_at_once(notation: str, message:
 
 def test_unknown_words_and_words_without_a_notation_are_refused() -> None:
     with pytest.raises(RuleError, match="unexpected keyword argument 'reduction'"):
-        dt.register_sharding(twice(), "s* -> s*", reduction="sum")  # type: ignore[call-overload]
+        dt.register_sharding(twice(), "s* -> s*", reduction="sum")
     with pytest.raises(RuleError, match="takes when with a notation only"):
-        dt.register_sharding(twice(), when=lambda choice: True)  # type: ignore[call-overload]
+        dt.register_sharding(twice(), when=lambda choice: True)
 
 
 def test_unregistering_brings_the_librarys_rule_back() -> None:

@@ -15,7 +15,7 @@ import torch
 
 import dtensor as dt
 from dtensor import Replicate, Shard
-from dtensor.base.nested import replace, tensors
+from dtensor.base.nested import filled, tensors
 from dtensor.comm import events
 from dtensor.dispatch import bind
 from dtensor.errors import RuleError
@@ -76,7 +76,7 @@ class Seen:
 
 def _placed(sample: Sample) -> Iterator[list[Any]]:
     """Each tensor's dims sharded alone, then all tensors' alike, counted from either end."""
-    xs = tensors((sample.args, sample.kwargs))
+    xs = tensors(sample.given)
     seen: list[list[Any]] = []
     for d in range(max((x.ndim for x in xs), default=0)):
         alone = [[Shard(d) if i == k else Replicate() for i in range(len(xs))] for k, x in enumerate(xs) if d < x.ndim]
@@ -90,11 +90,9 @@ def _placed(sample: Sample) -> Iterator[list[Any]]:
 def _run(name: str, sample: Sample, placements: list[Any]) -> None:
     """The operator, if it runs at all."""
     mesh = mesh_of((RANKS,))
-    given = iter([(x, p) for x, p in zip(tensors((sample.args, sample.kwargs)), placements, strict=True)])
+    given = zip(tensors(sample.given), placements, strict=True)
     try:
-        args, kwargs = replace(
-            lambda _: (lambda x, p: scatter(x.clone(), mesh, [p], seed=1))(*next(given)), (sample.args, sample.kwargs)
-        )
+        args, kwargs = filled(sample.given, [scatter(x.clone(), mesh, [p], seed=1) for x, p in given])
         torch.default_generator.manual_seed(0)
         with torch.no_grad():
             Variant(name.replace("::", "."), sample, False).call(*args, **kwargs)
@@ -108,7 +106,7 @@ WITH_KERNELS = [name for name, rule in sorted(rules().items()) if rule.kind not 
 
 @pytest.mark.parametrize("samples", [1, pytest.param(100, marks=pytest.mark.slow)])
 def test_kernels_issue_what_they_declare(monkeypatch: pytest.MonkeyPatch, samples: int) -> None:
-    dt.dispatch.dispatcher.clear_plans()  # type: ignore[attr-defined]  # a module
+    dt.dispatch.dispatcher.clear_plans()
     seen, wrong, counted = Seen(monkeypatch), [], set()
     for name in WITH_KERNELS:
         given = samples_of(name)
@@ -119,7 +117,7 @@ def test_kernels_issue_what_they_declare(monkeypatch: pytest.MonkeyPatch, sample
             counted.add(kernel.run)
             wrong += _problems(plan, kernel, issued)
         seen.runs.clear()
-    dt.dispatch.dispatcher.clear_plans()  # type: ignore[attr-defined]  # a module
+    dt.dispatch.dispatcher.clear_plans()
     assert wrong == []
     assert len(counted) > 50, len(counted)
 

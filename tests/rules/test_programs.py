@@ -141,4 +141,4 @@ def test_functions_of_two_tensors_under_all_layouts(data: st.DataObject, name: s
 @given(pair=strategies.dtensors())
 def test_full_tensor_is_the_value_under_every_layout(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
     distributed, value = pair
-    assert torch.allclose(distributed.full_tensor(), value)  # type: ignore[attr-defined]  # a DTensor
+    assert torch.allclose(distributed.full_tensor(), value)

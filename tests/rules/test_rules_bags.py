@@ -78,7 +78,6 @@ def test_only_indices_are_gathered() -> None:
         F.embedding_bag(indices, weight).square().sum().backward()
     listed, gradient = indices.numel() * 8, table.numel() * 4
     assert sum(comm.get_comm_bytes().values()) <= (2 * listed + 2 * gradient) * 3 // 4
-    assert weight.grad is not None
     assert weight.grad.placements == (Replicate(),)
 
 

@@ -135,7 +135,7 @@ def trained(name: str, mode: str, distributed: bool, steps_as_dtensors: bool = F
         else:
             with no_communication():
                 optimizer.step()
-    return parameters  # type: ignore[return-value]  # parameters are tensors
+    return parameters
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -154,7 +154,7 @@ def test_optimizer_steps_are_local(name: str, mode: str) -> None:
 def test_step_counts_may_be_distributed(mode: str) -> None:
     plain, distributed = trained("AdamW", mode, False), trained("AdamW", mode, True, steps_as_dtensors=True)
     for own, like in zip(distributed, plain, strict=True):
-        torch.testing.assert_close(own.full_tensor(), like, rtol=1e-4, atol=1e-5)  # type: ignore[attr-defined]  # a DTensor
+        torch.testing.assert_close(own.full_tensor(), like, rtol=1e-4, atol=1e-5)
 
 
 def test_states_in_another_layout_are_moved_and_stay_there() -> None:
@@ -166,7 +166,7 @@ def test_states_in_another_layout_are_moved_and_stay_there() -> None:
     plain = [value.clone() for value in values]
     distributed = [dt.distribute_tensor(value, mesh, where) for value, where in zip(values, layouts, strict=True)]
     for p, g, m, v in (plain, distributed):
-        torch._fused_adamw_([p], [g], [m], [v], [], [torch.tensor(1.0)], **options)  # type: ignore[attr-defined]  # not in the stubs
+        torch._fused_adamw_([p], [g], [m], [v], [], [torch.tensor(1.0)], **options)
     for own, like, where in zip(distributed, plain, layouts, strict=True):
         assert own.placements == tuple(where)
         torch.testing.assert_close(own.full_tensor(), like)
@@ -188,8 +188,8 @@ def test_fused_steps_look_at_strides() -> None:
         "maximize": False,
         "is_first_step": False,
     }
-    torch._fused_sgd_([p], [g], [b], **options)  # type: ignore[attr-defined]  # not in the stubs
-    torch._fused_sgd_([pieces[0]], [grad], [pieces[1]], **options)  # type: ignore[attr-defined]  # not in the stubs
+    torch._fused_sgd_([p], [g], [b], **options)
+    torch._fused_sgd_([pieces[0]], [grad], [pieces[1]], **options)
     torch.testing.assert_close(pieces[0].full_tensor(), p)
 
 

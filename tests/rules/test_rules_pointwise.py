@@ -79,7 +79,7 @@ def test_values_and_gradients_are_those_of_plain_torch(name: str, mesh_shape: tu
         (lambda x, y: x.new_zeros(5, 7), [[S0, S1], [R, R]], [S0, S1]),
     ],
 )
-def test_nothing_is_communicated(fn, placements, expected) -> None:  # type: ignore[no-untyped-def]
+def test_nothing_is_communicated(fn, placements, expected) -> None:
     outcome = run(fn, [X, Y], (2, 2), placements)
     assert not outcome.events
     assert outcome.layouts[0].placements == tuple(expected)

@@ -58,7 +58,6 @@ def test_sequences_are_computed_where_they_are() -> None:
     assert {t.placements for t in (out, h, c)} == {(Shard(1),)}
     with dt.budget(collectives=8):
         out.sum().backward()
-    assert given.grad is not None
     assert given.grad.placements == (Shard(1),)
 
 

@@ -79,7 +79,7 @@ def test_values_and_gradients_are_those_of_plain_torch(name: str, mesh_shape: tu
         (lambda x: x.any(1), [Shard(1), Shard(0)], [Partial("max"), Shard(0)], []),
     ],
 )
-def test_shards_combine_without_moving_the_operand(fn, placements, expected, collectives) -> None:  # type: ignore[no-untyped-def]
+def test_shards_combine_without_moving_the_operand(fn, placements, expected, collectives) -> None:
     x = floats(64, 50)
     outcome = run(fn, [x], (2, 2), [placements], gradients=False)
     assert outcome.layouts[0].placements == tuple(expected)

@@ -273,7 +273,7 @@ def test_views_follow_their_base_in_inference_mode(placement: Any, made_inside: 
         expected = steps(torch.arange(30.0).reshape(5, 6))
         got = steps(x + 0 if made_inside else x)
         for g, e in zip(got, expected, strict=True):
-            assert torch.equal(g.full_tensor(), e)  # type: ignore[attr-defined]
+            assert torch.equal(g.full_tensor(), e)
 
 
 def test_a_block_whose_strides_allow_no_view_is_written_through_all_the_same() -> None:

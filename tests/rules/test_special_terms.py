@@ -14,7 +14,7 @@ from torch import Tensor
 
 import dtensor as dt
 from dtensor import DTensor, Partial, Replicate
-from dtensor.base.nested import replace, tensors
+from dtensor.base.nested import filled, mapped, tensors
 from dtensor.comm import per_rank
 from dtensor.rules import rules
 from dtensor.testing.differences import close
@@ -64,7 +64,7 @@ def choices(xs: list[Tensor]) -> list[tuple[str | None, ...]]:
 
 def same_outcome(call: Callable[..., Any], args: Any, kwargs: Any, written: bool) -> str | None:
     """What differs between ``call`` on DTensors and on their values; None where plain torch refuses them."""
-    plain_args, plain_kwargs = replace(lambda x: x.full_tensor().clone() if isinstance(x, DTensor) else x, (args, kwargs))
+    plain_args, plain_kwargs = mapped(lambda x: x.full_tensor().clone() if isinstance(x, DTensor) else x, (args, kwargs))
     torch.default_generator.manual_seed(0)
     try:
         expected = call(*plain_args, **plain_kwargs)
@@ -89,13 +89,12 @@ def same_outcome(call: Callable[..., Any], args: Any, kwargs: Any, written: bool
 
 def report(variant: Variant, ops: tuple[str | None, ...], share: float, seed: int) -> str | None:
     generator = torch.Generator().manual_seed(seed)
-    following = iter(ops)
 
-    def place(x: Tensor) -> DTensor:
-        op = next(following)
+    def place(x: Tensor, op: str | None) -> DTensor:
         return whole(x, share, generator) if op is None else in_terms(x, op, share, generator)
 
-    args, kwargs = replace(place, (variant.sample.args, variant.sample.kwargs))
+    given = variant.sample.given
+    args, kwargs = filled(given, map(place, tensors(given), ops))
     found = same_outcome(variant.call, args, kwargs, variant.writes)
     return found and f"{variant.name} {variant.sample.note} under {ops}, {args}, {kwargs} seed {seed}: {found}"
 
@@ -107,7 +106,7 @@ def cases(name: str, limit: int) -> Iterator[tuple[Variant, tuple[str | None, ..
         for sample in samples_of(name)
         if sample.values
         for variant in variants(name, sample)
-        for ops in choices(tensors((variant.sample.args, variant.sample.kwargs)))
+        for ops in choices(tensors(variant.sample.given))
         for share in (0.05, 0.4)
     ]
     for variant, ops, share in rng.sample(every, min(limit, len(every))):

@@ -52,7 +52,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
     name = f"users_{zlib.crc32(request.node.name.encode())}"  # the draws follow the name
     (tmp_path / f"{name}.py").write_text(MODULE.format(ns=name))
     monkeypatch.syspath_prepend(tmp_path)
-    yield name  # type: ignore[misc]  # a fixture
+    yield name
     for rule in [rule for rule in rules() if rule.startswith(f"{name}::")]:
         unregister(rule)
     sys.modules.pop(name, None)
@@ -107,7 +107,7 @@ def test_names_in_any_spelling(module: str) -> None:
         assert verify_rule("prod.default", meshes=[(2,)], budget=4)
     finally:
         unregister("prod.default")
-        dt.dispatch.dispatcher.clear_plans()  # type: ignore[attr-defined]  # a module
+        dt.dispatch.dispatcher.clear_plans()
     assert rule_name("mm") == rule_name("aten.mm") == rule_name("aten::mm") == rule_name(torch.ops.aten.mm.default) == "aten::mm"
 
 

@@ -225,7 +225,7 @@ def test_a_fault_in_the_backward_names_its_operator_and_row() -> None:
         )
     pointwise("planted::size")
     pointwise("planted::slope", partials=lambda call: ("sum,R -> sum", "max,R -> max"))
-    dt.dispatch.dispatcher.clear_plans()  # type: ignore[attr-defined]  # a module
+    dt.dispatch.dispatcher.clear_plans()
     try:
         report = verify_rule("planted::size", [Sample((X.clone().requires_grad_(),))], meshes=[(2,), (3,)])
         (wrong,) = report.wrong
@@ -260,7 +260,7 @@ def test_arguments_of_check_may_require_grad() -> None:
     ],
 )
 def test_nothing_to_try_is_an_error(name: str, samples: Any, message: str) -> None:
-    with pytest.raises(dt.errors.RuleError, match=message):  # type: ignore[attr-defined]  # a module
+    with pytest.raises(dt.errors.RuleError, match=message):
         verify_rule(name, samples)
 
 

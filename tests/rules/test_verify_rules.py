@@ -119,12 +119,12 @@ def op() -> str:
 
 def test_a_partial_row_that_does_not_hold_is_wrong(op: str) -> None:
     pointwise(op, partials=("sum -> sum",))  # |a + b| is not |a| + |b|
-    dt.dispatch.dispatcher.clear_plans()  # type: ignore[attr-defined]  # a module
+    dt.dispatch.dispatcher.clear_plans()
     try:
         report = verify_rule(op, [Sample((torch.randn(5, 6),), gradients=False)], meshes=[(2,)])
     finally:
         unregister(op)
-        dt.dispatch.dispatcher.clear_plans()  # type: ignore[attr-defined]  # a module
+        dt.dispatch.dispatcher.clear_plans()
     assert report.wrong
     assert report.wrong[0].placements == ((Partial("sum"),),)
     assert "check(torch.ops.proof.twice" in report.wrong[0].reproduction
@@ -132,24 +132,24 @@ def test_a_partial_row_that_does_not_hold_is_wrong(op: str) -> None:
 
 def test_the_reproduction_raises_the_mismatch(op: str) -> None:
     pointwise(op, partials=("sum -> sum",))
-    dt.dispatch.dispatcher.clear_plans()  # type: ignore[attr-defined]  # a module
+    dt.dispatch.dispatcher.clear_plans()
     try:
         report = verify_rule(op, [Sample((torch.randn(5, 6),), gradients=False)], meshes=[(2,)])
         with pytest.raises(AssertionError, match="rank 0"):
             exec(report.wrong[0].reproduction, {})
     finally:
         unregister(op)
-        dt.dispatch.dispatcher.clear_plans()  # type: ignore[attr-defined]  # a module
+        dt.dispatch.dispatcher.clear_plans()
 
 
 def test_a_rule_that_always_gathers_is_missing_its_shards(op: str) -> None:
     einsum(op, "[a] [b] -> [a] [b]", linear=False)
-    dt.dispatch.dispatcher.clear_plans()  # type: ignore[attr-defined]  # a module
+    dt.dispatch.dispatcher.clear_plans()
     try:
         report = verify_rule(op, [Sample((torch.randn(5, 6),), gradients=False)], meshes=[(2,)], look_for_missing=True)
     finally:
         unregister(op)
-        dt.dispatch.dispatcher.clear_plans()  # type: ignore[attr-defined]  # a module
+        dt.dispatch.dispatcher.clear_plans()
     assert not report.wrong
     assert {"proof::twice | S(0) -> S(0)", "proof::twice | S(1) -> S(1)"} <= {str(gap) for gap in report.missing}
 
@@ -159,7 +159,7 @@ def test_gaps_are_accepted_by_pattern() -> None:
 
 
 def test_registering_twice_is_refused() -> None:
-    with pytest.raises(dt.errors.RuleError, match="has a rule already"):  # type: ignore[attr-defined]  # a module
+    with pytest.raises(dt.errors.RuleError, match="has a rule already"):
         register("mm", rules()["aten::mm"])
 
 

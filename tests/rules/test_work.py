@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 import dtensor as dt
-from dtensor.base.nested import replace as replace_tensors
+from dtensor.base.nested import mapped
 from dtensor.cost.device import DEVICES, Device
 from dtensor.layout.layout import Layout
 from dtensor.propagation.calls import make_call
@@ -37,7 +37,7 @@ def call_of(op: Any, *args: Any, mesh: dt.DeviceMesh = MESH, placements: Any = N
     wanted = placements or [R] * mesh.ndim
 
     def laid(x: Any) -> Any:
-        return replace_tensors(lambda t: Layout.of(mesh, wanted, tuple(t.shape), dtype=t.dtype), x)
+        return mapped(lambda t: Layout.of(mesh, wanted, tuple(t.shape), dtype=t.dtype), x)
 
     bound = {name: laid(value) for name, value in operator.bind(args, given).items()}
     call, _ = make_call(operator, mesh, bound)
@@ -167,7 +167,6 @@ def test_bytes_are_read_and_written_once_and_views_are_free() -> None:
 def rows_of(call: Call) -> dict[str, float]:
     """What part of the FLOPs each row of a call leaves to a rank, by the factor that it cuts or by how it is written."""
     rule = lookup(call.func)
-    assert rule is not None
     factors = rule.factors(call)
     assert factors is not None
     done = work_of(rule, factors, call)

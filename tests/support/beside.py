@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,40 @@ def whole(x: Any) -> Tensor:
     x = x.detach() if isinstance(x, Tensor) else x
     full = x.full_tensor() if isinstance(x, dt.DTensor) else x
     return full.shards[0] if isinstance(full, dt.PerRank) else full
+
+
+def dp(size: int = 2) -> dt.DeviceMesh:
+    return dt.init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
+
+
+def own(parts: Sequence[Tensor], mesh: dt.DeviceMesh) -> Tensor:
+    """Each rank's part of a batch."""
+    return dt.map_ranks(lambda at: parts[mesh.index_over(range(mesh.ndim), at)].clone(), mesh=mesh)
+
+
+def same_parameters(model: nn.Module, alone: nn.Module, **close: float) -> None:
+    for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(whole(ours), theirs.detach(), msg=lambda text, name=name: f"{name}: {text}", **close)
+
+
+def same_gradients(model: nn.Module, alone: nn.Module, value: Callable[[Any], Tensor] = whole, **close: float) -> None:
+    """Of the same parameters, placed as these."""
+    for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None), name
+        if theirs.grad is not None:
+            assert not isinstance(ours, dt.DTensor) or ours.grad.placements == ours.placements, name
+            torch.testing.assert_close(value(ours.grad), theirs.grad, msg=lambda text, name=name: f"{name}.grad: {text}", **close)
+
+
+def assert_same(model: nn.Module, alone: nn.Module, **close: float) -> None:
+    same_parameters(model, alone, **close)
+    same_gradients(model, alone, **close)
+
+
+def stepped(*optimizers: torch.optim.Optimizer) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def steps_alike(
@@ -38,13 +72,8 @@ def steps_alike(
         with CommDebugMode() as comm:
             ((call or model)(own) ** 2).mean().backward()
         torch.stack([(alone(part) ** 2).mean() for part in parts]).mean().backward()
-        for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
-            assert ours.grad is not None
-            assert ours.grad.placements == ours.placements
-            torch.testing.assert_close(value(ours.grad), theirs.grad, msg=lambda text, name=name: f"{name}: {text}")
-        for each in optimizers:
-            each.step()
-            each.zero_grad()
+        same_gradients(model, alone, value)
+        stepped(*optimizers)
     for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(value(ours), theirs)
     return dict(comm.get_comm_counts())

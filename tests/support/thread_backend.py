@@ -47,7 +47,7 @@ class Threads(Communicator):
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__(mesh)
-        self.me: int = mesh.current_member()  # type: ignore[assignment]  # every thread is a rank
+        self.me: int = mesh.current_member()
         self.held = (self.me,)
 
     def map(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -134,7 +134,7 @@ def test_gradients_of_what_each_rank_picks() -> None:
         lambda rank: max(rank, 1),
         lambda rank: "first" if rank == 0 else "other",
         lambda rank: "first" if not rank else "other",
-        lambda rank: list(DistributedSampler(range(12), num_replicas=3, rank=rank)),  # type: ignore[arg-type]
+        lambda rank: list(DistributedSampler(range(12), num_replicas=3, rank=rank)),
         lambda rank: "%d" % rank,  # noqa: UP031
     ],
 )
@@ -224,8 +224,8 @@ def test_numbers_given_to_it_are_taken_apart() -> None:
 
 def test_every_rank_has_a_loader_of_its_own() -> None:
     def loader_of(at: tuple[int, ...]) -> Any:
-        sampler = DistributedSampler(range(12), num_replicas=3, rank=ROW.get_local_rank(), shuffle=False)  # type: ignore[arg-type]
-        return iter(DataLoader([[k, -k] for k in range(12)], batch_size=2, sampler=sampler))  # type: ignore[arg-type]
+        sampler = DistributedSampler(range(12), num_replicas=3, rank=ROW.get_local_rank(), shuffle=False)
+        return iter(DataLoader([[k, -k] for k in range(12)], batch_size=2, sampler=sampler))
 
     loaders = dt.map_ranks(loader_of, mesh=ROW)
     first, second = (dt.map_ranks(lambda at, loader: next(loader), loaders, mesh=ROW) for _ in range(2))

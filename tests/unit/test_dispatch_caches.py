@@ -45,7 +45,7 @@ def test_changing_shapes_keep_caches_bounded(monkeypatch: pytest.MonkeyPatch) ->
     for cache, limit in ((infer._ANSWERS, 2), (prices._TABLES, 2), (layout._BY_REQUEST, 30), (planner._PLANS, 20)):
         cache.clear()
         monkeypatch.setattr(cache, "limit", limit)
-    dispatching.clear_plans()  # type: ignore[attr-defined]  # a module
+    dispatching.clear_plans()
     for size in range(1, 120):
         _step(size, 1 / size)
         info = dt.cache_info()
@@ -66,7 +66,7 @@ def test_changing_shapes_keep_the_plans_of_all_operators_together_bounded(monkey
         ("propagation.row_table._TABLES", 99),
     ):
         monkeypatch.setattr(f"dtensor.{name}", Bounded(limit))
-    dispatching.clear_plans()  # type: ignore[attr-defined]  # a module
+    dispatching.clear_plans()
     held = dt.zeros(77, device_mesh=MESH, placements=[dt.Shard(0)])
     twin = held.cos()
     alive = []
@@ -93,11 +93,11 @@ def test_threads_that_meet_operators_and_shapes_first_at_once(monkeypatch: pytes
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(10):
-            dispatching.clear_plans()  # type: ignore[attr-defined]  # a module
+            dispatching.clear_plans()
             _at_once(8)
     finally:
         sys.setswitchinterval(interval)
-        dispatching.clear_plans()  # type: ignore[attr-defined]  # a module
+        dispatching.clear_plans()
 
 
 def _at_once(threads: int) -> None:

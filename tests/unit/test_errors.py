@@ -45,7 +45,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a dim out of range": (lambda: dt.distribute_tensor(torch.ones(4), MESH, [Shard(1)]), PlacementError, "out of range"),
     "a negative dim out of range": (lambda: make(4).redistribute(placements=[Shard(-2)]), PlacementError, "out of range"),
     "sharding a number": (lambda: dt.distribute_tensor(torch.tensor(1.0), MESH, [Shard(0)]), PlacementError, "0-d tensor"),
-    "no placement": (lambda: dt.distribute_tensor(torch.ones(4), MESH, [0]), PlacementError, "use Shard"),  # type: ignore[list-item]
+    "no placement": (lambda: dt.distribute_tensor(torch.ones(4), MESH, [0]), PlacementError, "use Shard"),
     "sizes that do not sum up": (lambda: make(4).redistribute(placements=[Shard(0, sizes=(1, 1))]), PlacementError, "sizes"),
     "a plain tensor": (lambda: make(4) + torch.ones(4), MixedTensorError, r"argument 'other'.*implicit_replication"),
     "a plain tensor of two elements": (lambda: make(4) + torch.ones(2, 1), MixedTensorError, "implicit_replication"),
@@ -57,7 +57,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"redistribute.*to_local",
     ),
     "somebody else's placement": (
-        lambda: dt.distribute_tensor(torch.ones(4), MESH, [type("Shard", (), {"dim": 0})()]),  # type: ignore[list-item]
+        lambda: dt.distribute_tensor(torch.ones(4), MESH, [type("Shard", (), {"dim": 0})()]),
         PlacementError,
         r"one of .*; use Shard\(dim\)",
     ),
@@ -141,19 +141,19 @@ CASES |= {
         "non-negative",
     ),
     "a dtype in quotes": (lambda: dt.zeros(3, device_mesh=MESH, dtype="float32"), TypeError, "dtype"),
-    "a gradient's dtype in quotes": (lambda: make(4).redistribute(backward_dtype="float32"), ArgumentError, "torch.dtype"),  # type: ignore[arg-type]
+    "a gradient's dtype in quotes": (lambda: make(4).redistribute(backward_dtype="float32"), ArgumentError, "torch.dtype"),
     "a device": (lambda: dt.zeros(3, device_mesh=MESH, device="cpu"), TypeError, "the mesh says the device"),
-    "one tensor for many": (lambda: dt.redistribute_many(make(2, 2), [R]), DTensorError, "placements|DTensors"),  # type: ignore[arg-type]
+    "one tensor for many": (lambda: dt.redistribute_many(make(2, 2), [R]), DTensorError, "placements|DTensors"),
     "pieces too few": (lambda: DTensor.from_local(dt.per_rank([torch.ones(2)] * 3), MESH, [R]), LayoutError, "has 2 ranks"),
     "an output that is no tensor": (lambda: dt.local_map(lambda x: 3, [R])(make(4)), PlacementError, "None in its place"),
     "an operator's name": (lambda: dt.register_sharding("aten.add"), DTensorError, "overload"),
-    "no module": (lambda: dt.distribute_module(torch.ones(3), MESH), ArgumentError, "nn.Module"),  # type: ignore[arg-type]
-    "no function": (lambda: dt.distribute_module(torch.nn.ReLU(), MESH, input_fn="x"), ArgumentError, "input_fn"),  # type: ignore[arg-type]
-    "nothing to capture": (lambda: dt.capture("x"), ArgumentError, "function"),  # type: ignore[arg-type]
+    "no module": (lambda: dt.distribute_module(torch.ones(3), MESH), ArgumentError, "nn.Module"),
+    "no function": (lambda: dt.distribute_module(torch.nn.ReLU(), MESH, input_fn="x"), ArgumentError, "input_fn"),
+    "nothing to capture": (lambda: dt.capture("x"), ArgumentError, "function"),
     "nothing to show": (lambda: dt.debug.visualize_sharding(torch.ones(3)), ArgumentError, "DTensor"),
-    "a seed's mesh": (lambda: dt.manual_seed(0, "cpu"), MeshError, "device mesh"),  # type: ignore[arg-type]
+    "a seed's mesh": (lambda: dt.manual_seed(0, "cpu"), MeshError, "device mesh"),
     "a source rank in quotes": (
-        lambda: dt.distribute_tensor(torch.ones(4), MESH, [R], src_data_rank="0"),  # type: ignore[arg-type]
+        lambda: dt.distribute_tensor(torch.ones(4), MESH, [R], src_data_rank="0"),
         ArgumentError,
         "whole numbers",
     ),
@@ -249,7 +249,7 @@ def test_explicit_forbids_fallbacks_and_kernels_that_talk() -> None:
     x = make(4, 6)
     for fn in (lambda: torch.linalg.svd(x), lambda: torch.softmax(x, 0), lambda: x.sum().item()):
         with dt.explicit(), pytest.raises(ImplicitCommunicationError):
-            fn()  # type: ignore[no-untyped-call]
+            fn()
 
 
 def test_explicit_allows_backward_of_a_redistribution() -> None:

@@ -70,7 +70,6 @@ def test_nothing_moves_but_gradients_of_parameters_once(stack: Any, bias: bool) 
         assert y.placements == x.placements
         with dt.debug.CommDebugMode() as moved:
             y.backward(torch.ones_like(y))
-    assert x.grad is not None
     assert x.grad.placements == x.placements
     assert dict(moved.get_comm_counts()) == {"all_reduce": 1}
     nbytes = sum(p.numel() * p.element_size() for p in layer.parameters())
@@ -175,7 +174,6 @@ def test_regrouping_moves_nothing(stack: Any) -> None:
     with dt.budget(bytes=0):
         y = F.linear(x.view(-1, 8), w).view(3, 5, 6)
         y.backward(torch.ones_like(y))
-    assert x.grad is not None
     assert y.placements == x.grad.placements == tuple(stack)
 
 

@@ -128,7 +128,7 @@ def test_ranks_draw_alike() -> None:
         F.dropout(one),
     ]
     for own, plain in zip(found, wanted, strict=True):
-        for shard in own.shards:  # type: ignore[attr-defined]  # PerRank
+        for shard in own.shards:
             torch.testing.assert_close(shard, plain)
 
 

@@ -93,12 +93,12 @@ def test_dims_of_step_zero_stay_where_torch_has_them(stride: tuple[int, ...]) ->
 def test_pieces_of_a_value_make_it_up(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
     distributed, value = pair
     layout = distributed.layout
-    if layout.is_partial:  # type: ignore[attr-defined]  # a Layout
+    if layout.is_partial:
         return
     rebuilt = torch.full_like(value, float("nan"))
-    for member, (offset, shape) in enumerate(blocks(layout)):  # type: ignore[arg-type]  # a Layout
+    for member, (offset, shape) in enumerate(blocks(layout)):
         index = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-        rebuilt[index] = distributed._local.shards[member]  # type: ignore[attr-defined]  # a DTensor
+        rebuilt[index] = distributed._local.shards[member]
     assert torch.equal(rebuilt, value)
 
 
@@ -153,7 +153,6 @@ def test_levels_that_are_no_order_are_refused(levels: tuple[int, int | None]) ->
 def test_any_order_of_three_mesh_dims_partitions(order: tuple[int, ...]) -> None:
     mesh = DeviceMesh("cpu", np.arange(12).reshape(2, 3, 2))
     layout = Layout.of(mesh, [Shard(0, level=order.index(i)) for i in range(3)], (17,))
-    assert layout.splits[0] is not None
     assert layout.splits[0].mesh_dims == order
     assert sorted(layout.local_offset(c)[0] for c in mesh.coordinates if layout.local_shape(c)[0]) == sorted(
         offset for offset, size in zip(offsets_of(layout.splits[0].sizes), layout.splits[0].sizes, strict=True) if size
@@ -286,7 +285,7 @@ def test_where_torch_asks_for_a_memory_format_a_layout_is_strided() -> None:
         assert isinstance(found, dt.DTensor)
         assert found.full_tensor().sum() == 0
     with pytest.raises(TypeError, match="layout"):
-        torch.zeros(2, layout="strided")  # type: ignore[call-overload]  # no layout at all
+        torch.zeros(2, layout="strided")
 
 
 def test_a_dim_of_a_number_has_blocks_of_numbers() -> None:
@@ -295,5 +294,5 @@ def test_a_dim_of_a_number_has_blocks_of_numbers() -> None:
     symbol = env.create_symbol(4, ConstantSource("size"), dynamic_dim=DimDynamic.DYNAMIC)
     block = size_of(env.create_symintnode(symbol, hint=4))
     layout = Layout.from_splits(DeviceMesh("cpu", 2), [Split((0,), (block, block))], [None], (8,))
-    assert [type(size) for size in layout.splits[0].sizes] == [int, int]  # type: ignore[union-attr]  # it is cut
+    assert [type(size) for size in layout.splits[0].sizes] == [int, int]
     assert layout.local_shape((1,)) == (4,)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from beside import same_gradients, same_parameters
 from gloo import run_gloo
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -48,9 +49,7 @@ def batch(mesh: Any = MESH) -> tuple[torch.Tensor, Any]:
 
 
 def agree(model: nn.Module, plain: nn.Module) -> None:
-    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert p.grad.placements == p.placements, name  # type: ignore[union-attr]  # DTensors
-        torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=name)  # type: ignore[union-attr]
+    same_gradients(model, plain)
 
 
 @pytest.mark.parametrize("where", [replicated, rows])
@@ -99,8 +98,7 @@ def test_hooks_see_them_as_the_leaf_lies() -> None:
     model(cut).square().sum().backward()
     plain(x).square().sum().backward()
     assert seen == [(Replicate(),)] * 6
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.full_tensor(), q.detach())  # type: ignore[operator]  # DTensors
+    same_parameters(model, plain)
 
 
 def test_those_that_are_asked_for_lie_as_the_leaf_does() -> None:
@@ -110,8 +108,8 @@ def test_those_that_are_asked_for_lie_as_the_leaf_does() -> None:
         found = torch.autograd.grad(model(cut).square().sum(), list(model.parameters()))
     assert comm.get_total_counts() == 1
     for grad, own in zip(found, torch.autograd.grad(plain(x).square().sum(), list(plain.parameters())), strict=True):
-        assert grad.placements == (Replicate(),)  # type: ignore[attr-defined]  # DTensors
-        torch.testing.assert_close(grad.full_tensor(), own)  # type: ignore[attr-defined]
+        assert grad.placements == (Replicate(),)
+        torch.testing.assert_close(grad.full_tensor(), own)
 
 
 def test_second_derivatives() -> None:
@@ -156,9 +154,9 @@ def test_a_pass_that_ends_early_leaves_those_that_were_complete() -> None:
     model = placed(copy.deepcopy(plain), MESH, replicated)
     for each, value in ((model, cut), (plain, x)):
         with pytest.raises(ValueError, match="no further"):
-            each[1:](Refuses.apply(each[0](value))).square().sum().backward()  # type: ignore[index]  # a Sequential
-    assert model[0].weight.grad is None  # type: ignore[index, union-attr]
-    agree(model[1:], plain[1:])  # type: ignore[index]
+            each[1:](Refuses.apply(each[0](value))).square().sum().backward()
+    assert model[0].weight.grad is None
+    agree(model[1:], plain[1:])
     model.zero_grad()
     plain.zero_grad()
     for each, value in ((model, cut), (plain, x)):

@@ -102,7 +102,7 @@ def told_and_measured(program: Callable[[dt.DeviceMesh], None], mesh: dt.DeviceM
     """Peaks by rank, and the most that torch's allocator had given out at once in the same run."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         told = dt.memory(program, mesh)
-    found = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
+    found = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
     now = most = 0
     for event in sorted(found, key=lambda event: event.start_ns()):
         now += event.nbytes()

@@ -95,5 +95,4 @@ def test_a_segmentation_loss_of_a_batch_with_blocks_in_another_order(ranks: int)
     own, plain = put(x, ranks, Shard(0), channels_last).requires_grad_(), x.clone().requires_grad_()
     F.cross_entropy(own, dt.distribute_tensor(TARGET, own.device_mesh, [Shard(0)]), ignore_index=2).backward()
     F.cross_entropy(plain, TARGET, ignore_index=2).backward()
-    assert own.grad is not None
     torch.testing.assert_close(own.grad.full_tensor(), plain.grad)

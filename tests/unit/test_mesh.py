@@ -269,7 +269,7 @@ def test_a_mesh_of_some_ranks() -> None:
 )
 def test_nonsense_is_refused(make: object, message: str) -> None:
     with pytest.raises(MeshError, match=message):
-        make()  # type: ignore[operator]
+        make()
 
 
 def test_unknown_options_are_refused() -> None:

@@ -204,11 +204,11 @@ def test_exceptions_and_nesting(number: int) -> None:
 def test_decorated_functions_run_inside(number: int) -> None:
     enter, on = MODES[number]
 
-    @enter()  # type: ignore[operator]
+    @enter()
     def plain() -> bool:
         return on()
 
-    @enter()  # type: ignore[operator]
+    @enter()
     async def later() -> bool:
         await asyncio.sleep(0)
         return on()
@@ -219,7 +219,7 @@ def test_decorated_functions_run_inside(number: int) -> None:
     assert plain()
     assert asyncio.run(later())
     with pytest.raises(ArgumentError, match="inside"):
-        enter()(generator)  # type: ignore[operator]
+        enter()(generator)
     block = enter()
     with block:
         pass

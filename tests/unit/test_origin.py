@@ -85,7 +85,7 @@ DECLARED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_what_a_rule_declares_may_be_plain(call: Callable[[torch.Tensor], torch.Tensor], dim: int | None) -> None:
     x = torch.arange(20.0).reshape(4, 5)
     for _ in range(2):  # planned, then found
-        torch.testing.assert_close(call(distributed(x, dim)).full_tensor(), call(x))  # type: ignore[attr-defined]  # a DTensor
+        torch.testing.assert_close(call(distributed(x, dim)).full_tensor(), call(x))
 
 
 @pytest.mark.parametrize("mixed", MIXED.values(), ids=MIXED)
@@ -153,7 +153,7 @@ def _picked(rows: list[list[int]]) -> list[float]:
     x = distributed(torch.arange(4.0))
     found: list[float] = []
     for row in rows:
-        found += x[torch.tensor(row)].full_tensor().tolist()  # type: ignore[attr-defined]  # a DTensor
+        found += x[torch.tensor(row)].full_tensor().tolist()
     return found
 
 

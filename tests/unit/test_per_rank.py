@@ -219,7 +219,6 @@ def test_backward_is_joint() -> None:
     x = per_rank([torch.tensor(3.0), torch.tensor(3.0)]).requires_grad_()
     y = x * (shared * shared)  # one node that both ranks' graphs run through
     torch.autograd.backward([y])
-    assert shared.grad is not None
     assert shared.grad.item() == 4.0 * 3  # what each rank finds, as with processes, not the sum
     assert lists(x.grad) == [4.0, 4.0]
 
@@ -291,7 +290,7 @@ def test_what_cannot_be_one_is_refused() -> None:
         ragged() + even()
     for wrong in ([], [1.0], [even()]):
         with pytest.raises(PlacementError, match="one plain tensor per rank"):
-            per_rank(wrong)  # type: ignore[arg-type]  # that is the point
+            per_rank(wrong)
 
 
 def test_wrapper_has_no_memory_to_read() -> None:

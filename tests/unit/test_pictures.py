@@ -113,14 +113,14 @@ def test_a_terminal_gets_colours_and_a_file_gets_text(
     with pytest.raises(ArgumentError, match="rich"):
         visualize_sharding(x, use_rich=True)
     with pytest.raises(ArgumentError, match="distribute_tensor"):
-        visualize_sharding(torch.zeros(3))  # type: ignore[arg-type]
+        visualize_sharding(torch.zeros(3))
 
 
 def test_a_notebook_gets_a_drawing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     shown: list[str] = []
     display = types.SimpleNamespace(display=lambda data, raw: shown.append(data["text/html"]))
     shell = types.SimpleNamespace(kernel=None)
-    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell, display=display))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell, display=display))
     visualize_sharding(dt.Layout.of(MESH, (S(0), R, R), (5, 4)), "here")
     assert "<svg" in shown[0]
     assert capsys.readouterr().out == ""

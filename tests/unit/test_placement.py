@@ -28,7 +28,7 @@ def test_different_ones_differ() -> None:
 @pytest.mark.parametrize("placement", ALL, ids=str)
 def test_placements_cannot_be_changed(placement: Placement) -> None:
     with pytest.raises((AttributeError, TypeError)):
-        placement.dim = 3  # type: ignore[attr-defined]
+        placement.dim = 3
 
 
 def test_questions() -> None:
@@ -79,7 +79,7 @@ def test_the_default_reduction_is_sum() -> None:
 )
 def test_nonsense_is_refused(make: object, message: str) -> None:
     with pytest.raises(PlacementError, match=message):
-        make()  # type: ignore[operator]
+        make()
 
 
 def test_errors_are_the_builtins_of_plain_torch_too() -> None:

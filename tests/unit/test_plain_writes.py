@@ -86,7 +86,6 @@ def gradients_of_a_plain_leaf() -> None:
     for _ in range(2):
         found = _penalised(x, plain)
         assert type(found) is torch.Tensor
-        assert found is not None
         assert torch.equal(found, 2 * plain.detach() + 3)
 
 

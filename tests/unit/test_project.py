@@ -17,7 +17,7 @@ def test_one_version_and_one_licence() -> None:
     cited = (ROOT / "CITATION.cff").read_text()
     assert re.fullmatch(r"\d+\.\d+\.\d+", dt.__version__)
     assert f"\nversion: {dt.__version__}\n" in cited
-    assert ABOUT["license"] == "BSD-3-Clause" == re.search(r"license: (.*)", cited)[1]  # type: ignore[index]
+    assert ABOUT["license"] == "BSD-3-Clause" == re.search(r"license: (.*)", cited)[1]
     assert (ROOT / "LICENSE").read_text().startswith("BSD 3-Clause License")
     assert f"## {dt.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 

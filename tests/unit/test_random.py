@@ -54,7 +54,7 @@ def drawn(fill: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype = tor
     x = dt.zeros(SIZE, device_mesh=mesh_of((2, 2)), placements=[Shard(0), Shard(1)], dtype=dtype)
     with dt.random_mode("counter"):
         dt.manual_seed(seed)
-        return fill(x).full_tensor().double()  # type: ignore[attr-defined]  # a DTensor
+        return fill(x).full_tensor().double()
 
 
 def phi(x: torch.Tensor) -> torch.Tensor:
@@ -138,7 +138,7 @@ def test_calls_differ_and_nothing_is_communicated() -> None:
     with dt.random_mode("counter"), CommDebugMode() as comm:
         first, second = torch.rand_like(x), torch.rand_like(x)
     assert not comm.get_total_counts()
-    assert not torch.equal(first.full_tensor(), second.full_tensor())  # type: ignore[attr-defined]  # DTensors
+    assert not torch.equal(first.full_tensor(), second.full_tensor())
 
 
 def test_blocks_anywhere_are_parts_of_the_whole() -> None:
@@ -151,7 +151,7 @@ def test_blocks_anywhere_are_parts_of_the_whole() -> None:
                 x = dt.zeros(shape, device_mesh=mesh_of(mesh), placements=where, dtype=dtype)
                 with dt.random_mode("counter"):
                     dt.manual_seed(0)
-                    seen.append(x.random_(0, 2**33).full_tensor())  # type: ignore[attr-defined]  # a DTensor
+                    seen.append(x.random_(0, 2**33).full_tensor())
             assert all(torch.equal(seen[0], other) for other in seen)
 
 

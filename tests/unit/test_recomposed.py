@@ -124,12 +124,12 @@ WITH_OUT = {  # whose kernels with ``out=`` fill further tensors of their own
 @pytest.mark.parametrize("batch", [(), (2,), (0,)])
 def test_out_of_operators_that_fill_tensors_of_their_own(name: str, batch: tuple[int, ...]) -> None:
     x = SQUARE.expand(*batch, 3, 3).contiguous()
-    made = WITH_OUT[name](x, out=None) if name == "matrix_power" else WITH_OUT[name](x)  # type: ignore[operator]
+    made = WITH_OUT[name](x, out=None) if name == "matrix_power" else WITH_OUT[name](x)
     outs = [made] if isinstance(made, torch.Tensor) else list(made)
     mesh = dt.init_device_mesh("cpu", (2,))
 
     def program(x: torch.Tensor, *out: torch.Tensor) -> object:
-        return WITH_OUT[name](x, out=out if len(out) > 1 else out[0]), out  # type: ignore[operator]
+        return WITH_OUT[name](x, out=out if len(out) > 1 else out[0]), out
 
     for where in ([Replicate()], [Shard(0)], [Partial()]):
         for given in ([torch.zeros_like(o) for o in outs], [torch.empty_like(o).resize_(0) for o in outs]):

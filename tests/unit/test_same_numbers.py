@@ -56,7 +56,6 @@ def test_every_view_has_the_same_numbers(cases: str, name: str) -> None:
     assert told.exchanges == comm.get_exchange_count()
     assert told.bytes == sum(line.bytes for line in told.lines) == sizes.total()
     assert all(movement.place.file for movement in told.movements)
-    assert told.memory is not None
     assert _in_trace(traced, told.memory.peaks) == _expected(told)
     assert counted(record) == Limits(told.bytes, len(told.movements), told.flops, told.memory.peak)
     assert not excess(record, counted(record))
@@ -79,7 +78,6 @@ def _in_trace(traced: list[dict[str, Any]], ranks: dict[int, int]) -> dict[int, 
 
 
 def _expected(told: Explanation) -> dict[int, tuple[Counter[tuple[str, int]], int, int]]:
-    assert told.memory is not None
     found = {}
     for rank, most in told.memory.peaks.items():
         mine = [one for one in told.movements if not one.event.groups or any(rank in group for group in one.event.groups)]

@@ -107,9 +107,8 @@ def test_fully_sharded_over_two_dims_of_three() -> None:
     weight = put(torch.arange(1.0, 65.0).reshape(8, 8), R, Shard(0, level=1), Shard(0, level=0), mesh=CUBE).requires_grad_()
     batch = put(torch.ones(4, 8), Shard(0), Shard(0), R, mesh=CUBE)
     (batch @ weight.t()).sum().backward()
-    assert weight.grad is not None
-    assert weight.grad.placements == weight.placements  # type: ignore[attr-defined]
-    assert weight.grad.full_tensor().unique().tolist() == [4]  # type: ignore[attr-defined]
+    assert weight.grad.placements == weight.placements
+    assert weight.grad.full_tensor().unique().tolist() == [4]
 
 
 # --- a 2 x 2 mesh of FSDP and TP ------------------------------------------------------------------------------------
@@ -126,7 +125,7 @@ def test_two_dimensional_parallelism() -> None:
         noise = put(torch.randn(2, 4), R, R, mesh=MESH_22)
         (gradient,) = torch.autograd.grad(((noise - out) ** 2).sum(), weight)
         gradients.append(gradient)
-    averaged = ((gradients[0] + gradients[1]) / 2).redistribute(placements=weight.placements)  # type: ignore[attr-defined]
+    averaged = ((gradients[0] + gradients[1]) / 2).redistribute(placements=weight.placements)
     rows = torch.tensor([102.3585, 260.1725, 412.6720, 581.2230])
     assert torch.allclose(averaged.full_tensor(), rows[:, None].expand(4, 4), atol=2e-4)
     held = averaged._local.shards

@@ -247,7 +247,7 @@ def test_the_reduction_is_an_error_under_explicit() -> None:
 def test_plain_and_distributed_parameters_train_together(options: dict[str, bool]) -> None:
     def train(distributed: bool) -> list[torch.Tensor]:
         put = lambda v, *where: dt.distribute_tensor(v, *where) if distributed and where else v.clone()  # noqa: E731
-        values: list[tuple[torch.Tensor, ...]] = [(X, LINE, [S0]), (Y,), (X[:3], SQUARE, [S1, S0]), (Y[0],)]  # type: ignore[assignment]
+        values: list[tuple[torch.Tensor, ...]] = [(X, LINE, [S0]), (Y,), (X[:3], SQUARE, [S1, S0]), (Y[0],)]
         parameters = [torch.nn.Parameter(put(*each)) for each in values]
         optimizer = torch.optim.AdamW(parameters, lr=0.1, **options)
         for step in range(3):

@@ -81,7 +81,6 @@ def a_piece_is_a_tensor_of_its_own() -> None:
     for _ in range(2):  # a gradient does not pile up in the DTensor
         piece = x.to_local().requires_grad_()
         (piece * 3).sum().backward()
-        assert piece.grad is not None
         assert torch.equal(piece.grad, torch.full_like(piece, 3.0))
     assert not x.to_local().requires_grad
 
@@ -90,7 +89,6 @@ def gradients_pass_where_nothing_moves() -> None:
     for source in (R, S0, P):
         x = made(source, requires_grad=True)
         (x.redistribute(placements=[source]) * x.full_tensor().sum()).sum().backward()
-        assert x.grad is not None
         assert torch.equal(x.grad.full_tensor(), torch.full_like(VALUE, 2 * VALUE.sum().item()))
 
 

@@ -59,9 +59,9 @@ def test_every_kind_of_view_is_copied_pickled_and_sent(placement: Any) -> None:
             assert other.layout == x.layout
             assert torch.equal(other.full_tensor(), view(X))
         leaf = x.detach().requires_grad_()
-        leaf.mark = "mine"  # type: ignore[attr-defined]
+        leaf.mark = "mine"
         assert copy.copy(leaf).requires_grad
-        assert copy.copy(leaf).mark == "mine"  # type: ignore[attr-defined]
+        assert copy.copy(leaf).mark == "mine"
 
 
 def test_a_piece_where_no_group_is_says_what_to_send_instead() -> None:

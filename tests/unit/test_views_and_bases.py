@@ -204,7 +204,7 @@ def test_inference_mode_too(placements: Any) -> None:
             row.add_(1)
             results.append([row * 1, column * 1, t * 1])
     for got, expected in zip(*results, strict=True):
-        assert torch.equal(got.full_tensor(), expected)  # type: ignore[attr-defined]
+        assert torch.equal(got.full_tensor(), expected)
 
 
 # --- gradients of views whose base comes to be seen in another way ----------------------------------------------------

@@ -234,7 +234,7 @@ def test_a_thing_that_is_being_written_down_is_not_read() -> None:
         ring.words[at] = 1  # the writer has come to the end while the reader is among the texts
         return text(place)
 
-    ring.page.text = finishing  # type: ignore[method-assign]
+    ring.page.text = finishing
     assert entry_in(ring.page, 1) is None
 
 

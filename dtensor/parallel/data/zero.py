@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...base.nested import replace
+from ...base.nested import mapped
 from ...base.recording import ACTIVE, current
 from ...comm import communicator_of, shards_of
 from ...comm.rows import apart
@@ -231,7 +231,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     def consolidated_state_dict(self) -> dict[str, Any]:
         """The state dict that the plain optimizer would have: whole plain tensors, on every rank."""
         self._pass_options()
-        return replace(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, self.inner.state_dict())
+        return mapped(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, self.inner.state_dict())
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Has :meth:`state_dict` give :meth:`consolidated_state_dict` until the next step, on all ranks, ``to`` among them."""

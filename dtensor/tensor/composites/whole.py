@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...base.torch_internals import DispatchKey, DispatchKeySet, count_dispatch_modes, current_dispatch_modes, forward_ad
-from ...base.tracing import looks_on
+from ...base.torch_internals import DispatchKey, DispatchKeySet, forward_ad
+from ...base.tracing import only_looked_at
 from ...rules.aten.contraction import linear_gradients, matmul_gradients
 from ..dtensor import DTensor
 from .recomposed import BELOW, GOES_ON, implemented
@@ -27,11 +27,7 @@ _RECORDS, _WHOLE = DispatchKey.AutogradFunctionality, DispatchKey.AutogradNested
 def _in_parts() -> bool:
     """Whether somebody takes operators down who knows those of a decomposition, or derivatives are carried forward, which
     only those have."""
-    if forward_ad._current_level >= 0:
-        return True
-    return bool(count_dispatch_modes()) and not all(
-        looks_on(mode) or hasattr(mode, "of_dtensors") for mode in current_dispatch_modes()
-    )
+    return forward_ad._current_level >= 0 or not only_looked_at(of_dtensors=True)
 
 
 def whole(name: str, gradient: str, in_parts: Callable[..., Any], fits: Callable[..., bool]) -> None:

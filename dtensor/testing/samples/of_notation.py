@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from ...base.nested import replace as replace_tensors
-from ...base.nested import tensors
+from ...base.nested import mapped, tensors
 from ...rules.factoring import by, fitting
 from ...rules.notation import EACH, Pattern, Term, argument_of, is_group, is_picked
 from ...rules.rule import Rule
@@ -31,9 +30,7 @@ def samples_by_notation(overloads: list[Any], rule: Rule) -> Iterator[Sample]:
 
 def _differentiable(op: Any, sample: Sample) -> bool:
     """Whether plain torch finds gradients."""
-    args, kwargs = replace_tensors(
-        lambda x: x.clone().requires_grad_(x.is_floating_point() or x.is_complex()), (sample.args, sample.kwargs)
-    )
+    args, kwargs = mapped(lambda x: x.clone().requires_grad_(x.is_floating_point() or x.is_complex()), sample.given)
     try:
         results = [x for x in tensors(op(*args, **kwargs)) if x.requires_grad]
         torch.autograd.backward(results, [torch.ones_like(x) for x in results])

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...base.nested import replace, tensors
+from ...base.nested import mapped, tensors
 from .sample import Sample
 
 Shape = tuple[int, ...]
@@ -111,7 +111,7 @@ def _short(x: torch.Tensor) -> torch.Tensor:
 
 def plainly(op: Any, sample: Sample, **further: Any) -> Any:
     """What plain torch gives; the operator may write to its arguments, which are clones."""
-    args, kwargs = replace(lambda x: x.detach().clone(), (sample.args, sample.kwargs))
+    args, kwargs = mapped(lambda x: x.detach().clone(), sample.given)
     return op(*args, **kwargs, **further)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 
@@ -28,6 +28,15 @@ class Sample:
     note: str = ""
     values: bool = True
     gradients: bool = True
+
+    @property
+    def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Both, as :mod:`dtensor.base.nested` goes through them."""
+        return self.args, self.kwargs
+
+    def of(self, given: Any) -> Sample:
+        """The same with other arguments."""
+        return replace(self, args=given[0], kwargs=given[1])
 
 
 Builder: TypeAlias = Sample | Callable[[], Sample]
