@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from ..base.caches import remembered
+from ..base.composed import part_by_part
 from ..base.recording import current
+from ..base.torch_internals import is_traceable_wrapper_subclass
 from ..base.tracing import under_way
 from ..base.validation import strided, whole
 from ..comm import PerRank, communicator_of, shards_of
@@ -88,14 +90,17 @@ def distribute_tensor(
 def _agreed(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, source: int) -> tuple[Layout, torch.Tensor | None]:
     """The layout, once all ranks have said the same; and what the source holds, where it is small enough to come with that."""
     recorded = current() is not None  # what is sent is a step of its own then, which is done again
+    composed = is_traceable_wrapper_subclass(tensor)
 
     def made() -> tuple[Layout, int, bool]:
         layout = _layout_of(tensor, mesh, placements)
-        return layout, _position(mesh, source), not (recorded or tensor.is_meta) and layout.nbytes <= room(mesh)
+        data = not (recorded or tensor.is_meta or composed)
+        return layout, _position(mesh, source), data and layout.nbytes <= room(mesh)
 
     def told(made: tuple[Layout, int, bool]) -> tuple[Any, tuple[int, ...], bytes]:
         layout, _, small = made
-        besides = [word for word, holds in (("recorded", recorded), ("no data", tensor.is_meta)) if holds]
+        words = (("recorded", recorded), ("no data", tensor.is_meta), (type(tensor).__name__, composed))
+        besides = [word for word, holds in words if holds]
         sends = small and mesh.coordinate_of(mesh.current_member()) == (source,) * mesh.ndim
         load = content(tensor) if sends else b""
         return (layout, source, tensor.requires_grad, *besides), layout.stride, load
@@ -141,6 +146,9 @@ def _scatter(tensor: torch.Tensor, layout: Layout, source: int | None) -> Any:
     if tensor.is_meta or mesh.kind == "dry_run":
         return comm.map(lambda member: layout.block_beside(torch.empty(0, device="meta"), member))
     if position is None or mesh.size() == 1 or (comm.holds_all and not isinstance(tensor, PerRank)):
+        return comm.map(lambda member, full: block_of(full, layout, member), tensor)
+    if is_traceable_wrapper_subclass(tensor):  # whole to every rank: it says itself how it is cut
+        tensor = part_by_part(lambda part: comm.broadcast(part, range(mesh.ndim), position).wait(), tensor)
         return comm.map(lambda member, full: block_of(full, layout, member), tensor)
     return comm.map(in_order, _scattering(layout, position)(tensor).wait(), layout)
 

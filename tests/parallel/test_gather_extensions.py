@@ -10,6 +10,7 @@ import torch
 from beside import steps_alike
 from gloo import run_gloo
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
@@ -233,6 +234,37 @@ def test_on_process_groups() -> None:
     run_gloo(_two_kinds, 3)
 
 
+class Untold(ByRow):
+    """Is never made of parts alone."""
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, context: Any, size: Any, stride: Any) -> Any:
+        raise AssertionError
+
+
+@pytest.mark.gloo
+def test_the_first_ranks_parts_count() -> None:
+    run_gloo(_the_first_ranks, 2)
+
+
+def _the_first_ranks() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    rank = mesh.get_local_rank()
+    given = torch.arange(15.0).reshape(5, 3) + rank
+    layer = nn.Linear(3, 5, bias=False)
+    layer.weight = nn.Parameter(Untold(given.clone()))
+    fully_shard(layer, mesh=mesh)
+    assert torch.equal(layer.weight._local._inner, torch.arange(15.0).reshape(5, 3)[3 * rank :][:3])
+    for source in (0, 1, None):
+        made = dt.distribute_tensor(TwoTensor(given, -given), mesh, [Shard(0)], src_data_rank=source).to_local()
+        kept = torch.arange(15.0).reshape(5, 3)[3 * rank :][:3] + (rank if source is None else source)
+        assert isinstance(made, TwoTensor)
+        assert torch.equal(made.a, kept)
+        assert torch.equal(made.b, -kept)
+    with pytest.raises(LayoutError, match="TwoTensor"):
+        dt.distribute_tensor(TwoTensor(given, given.clone()) if rank else given, mesh, [Shard(0)])
+
+
 def _two_kinds() -> None:
     for kind in (ByRow, Lazily):
         assert trained(kind, (3,))["all_gather"] == 3
@@ -424,3 +456,36 @@ def test_transforms_are_refused() -> None:
     fully_shard(layer, mesh=dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
     with pytest.raises(UnsupportedOperationError, match="fsdp_pre_all_gather"):
         torch.func.grad(lambda x: layer(x).sum())(torch.ones(1, 3))
+
+
+def in_two(local: Any) -> Any:
+    return lambda mesh: ((local.a, local.b), None)
+
+
+def of_two(outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
+    first, second = outputs
+    if out is not None:
+        assert out.a.data_ptr() == first.data_ptr()
+        assert out.b.data_ptr() == second.data_ptr()
+        return None
+    return TwoTensor(first, second), (first, second)
+
+
+@pytest.mark.parametrize("make", [fully_shard, replicate])
+def test_a_tensor_of_two_is_given_the_methods_later(make: Any) -> None:
+    """Until it is computed with; its parts come each in memory of its own, of which it says one offset."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(5, 6, bias=False), torch.randn(4, 5)
+    weight = layer.weight.detach().clone()
+    layer.weight = nn.Parameter(TwoTensor(weight.clone(), 2 * weight))
+    make(layer, mesh=dt.init_device_mesh("cpu", (2,)))
+    with pytest.raises(UnsupportedOperationError, match="TwoTensor"):
+        layer(x)
+    for local in layer.weight._local_tensor.shards:
+        local.fsdp_pre_all_gather, local.fsdp_post_all_gather = in_two(local), of_two
+    for _ in range(2):
+        found = layer(x)
+        layer.reshard()
+        for shard in found.shards if isinstance(found, dt.PerRank) else [found]:
+            torch.testing.assert_close(shard.a, x @ weight.T)
+            torch.testing.assert_close(shard.b, x @ weight.T * 2)

@@ -86,9 +86,11 @@ def test_parameters_made_of_several_tensors_are_refused(make: Any) -> None:
     """They would be gathered as their outside alone, without an error."""
     mesh, layer = dt.init_device_mesh("cpu", (2,)), nn.Linear(4, 3)
     layer.weight = nn.Parameter(TwoTensor(layer.weight.detach(), layer.weight.detach() * 2))
+    ignoring = copy.deepcopy(layer)
+    make(layer, mesh=mesh)
     with pytest.raises(UnsupportedOperationError, match="TwoTensor"):
-        make(layer, mesh=mesh)
-    make(layer, mesh=mesh, ignored_params={layer.weight})
+        layer(torch.ones(2, 4))
+    make(ignoring, mesh=mesh, ignored_params={ignoring.weight})
 
 
 def _all() -> None:

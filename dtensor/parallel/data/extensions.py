@@ -20,14 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...base.torch_internals import is_traceable_wrapper_subclass
 from ...comm import Communicator, communicator_of
 from ...comm.regions import Box
-from ...errors import LayoutError
+from ...errors import LayoutError, UnsupportedOperationError
 from ...mesh.derive import picked
 from ...redistribute.executor import inside
 from ...redistribute.rows import Rows
 from .layouts import Axes
-from .parameters import Managed, is_extended, shards_in
+from .parameters import HOOKS, Managed, is_extended, shards_in
 from .policy import MixedPrecisionPolicy
 
 Told = list[tuple[torch.dtype, tuple[int, ...]]]
@@ -51,6 +52,7 @@ class Extensions:
         self._entries: list[list[int]] = []  # of each parameter
         self._metadata: dict[tuple[int, int], Any] = {}
         self._wholes: dict[int, Any] = {}
+        self._outputs: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # of parameters with several inputs, by member
         self.inner: list[Tensor] = []
 
     @staticmethod
@@ -58,12 +60,24 @@ class Extensions:
         managed: Sequence[Managed], axes: Axes, policy: MixedPrecisionPolicy, dtypes: Sequence[torch.dtype]
     ) -> Extensions | None:
         """None: no parameter has the methods."""
-        return Extensions(managed, axes, policy, dtypes) if Extensions.among(managed) else None
+        return Extensions(managed, axes, policy, dtypes) if any(map(is_extended, _first_of_each(managed))) else None
 
     @staticmethod
     def among(managed: Sequence[Managed]) -> bool:
-        """Whether some parameter has the methods."""
-        return any(is_extended(x) for m in managed for x in shards_in(m.parameter)[:1])
+        """Whether some parameter has the methods, when it is to be computed with: until then it may be given them.
+
+        Raises:
+            UnsupportedOperationError: one made of several tensors has none.
+        """
+        found = [(x, is_extended(x)) for x in _first_of_each(managed)]
+        for x, extended in found:
+            if is_traceable_wrapper_subclass(x) and not extended:
+                raise UnsupportedOperationError(
+                    f"a parameter is a {type(x).__name__}, a tensor made of several: data parallelism gathers and reduces plain "
+                    f"tensors, and would lose the rest; give it {' and '.join(HOOKS)}, keep its parts as parameters or buffers, "
+                    "or name it in ignored_params"
+                )
+        return any(extended for _, extended in found)
 
     # --- before ------------------------------------------------------------------------------------------------------
     @torch.no_grad()
@@ -161,6 +175,8 @@ class Extensions:
         return made
 
     def _after(self, member: int, i: int, local: Any, out: Tensor | None, outputs: tuple[Tensor, ...]) -> Tensor:
+        if len(outputs) > 1:
+            outputs = self._apart(member, i, outputs)
         given = (outputs, self._metadata[member, i], self._dtypes[i])
         if out is not None:
             local.fsdp_post_all_gather(*given, out=out)
@@ -174,6 +190,20 @@ class Extensions:
         if whole.numel() < math.prod(size):
             raise LayoutError(f"fsdp_post_all_gather gave shape {tuple(whole.shape)} for a parameter of shape {size}")
         return whole.as_strided(size, torch.empty(size, device="meta").stride(), 0)  # without what padded the last ranks'
+
+    def _apart(self, member: int, i: int, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Each in memory of its own, the same every time: a tensor made of several says one storage offset for all."""
+        kept = self._outputs.get((member, i))
+        if kept is None:
+            kept = self._outputs[member, i] = tuple(x.clone() for x in outputs)
+            self.inner += kept
+        else:
+            torch._foreach_copy_(list(kept), list(outputs))
+        return kept
+
+
+def _first_of_each(managed: Sequence[Managed]) -> list[Tensor]:
+    return [x for m in managed for x in shards_in(m.parameter)[:1]]
 
 
 def _pre(mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
+from ...base.composed import part_by_part
 from ...base.torch_internals import forward_ad, is_traceable_wrapper_subclass
 from ...comm import Communicator, PerRank, communicator_of, shards_of
 from ...errors import ContradictionError, MeshError, PlacementError, UnsupportedOperationError
@@ -31,7 +32,7 @@ from .ties import around_units, managed_by, shared_with
 
 ShardPlacement = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 Cut = tuple[Layout, Layout, Layout | None, int | None, Axes]  # as a ``Managed`` has them from ``stored`` on
-_HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
 @dataclass(eq=False, slots=True)
@@ -167,13 +168,6 @@ def adopt(
 
 def _cut(parameter: nn.Parameter, axes: Axes, where: ShardPlacement | None) -> Cut:
     """How a parameter is to be cut."""
-    held = shards_in(parameter)
-    if any(is_traceable_wrapper_subclass(x) and not is_extended(x) for x in held):
-        raise UnsupportedOperationError(
-            f"a parameter is a {type(held[0]).__name__}, a tensor made of several: data parallelism gathers and reduces plain "
-            f"tensors, and would lose the rest; give it {' and '.join(_HOOKS)}, keep its parts as parameters or buffers, or name "
-            "it in ignored_params"
-        )
     placement, axes = _asked(parameter, where, axes)
     cut = None if not axes.shard or parameter.ndim == 0 else placement
     inside = beside(parameter._layout, axes.mesh) if isinstance(parameter, DTensor) else None
@@ -208,19 +202,19 @@ def is_extended(x: Tensor) -> bool:
     Raises:
         TypeError: it has one of them.
     """
-    found = [name for name in _HOOKS if hasattr(x, name)]
+    found = [name for name in HOOKS if hasattr(x, name)]
     if len(found) == 1:
-        raise TypeError(f"{type(x).__name__} has {found[0]} alone; what is gathered needs both {' and '.join(_HOOKS)}")
+        raise TypeError(f"{type(x).__name__} has {found[0]} alone; what is gathered needs both {' and '.join(HOOKS)}")
     return bool(found)
 
 
 def of_first(comm: Communicator, local: Any, mesh_dims: Sequence[int]) -> Any:
     """The first rank's value everywhere. Of a tensor made of several, part by part; other extended ones stay each rank's."""
-    if is_traceable_wrapper_subclass(local):
-        names, context = local.__tensor_flatten__()
-        parts = {name: of_first(comm, getattr(local, name), mesh_dims) for name in names}
-        return type(local).__tensor_unflatten__(parts, context, local.size(), local.stride())
-    return local if any(map(is_extended, shards_in(local))) else comm.broadcast(local, mesh_dims).wait()
+
+    def sent(part: Any) -> Any:
+        return part if any(map(is_extended, shards_in(part))) else comm.broadcast(part, mesh_dims).wait()
+
+    return part_by_part(sent, local)
 
 
 def _asked(parameter: nn.Parameter, where: ShardPlacement | None, axes: Axes) -> tuple[int, Axes]:
@@ -250,8 +244,7 @@ def _own_part(parameter: Any, axes: Axes, whole: Layout, layout: Layout) -> Any:
     """This rank's block of the value that the first data-parallel rank has."""
     local = parameter._local if isinstance(parameter, DTensor) else parameter.detach()
     comm, mesh = communicator_of(axes.mesh), whole.mesh
-    extended = any(map(is_extended, shards_in(parameter)))
-    if parameter.is_meta and not extended:
+    if parameter.is_meta and not any(is_extended(x) or is_traceable_wrapper_subclass(x) for x in shards_in(parameter)):
         return comm.map(
             lambda member: torch.empty(layout.local_shape(mesh.coordinates[member]), dtype=layout.dtype, device="meta")
         )

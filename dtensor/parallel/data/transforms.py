@@ -17,8 +17,9 @@ from ...placement import Partial
 from ...ranks.hidden import as_one, each_rank
 from ...tensor.autograd import as_local, from_pieces, laid
 from ...tensor.dtensor import DTensor
+from .extensions import Extensions
 from .param_group import Group
-from .parameters import Managed, is_extended, shards_in
+from .parameters import Managed
 
 Place = tuple[nn.Module, str, Any]
 
@@ -49,7 +50,7 @@ def as_one_tensor(output: Any) -> Any:
 
 def _whole(group: Group, m: Managed, distributed: bool) -> Any:
     x, axes = _standing(m), group.axes
-    if any(map(is_extended, shards_in(m.parameter))):
+    if Extensions.among([m]):
         raise UnsupportedOperationError(
             f"{m.places[0][1]!r} says by fsdp_pre_all_gather what of it is gathered, which transforms of torch.func cannot "
             "follow; use the module before fully_shard"
