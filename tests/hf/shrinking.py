@@ -102,7 +102,8 @@ def shrink(config: PretrainedConfig, divisor: int, image: int) -> PretrainedConf
     """``config``, in place, with small sizes."""
     special = iter(range(5, 40))
     for _, part in list(parts(config)):
-        part.use_cache = False
+        if divisor < 0:
+            part.use_cache = False
         for name, value in list(vars(part).items()):
             made = _small(name, value, divisor, image, special)
             if made is not value:

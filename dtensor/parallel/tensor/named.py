@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ...base.modes import implicit_replication
 from ...errors import PlacementError
@@ -63,7 +64,12 @@ class _Experts(ParallelStyle):
     """The module computes with DTensors, the tokens the same on all ranks, and gives local tensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        mesh = one_dim(device_mesh, self)
+        self.around(module, one_dim(device_mesh, self))
+        return module
+
+    @staticmethod
+    def around(module: nn.Module, mesh: DeviceMesh) -> list[RemovableHandle]:
+        """The hooks that do so."""
         running: list[ExitStack] = []
 
         def whole(x: Any) -> Any:
@@ -77,17 +83,20 @@ class _Experts(ParallelStyle):
         def leave(*_: Any) -> None:
             running.pop().close()
 
-        module.register_forward_pre_hook(enter, with_kwargs=True)
-        module.register_forward_hook(leave, always_call=True)
-        after_forward(module, lambda x: local_if(placed(x, mesh, Replicate()), True, mesh) if isinstance(x, DTensor) else x)
-        return module
+        return [
+            module.register_forward_pre_hook(enter, with_kwargs=True),
+            module.register_forward_hook(leave, always_call=True),
+            after_forward(module, lambda x: local_if(placed(x, mesh, Replicate()), True, mesh) if isinstance(x, DTensor) else x),
+        ]
 
 
 class _Terms(ParallelStyle):
-    """Each rank's output is a term of it."""
+    """Each rank's output is a term of it; of a module that has cut parameters itself it is known by computing with DTensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         mesh = one_dim(device_mesh, self)
+        if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
+            return _Experts()._apply(module, mesh)
         after_forward(module, lambda x: local_if(placed(annotated(x, mesh, Partial()), mesh, Replicate()), True, mesh, new=True))
         return module
 
@@ -148,6 +157,19 @@ def style_named(name: str, root: nn.Module) -> ParallelStyle:
     if name not in STYLES:
         raise PlacementError(f"no style is called {name!r}; the names that models give are {', '.join(sorted(STYLES))}")
     return STYLES[name](root)
+
+
+def along(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Have a module without a style, which shares a parameter with one that has, take and give tensors that all ranks have alike;
+    until it is given a style of its own."""
+    if not hasattr(module, "_runs_along"):
+        module._runs_along = _Experts.around(module, mesh)  # type: ignore[assignment]
+
+
+def no_longer_along(module: nn.Module) -> None:
+    """It is given a style."""
+    for handle in module.__dict__.pop("_runs_along", ()):
+        handle.remove()
 
 
 def cut_named(module: nn.Module, parameter: str, name: str, mesh: DeviceMesh, source: int | None) -> None:

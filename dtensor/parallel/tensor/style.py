@@ -255,7 +255,7 @@ def before_forward(module: nn.Module, prepare: Callable[[Any], Any]) -> None:
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def after_forward(module: nn.Module, prepare: Callable[[Any], Any]) -> None:
+def after_forward(module: nn.Module, prepare: Callable[[Any], Any]) -> RemovableHandle:
     """Have ``prepare`` change what ``module`` returns: the tensor, or the first item of a tuple."""
 
     def hook(_: nn.Module, args: Any, output: Any) -> Any:
@@ -263,4 +263,4 @@ def after_forward(module: nn.Module, prepare: Callable[[Any], Any]) -> None:
             return like(output, (prepare(_tensor(output[0])), *output[1:]))
         return prepare(_tensor(output))
 
-    module.register_forward_hook(hook)
+    return module.register_forward_hook(hook)
