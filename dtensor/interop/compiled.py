@@ -77,10 +77,6 @@ def _written(value: Any) -> tuple[str, dict[str, Any]]:
     return f"kept_object({kept(value)!r})", {"kept_object": kept_object}
 
 
-def _constant(function: Any) -> None:
-    function._dynamo_marked_constant = True  # what torch.compiler.assume_constant_result does, without importing the compiler
-
-
 def _break(msg: str) -> None:
     """``graph_break`` of the compiler, once it is there."""
 

@@ -11,7 +11,7 @@ import torch
 from ..base.extensions import pictured, provided
 from ..base.recording import ACTIVE
 from ..base.told import changed
-from ..base.torch_internals import disabled_torch_function, forward_ad, make_wrapper_subclass
+from ..base.torch_internals import disabled_torch_function, forward_ad
 from ..base.torch_internals import foreach_supported_types as _foreach_types
 from ..base.torch_internals import optimizer_supported_types as _optimizer_types
 from ..base.tracing import not_in_graph
@@ -49,7 +49,7 @@ from .observed import observed, taken_apart, tell_looked_at
 from .printing import pieces
 from .root_gradient import backward
 
-_make, _grad_enabled, _require_grad = make_wrapper_subclass, torch.is_grad_enabled, torch.Tensor.requires_grad_
+_grad_enabled, _require_grad = torch.is_grad_enabled, torch.Tensor.requires_grad_
 
 
 class DTensor(torch.Tensor):

@@ -36,7 +36,7 @@ def differing(board: Board, key: int, ranks: Sequence[int], number: int) -> Verd
     hashes = {rank: entry.hash for rank, entry in found.items()}
     if len(set(hashes.values())) < 2:
         return _unfit(board, key, ranks, number, found)
-    before = first_operation(board, ranks, found)
+    before = _first_operation(board, found)
     if before is None:
         return differing_words(number, {rank: said_of(entry) for rank, entry in found.items()})
     number, operations = before
@@ -54,7 +54,7 @@ def said_of(entry: Entry) -> Said:
     return Said(entry.hash, entry.over, f"{entry.what}{after}   {entry.line}")
 
 
-def first_operation(board: Board, ranks: Sequence[int], found: dict[int, Entry]) -> tuple[int, dict[int, Entry]] | None:
+def _first_operation(board: Board, found: dict[int, Entry]) -> tuple[int, dict[int, Entry]] | None:
     """The first operation that the ranks which came to a collective did not do alike before it, by rank; its number."""
     for key in board.operations:
         pages = {rank: ring_page(board, "operations", key, rank) for rank in found}
@@ -144,7 +144,7 @@ def _met_last(page: Page) -> bool:
     return bool(page.words[ERROR]) and page.words[COUNT] == page.words[ERROR_COUNT]
 
 
-def stuck(board: Board, waiting: dict[int, str]) -> Verdict:
+def stuck(waiting: dict[int, str]) -> Verdict:
     """That ranks wait for each other, each in another place."""
     words = ["no rank can go on: each waits for one that waits elsewhere"]
     places: dict[str, list[int]] = {}

@@ -176,7 +176,7 @@ def _circle(board: Board) -> Verdict | None:
     again = _AGAIN_S if all(board.rank_page(rank) is not None for rank in found) else _AGAIN_AFAR_S
     if now - board.circle[0] < again:
         return None
-    return stuck(board, {wait.rank: _place(board, wait) for wait in found.values()})
+    return stuck({wait.rank: _place(board, wait) for wait in found.values()})
 
 
 def _closure(board: Board) -> dict[int, Wait] | None:

@@ -15,7 +15,7 @@ from dtensor import DTensor, Partial, Shard
 from dtensor.debug import CommDebugMode
 from dtensor.testing import check
 
-S2, S3 = Shard(2), Shard(3)
+S3 = Shard(3)
 CASES = Cases()
 report = CASES.report
 X = value(5, 6) / 4

@@ -9,20 +9,11 @@ import cases_gloo
 import pytest
 import torch
 import torch.distributed as dist
-from case_lists import on_four
+from case_lists import here_and_on_four
 from gloo import RankFailed, run_gloo
 
-
 # --- the same cases here and there -------------------------------------------------------------------------------------
-@pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
-@pytest.mark.parametrize("name", cases_gloo.CASES.here)
-def test_case_in_one_process(name: str) -> None:
-    cases_gloo.CASES[name]()
-
-
-@pytest.mark.gloo
-def test_all_cases_on_four_processes() -> None:
-    on_four(cases_gloo)
+test_case_in_one_process, test_all_cases_on_four_processes = here_and_on_four(cases_gloo, gather=True)
 
 
 # --- the spawner returns what ranks return, and turns whatever goes wrong on one of them into an error here ------------

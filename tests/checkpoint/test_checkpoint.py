@@ -7,7 +7,7 @@ from pathlib import Path
 import checkpoint_cases
 import pytest
 import torch
-from case_lists import on_four
+from case_lists import here_and_on_four
 from gloo import run_gloo
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,15 +17,7 @@ from dtensor.checkpoint import load, save, save_safetensors
 from dtensor.layout.layout import Layout
 from dtensor.testing import strategies
 
-
-@pytest.mark.parametrize("name", checkpoint_cases.CASES)
-def test_case_in_one_process(name: str, tmp_path: Path) -> None:
-    checkpoint_cases.CASES[name](tmp_path)
-
-
-@pytest.mark.gloo
-def test_all_cases_on_four_processes(tmp_path: Path) -> None:
-    on_four(checkpoint_cases, str(tmp_path))
+test_case_in_one_process, test_all_cases_on_four_processes = here_and_on_four(checkpoint_cases, folders=True)
 
 
 @settings(max_examples=40)

@@ -7,17 +7,9 @@ from pathlib import Path
 import checkpoint_faults
 import pytest
 import series_cases
-from case_lists import on_four
+from case_lists import here_and_on_four
 
-
-@pytest.mark.parametrize("name", series_cases.CASES)
-def test_case_in_one_process(name: str, tmp_path: Path) -> None:
-    series_cases.CASES[name](tmp_path)
-
-
-@pytest.mark.gloo
-def test_all_cases_on_four_processes(tmp_path: Path) -> None:
-    on_four(series_cases, str(tmp_path))
+test_case_in_one_process, test_all_cases_on_four_processes = here_and_on_four(series_cases, folders=True)
 
 
 @pytest.mark.gloo

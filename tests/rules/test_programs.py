@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import os
+from typing import Any
 
 import programs
 import pytest
@@ -21,49 +22,43 @@ START = int(os.environ.get("DTENSOR_SEED", "0"))
 BLOCK = 20
 
 
+def agree(first: int, **options: Any) -> None:
+    """The programs of one block of seeds."""
+    for failure in failures(range(first + START, first + START + BLOCK), **options):
+        pytest.fail(str(failure))
+
+
 @pytest.mark.parametrize("block", some(range(6)))
 def test_programs(block: int) -> None:
-    first = START + block * BLOCK
-    for failure in failures(range(first, first + BLOCK)):
-        pytest.fail(str(failure))
+    agree(block * BLOCK)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(50))
 def test_longer_programs(block: int) -> None:
-    first = 100_000 + START + block * BLOCK
-    for failure in failures(range(first, first + BLOCK), length=10):
-        pytest.fail(str(failure))
+    agree(100_000 + block * BLOCK, length=10)
 
 
 @pytest.mark.parametrize("block", some(range(5)))
 def test_programs_of_views_and_writes(block: int) -> None:
-    first = START + block * BLOCK
-    for failure in failures(range(first, first + BLOCK), length=8, make=random_view_program):
-        pytest.fail(str(failure))
-
-
-@pytest.mark.parametrize("block", some(range(4)))
-def test_programs_whose_values_are_read_before_they_are_written_to(block: int) -> None:
-    first = 50_000 + START + block * BLOCK
-    for failure in failures(range(first, first + BLOCK), length=8, make=random_read_program):
-        pytest.fail(str(failure))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("block", range(100))
-def test_longer_programs_whose_values_are_read(block: int) -> None:
-    first = 200_000 + START + block * BLOCK
-    for failure in failures(range(first, first + BLOCK), length=12, make=random_read_program):
-        pytest.fail(str(failure))
+    agree(block * BLOCK, length=8, make=random_view_program)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(100))
 def test_longer_programs_of_views_and_writes(block: int) -> None:
-    first = 100_000 + START + block * BLOCK
-    for failure in failures(range(first, first + BLOCK), length=12, make=random_view_program):
-        pytest.fail(str(failure))
+    agree(100_000 + block * BLOCK, length=12, make=random_view_program)
+
+
+@pytest.mark.parametrize("block", some(range(4)))
+def test_programs_whose_values_are_read_before_they_are_written_to(block: int) -> None:
+    agree(50_000 + block * BLOCK, length=8, make=random_read_program)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(100))
+def test_longer_programs_whose_values_are_read(block: int) -> None:
+    agree(200_000 + block * BLOCK, length=12, make=random_read_program)
 
 
 def test_a_program_is_a_function_of_its_seed() -> None:

@@ -18,7 +18,6 @@ PROBABILITIES, WEIGHTS = floats(5, 7, seed=2, low=0.1, high=0.9), floats(7, seed
 TARGET = integers(5, low=0, high=7)
 SOME_IGNORED = torch.tensor([-100, 3, -100, 6, -100])
 IMAGES, LABELS = floats(3, 5, 2, 4), integers(3, 2, 4, low=0, high=5)
-SIGNS = integers(5, 7, low=0, high=2).double() * 2 - 1
 
 ELEMENTWISE = {
     "mse": lambda x, y, r: F.mse_loss(x, y, reduction=r),

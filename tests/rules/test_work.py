@@ -51,9 +51,6 @@ def work(call: Call) -> Work:
     return work_of(rule, None if rule is None else rule.factors(call), call)
 
 
-CONVOLVED: dict[str, Any] = {"bias": None, "stride": [1, 1], "padding": [0, 1], "dilation": [1, 1], "output_padding": [0, 0]}
-
-
 def convolution(x: torch.Tensor, weight: torch.Tensor, transposed: bool, groups: int) -> tuple[Any, ...]:
     return (x, weight, None, [2, 1], [0, 1], [1, 1], transposed, [0, 0], groups)
 

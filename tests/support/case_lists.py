@@ -81,6 +81,29 @@ def on_four(module: ModuleType, *args: Any, timeout_s: float = 280.0) -> None:
     assert run_gloo(_run, 4, module.__name__, *args, timeout_s=timeout_s) == [list(module.CASES)] * 4
 
 
+def here_and_on_four(
+    module: ModuleType, *, folders: bool = False, gather: bool = False
+) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Two tests: each of its cases in one process, and all of them on four.
+
+    Args:
+        folders: each is given one of its own.
+        gather: operators without a rule are among what is tried.
+    """
+    warned = "ignore" if gather else "error"
+
+    @pytest.mark.filterwarnings(f"{warned}::dtensor.errors.GatherWarning")
+    @pytest.mark.parametrize("name", module.CASES.here)
+    def in_one_process(name: str, tmp_path: Path) -> None:
+        module.CASES[name](*[tmp_path] * folders)
+
+    @pytest.mark.gloo
+    def on_four_processes(tmp_path: Path) -> None:
+        on_four(module, *[str(tmp_path)] * folders)
+
+    return in_one_process, on_four_processes
+
+
 def _run(module: str, *args: Any) -> list[str]:
     cases = import_module(module)
     ran: list[str] = (cases.main if hasattr(cases, "main") else cases.CASES.run)(*args)

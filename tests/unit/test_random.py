@@ -8,7 +8,7 @@ from collections.abc import Callable
 import cases_random
 import pytest
 import torch
-from case_lists import on_four
+from case_lists import here_and_on_four
 
 import dtensor as dt
 from dtensor import Shard
@@ -16,16 +16,7 @@ from dtensor.debug import CommDebugMode
 from dtensor.random.philox import philox
 from dtensor.testing.placements import mesh_of
 
-
-@pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
-@pytest.mark.parametrize("name", cases_random.CASES)
-def test_case_in_one_process(name: str) -> None:
-    cases_random.CASES[name]()
-
-
-@pytest.mark.gloo
-def test_all_cases_on_four_processes() -> None:
-    on_four(cases_random)
+test_case_in_one_process, test_all_cases_on_four_processes = here_and_on_four(cases_random, gather=True)
 
 
 # --- the words ----------------------------------------------------------------------------------------------------------
