@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
+from torch.utils.hooks import RemovableHandle
 
 from ...base.nested import like
 from ...comm import shards_of
