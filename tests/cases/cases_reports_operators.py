@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from beside import whole
 from case_lists import S0, S1, Cases, R, by_rank, equal, everywhere, line, put, value
 from torch import nn
 from torch.nn import functional as F
@@ -23,11 +24,6 @@ X = value(5, 6) / 4
 
 def program(thread: int, name: str, fn: Callable[..., Any], *tensors: torch.Tensor, **options: Any) -> None:
     CASES[f"{thread}_{name}"] = lambda: everywhere(fn, *tensors, **options)
-
-
-def _whole(x: Any) -> torch.Tensor:
-    whole = x.detach().full_tensor()
-    return whole.shards[0] if isinstance(whole, dt.PerRank) else whole
 
 
 # --- partial values ----------------------------------------------------------------------------------------------------
@@ -235,7 +231,7 @@ def a_first_convolution_whose_input_needs_no_gradient() -> None:
     conv(x).sum().backward()
     like = nn.Conv2d(3, 4, 3).double()
     for own, made in zip(like.parameters(), conv.parameters(), strict=True):
-        own.data = _whole(made)
+        own.data = whole(made)
     like(value(2, 3, 8, 8)).sum().backward()
     assert like.weight.grad is not None
     equal(conv.weight.grad, like.weight.grad)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from beside import whole
 from case_lists import S0, S1, Cases, R, by_rank, equal, held, line, put, square, value
 from torch import nn
 from torch.nn import functional as F
@@ -20,11 +21,6 @@ from dtensor.testing import check
 
 CASES = Cases()
 report = CASES.report
-
-
-def plain(x: Any) -> torch.Tensor:
-    whole = x.detach().full_tensor() if isinstance(x, DTensor) else x
-    return whole.shards[0] if isinstance(whole, dt.PerRank) else whole
 
 
 # --- uneven and nested shards -------------------------------------------------------------------------------------------
@@ -207,7 +203,7 @@ def dropout_as_on_one_device_and_the_generator_moves_alike() -> None:
     torch.manual_seed(42)
     y = put(torch.rand(10, 10), S0)
     got = [dropout(y).sum(), dropout(y).sum(), torch.rand(1)]
-    assert all(torch.allclose(plain(own), want) for own, want in zip(got, expected, strict=True))
+    assert all(torch.allclose(whole(own), want) for own, want in zip(got, expected, strict=True))
 
 
 @report(160482)
@@ -286,7 +282,7 @@ def _trained(make: Callable[[torch.Tensor], torch.Tensor], **options: Any) -> li
         for p in parameters:
             p.grad = make(value(*p.shape, seed=seed + 2).float())
         optimizer.step()
-    return [plain(p) for p in parameters]
+    return [whole(p) for p in parameters]
 
 
 @report(126670)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from beside import whole
 from gloo import run_gloo
 from torch import Tensor, nn
 from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
@@ -52,11 +53,6 @@ def trained(shape: tuple[int, ...], seed: int) -> tuple[nn.Module, torch.optim.O
     model(x if mesh.kind != "in_process" else dt.per_rank([x] * len(mesh.members))).sum().backward()
     optimizer.step()
     return model, optimizer
-
-
-def whole(x: Any) -> Any:
-    found = x.full_tensor() if isinstance(x, DTensor) else x
-    return found.shards[0] if isinstance(found, dt.PerRank) else found
 
 
 def same(a: tuple[nn.Module, torch.optim.Optimizer], b: tuple[nn.Module, torch.optim.Optimizer], optimizer: bool = True) -> None:
