@@ -113,6 +113,9 @@ def test_what_a_class_of_torch_can_do_ours_can(theirs: str, ours: str, name: str
     assert [name for name in methods if not hasattr(here, name)] == []
 
 
+_NOT_TAKEN = {"local_map": {"spmd_types"}}  # of torch 2.14, for a package of its own: see docs/porting.md
+
+
 @pytest.mark.parametrize(("theirs", "ours", "name"), PAIRS)
 def test_every_argument_of_torchs_is_taken(theirs: str, ours: str, name: str) -> None:
     there, here = pair(theirs, ours, name)
@@ -122,7 +125,8 @@ def test_every_argument_of_torchs_is_taken(theirs: str, ours: str, name: str) ->
         pytest.skip("written in C")
     takes_all = any(p.kind is p.VAR_KEYWORD for p in given)
     names = [p.name for p in wanted if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and not p.name.startswith("_")]
-    assert takes_all or [name for name in names if name not in {p.name for p in given}] == []
+    known = {p.name for p in given} | _NOT_TAKEN.get(name, set())
+    assert takes_all or [name for name in names if name not in known] == []
 
 
 MESH = dtensor.DeviceMesh("cpu", [[0, 1], [2, 3]])
