@@ -83,3 +83,67 @@ def test_an_unknown_name_lists_the_known() -> None:
         parallelize_module(Gated(), mesh, {"scale": "columnwise"})
     with pytest.raises(PlacementError, match="no plan of its own"):
         parallelize_module(Gated(), mesh, "auto")
+
+
+class Tied(nn.Module):
+    """One table for the tokens that go in and those that come out, and a module that computes with weights of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out, self.mix = nn.Embedding(7, 6), nn.Linear(6, 7, bias=False), Mixed()
+        self.out.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.mix(self.table(tokens)))
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.rand(5, 6)), nn.Parameter(torch.rand(6, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.silu(x @ self.up.t()) @ self.down.t()
+
+
+MIXED = {"mix.up": "colwise", "mix.down": "rowwise", "mix": "all_reduce"}
+TIED: list[list[dict[str, str]]] = [
+    [{"out": "colwise_gather_output"}],
+    [{"table": "embedding_rowwise"}],
+    [{"out": "colwise_gather_output", **MIXED}],
+    [{"out": "colwise_gather_output", "table": "embedding_rowwise"}],
+]
+
+
+def check_tied(plans: list[dict[str, str]]) -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    plain = Tied()
+    model = copy.deepcopy(plain)
+    for plan in plans:
+        parallelize_module(model, mesh, plan)
+    assert model.out.weight is model.table.weight
+    tokens = torch.randint(7, (3, 5))
+    losses = [nn.functional.cross_entropy(one(tokens).flatten(0, 1), tokens.flatten()) for one in (plain, model)]
+    for loss in losses:
+        loss.backward()
+    for own in whole(losses[1]):
+        torch.testing.assert_close(own, losses[0])
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        for own in whole(ours.grad):
+            torch.testing.assert_close(own, theirs.grad)
+
+
+@pytest.mark.parametrize("plans", TIED)
+def test_a_module_without_a_style_that_shares_a_parameter_runs_along(plans: list[dict[str, str]]) -> None:
+    check_tied(plans)
+
+
+def _all_tied() -> None:
+    for plans in TIED:
+        check_tied(plans)
+
+
+@pytest.mark.gloo
+def test_tied_modules_on_process_groups() -> None:
+    run_gloo(_all_tied, 2)

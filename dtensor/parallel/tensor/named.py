@@ -159,17 +159,24 @@ def style_named(name: str, root: nn.Module) -> ParallelStyle:
     return STYLES[name](root)
 
 
-def along(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Have a module without a style, which shares a parameter with one that has, take and give tensors that all ranks have alike;
-    until it is given a style of its own."""
-    if not hasattr(module, "_runs_along"):
-        module._runs_along = _Experts.around(module, mesh)  # type: ignore[assignment]
-
-
-def no_longer_along(module: nn.Module) -> None:
-    """It is given a style."""
-    for handle in module.__dict__.pop("_runs_along", ()):
+def styled(module: nn.Module) -> None:
+    """Note that ``module`` is given a style: what was done for the parameters that it shared goes."""
+    for handle in module.__dict__.get("_runs_along", ()):
         handle.remove()
+    module.__dict__["_runs_along"] = ()
+
+
+def run_along(root: nn.Module, mesh: DeviceMesh) -> None:
+    """Modules without a style that share a parameter with one that has take and give tensors that all ranks have alike."""
+    holders: dict[Any, list[nn.Module]] = {}
+    for module in root.modules():
+        for parameter in module._parameters.values():
+            if isinstance(parameter, DTensor):
+                holders.setdefault(parameter, []).append(module)
+    for modules in holders.values():
+        bare = [module for module in modules if "_runs_along" not in module.__dict__]
+        for module in bare if len(bare) < len(modules) else ():
+            module.__dict__["_runs_along"] = _Experts.around(module, mesh)
 
 
 def cut_named(module: nn.Module, parameter: str, name: str, mesh: DeviceMesh, source: int | None) -> None:

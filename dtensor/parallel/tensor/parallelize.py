@@ -14,7 +14,7 @@ from ...errors import PlacementError
 from ...mesh.device_mesh import DeviceMesh, as_mesh
 from ...tensor.replaced import replacing
 from .crossing import shared_within
-from .named import cut_named, style_named
+from .named import cut_named, run_along, style_named, styled
 from .style import ParallelStyle
 
 Plan = ParallelStyle | str | Mapping[str, Any]
@@ -59,7 +59,10 @@ def parallelize_module(
             )
     expect_locals(mesh)
     with replacing(module.modules(), "parallelize_module"):
-        return _apply(module, mesh, parallelize_plan, src_data_rank, module)
+        made = _apply(module, mesh, parallelize_plan, src_data_rank, module)
+    if mesh.ndim == 1:
+        run_along(made, mesh)
+    return made
 
 
 def _apply(module: nn.Module, mesh: DeviceMesh, plan: Plan, source: int | None, root: nn.Module) -> nn.Module:
@@ -67,6 +70,7 @@ def _apply(module: nn.Module, mesh: DeviceMesh, plan: Plan, source: int | None, 
         plan = style_named(plan, root)
     if isinstance(plan, ParallelStyle):
         plan.src_data_rank = source
+        styled(module)
         return plan._apply(module, mesh)
     if not isinstance(plan, Mapping):
         given = (
@@ -80,6 +84,7 @@ def _apply(module: nn.Module, mesh: DeviceMesh, plan: Plan, source: int | None, 
         owners = [] if found or not isinstance(inner, str) else parameters_at(module, path)
         for owner, name in owners:
             cut_named(owner, name, inner, mesh, source)
+            styled(owner)
         if not found and not owners:
             warnings.warn(
                 f"the plan names {path!r}, but {type(module).__name__} has no such submodule: nothing is done for it",
