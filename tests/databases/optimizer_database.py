@@ -116,10 +116,11 @@ def _run(case: Case, parameters: list[nn.Parameter]) -> dict[str, Any]:
     groups: list[Any] = parameters if lbfgs else [{"params": parameters[:2]}, second]
     kwargs = copy.deepcopy(case.kwargs)
     optimizer = case.optimizer(groups, **kwargs)
+    sign = -1 if kwargs.get("maximize") else 1  # what is maximized has a maximum: LBFGS would leave any tolerance behind
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        losses = [_loss(k, p) for k, p in enumerate(parameters)]
+        losses = [sign * _loss(k, p) for k, p in enumerate(parameters)]
         torch.autograd.backward(losses)
         return sum(float(loss) for loss in losses)
 
