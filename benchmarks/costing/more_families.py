@@ -48,6 +48,10 @@ def _per_head(size: Size) -> int:
     return size.width // size.heads[0]
 
 
+def _none(size: Size) -> int:
+    return 0
+
+
 def _parallel(layers: int) -> int:
     """Attention and MLP of a layer are added before they are reduced."""
     return 2 * layers + 2
@@ -71,6 +75,12 @@ MORE = {
     "cohere": Family("CohereForCausalLM", llama_like, LLAMA, reductions=_parallel),
     "phi": Family("PhiForCausalLM", llama_like, _GPT, reductions=_parallel),
     "phi3": Family("Phi3ForCausalLM", _with(pad_token_id=lambda _: 0), ((r"qkv_proj|gate_up_proj", COLUMN), *LLAMA)),
+    "glm": Family("GlmForCausalLM", _with(head_dim=_per_head, pad_token_id=_none), ((r"gate_up_proj", COLUMN), *LLAMA)),
+    "modernbert": Family(
+        "ModernBertForMaskedLM",
+        _with(**dict.fromkeys([f"{name}_token_id" for name in ("pad", "bos", "eos", "cls", "sep")], _none)),
+        ((r"Wqkv|Wi|tok_embeddings|decoder", COLUMN), (r"Wo\.weight", ROW)),
+    ),
     "starcoder2": Family("Starcoder2ForCausalLM", llama_like, ((r"o_proj\.weight", ROW), *_GPT)),
     "gptj": Family(
         "GPTJForCausalLM",

@@ -238,8 +238,8 @@ def _bring_back(x: Any, part: bool) -> None:
         pairs = list(zip(layout.placements, have.placements, strict=True))
         if any(isinstance(found, Shard) and not isinstance(own, Shard) for own, found in pairs):
             return None  # it is cut in smaller blocks
-        if part and all(isinstance(found, Shard) for own, found in pairs if isinstance(own, Shard)):
-            return None  # who puts the gradients of parts together has them moved together
+        if all(isinstance(found, Shard) and (part or found.dim == own.dim) for own, found in pairs if isinstance(own, Shard)):
+            return None  # who puts parts' gradients together has them moved together; till then they stay as even as they are
         if all(found in (own, Replicate()) for own, found in pairs if isinstance(own, Shard)):
             return None
         return grad.redistribute(placements=[own if isinstance(own, Shard) else found for own, found in pairs])

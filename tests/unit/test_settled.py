@@ -261,3 +261,15 @@ def test_large_operands_are_under_way_at_once_and_unpacked() -> None:
     assert seen.get_comm_counts() == {"all_gather": 2}
     expected = torch.nn.functional.linear(x.full_tensor(), weight.full_tensor(), bias.full_tensor())
     torch.testing.assert_close(y.full_tensor(), expected)
+
+
+def test_no_gradient_is_brought_from_an_even_cut_to_one_that_is_less_even() -> None:
+    """Of halves that two ranks each have, gradients stay dealt out until the halves' are put together: in one exchange."""
+    x = dt.distribute_tensor(torch.randn(5, 64), dt.init_device_mesh("cpu", (4,)), [Shard(1)]).requires_grad_() * 1
+    gate, up = x.chunk(2, -1)
+    y = up * torch.nn.functional.silu(gate)
+    with CommDebugMode() as moved:
+        y.backward(torch.ones_like(y))
+    columns = 8 + 16  # the gate once more, as even as the gradient of what it became; then both gradients to where the halves lie
+    assert dict(moved.get_comm_bytes()) == {"all_to_all": columns * 5 * 4}
+    assert dict(moved.get_comm_counts()) == {"all_to_all": 2}
