@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..base.nested import leaves
+from ..base.recording import aside
 from ..base.symbols import OpenSize, settled, size_of, sizes, still_open
 from ..base.tracing import has_no_values
 from ..layout.layout import Layout
@@ -23,6 +24,12 @@ _TRUE, _FALSE = object(), object()  # True == 1 as a dictionary key; these are n
 _KIND = attrgetter("ndim", "layout", "dtype")
 _SYMBOLS: dict[type, Any] = {OpenSize: int, torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 TRUTHS: dict[Any, str] = {_TRUE: "True", _FALSE: "False"}
+
+
+@aside
+def _compared(x: torch.Tensor) -> Any:
+    """The number in a plain tensor of no dims, for a comparison between ranks: it decides nothing."""
+    return x.tolist()
 
 
 def static(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | None = None) -> Any:
@@ -55,7 +62,7 @@ def static(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | None 
         without = has_no_values(value)
         key.append((*_manner(value), made_by_torch(), without))  # what is traced, ranks have not compared
         if numbers is not None and kind is torch.Tensor and not without and not value.dim() and value.device.type == "cpu":
-            numbers.append(value.tolist())
+            numbers.append(_compared(value))
         # the zeros of forward-mode gradients have no memory, and what knows that lies above the local operators
         return torch.zeros_like(value) if value._is_zerotensor() else value
     if kind in _SYMBOLS:  # of a program that is traced: looked at where its value decides something
