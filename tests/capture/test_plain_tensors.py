@@ -119,11 +119,20 @@ def read_by_one() -> Any:
     return f.cache_info()[2:]
 
 
+def number_beside() -> Any:
+    """A plain tensor of no dims, which the watch compares between ranks: nothing is decided by it."""
+    mesh = dt.init_device_mesh("cpu", (2,))
+    fn = capture(lambda x, number: torch.stack([number, x.sum()]).max())
+    x = dt.distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    first, *_, last = (fn(x, torch.tensor(float(k))).item() for k in (8, 1, 16))
+    return first, last, fn.cache_info().replayed
+
+
 def beside() -> list[Any]:
-    return [full_on_one(), read_by_one()]
+    return [full_on_one(), read_by_one(), number_beside()]
 
 
 @pytest.mark.gloo
 def test_on_one_rank_alone() -> None:
     one, other = run_gloo(beside, 2)
-    assert one == other == [(2, 1, 1), (2, 3, 0)]
+    assert one == other == [(2, 1, 1), (2, 3, 0), (8.0, 16.0, 2)]
