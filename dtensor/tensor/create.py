@@ -6,7 +6,7 @@ All take the global shape (as ints or one sequence), ``device_mesh`` (default: t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from ..layout.layout import Layout
 from ..mesh.device_mesh import as_mesh
 from ..placement import Placement
 from ..random.distributions import SAMPLERS
-from ..random.draw import DRAWING, as_one_step, draw, draw_counted, own_block_of
+from ..random.draw import DRAWING, as_one_step, block_of, draw, draw_counted
 from ..redistribute import redistribute_local
 from .dtensor import DTensor, wrap
 
@@ -150,32 +150,35 @@ def randn(*size: Any, **options: Any) -> DTensor:
 
 
 def _filled(fill: Any, size: Any, **options: Any) -> DTensor:
-    def block(layout: Layout, member: int | None, **kind: Any) -> torch.Tensor:
-        made, coordinate = (torch.zeros, None) if member is None else (fill, layout.mesh.coordinates[member])
-        return cast(torch.Tensor, made(layout.local_shape(coordinate), **kind))
+    def blocks(layout: Layout, **kind: Any) -> Callable[[int | None], torch.Tensor]:
+        def block(member: int | None) -> torch.Tensor:
+            made, coordinate = (torch.zeros, None) if member is None else (fill, layout.mesh.coordinates[member])
+            return cast(torch.Tensor, made(layout.local_shape(coordinate), **kind))
 
-    return _in_blocks(block, fill, size, **options)
+        return block
+
+    return _in_blocks(blocks, fill, size, **options)
 
 
 def _spaced(space: Any, start: Any, end: Any, steps: int, **options: Any) -> DTensor:
-    """No number of torch's is found out from its place alone, to the last bit: each rank makes all, and keeps its own."""
+    """No number of torch's follows from its place alone, to the last bit: a process makes all, and each rank keeps its own."""
     start, end = (x.item() if isinstance(x, torch.Tensor) else x for x in (start, end))
 
     def fill(size: Sequence[int], **kind: Any) -> torch.Tensor:
         return cast(torch.Tensor, space(start, end, *size, **kind))
 
-    def block(layout: Layout, member: int | None, **kind: Any) -> torch.Tensor:
-        return own_block_of(fill(layout.shape, **kind), layout, member)
+    def blocks(layout: Layout, **kind: Any) -> Callable[[int | None], torch.Tensor]:
+        return partial(block_of, fill(layout.shape, **kind), layout)
 
-    return _in_blocks(block, fill, (steps,), **options)
+    return _in_blocks(blocks, fill, (steps,), **options)
 
 
 def _in_blocks(
-    block: Any, fill: Any, size: Any, *, placements: Sequence[Placement] | None = None, device_mesh: Any = None, **options: Any
+    blocks: Any, fill: Any, size: Any, *, placements: Sequence[Placement] | None = None, device_mesh: Any = None, **options: Any
 ) -> DTensor:
     layout, reduced, requires_grad = _prepare(size, placements, device_mesh, options, fill)
     kind = {"dtype": layout.dtype, "device": torch.device(layout.mesh.device_type)}
-    local = communicator_of(layout.mesh).map_outside_too(lambda member: block(layout, member, **kind))
+    local = communicator_of(layout.mesh).map_outside_too(blocks(layout, **kind))
     return _finish(local, layout, reduced, requires_grad)
 
 

@@ -464,6 +464,8 @@ def test_lines_are_those_of_one_device_to_the_last_bit(placements: Any, steps: i
         )
         theirs = torch.logspace(start, end, steps, base=2, dtype=dtype)
         assert torch.equal(dt.logspace(start, end, steps, base=2, dtype=dtype, **options).full_tensor(), theirs)
+    pieces = dt.linspace(0, 1, 5, device_mesh=MESH_22).to_local().shards
+    assert len({piece.data_ptr() for piece in pieces}) == len(pieces)
     whole = dt.distribute_tensor(torch.tensor(2.0), MESH_22)
     assert dt.linspace(whole, 3, steps, requires_grad=True, **options).requires_grad
     with pytest.raises(dt.errors.ArgumentError):
