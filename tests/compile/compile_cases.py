@@ -112,7 +112,8 @@ def collectives_given_a_mesh(mesh: DeviceMesh) -> Made:
         piece, own = x.detach().to_local() * 1.0, (x * 1.0).device_mesh
         summed = funcol.all_reduce(piece, "sum", mesh) + funcol.all_reduce(piece, "max", (own, 0))
         parts = funcol.reduce_scatter_single(funcol.all_gather_single(piece, 0, mesh["tp"]), "sum", 0, (x.device_mesh, 0))
-        return x * (summed + parts + funcol.all_to_all_single(piece, [1, 1], [1, 1], own)).sum()
+        mine = summed + parts + funcol.all_to_all_single(piece, [1, 1], [1, 1], own)
+        return x * funcol.all_reduce(mine, "sum", mesh).sum()  # a plain number beside a DTensor is the same on all ranks
 
     return of(run, ((4, 6), S0))(mesh)
 
