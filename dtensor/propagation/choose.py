@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -194,7 +195,8 @@ def _realize(rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[
 def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: Mapping[int, int]) -> Split:
     """How ``name`` is cut by ``mesh_dims``: as in the operand that already is (written ones first, then the largest).
 
-    Where operands are cut differently some move anyhow: then evenly, if that leaves nobody with more (written ones stay).
+    Where operands are cut differently some move anyhow, and what is made of more than twice as much would: then evenly, if that
+    leaves nobody with more (written ones stay).
     """
     wanted, size = set(mesh_dims), factors.sizes[name]
     cut: list[tuple[int, int, Split]] = []  # operand, its dim, how that is cut
@@ -220,13 +222,23 @@ def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: 
             pieces.append((*found, window))
     if whole:
         even = chunk_sizes(size, tuple(call.mesh.shape[i] for i in whole[0].mesh_dims))
-        differ = any(found != whole[0] for found in whole)
-        return Split(whole[0].mesh_dims, even) if differ and max(even) < max(whole[0].sizes) else whole[0]
+        dealt = max(even) < max(whole[0].sizes) and (any(found != whole[0] for found in whole) or _grows(name, factors, call))
+        return Split(whole[0].mesh_dims, even) if dealt else whole[0]
     ordered = pieces[0][0] if pieces else tuple(sorted(mesh_dims))
     default = chunk_sizes(size, tuple(call.mesh.shape[i] for i in ordered))
     if not pieces:
         return Split(ordered, default)
     return Split(ordered, covering(default, [(blocks, window) for nesting, blocks, window in pieces if nesting == ordered]))
+
+
+def _grows(name: str, factors: Factors, call: Call) -> bool:
+    """Whether what is made along a factor is more than twice as much as what it is made of (no view is)."""
+    if any(made.alias_info is not None for made in call.func._schema.returns):
+        return False
+    given = [layout.numel for dims, layout in zip(factors.operands, call.operands, strict=True) if stands(dims, name) is not None]
+    metas = [meta for meta in call.results if meta is not None]
+    made = [math.prod(meta.shape) for dims, meta in zip(factors.results, metas, strict=True) if stands(dims, name) is not None]
+    return sum(made) > 2 * sum(given)
 
 
 def _place(

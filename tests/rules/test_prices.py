@@ -82,3 +82,36 @@ def test_terms_that_were_passed_on_are_added_up_when_they_are_met_again() -> Non
     made, nbytes = received(normed, x)
     assert nbytes < 1.6 * 512 * 512 * 4  # once, not twice
     torch.testing.assert_close(made.full_tensor(), normed(a @ b), atol=1e-4, rtol=1e-4)
+
+
+def test_what_a_call_needs_moved_goes_together_with_one_latency() -> None:
+    """Two layers of a perceptron under ``fully_shard`` by placements, as many tokens as the first has columns: matrices travel."""
+    x, up, down = numbers(512, 128), numbers(512, 128), numbers(128, 512)
+    biases = numbers(512), numbers(128)
+    given = [cut(t).requires_grad_() for t in (x, up, biases[0], down, biases[1])]
+
+    def layers(x: Any, up: Any, first: Any, down: Any, second: Any) -> Any:
+        return F.linear(F.gelu(F.linear(x, up, first)), down, second)
+
+    made, nbytes = received(layers, *given)
+    assert made.placements == (Shard(0),)
+    assert nbytes < 1.6 * 3 / 4 * (up.nbytes + x.nbytes + down.nbytes)  # 2.5 where the larger activations are gathered
+    torch.testing.assert_close(made.full_tensor(), layers(x, up, biases[0], down, biases[1]), atol=1e-3, rtol=1e-4)
+
+
+def test_what_few_ranks_have_is_dealt_out_before_it_grows() -> None:
+    """The keys of a fused projection, which two ranks have, are not left to these in what is larger than they are."""
+    x = numbers(2, 8, 3 * 64)
+    keys = dt.distribute_tensor(x, MESH, [Shard(2)]).chunk(3, -1)[1]
+
+    def widths(y: Any) -> list[int]:
+        return [piece.shape[-1] for piece in y.to_local().shards]
+
+    def outer(a: Any) -> Any:
+        return a.unsqueeze(1) * a.unsqueeze(2)
+
+    assert widths(keys) == [0, 32, 32, 0]
+    made, nbytes = received(outer, keys)
+    assert widths(made) == [16] * 4
+    assert nbytes <= keys.nbytes // 2
+    torch.testing.assert_close(made.full_tensor(), outer(x.chunk(3, -1)[1]))
