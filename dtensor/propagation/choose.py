@@ -195,8 +195,8 @@ def _realize(rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[
 def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: Mapping[int, int]) -> Split:
     """How ``name`` is cut by ``mesh_dims``: as in the operand that already is (written ones first, then the largest).
 
-    Where operands are cut differently some move anyhow, and what is made of more than twice as much would: then evenly, if that
-    leaves nobody with more (written ones stay).
+    Where operands are cut differently some move anyhow, and so would what they grow to: then evenly, if that leaves nobody with
+    more (written ones stay).
     """
     wanted, size = set(mesh_dims), factors.sizes[name]
     cut: list[tuple[int, int, Split]] = []  # operand, its dim, how that is cut
@@ -222,7 +222,9 @@ def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: 
             pieces.append((*found, window))
     if whole:
         even = chunk_sizes(size, tuple(call.mesh.shape[i] for i in whole[0].mesh_dims))
-        dealt = max(even) < max(whole[0].sizes) and (any(found != whole[0] for found in whole) or _grows(name, factors, call))
+        if max(even) == max(whole[0].sizes):
+            return whole[0]
+        dealt = any(found != whole[0] for found in whole) or _grows(name, factors, call, whole[0].sizes)
         return Split(whole[0].mesh_dims, even) if dealt else whole[0]
     ordered = pieces[0][0] if pieces else tuple(sorted(mesh_dims))
     default = chunk_sizes(size, tuple(call.mesh.shape[i] for i in ordered))
@@ -231,14 +233,16 @@ def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: 
     return Split(ordered, covering(default, [(blocks, window) for nesting, blocks, window in pieces if nesting == ordered]))
 
 
-def _grows(name: str, factors: Factors, call: Call) -> bool:
-    """Whether what is made along a factor is more than twice as much as what it is made of (no view is)."""
-    if any(made.alias_info is not None for made in call.func._schema.returns):
+def _grows(name: str, factors: Factors, call: Call, sizes: Sequence[int]) -> bool:
+    """Whether operands all of which are a part of something that was cut along a factor, as blocks show of which the first is not
+    the largest, become more than twice as much."""
+    if sizes[0] == max(sizes) or any(made.alias_info is not None for made in call.func._schema.returns):
         return False
-    given = [layout.numel for dims, layout in zip(factors.operands, call.operands, strict=True) if stands(dims, name) is not None]
+    given = [layout.numel for layout in call.operands if layout.shape]
+    parts = [stands(dims, name) is not None for dims in factors.operands if dims]
     metas = [meta for meta in call.results if meta is not None]
     made = [math.prod(meta.shape) for dims, meta in zip(factors.results, metas, strict=True) if stands(dims, name) is not None]
-    return sum(made) > 2 * sum(given)
+    return all(parts) and sum(made) > 2 * sum(given)
 
 
 def _place(
