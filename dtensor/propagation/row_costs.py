@@ -72,7 +72,7 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
         if not line.on(mesh_dim):
             continue
         row = line.row_for(factors)
-        seconds, sent, stays, changes, invented = 0.0, 0, False, 0, row.factor is not None
+        seconds, gathers, stays, changes, invented = 0.0, 0, False, 0, row.factor is not None
         for i, target in enumerate(line.operands):
             if i in fixed or target is None:
                 continue
@@ -84,7 +84,7 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
                 cost = moving[i, target] = cost / 2 if shared else cost
             seconds += cost
             changes += cost > 0
-            sent += cost > LOCAL_STEP and isinstance(current[i], int) and not isinstance(target, Partial)
+            gathers += cost > LOCAL_STEP and isinstance(current[i], int) and isinstance(target, Replicate)
             stays = stays or (isinstance(target, int) and current[i] == target)
             invented = invented and not isinstance(current[i], int)
         for r in kept:
@@ -92,8 +92,8 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
                 cost = _move(line.results[r], current[kept[r]], call.operands[kept[r]], mesh_dim)
                 seconds += cost
                 changes += cost > 0
-        if sent > 1 and (stays or any(isinstance(where, int) for where in line.results)):
-            seconds -= (sent - 1) * together
+        if stays and gathers > 1:
+            seconds -= (gathers - 1) * together
         anew, owners = row.factor is not None and _cuts_anew(line, call, current, lasting), _by_owners(line, factors, call)
         for r, where in enumerate(line.results):
             if r not in kept and not isinstance(where, Replicate):
@@ -146,16 +146,17 @@ def _debts(table: Table, factors: Factors, call: Call, nbytes: list[int], mesh_d
 
 def _cuts_anew(line: Line, call: Call, current: Sequence[Where], lasting: Collection[int]) -> bool:
     """Whether the results' cut is no operand's, or a smaller one's than one that moves, whose cut they could have had
-    (``lasting``: those operands)."""
-    stays = moves = 0
+    (``lasting``: those operands); of two as large the first decides."""
+    stays = moves = (0, 0)
     for i, (at, target) in enumerate(zip(current, line.operands, strict=True)):
         if not isinstance(at, int) or target is None:
             continue
+        size = call.operands[i].nbytes, -i
         if at == target:
-            stays = max(stays, call.operands[i].nbytes)
+            stays = max(stays, size)
         elif i in lasting:
-            moves = max(moves, call.operands[i].nbytes)
-    return not stays or stays < moves
+            moves = max(moves, size)
+    return not stays[0] or stays < moves
 
 
 def _here(call: Call, mesh_dim: int) -> tuple[Where | None, ...]:

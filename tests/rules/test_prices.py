@@ -84,7 +84,7 @@ def test_terms_that_were_passed_on_are_added_up_when_they_are_met_again() -> Non
     torch.testing.assert_close(made.full_tensor(), normed(a @ b), atol=1e-4, rtol=1e-4)
 
 
-def test_what_a_call_needs_moved_goes_together_with_one_latency() -> None:
+def test_of_two_operands_as_large_the_first_keeps_its_cut() -> None:
     """Two layers of a perceptron under ``fully_shard`` by placements, as many tokens as the first has columns: matrices travel."""
     x, up, down = numbers(512, 128), numbers(512, 128), numbers(128, 512)
     biases = numbers(512), numbers(128)
