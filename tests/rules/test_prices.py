@@ -85,7 +85,7 @@ def test_terms_that_were_passed_on_are_added_up_when_they_are_met_again() -> Non
 
 
 def test_of_two_operands_as_large_the_first_keeps_its_cut() -> None:
-    """Two layers of a perceptron under ``fully_shard`` by placements, as many tokens as the first has columns: matrices travel."""
+    """Two layers of a perceptron cut by rows, batch and matrices, as many tokens as the first has columns: matrices travel."""
     x, up, down = numbers(512, 128), numbers(512, 128), numbers(128, 512)
     biases = numbers(512), numbers(128)
     given = [cut(t).requires_grad_() for t in (x, up, biases[0], down, biases[1])]
