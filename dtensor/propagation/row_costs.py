@@ -128,7 +128,11 @@ def _debts(table: Table, factors: Factors, call: Call, nbytes: list[int], mesh_d
     """
     current, terms = _here(call, mesh_dim), 2
     if not any(isinstance(where, Partial) for where in current):
-        fitting = [line for line in table.lines if all(map(_fits, current, line.operands)) and _moves_nothing(line, factors)]
+        fitting = [
+            line
+            for line in table.lines
+            if all(map(_fits, current, line.operands)) and _moves_nothing(line, factors) and not _cuts_one(line, factors, call)
+        ]
         if fitting and not (all(map(_leaves_terms, fitting)) and _grows(call, mesh_dim, nbytes)):
             return [(0.0, 0.0)] * len(nbytes)
         terms = 1 if fitting else 2
@@ -139,7 +143,13 @@ def _debts(table: Table, factors: Factors, call: Call, nbytes: list[int], mesh_d
     ]
     sizes = [size / max(parts, default=1) for size in nbytes]
     ranks = call.mesh.shape[mesh_dim]
-    stays = any(isinstance(at, int) and at == to for line in table.lines for at, to in zip(current, line.operands, strict=True))
+    largest = max([call.operands[i].nbytes for i, at in enumerate(current) if isinstance(at, int)], default=0)
+    held = [i for i, at in enumerate(current) if isinstance(at, int) and call.operands[i].nbytes == largest]
+    stays = any(
+        line.operands[i] == current[i] and any(isinstance(where, int) for where in line.results) and not _cuts_one(line, factors, call)
+        for line in table.lines
+        for i in held
+    )
     again = link.exchange.seconds(ranks, 0) if stays else 0.0
     return [(terms * size / link.all_reduce.bandwidth, again + size / ranks / link.exchange.bandwidth) for size in sizes]
 
@@ -173,6 +183,16 @@ def _moves_nothing(line: Line, factors: Factors) -> bool:
     """Of a row that finds its operands where it wants them."""
     kernel = line.row_for(factors).kernel
     return kernel is None or kernel.collectives == 0
+
+
+def _cuts_one(line: Line, factors: Factors, call: Call) -> bool:
+    """Whether its factor has one position, of a dim that has more: groups of a convolution that are none."""
+    name = line.row.factor
+    if name is None or factors.sizes.get(name) != 1:
+        return False
+    return any(
+        isinstance(at, int) and layout.shape[at] > 1 for at, layout in zip(line.operands, call.operands, strict=True) if at is not None
+    )
 
 
 def _leaves_terms(line: Line) -> bool:

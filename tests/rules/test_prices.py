@@ -115,3 +115,13 @@ def test_what_few_ranks_have_is_dealt_out_before_it_grows() -> None:
     assert widths(made) == [16] * 4
     assert nbytes <= keys.nbytes // 2
     torch.testing.assert_close(made.full_tensor(), outer(x.chunk(3, -1)[1]))
+
+
+def test_terms_of_a_convolution_are_a_debt_though_its_one_group_could_be_cut() -> None:
+    """Both its input and its weights are cut as groups would be, of which it has one."""
+    x, weight, bias = numbers(8, 32, 20, 20), numbers(64, 32, 3, 3), numbers(64)
+    images = dt.distribute_tensor(x, MESH, [Shard(1)])
+    made, nbytes = received(F.conv2d, images, cut(weight), cut(bias))
+    assert made.placements == (Shard(0),)
+    assert nbytes == 3 * (x.nbytes // 4 + weight.nbytes + bias.nbytes) // 4
+    torch.testing.assert_close(made.full_tensor(), F.conv2d(x, weight, bias), atol=1e-4, rtol=1e-4)
