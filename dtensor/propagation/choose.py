@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..placement import Partial
 from ..rules.call import Call, Kind, Meta
 from ..rules.compound import NotBlocks, composed, cut_in
 from ..rules.parted import Left
-from ..rules.rule import Choice, Dims, Factors, Row, Rule, Spec, stands
+from ..rules.rule import Along, Choice, Dims, Factors, Row, Rule, Spec, stands
 from ..rules.windows import covering, windowed
 from ..rules.work import work_of
 from .parted_rows import fits, left_parted, parted_lines
@@ -151,17 +151,18 @@ def _total(ranked: list[list[tuple[Any, Row]]], at: tuple[int, ...]) -> tuple[fl
 
 def _realize(rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen | None:
     """The layouts that follow from one row per mesh dim; None if they contradict each other."""
-    kernels = {
-        row.factor: row.kernel for row, size in zip(rows, call.mesh.shape, strict=True) if row.kernel is not None and size > 1
-    }
+    taken = [(mesh_dim, row) for mesh_dim, row in enumerate(rows) if call.mesh.shape[mesh_dim] > 1]
+    kernels = {row.factor: row.kernel for _, row in taken if row.kernel is not None}
+    if any(kernels.get(row.factor, row.kernel) is not row.kernel for _, row in taken):
+        return None
     if len(kernels) > 1 and (
         len({kernel.run for kernel in kernels.values()}) > 1 or not all(kernel.joint for kernel in kernels.values())
     ):
         return None
     used: dict[str, list[int]] = {}
-    for mesh_dim, row in enumerate(rows):
-        if row.factor is not None and call.mesh.shape[mesh_dim] > 1:
-            used.setdefault(row.factor, []).append(mesh_dim)
+    for mesh_dim, row in taken:
+        for name in _cut_by(row):
+            used.setdefault(name, []).append(mesh_dim)
     splits = {name: _split(name, mesh_dims, factors, call, kept) for name, mesh_dims in used.items()}
 
     def splits_of(side: str, i: int) -> Mapping[str, Split]:
@@ -190,6 +191,13 @@ def _realize(rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[
         results.append(_place(mesh, factors.results[r], specs, splits_of("result", r), sizes, meta, call.operands))
     kernel_row = next((row for row in rows if row.kernel is not None and row.factor in splits), None) if kernels else None
     return Chosen(Choice(call, factors, rows, splits), tuple(operands), tuple(results), kernel_row)
+
+
+def _cut_by(row: Row) -> Iterable[str]:
+    """All factors that a row cuts: the one that it is called by, and those that what goes elsewhere comes to lie by."""
+    if row.factor is None:
+        return ()
+    return dict.fromkeys((row.factor, *(spec.factor for spec in (*row.operands, *row.results) if isinstance(spec, Along))))
 
 
 def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: Mapping[int, int]) -> Split:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -115,6 +116,26 @@ def test_what_few_ranks_have_is_dealt_out_before_it_grows() -> None:
     assert widths(made) == [16] * 4
     assert nbytes <= keys.nbytes // 2
     torch.testing.assert_close(made.full_tensor(), outer(x.chunk(3, -1)[1]))
+
+
+def test_rows_that_a_cut_vector_names_come_from_who_has_them() -> None:
+    """Beams are put in another order within each sequence of a batch: nothing but positions travels, and no cache."""
+    cache, beams = numbers(24, 8, 64, 64), torch.arange(24).view(8, 3).flip(1).reshape(-1)
+    made, nbytes = received(lambda x, i: x.index_select(0, i), cut(cache), cut(beams))
+    assert made.placements == (Shard(0),)
+    assert nbytes == 3 * beams.nbytes // 4
+    assert torch.equal(made.full_tensor(), cache.index_select(0, beams))
+
+
+def test_rows_go_to_who_asks_for_them() -> None:
+    x, places = numbers(3, 22, 4000), torch.tensor([-1, 0, 21, 21, 5, 7, -22, 12, 3, 3, 3])
+    made, nbytes = received(lambda x, i: x[:, i], dt.distribute_tensor(x, MESH, [Shard(1)]), cut(places))
+    assert made.placements == (Shard(1),)
+    row = 3 * 4000 * 4  # blocks of 6 and 4 rows; the last but one asks for three times the row that the first has
+    assert row <= nbytes - 2 * 3 * 8 <= 3 * row + 64
+    assert torch.equal(made.full_tensor(), x[:, places])
+    with pytest.raises(IndexError, match="out of range"):
+        dt.distribute_tensor(x, MESH, [Shard(1)])[:, cut(places + 5)]
 
 
 def test_terms_of_a_convolution_are_a_debt_though_its_one_group_could_be_cut() -> None:
