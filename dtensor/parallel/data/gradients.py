@@ -20,6 +20,7 @@ from ...base.recording import aside
 from ...base.torch_internals import DisableTorchFunctionSubclass
 from ...comm import Pending, shards_of
 from ...comm.events import because
+from ...comm.watched import says
 from ...dispatch.versions import stamp
 from ...errors import DTensorError
 from ...tensor.dtensor import wrap
@@ -46,6 +47,8 @@ class Reduction:
             if not average:
                 raise DTensorError("a communication hook averages, but the gradients of a DTensor batch's global loss are summed")
         self._op = "avg" if average and self._divisor is None else "sum"
+        if self._divisor is not None:
+            says(group.axes.mesh, f"gradients divided by {self._divisor}")
         self._buckets: dict[int, list[Tensor]] | None = None  # of whole gradients: they serve again
         self._stays = False  # the gradients stay in them
         self._dtype = dtype

@@ -62,7 +62,11 @@ class _Blocks(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in list(self.layers)[:: self.order]:
-            x = self._layer(layer, x) if self.recompute is None else recomputed(self._layer, layer, x, use_reentrant=self.recompute)
+            x = (
+                self._layer(layer, x)
+                if self.recompute is None
+                else recomputed(self._layer, layer, x, use_reentrant=self.recompute)
+            )
         return x
 
 
@@ -74,7 +78,7 @@ def _fsdp(
     of: Callable[[], nn.Module] = _Blocks,
     rows: Callable[[Scene], int] = lambda at: 2,
 ) -> Deed:
-    """Two steps of a fully sharded model; ``change`` acts before each, and after the backward pass of each."""
+    """Three steps of a fully sharded model; ``change`` acts before each."""
 
     def run(at: Scene) -> Any:
         model: Any = of()
@@ -83,9 +87,9 @@ def _fsdp(
             fully_shard(model.layers[k], **options)
         fully_shard(model, **options)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for number in range(2):
+        for number in range(3):
             change(at, model, number)
-            model(torch.ones(rows(at), WIDTH)).float().square().mean().backward()
+            model(torch.ones(rows(at), WIDTH).requires_grad_()).float().square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         return [float(parameter.detach().sum()) for parameter in model.parameters()]
@@ -94,7 +98,7 @@ def _fsdp(
 
 
 def _second(act: Callable[[Scene, Any], Any]) -> Callable[[Scene, Any, int], Any]:
-    return lambda at, model, number: act(at, model) if number else None
+    return lambda at, model, number: act(at, model) if number == 1 else None
 
 
 def _parallel(plan: Any, x: Any = lambda at: torch.ones(2, 3, WIDTH), around: Any = nullcontext) -> Deed:
@@ -114,7 +118,7 @@ def _scores(parallel: bool) -> Deed:
         with loss_parallel() if parallel else nullcontext():
             loss = F.cross_entropy(scores, torch.tensor([0, 5, 11]))
             loss.backward()
-        return float(loss)
+        return float(loss.detach())
 
     return run
 
@@ -131,15 +135,15 @@ def _attention(causal: bool = False, backend: Any = None, width: int = 4) -> Dee
     return run
 
 
-def _context(causal: bool = False, cut: int = 2) -> Deed:
+def _context(causal: bool = False, scale: float | None = None) -> Deed:
     """Context parallelism of plain tensors."""
 
     def run(at: Scene) -> Any:
         torch.manual_seed(0)
         size = dist.get_world_size()
         q, k, v = (torch.rand(1, 2, 4 * size, 4) for _ in range(3))
-        with context_parallel(at.mesh, buffers=[q, k, v], buffer_seq_dims=[cut] * 3):
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        with context_parallel(at.mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
         return float(at.x.sum()) + 0 * float(out.sum())
 
     return run
@@ -150,8 +154,12 @@ def _folder(name: str) -> str:
     return f"{os.environ['POOL_FOLDER']}-{name}"
 
 
-def _saves(state: Callable[[Scene], Any], name: Callable[[Scene], str] = lambda at: "saves", **options: Any) -> Deed:
+def _saves(
+    state: Callable[[Scene], Any], name: Callable[[Scene], str] = lambda at: "saves", there: tuple[str, ...] = (), **options: Any
+) -> Deed:
     def run(at: Scene) -> Any:
+        for folder in there:
+            os.makedirs(_folder(folder), exist_ok=True)
         pending = checkpoint.save(state(at), _folder(name(at)), **options)
         if pending is not None:
             pending.wait()
@@ -160,9 +168,26 @@ def _saves(state: Callable[[Scene], Any], name: Callable[[Scene], str] = lambda 
     return run
 
 
+def _saves_then(again: bool | None) -> Deed:
+    """Two saves in the background; then one more, in the background or not; or a load."""
+
+    def run(at: Scene) -> Any:
+        for _ in range(2):
+            pending = checkpoint.save({"x": at.x}, _folder("then"), async_op=True)
+            assert pending is not None
+            pending.wait()
+        if again is None:
+            checkpoint.load({"x": at.x * 0}, _folder("then"))
+        elif (pending := checkpoint.save({"x": at.x}, _folder("then"), async_op=again)) is not None:
+            pending.wait()
+        return at.x.sum().item()
+
+    return run
+
+
 def _loads(asked: Callable[[Scene], Any], **options: Any) -> Deed:
     def run(at: Scene) -> Any:
-        checkpoint.save({"x": at.x * 2, "y": at.x * 3, "step": 4}, _folder("loads"))
+        checkpoint.save({"x": at.x * 2, "y": at.x * 3}, _folder("loads"))
         state = asked(at)
         checkpoint.load(state, _folder("loads"), **options)
         return at.x.sum().item()
@@ -175,7 +200,8 @@ def _state_dict(full: bool = True, offload: bool = True, give: Callable[[Scene],
         model = fully_shard(_Blocks(), mesh=at.mesh)
         if give(at):
             found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=full, cpu_offload=offload))
-            set_model_state_dict(model, found, options=StateDictOptions(full_state_dict=full)) if found else None
+            if not full:
+                set_model_state_dict(model, found)
         return at.x.sum().item()
 
     return run
@@ -315,14 +341,17 @@ def _inference(mode: Any) -> Deed:
 def _eval(trains: bool) -> Deed:
     def run(at: Scene) -> Any:
         torch.manual_seed(0)
-        model = parallelize_module(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH)), at.mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        model = parallelize_module(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH)),
+            at.mesh,
+            {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()},
+        )
         model.train(trains)
-        return float(model(torch.ones(2, WIDTH)).sum())
+        return float(model(torch.ones(2, WIDTH)).detach().sum())
 
     return run
 
 
-_REPLICA = dict(of=lambda: _Blocks(recompute=False))
 _PAIRS: dict[str, tuple[Deed, Deed]] = {
     # units of data parallelism
     "other units": (_fsdp(), _fsdp(wrapped=(0, 1))),
@@ -341,14 +370,17 @@ _PAIRS: dict[str, tuple[Deed, Deed]] = {
     ),
     "unsharded": (_fsdp(), _fsdp(_second(lambda at, model: model.layers[1].unshard()))),
     "unsharded and left": (_fsdp(), _fsdp(_second(lambda at, model: model.layers[1].unshard(async_op=True)))),
-    "not resharded after backward": (_fsdp(), _fsdp(_second(lambda at, model: model.set_reshard_after_backward(False)))),
-    "a last backward pass that is not": (_fsdp(), _fsdp(_second(lambda at, model: model.set_is_last_backward(False)))),
-    "another divisor of gradients": (_fsdp(), _fsdp(_second(lambda at, model: model.set_gradient_divide_factor(7.0)))),
-    "recomputed": (_fsdp(), _fsdp(of=partial(_Blocks, recompute=False))),
-    "recomputed by reentry": (_fsdp(), _fsdp(of=partial(_Blocks, recompute=True))),
+    "another divisor of gradients": (_fsdp(), _fsdp(_second(lambda at, model: model.layers[1].set_gradient_divide_factor(7.0)))),
+    "other divisors of gradients": (
+        _fsdp(_second(lambda at, model: model.layers[1].set_gradient_divide_factor(5.0))),
+        _fsdp(_second(lambda at, model: model.layers[1].set_gradient_divide_factor(7.0))),
+    ),
     "layers in another order": (_fsdp(), _fsdp(of=partial(_Blocks, order=-1))),
     "tied on one": (_fsdp(wrapped=()), _fsdp(wrapped=(), of=partial(_Blocks, tied=True))),
-    "another type of model": (_fsdp(), _fsdp(of=lambda: _Blocks().double())),
+    "another type of model": (
+        _fsdp(),
+        _fsdp(of=lambda: _Blocks().bfloat16(), policy=MixedPrecisionPolicy(param_dtype=torch.float32)),
+    ),
     "a layer that needs no gradient": (_fsdp(), _fsdp(lambda at, model, number: model.layers[1].requires_grad_(False))),
     # plans of tensor parallelism
     "another plan": (
@@ -364,12 +396,11 @@ _PAIRS: dict[str, tuple[Deed, Deed]] = {
         _parallel({"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel(output_layouts=Shard(1))}),
     ),
     "no plan": (_parallel({"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()}), _parallel({})),
-    "loss parallel": (_scores(True), _scores(False)),
     # attention
     "causal": (_attention(), _attention(True)),
     "another kernel": (_attention(True), _attention(True, SDPBackend.MATH)),
     "causal context": (_context(), _context(True)),
-    "another dim of a context": (_context(), _context(cut=1)),
+    "another scale of a context": (_context(scale=0.5), _context(scale=0.7)),
     "no context": (_context(), DEEDS["item"]),
     # states
     "a key more is saved": (_saves(lambda at: {"x": at.x}), _saves(lambda at: {"x": at.x, "y": at.x})),
@@ -377,10 +408,23 @@ _PAIRS: dict[str, tuple[Deed, Deed]] = {
     "another number is saved": (_saves(lambda at: {"x": at.x, "step": 1}), _saves(lambda at: {"x": at.x, "step": 2})),
     "keys in another order": (_saves(lambda at: {"x": at.x, "y": at.x.sum(0)}), _saves(lambda at: {"y": at.x.sum(0), "x": at.x})),
     "another folder": (_saves(lambda at: {"x": at.x}), _saves(lambda at: {"x": at.x}, lambda at: "elsewhere")),
+    "saves in the background alone": (_saves_then(False), _saves_then(True)),
+    "waits for a save in the background": (_saves_then(True), _saves_then(False)),
+    "saves, others load": (_saves_then(None), _saves_then(False)),
+    "another folder that is there": (
+        _saves(lambda at: {"x": at.x}, there=("saves", "elsewhere")),
+        _saves(lambda at: {"x": at.x}, lambda at: "elsewhere", there=("saves", "elsewhere")),
+    ),
     "in the background": (_saves(lambda at: {"x": at.x}), _saves(lambda at: {"x": at.x}, async_op=True)),
-    "a key more is loaded": (_loads(lambda at: {"x": at.x * 0}), _loads(lambda at: {"x": at.x * 0, "y": at.x * 0})),
-    "loaded leniently": (_loads(lambda at: {"x": at.x * 0}, strict=False), _loads(lambda at: {"x": at.x * 0, "z": at.x * 0}, strict=False)),
-    "loaded in another dtype": (_loads(lambda at: {"x": at.x * 0, "y": at.x}, convert=True), _loads(lambda at: {"x": at.x.double(), "y": at.x}, convert=True)),
+    "a key more is loaded": (_loads(lambda at: {"x": at.x * 0}, strict=False), _loads(lambda at: {"x": at.x * 0, "y": at.x * 0})),
+    "loaded leniently": (
+        _loads(lambda at: {"x": at.x * 0}, strict=False),
+        _loads(lambda at: {"x": at.x * 0, "z": at.x * 0}, strict=False),
+    ),
+    "loaded in another dtype": (
+        _loads(lambda at: {"x": at.x * 0, "y": at.x}, convert=True),
+        _loads(lambda at: {"x": at.x.double(), "y": at.x}, convert=True),
+    ),
     "loaded in another layout": (
         _loads(lambda at: {"x": at.x * 0}, strict=False),
         _loads(lambda at: {"x": at.x.redistribute(placements=[Shard(1)])}, strict=False),
@@ -422,7 +466,7 @@ _PAIRS: dict[str, tuple[Deed, Deed]] = {
     "asks for an array": (_nothing, lambda at: at.x.full_tensor().numpy().sum().tolist()),
     "asks for unique numbers": (_nothing, lambda at: torch.unique(at.x).shape[0]),
 }
-DIFFERENT = {f"oblique/{name}": Program(usual, other, k % 3) for k, (name, (usual, other)) in enumerate(_PAIRS.items())}
+DIFFERENT = {f"around/{name}": Program(usual, other, k % 3) for k, (name, (usual, other)) in enumerate(_PAIRS.items())}
 
 
 # --- raises -----------------------------------------------------------------------------------------------------------------
@@ -439,7 +483,7 @@ def _counted(act: Callable[[], Any], nth: int) -> Callable[[], Any]:
 
 
 def _hooked(register: Callable[[Any, Callable[..., Any]], Any], act: Callable[..., Any]) -> Deed:
-    return _fsdp(lambda at, model, number: register(model, lambda *_: act(at)) if number else None)
+    return _fsdp(lambda at, model, number: register(model, lambda *_: act(at)) if number == 1 else None)
 
 
 def _optimized(register: str, act: Callable[..., Any]) -> Deed:
@@ -544,9 +588,9 @@ _RAISING: dict[str, Callable[[Callable[..., Any]], Deed]] = {
         lambda model, run: model.layers[1].register_full_backward_hook(lambda *_: run()), act
     ),
     "when recomputed": lambda act: lambda at: _fsdp(of=lambda: _Blocks(recompute=False, act=_counted(lambda: act(at), 5)))(at),
-    "when recomputed by reentry": lambda act: lambda at: _fsdp(
-        of=lambda: _Blocks(recompute=True, act=_counted(lambda: act(at), 5))
-    )(at),
+    "when recomputed by reentry": lambda act: (
+        lambda at: _fsdp(of=lambda: _Blocks(recompute=True, act=_counted(lambda: act(at), 5)))(at)
+    ),
     "in a hook before a step": lambda act: _optimized("register_step_pre_hook", act),
     "in a hook after a step": lambda act: _optimized("register_step_post_hook", act),
     "after a gradient": _replicas,
@@ -559,13 +603,13 @@ _RAISING: dict[str, Callable[[Callable[..., Any]], Deed]] = {
     "between compiled steps": _compiled_model,
 }
 RAISING: dict[str, Program] = {
-    f"oblique/raises {name}": Program(of(_nothing), of(_raise), k % 3) for k, (name, of) in enumerate(_RAISING.items())
+    f"around/raises {name}": Program(of(_nothing), of(_raise), k % 3) for k, (name, of) in enumerate(_RAISING.items())
 }
 RAISING |= {
-    "oblique/is interrupted in a captured step": Program(
+    "around/is interrupted in a captured step": Program(
         _captured(_at(3, _nothing)), _captured(_at(3, lambda at: os.kill(os.getpid(), signal.SIGINT))), 1
     ),
-    "oblique/is interrupted while it saves": Program(
+    "around/is interrupted while it saves": Program(
         _states(_nothing), _states(lambda at: os.kill(os.getpid(), signal.SIGINT)), 2
     ),
 }
@@ -577,9 +621,16 @@ _ENDS: dict[str, Callable[..., Any]] = {
     "exits": lambda at, *_: os._exit(3),
 }
 DEADLY: dict[str, Program] = {
-    f"oblique/{end} {place}": Program(_RAISING[place](_nothing), _RAISING[place](deed), (k + n) % 3)
+    f"around/{end} {place}": Program(_RAISING[place](_nothing), _RAISING[place](deed), (k + n) % 3)
     for k, place in enumerate(
-        ("in a backward hook of a unit", "when recomputed by reentry", "in a state dict", "while a state dict is loaded", "between replays", "in a thread")
+        (
+            "in a backward hook of a unit",
+            "when recomputed by reentry",
+            "in a state dict",
+            "while a state dict is loaded",
+            "between replays",
+            "in a thread",
+        )
     )
     for n, (end, deed) in enumerate(_ENDS.items())
 }
@@ -666,6 +717,13 @@ def _beside_pending(at: Scene) -> Any:
     return found + 0 * float(pending.to_local().sum())
 
 
+def _looser(at: Scene, change: Callable[[Scene, Any], Any]) -> Any:
+    """One rank keeps more than the others, which changes neither what is sent nor a number."""
+    found = _fsdp(_second(change) if at.rank == 1 else _nothing)(at)
+    assert found == _fsdp()(at)
+    return at.x.sum().item()
+
+
 HEALTHY: dict[str, Program] = {
     f"healthy/{name}": Program(deed, deed, 0)
     for name, deed in {
@@ -679,7 +737,10 @@ HEALTHY: dict[str, Program] = {
         "fsdp of other rows": _fsdp(rows=lambda at: 2 + at.rank),
         "recomputed": _fsdp(of=partial(_Blocks, recompute=False)),
         "recomputed by reentry": _fsdp(of=partial(_Blocks, recompute=True)),
+        "not resharded by one": lambda at: _looser(at, lambda at, model: model.set_reshard_after_backward(False)),
+        "no last pass of one": lambda at: _looser(at, lambda at, model: model.set_is_last_backward(False)),
         "trained by replays": _training(True),
+        "parallel losses": lambda at: _scores(at.rank == 1)(at) * 0 + at.x.sum().item(),
         "saved in the background": _saves(lambda at: {"x": at.x}, async_op=True),
     }.items()
 }
