@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import around
 import everyday
 import hostile
 import loops
-import around
 import table
 import training
 
