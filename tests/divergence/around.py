@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from table import Program, R, Scene, Shard, dt
 from torch import nn
 from units import WIDTH, Blocks, nothing
@@ -163,6 +164,47 @@ def _eval(trains: bool) -> Deed:
     return run
 
 
+def _registered(dim: int) -> Deed:
+    """A rule that a program gives, by which the operation communicates."""
+
+    def run(at: Scene) -> Any:
+        dt.register_sharding(torch.ops.aten.hardswish.default)(lambda x: [(Shard(dim), Shard(dim))])
+        try:
+            return F.hardswish(at.x / 64).redistribute(placements=[R]).to_local().sum().item()
+        finally:
+            dt.unregister_sharding(torch.ops.aten.hardswish.default)
+
+    return run
+
+
+def _drawn(mode: str) -> Deed:
+    def run(at: Scene) -> Any:
+        torch.manual_seed(0)
+        with dt.random_mode(mode):
+            return (F.dropout(at.x, 0.5) * 0).sum().item()
+
+    return run
+
+
+def _world_of(fewer: int) -> Deed:
+    """Some ranks are counted."""
+
+    def run(at: Scene) -> Any:
+        mesh = dt.init_device_mesh("cpu", (dist.get_world_size() - fewer,))
+        return dt.ones(6, device_mesh=mesh, placements=[Shard(0)]).redistribute(placements=[R]).to_local().sum().item()
+
+    return run
+
+
+def _norm(kind: float) -> Deed:
+    def run(at: Scene) -> Any:
+        w = nn.Parameter(at.x.detach())
+        (w * at.x).sum().backward()
+        return torch.nn.utils.get_total_norm([w.grad], kind).full_tensor()
+
+    return run
+
+
 _PAIRS: dict[str, tuple[Deed, Deed]] = {
     "another layout is captured": (captured(), captured(when(3, lambda at: at.x.redistribute(placements=[Shard(1)])))),
     "another size is captured": (captured(), captured(when(3, lambda at: at.of(torch.ones(12, 8), Shard(0))))),
@@ -173,6 +215,10 @@ _PAIRS: dict[str, tuple[Deed, Deed]] = {
         lambda at: DTensor.from_local(torch.ones(3, 2), at.mesh, [Partial()]).full_tensor(),
         lambda at: DTensor.from_local(torch.ones(3, 2), at.mesh, [Partial("max")]).full_tensor(),
     ),
+    "a rule of its own": (_registered(0), _registered(1)),
+    "another way to draw": (_drawn("exact"), _drawn("counter")),
+    "a smaller world": (_world_of(0), _world_of(1)),
+    "another norm": (_norm(2.0), _norm(1.0)),
     "another branch": (_branching(0.1), _branching(9.0)),
     "another mask": (_masked(30.0), _masked(90.0)),
     "threads in another order": (_in_threads(1), _in_threads(-1)),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import ctypes
 import os
+import pickle
 import signal
 import threading
 import time
@@ -167,6 +170,8 @@ _ENDS: dict[str, Callable[..., Any]] = {
     "killed": lambda at, *_: os.kill(os.getpid(), signal.SIGKILL),
     "stopped": lambda at, *_: os.kill(os.getpid(), signal.SIGSTOP),
     "exits": lambda at, *_: os._exit(3),
+    "terminated": lambda at, *_: os.kill(os.getpid(), signal.SIGTERM),
+    "crashes": lambda at, *_: ctypes.string_at(0),
 }
 DEADLY: dict[str, Program] = {
     f"ends/{end} {place}": Program(_RAISING[place](nothing), _RAISING[place](deed), (k + n) % 3)
@@ -187,8 +192,6 @@ DEADLY: dict[str, Program] = {
 # --- what ranks may do ------------------------------------------------------------------------------------------------------
 def _profiled(at: Scene) -> Any:
     """Looks on, on one rank."""
-
-
     with CommDebugMode() if at.rank == 1 else nullcontext(), profile() if at.rank == 2 else nullcontext():
         return at.x.softmax(0).sum().item()
 
@@ -196,9 +199,6 @@ def _profiled(at: Scene) -> Any:
 def _printed(at: Scene) -> Any:
     """A tensor is shown on one rank, copied and pickled."""
     if at.rank == 1:
-        import copy
-        import pickle
-
         repr(at.x), str(at.x), copy.deepcopy(at.x), pickle.dumps(at.x.to_local())
     return at.x.sum().item()
 

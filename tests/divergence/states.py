@@ -73,6 +73,31 @@ def _state_dict(full: bool = True, offload: bool = True, give: Callable[[Scene],
     return run
 
 
+def _exported(name: str | None) -> Deed:
+    def run(at: Scene) -> Any:
+        if name is not None:
+            checkpoint.save_safetensors({name: at.x}, folder("exported"))
+        return at.x.sum().item()
+
+    return run
+
+
+def _run(steps: int, resumes: bool = True, every: int = 2) -> Deed:
+    """Checkpoints of a run, from which it is resumed."""
+
+    def run(at: Scene) -> Any:
+        state = {"x": at.x}
+        with checkpoint.Manager(folder("run"), every=every) as manager:
+            for step in range(steps):
+                manager.save(step + 1, state)
+            manager.wait()
+            if resumes:
+                manager.resume(state)
+        return at.x.sum().item()
+
+    return run
+
+
 _PAIRS: dict[str, tuple[Deed, Deed]] = {
     "a key more is saved": (saves(lambda at: {"x": at.x}), saves(lambda at: {"x": at.x, "y": at.x})),
     "another key is saved": (saves(lambda at: {"x": at.x}), saves(lambda at: {"y": at.x})),
@@ -87,6 +112,11 @@ _PAIRS: dict[str, tuple[Deed, Deed]] = {
         saves(lambda at: {"x": at.x}, lambda at: "elsewhere", there=("saves", "elsewhere")),
     ),
     "in the background": (saves(lambda at: {"x": at.x}), saves(lambda at: {"x": at.x}, async_op=True)),
+    "exported by all but one": (_exported("x"), _exported(None)),
+    "exported under another name": (_exported("x"), _exported("y")),
+    "resumed by all but one": (_run(4), _run(4, resumes=False)),
+    "a run of another length": (_run(4), _run(2)),
+    "saved more often": (_run(4), _run(4, every=1)),
     "a key more is loaded": (_loads(lambda at: {"x": at.x * 0}, strict=False), _loads(lambda at: {"x": at.x * 0, "y": at.x * 0})),
     "loaded leniently": (
         _loads(lambda at: {"x": at.x * 0}, strict=False),

@@ -10,20 +10,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from table import DEEDS, Program, R, Scene, Shard
+from table import DEEDS, Program, R, Scene, Shard, dt
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from dtensor.parallel import (
     ColwiseParallel,
+    CPUOffloadPolicy,
     MixedPrecisionPolicy,
     RowwiseParallel,
     SequenceParallel,
+    ZeroRedundancyOptimizer,
     context_parallel,
     fully_shard,
     loss_parallel,
     parallelize_module,
+    replicate,
 )
 
 Deed = Callable[[Scene], Any]
@@ -84,6 +87,61 @@ def fsdp(
     return run
 
 
+def _with(
+    options: Callable[[Scene, Any], dict[str, Any]], mesh: Callable[[Scene], Any] = lambda at: at.mesh, of: Any = None
+) -> Deed:
+    """Two steps of a model that is one unit, with other options."""
+
+    def run(at: Scene) -> Any:
+        model = Blocks()
+        fully_shard(model, mesh=mesh(at), **options(at, model))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1) if of is None else of(model)
+        for _ in range(2):
+            model(torch.ones(2, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [float(parameter.detach().sum()) for parameter in model.parameters()]
+
+    return run
+
+
+def _hybrid(change: Callable[[Scene, Any, int], Any] = nothing) -> Deed:
+    """Replicas of cut models where the ranks are four, else one cut model."""
+
+    def run(at: Scene) -> Any:
+        size = dist.get_world_size()
+        mesh = at.mesh if size % 2 else dt.init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("r", "s"))
+        model = fully_shard(Blocks(), mesh=mesh)
+        for number in range(3):
+            change(at, model, number)
+            model(torch.ones(2, WIDTH)).square().mean().backward()
+        return [float(parameter.grad.detach().sum()) for parameter in model.parameters()]
+
+    return run
+
+
+def _zero(of: Any = torch.optim.AdamW, **options: Any) -> Deed:
+    def run(at: Scene) -> Any:
+        model = replicate(Blocks(), at.mesh)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), of, lr=0.1, **options)
+        for _ in range(2):
+            model(torch.ones(2, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [float(parameter.detach().sum()) for parameter in model.parameters()]
+
+    return run
+
+
+def _backward(how: Callable[[Any, Any], Any]) -> Deed:
+    def run(at: Scene) -> Any:
+        model = fully_shard(Blocks(), mesh=at.mesh)
+        how(model(torch.ones(2, WIDTH)).square().mean(), list(model.parameters()))
+        return float(at.x.sum())
+
+    return run
+
+
 def second(act: Callable[[Scene, Any], Any]) -> Callable[[Scene, Any, int], Any]:
     return lambda at, model, number: act(at, model) if number == 1 else None
 
@@ -136,6 +194,10 @@ def _context(causal: bool = False, scale: float | None = None) -> Deed:
     return run
 
 
+def _plainly(at: Scene, model: Any) -> dict[str, Any]:
+    return {}
+
+
 _PAIRS: dict[str, tuple[Deed, Deed]] = {
     "other units": (fsdp(), fsdp(wrapped=(0, 1))),
     "no units inside": (fsdp(), fsdp(wrapped=())),
@@ -157,6 +219,39 @@ _PAIRS: dict[str, tuple[Deed, Deed]] = {
     "other divisors of gradients": (
         fsdp(second(lambda at, model: model.layers[1].set_gradient_divide_factor(5.0))),
         fsdp(second(lambda at, model: model.layers[1].set_gradient_divide_factor(7.0))),
+    ),
+    "a parameter that is ignored": (_with(_plainly), _with(lambda at, model: {"ignored_params": {model.layers[1].bias}})),
+    "cut by columns": (_with(_plainly), _with(lambda at, model: {"shard_placement_fn": lambda p: Shard(p.ndim - 1)})),
+    "offloaded": (_with(_plainly), _with(lambda at, model: {"offload_policy": CPUOffloadPolicy(pin_memory=False)})),
+    "outputs in another precision": (
+        _with(_plainly),
+        _with(lambda at, model: {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)}),
+    ),
+    "a fused optimizer": (
+        _with(_plainly, of=lambda model: torch.optim.AdamW(model.parameters())),
+        _with(_plainly, of=lambda model: torch.optim.AdamW(model.parameters(), fused=True)),
+    ),
+    "an optimizer of fewer parameters": (
+        _with(_plainly),
+        _with(_plainly, of=lambda model: torch.optim.SGD(list(model.parameters())[1:], 0.1)),
+    ),
+    "replicas that wait": (_hybrid(), _hybrid(lambda at, model, number: model.set_requires_gradient_sync(number != 1))),
+    "replicas that are not summed": (
+        _hybrid(),
+        _hybrid(
+            lambda at, model, number: model.set_requires_all_reduce(number != 1) or model.set_requires_gradient_sync(number != 0)
+        ),
+    ),
+    "state of an optimizer in parts": (_zero(), _zero(torch.optim.SGD)),
+    "another decay of it": (_zero(weight_decay=0.1), _zero(weight_decay=0.2)),
+    "gradients of some": (
+        _backward(lambda loss, parameters: torch.autograd.grad(loss, parameters)),
+        _backward(lambda loss, parameters: torch.autograd.grad(loss, parameters[:2])),
+    ),
+    "no backward": (_backward(lambda loss, _: loss.backward()), _backward(lambda loss, _: loss)),
+    "backward twice": (
+        _backward(lambda loss, _: loss.backward()),
+        _backward(lambda loss, _: (loss.backward(retain_graph=True), loss.backward())),
     ),
     "layers in another order": (fsdp(), fsdp(of=partial(Blocks, order=-1))),
     "tied on one": (fsdp(wrapped=()), fsdp(wrapped=(), of=partial(Blocks, tied=True))),
