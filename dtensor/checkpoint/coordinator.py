@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, RankLostError
 from ..mesh.groups import made_of
 from ..watch.board import error_of
 from ..watch.verdict import Verdict, named
@@ -37,10 +37,15 @@ class Ranks:
         self.size: int = 1 if self.alone else dist.get_world_size(self.group)
         self.world_ranks: list[int] = [0] if self.alone else dist.get_process_group_ranks(self.group)
         if not self.alone:
-            config = str(dist.get_backend_config(self.group))
-            agree(self.world_ranks, f"{what}{' in the background' if apart else ''}", config)
-            if apart or "gloo" not in config:
+            self._begin(what, apart)
+
+    def _begin(self, what: str, apart: bool) -> None:
+        try:
+            agree(self.world_ranks, f"{what}{' in the background' if apart else ''}")
+            if apart or "gloo" not in str(dist.get_backend_config(self.group)):
                 self.group = _gloo_group(self.group, apart)
+        except RankLostError as error:
+            raise CheckpointError(f"{what}: a rank was lost: {error}; nothing was changed") from error
 
     @property
     def coordinates(self) -> bool:

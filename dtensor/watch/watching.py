@@ -183,14 +183,17 @@ def _tell_level() -> None:
 Level.changed.append(_tell_level)
 
 
-def agree(ranks: Iterable[int], what: str, backend: str) -> None:
-    """These processes, this one among them, begin something together that is no collective: who does something else is named by
-    whoever comes later. Other threads than the main one begin things in no order, and compare nothing.
+def agree(ranks: Iterable[int], what: str) -> None:
+    """These processes, this one among them, begin something together that is no collective: if they have communicated before,
+    who does something else is named by whoever comes later. Nobody waits. Other threads than the main one begin things in no
+    order, and compare nothing.
     """
-    if Level.now in ("watch", "strict") and threading.current_thread() is threading.main_thread():
-        chain = chain_among(ranks, None, backend)
-        if chain is not None:
-            _agree(chain, what)
+    watcher = _Watched.watcher
+    if watcher is None or Level.now not in ("watch", "strict") or threading.current_thread() is not threading.main_thread():
+        return
+    chain = watcher.chains.get(tuple(sorted(ranks)))
+    if chain is not None and watcher.board.present:
+        _agree(chain, what)
 
 
 def _agree(chain: Chain, what: str) -> None:
