@@ -104,11 +104,11 @@ def holders(mesh: DeviceMesh, dims: tuple[int, ...] | None = None) -> frozenset[
     return frozenset(mesh.ranks[member] for member in mesh.members_of(along, mesh.current_member() or 0))
 
 
-def draws(mesh: DeviceMesh, generator: torch.Generator) -> None:
-    """The state from which all ranks draw is a part of what they compare."""
+def draws(mesh: DeviceMesh, generator: torch.Generator, how: str) -> None:
+    """The state from which all ranks draw, and how, is a part of what they compare."""
     if _compares(mesh):
-        state = zlib.crc32(state_now(generator).numpy().data)
-        _compared(mesh, state, f"a draw from the generator in state {state:x}")
+        state = zlib.crc32(how.encode(), zlib.crc32(state_now(generator).numpy().data))
+        _compared(mesh, state, f"{how} from the generator in state {state:x}")
 
 
 def says(mesh: DeviceMesh, words: str) -> None:

@@ -24,8 +24,8 @@ def saves(
     state: Callable[[Scene], Any], name: Callable[[Scene], str] = lambda at: "saves", there: tuple[str, ...] = (), **options: Any
 ) -> Deed:
     def run(at: Scene) -> Any:
-        for folder in there:
-            os.makedirs(folder(folder), exist_ok=True)
+        for place in there:
+            os.makedirs(folder(place), exist_ok=True)
         pending = checkpoint.save(state(at), folder(name(at)), **options)
         if pending is not None:
             pending.wait()
