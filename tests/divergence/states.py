@@ -106,7 +106,7 @@ _PAIRS: dict[str, tuple[Deed, Deed]] = {
     "another folder": (saves(lambda at: {"x": at.x}), saves(lambda at: {"x": at.x}, lambda at: "elsewhere")),
     "saves in the background alone": (_saves_then(False), _saves_then(True)),
     "waits for a save in the background": (_saves_then(True), _saves_then(False)),
-    "saves, others load": (_saves_then(None), _saves_then(False)),
+    "saves where others load": (_saves_then(None), _saves_then(False)),
     "another folder that is there": (
         saves(lambda at: {"x": at.x}, there=("saves", "elsewhere")),
         saves(lambda at: {"x": at.x}, lambda at: "elsewhere", there=("saves", "elsewhere")),
