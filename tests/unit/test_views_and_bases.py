@@ -540,3 +540,11 @@ def test_a_view_that_is_moved_after_its_base_was_written_to() -> None:
         made = view.full_tensor() if isinstance(view, dt.DTensor) else view
         expected = x.clone().fill_diagonal_(7, True).flatten() - 2
         torch.testing.assert_close(made.detach(), expected)
+
+
+def test_a_reshape_that_autograd_takes_for_memory_of_its_own_is_written_through() -> None:
+    x = dt.distribute_tensor(X, dt.init_device_mesh("cpu", (5,)), [Shard(1)])
+    made = torch.kron(x.reshape(-1)[:3], x)
+    expected = made.full_tensor()  # which reads it
+    made.mT.mul_(2)
+    torch.testing.assert_close(made.full_tensor(), expected * 2)

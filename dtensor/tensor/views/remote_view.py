@@ -224,9 +224,13 @@ def remote(operator: Operator, plan: Plan) -> Runner:
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         if between is not None and type(args[0]) is DTensor:
-            return _in_two_steps(args[0], operator, between, args[1])
-        given = (args[0], *settled(args[1:]))  # a compiled program that is given the view makes it again
-        return views_of(Origin(args[0], operator, given, settled(kwargs) if kwargs else kwargs, plan))
+            made = _in_two_steps(args[0], operator, between, args[1])
+        else:
+            given = (args[0], *settled(args[1:]))  # a compiled program that is given the view makes it again
+            made = views_of(Origin(args[0], operator, given, settled(kwargs) if kwargs else kwargs, plan))
+        if operator.func is _UNSAFE_VIEW:  # the same memory, which autograd counts apart
+            counted_together(made, args[0])
+        return made
 
     return sharing(run) if operator.func in _UNTOLD else run
 
@@ -288,7 +292,8 @@ def _restriding(operator: Operator, plan: Plan) -> Runner:
 
 
 _AS_STRIDED = torch.ops.aten.as_strided.default
-_RESHAPED = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+_RESHAPED = {torch.ops.aten.view.default, _UNSAFE_VIEW}
 _UNTOLD = {torch.ops.aten.detach.default, torch.ops.aten.view.dtype}  # of what they give autograd does not say that it is a view
 
 install_views(viewing)
