@@ -193,9 +193,7 @@ def viewing(plan: Plan, operator: Operator, found: Layout | Runner) -> Layout | 
         return _seen_anew(operator.out_of_place)
 
     deferred = remote(operator, plan)
-    if operator.func is _AS_STRIDED:
-        return deferred
-    if not is_local(plan) or (plan.rule is not None and plan.rule.run is not None) or changes(plan):
+    if operator.func is _AS_STRIDED or not is_local(plan) or changes(plan) or (plan.rule is not None and plan.rule.run):
         return deferred
     if operator.func in _UNTOLD:
         found = sharing(found)
@@ -224,13 +222,9 @@ def remote(operator: Operator, plan: Plan) -> Runner:
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         if between is not None and type(args[0]) is DTensor:
-            made = _in_two_steps(args[0], operator, between, args[1])
-        else:
-            given = (args[0], *settled(args[1:]))  # a compiled program that is given the view makes it again
-            made = views_of(Origin(args[0], operator, given, settled(kwargs) if kwargs else kwargs, plan))
-        if operator.func is _UNSAFE_VIEW:  # the same memory, which autograd counts apart
-            counted_together(made, args[0])
-        return made
+            return _in_two_steps(args[0], operator, between, args[1])
+        given = (args[0], *settled(args[1:]))  # a compiled program that is given the view makes it again
+        return views_of(Origin(args[0], operator, given, settled(kwargs) if kwargs else kwargs, plan))
 
     return sharing(run) if operator.func in _UNTOLD else run
 
@@ -239,8 +233,7 @@ def _in_two_steps(x: DTensor, operator: Operator, between: tuple[int, ...], shap
     """What blocks show of the view is seen at once, so that only a dim folded of others is left to be read: see ``folded``."""
     stack = dispatch(DTensor, operator.func, (), (x, between))
     stack.__dict__["_counted"] = x
-    args = stack, shape
-    return views_of(Origin(stack, operator, args, {}, plan_of(operator, args, {})))
+    return views_of(Origin(stack, operator, (stack, shape), {}, plan_of(operator, (stack, shape), {})))
 
 
 def _in_numbers(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> Any:
@@ -317,7 +310,10 @@ def twin(view: RemoteView) -> RemoteView:
 def views_of(origin: Origin) -> Any:
     layouts = origin.plan.results[0]
     if isinstance(layouts, Layout):
-        return _view(origin, layouts, 0)
+        made = _view(origin, layouts, 0)
+        if origin.operator.func is _UNSAFE_VIEW and (counted := counting(origin.viewed)) is not None:
+            counted_together(made, counted)  # the same memory, which autograd counts apart
+        return made
     return [_view(origin, layout, place) for place, layout in enumerate(layouts)]
 
 
