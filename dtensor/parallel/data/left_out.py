@@ -87,7 +87,7 @@ def _told(m: Managed, mesh: DeviceMesh, between: Sequence[int]) -> str:
     over = ", ".join(repr(names[i]) if names else str(i) for i in between)
     return (
         f"the gradient of {name!r} of {type(module).__name__} is not the same on all ranks of mesh dim {over}: the plan of "
-        "parallelize_module leaves it out, so each rank has all of it, but what it is used with is cut there (heads, a sequence), "
+        "parallelize_module leaves it out, so each rank has all of it, but what it is used with is cut there (heads, a sequence) "
         "and its copies would part; or these ranks were given different inputs. Name the module that has it in the plan: "
         'SequenceParallel() for a norm of a cut sequence, "replicated_with_grad_allreduce" where each rank has some of the heads'
     )
