@@ -26,6 +26,7 @@ from ...errors import DTensorError
 from ...tensor.dtensor import wrap
 from .comm_hook import Reducer
 from .gradient_node import Column
+from .left_out import check_left_out
 from .memory import Spare
 from .offload import Host
 from .param_group import Group
@@ -227,6 +228,7 @@ def _filled(bucket: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor:
 
 def reductions(group: Group, gradients: dict[int, Column], average: bool, spare: Spare) -> list[Reduction]:
     """The reductions of a group's gradients, issued: one for each dtype."""
+    check_left_out(group, gradients)
     by_dtype: dict[torch.dtype, dict[int, Column]] = {}
     for i, column in gradients.items():
         own, wanted = group.dtypes[i], group.policy.reduce_dtype
