@@ -19,6 +19,7 @@ from ..errors import LayoutError, MeshError
 from ..mesh.groups import handle_of
 from ..placement import Monoid
 from . import events
+from .answers import Answer, Asked
 from .binding import Binding, Dims, Local, Run
 from .fold import Op, check_reduction, dense, fold
 from .pending import Pending
@@ -203,7 +204,7 @@ class Communicator(Binding):
         dims, size = tuple(mesh_dims), self.group_size(mesh_dims)
         if not self.held or size == 1:
             return [value] * size
-        self.reported("all_gather_object", dims, 0)
+        self.reported("all_gather_object", dims)
         return self._all_gather_object(value, dims)
 
     def all_gather_numbers(self, row: Sequence[int], mesh_dims: Sequence[int]) -> list[list[int]]:
@@ -217,7 +218,7 @@ class Communicator(Binding):
         row = torch.frombuffer(numbers, dtype=torch.int64)
         if not self.talks or size == 1:
             return row.expand(size, -1)
-        self.reported("all_gather_object", dims, 0)
+        self.reported("all_gather_object", dims)
         length = len(numbers)
         run = self._known(("numbers", dims, length), lambda: self._bind_rows(dims, length))
         rows: torch.Tensor = run(row.to(self.mesh.device_type)).wait().view(size, -1)
@@ -229,10 +230,20 @@ class Communicator(Binding):
         route_of = lambda member: gathered(lengths, group.index(member))  # noqa: E731
         return self._transfer(dims, Transfer(route_of, torch.int64, "all_gather", said=said, blocking=True))
 
-    def reported(self, kind: str, mesh_dims: Sequence[int], nbytes: int) -> None:
+    def answered(self, row: array[int], nbytes: int, answer: Answer) -> torch.Tensor:
+        """What the mesh's first rank answers this one, ``nbytes`` bytes; all tell it a ``row`` of one length."""
+        self.reported("all_gather_object", range(self.mesh.ndim))
+        told = torch.frombuffer(row, dtype=torch.int64).to(self.mesh.device_type)
+        answered: torch.Tensor = self._known("answered", self._bind_answers)(Asked(told, nbytes, answer)).wait()
+        return answered.cpu()
+
+    def _bind_answers(self) -> Callable[[Asked], Pending[torch.Tensor]]:
+        raise NotImplementedError
+
+    def reported(self, kind: str, mesh_dims: Sequence[int], nbytes: Callable[[], int] = lambda: 0) -> None:
         """Tells those who listen of what is no collective of its own."""
         if events.listeners:
-            events.report(self._event(kind, tuple(mesh_dims), nbytes))
+            events.report(self._event(kind, tuple(mesh_dims), nbytes()))
 
     def process_group(self, mesh_dims: Sequence[int]) -> Any:
         """The ``torch.distributed`` group over ``mesh_dims``. MeshError: the ranks are no processes."""
