@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -19,88 +19,76 @@ from .rows import content
 
 T = TypeVar("T")
 
-_WORDS = 68  # of a row: of what is said a hash, the bytes expected, how many numbers there are, and these
-_HEAD = _WORDS * 8  # its bytes: what follows in memory may be of any dtype
-
-
-class Telling(NamedTuple):
-    """What a rank tells in :func:`alike`.
-
-    Attributes:
-        said: what all must say alike, as something to be printed.
-        source: the position in the mesh whose numbers and pieces all are to have;
-        numbers: these, up to 64 whole ones.
-        nbytes: of the piece that comes to this rank, 0 for none.
-        pieces: on the first rank of the mesh, where that is the source: the pieces for all, as rows of bytes.
-    """
-
-    said: Hashable
-    source: int
-    numbers: tuple[int, ...]
-    nbytes: int = 0
-    pieces: Sequence[torch.Tensor] = ()
+_MOST = 64  # whole numbers that a rank can tell besides
+_HEAD = (2 + _MOST) * 8  # bytes before the load
+_LOADS = 1 << 16  # bytes of the loads of all ranks, which every rank gets: as quick as none, measured on 4 ranks of gloo
 
 
 class Told(NamedTuple):
-    """The source's numbers, and the piece that it had for this rank, as a row of bytes."""
+    """What the ranks of a mesh told each other, by position in it.
 
-    numbers: tuple[int, ...]
-    piece: torch.Tensor
+    Attributes:
+        same: whether all said the same.
+        numbers: of each rank.
+        loads: of each rank a row of bytes, which begins with its load.
+    """
+
+    same: bool
+    numbers: list[tuple[int, ...]]
+    loads: torch.Tensor
+
+
+def room(mesh: DeviceMesh) -> int:
+    """Bytes of a load that fit in the one exchange of :func:`alike`."""
+    return _LOADS // mesh.size() // 16 * 16
 
 
 @aside
-def alike(mesh: DeviceMesh, what: str, make: Callable[[], T], tell: Callable[[T], Telling]) -> tuple[T, Told | None]:
-    """``make()``, which is alike on all ranks of the mesh, and what the source of ``tell(made)`` has for this one; None where
-    there is no other rank.
+def alike(
+    mesh: DeviceMesh, what: str, make: Callable[[], T], tell: Callable[[T], tuple[Hashable, tuple[int, ...], bytes]]
+) -> tuple[T, Told | None]:
+    """``make()``, and what each rank of the mesh tells besides; None where there is no other.
 
-    On process groups one round trip to the first rank, of one form whatever ranks make and tell (where they differ an exchange
-    of the words follows), nothing in one process.
+    ``tell(made)`` gives what must be alike, as something to be printed, and what need not: whole numbers, and a load of up to
+    :func:`room` bytes. One exchange on process groups, of one form whatever ranks make and tell (a second one, of the words,
+    where they differ), nothing in one process.
 
     Raises:
         LayoutError: on all ranks with the same words, if what they make differs. The error of ``make``, if all meet the same.
     """
-    comm = communicator_of(mesh)
-    if not comm.talks or mesh.size() == 1:
+    if not communicator_of(mesh).talks or mesh.size() == 1:
         return make(), None
     problem: Exception | None = None
+    said: Hashable
+    numbers, load = tuple[int, ...](), b""
     try:
         made = make()
-        mine = tell(made)
+        said, numbers, load = tell(made)
     except Exception as error:
-        problem, mine = error, Telling(f"{type(error).__name__}: {error}", 0, ())
-    row = _row(_digest(mine.said), mine.numbers, mine.nbytes)
-
-    def answer(rows: torch.Tensor) -> Sequence[torch.Tensor]:
-        heads, expected = rows.view(torch.uint8), rows[:, :2].tolist()
-        if any(digest != row[0] for digest, _ in expected):
-            return [heads.new_zeros(_HEAD + nbytes) for _, nbytes in expected]
-        head = heads[mine.source]
-        return [torch.cat([head, piece]) for piece in mine.pieces] or [head] * len(rows)
-
-    answered = comm.answered(row, _HEAD + mine.nbytes, answer)
-    digest, _, count, *numbers = answered[:_HEAD].view(torch.int64).tolist()
-    if digest != row[0]:
-        words_compared(mesh, what, str(mine.said), problem)
-        raise LayoutError(f"{what}: ranks differ in what reads alike, {mine.said}")
+        problem, said = error, f"{type(error).__name__}: {error}"
+    told = told_by_all(mesh, said, numbers, load, room(mesh))
+    if not told.same:
+        words_compared(mesh, what, str(said), problem)
     if problem is not None:
         raise problem
-    return made, Told(tuple(numbers[:count]), answered[_HEAD:])
+    return made, told
 
 
-def told_by_all(mesh: DeviceMesh, said: str, numbers: Sequence[int] = ()) -> tuple[bool, list[tuple[int, ...]]]:
-    """Whether all ranks say the same, and up to 64 numbers of each, by position in the mesh, in one exchange."""
-    rows = communicator_of(mesh).all_gather_numbers(_row(_digest(said), numbers), tuple(range(mesh.ndim)))
-    return len({row[0] for row in rows}) == 1, [tuple(row[3 : 3 + row[2]]) for row in rows]
-
-
-def _row(digest: int, numbers: Sequence[int], nbytes: int = 0) -> array[int]:
-    return array("q", (digest, nbytes, len(numbers), *numbers, *(0,) * (_WORDS - 3 - len(numbers))))
+def told_by_all(mesh: DeviceMesh, said: Hashable, numbers: Sequence[int] = (), load: bytes = b"", room: int = 0) -> Told:
+    """What each rank tells: whether all say the same, up to 64 ``numbers``, and up to ``room`` bytes, in one exchange."""
+    row = bytearray(_HEAD + room)
+    head = array("q", (_digest(said), len(numbers), *numbers)).tobytes()
+    row[: len(head)] = head
+    row[_HEAD : _HEAD + len(load)] = load
+    rows = communicator_of(mesh).all_gather_rows(row, tuple(range(mesh.ndim)))
+    heads = rows[:, : 2 + _MOST].tolist()
+    numbers_of = [tuple(head[2 : 2 + head[1]]) for head in heads]
+    return Told(len({head[0] for head in heads}) == 1, numbers_of, rows[:, 2 + _MOST :].view(torch.uint8))
 
 
 @remembered(1024)
 def _digest(said: Hashable) -> int:
-    """Of the words; not 0."""
-    return int.from_bytes(hashlib.blake2b(str(said).encode(), digest_size=8).digest(), "big", signed=True) or 1
+    return int.from_bytes(hashlib.blake2b(str(said).encode(), digest_size=8).digest(), "big", signed=True)
 
 
 def words_compared(mesh: DeviceMesh, what: str, said: str, problem: Exception | None = None) -> None:
@@ -130,8 +118,7 @@ def same_on_all(mesh: DeviceMesh, value: torch.Tensor, what: str) -> None:
     if not communicator_of(mesh).talks or has_no_values(value):
         return
     digest = hashlib.blake2b(content(value), digest_size=16).hexdigest()
-    same, _ = told_by_all(mesh, f"{tuple(value.shape)} {value.dtype} {digest}")
-    if not same:
+    if not told_by_all(mesh, f"{tuple(value.shape)} {value.dtype} {digest}").same:
         raise MixedTensorError(
             f"{what} mixes DTensors with a plain tensor of shape {tuple(value.shape)} that differs between ranks; "
             "distribute what it was made from with distribute_tensor(t, mesh, placements)"

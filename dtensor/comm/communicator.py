@@ -19,7 +19,6 @@ from ..errors import LayoutError, MeshError
 from ..mesh.groups import handle_of
 from ..placement import Monoid
 from . import events
-from .answers import Answer, Asked
 from .binding import Binding, Dims, Local, Run
 from .fold import Op, check_reduction, dense, fold
 from .pending import Pending
@@ -209,17 +208,17 @@ class Communicator(Binding):
 
     def all_gather_numbers(self, row: Sequence[int], mesh_dims: Sequence[int]) -> list[list[int]]:
         """The group's rows of whole numbers, of one length, by group position: in less time than :meth:`all_gather_object`."""
-        told: list[list[int]] = self.all_gather_rows(array("q", row), mesh_dims).tolist()
+        told: list[list[int]] = self.all_gather_rows(bytearray(array("q", row)), mesh_dims).tolist()
         return told
 
-    def all_gather_rows(self, numbers: array[int], mesh_dims: Sequence[int]) -> torch.Tensor:
-        """The same as a tensor: (group size, length)."""
+    def all_gather_rows(self, numbers: bytearray, mesh_dims: Sequence[int]) -> torch.Tensor:
+        """The same, of rows that lie in memory, as a tensor: (group size, length)."""
         dims, size = tuple(mesh_dims), self.group_size(mesh_dims)
         row = torch.frombuffer(numbers, dtype=torch.int64)
         if not self.talks or size == 1:
             return row.expand(size, -1)
         self.reported("all_gather_object", dims)
-        length = len(numbers)
+        length = len(row)
         run = self._known(("numbers", dims, length), lambda: self._bind_rows(dims, length))
         rows: torch.Tensor = run(row.to(self.mesh.device_type)).wait().view(size, -1)
         return rows
@@ -229,16 +228,6 @@ class Communicator(Binding):
         lengths, said = [(length,)] * len(group), f"of {length} whole numbers"
         route_of = lambda member: gathered(lengths, group.index(member))  # noqa: E731
         return self._transfer(dims, Transfer(route_of, torch.int64, "all_gather", said=said, blocking=True))
-
-    def answered(self, row: array[int], nbytes: int, answer: Answer) -> torch.Tensor:
-        """What the mesh's first rank answers this one, ``nbytes`` bytes; all tell it a ``row`` of one length."""
-        self.reported("all_gather_object", range(self.mesh.ndim))
-        told = torch.frombuffer(row, dtype=torch.int64).to(self.mesh.device_type)
-        answered: torch.Tensor = self._known("answered", self._bind_answers)(Asked(told, nbytes, answer)).wait()
-        return answered.cpu()
-
-    def _bind_answers(self) -> Callable[[Asked], Pending[torch.Tensor]]:
-        raise NotImplementedError
 
     def reported(self, kind: str, mesh_dims: Sequence[int], nbytes: Callable[[], int] = lambda: 0) -> None:
         """Tells those who listen of what is no collective of its own."""

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.groups import Group, backend_of, beside_part, group_of, handle_of, order_in
 from . import functional
-from .answers import bind_answers
 from .binding import Dims, Reduction, Run, spanning
 from .communicator import Communicator
 from .fold import Op
@@ -103,11 +102,6 @@ class ProcessGroups(Communicator):
         run = watched(group, f"all_gather of what ranks say, {lengths}", self._over(dims), bind_transfer(group, transfer))
         whole: torch.Tensor = run(row.to(self.mesh.device_type)).wait()
         return whole.cpu()
-
-    def _bind_answers(self) -> Run:
-        dims = tuple(range(self.mesh.ndim))
-        group = self._group(dims)
-        return watched(group, "ranks compare what they are given", self._over(dims), bind_answers(group), mesh=self.mesh)
 
     def _over(self, dims: Dims) -> str:
         return repr(self.mesh.named(dims))

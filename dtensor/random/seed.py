@@ -46,8 +46,7 @@ def _agree(seed: int, mesh: DeviceMesh) -> None:
     comm = communicator_of(mesh)
     if not comm.talks:
         return
-    same, _ = told_by_all(mesh, repr(seed))
-    if not same:
+    if not told_by_all(mesh, repr(seed)).same:
         seeds = comm.all_gather_object(seed, tuple(range(mesh.ndim)))
         raise MeshError(
             f"manual_seed: the ranks of {mesh!r} were given seeds {seeds}: pass the same one, or a mesh of those alike"

@@ -7,7 +7,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,15 +19,15 @@ from ..base.torch_internals import is_traceable_wrapper_subclass
 from ..base.tracing import under_way
 from ..base.validation import strided, whole
 from ..comm import PerRank, communicator_of, shards_of
-from ..comm.agreement import Telling, alike
+from ..comm.agreement import alike, room
 from ..comm.binding import Run
 from ..comm.regions import Box, Route, Traffic, Transfer
-from ..comm.rows import flat_bytes, from_bytes
+from ..comm.rows import content, from_bytes
 from ..errors import ArgumentError, LayoutError, MeshError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Placement, Replicate
-from ..random.draw import as_one_step, block_of, place_in
+from ..random.draw import as_one_step, block_of
 from ..redistribute import redistribute_local
 from ..redistribute.executor import in_order, inside
 from ..redistribute.step import described, place
@@ -82,75 +82,42 @@ def distribute_tensor(
     else:
         layout, sent = _agreed(tensor, mesh, placements, src_data_rank)
     reduced = layout.reduced()
-    local = _scatter(tensor.detach(), reduced, src_data_rank) if sent is None else _come(sent, reduced, src_data_rank or 0)
+    local = _scatter(tensor.detach(), reduced, src_data_rank) if sent is None else _cut(sent, reduced, src_data_rank or 0)
     made = wrap(local if reduced is layout else redistribute_local(local, reduced, layout), layout)
     return made.requires_grad_() if tensor.requires_grad else made
 
 
-_WITH_WORDS = 1 << 18  # bytes of a block that still comes with what ranks are told, so copied twice
-
-
-class _Terms(NamedTuple):
-    """What follows from a layout and whose value counts.
-
-    Attributes:
-        position: of the source in the mesh.
-        comes: whether blocks may come with what ranks are told;
-        nbytes: this rank's;
-        members: whose blocks this rank then has, by position, if it is the source.
-    """
-
-    layout: Layout
-    position: int
-    comes: bool
-    nbytes: int
-    members: Sequence[int]
-
-
-@remembered(1024)
-def _terms(layout: Layout, source: int) -> _Terms:
-    mesh, blocks, position = layout.mesh, layout.reduced(), _position(layout.mesh, source)
-    if position or blocks.max_local_nbytes > _WITH_WORDS or not communicator_of(mesh).held:
-        return _Terms(layout, position, False, 0, ())
-    (member,) = communicator_of(mesh).held
-    members = mesh.members_of(range(mesh.ndim), member)
-    nbytes = math.prod(blocks.local_shape(mesh.coordinates[member])) * layout.dtype.itemsize
-    return _Terms(layout, position, True, nbytes, members if members[position] == member else ())
-
-
 def _agreed(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, source: int) -> tuple[Layout, torch.Tensor | None]:
-    """The layout, once all ranks have said the same; and this rank's block as bytes, where they are few enough to come with that."""
+    """The layout, once all ranks have said the same; and what the source holds, where it is small enough to come with that."""
     recorded = current() is not None  # what is sent is a step of its own then, which is done again
     composed = is_traceable_wrapper_subclass(tensor)
     words = (("recorded", recorded), ("no data", tensor.is_meta), (type(tensor).__name__, composed))
     besides = [word for word, holds in words if holds]
 
-    def made() -> _Terms:
-        return _terms(_layout_of(tensor, mesh, placements), whole(source, "src_data_rank"))
+    def made() -> tuple[Layout, int, bool, bool]:
+        layout = _layout_of(tensor, mesh, placements)
+        return layout, *_sending(layout, whole(source, "src_data_rank"))
 
-    def told(terms: _Terms) -> Telling:
-        layout, position, comes, nbytes, members = terms
-        said = (layout, position, tensor.requires_grad, *besides)
-        if besides or not comes:
-            return Telling(said, position, layout.stride)
-        return Telling(said, position, layout.stride, nbytes, _pieces(tensor, layout.reduced(), members) if members else ())
+    def told(made: tuple[Layout, int, bool, bool]) -> tuple[Any, tuple[int, ...], bytes]:
+        layout, position, small, mine = made
+        load = content(tensor) if small and mine and not besides else b""
+        return (layout, position, tensor.requires_grad, *besides), layout.stride, load
 
-    terms, found = alike(mesh, "distribute_tensor", made, told)
-    if found is None:
-        return terms.layout, None
-    layout = terms.layout.replace(stride=found.numbers)  # the source's value may lie in its memory in another way
-    return layout, found.piece if terms.comes and not besides else None
-
-
-def _pieces(tensor: torch.Tensor, layout: Layout, members: Sequence[int]) -> list[torch.Tensor]:
-    """The bytes of these members' blocks."""
-    full = _on_device_of(layout.mesh, tensor.detach())
-    return [flat_bytes(place_in(full, layout, layout.mesh.coordinates[member])) for member in members]
+    (layout, position, small, _), by_rank = alike(mesh, "distribute_tensor", made, told)
+    if by_rank is None:
+        return layout, None
+    layout = layout.replace(stride=by_rank.numbers[position])  # it may hold something that lies in its memory in another way
+    if besides or not small:
+        return layout, None
+    return layout, from_bytes(by_rank.loads[position, : layout.nbytes], layout.shape, layout.dtype)
 
 
-def _on_device_of(mesh: DeviceMesh, tensor: torch.Tensor) -> torch.Tensor:
-    away = mesh.device_type in ("cpu", "cuda") and tensor.device.type not in ("meta", mesh.device_type)
-    return tensor.to(mesh.device_type) if away else tensor
+@remembered(1024)
+def _sending(layout: Layout, source: int) -> tuple[int, bool, bool]:
+    """The source's position in the mesh, whether a value is small enough to come at once, and whether this rank is the source."""
+    mesh = layout.mesh
+    mine = mesh.coordinate_of(mesh.current_member()) == (source,) * mesh.ndim
+    return _position(mesh, source), layout.nbytes <= room(mesh), mine
 
 
 def _sent_in_graph(tensor: torch.Tensor, layout: Layout, placements: Any, source: int) -> DTensor:
@@ -179,7 +146,8 @@ def _layout_of(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> Layou
 def _scatter(tensor: torch.Tensor, layout: Layout, source: int | None) -> Any:
     mesh, comm = layout.mesh, communicator_of(layout.mesh)
     position = None if source is None else _position(mesh, source)
-    tensor = _on_device_of(mesh, tensor)
+    if mesh.device_type in ("cpu", "cuda") and tensor.device.type not in ("meta", mesh.device_type):
+        tensor = tensor.to(mesh.device_type)
     if not comm.held:
         return torch.zeros(layout.local_shape(None), dtype=layout.dtype, device=tensor.device)
     if tensor.is_meta or mesh.kind == "dry_run":
@@ -192,13 +160,11 @@ def _scatter(tensor: torch.Tensor, layout: Layout, source: int | None) -> Any:
     return comm.map(in_order, _scattering(layout, position)(tensor).wait(), layout)
 
 
-def _come(sent: torch.Tensor, layout: Layout, source: int) -> Any:
-    """The block whose bytes have come, in memory of its own; told as the collective that it saves."""
+def _cut(sent: torch.Tensor, layout: Layout, source: int) -> Any:
+    """The blocks of what has come to every rank; told as the collective that it saves."""
     comm = communicator_of(layout.mesh)
     comm.reported(_kind(layout), range(layout.mesh.ndim), lambda: _brought(layout, _position(layout.mesh, source)))
-    (member,) = comm.held
-    block = from_bytes(sent, layout.local_shape(layout.mesh.coordinates[member]), layout.dtype)
-    return in_order(member, block.clone(), layout)
+    return comm.map(lambda member: in_order(member, block_of(sent, layout, member), layout))
 
 
 @remembered(1024)

@@ -187,7 +187,7 @@ def _all_pieces(mesh: DeviceMesh, pieces: Sequence[torch.Tensor], told: str) -> 
     if len(mine) > _MOST_DIMS:
         raise LayoutError(f"from_local exchanges the sizes of up to {_MOST_DIMS} dims, got {len(mine)}; give shape=")
     said = f"{pieces[0].dtype} under {told}"
-    same, found = told_by_all(mesh, said, (*mine, *steps))
+    same, found, _ = told_by_all(mesh, said, (*mine, *steps))
     shapes, strides = (tuple(row[: len(row) // 2] for row in found), tuple(row[len(row) // 2 :] for row in found))
     _same_dims(shapes)
     if not same:
