@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)]
@@ -97,7 +97,7 @@ def main() -> None:
     for world in options.worlds:
         with tempfile.TemporaryDirectory() as folder:
             out = f"{folder}/out.json"
-            mp.spawn(rank_main, (world, f"{folder}/store", options.rounds, options.only, out), nprocs=world)
+            spawn(rank_main, (world, f"{folder}/store", options.rounds, options.only, out), nprocs=world)
             every = json.loads(Path(out).read_text())
         for key, row in every[0].items():
             name, _, count = key.partition("|")

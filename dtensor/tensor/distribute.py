@@ -94,30 +94,29 @@ def _agreed(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, source: int
     words = (("recorded", recorded), ("no data", tensor.is_meta), (type(tensor).__name__, composed))
     besides = [word for word, holds in words if holds]
 
-    def made() -> tuple[Layout, int, bool, bool]:
+    def made() -> tuple[Layout, int, bool]:
         layout = _layout_of(tensor, mesh, placements)
-        return layout, *_sending(layout, whole(source, "src_data_rank"))
+        position, here = _source_in(mesh, whole(source, "src_data_rank"))
+        return layout, position, here
 
-    def told(made: tuple[Layout, int, bool, bool]) -> tuple[Any, tuple[int, ...], bytes]:
-        layout, position, small, mine = made
-        load = content(tensor) if small and mine and not besides else b""
+    def told(made: tuple[Layout, int, bool]) -> tuple[Any, tuple[int, ...], bytes]:
+        layout, position, here = made
+        load = content(tensor) if here and not besides and layout.nbytes <= room(mesh) else b""
         return (layout, position, tensor.requires_grad, *besides), layout.stride, load
 
-    (layout, position, small, _), by_rank = alike(mesh, "distribute_tensor", made, told)
+    (layout, position, _), by_rank = alike(mesh, "distribute_tensor", made, told)
     if by_rank is None:
         return layout, None
     layout = layout.replace(stride=by_rank.numbers[position])  # it may hold something that lies in its memory in another way
-    if besides or not small:
+    if besides or layout.nbytes > room(mesh):
         return layout, None
     return layout, from_bytes(by_rank.loads[position, : layout.nbytes], layout.shape, layout.dtype)
 
 
 @remembered(1024)
-def _sending(layout: Layout, source: int) -> tuple[int, bool, bool]:
-    """The source's position in the mesh, whether a value is small enough to come at once, and whether this rank is the source."""
-    mesh = layout.mesh
-    mine = mesh.coordinate_of(mesh.current_member()) == (source,) * mesh.ndim
-    return _position(mesh, source), layout.nbytes <= room(mesh), mine
+def _source_in(mesh: DeviceMesh, source: int) -> tuple[int, bool]:
+    """The source's position in the mesh, and whether this rank is the source."""
+    return _position(mesh, source), mesh.coordinate_of(mesh.current_member()) == (source,) * mesh.ndim
 
 
 def _sent_in_graph(tensor: torch.Tensor, layout: Layout, placements: Any, source: int) -> DTensor:
