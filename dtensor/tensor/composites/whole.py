@@ -31,8 +31,8 @@ def _in_parts() -> bool:
 
 
 def _keeps_no_more(x: Tensor, y: Tensor, *_: Tensor | None) -> bool:
-    """Whether nothing is kept for backward that is not needed there, but a parameter: torch's derivative keeps both operands, also
-    an activation that goes into a frozen weight, which would stay in memory and could not be written to."""
+    """Whether nothing is kept for backward that is not needed there, but a parameter: torch's derivative keeps both operands,
+    also an activation that goes into a frozen weight, which would stay in memory and could not be written to."""
     if x.requires_grad is y.requires_grad:
         return True
     return (x if x.requires_grad else y).is_leaf or not torch.is_grad_enabled()
