@@ -203,22 +203,22 @@ class Communicator(Binding):
         dims, size = tuple(mesh_dims), self.group_size(mesh_dims)
         if not self.held or size == 1:
             return [value] * size
-        self.reported("all_gather_object", dims, 0)
+        self.reported("all_gather_object", dims)
         return self._all_gather_object(value, dims)
 
     def all_gather_numbers(self, row: Sequence[int], mesh_dims: Sequence[int]) -> list[list[int]]:
         """The group's rows of whole numbers, of one length, by group position: in less time than :meth:`all_gather_object`."""
-        told: list[list[int]] = self.all_gather_rows(array("q", row), mesh_dims).tolist()
+        told: list[list[int]] = self.all_gather_rows(bytearray(array("q", row)), mesh_dims).tolist()
         return told
 
-    def all_gather_rows(self, numbers: array[int], mesh_dims: Sequence[int]) -> torch.Tensor:
-        """The same as a tensor: (group size, length)."""
+    def all_gather_rows(self, numbers: bytearray, mesh_dims: Sequence[int]) -> torch.Tensor:
+        """The same, of rows that lie in memory, as a tensor: (group size, length)."""
         dims, size = tuple(mesh_dims), self.group_size(mesh_dims)
         row = torch.frombuffer(numbers, dtype=torch.int64)
         if not self.talks or size == 1:
             return row.expand(size, -1)
-        self.reported("all_gather_object", dims, 0)
-        length = len(numbers)
+        self.reported("all_gather_object", dims)
+        length = len(row)
         run = self._known(("numbers", dims, length), lambda: self._bind_rows(dims, length))
         rows: torch.Tensor = run(row.to(self.mesh.device_type)).wait().view(size, -1)
         return rows
@@ -229,10 +229,10 @@ class Communicator(Binding):
         route_of = lambda member: gathered(lengths, group.index(member))  # noqa: E731
         return self._transfer(dims, Transfer(route_of, torch.int64, "all_gather", said=said, blocking=True))
 
-    def reported(self, kind: str, mesh_dims: Sequence[int], nbytes: int) -> None:
+    def reported(self, kind: str, mesh_dims: Sequence[int], nbytes: Callable[[], int] = lambda: 0) -> None:
         """Tells those who listen of what is no collective of its own."""
         if events.listeners:
-            events.report(self._event(kind, tuple(mesh_dims), nbytes))
+            events.report(self._event(kind, tuple(mesh_dims), nbytes()))
 
     def process_group(self, mesh_dims: Sequence[int]) -> Any:
         """The ``torch.distributed`` group over ``mesh_dims``. MeshError: the ranks are no processes."""

@@ -90,27 +90,32 @@ def distribute_tensor(
 def _agreed(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, source: int) -> tuple[Layout, torch.Tensor | None]:
     """The layout, once all ranks have said the same; and what the source holds, where it is small enough to come with that."""
     recorded = current() is not None  # what is sent is a step of its own then, which is done again
-    composed = is_traceable_wrapper_subclass(tensor)
 
-    def made() -> tuple[Layout, int, bool]:
+    def made() -> tuple[Layout, int, bool, list[str]]:
         layout = _layout_of(tensor, mesh, placements)
-        data = not (recorded or tensor.is_meta or composed)
-        return layout, _position(mesh, source), data and layout.nbytes <= room(mesh)
-
-    def told(made: tuple[Layout, int, bool]) -> tuple[Any, tuple[int, ...], bytes]:
-        layout, _, small = made
+        position, here = _source_in(mesh, whole(source, "src_data_rank"))
+        composed = is_traceable_wrapper_subclass(tensor)
         words = (("recorded", recorded), ("no data", tensor.is_meta), (type(tensor).__name__, composed))
-        besides = [word for word, holds in words if holds]
-        sends = small and mesh.coordinate_of(mesh.current_member()) == (source,) * mesh.ndim
-        load = content(tensor) if sends else b""
-        return (layout, source, tensor.requires_grad, *besides), layout.stride, load
+        return layout, position, here, [word for word, holds in words if holds]
 
-    (layout, position, small), by_rank = alike(mesh, "distribute_tensor", made, told)
+    def told(made: tuple[Layout, int, bool, list[str]]) -> tuple[Any, tuple[int, ...], bytes]:
+        layout, position, here, besides = made
+        load = content(tensor) if here and not besides and layout.nbytes <= room(mesh) else b""
+        return (layout, position, tensor.requires_grad, *besides), layout.stride, load
+
+    (layout, position, _, besides), by_rank = alike(mesh, "distribute_tensor", made, told)
     if by_rank is None:
         return layout, None
     layout = layout.replace(stride=by_rank.numbers[position])  # it may hold something that lies in its memory in another way
-    sent = from_bytes(by_rank.loads[position, : layout.nbytes], layout.shape, layout.dtype) if small else None
-    return layout, sent
+    if besides or layout.nbytes > room(mesh):
+        return layout, None
+    return layout, from_bytes(by_rank.loads[position, : layout.nbytes], layout.shape, layout.dtype)
+
+
+@remembered(1024)
+def _source_in(mesh: DeviceMesh, source: int) -> tuple[int, bool]:
+    """The source's position in the mesh, and whether this rank is the source."""
+    return _position(mesh, source), mesh.coordinate_of(mesh.current_member()) == (source,) * mesh.ndim
 
 
 def _sent_in_graph(tensor: torch.Tensor, layout: Layout, placements: Any, source: int) -> DTensor:
@@ -156,7 +161,7 @@ def _scatter(tensor: torch.Tensor, layout: Layout, source: int | None) -> Any:
 def _cut(sent: torch.Tensor, layout: Layout, source: int) -> Any:
     """The blocks of what has come to every rank; told as the collective that it saves."""
     comm = communicator_of(layout.mesh)
-    comm.reported(_kind(layout), range(layout.mesh.ndim), _brought(layout, _position(layout.mesh, source)))
+    comm.reported(_kind(layout), range(layout.mesh.ndim), lambda: _brought(layout, _position(layout.mesh, source)))
     return comm.map(lambda member: in_order(member, block_of(sent, layout, member), layout))
 
 
