@@ -143,12 +143,10 @@ def _debts(table: Table, factors: Factors, call: Call, nbytes: list[int], mesh_d
     ]
     sizes = [size / max(parts, default=1) for size in nbytes]
     ranks = call.mesh.shape[mesh_dim]
-    largest = max([call.operands[i].nbytes for i, at in enumerate(current) if isinstance(at, int)], default=0)
-    held = [i for i, at in enumerate(current) if isinstance(at, int) and call.operands[i].nbytes == largest]
     stays = any(
-        line.operands[i] == current[i] and any(isinstance(where, int) for where in line.results) and not _cuts_one(line, factors, call)
+        isinstance(at, int) and at == to and factors.sizes.get(line.row.factor or "", ranks) >= ranks
         for line in table.lines
-        for i in held
+        for at, to in zip(current, line.operands, strict=True)
     )
     again = link.exchange.seconds(ranks, 0) if stays else 0.0
     return [(terms * size / link.all_reduce.bandwidth, again + size / ranks / link.exchange.bandwidth) for size in sizes]
@@ -191,7 +189,9 @@ def _cuts_one(line: Line, factors: Factors, call: Call) -> bool:
     if name is None or factors.sizes.get(name) != 1:
         return False
     return any(
-        isinstance(at, int) and layout.shape[at] > 1 for at, layout in zip(line.operands, call.operands, strict=True) if at is not None
+        isinstance(at, int) and layout.shape[at] > 1
+        for at, layout in zip(line.operands, call.operands, strict=True)
+        if at is not None
     )
 
 

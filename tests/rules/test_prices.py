@@ -140,7 +140,7 @@ def test_rows_go_to_who_asks_for_them() -> None:
 
 def test_terms_of_a_convolution_are_a_debt_though_its_one_group_could_be_cut() -> None:
     """Both its input and its weights are cut as groups would be, of which it has one."""
-    x, weight, bias = numbers(8, 32, 20, 20), numbers(64, 32, 3, 3), numbers(64)
+    x, weight, bias = numbers(8, 32, 40, 40), numbers(32, 32, 3, 3), numbers(32)
     images = dt.distribute_tensor(x, MESH, [Shard(1)])
     made, nbytes = received(F.conv2d, images, cut(weight), cut(bias))
     assert made.placements == (Shard(0),)
