@@ -2,11 +2,11 @@
 
     python benchmarks/every_family.py [TYPES...] [--layouts tp,fsdp,dp,tp_dp] [--seconds 200] [--out families.jsonl]
 
-Models have 2 layers of width 128 and 8 x 64 tokens (those whose inputs do not fit are left out). Bytes are over those of a program
-by hand, which is counted by hooks: tp reduces the output of each row-cut layer or table and the gradient of each input of
-column-cut ones, three numbers a token for cut logits; fsdp gathers parameters twice and scatters gradients; dp reduces these. FLOPs
-are over those of one device, on tp with what by hand every rank computes of layers that are not cut. Families that ``--out`` has
-are not run again, so that a long list may be run in pieces.
+Models have 2 layers of width 128 and 8 x 64 tokens (those whose inputs do not fit are left out). Bytes are over those of a
+program by hand, which is counted by hooks: tp reduces the output of each row-cut layer or table, the gradient of each input of
+column-cut ones, and three numbers a token for cut logits; fsdp gathers parameters twice and scatters gradients; dp reduces
+these. FLOPs are over those of one device, on tp with what by hand every rank computes of layers that are not cut. Families that
+``--out`` has are not run again, so that a long list may be run in pieces.
 """
 
 from __future__ import annotations
