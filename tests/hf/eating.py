@@ -95,7 +95,7 @@ def inputs_of(model: nn.Module, image: int, images: int, turned: bool = False) -
     if "decoder_input_ids" in names and getattr(config, "is_encoder_decoder", False):
         made["decoder_input_ids"] = words(6)
     if "labels" in names:
-        made["labels"] = made.get("decoder_input_ids", made.get("input_ids", torch.tensor([1, 0, 1])))
+        made["labels"] = made.get("decoder_input_ids", made.get("input_ids", (torch.arange(BATCH) + 1) % 2))
     for name, told in names.items():
         if told.default is inspect.Parameter.empty and told.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and name not in made:
             made |= _required(config, name, image)

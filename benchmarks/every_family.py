@@ -1,0 +1,199 @@
+"""What any family that ``tests/hf`` makes small moves and computes when its parameters are cut by name: the worst ones first.
+
+    python benchmarks/every_family.py [TYPES...] [--layouts tp,fsdp,dp,tp_dp] [--seconds 200] [--out families.jsonl]
+
+Models have 2 layers of width 128 and 8 x 64 tokens (those whose inputs do not fit are left out). Bytes are over those of a
+program by hand, which is counted by hooks: tp reduces the output of each row-cut layer or table, the gradient of each input of
+column-cut ones, and three numbers a token for cut logits; fsdp gathers parameters twice and scatters gradients; dp reduces
+these. FLOPs are over those of one device, on tp with what by hand every rank computes of layers that are not cut. Families that
+``--out`` has are not run again, so that a long list may be run in pieces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hf"))
+import family
+
+family.BATCH = 8
+import eating  # noqa: E402  with that batch
+
+eating.VOCABULARY, eating.LENGTH = 512, 64
+import shrinking  # noqa: E402  with that vocabulary
+from costing.families import reduced  # noqa: E402
+from program_cost import distribute, laid_out, measure  # noqa: E402
+from step import floating, loss_of  # noqa: E402
+
+import dtensor as dt  # noqa: E402
+
+WIDER = {32: 128, 4: 8, 2: 4, 8: 16, 48: 512}  # sizes of width 32 -> of width 128
+_SCALED = ("(dim|width)", "heads", "head_dim", "intermediate")
+shrinking._ABSOLUTE = tuple(
+    (pattern, WIDER.get(size, size) if any(re.search(part, pattern) for part in _SCALED) else size)
+    for pattern, size in shrinking._ABSOLUTE
+)
+shrinking._MORE = (*shrinking._MORE[: -len(shrinking._ABSOLUTE)], *shrinking._ABSOLUTE)
+shrinking._SIZES = ((0, 32), (0, 64), (4, 64), (2, 64), (-1, 32), (-1, 64), (8, 64))
+shrinking._MOST_PARAMETERS = 40_000_000
+
+R = dt.Replicate()
+_COLUMNS = re.compile(
+    r"(^|[._])(q|k|v|qkv|query|key|value|queries|keys|values|(q|k|v|qkv|query|key|value|gate|up|in|gate_up|x|z)_proj\w*|"
+    r"(q|k|v)_lin|lin1|linear1|(linear|to|proj)_(q|k|v|query|key|value)|Wqkv|Wi|wi(_\d)?|w1|w3|fc1|fc_in|c_fc|c_attn|"
+    r"query_key_value|dense_h_to_4h|lm_head|embed_out|decoder|(word_|tok_)?embeddings?|embed_tokens|wte|shared|embed_in|dt_proj)$|"
+    r"(intermediate|ffn)\.(dense|lin1)$"
+)
+_ROWS = re.compile(
+    r"(^|[._])(o|wo|Wo|w2|o_proj|out_proj|out_lin|lin2|down_proj|c_proj|fc2|fc_out|linear2|dense_4h_to_h|proj_out|to_out)$|"
+    r"(attention|attn|output)(\.output)?\.(dense|proj)$|\d\.output\.dense$"
+)
+_WHOLE = re.compile(r"embed_positions|position|token_type|norm|patch_embed")
+
+
+class ByHand:
+    """Where a program by hand would cut parameters, and what one pass of it moves (bytes reduced) and computes on every rank."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.places: dict[int, Any] = {}
+        self.given: dict[Any, tuple[int, Tensor]] = {}  # inputs of column-cut layers, kept so that no other has their memory
+        self.sent = self.whole = 0
+        for name, module in model.named_modules():
+            kind = self._kind(name, module)
+            if kind:
+                module.register_forward_hook(lambda *call, kind=kind: self._count(kind, *call), with_kwargs=True)
+
+    def placed(self, names: Any) -> dict[str, Any]:
+        return {name: self.places.get(id(p), R) for name, p in names}
+
+    def _kind(self, name: str, module: nn.Module) -> str:
+        turned = type(module).__name__ == "Conv1D"
+        stacked = [n for n, p in module.named_parameters(recurse=False) if p.ndim == 3 and "expert" in f"{name}{n}".lower()]
+        if stacked and not isinstance(module, nn.Conv1d):
+            self.places |= {id(p): dt.Shard(0) for p in module.parameters(recurse=False) if p.shape[0] % 4 == 0}
+            return "experts"
+        if not (turned or isinstance(module, (nn.Linear, nn.Embedding))):
+            return ""
+        if not _WHOLE.search(name) and _ROWS.search(name):
+            self.places[id(module.weight)] = dt.Shard(0 if turned else 1)
+            return "rows"
+        if not _WHOLE.search(name) and _COLUMNS.search(name):
+            self.places[id(module.weight)] = dt.Shard(1 if turned else 0)
+            self.places |= {id(p): dt.Shard(0) for n, p in module.named_parameters(recurse=False) if n == "bias"}
+            return "table" if isinstance(module, nn.Embedding) else "columns"
+        return "" if isinstance(module, nn.Embedding) else "whole"
+
+    def _count(self, kind: str, module: Any, args: Any, kwargs: Any, result: Any) -> None:
+        made = result[0] if isinstance(result, tuple) else result
+        given = args[0] if args else next(iter(kwargs.values()))
+        if kind in ("rows", "table", "experts"):
+            self.sent += made.nbytes
+        if kind in ("columns", "experts") and given.requires_grad:
+            self.given[given.data_ptr(), given.shape] = given.nbytes, given
+        if kind == "columns" and module is self.model.get_output_embeddings():  # type: ignore[operator]  # of Hugging Face
+            self.sent += 3 * 4 * made.numel() // made.shape[-1]
+        if kind == "whole":
+            self.whole += 6 * made.numel() * given.shape[-1]
+
+    @property
+    def bytes(self) -> int:
+        return self.sent + sum(nbytes for nbytes, _ in self.given.values())
+
+
+def step_of(model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Any]:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+    def step() -> Any:
+        torch.manual_seed(3)
+        with dt.implicit_replication():
+            loss = loss_of(dict(floating(model(**inputs))))
+            loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def rows_of(model_type: str, layouts: list[str]) -> Any:
+    found = shrinking.shrunk(model_type)
+    plain = found.build().train()
+    hand, shares = ByHand(plain), [p.nbytes for p in plain.parameters()]
+    places = hand.placed(plain.named_parameters(remove_duplicate=False))
+    one = measure(step_of(plain, found.call()))
+    for layout in layouts:
+        mesh = dt.init_device_mesh("cpu", (2, 2) if layout == "tp_dp" else (4,))
+        batch = [R] if layout == "tp" else [dt.Shard(0), R][: mesh.ndim]
+        spots: dict[str, Callable[[str, Any], Any]] = {
+            "tp": lambda name, p: [places[name]],
+            "tp_dp": lambda name, p: [R, places[name]],
+            "fsdp": lambda name, p: [dt.Shard(0) if p.ndim and p.shape[0] > 1 else R],
+            "dp": lambda name, p: [R],
+        }
+        inputs = found.call()
+        cut = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.ndim and x.shape[0] % 8 == 0}
+        rest = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and name not in cut}
+        inputs |= laid_out(cut, mesh, batch) | laid_out(rest, mesh, [R] * mesh.ndim)
+        got = measure(step_of(distribute(found.build().train(), mesh, spots[layout]), inputs))
+        n = {"tp": 4, "tp_dp": 2}.get(layout, 1)
+        owned = sum(
+            size / (1 if places[name] == R else 2) for (name, _), size in zip(plain.named_parameters(), shares, strict=True)
+        )
+        nbytes = {
+            "tp": reduced(hand.bytes, 4),
+            "tp_dp": reduced(hand.bytes / 2, 2) + reduced(owned, 2),
+            "fsdp": 9 / 4 * sum(shares),
+            "dp": reduced(sum(shares), 4),
+        }[layout]
+        yield {
+            "type": model_type,
+            "layout": layout,
+            "bytes": round(got.nbytes / max(nbytes, 1), 2),
+            "flops": round(got.flops / max(1, one.flops + (n - 1) * min(hand.whole, one.flops)), 2),
+            "collectives": got.count,
+            "equal": abs(got.loss - one.loss) < 2e-3 * abs(one.loss) + 1e-5,
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("types", nargs="*")
+    parser.add_argument("--layouts", default="tp,fsdp")
+    parser.add_argument("--seconds", type=float, default=200.0, help="no family is begun after that many")
+    parser.add_argument("--out", type=Path, help="JSON lines, added to; families in it are not run again")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    known = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out and options.out.exists() else []
+    begun, seen = time.monotonic(), {row["type"] for row in known}
+    for name in options.types or [name for name in shrinking.CONFIG_MAPPING if shrinking.classes_of(name)]:
+        if name in seen or time.monotonic() - begun > options.seconds:
+            continue
+        try:
+            found = list(rows_of(name, options.layouts.split(",")))
+        except Exception as error:  # whatever a model, its inputs or a layout raises
+            found = [{"type": name, "error": f"{type(error).__name__}: {error}"[:120]}]
+        known += found
+        if options.out:
+            with options.out.open("a") as file:
+                file.writelines(f"{json.dumps(row)}\n" for row in found)
+    for row in sorted(known, key=lambda row: -row.get("bytes", 0)):
+        print(row)
+
+
+if __name__ == "__main__":
+    main()
