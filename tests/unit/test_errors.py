@@ -283,3 +283,14 @@ def test_wrong_dims_raise_after_right_ones_of_larger_tensors() -> None:
     for wrong in (lambda: y.sum(2), lambda: y.softmax(2)):
         with pytest.raises(IndexError):
             wrong()
+
+
+@pytest.mark.parametrize(
+    "put_in",
+    [lambda x: x.select_scatter(x, 0, 0), lambda x: x.slice_scatter(x, 0, 0, 1), lambda x: x.diagonal_scatter(x)],
+)
+def test_what_puts_into_a_dim_needs_one(put_in: Callable[[Any], Any]) -> None:
+    x = torch.ones(())
+    for operand in (x, dt.distribute_tensor(x, dt.init_device_mesh("cpu", (2,)), [dt.Replicate()])):
+        with pytest.raises(IndexError):
+            put_in(operand)

@@ -111,6 +111,14 @@ def dim_in_range(name: str, arguments: dict[str, Any]) -> None:
         raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {dim})")
 
 
+def dims_there(name: str, arguments: dict[str, Any]) -> None:
+    """``self`` has the dims that are named: of no dims it has none."""
+    ndim = arguments["self"].ndim
+    for key in arguments.keys() & {"dim", "dim1", "dim2"}:
+        if not -ndim <= arguments[key] < ndim:
+            raise IndexError(f"{name}: dim {arguments[key]} of a tensor of {ndim} dims")
+
+
 def dim_below_ndim(name: str, arguments: dict[str, Any]) -> None:
     """``dim`` is not beyond those of ``self``; below them another error says so."""
     if arguments["dim"] >= arguments["self"].ndim:
@@ -227,7 +235,8 @@ fact(
 )
 fact("binary_cross_entropy", refuses=(of_one_dtype("target"),), strides=as_if_empty_like("self"))
 fact("masked_scatter", refuses=(of_one_dtype("source"),))
-fact("slice_scatter select_scatter unique_dim unique_consecutive unique_dim_consecutive", refuses=(dim_in_range,))
+fact("slice_scatter select_scatter diagonal_scatter", refuses=(dims_there,))
+fact("unique_dim unique_consecutive unique_dim_consecutive", refuses=(dim_in_range,))
 fact("addmm _addmm_activation", refuses=(added("self", lambda given: (*given["mat1"].shape[:1], *given["mat2"].shape[1:])),))
 fact("addmv", refuses=(added("self", lambda given: given["mat"].shape[:1]),))
 fact("allclose", refuses=(close_or_not,))
