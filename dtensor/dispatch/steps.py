@@ -6,7 +6,7 @@ step knows where its argument stands (a :data:`Place`), and what was left out is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -145,7 +145,7 @@ def taking_turns(operator: Operator, together: Runner) -> Runner:
     return run
 
 
-def in_one_memory(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def in_one_memory(operator: Operator, args: Args, kwargs: Keywords) -> bool:
     """Whether two elements of a call's lists are views of one tensor, or it, and one of them is written to."""
     first: dict[int, int] = {}
     written: set[int] = set()
@@ -162,7 +162,7 @@ def in_one_memory(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, 
     return not written.isdisjoint(several)
 
 
-def in_turn(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def in_turn(operator: Operator, args: Args, kwargs: Keywords) -> None:
     """A call that takes lists and gives nothing, for one element after the other."""
     count = max(len(x) for x in (*args, *kwargs.values()) if isinstance(x, (list, tuple)))
 
