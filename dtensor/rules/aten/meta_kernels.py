@@ -112,11 +112,14 @@ def dim_in_range(name: str, arguments: dict[str, Any]) -> None:
 
 
 def dims_there(name: str, arguments: dict[str, Any]) -> None:
-    """``self`` has the dims that are named: of no dims it has none."""
-    ndim = arguments["self"].ndim
+    """``self`` has the dims that are named, of which a tensor of none has none, and the row that is."""
+    shape = arguments["self"].shape
     for key in arguments.keys() & {"dim", "dim1", "dim2"}:
-        if not -ndim <= arguments[key] < ndim:
-            raise IndexError(f"{name}: dim {arguments[key]} of a tensor of {ndim} dims")
+        if not -len(shape) <= arguments[key] < len(shape):
+            raise IndexError(f"{name}: dim {arguments[key]} of a tensor of {len(shape)} dims")
+    size, index = shape[arguments["dim"]] if "index" in arguments else 1, arguments.get("index", 0)
+    if not -size <= index < size:
+        raise IndexError(f"{name}: index {index} of a dim of size {size}")
 
 
 def dim_below_ndim(name: str, arguments: dict[str, Any]) -> None:
