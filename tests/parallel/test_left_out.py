@@ -10,6 +10,7 @@ import pytest
 import torch
 from gloo import run_gloo
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dtensor as dt
 from dtensor.errors import PlacementError
@@ -106,6 +107,12 @@ def test_a_norm_of_a_cut_sequence_has_its_style() -> None:
         else:
             with pytest.raises(PlacementError, match="'tp'"):
                 loss.backward()
+
+
+def test_tensors_without_values_are_not_compared() -> None:
+    with FakeTensorMode():
+        _, model = parallel(HEADS, fully_shard)
+        model(torch.randn(4, 3, 8, dtype=torch.float64)).sum().backward()
 
 
 def _on_a_rank() -> str:
