@@ -110,8 +110,9 @@ def test_a_norm_of_a_cut_sequence_has_its_style() -> None:
 
 
 def test_tensors_without_values_are_not_compared() -> None:
+    mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     with FakeTensorMode():
-        _, model = parallel(HEADS, fully_shard)
+        model = fully_shard(parallelize_module(Heads(), mesh["tp"], HEADS), mesh=mesh["dp"])
         model(torch.randn(4, 3, 8, dtype=torch.float64)).sum().backward()
 
 
