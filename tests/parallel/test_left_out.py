@@ -109,6 +109,7 @@ def test_a_norm_of_a_cut_sequence_has_its_style() -> None:
                 loss.backward()
 
 
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
 def test_tensors_without_values_are_not_compared() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     with FakeTensorMode():
