@@ -231,7 +231,7 @@ _LONG, _INT = torch.int64, torch.int32
 fact("index_add index_select", refuses=(indices_of(_INT, _LONG),))
 fact("index_reduce", refuses=(indices_of(_INT, _LONG), dim_in_range))
 fact("index_copy put", refuses=(indices_of(_LONG),))
-fact("index_fill", refuses=(indices_of(_LONG, error=IndexError),))
+fact("index_fill", refuses=(indices_of(_LONG, error=IndexError),), strides=as_if_empty_like("self"))
 fact(
     "index.Tensor _unsafe_index.Tensor index_put.default index_put_.default _index_put_impl_.default _unsafe_index_put.default",
     refuses=(places,),
