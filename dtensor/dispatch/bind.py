@@ -38,11 +38,11 @@ from .steps import (
     counted,
     finishing,
     finishing_views,
-    in_turn,
     into_locals,
     moving,
     refusing,
     running,
+    taking_turns,
     viewing,
     written_back,
 )
@@ -108,14 +108,14 @@ def _bound(plan: Plan, operator: Operator, form: Form) -> Layout | Runner:
             return viewing(given, call, plan.results[0], plan.starts[0])
         finish = finishing_views(plan.results[0], plan.starts)
     run = running(before, given, call, after, finish)
+    if operator.mutated and any(index is not None for (_, index), _ in plan.moves):
+        run = taking_turns(operator, run)
     return because(Cause(operator, plan), run) if plan.communicates or is_kernel(plan) else run
 
 
 def _arranging(plan: Plan, operator: Operator, form: Form) -> list[Before]:
     """Operands brought to where and how the local operator wants them; room for ``out=`` results."""
     before = [moving(plan, operator, form)] if plan.moves else []
-    if operator.mutated and any(index is not None for (_, index), _ in plan.moves):
-        before.insert(0, in_turn(plan, operator, form))
     if plan.rule is not None and plan.rule.as_laid_out:
         before += in_memory_order(plan, operator, form)
     if operator.outs:

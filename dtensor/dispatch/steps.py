@@ -26,6 +26,7 @@ from ..redistribute import execute_many as run_moves
 from ..redistribute import plan as plan_move
 from .report import announce, describe
 from .settled import moved_together, one_by_one
+from .versions import SHARED
 from .wrapping import wrap_local, wrap_view
 
 Args = tuple[Any, ...]
@@ -132,29 +133,44 @@ def moving(plan: Plan, operator: Operator, form: Form) -> Before:
     return step
 
 
-def in_turn(plan: Plan, operator: Operator, form: Form) -> Before:
-    """A list call takes its elements one after the other: a later one would read what was moved before an earlier one wrote."""
-    lists = {form.place(name): name in operator.mutated for (name, index), _ in plan.moves if index is not None}
-    lists |= {place: True for name in operator.mutated if (place := form.given(name)) is not None}
-    moves = [(form.place(name), index) for (name, index), _ in plan.moves if index is not None]
+def taking_turns(operator: Operator, together: Runner) -> Runner:
+    """What ``together`` does with lists, one element after the other where it has to be: a later one would be moved before an
+    earlier one wrote to it."""
 
-    def step(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> None:
-        met: dict[int, set[int]] = {}
-        written: set[int] = set()
-        for place, writes in lists.items():
-            held = at(place, local_args, local_kwargs)
-            for index, local in enumerate(held if isinstance(held, list) else ()):
-                met.setdefault(id(local), set()).add(index)
-                written |= {id(local)} if writes else set()
-        for place, index in moves:
-            one = id(at(place, local_args, local_kwargs)[index])
-            if one in written and len(met[one]) > 1:
-                raise UnsupportedOperationError(
-                    f"{operator.name}: element {index} of a list is written to, read for another element too, and has to be "
-                    "moved first; call it for one element after the other, or give a clone()"
-                )
+    def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
+        if in_one_memory(operator, args, kwargs):
+            return in_turn(operator, args, kwargs)
+        return together(args, kwargs, local_args, local_kwargs)
 
-    return step
+    return run
+
+
+def in_one_memory(operator: Operator, args: Args, kwargs: Keywords) -> bool:
+    """Whether two elements of a call's lists are views of one tensor, or it, and one of them is written to."""
+    first: dict[int, int] = {}
+    written: set[int] = set()
+    several: set[int] = set()
+    for name, values in operator.bind(args, kwargs).items():
+        for index, x in enumerate(values if isinstance(values, (list, tuple)) else ()):
+            if isinstance(x, torch.Tensor):
+                root = x if x._base is None else x._base
+                memory = id(root.__dict__.get(SHARED, root))
+                if first.setdefault(memory, index) != index:
+                    several.add(memory)
+                if name in operator.mutated:
+                    written.add(memory)
+    return not written.isdisjoint(several)
+
+
+def in_turn(operator: Operator, args: Args, kwargs: Keywords) -> None:
+    """A call that takes lists and gives nothing, for one element after the other."""
+    count = max(len(x) for x in (*args, *kwargs.values()) if isinstance(x, (list, tuple)))
+
+    def of(index: int, x: Any) -> Any:
+        return x[index : index + 1] if isinstance(x, (list, tuple)) and len(x) == count else x
+
+    for k in range(count):
+        operator.func(*[of(k, x) for x in args], **{name: of(k, x) for name, x in kwargs.items()})
 
 
 def _of_lists(asked: Sequence[tuple[Any, Move, Any]]) -> list[Any]:

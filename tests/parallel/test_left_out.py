@@ -10,6 +10,7 @@ import pytest
 import torch
 from gloo import run_gloo
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dtensor as dt
 from dtensor.errors import PlacementError
@@ -106,6 +107,14 @@ def test_a_norm_of_a_cut_sequence_has_its_style() -> None:
         else:
             with pytest.raises(PlacementError, match="'tp'"):
                 loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
+def test_tensors_without_values_are_not_compared() -> None:
+    mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with FakeTensorMode():
+        model = fully_shard(parallelize_module(Heads(), mesh["tp"], HEADS), mesh=mesh["dp"])
+        model(torch.randn(4, 3, 8, dtype=torch.float64)).sum().backward()
 
 
 def _on_a_rank() -> str:

@@ -15,7 +15,6 @@ from rule_tables import floats
 import dtensor as dt
 from dtensor import Partial, Placement, Replicate, Shard
 from dtensor.comm import events
-from dtensor.errors import UnsupportedOperationError
 from dtensor.testing import check
 from dtensor.testing.oracle import compare
 
@@ -217,17 +216,41 @@ def test_writes_of_what_fits_a_block_but_not_the_whole_are_refused(name: str, wh
     assert outcome.same_error, outcome.problems
 
 
-def test_an_element_that_is_written_to_and_moved_for_another_is_refused() -> None:
+def test_an_element_that_is_written_to_and_moved_for_another_is_taken_in_turn() -> None:
     """Torch takes elements one after the other: the second reads what the first has become."""
     x, y, z = torch.arange(4.0), torch.ones(4), torch.full((4,), 10.0)
     for where, other in ((S0, S0), (S0, R), (Partial(), Partial())):
         a, b, c = [
             dt.distribute_tensor(one, dt.init_device_mesh("cpu", (2,)), [at]) for one, at in ((x, where), (y, other), (z, S0))
         ]
-        if where == other == S0:
-            torch._foreach_add_([a, b], [c, a])
-            assert torch.equal(b.full_tensor(), y + x + z)
-            continue
-        with pytest.raises(UnsupportedOperationError, match="one element after the other"):
-            torch._foreach_mul_([a, b], [b, a])
-        assert torch.equal(a.full_tensor(), x)
+        torch._foreach_add_([a, b], [c, a])
+        assert torch.equal(b.full_tensor(), y + x + z)
+        torch._foreach_mul_([a, b], [b, a])
+        assert torch.equal(a.full_tensor(), (x + z) * (y + x + z))
+        assert torch.equal(b.full_tensor(), (x + z) * (y + x + z) ** 2)
+
+
+OVERLAPPING: dict[str, Callable[[Any], list[Any]]] = {
+    "a tensor and its row": lambda x: [x, x[0]],
+    "rows, then the tensor": lambda x: [x[1:3], x[4], x],
+    "a tensor and its column": lambda x: [x, x[:, 1]],
+    "a tensor twice, and flat": lambda x: [x, x, x.view(-1)],
+    "windows": lambda x: [x[:3], x[2:]],
+    "rows that are apart": lambda x: list(x.unbind(0)),
+}
+
+
+@pytest.mark.parametrize("parts", OVERLAPPING)
+def test_elements_that_are_one_memory_are_written_to_one_after_the_other(parts: str) -> None:
+    def program(x: Any) -> Any:
+        x = x.clone()
+        torch._foreach_add_(OVERLAPPING[parts](x), 1.0)
+        torch._foreach_sqrt_(OVERLAPPING[parts](x))
+        torch._foreach_mul_(OVERLAPPING[parts](x), [2.0, 3.0, 4.0, 5.0, 6.0][: len(OVERLAPPING[parts](x))])
+        torch._foreach_lerp_(OVERLAPPING[parts](x), [each * 2 for each in OVERLAPPING[parts](x)], 0.5)
+        return x
+
+    x = torch.arange(1.0, 31).view(5, 6)
+    for shape, layouts in (((2,), ([R], [S0], [Shard(1)], [Partial()])), ((2, 2), ([S0, Shard(1)], [S0, S0], [Partial(), S0]))):
+        for placements in layouts:
+            check(program, x, mesh=dt.init_device_mesh("cpu", shape), placements=[placements], gradients=False)

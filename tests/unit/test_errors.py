@@ -283,3 +283,20 @@ def test_wrong_dims_raise_after_right_ones_of_larger_tensors() -> None:
     for wrong in (lambda: y.sum(2), lambda: y.softmax(2)):
         with pytest.raises(IndexError):
             wrong()
+
+
+@pytest.mark.parametrize(
+    ("put_in", "shape"),
+    [
+        (lambda x: x.select_scatter(x, 0, 0), ()),
+        (lambda x: x.slice_scatter(x, 0, 0, 1), ()),
+        (lambda x: x.diagonal_scatter(x), ()),
+        (lambda x: x.select_scatter(x[0], 0, 1), (1, 6)),
+        (lambda x: x.select_scatter(x[0], 0, -3), (2, 6)),
+    ],
+)
+def test_what_puts_into_a_dim_needs_it(put_in: Callable[[Any], Any], shape: tuple[int, ...]) -> None:
+    x = torch.ones(shape)
+    for operand in (x, dt.distribute_tensor(x, dt.init_device_mesh("cpu", (2,)), [dt.Replicate()])):
+        with pytest.raises(IndexError):
+            put_in(operand)

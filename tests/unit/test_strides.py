@@ -34,6 +34,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "div floor": (lambda x, y: torch.div(x, y, rounding_mode="floor"), (turned(draw(6, 5)), torch.tensor(2.0))),
     "floor_divide": (torch.floor_divide, (turned(draw(6, 5)), torch.tensor(2.0))),
     "pow of a number": (lambda x: 2.0**x, (turned(draw(6, 5)),)),
+    "index_fill of every other column": (lambda x, i: x[:, ::2].index_fill(0, i, 1.0), (turned(draw(6, 5)), torch.tensor([1]))),
     "logsigmoid": (F.logsigmoid, (turned(draw(6, 5)),)),
     "huber": (F.huber_loss, (turned(draw(6, 5)), draw(6, 5, seed=1))),
     "smooth l1": (F.smooth_l1_loss, (turned(draw(6, 5)), draw(6, 5, seed=1))),

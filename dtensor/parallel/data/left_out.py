@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...base.recording import aside
-from ...base.symbols import fake_mode_of
+from ...base.tracing import has_no_values
 from ...comm import communicator_of, shards_of
 from ...errors import PlacementError
 from ...mesh.device_mesh import DeviceMesh
@@ -41,10 +41,9 @@ def check_left_out(group: Group, gradients: Mapping[int, Column]) -> None:
         m = group.managed[i]
         if m.inside is None and not m.seen_alike and m.stored.mesh != m.axes.mesh:
             by_mesh.setdefault(m.stored.mesh, []).append((m, column))
-    if group.axes.mesh.device_type == "meta" or (by_mesh and fake_mode_of(gradients.values()) is not None):
-        return
-    for mesh, asked in by_mesh.items():
-        _check(group, mesh, asked)
+    if group.axes.mesh.device_type != "meta":
+        for mesh, asked in by_mesh.items():
+            _check(group, mesh, asked)
 
 
 def _check(group: Group, mesh: DeviceMesh, asked: Sequence[tuple[Managed, Column]]) -> None:
@@ -65,8 +64,10 @@ def _check(group: Group, mesh: DeviceMesh, asked: Sequence[tuple[Managed, Column
 
     with torch.no_grad():
         found = comm.map(parting, comm.all_reduce(comm.map(extremes), between, "max").wait())
-        apart = shards_of(comm.all_reduce(found, rest, "max").wait())[0].tolist()
-    for (m, _), parted in zip(asked, apart, strict=True):
+        apart = shards_of(comm.all_reduce(found, rest, "max").wait())[0]
+    if has_no_values(apart):
+        return
+    for (m, _), parted in zip(asked, apart.tolist(), strict=True):
         m.seen_alike = parted >= 0
         if parted > math.sqrt(torch.finfo(group.dtype_of(m)).eps):
             raise PlacementError(_told(m, mesh, between))

@@ -111,6 +111,17 @@ def dim_in_range(name: str, arguments: dict[str, Any]) -> None:
         raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {dim})")
 
 
+def dims_there(name: str, arguments: dict[str, Any]) -> None:
+    """``self`` has the dims that are named, of which a tensor of none has none, and the row that is."""
+    shape = arguments["self"].shape
+    for key in arguments.keys() & {"dim", "dim1", "dim2"}:
+        if not -len(shape) <= arguments[key] < len(shape):
+            raise IndexError(f"{name}: dim {arguments[key]} of a tensor of {len(shape)} dims")
+    size, index = shape[arguments["dim"]] if "index" in arguments else 1, arguments.get("index", 0)
+    if not -size <= index < size:
+        raise IndexError(f"{name}: index {index} of a dim of size {size}")
+
+
 def dim_below_ndim(name: str, arguments: dict[str, Any]) -> None:
     """``dim`` is not beyond those of ``self``; below them another error says so."""
     if arguments["dim"] >= arguments["self"].ndim:
@@ -220,14 +231,15 @@ _LONG, _INT = torch.int64, torch.int32
 fact("index_add index_select", refuses=(indices_of(_INT, _LONG),))
 fact("index_reduce", refuses=(indices_of(_INT, _LONG), dim_in_range))
 fact("index_copy put", refuses=(indices_of(_LONG),))
-fact("index_fill", refuses=(indices_of(_LONG, error=IndexError),))
+fact("index_fill", refuses=(indices_of(_LONG, error=IndexError),), strides=as_if_empty_like("self"))
 fact(
     "index.Tensor _unsafe_index.Tensor index_put.default index_put_.default _index_put_impl_.default _unsafe_index_put.default",
     refuses=(places,),
 )
 fact("binary_cross_entropy", refuses=(of_one_dtype("target"),), strides=as_if_empty_like("self"))
 fact("masked_scatter", refuses=(of_one_dtype("source"),))
-fact("slice_scatter select_scatter unique_dim unique_consecutive unique_dim_consecutive", refuses=(dim_in_range,))
+fact("slice_scatter select_scatter diagonal_scatter", refuses=(dims_there,))
+fact("unique_dim unique_consecutive unique_dim_consecutive", refuses=(dim_in_range,))
 fact("addmm _addmm_activation", refuses=(added("self", lambda given: (*given["mat1"].shape[:1], *given["mat2"].shape[1:])),))
 fact("addmv", refuses=(added("self", lambda given: given["mat"].shape[:1]),))
 fact("allclose", refuses=(close_or_not,))

@@ -19,6 +19,7 @@ from ...base.tracing import REFUSED, is_argument, under_way
 from ...comm import communicator_of
 from ...dispatch.dispatcher import dispatch
 from ...dispatch.settled import NESTED
+from ...dispatch.steps import in_one_memory, in_turn
 from ...errors import UnsupportedOperationError
 from ...propagation.schema import Operator, operator_of
 from ...ranks.assign import assign as assign_local
@@ -52,6 +53,8 @@ def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"{written[0]._layout!r}): give it the base, or write to a clone"
         )
     if written and not operator.reshapes:
+        if operator.facts.per_element and in_one_memory(operator, args, kwargs):
+            return in_turn(operator, args, kwargs)
         with NESTED:
             elementwise = _by_element(operator, args, kwargs)
             return _write_elements(operator, args, kwargs) if elementwise else _write_value(operator, args, kwargs, written)
