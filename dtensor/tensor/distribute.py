@@ -91,20 +91,18 @@ def _agreed(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, source: int
     """The layout, once all ranks have said the same; and what the source holds, where it is small enough to come with that."""
     recorded = current() is not None  # what is sent is a step of its own then, which is done again
     composed = is_traceable_wrapper_subclass(tensor)
-    words = (("recorded", recorded), ("no data", tensor.is_meta), (type(tensor).__name__, composed))
-    besides = [word for word, holds in words if holds]
 
-    def made() -> tuple[Layout, int, bool]:
+    def made() -> tuple[Layout, int, bool, list[str]]:
         layout = _layout_of(tensor, mesh, placements)
-        position, here = _source_in(mesh, whole(source, "src_data_rank"))
-        return layout, position, here
+        words = (("recorded", recorded), ("no data", tensor.is_meta), (type(tensor).__name__, composed))
+        return layout, *_source_in(mesh, whole(source, "src_data_rank")), [word for word, holds in words if holds]
 
-    def told(made: tuple[Layout, int, bool]) -> tuple[Any, tuple[int, ...], bytes]:
-        layout, position, here = made
+    def told(made: tuple[Layout, int, bool, list[str]]) -> tuple[Any, tuple[int, ...], bytes]:
+        layout, position, here, besides = made
         load = content(tensor) if here and not besides and layout.nbytes <= room(mesh) else b""
         return (layout, position, tensor.requires_grad, *besides), layout.stride, load
 
-    (layout, position, _), by_rank = alike(mesh, "distribute_tensor", made, told)
+    (layout, position, _, besides), by_rank = alike(mesh, "distribute_tensor", made, told)
     if by_rank is None:
         return layout, None
     layout = layout.replace(stride=by_rank.numbers[position])  # it may hold something that lies in its memory in another way
