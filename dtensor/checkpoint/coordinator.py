@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, RankLostError
+from ..mesh.groups import made_of
 from ..watch.board import error_of
 from ..watch.verdict import Verdict, named
-from ..watch.watching import why_lost
+from ..watch.watching import agree, why_lost
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -27,15 +28,24 @@ class Ranks:
     still tells the others.
     """
 
-    def __init__(self, group: Any = None, *, apart: bool = False) -> None:
-        """``apart``: over a group of their own, for a thread that talks while the main thread does."""
+    def __init__(self, what: str, group: Any = None, *, apart: bool = False) -> None:
+        """``what`` they begin to do, which all of them must; ``apart``: over a group of their own, for a thread that talks while
+        the main thread does."""
         self.alone = not dist.is_initialized()
         self.group = group if self.alone or group is not None else dist.group.WORLD
         self.rank: int = 0 if self.alone else dist.get_rank(self.group)
         self.size: int = 1 if self.alone else dist.get_world_size(self.group)
         self.world_ranks: list[int] = [0] if self.alone else dist.get_process_group_ranks(self.group)
-        if not self.alone and (apart or "gloo" not in str(dist.get_backend_config(self.group))):
-            self.group = _gloo_group(self.group, self.world_ranks, apart)
+        if not self.alone:
+            self._begin(what, apart)
+
+    def _begin(self, what: str, apart: bool) -> None:
+        try:
+            agree(self.world_ranks, f"{what}{' in the background' if apart else ''}")
+            if apart or "gloo" not in str(dist.get_backend_config(self.group)):
+                self.group = _gloo_group(self.group, apart)
+        except RankLostError as error:
+            raise CheckpointError(f"{what}: a rank was lost: {error}; nothing was changed") from error
 
     @property
     def coordinates(self) -> bool:
@@ -113,11 +123,10 @@ _TAG = 0x63686B70  # so that a program's own messages are not taken for ours
 _GROUPS: dict[Any, Any] = {}
 
 
-def _gloo_group(group: Any, world_ranks: list[int], apart: bool) -> Any:
+def _gloo_group(group: Any, apart: bool) -> Any:
     known = _GROUPS.get((group, apart))
     if known is None:
-        known = dist.new_group(world_ranks, backend="gloo", use_local_synchronization=True)
-        _GROUPS[group, apart] = known
+        known = _GROUPS[group, apart] = made_of(group, "cpu", "checkpoints")
     return known
 
 

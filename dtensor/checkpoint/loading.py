@@ -101,7 +101,7 @@ def load(
     tensor(12., dtype=torch.bfloat16)
     """
     finish_pending()
-    ranks, folder = Ranks(process_group), place_of(path)
+    ranks, folder = Ranks("checkpoint.load", process_group), place_of(path)
     what = f"loading {folder}"
     manifest = ranks.together(what, lambda: None, lambda _: find_manifest(folder))
     if rename is not None:

@@ -112,7 +112,7 @@ def save_safetensors(
     (60, 15.0)
     """
     finish_pending()
-    ranks, folder = Ranks(process_group), local_of(path)
+    ranks, folder = Ranks("checkpoint.save_safetensors", process_group), local_of(path)
     what = f"exporting to {folder}"
     tensors: dict[str, Any] = {}
     files: list[_File] = []

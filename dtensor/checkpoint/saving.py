@@ -108,7 +108,7 @@ def save(state: Any, path: str | os.PathLike[str], *, async_op: bool = False, pr
     (15.0, 7)
     """
     finish_pending()
-    return start(state, place_of(path), Ranks(process_group, apart=async_op), Staging() if async_op else None)
+    return start(state, place_of(path), Ranks("checkpoint.save", process_group, apart=async_op), Staging() if async_op else None)
 
 
 def start(

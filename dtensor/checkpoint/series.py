@@ -125,7 +125,7 @@ class Manager:
         finish_pending()
         measured = None if metric is None else float(metric)
         beside = Beside({"metric": measured}, lambda: self._begin(step), lambda: self._saved(step, measured))
-        ranks = Ranks(self._group, apart=self._staging is not None)
+        ranks = Ranks("Manager.save", self._group, apart=self._staging is not None)
         self._pending = start(state, self._folder(step), ranks, self._staging, beside)
         return True
 
@@ -212,7 +212,7 @@ class Manager:
         """
         self.wait()
         finish_pending()
-        ranks = Ranks(self._group)
+        ranks = Ranks("Manager.resume", self._group)
         chosen, damaged, known = ranks.together(f"resuming from {self.path}", lambda: None, lambda _: self._last_complete(step))
         for words in damaged:
             warnings.warn(f"passed over: {words}", stacklevel=2)

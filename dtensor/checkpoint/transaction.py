@@ -58,8 +58,17 @@ def in_two_steps(
             return token
 
         token = ranks.together(what, told, opened)
+
+        def committed(shares: list[tuple[str, T]]) -> None:
+            try:
+                commit([share for _, share in shares], token)
+            except CheckpointError as error:
+                if (other := other_rank([place for place, _ in shares])) is None:
+                    raise
+                raise CheckpointError(f"{error}; rank {other} saves into {shares[other][0]}") from error
+
         try:
-            ranks.together(what, lambda: write(token), lambda shares: commit(shares, token), left=left)
+            ranks.together(what, lambda: (str(folder), write(token)), committed, left=left)
         except CheckpointError:
             discard(token)
             raise

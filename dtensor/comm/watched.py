@@ -104,16 +104,29 @@ def holders(mesh: DeviceMesh, dims: tuple[int, ...] | None = None) -> frozenset[
     return frozenset(mesh.ranks[member] for member in mesh.members_of(along, mesh.current_member() or 0))
 
 
-def draws(mesh: DeviceMesh, generator: torch.Generator) -> None:
-    """The state from which all ranks draw is a part of what they compare."""
-    ranks = holders(mesh) if Level.now in ("watch", "strict") else frozenset[int]()
-    if len(ranks) > 1 and threading.get_ident() == _MAIN:
-        state = zlib.crc32(state_now(generator).numpy().data)
-        if Level.now == "watch":
-            trail = trail_of(ranks)
-            trail.hash, trail.last = hash((trail.hash, state)), f"a draw from the generator in state {state:x}"
-        elif (ring := operations_among(ranks)) is not None:
-            ring.mix(state)
+def draws(mesh: DeviceMesh, generator: torch.Generator, how: str) -> None:
+    """The state from which all ranks draw, and how, is a part of what they compare."""
+    if _compares(mesh):
+        state = zlib.crc32(how.encode(), zlib.crc32(state_now(generator).numpy().data))
+        _compared(mesh, state, f"{how} from the generator in state {state:x}")
+
+
+def says(mesh: DeviceMesh, words: str) -> None:
+    """What ranks of ``mesh`` do with local tensors between collectives, and must do alike, is a part of what they compare."""
+    if _compares(mesh):
+        _compared(mesh, fingerprint(words), words)
+
+
+def _compares(mesh: DeviceMesh) -> bool:
+    return Level.now in ("watch", "strict") and len(holders(mesh)) > 1 and threading.get_ident() == _MAIN
+
+
+def _compared(mesh: DeviceMesh, hashed: int, words: str) -> None:
+    if Level.now == "watch":
+        trail = trail_of(holders(mesh))
+        trail.hash, trail.last = hash((trail.hash, hashed)), words
+    elif (ring := operations_among(holders(mesh))) is not None:
+        ring.mix(hashed)
 
 
 def admitted(chain: Chain, group: Group, ranks: list[int], level: str, deed: Deed) -> None:

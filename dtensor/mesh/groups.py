@@ -274,10 +274,15 @@ def beside_part(handle: Any, ranks: Sequence[int], device_type: str) -> Any:
     return found
 
 
-def _made_beside(handle: Any, ranks: list[int], device_type: str) -> Any:
+def made_of(handle: Any, device_type: str, what: str) -> Any:
+    """A gloo group of the ranks of ``handle``, which all of them make here together."""
+    return _made_beside(handle, dist.get_process_group_ranks(handle), device_type, what)
+
+
+def _made_beside(handle: Any, ranks: list[int], device_type: str, what: str = "of dtensor") -> Any:
     for meet in BEFORE:
         meet(ranks, "gloo")
-    described = f"{handle.group_desc}, of dtensor"
+    described = f"{handle.group_desc}, {what}"
     options = {"backend": "gloo", "timeout": _timeout_of(handle, device_type), "group_desc": described}
     made = _make_among_members(ranks, options)
     _OURS.add(made)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..placement import Partial
 from ..rules.call import Call, Kind, Meta
 from ..rules.compound import NotBlocks, composed, cut_in
 from ..rules.parted import Left
-from ..rules.rule import Choice, Dims, Factors, Row, Rule, Spec, stands
+from ..rules.rule import Along, Choice, Dims, Factors, Row, Rule, Spec, stands
 from ..rules.windows import covering, windowed
 from ..rules.work import work_of
 from .parted_rows import fits, left_parted, parted_lines
@@ -150,17 +151,18 @@ def _total(ranked: list[list[tuple[Any, Row]]], at: tuple[int, ...]) -> tuple[fl
 
 def _realize(rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen | None:
     """The layouts that follow from one row per mesh dim; None if they contradict each other."""
-    kernels = {
-        row.factor: row.kernel for row, size in zip(rows, call.mesh.shape, strict=True) if row.kernel is not None and size > 1
-    }
+    taken = [(mesh_dim, row) for mesh_dim, row in enumerate(rows) if call.mesh.shape[mesh_dim] > 1]
+    kernels = {row.factor: row.kernel for _, row in taken if row.kernel is not None}
+    if any(kernels.get(row.factor, row.kernel) is not row.kernel for _, row in taken):
+        return None
     if len(kernels) > 1 and (
         len({kernel.run for kernel in kernels.values()}) > 1 or not all(kernel.joint for kernel in kernels.values())
     ):
         return None
     used: dict[str, list[int]] = {}
-    for mesh_dim, row in enumerate(rows):
-        if row.factor is not None and call.mesh.shape[mesh_dim] > 1:
-            used.setdefault(row.factor, []).append(mesh_dim)
+    for mesh_dim, row in taken:
+        for name in _cut_by(row):
+            used.setdefault(name, []).append(mesh_dim)
     splits = {name: _split(name, mesh_dims, factors, call, kept) for name, mesh_dims in used.items()}
 
     def splits_of(side: str, i: int) -> Mapping[str, Split]:
@@ -191,10 +193,18 @@ def _realize(rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[
     return Chosen(Choice(call, factors, rows, splits), tuple(operands), tuple(results), kernel_row)
 
 
+def _cut_by(row: Row) -> Iterable[str]:
+    """All factors that a row cuts: the one that it is called by, and those that what goes elsewhere comes to lie by."""
+    if row.factor is None:
+        return ()
+    return dict.fromkeys((row.factor, *(spec.factor for spec in (*row.operands, *row.results) if isinstance(spec, Along))))
+
+
 def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: Mapping[int, int]) -> Split:
     """How ``name`` is cut by ``mesh_dims``: as in the operand that already is (written ones first, then the largest).
 
-    Where operands are cut differently some move anyhow: then evenly, if that leaves nobody with more (written ones stay).
+    Where operands are cut differently some move anyhow, and so would what they grow to: then evenly, if that leaves nobody with
+    more (written ones stay).
     """
     wanted, size = set(mesh_dims), factors.sizes[name]
     cut: list[tuple[int, int, Split]] = []  # operand, its dim, how that is cut
@@ -220,13 +230,27 @@ def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: 
             pieces.append((*found, window))
     if whole:
         even = chunk_sizes(size, tuple(call.mesh.shape[i] for i in whole[0].mesh_dims))
-        differ = any(found != whole[0] for found in whole)
-        return Split(whole[0].mesh_dims, even) if differ and max(even) < max(whole[0].sizes) else whole[0]
+        if max(even) == max(whole[0].sizes):
+            return whole[0]
+        dealt = any(found != whole[0] for found in whole) or _grows(name, factors, call, whole[0].sizes)
+        return Split(whole[0].mesh_dims, even) if dealt else whole[0]
     ordered = pieces[0][0] if pieces else tuple(sorted(mesh_dims))
     default = chunk_sizes(size, tuple(call.mesh.shape[i] for i in ordered))
     if not pieces:
         return Split(ordered, default)
     return Split(ordered, covering(default, [(blocks, window) for nesting, blocks, window in pieces if nesting == ordered]))
+
+
+def _grows(name: str, factors: Factors, call: Call, sizes: Sequence[int]) -> bool:
+    """Whether operands all of which are a part of something that was cut along a factor, as blocks show of which the first is not
+    the largest, become more than twice as much."""
+    if sizes[0] == max(sizes) or any(made.alias_info is not None for made in call.func._schema.returns):
+        return False
+    given = [layout.numel for layout in call.operands if layout.shape]
+    parts = [stands(dims, name) is not None for dims in factors.operands if dims]
+    metas = [meta for meta in call.results if meta is not None]
+    made = [math.prod(meta.shape) for dims, meta in zip(factors.results, metas, strict=True) if stands(dims, name) is not None]
+    return all(parts) and sum(made) > 2 * sum(given)
 
 
 def _place(

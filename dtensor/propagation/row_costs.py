@@ -146,16 +146,17 @@ def _debts(table: Table, factors: Factors, call: Call, nbytes: list[int], mesh_d
 
 def _cuts_anew(line: Line, call: Call, current: Sequence[Where], lasting: Collection[int]) -> bool:
     """Whether the results' cut is no operand's, or a smaller one's than one that moves, whose cut they could have had
-    (``lasting``: those operands)."""
-    stays = moves = 0
+    (``lasting``: those operands). Of two as large, one of which becomes whole for the other's sake, the first decides."""
+    stays = moves = (0, 0)
     for i, (at, target) in enumerate(zip(current, line.operands, strict=True)):
         if not isinstance(at, int) or target is None:
             continue
+        size = call.operands[i].nbytes
         if at == target:
-            stays = max(stays, call.operands[i].nbytes)
+            stays = max(stays, (size, -i))
         elif i in lasting:
-            moves = max(moves, call.operands[i].nbytes)
-    return not stays or stays < moves
+            moves = max(moves, (size, -i if isinstance(target, Replicate) else -len(current)))
+    return not stays[0] or stays < moves
 
 
 def _here(call: Call, mesh_dim: int) -> tuple[Where | None, ...]:

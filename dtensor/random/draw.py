@@ -134,7 +134,7 @@ def draw_counted(layout: Layout, sampler: Sampler, given: Arguments, generator: 
     """The local blocks of one global draw, each made by itself."""
     mesh = layout.mesh
     device = torch.device(mesh.device_type)
-    synchronize(mesh)
+    synchronize(mesh, "a draw by places")
     if device.type == "meta":
         return torch.empty(layout.local_shape(mesh.coordinates[0]), dtype=layout.dtype, device=device)
     key = next_key(generator_of(mesh) if generator is None else generator)
@@ -190,14 +190,14 @@ def _region(layout: Layout, coordinate: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple([slice(start, start + size) for start, size in starts])
 
 
-def synchronize(mesh: DeviceMesh) -> None:
+def synchronize(mesh: DeviceMesh, how: str = "a draw") -> None:
     """On process groups, once for all ranks that share a draw: they take over the first one's generator state."""
     if communicator_of(mesh).talks or tracing.under_way():
-        _synchronize(mesh)
+        _synchronize(mesh, how)
 
 
 @aside
-def _synchronize(mesh: DeviceMesh) -> None:
+def _synchronize(mesh: DeviceMesh, how: str) -> None:
     if tracing.under_way() and mesh.kind == "process_group":
         raise UnsupportedOperationError(
             "these random numbers of a DTensor inside torch.compile: a graph has no step that draws them; draw them outside, or "
@@ -212,7 +212,7 @@ def _synchronize(mesh: DeviceMesh) -> None:
         state = state_now(generator)
         received = comm.broadcast(state.to(mesh.device_type), tuple(range(mesh.ndim)), 0).wait()
         go_to(generator, received.cpu())
-    draws(mesh, generator)
+    draws(mesh, generator, how)
 
 
 @site

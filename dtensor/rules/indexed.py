@@ -16,10 +16,10 @@ import torch
 
 from ..placement import REDUCE_OPS, Monoid, Partial
 from .call import Call
-from .owned import Address, lead_of, read_owned, write_owned
+from .owned import Address, lead_of, read_fetched, read_owned, write_owned
 from .registry import register
 from .rows import one_of
-from .rule import Choice, Dims, Factors, Kernel, Rule, Word, named, own_factors, uncut
+from .rule import Along, Choice, Dims, Factors, Kernel, Row, Rule, Word, named, own_factors, uncut
 
 Combined = Callable[[Call], str | None]
 
@@ -32,7 +32,8 @@ ADDED = (("sum", "sum"), ("avg", "avg"), ("avg", "R"), ("R", "avg"))
 def reads(names: str, address: Address, op: Any = None, **options: Any) -> Rule:
     """A rule for operations that read the elements of operand 0 which an index names. ``op`` reads from a block, where the
     operator itself does not take an index for each dim."""
-    factors = Indexed(address, Kernel(partial(read_owned, address, op), lacking=Partial("sum"), joint=True))
+    fetched = Kernel(partial(read_fetched, address, op), collectives=2, nbytes=_of_result)
+    factors = Indexed(address, Kernel(partial(read_owned, address, op), lacking=Partial("sum"), joint=True), fetched=fetched)
     return register(names, Rule(factors, one_of(address.operand), when=no_foreign_zeros, kind="read", **options))
 
 
@@ -118,6 +119,7 @@ class Indexed(Word):
     combined: Combined | None = None
     whole: frozenset[str] = frozenset()
     masks: Callable[[Call], Factors | None] | None = None
+    fetched: Kernel | None = None
 
     def __call__(self, call: Call) -> Factors | None:
         places = self.address.dims(call)
@@ -190,11 +192,25 @@ class Indexed(Word):
         """``made``: the factors of the indices."""
         kernels = dict.fromkeys([f"d{d}" for d in places], self.kernel)
         if self.combined is None:
-            return Factors(operands, (elements,), sizes, frozenset(whole), kernels=kernels, windows=windows)
+            rows = self._fetching(operands, made, places)
+            return Factors(operands, (elements,), sizes, frozenset(whole), kernels=kernels, windows=windows, rows=rows)
         how = self.combined(call)
         kept = self.whole.union(whole, () if how else made)
         reduced, additive = dict.fromkeys(made, how) if how else {}, frozenset({0} if how == "sum" else ())
         return Factors(operands, (operands[0],), sizes, kept, reduced, additive, kernels, windows=windows)
+
+    def _fetching(self, operands: tuple[Dims, ...], made: tuple[str, ...], places: Sequence[int]) -> tuple[Row, ...]:
+        """That of what is cut along a dim and read by a vector that is cut too: the result is cut as that is."""
+        if self.fetched is None or self.address.form not in ("rows", "places") or len(places) != 1 or operands[1:] != ((made,),):
+            return ()
+        along, result = Along(f"d{places[0]}"), Along(made[0])
+        return (Row((along, result), (result,), along.factor, self.fetched),)
+
+
+def _of_result(call: Call) -> int:
+    """A rank's part of the result, which others may have, and of the index."""
+    made = call.result_bytes()[0] + (call.mesh.size() - 1) * call.operands[1].nbytes
+    return made // call.mesh.size()
 
 
 def _indices(call: Call) -> list[int]:

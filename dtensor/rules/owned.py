@@ -9,14 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
+from itertools import accumulate
 from operator import and_
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..base.recording import ACTIVE
+from ..base.tracing import under_way
 from ..comm.fold import nothing
 from ..layout.layout import Layout
+from ..ranks.per_rank import shards_of
 from .call import Call
 from .kernels import At, KernelContext, check_range, functional_of
 
@@ -94,6 +98,55 @@ def write_owned(address: Address, op: Any, at: KernelContext, *args: Any, **name
         return made
 
     return at.map(own, *args)
+
+
+def read_fetched(address: Address, op: Any, at: KernelContext, *args: Any, **named: Any) -> Any:
+    """The elements that a rank's part of a vector of positions names, from who has them: nothing else travels, and who asks for
+    what all ranks know. Where there are no values, or a recording is to hold for others, all blocks travel."""
+    call, (d,), _ = _bound(address, op, at)
+    block, rest = args[0], args[1:]
+    given = rest[address.argument - 1]
+    if ACTIVE or under_way() or any(x.is_meta for x in shards_of(block)):
+        parts = at.all_gather(block, partial(_local_shape, at.operands[0]))
+        return at.map(lambda here, given, *parts: call(torch.cat(parts, d), *rest[:-1], given, **named), given, *parts)
+    index = next(x for x in given if x is not None) if address.form == "places" else given
+    total, ends = at.operands[0].shape[d], list(accumulate(at.sizes))
+    legal = [
+        at.map(lambda here, x: _checked(address, x, total), x)
+        for x in at.all_gather(index, partial(_local_shape, at.operands[1]))
+    ]
+    counts = at.map(lambda here, *asked: torch.stack([_counts(x, ends) for x in asked]), *legal)
+    table = dict(zip(at.comm.held, [own.tolist() for own in shards_of(counts)], strict=False))
+
+    def shape_of(source: int, target: int) -> tuple[int, ...]:
+        mesh, shape = at.call.mesh, _local_shape(at.operands[0], source)
+        giver, taker = (mesh.index_over(at.mesh_dims, mesh.coordinates[member]) for member in (source, target))
+        known = table.get(source) or next(iter(table.values()))  # where one rank's is here, it is asked about its group's
+        return (*shape[:d], known[taker][giver], *shape[d + 1 :])
+
+    def picked(here: At, block: Tensor, asked: Tensor) -> Tensor:
+        inside, position = _in_block(asked, here.offset, here.size)
+        return block.index_select(d, position[inside])
+
+    def joined(here: At, parts: list[Tensor], *asked: Tensor) -> Tensor:
+        order = _owners(asked[here.index], ends).argsort(stable=True)
+        return torch.cat(parts, d).index_select(d, order.argsort())
+
+    chunks = [at.map(picked, block, asked) for asked in legal]
+    return at.map(joined, at.comm.all_to_all(chunks, at.mesh_dims, shape_of).wait(), *legal)
+
+
+def _owners(index: Tensor, ends: Sequence[int]) -> Tensor:
+    """Of positions along a dim whose blocks end there, which block each is in."""
+    return torch.searchsorted(torch.tensor(ends, device=index.device), index, right=True)
+
+
+def _counts(index: Tensor, ends: Sequence[int]) -> Tensor:
+    return _owners(index, ends).bincount(minlength=len(ends))
+
+
+def _local_shape(layout: Layout, member: int) -> tuple[int, ...]:
+    return layout.local_shape(layout.mesh.coordinates[member])
 
 
 def _bound(address: Address, op: Any, at: KernelContext) -> tuple[Any, tuple[int, ...], int]:

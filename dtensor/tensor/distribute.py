@@ -90,12 +90,13 @@ def distribute_tensor(
 def _agreed(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, source: int) -> tuple[Layout, torch.Tensor | None]:
     """The layout, once all ranks have said the same; and what the source holds, where it is small enough to come with that."""
     recorded = current() is not None  # what is sent is a step of its own then, which is done again
-    composed = is_traceable_wrapper_subclass(tensor)
 
     def made() -> tuple[Layout, int, bool, list[str]]:
         layout = _layout_of(tensor, mesh, placements)
+        position, here = _source_in(mesh, whole(source, "src_data_rank"))
+        composed = is_traceable_wrapper_subclass(tensor)
         words = (("recorded", recorded), ("no data", tensor.is_meta), (type(tensor).__name__, composed))
-        return layout, *_source_in(mesh, whole(source, "src_data_rank")), [word for word, holds in words if holds]
+        return layout, position, here, [word for word, holds in words if holds]
 
     def told(made: tuple[Layout, int, bool, list[str]]) -> tuple[Any, tuple[int, ...], bytes]:
         layout, position, here, besides = made

@@ -104,15 +104,15 @@ class _Batch:
     def __init__(self, task: int, before: _Batch | None) -> None:
         self.task, self.before, self.nbytes = task, before, 0
         self.plans: list[Plan] = []
-        self.sent: list[tuple[Any, list[int]]] = []  # and their versions when autograd gave them
+        self.sent: list[tuple[Any, Any, list[int]]] = []  # with their locals and versions, as autograd gave them
         self.moved: Pending[Any] | None = None
         self.shown: list[weakref.ref[Any]] = []  # the gradients that wait for it
         self.departure = Departure(autograd_node()) if listeners else None
 
     def add(self, grad: Any, moves: Plan) -> Pending[Any]:
-        place = len(self.plans)
+        place, local = len(self.plans), grad._local  # once: a view that is computed may give another one each time
         self.plans.append(moves)
-        self.sent.append((grad, _versions(grad)))
+        self.sent.append((grad, local, _versions(grad, local)))
         self.nbytes += moves.src.max_local_nbytes
         if self.nbytes >= TOGETHER:
             self.leave()
@@ -122,14 +122,14 @@ class _Batch:
         """They are under way, and the last ones of those that left before."""
         if self.moved is not None:
             return
-        if any(_versions(grad) != versions for grad, versions in self.sent):
+        if any(_versions(grad, local) != versions for grad, local, versions in self.sent):
             raise DTensorError(
                 "the gradient of a leaf was written to in place before it was complete: a hook of another tensor has the same "
                 "memory; have that hook return a new tensor"
             )
-        grads = [grad for grad, _ in self.sent]
+        grads, locals_ = [grad for grad, _, _ in self.sent], [local for _, local, _ in self.sent]
         with nullcontext() if self.departure is None else CAUSES.entered(self.departure):
-            self.moved = unwritten(execute_many(self.plans, [grad._local for grad in grads]), grads)
+            self.moved = unwritten(execute_many(self.plans, locals_), grads)
         self.sent, before, self.before = [], self.before, None
         if before is not None:
             before.arrived()
@@ -161,5 +161,5 @@ def _batch_of_this_pass() -> _Batch:
     return batch
 
 
-def _versions(grad: Any) -> list[int]:
-    return [t._version for t in (grad, *shards_of(grad._local))]
+def _versions(grad: Any, local: Any) -> list[int]:
+    return [t._version for t in (grad, *shards_of(local))]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from .board import COUNT, ERROR, ERROR_COUNT, ERROR_LINE, FAILED, LEFT, STATE, Board, ring_page
 from .chain import lengths_in, unfitting
+from .levels import Level
 from .pages import Page
 from .ring import DEPTH, Entry, entry_in
 
@@ -23,6 +24,7 @@ class Said(NamedTuple):
     words: str
 
 
+_BEFORE = " in what was computed before this; check_ranks('strict') names the operation"
 _GATHERING_S = 1.0  # for ranks that are about to come, so that the verdict can name who agrees with whom
 
 
@@ -92,8 +94,10 @@ def differing_words(number: int, said: dict[int, Said]) -> Verdict:
     for rank, (hashed, *_) in sorted(said.items()):
         groups.setdefault(hashed, []).append(rank)
     by_size = sorted(groups.values(), key=lambda members: (-len(members), members))
-    words = f"{_head(number, said)}: {_who_differs(by_size)}"
-    return {"kind": "differs", "words": "\n".join([words, *_listed({tuple(each): said[each[0]].words for each in by_size})])}
+    listed = {tuple(each): said[each[0]].words for each in by_size}
+    before = _BEFORE if Level.now == "watch" and len(by_size) > 1 and len(set(listed.values())) == 1 else ""
+    words = f"{_head(number, said)}: {_who_differs(by_size)}{before}"
+    return {"kind": "differs", "words": "\n".join([words, *_listed(listed)])}
 
 
 def _head(number: int, said: dict[int, Said]) -> str:

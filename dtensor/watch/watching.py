@@ -98,7 +98,7 @@ def meet(ranks: list[int], backend: str) -> None:
     chain = None if Level.now == "off" else chain_among(ranks, None, backend)
     if chain is None:
         return
-    if not chain.take_down(Deed.of("a process group is made", f"ranks {', '.join(map(str, chain.ranks))}")):
+    if not chain.take_down(Deed.of(f"a process group of ranks {', '.join(map(str, chain.ranks))} is made", "")):
         raise refuse(chain)
     board, number, hashed = chain.board, chain.count, chain.hash
 
@@ -177,12 +177,29 @@ def _tell_level() -> None:
     watcher.level = Level.now
     begun = [chain for chain in list(watcher.chains.values()) if chain.count and watcher.board.verdict is None]
     for chain in begun:
-        if not chain.take_down(Deed.of(f"check_ranks({Level.now!r})", "")):
-            raise refuse(chain)
-        chain.words[ISSUED] = chain.count
+        _agree(chain, f"check_ranks({Level.now!r})")
 
 
 Level.changed.append(_tell_level)
+
+
+def agree(ranks: Iterable[int], what: str) -> None:
+    """These processes, this one among them, begin something together that is no collective: if they have communicated before,
+    who does something else is named by whoever comes later. Nobody waits. Other threads than the main one begin things in no
+    order, and compare nothing.
+    """
+    watcher = _Watched.watcher
+    if watcher is None or Level.now not in ("watch", "strict") or threading.current_thread() is not threading.main_thread():
+        return
+    chain = watcher.chains.get(tuple(sorted(ranks)))
+    if chain is not None and watcher.board.present:
+        _agree(chain, what)
+
+
+def _agree(chain: Chain, what: str) -> None:
+    if not chain.take_down(Deed.of(what, "")):
+        raise refuse(chain)
+    chain.words[ISSUED] = chain.count
 
 
 def operations_among(ranks: frozenset[int]) -> Ring | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -82,3 +83,56 @@ def test_terms_that_were_passed_on_are_added_up_when_they_are_met_again() -> Non
     made, nbytes = received(normed, x)
     assert nbytes < 1.6 * 512 * 512 * 4  # once, not twice
     torch.testing.assert_close(made.full_tensor(), normed(a @ b), atol=1e-4, rtol=1e-4)
+
+
+def test_of_two_operands_as_large_the_first_keeps_its_cut() -> None:
+    """Two layers of a perceptron cut by rows, batch and matrices, as many tokens as the first has columns: matrices travel."""
+    x, up, down = numbers(512, 128), numbers(512, 128), numbers(128, 512)
+    biases = numbers(512), numbers(128)
+    given = [cut(t).requires_grad_() for t in (x, up, biases[0], down, biases[1])]
+
+    def layers(x: Any, up: Any, first: Any, down: Any, second: Any) -> Any:
+        return F.linear(F.gelu(F.linear(x, up, first)), down, second)
+
+    made, nbytes = received(layers, *given)
+    assert made.placements == (Shard(0),)
+    assert nbytes < 1.6 * 3 / 4 * (up.nbytes + x.nbytes + down.nbytes)  # 2.5 where the larger activations are gathered
+    torch.testing.assert_close(made.full_tensor(), layers(x, up, biases[0], down, biases[1]), atol=1e-3, rtol=1e-4)
+
+
+def test_what_few_ranks_have_is_dealt_out_before_it_grows() -> None:
+    """The keys of a fused projection, which two ranks have, are not left to these in what is larger than they are."""
+    x = numbers(2, 8, 3 * 64)
+    keys = dt.distribute_tensor(x, MESH, [Shard(2)]).chunk(3, -1)[1]
+
+    def widths(y: Any) -> list[int]:
+        return [piece.shape[-1] for piece in y.to_local().shards]
+
+    def outer(a: Any) -> Any:
+        return a.unsqueeze(1) * a.unsqueeze(2)
+
+    assert widths(keys) == [0, 32, 32, 0]
+    made, nbytes = received(outer, keys)
+    assert widths(made) == [16] * 4
+    assert nbytes <= keys.nbytes // 2
+    torch.testing.assert_close(made.full_tensor(), outer(x.chunk(3, -1)[1]))
+
+
+def test_rows_that_a_cut_vector_names_come_from_who_has_them() -> None:
+    """Beams are put in another order within each sequence of a batch: nothing but positions travels, and no cache."""
+    cache, beams = numbers(24, 8, 64, 64), torch.arange(24).view(8, 3).flip(1).reshape(-1)
+    made, nbytes = received(lambda x, i: x.index_select(0, i), cut(cache), cut(beams))
+    assert made.placements == (Shard(0),)
+    assert nbytes == 3 * beams.nbytes // 4
+    assert torch.equal(made.full_tensor(), cache.index_select(0, beams))
+
+
+def test_rows_go_to_who_asks_for_them() -> None:
+    x, places = numbers(3, 22, 4000), torch.tensor([-1, 0, 21, 21, 5, 7, -22, 12, 3, 3, 3])
+    made, nbytes = received(lambda x, i: x[:, i], dt.distribute_tensor(x, MESH, [Shard(1)]), cut(places))
+    assert made.placements == (Shard(1),)
+    row = 3 * 4000 * 4  # blocks of 6 and 4 rows; the last but one asks for three times the row that the first has
+    assert row <= nbytes - 2 * 3 * 8 <= 3 * row + 64
+    assert torch.equal(made.full_tensor(), x[:, places])
+    with pytest.raises(IndexError, match="out of range"):
+        dt.distribute_tensor(x, MESH, [Shard(1)])[:, cut(places + 5)]

@@ -67,3 +67,20 @@ def _norms_of_one_number() -> None:
 def test_norms_of_one_number() -> None:
     """One element for all ranks is a view of stride 0, however it is reshaped."""
     run_gloo(_norms_of_one_number, 4)
+
+
+def _rows_by_cut_places() -> None:
+    """On two mesh dims, one of which cuts what is asked for too; a position that is out of range raises on all ranks."""
+    mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x, places = torch.arange(22.0 * 30_000).view(22, 30_000), torch.tensor([-1, 0, 21, 21, 5, 7, -22, 12, 3, 3, 3])
+    given = dt.distribute_tensor(x, mesh, [dt.Shard(0), dt.Shard(1)])
+    for at in ([dt.Shard(0), dt.Replicate()], [dt.Replicate(), dt.Shard(0)]):
+        asked = dt.distribute_tensor(places, mesh, at)
+        assert torch.equal(given[asked].full_tensor(), x[places])
+        assert torch.equal(given.index_select(0, asked % 22).full_tensor(), x[places])
+        with pytest.raises(IndexError, match="out of range"):
+            given[asked + 5]
+
+
+def test_rows_by_cut_places() -> None:
+    run_gloo(_rows_by_cut_places, 4)

@@ -540,3 +540,21 @@ def test_a_view_that_is_moved_after_its_base_was_written_to() -> None:
         made = view.full_tensor() if isinstance(view, dt.DTensor) else view
         expected = x.clone().fill_diagonal_(7, True).flatten() - 2
         torch.testing.assert_close(made.detach(), expected)
+
+
+def test_a_reshape_that_autograd_takes_for_memory_of_its_own_is_written_through() -> None:
+    x = dt.distribute_tensor(X, dt.init_device_mesh("cpu", (5,)), [Shard(1)])
+    made = torch.kron(x.reshape(-1)[:3], x)
+    expected = made.full_tensor()  # which reads it
+    made.mT.mul_(2)
+    torch.testing.assert_close(made.full_tensor(), expected * 2)
+
+
+@pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
+def test_what_cannot_be_seen_so_is_refused_as_by_plain_torch_where_the_view_is_not_local() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    target, column = dt.zeros(6, device_mesh=mesh), dt.distribute_tensor(X, mesh, [Shard(1)])[:, 1]
+    with pytest.raises(RuntimeError, match="the number of sizes provided"):
+        target[0] = column
+    with pytest.raises(RuntimeError, match="the number of sizes provided"):
+        column.expand([])

@@ -195,3 +195,19 @@ def test_autocast_and_forward_derivatives_and_transforms() -> None:
 
     check(F.linear)
     check(lambda a, b: a @ b.t())
+
+
+@pytest.mark.parametrize("function", [F.linear, torch.matmul, lambda x, w: torch.matmul(w, x)])
+def test_an_activation_that_goes_into_a_frozen_weight_is_not_kept(function: Function) -> None:
+    kept: list[Any] = []
+    x, weight = cut(of(6, 6).requires_grad_(), [S(0), R]), cut(of(6, 6, seed=1), [R, S(0)])
+    activation = x * 2
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        made = function(activation, weight)
+    activation.relu_()  # nor does backward miss what it was
+    made.sum().backward()
+    assert not any(t.untyped_storage() is activation.untyped_storage() or t is activation for t in kept)
+    plain = of(6, 6).requires_grad_()
+    function(plain * 2, of(6, 6, seed=1)).sum().backward()
+    assert x.grad is not None
+    same([x.grad], [plain.grad])

@@ -20,11 +20,13 @@ from ...base.recording import aside
 from ...base.torch_internals import DisableTorchFunctionSubclass
 from ...comm import Pending, shards_of
 from ...comm.events import because
+from ...comm.watched import says
 from ...dispatch.versions import stamp
 from ...errors import DTensorError
 from ...tensor.dtensor import wrap
 from .comm_hook import Reducer
 from .gradient_node import Column
+from .left_out import check_left_out
 from .memory import Spare
 from .offload import Host
 from .param_group import Group
@@ -46,6 +48,8 @@ class Reduction:
             if not average:
                 raise DTensorError("a communication hook averages, but the gradients of a DTensor batch's global loss are summed")
         self._op = "avg" if average and self._divisor is None else "sum"
+        if self._divisor is not None:
+            says(group.axes.mesh, f"gradients divided by {self._divisor}")
         self._buckets: dict[int, list[Tensor]] | None = None  # of whole gradients: they serve again
         self._stays = False  # the gradients stay in them
         self._dtype = dtype
@@ -224,6 +228,7 @@ def _filled(bucket: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor:
 
 def reductions(group: Group, gradients: dict[int, Column], average: bool, spare: Spare) -> list[Reduction]:
     """The reductions of a group's gradients, issued: one for each dtype."""
+    check_left_out(group, gradients)
     by_dtype: dict[torch.dtype, dict[int, Column]] = {}
     for i, column in gradients.items():
         own, wanted = group.dtypes[i], group.policy.reduce_dtype

@@ -47,6 +47,7 @@ class Managed:
         inside: the layout on the tensor-parallel mesh alone; None where there is none: a plain tensor.
         cut: the tensor dim that data parallelism cuts; None: every rank holds it all.
         axes: what it is cut and copied over.
+        seen_alike: its gradient was looked at, see :mod:`.left_out`.
     """
 
     places: list[tuple[nn.Module, str]]
@@ -58,6 +59,7 @@ class Managed:
     axes: Axes
     owner: Any = None  # the group that gathers and reduces it
     placed: Any = None  # what stands in its places now
+    seen_alike: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Managed:
         places = [(copy.deepcopy(module, memo), name) for module, name in self.places]

@@ -22,6 +22,7 @@ from torch.utils import swap_tensors
 
 from ...base.torch_internals import tree_leaves
 from ...comm import PerRank, communicator_of, shards_of
+from ...comm.watched import says
 from ...errors import LayoutError, MeshError, UnsupportedOperationError
 from ...mesh.device_mesh import DeviceMesh, as_mesh
 from ...placement import Shard
@@ -269,6 +270,7 @@ class AroundTheRing(TorchFunctionMode):
         if width != wanted:  # the operator on a block has one width: zeros add nothing to a product
             scale = width**-0.5 if scale is None else scale
             query, key, value = (F.pad(x, (0, max(width, wanted) - x.size(-1))) for x in (query, key, value))
+        says(self.mesh, f"attention of parts of a sequence, is_causal={is_causal}, scale={scale}")
         ring = self.order.ring(self.mesh, key, value, is_causal, scale)
         out: Tensor = _RingAttention.apply(query, key, value, ring)[..., :wanted]
         match given[0].ndim:

@@ -30,6 +30,14 @@ def _in_parts() -> bool:
     return forward_ad._current_level >= 0 or not only_looked_at(of_dtensors=True)
 
 
+def _keeps_no_more(x: Tensor, y: Tensor, *_: Tensor | None) -> bool:
+    """Whether nothing is kept for backward that is not needed there, but a parameter: torch's derivative keeps both operands,
+    also an activation that goes into a frozen weight, which would stay in memory and could not be written to."""
+    if x.requires_grad is y.requires_grad:
+        return True
+    return (x if x.requires_grad else y).is_leaf or not torch.is_grad_enabled()
+
+
 def whole(name: str, gradient: str, in_parts: Callable[..., Any], fits: Callable[..., bool]) -> None:
     """Serve operator ``name`` whole, and ``gradient``, which its derivative calls: in other words where that has one itself.
 
@@ -42,7 +50,7 @@ def whole(name: str, gradient: str, in_parts: Callable[..., Any], fits: Callable
     def run(keys: DispatchKeySet, x: Tensor, *args: Any) -> Any:
         below = keys & BELOW
         distributed = isinstance(x, DTensor) or isinstance(args[0], DTensor)
-        if distributed and below.has(_RECORDS) and fits(x, *args) and not _in_parts():
+        if distributed and below.has(_RECORDS) and fits(x, *args) and _keeps_no_more(x, *args) and not _in_parts():
             below = below.add(_WHOLE)
         return operator.redispatch(below, x, *args)
 

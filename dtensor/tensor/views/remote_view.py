@@ -193,9 +193,7 @@ def viewing(plan: Plan, operator: Operator, found: Layout | Runner) -> Layout | 
         return _seen_anew(operator.out_of_place)
 
     deferred = remote(operator, plan)
-    if operator.func is _AS_STRIDED:
-        return deferred
-    if not is_local(plan) or (plan.rule is not None and plan.rule.run is not None) or changes(plan):
+    if operator.func is _AS_STRIDED or not is_local(plan) or changes(plan) or (plan.rule is not None and plan.rule.run):
         return deferred
     if operator.func in _UNTOLD:
         found = sharing(found)
@@ -235,8 +233,7 @@ def _in_two_steps(x: DTensor, operator: Operator, between: tuple[int, ...], shap
     """What blocks show of the view is seen at once, so that only a dim folded of others is left to be read: see ``folded``."""
     stack = dispatch(DTensor, operator.func, (), (x, between))
     stack.__dict__["_counted"] = x
-    args = stack, shape
-    return views_of(Origin(stack, operator, args, {}, plan_of(operator, args, {})))
+    return views_of(Origin(stack, operator, (stack, shape), {}, plan_of(operator, (stack, shape), {})))
 
 
 def _in_numbers(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> Any:
@@ -288,7 +285,8 @@ def _restriding(operator: Operator, plan: Plan) -> Runner:
 
 
 _AS_STRIDED = torch.ops.aten.as_strided.default
-_RESHAPED = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+_RESHAPED = {torch.ops.aten.view.default, _UNSAFE_VIEW}
 _UNTOLD = {torch.ops.aten.detach.default, torch.ops.aten.view.dtype}  # of what they give autograd does not say that it is a view
 
 install_views(viewing)
@@ -312,7 +310,10 @@ def twin(view: RemoteView) -> RemoteView:
 def views_of(origin: Origin) -> Any:
     layouts = origin.plan.results[0]
     if isinstance(layouts, Layout):
-        return _view(origin, layouts, 0)
+        made = _view(origin, layouts, 0)
+        if origin.operator.func is _UNSAFE_VIEW and (counted := counting(origin.viewed)) is not None:
+            counted_together(made, counted)  # the same memory, which autograd counts apart
+        return made
     return [_view(origin, layout, place) for place, layout in enumerate(layouts)]
 
 

@@ -63,7 +63,7 @@ def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             with torch.inference_mode(False):  # as in dispatch
                 return operate(func, args, kwargs)
         plan = plan_of(operator, args, kwargs)
-        if plan.how not in ("answer", "decompose"):
+        if plan.how not in ("answer", "decompose") and plan.results:  # without, the operator itself says what is wrong
             return remote(operator, plan)(args, kwargs, [], {})
     return dispatch(DTensor, func, (), args, kwargs)
 

@@ -1,0 +1,93 @@
+"""Parameters that tensor parallelism left out are replicated over its ranks, and so must be their gradients: looked at once.
+
+Each rank computes with all of such a parameter. Where what goes with it is the same on all ranks (a norm of whole activations)
+they all find its gradient; where it is cut (a norm of heads, of which each rank has some) each finds a term of it, and the copies
+of the parameter would part without a word. Which terms are to be added up is not known, since it may be used in both ways: the
+plan has to say it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ...base.recording import aside
+from ...base.symbols import fake_mode_of
+from ...comm import communicator_of, shards_of
+from ...errors import PlacementError
+from ...mesh.device_mesh import DeviceMesh
+from .gradient_node import Column
+from .param_group import Group
+from .parameters import Managed
+
+_SAMPLE = 64  # elements of a gradient that are compared
+_NOISE = 2**-16
+
+
+@aside
+def check_left_out(group: Group, gradients: Mapping[int, Column]) -> None:
+    """The first gradients of such parameters are the same on all tensor-parallel ranks.
+
+    Costs two small all-reduces in the first backward pass.
+
+    Raises:
+        PlacementError: they are not, on any rank of the mesh.
+    """
+    by_mesh: dict[DeviceMesh, list[tuple[Managed, Column]]] = {}
+    for i, column in gradients.items():
+        m = group.managed[i]
+        if m.inside is None and not m.seen_alike and m.stored.mesh != m.axes.mesh:
+            by_mesh.setdefault(m.stored.mesh, []).append((m, column))
+    if group.axes.mesh.device_type == "meta" or (by_mesh and fake_mode_of(gradients.values()) is not None):
+        return
+    for mesh, asked in by_mesh.items():
+        _check(group, mesh, asked)
+
+
+def _check(group: Group, mesh: DeviceMesh, asked: Sequence[tuple[Managed, Column]]) -> None:
+    comm, inner = communicator_of(mesh), group.axes.mesh
+    between = [i for i, dims in enumerate(mesh._dims) if dims not in inner._dims]
+    rest = [i for i in range(mesh.ndim) if i not in between]
+
+    def extremes(member: int) -> Tensor:
+        own = torch.stack([_sample(column[member if group.comm.holds_all else 0], inner.device_type) for _, column in asked])
+        return torch.cat([own, -own])
+
+    def parting(_: int, extreme: Tensor) -> Tensor:
+        """How far apart the largest and the smallest of all ranks' are, over the largest; -1 where all are about zero."""
+        highest, lowest = extreme[: len(asked)], -extreme[len(asked) :]
+        size = torch.maximum(highest.abs(), lowest.abs()).amax(1)
+        at_least = size.amax() * _NOISE  # a gradient that is zero but for rounding may be rounded otherwise on other ranks
+        return torch.where(size > at_least, (highest - lowest).amax(1) / size, -1)
+
+    with torch.no_grad():
+        found = comm.map(parting, comm.all_reduce(comm.map(extremes), between, "max").wait())
+        apart = shards_of(comm.all_reduce(found, rest, "max").wait())[0].tolist()
+    for (m, _), parted in zip(asked, apart, strict=True):
+        m.seen_alike = parted >= 0
+        if parted > math.sqrt(torch.finfo(group.dtype_of(m)).eps):
+            raise PlacementError(_told(m, mesh, between))
+
+
+def _sample(grad: Tensor | None, device_type: str) -> Tensor:
+    """Some of a gradient's numbers, evenly spread."""
+    if grad is None or grad.numel() == 0:
+        return torch.zeros(_SAMPLE, device=device_type)
+    flat = torch.view_as_real(grad).reshape(-1) if grad.is_complex() else grad.reshape(-1)
+    at = torch.arange(_SAMPLE, device=flat.device) * flat.numel() // _SAMPLE
+    return flat[at].float().nan_to_num(0, 0, 0)
+
+
+def _told(m: Managed, mesh: DeviceMesh, between: Sequence[int]) -> str:
+    module, name = m.places[0]
+    names = mesh.mesh_dim_names
+    over = ", ".join(repr(names[i]) if names else str(i) for i in between)
+    return (
+        f"the gradient of {name!r} of {type(module).__name__} is not the same on all ranks of mesh dim {over}: the plan of "
+        "parallelize_module leaves it out, so each rank has all of it, but what it is used with is cut there (heads, a sequence) "
+        "and its copies would part; or these ranks were given different inputs. Name the module that has it in the plan: "
+        'SequenceParallel() for a norm of a cut sequence, "replicated_with_grad_allreduce" where each rank has some of the heads'
+    )
