@@ -178,10 +178,16 @@ def _broadcast(group: Group, route: Route) -> Issue:
     sender = dist.get_global_rank(group.handle, source if group.order is None else group.order[source])
 
     def issue(x: Tensor) -> Pending[Tensor]:
-        result = dense(x) if source == group.position else torch.empty(route.new, dtype=x.dtype, device=x.device)
-        if not result.numel():  # gloo waits for ever where it has nothing to send
-            return Pending.of(result)
-        return started(broadcast(group, flat_bytes(result), sender), lambda: result)
+        if not math.prod(route.new):  # gloo waits for ever where it has nothing to send
+            return Pending.of(dense(x) if source == group.position else x.new_empty(route.new))
+        if source != group.position:
+            result = torch.empty(route.new, dtype=x.dtype, device=x.device)
+            return started(broadcast(group, flat_bytes(result), sender), lambda: result)
+        given = x.detach()
+        row = row_major(given, route.old)
+        works = broadcast(group, flat_bytes(row), sender)
+        own = dense(row) if row is given else row  # while it travels
+        return started(works, lambda: own)
 
     return issue
 

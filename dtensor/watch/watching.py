@@ -283,9 +283,9 @@ def waited(chain: Chain, number: int, finish: Callable[[], T]) -> T:
 
 
 def waited_beside(works: list[Any], handle: Any) -> None:
-    """Waits for works of a group in another thread, so that this one can be told of a verdict meanwhile."""
+    """Waits for works of a group that are under way in another thread, so that this one can be told of a verdict meanwhile."""
     watcher = _Watched.watcher
-    if watcher is not None and Level.now in ("watch", "strict"):
+    if watcher is not None and Level.now in ("watch", "strict") and not all(work.is_completed() for work in works):
         watcher.waiters.end(works, handle)
     while works:
         works.pop(0).wait()

@@ -7,12 +7,14 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import repeat
 from operator import call
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +29,8 @@ from dtensor.watch.levels import Level
 from dtensor.watch.pages import Page
 from dtensor.watch.ring import WORDS, Ring, Trail, entry_in, fingerprint
 from dtensor.watch.verdict import Said, differing_words
+from dtensor.watch.waiters import Waiters
+from dtensor.watch.watching import _Watched, waited_beside
 
 
 def test_a_page_is_read_by_others_and_after_its_writer_was_killed(tmp_path: Path) -> None:
@@ -255,3 +259,33 @@ def test_a_trail_of_numbers_is_the_same_in_all_processes_wherever_it_is_settled(
     others = [-2.0, -1.0, 0.0, -0.0, 0, 1, 2, -1, -2, 0.5, 1e300, float("inf"), float("-inf"), float("nan"), 1j]
     assert len({trail_of([number]) for number in others}) == len(others)
     assert trail_of([1, 2]) != trail_of([2, 1])
+
+
+class _Work:
+    """A work of a group that tells in which thread it was waited for."""
+
+    def __init__(self, completed: bool, error: Exception | None = None) -> None:
+        self.completed, self.error = completed, error
+        self.waited_in: int | None = None
+
+    def is_completed(self) -> bool:
+        return self.completed
+
+    def wait(self) -> None:
+        self.waited_in = threading.get_ident()
+        if self.error is not None:
+            raise self.error
+
+
+def test_what_has_come_is_waited_for_without_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiters = Waiters()
+    monkeypatch.setattr(_Watched, "watcher", SimpleNamespace(waiters=waiters))
+    try:
+        for completed in ([True, True], [True, False]):
+            works = [_Work(each) for each in completed]
+            waited_beside([*works], None)
+            assert {work.waited_in == threading.get_ident() for work in works} == {all(completed)}
+        with pytest.raises(RuntimeError, match="Connection closed"):
+            waited_beside([_Work(True, RuntimeError("Connection closed"))], None)
+    finally:
+        waiters.stop(lambda: None)
