@@ -56,7 +56,7 @@ def as_plain_gradient(value: torch.Tensor) -> None:
     """Have the gradient of a plain operand be plain: of a loss of this rank's own part of the batch, to which a penalty of
     distributed parameters is added. (That of a leaf is the distributed one, as it arrives.)
     """
-    if value.grad_fn is not None and torch.is_grad_enabled() and not under_way():
+    if value.grad_fn is not None and torch.is_grad_enabled():
         value.register_hook(_whole)
 
 
