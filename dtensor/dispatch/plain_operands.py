@@ -26,7 +26,6 @@ from ..base.callers import wrapped_by_torch
 from ..base.modes import MODES
 from ..base.nested import listed
 from ..base.torch_internals import forward_ad, graph_task
-from ..base.tracing import under_way
 from ..comm import PerRank, communicator_of
 from ..comm.agreement import same_on_all
 from ..errors import LayoutError, MixedTensorError
