@@ -155,16 +155,18 @@ def _debts(table: Table, factors: Factors, call: Call, nbytes: list[int], mesh_d
 def _cuts_anew(line: Line, call: Call, current: Sequence[Where], lasting: Collection[int]) -> bool:
     """Whether the results' cut is no operand's, or a smaller one's than one that moves, whose cut they could have had
     (``lasting``: those operands). Of two as large, one of which becomes whole for the other's sake, the first decides."""
-    stays = moves = (0, 0)
-    for i, (at, target) in enumerate(zip(current, line.operands, strict=True)):
-        if not isinstance(at, int) or target is None:
-            continue
-        size = call.operands[i].nbytes
-        if at == target:
-            stays = max(stays, (size, -i))
-        elif i in lasting:
-            moves = max(moves, (size, -i if isinstance(target, Replicate) else -len(current)))
-    return not stays[0] or stays < moves
+    cut = [
+        i for i, (at, target) in enumerate(zip(current, line.operands, strict=True)) if isinstance(at, int) and target is not None
+    ]
+    stays = [i for i in cut if line.operands[i] == current[i]]
+    moves = [i for i in cut if line.operands[i] != current[i] and i in lasting]
+    if not stays or not moves:
+        return not stays
+    nbytes = [layout.nbytes for layout in call.operands]
+    held, moved = max(stays, key=nbytes.__getitem__), max(moves, key=nbytes.__getitem__)
+    if moved < held and isinstance(line.operands[moved], Replicate):
+        return nbytes[moved] >= nbytes[held]
+    return nbytes[moved] > nbytes[held]
 
 
 def _here(call: Call, mesh_dim: int) -> tuple[Where | None, ...]:
