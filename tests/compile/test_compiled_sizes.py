@@ -137,7 +137,7 @@ def of_one_tensor(mesh: dt.DeviceMesh) -> Made:
 PROGRAMS: dict[Program, int] = {  # and the most graphs: of even sizes, of odd ones, of 3, 2, 1 and none
     tensor_parallel: 7,
     sequence_parallel: 6,
-    as_large_as_a_dim: 8,
+    as_large_as_a_dim: 7,
     batch: 6,
     attention: 4,
     redistributed: 6,
