@@ -73,7 +73,7 @@ def idle_of(plan: Plan, operator: Operator) -> Idle | None:
     if not any(x.numel for x in layouts):  # all are
         return None
     held = communicator_of(mesh).held
-    members = frozenset(m for m in held if not any(math.prod(x.local_shape(mesh.coordinates[m])) for x in layouts))
+    members = frozenset(m for m in held if not any(math.prod(x.shape_of(m)) for x in layouts))
     return Idle(members, mesh, results, operator.outs) if members else None
 
 

@@ -45,7 +45,7 @@ def _strides_of(layout: Layout) -> list[Stride]:
     """
     mesh = layout.mesh
     order = sorted(range(layout.ndim), key=lambda d: (layout.stride[d] != 0, -layout.stride[d]))
-    return [dense_in(layout.local_shape(mesh.coordinates[member]), order) for member in communicator_of(mesh).held]
+    return [dense_in(layout.shape_of(member), order) for member in communicator_of(mesh).held]
 
 
 def _ordered(local: Any, strides: list[Stride]) -> Any:

@@ -26,7 +26,7 @@ from ..redistribute import execute_many as run_moves
 from ..redistribute import plan as plan_move
 from .report import announce, describe
 from .settled import moved_together, one_by_one
-from .versions import SHARED
+from .versions import shared
 from .wrapping import wrap_local, wrap_view
 
 Args = tuple[Any, ...]
@@ -153,8 +153,7 @@ def in_one_memory(operator: Operator, args: Args, kwargs: Keywords) -> bool:
     for name, values in operator.bind(args, kwargs).items():
         for index, x in enumerate(values if isinstance(values, (list, tuple)) else ()):
             if isinstance(x, torch.Tensor):
-                root = x if x._base is None else x._base
-                memory = id(root.__dict__.get(SHARED, root))
+                memory = id(shared(x))
                 if first.setdefault(memory, index) != index:
                     several.add(memory)
                 if name in operator.mutated:

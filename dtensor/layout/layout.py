@@ -171,13 +171,9 @@ class Layout:
             return self if placements is None else self._placed(placements)
         if stride is None:
             stride = self.stride if shape is None else None
-        return Layout.of(
-            self.mesh,
-            self.placements if placements is None else placements,
-            self.shape if shape is None else shape,
-            stride,
-            self.dtype if dtype is None else dtype,
-        )
+        wanted = self.placements if placements is None else placements
+        shape, dtype = self.shape if shape is None else shape, self.dtype if dtype is None else dtype
+        return Layout.of(self.mesh, wanted, shape, stride, dtype)
 
     def reduced(self) -> Layout:
         """This layout with all terms added up: partial mesh dims replicate."""
@@ -207,6 +203,10 @@ class Layout:
             size if split is None else split.sizes[self.mesh.index_over(split.mesh_dims, coordinate)]
             for size, split in zip(self.shape, self.splits, strict=True)
         )
+
+    def shape_of(self, member: int) -> tuple[int, ...]:
+        """Shape of a member's block."""
+        return self.local_shape(self.mesh.coordinates[member])
 
     def local_offset(self, coordinate: Sequence[int]) -> tuple[int, ...]:
         """Global index of the first element of the block at a mesh coordinate."""

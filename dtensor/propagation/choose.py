@@ -232,7 +232,7 @@ def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: 
         even = chunk_sizes(size, tuple(call.mesh.shape[i] for i in whole[0].mesh_dims))
         if max(even) == max(whole[0].sizes):
             return whole[0]
-        dealt = any(found != whole[0] for found in whole) or _grows(name, factors, call, whole[0].sizes)
+        dealt = any(found != whole[0] for found in whole) or _parts_grow(name, factors, call, whole[0].sizes)
         return Split(whole[0].mesh_dims, even) if dealt else whole[0]
     ordered = pieces[0][0] if pieces else tuple(sorted(mesh_dims))
     default = chunk_sizes(size, tuple(call.mesh.shape[i] for i in ordered))
@@ -241,7 +241,7 @@ def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: 
     return Split(ordered, covering(default, [(blocks, window) for nesting, blocks, window in pieces if nesting == ordered]))
 
 
-def _grows(name: str, factors: Factors, call: Call, sizes: Sequence[int]) -> bool:
+def _parts_grow(name: str, factors: Factors, call: Call, sizes: Sequence[int]) -> bool:
     """Whether operands all of which are a part of something that was cut along a factor, as blocks show of which the first is not
     the largest, become more than twice as much."""
     if sizes[0] == max(sizes) or any(made.alias_info is not None for made in call.func._schema.returns):

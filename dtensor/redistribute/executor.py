@@ -122,8 +122,8 @@ def _bind(comm: Communicator, step: Step) -> Bound:
             scatter = Scatter(
                 chunks_of,
                 op,
-                functools.partial(_local_shape, before),
-                functools.partial(_local_shape, after),
+                before.shape_of,
+                after.shape_of,
                 before.dtype,
                 _said(step),
             )
@@ -142,7 +142,7 @@ def _transfer(comm: Communicator, step: AllGather | Exchange) -> Run:
         if not bound:
             kind, find = ("all_gather", gather_traffic) if isinstance(step, AllGather) else ("all_to_all", traffic)
             traffic_of = functools.partial(find, step.before, step.after, step.mesh_dims)
-            new_of, brings = functools.partial(_local_shape, step.after), step.bytes // step.before.dtype.itemsize
+            new_of, brings = step.after.shape_of, step.bytes // step.before.dtype.itemsize
             find_route = functools.partial(route, step)
             transfer = Transfer(find_route, step.before.dtype, kind, traffic_of, _said(step), new_of, brings)
             bound.append(_known_as(step, comm.bind_transfer(step.mesh_dims, transfer)))
@@ -186,10 +186,6 @@ def _finish(comm: Communicator, step: Step) -> Callable[[Local], Local] | None:
 
 
 # --- what one member does; coordinates and regions are integer maths --------------------------------------------
-def _local_shape(layout: Layout, member: int) -> tuple[int, ...]:
-    return layout.local_shape(layout.mesh.coordinates[member])
-
-
 def in_order(member: int, x: torch.Tensor, layout: Layout) -> torch.Tensor:
     """``x`` with its dims ordered in memory as in the global tensor: what can be viewed there can then be viewed here."""
     major_first = sorted((d for d, step in enumerate(layout.stride) if step and x.shape[d] > 1), key=lambda d: -layout.stride[d])

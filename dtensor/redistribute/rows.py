@@ -60,7 +60,7 @@ class Rows:
         alignment: int = 1,
     ) -> Rows:
         """Of tensors by their layouts, cut and whole over ``group``; rows are padded to ``alignment`` bytes."""
-        shapes = tuple(whole.local_shape(whole.mesh.coordinates[member]) for _, whole in pairs)
+        shapes = tuple(whole.shape_of(member) for _, whole in pairs)
         boxes = [[inside(whole, member, part, other) for part, whole in pairs] for other in group]
         return Rows.of_blocks(shapes, boxes, dtypes, cut, list(group).index(member), alignment)
 

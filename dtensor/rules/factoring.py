@@ -162,9 +162,7 @@ class Shares(Word):
         def one(here: At, args: Any, kwargs: Any) -> torch.Tensor:
             share = math.prod(share_of(at, here.member))
             if not share:
-                return torch.zeros(
-                    result.local_shape(at.call.mesh.coordinates[here.member]), dtype=result.dtype, device=device_of(args)
-                )
+                return torch.zeros(result.shape_of(here.member), dtype=result.dtype, device=device_of(args))
             value: torch.Tensor = op(*args, **kwargs)
             return (value.to(torch.promote_types(value.dtype, torch.float32)) * share).to(value.dtype)
 
@@ -200,7 +198,7 @@ class OrIdentity(Word):
             blocks = tensors(args)
             if all(block.numel() for block in blocks):
                 return op(*args, **kwargs)
-            shapes = [layout.local_shape(layout.mesh.coordinates[here.member]) for layout in layouts]
+            shapes = [layout.shape_of(here.member) for layout in layouts]
             made = [blocks[0].new_empty(shape, dtype=layout.dtype) for shape, layout in zip(shapes, layouts, strict=True)]
             values = tuple(identity(op, like) for op, like in zip(self.ops, made, strict=True))
             return values if len(values) > 1 else values[0]

@@ -209,7 +209,7 @@ class _Plan:
         """The results in their dtypes, without the folded dims where they lack them."""
         shapes = self.shapes.get(member)
         if shapes is None:
-            shapes = tuple([layout.local_shape(layout.mesh.coordinates[member]) for layout in self.results])
+            shapes = tuple([layout.shape_of(member) for layout in self.results])
             self.shapes[member] = shapes
         made = []
         for value, shape, layout in zip(values, shapes, self.results, strict=True):

@@ -92,7 +92,7 @@ def exchanged(at: KernelContext, x: Any, dim: int, layout: Layout, have: Held, n
         return [block.narrow(dim, part.start - own.start if part else 0, len(part)).contiguous() for part in parts]
 
     def shape_of(source: int, target: int) -> tuple[int, ...]:
-        shape = list(layout.local_shape(mesh.coordinates[source]))
+        shape = list(layout.shape_of(source))
         shape[dim] = len(common(have(source), need(target)))
         return tuple(shape)
 
@@ -125,7 +125,7 @@ def added_around(at: KernelContext, grad: Any, dim: int, layout: Layout, reach: 
 
     def summed(here: At, *parts: Tensor) -> Tensor:
         own, mesh = have(here.member), at.call.mesh
-        total = parts[0].new_zeros(layout.local_shape(mesh.coordinates[here.member]))
+        total = parts[0].new_zeros(layout.shape_of(here.member))
         for other, part in zip(mesh.members_of(at.mesh_dims, here.member), parts, strict=True):
             into = common(own, need(other))
             if into:

@@ -107,19 +107,16 @@ def read_fetched(address: Address, op: Any, at: KernelContext, *args: Any, **nam
     block, rest = args[0], args[1:]
     given = rest[address.argument - 1]
     if ACTIVE or under_way() or any(x.is_meta for x in shards_of(block)):
-        parts = at.all_gather(block, partial(_local_shape, at.operands[0]))
+        parts = at.all_gather(block, at.operands[0].shape_of)
         return at.map(lambda here, given, *parts: call(torch.cat(parts, d), *rest[:-1], given, **named), given, *parts)
     index = next(x for x in given if x is not None) if address.form == "places" else given
     total, ends = at.operands[0].shape[d], list(accumulate(at.sizes))
-    legal = [
-        at.map(lambda here, x: _checked(address, x, total), x)
-        for x in at.all_gather(index, partial(_local_shape, at.operands[1]))
-    ]
+    legal = [at.map(lambda here, x: _checked(address, x, total), x) for x in at.all_gather(index, at.operands[1].shape_of)]
     counts = at.map(lambda here, *asked: torch.stack([_counts(x, ends) for x in asked]), *legal)
     table = dict(zip(at.comm.held, [own.tolist() for own in shards_of(counts)], strict=False))
 
     def shape_of(source: int, target: int) -> tuple[int, ...]:
-        mesh, shape = at.call.mesh, _local_shape(at.operands[0], source)
+        mesh, shape = at.call.mesh, at.operands[0].shape_of(source)
         giver, taker = (mesh.index_over(at.mesh_dims, mesh.coordinates[member]) for member in (source, target))
         known = table.get(source) or next(iter(table.values()))  # where one rank's is here, it is asked about its group's
         return (*shape[:d], known[taker][giver], *shape[d + 1 :])
@@ -143,10 +140,6 @@ def _owners(index: Tensor, ends: Sequence[int]) -> Tensor:
 
 def _counts(index: Tensor, ends: Sequence[int]) -> Tensor:
     return _owners(index, ends).bincount(minlength=len(ends))
-
-
-def _local_shape(layout: Layout, member: int) -> tuple[int, ...]:
-    return layout.local_shape(layout.mesh.coordinates[member])
 
 
 def _bound(address: Address, op: Any, at: KernelContext) -> tuple[Any, tuple[int, ...], int]:

@@ -43,7 +43,7 @@ class Scan(Word):
             return tuple(part.narrow(dim, max(part.shape[dim] - 1, 0), min(1, part.shape[dim])) for part in own)
 
         def shape_of(member: int) -> tuple[int, ...]:
-            shape = list(layout.local_shape(at.call.mesh.coordinates[member]))
+            shape = list(layout.shape_of(member))
             shape[dim] = min(1, shape[dim])
             return tuple(shape)
 

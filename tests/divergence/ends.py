@@ -257,7 +257,6 @@ def _beside_pending(at: Scene) -> Any:
     """A move that is waited for early on one rank, and late on another."""
     pending = at.x.redistribute(placements=[R], async_op=True)
     if at.rank == 1:
-        pending = pending + 0 if False else pending
         pending.to_local()
     found = float(at.x.sum())
     return found + 0 * float(pending.to_local().sum())

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from table import DEEDS, Program, R, Scene, Shard, dt
+from table import DEEDS, Program, R, Scene, Shard, dt, trained
 from torch import nn
 
 from dtensor import DTensor, Partial, checkpoint
@@ -84,11 +84,7 @@ def _experts(order: str) -> Deed:
     def run(at: Scene) -> Any:
         model = fully_shard(_Experts(at, order), mesh=at.mesh)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for _ in range(2):
-            model(torch.ones(2, WIDTH)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [float(parameter.detach().sum()) for parameter in model.parameters()]
+        return trained(model, optimizer, torch.ones(2, WIDTH))
 
     return run
 

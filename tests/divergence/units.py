@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from table import DEEDS, Program, R, Scene, Shard, dt
+from table import DEEDS, Program, R, Scene, Shard, dt, trained
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint as recomputed
@@ -95,11 +95,7 @@ def _with(
         model = Blocks()
         fully_shard(model, mesh=mesh(at), **options(at, model))
         optimizer = torch.optim.SGD(model.parameters(), 0.1) if of is None else of(model)
-        for _ in range(2):
-            model(torch.ones(2, WIDTH)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [float(parameter.detach().sum()) for parameter in model.parameters()]
+        return trained(model, optimizer, torch.ones(2, WIDTH))
 
     return run
 
@@ -123,11 +119,7 @@ def _zero(of: Any = torch.optim.AdamW, **options: Any) -> Deed:
     def run(at: Scene) -> Any:
         model = replicate(Blocks(), at.mesh)
         optimizer = ZeroRedundancyOptimizer(model.parameters(), of, lr=0.1, **options)
-        for _ in range(2):
-            model(torch.ones(2, WIDTH)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [float(parameter.detach().sum()) for parameter in model.parameters()]
+        return trained(model, optimizer, torch.ones(2, WIDTH))
 
     return run
 

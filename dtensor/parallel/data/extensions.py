@@ -102,7 +102,7 @@ class Extensions:
 
     def _before(self, member: int, i: int, local: Any) -> list[Tensor]:
         m, hook = self._managed[i], local.fsdp_pre_all_gather
-        size = torch.Size(m.compute.local_shape(m.compute.mesh.coordinates[member]))
+        size = torch.Size(m.compute.shape_of(member))
         count = len(inspect.signature(hook).parameters)
         if count not in (1, 5):
             raise TypeError(f"{type(local).__name__}.fsdp_pre_all_gather takes a mesh, or all five of {inspect.signature(_pre)}")
@@ -150,7 +150,7 @@ class Extensions:
         m = self._managed[i]
         if not self._own[i]:
             whole = m.compute
-            return whole.local_shape(whole.mesh.coordinates[member]), [inside(whole, member, m.stored, other) for other in group]
+            return whole.shape_of(member), [inside(whole, member, m.stored, other) for other in group]
         if m.cut is None:
             shape = self._told[member][i][k][1]
             return shape, [Box((0,) * len(shape), shape)] * len(group)
@@ -184,7 +184,7 @@ class Extensions:
         whole, inner = local.fsdp_post_all_gather(*given)
         self.inner += inner
         layout = self._managed[i].compute
-        size = layout.local_shape(layout.mesh.coordinates[member])
+        size = layout.shape_of(member)
         if whole.shape == size:
             return whole
         if whole.numel() < math.prod(size):

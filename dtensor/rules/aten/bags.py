@@ -90,8 +90,7 @@ def _gathered(at: KernelContext, name: str, x: Any) -> Any:
     if x is None or "b" not in at.splits:
         return x
     layout = at.operands[at.call.names.index(name)]
-    shape_of = lambda member: layout.local_shape(at.call.mesh.coordinates[member])  # noqa: E731
-    blocks = at.comm.all_gather(x, at.splits["b"].mesh_dims, shape_of).wait()
+    blocks = at.comm.all_gather(x, at.splits["b"].mesh_dims, layout.shape_of).wait()
     return at.map(lambda here, *parts: torch.cat(parts), *blocks)
 
 

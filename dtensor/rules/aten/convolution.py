@@ -145,7 +145,7 @@ class Convolved(Word):
 
         def one(here: At, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             if not outputs(here.member):
-                return x.new_empty(result.local_shape(at.call.mesh.coordinates[here.member]))
+                return x.new_empty(result.shape_of(here.member))
             return aten.convolution(x, weight, bias, *_of_block(sizes, self.d, x, weight))
 
         return at.map(one, read_around(at, x, dim, at.operands[0], reach, outputs), weight, bias)

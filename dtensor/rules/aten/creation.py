@@ -31,7 +31,7 @@ def make(at: KernelContext, model: Any, *args: Any, **kwargs: Any) -> Any:
     strided = at.call.get("stride") is not None
 
     def one(here: At, block: Any) -> Any:
-        shape = layout.local_shape(at.call.mesh.coordinates[here.member])
+        shape = layout.shape_of(here.member)
         given = (shape, stride_like(shape, at.call["stride"])) if strided else (shape,)
         return packet(block, *given, *args[len(given) :], **kwargs)
 

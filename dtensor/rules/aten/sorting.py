@@ -150,7 +150,6 @@ def best_of_blocks(at: KernelContext, x: Any, k: int, dim: int = -1, largest: bo
     """The best of each block and one more, gathered; where equal ones leave the choice open, one device's is all ranks'."""
     layout = at.operands[0]
     dim %= len(layout.shape)
-    coordinates = at.call.mesh.coordinates
     count = min(k + 1, layout.shape[dim])
 
     def own(here: At, block: torch.Tensor) -> Pair:
@@ -158,7 +157,7 @@ def best_of_blocks(at: KernelContext, x: Any, k: int, dim: int = -1, largest: bo
         return values, places + here.offset
 
     def shape_of(member: int) -> tuple[int, ...]:
-        shape = list(layout.local_shape(coordinates[member]))
+        shape = list(layout.shape_of(member))
         shape[dim] = min(count, shape[dim])
         return tuple(shape)
 
@@ -177,7 +176,7 @@ def best_of_blocks(at: KernelContext, x: Any, k: int, dim: int = -1, largest: bo
 
     everywhere = tuple(range(at.call.mesh.ndim))
     if at.comm.all_reduce(at.map(tied, chosen), everywhere, "max").wait().item():
-        blocks = at.all_gather(x, lambda member: layout.local_shape(coordinates[member]))
+        blocks = at.all_gather(x, layout.shape_of)
         return at.map(lambda _, parts: tuple(torch.topk(torch.cat(parts, dim), k, dim, largest, ordered)), blocks)
     return at.map(lambda _, pair: (pair[0].narrow(dim, 0, k), pair[1].narrow(dim, 0, k)), chosen)
 

@@ -110,7 +110,7 @@ def ring_of(at: KernelContext, scale: float | None) -> Ring:
     layouts = [at.operands[call.names.index(name)] for name in ("key", "value")]
 
     def shapes(member: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        key, value = (layout.local_shape(call.mesh.coordinates[member]) for layout in layouts)
+        key, value = (layout.shape_of(member) for layout in layouts)
         return key, value
 
     def held(name: str) -> Callable[[int], Pieces]:
