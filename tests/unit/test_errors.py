@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,11 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a plain tensor of two elements": (lambda: make(4) + torch.ones(2, 1), MixedTensorError, "implicit_replication"),
     "a write into a plain tensor": (lambda: torch.ones(4).add_(make(4)), MixedTensorError, "distribute_tensor"),
     "a result in a plain tensor": (lambda: torch.add(make(4), make(4), out=torch.ones(4)), MixedTensorError, "distribute_tensor"),
+    "memory of a storage": (
+        lambda: make(4).set_(torch.ones(4).untyped_storage(), 0, (4,)),
+        UnsupportedOperationError,
+        "takes a DTensor",
+    ),
     "a collective of torch's": (
         lambda: torch.ops._c10d_functional.all_reduce(make(4), "sum", "0"),
         UnsupportedOperationError,
@@ -227,6 +233,24 @@ def test_the_error_of_plain_torch(name: str, placements: list[Any]) -> None:
     x = torch.arange(30.0).reshape(5, 6)
     outcome = check(PLAIN_ERRORS[name], x, mesh=MESH, placements=[placements])
     assert outcome.same_error
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda x, i: x[i([0, 1]), i([0, 1, 2])],
+        lambda x, i: x[:, i([True, False])],
+        lambda x, i: x[i([[True] * 6, [False] * 6])],
+        lambda x, i: torch.tensor_split(x, i(2.0)),
+        lambda x, i: torch.tensor_split(x, i([[2]])),
+    ],
+)
+def test_the_words_of_plain_torch(pick: Callable[..., Any]) -> None:
+    x = torch.arange(30.0).reshape(5, 6)
+    with pytest.raises((IndexError, RuntimeError)) as plain:
+        pick(x, torch.tensor)
+    with pytest.raises(plain.type, match=re.escape(str(plain.value))):
+        pick(dt.distribute_tensor(x, MESH, [Shard(0)]), lambda i: dt.distribute_tensor(torch.tensor(i), MESH, [R]))
 
 
 # --- what explicit() forbids ----------------------------------------------------------------------------------------

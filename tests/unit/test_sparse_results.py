@@ -26,6 +26,24 @@ def test_conversions_give_the_whole_value_and_pass_gradients(layout: torch.layou
     check(lambda x: x.to_sparse(1), X, mesh=mesh, placements=[[where]])
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")  # told once, by whatever makes the first one
+@pytest.mark.parametrize("where", [Replicate(), Shard(0), Partial()], ids=str)
+def test_what_is_made_of_parts_is_whole_and_passes_gradients(where: dt.Placement) -> None:
+    mesh, values = dt.init_device_mesh("cpu", (2,)), torch.tensor([1.0, 2, 3], dtype=torch.float64)
+    places, ends = torch.tensor([[0, 2, 1], [1, 0, 3]]), torch.tensor([0, 1, 1, 3])
+    ranks = [[Shard(0)], [where]]
+    check(lambda at, v: torch.sparse_coo_tensor(at, v, (3, 4)), places, values, mesh=mesh, placements=ranks)
+    check(lambda at, v: torch.sparse_coo_tensor(at, v).to_dense().sin(), places, values, mesh=mesh, placements=ranks)
+    for make in (torch.sparse_csr_tensor, torch.sparse_csc_tensor):
+        check(
+            lambda ends, v, make=make: make(ends, torch.tensor([1, 0, 2]), v, (3, 3)).to_dense(),
+            ends,
+            values,
+            mesh=mesh,
+            placements=ranks,
+        )
+
+
 def test_conversions_communicate_only_where_they_may() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     with dt.explicit():

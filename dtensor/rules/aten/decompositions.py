@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...base.memory_order import contiguous_stride, memory_order, outermost_first
 from ...base.torch_internals import assert_async
+from ...errors import UnsupportedOperationError
 from ..facts import fact
 from ..verbs import composed
 
@@ -146,6 +147,10 @@ def set_to(x: Tensor, source: Tensor | None = None, offset: int = 0, size: Any =
     """Other memory: that of ``source``, which a storage alone does not give."""
     if source is None:
         return x.new_empty(0)
+    if not isinstance(source, Tensor):
+        raise UnsupportedOperationError(
+            "x.set_ of a DTensor takes a DTensor, whose memory it is from then on; a storage has no layout"
+        )
     return source if size is None else source.as_strided(size, stride or contiguous_stride(tuple(size)), offset)
 
 

@@ -84,15 +84,22 @@ def places(name: str, arguments: dict[str, Any]) -> None:
             d += 1
         elif item.dtype in (torch.bool, torch.uint8):
             if shape[d : d + len(item.shape)] != item.shape:
-                raise IndexError(f"{name}: a mask of shape {list(item.shape)} cannot pick from dim {d} on of {list(shape)}")
+                differs = next(k for k, n in enumerate(item.shape) if shape[d + k : d + k + 1] != (n,))
+                raise IndexError(
+                    f"The shape of the mask {list(item.shape)} at index {differs} does not match the shape of the indexed tensor "
+                    f"{list(shape)} at index {d + differs}"
+                )
             d += len(item.shape)
         elif item.dtype in (torch.int64, torch.int32):
             d += 1
             numbered.append(item.shape)
         else:
-            raise IndexError(f"{name}: expected indices of int64, int32 or bool, not {item.dtype}")
+            raise IndexError(f"tensors used as indices must be long, int, byte or bool tensors, not {item.dtype}")
     if any(len({size for size in sizes if size != 1}) > 1 for sizes in zip_longest(*map(reversed, numbered), fillvalue=1)):
-        raise IndexError(f"{name}: indices of shapes {', '.join(map(str, map(list, numbered)))} cannot be broadcast together")
+        raise IndexError(
+            "shape mismatch: indexing tensors could not be broadcast together with shapes "
+            f"{', '.join(map(str, map(list, numbered)))}"
+        )
 
 
 def of_one_dtype(second: str) -> Callable[[str, dict[str, Any]], None]:

@@ -131,8 +131,7 @@ def scattered_diagonal(x: Tensor, src: Tensor, *where: Any, **named: Any) -> Any
 def tensor_split(x: Tensor, sections: Tensor, dim: int = 0) -> Any:
     """The sections are numbers that all ranks read."""
     if sections.ndim > 1 or sections.dtype is not torch.int64:
-        expected = "tensor_indices_or_sections to be a zero-dimensional or one-dimensional int64 tensor"
-        raise RuntimeError(f"tensor_split expected {expected}, but got {sections.ndim} dims of {sections.dtype}")
+        return NotImplemented  # torch says what is wrong
     return torch.tensor_split(x, sections.tolist(), dim)
 
 

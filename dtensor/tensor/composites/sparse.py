@@ -1,5 +1,5 @@
-"""What torch would give as a sparse tensor. No DTensor is sparse, so a value comes as a plain one, whole on every rank, and
-a gradient comes dense, in the layout of its leaf.
+"""What torch would give as a sparse tensor. No DTensor is sparse, so a value, converted or put together of its parts, comes as a
+plain one, whole on every rank, and a gradient comes dense, in the layout of its leaf.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...base.modes import MODES
+from ...base.nested import mapped
 from ...errors import ImplicitCommunicationError
 from ...placement import Replicate
 from ..dtensor import DTensor
@@ -20,20 +21,19 @@ from .recomposed import recomposed
 aten = torch.ops.aten
 
 
-def converted(overload: Any) -> Callable[..., Tensor]:
-    """``x.to_sparse()``: that of the whole value, which costs what ``x.full_tensor()`` does; differentiable."""
+def of_whole(overload: Any) -> Callable[..., Tensor]:
+    """``x.to_sparse()``, ``torch.sparse_coo_tensor(indices, values)``: of the whole values, which costs what ``full_tensor()``
+    of them does; differentiable."""
+    name = overload._schema.name
 
-    def run(x: Any, *args: Any, **kwargs: Any) -> Any:
+    def whole(x: Tensor) -> Tensor:
         if not isinstance(x, DTensor):
-            return NotImplemented
+            return x
         if MODES.explicit and not all(isinstance(p, Replicate) for p in x.placements):
-            name = overload._schema.name
-            raise ImplicitCommunicationError(
-                f"{name} would gather {x.layout!r} under explicit(); write x.full_tensor().to_sparse()"
-            )
-        return overload(x.full_tensor(), *args, **kwargs)
+            raise ImplicitCommunicationError(f"{name} would gather {x.layout!r} under explicit(); give it x.full_tensor()")
+        return x.full_tensor()
 
-    return run
+    return lambda *args, **kwargs: overload(*mapped(whole, args), **mapped(whole, kwargs))
 
 
 def with_dense_gradient(overload: Any, name: str) -> Callable[..., Any]:
@@ -79,9 +79,16 @@ def _announce(what: str) -> None:
 
 recomposed("aten::embedding_sparse_backward", embedding_gradient)
 recomposed("aten::_gather_sparse_backward", gather_gradient)
-for _packet in (aten.to_sparse, aten.to_sparse_csr, aten.to_sparse_csc, aten.to_sparse_bsr, aten.to_sparse_bsc):
+_COMPRESSED = ("csr", "csc", "bsr", "bsc")
+for _packet in (
+    aten.to_sparse,
+    aten.sparse_coo_tensor,
+    aten._sparse_coo_tensor_unsafe,
+    aten.sparse_compressed_tensor,
+    *(getattr(aten, name.format(kind)) for kind in _COMPRESSED for name in ("to_sparse_{}", "sparse_{}_tensor")),
+):
     for _overload in (getattr(_packet, name) for name in _packet.overloads() if "out" not in name):
-        recomposed(_overload.name(), converted(_overload))
+        recomposed(_overload.name(), of_whole(_overload))
 for _overload, _flag in (
     (aten.embedding_bag.default, "sparse"),
     (aten.embedding_bag.padding_idx, "sparse"),
