@@ -129,3 +129,17 @@ def test_weighted_counts_have_torchs_dtype_where_a_block_or_all_is_empty(count: 
     given = torch.arange(count) % 3, torch.ones(count, dtype=dtype)
     for where in (Shard(0), Shard(0, sizes=(0, count, 0, 0))):
         check(torch.bincount, *given, mesh=dt.init_device_mesh("cpu", (4,)), placements=[[where]] * 2, kwargs={"minlength": 2})
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "prod", "max", "amax", "min", "amin"])  # torch takes both names
+@pytest.mark.parametrize("initial", [None, 0.5])
+def test_segments_by_every_name_of_their_reduction(reduce: str, initial: float | None) -> None:
+    options = {} if initial is None else {"initial": initial}
+    for where in (Shard(0), Shard(1)):
+        check(
+            lambda x, lengths: torch.segment_reduce(x, reduce, lengths=lengths, **options),
+            torch.randn(10, 4, dtype=torch.float64),
+            torch.tensor([2, 0, 5, 3]),
+            mesh=dt.init_device_mesh("cpu", (3,)),
+            placements=[[where], [Replicate()]],
+        )

@@ -17,7 +17,7 @@ from ..rule import Choice, Kernel
 from ..verbs import blockwise
 
 aten = torch.ops.aten
-_OPS = {"sum": "sum", "mean": "sum", "max": "max", "min": "min", "prod": "product"}
+_OPS = {"sum": "sum", "mean": "sum", "prod": "product", "max": "max", "amax": "max", "min": "min", "amin": "min"}
 
 
 def lengths_in_block(here: At, lengths: torch.Tensor | None, offsets: torch.Tensor | None) -> torch.Tensor:
@@ -49,7 +49,7 @@ def reduce_parts(
     result = at.results[0]
     assert result is not None
     total = at.operands[0].shape[0]
-    nothing = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "max": -torch.inf, "min": torch.inf}[reduce]
+    nothing = {"sum": 0.0, "product": 1.0, "max": -torch.inf, "min": torch.inf}[_OPS[reduce]]
 
     def one(here: At, block: torch.Tensor, length: torch.Tensor | None, offset: torch.Tensor | None) -> torch.Tensor:
         if length is not None:
@@ -58,7 +58,7 @@ def reduce_parts(
             if not unsafe:
                 check_range(length.sum(), range(total, total + 1), None, misfit)
         own = lengths_in_block(here, length, offset)
-        start = initial if initial is not None and (here.index == 0 or reduce in ("max", "min")) else nothing
+        start = initial if initial is not None and (here.index == 0 or _OPS[reduce] in ("max", "min")) else nothing
         how = "sum" if reduce == "mean" else reduce
         made = aten.segment_reduce(block, how, lengths=own, axis=0, unsafe=True, initial=start)
         if reduce == "mean":
