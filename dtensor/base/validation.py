@@ -74,14 +74,14 @@ def refuse_foreign(tensor: torch.Tensor, what: str) -> None:
         )
 
 
-def strided(tensor: Any, what: str) -> torch.Tensor:
-    """``tensor``, if it is one with sizes and strides: what can be cut into blocks."""
+def strided(tensor: Any, what: str, sparse: bool = False) -> torch.Tensor:
+    """``tensor``, if it is one with sizes and strides: it can be cut into blocks; or (``sparse``) one that is always whole."""
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"{what} takes a torch.Tensor, got {type(tensor).__name__}; write torch.as_tensor(value)")
     refuse_foreign(tensor, what)
     if tensor.is_quantized:
         element_type(tensor.dtype)
-    if tensor.layout is not torch.strided or tensor.is_nested:
+    if tensor.is_nested or (tensor.layout is not torch.strided and not sparse):
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         raise UnsupportedOperationError(
             f"{what} takes strided tensors, got a {kind} one; give x.to_dense(), or its parts one by one"

@@ -30,8 +30,6 @@ def kept_apart(call: Callable[..., Any], moved: Sequence[tuple[Place, int | None
 
 def apart(local: Any, given: Collection[int]) -> Any:
     """``local``, copied where it is memory that begins at ``given``."""
-    if type(local) is torch.Tensor:  # most often
-        return local.clone() if local.untyped_storage().data_ptr() in given else local
     if not isinstance(local, torch.Tensor) or set(memory_of(local)).isdisjoint(given):
         return local
     if isinstance(local, PerRank):
@@ -40,7 +38,6 @@ def apart(local: Any, given: Collection[int]) -> Any:
 
 
 def memory_of(local: torch.Tensor) -> list[int]:
-    """Where the storage of each shard begins; 0 where there is none to tell by (fake tensors, meta tensors)."""
-    if type(local) is torch.Tensor:
-        return [local.untyped_storage().data_ptr()]
-    return [x.untyped_storage().data_ptr() if type(x) is torch.Tensor else 0 for x in shards_of(local)]
+    """Where the storage of each shard begins; 0 where there is none to tell by (fake, meta and sparse tensors)."""
+    shards = (local,) if type(local) is torch.Tensor else shards_of(local)
+    return [x.untyped_storage().data_ptr() if type(x) is torch.Tensor and x.layout is torch.strided else 0 for x in shards]

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
+from ..base.memory_order import contiguous_stride
 from ..base.nested import tensors
 from ..base.validation import strided
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
-from ..propagation.calls import Slot
+from ..propagation.calls import Slot, make_call
 from ..propagation.choose import Chooser, choose
-from ..propagation.propagate import Plan, propagate
+from ..propagation.propagate import Plan, gather, propagate
 from ..propagation.schema import Operator
 from .mixed_meshes import apart, meshes_of
 from .parted import facts_of_call
@@ -33,6 +34,8 @@ def plan_of_bound(operator: Operator, bound: dict[str, Any], meshes: Sequence[De
     (mesh,) = meshes
     plain: set[Slot] = set()
     layouts = laid_out(operator, bound, mesh, plain)
+    if plain and any(x.layout != torch.strided for x in tensors(list(bound.values()))):  # no rule speaks of sparse ones
+        return gather(operator, *make_call(operator, mesh, layouts, plain), None)
     return propagate(operator, mesh, layouts, frozenset(plain), choose, facts_of_call(operator, bound))
 
 
@@ -41,7 +44,7 @@ def laid_out(operator: Operator, bound: dict[str, Any], mesh: DeviceMesh, plain:
     found: set[Slot] = set() if plain is None else plain
     for value in tensors(list(bound.values())):
         if not hasattr(value, "_layout"):
-            strided(value, operator.name)
+            strided(value, operator.name, sparse=True)
     return {
         name: _layout(value, (name, None), operator, mesh, found) if name in operator.tensors else value
         for name, value in bound.items()
@@ -58,4 +61,5 @@ def _layout(value: Any, slot: Slot, operator: Operator, mesh: DeviceMesh, plain:
         return value._layout
     admit(value, *slot, operator)
     plain.add(slot)
-    return Layout.replicated(mesh, value.shape, value.stride(), value.dtype)
+    stride = value.stride() if value.layout == torch.strided else contiguous_stride(tuple(value.shape))
+    return Layout.replicated(mesh, value.shape, stride, value.dtype)

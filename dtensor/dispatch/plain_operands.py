@@ -26,6 +26,7 @@ from ..base.callers import wrapped_by_torch
 from ..base.modes import MODES
 from ..base.nested import listed
 from ..base.torch_internals import forward_ad, graph_task
+from ..base.validation import strided
 from ..comm import PerRank, communicator_of
 from ..comm.agreement import same_on_all
 from ..errors import LayoutError, MixedTensorError
@@ -162,7 +163,7 @@ def _through_copies(operator: Operator, names: tuple[str, ...], args: tuple[Any,
 
 def replicated(value: torch.Tensor, mesh: DeviceMesh) -> Any:
     """A copy of ``value`` on every rank."""
-    local = communicator_of(mesh).map(lambda member, x: x.clone(), value.detach())
+    local = communicator_of(mesh).map(lambda member, x: x.clone(), strided(value, "a replicated copy").detach())
     return wrap_local(local, Layout.replicated(mesh, local.shape, local.stride(), local.dtype))
 
 

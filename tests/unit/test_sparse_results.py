@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
-from dtensor.errors import ImplicitCommunicationError, UnsupportedOperationError
+from dtensor.errors import ImplicitCommunicationError, MixedTensorError, UnsupportedOperationError
 from dtensor.testing.oracle import check
 
 X = torch.tensor([[0.0, 2, 0, 1], [0, 0, 3, 0], [4, 0, 0, 0]], dtype=torch.float64)
@@ -98,24 +98,41 @@ def test_nested_tensors_are_refused_with_what_to_do(where: dt.Placement) -> None
             fn()
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")  # told once, by whatever makes the first one
+@pytest.mark.filterwarnings("ignore:Sparse C.. tensor support is in beta", "ignore::dtensor.errors.GatherWarning")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("where", [Replicate(), Shard(0), Shard(1), Partial()], ids=str)
 @pytest.mark.parametrize(
-    "call",
+    "fn",
     [
         lambda s, x: s @ x,
-        lambda s, x: x + s,
-        torch.sparse.mm,
-        lambda s, x: x.copy_(s),
+        lambda s, x: s @ x[:, 0],
+        lambda s, x: x.t() @ s.t(),
+        lambda s, x: F.linear(s, x.t()).sin(),
+        lambda s, x: torch.addmm(x[:3, :3], s, x),
+        lambda s, x: torch.sparse.mm(s, x),
         lambda s, x: torch.cat([x, s]),
     ],
-    ids=["matmul", "add", "sparse.mm", "copy_", "cat"],
+    ids=["matmul", "vector", "from the right", "linear", "addmm", "sparse.mm", "cat"],
 )
-def test_a_sparse_operand_is_refused_with_what_to_give(call: Callable[..., object], layout: torch.layout) -> None:
-    x = dt.distribute_tensor(torch.ones(4, 4), dt.init_device_mesh("cpu", (2,)), [Shard(0)])
-    for mode in (dt.implicit_replication(), dt.explicit()):  # neither makes it a tensor that can be cut
-        with mode, pytest.raises(UnsupportedOperationError, match=r"strided.*to_dense"):
-            call(torch.eye(4).to_sparse(layout=layout), x)
+def test_a_sparse_operand_is_the_same_on_all_ranks(
+    fn: Callable[..., torch.Tensor], where: dt.Placement, layout: torch.layout
+) -> None:
+    """As where a graph's edges are a matrix: with ``cat``, which torch refuses, the error is torch's."""
+    sparse = X.to_sparse(layout=layout)
+    with dt.implicit_replication():
+        check(lambda x: fn(sparse, x), X.t(), mesh=dt.init_device_mesh("cpu", (2,)), placements=[[where]])
+
+
+@pytest.mark.filterwarnings("ignore:Sparse C.. tensor support is in beta")
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_sparse_operand_is_refused_with_what_to_do(layout: torch.layout) -> None:
+    x, sparse = dt.distribute_tensor(X, dt.init_device_mesh("cpu", (2,)), [Shard(0)]), X.t().to_sparse(layout=layout)
+    with pytest.raises(MixedTensorError, match="implicit_replication"):
+        sparse @ x
+    with dt.implicit_replication(), dt.explicit(), pytest.raises(ImplicitCommunicationError, match="gather"):
+        sparse @ x
+    with dt.implicit_replication(), pytest.raises(UnsupportedOperationError, match=r"strided.*to_dense"):
+        sparse.add_(x.t())
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

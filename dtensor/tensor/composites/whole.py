@@ -67,13 +67,18 @@ def whole(name: str, gradient: str, in_parts: Callable[..., Any], fits: Callable
 
 
 def of_a_matrix(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """Not of complex numbers, whose conjugates torch's derivative forgets, nor of a vector of weights."""
-    return weight.ndim == 2 and x.dtype.is_floating_point
+    """Not of complex numbers, whose conjugates torch's derivative forgets, nor of a vector of weights, nor of sparse ones."""
+    return weight.ndim == 2 and x.dtype.is_floating_point and _strided(x) and _strided(weight)
 
 
 def of_matrices(x: Tensor, y: Tensor) -> bool:
     """Nor where a stack is folded behind a matrix, so that memory follows who needs a gradient."""
-    return (x.ndim > 2 or y.ndim == x.ndim) and y.ndim > 1 and x.ndim > 1 and x.dtype.is_floating_point
+    stacked = (x.ndim > 2 or y.ndim == x.ndim) and y.ndim > 1 and x.ndim > 1
+    return stacked and x.dtype.is_floating_point and _strided(x) and _strided(y)
+
+
+def _strided(x: Tensor) -> bool:
+    return isinstance(x, DTensor) or x.layout is torch.strided
 
 
 if GOES_ON:
