@@ -309,6 +309,10 @@ def _matrices(at: Scene, last: float) -> DTensor:
     return at.of(values, Shard(0))
 
 
+def _last(at: Scene) -> bool:
+    return at.rank == dist.get_world_size() - 1
+
+
 def _failing_backward(at: Scene) -> None:
     x = at.x.detach().requires_grad_()
     x.register_hook(lambda gradient: F.embedding(_indices(at, 1, 99), at.w))
@@ -357,10 +361,10 @@ _FAILING: dict[str, Deed] = {
     "mean of whole numbers": lambda at: at.of(torch.ones(2, 3).long(), Shard(0)).mean(),
     "another dtype": lambda at: (at.of(torch.ones(2, 3), Shard(0)) @ at.of(torch.ones(3, 3).double(), R)).sum(),
     "a block of another shape": lambda at: DTensor.from_local(
-        torch.ones(3 + (at.rank == 2), 2), at.mesh, [Shard(0)], shape=(3 * dist.get_world_size(), 2), stride=(2, 1)
+        torch.ones(3 + _last(at), 2), at.mesh, [Shard(0)], shape=(3 * dist.get_world_size(), 2), stride=(2, 1)
     ).full_tensor(),
     "blocks of several widths": lambda at: DTensor.from_local(
-        torch.ones(3, 2 + (at.rank == 2)), at.mesh, [Shard(0)]
+        torch.ones(3, 2 + _last(at)), at.mesh, [Shard(0)]
     ).full_tensor(),
     "backward": lambda at: _failing_backward(at),
     "bool product": lambda at: (at.of(torch.ones(2, 3).bool(), Shard(0)) @ at.of(torch.ones(3, 3).bool(), R)).sum(),
