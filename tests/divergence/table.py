@@ -363,9 +363,7 @@ _FAILING: dict[str, Deed] = {
     "a block of another shape": lambda at: DTensor.from_local(
         torch.ones(3 + _last(at), 2), at.mesh, [Shard(0)], shape=(3 * dist.get_world_size(), 2), stride=(2, 1)
     ).full_tensor(),
-    "blocks of several widths": lambda at: DTensor.from_local(
-        torch.ones(3, 2 + _last(at)), at.mesh, [Shard(0)]
-    ).full_tensor(),
+    "blocks of several widths": lambda at: DTensor.from_local(torch.ones(3, 2 + _last(at)), at.mesh, [Shard(0)]).full_tensor(),
     "backward": lambda at: _failing_backward(at),
     "bool product": lambda at: (at.of(torch.ones(2, 3).bool(), Shard(0)) @ at.of(torch.ones(3, 3).bool(), R)).sum(),
     "softmax of whole numbers": lambda at: at.of(torch.ones(2, 3).long(), Shard(0)).softmax(1).sum(),

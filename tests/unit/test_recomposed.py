@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch_versions import needs_whole
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
-from dtensor.tensor.composites import recomposed
 from dtensor.testing.oracle import check
 
 X = torch.arange(10.0, dtype=torch.float64)
@@ -151,7 +151,7 @@ def test_the_rank_of_matrices_without_elements_is_written() -> None:
     )
 
 
-@pytest.mark.skipif(not recomposed.GOES_ON, reason="needs an operator above autograd that may go on")
+@needs_whole
 def test_complex_eigenvectors_have_second_derivatives() -> None:
     def second(x: Any) -> Any:
         x = x.detach().requires_grad_()
