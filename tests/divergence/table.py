@@ -168,8 +168,8 @@ DEEDS: dict[str, Deed] = {
     "drawn before": lambda at: _seeded(at, 0, torch.rand(5).numel()),
     "dropped out": lambda at: F.dropout(at.x, 0.5).sum().full_tensor() * 0,
     "dropped out less": lambda at: F.dropout(at.x, 0.25).sum().full_tensor() * 0,
-    "all to all": lambda at: _sent(at, [1, 2, 3, 2]),
-    "all to all of others": lambda at: _sent(at, [1, 2, 4, 2]),
+    "all to all": lambda at: _sent(at, 0),
+    "all to all of others": lambda at: _sent(at, 1),
     "written to a file": lambda at: _written(at),
     "loaded by a worker": lambda at: _loaded(at),
     "barrier": lambda at: dist.barrier(),
@@ -203,9 +203,10 @@ def _seeded(at: Scene, seed: int, drawn: int = 0) -> torch.Tensor:
     return (x + dt.rand(8, 8, device_mesh=at.mesh, placements=[Shard(0)])).sum(0).full_tensor()
 
 
-def _sent(at: Scene, lengths: list[int]) -> Any:
-    """An exchange in which each rank knows only its own part: ``lengths[k]`` numbers to rank k."""
-    comm = communicator_of(at.mesh)
+def _sent(at: Scene, more: int) -> Any:
+    """An exchange in which each rank knows only its own part: ``lengths[k]`` numbers to rank k; ``more`` to the last one."""
+    comm, lengths = communicator_of(at.mesh), [1, 2, 3, 2][: dist.get_world_size()]
+    lengths[-1] += more
     chunks = [torch.full((lengths[k],), float(at.rank)) for k in range(dist.get_world_size())]
     came = comm.all_to_all(chunks, (0,), lambda source, target: (lengths[target],)).wait()
     return [piece.tolist() for piece in came]
