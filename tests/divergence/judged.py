@@ -55,7 +55,8 @@ class Judge:
         odd = PROGRAMS[name].odd
         if odd >= self.pool.size and kind in ("different", "raising", "deadly"):  # nobody does anything else
             self.found = self.pool.run(name)
-            return _healthy(name, self.found)._replace(what="all ranks do one thing")
+            failed = [outcome for outcome in self.found if outcome.kind != "result"]
+            return Finding("all ranks do one thing", f"{failed}" if failed else "")
         sides = [self._results(name, side) for side in ("usual", "other")] if kind == "different" else []
         if wrong := next((outcome for side in sides for outcome in side if outcome.kind != "result"), None):
             return Finding("fails without a difference", f"{wrong}")
