@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,8 @@ from ..watch.watching import agree, why_lost
 
 T = TypeVar("T")
 R = TypeVar("R")
+Parts = list[tuple[str, str]]  # what must be alike on all ranks, by name, in words
+NESTING = "its nesting"  # the name of a part that differs wherever a key does
 
 
 class Ranks:
@@ -79,6 +82,36 @@ class Ranks:
             raise CheckpointError(f"{what}: {problem}") from mine[1]
         return value
 
+    def alike(self, what: str, each: Callable[[], Parts], then: Callable[[], R]) -> R:
+        """``then()`` on the first rank, whose result all ranks get, if ``each()`` is the same on every rank.
+
+        Cost: a message of a hash from every rank to the first one, and one back; where ranks differ, their parts in two more.
+
+        Raises:
+            CheckpointError: as :meth:`together`; ranks differ: what the first that does has otherwise.
+        """
+        mine: Parts = []
+
+        def hashed() -> str:
+            mine.extend(each())
+            return hashlib.sha256(repr(mine).encode()).hexdigest()
+
+        def compared(hashes: list[str]) -> tuple[int, R | None]:
+            other = other_rank(hashes)
+            return (0, then()) if other is None else (other, None)
+
+        other, result = self.together(what, hashed, compared)
+        if other:
+
+            def refused(told: list[Parts]) -> None:
+                raise CheckpointError(
+                    f"the state of rank {other} differs from that of rank 0: {difference(told[0], told[other], other)}; "
+                    "what belongs to one rank goes under a key of its own, gathered on all ranks"
+                )
+
+            self.together(what, lambda: mine if self.rank in (0, other) else [], refused)
+        return cast(R, result)
+
     def _decide(self, told: Any, then: Callable[[list[Any]], Any]) -> tuple[Any, BaseException | None]:
         gathered, lost = [told], []
         for rank in range(1, self.size):
@@ -110,6 +143,30 @@ class Ranks:
         if verdict is None:
             return {"kind": "lost", "words": f"{named(ranks)} {'was' if len(ranks) == 1 else 'were'} lost; {left}"}
         return verdict | {"words": f"a rank was lost: {verdict['words']}; {left}"} if verdict["kind"] == "lost" else verdict
+
+
+def difference(first: Parts, others: Parts, rank: int) -> str:
+    """What parts of rank 0 and of another ``rank``, which are not the same, differ in.
+
+    >>> difference([("w", "float32[3]"), ("n", "1")], [("w", "float32[3]"), ("n", "2")], 3)
+    "'n' is 2 there, 1 on rank 0"
+    >>> difference([("w", "float32[3]")], [("w", "float32[3]"), ("n", "2")], 3)
+    "'n' is on rank 3 and not on rank 0"
+    """
+    here, there = dict(first), dict(others)
+    for holder, names, missing, lacking in ((rank, there, 0, here), (0, here, rank, there)):
+        if alone := [name for name in names if name not in lacking]:
+            return f"{_named(alone)} {'is' if len(alone) == 1 else 'are'} on rank {holder} and not on rank {missing}"
+    changed = [name for name, words in here.items() if words != there[name]]
+    if named := [name for name in changed if name != NESTING]:
+        more = f" ({_named(named[1:])} too)" if len(named) > 1 else ""
+        return f"{named[0]!r} is {there[named[0]]:.200} there, {here[named[0]]:.200} on rank 0{more}"
+    name, other = next(((a, b) for (a, _), (b, _) in zip(first, others, strict=True) if a != b), ("", ""))
+    return f"{other!r} comes where {name!r} does on rank 0" if name else "its dicts, lists and tuples are nested otherwise"
+
+
+def _named(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def other_rank(told: Sequence[object]) -> int | None:

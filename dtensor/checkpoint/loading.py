@@ -16,7 +16,7 @@ from . import dcp_metadata as metadata
 from . import safetensors as hugging_face
 from .background import finish_pending
 from .block_io import Box, Files, RemoteFiles
-from .coordinator import Ranks, other_rank
+from .coordinator import Parts, Ranks
 from .digest import MASK, digest
 from .files import present
 from .manifest import NAME, Block, Entry, Manifest, check_files, read_manifest
@@ -116,12 +116,12 @@ def _fill_state(
     """Compare what all ranks ask for; read and verify it; change the state."""
     found: list[tuple[Expanded, Matched]] = []
 
-    def matched() -> str:
+    def matched() -> Parts:
         expanded = expand(state, manifest.tensors)
         found.append((expanded, match(expanded)))
-        return found[0][1].fingerprint
+        return found[0][1].parts
 
-    ranks.together(what, matched, _same_everywhere)
+    ranks.alike(what, matched, lambda: None)
     expanded, wanted = found[0]
     buffers: Buffers = {}
     with (RemoteFiles if isinstance(folder, Remote) else Files)(folder, manifest.links) as files:
@@ -195,11 +195,6 @@ def read_tree(path: str | os.PathLike[str]) -> Any:
     manifest = find_manifest(place_of(path))
     tensors = {n: torch.empty(e.shape, dtype=e.torch_dtype, device="meta") for n, e in manifest.tensors.items()}
     return decode(manifest.tree, tensors)
-
-
-def _same_everywhere(prints: list[str]) -> None:
-    if (other := other_rank(prints)) is not None:
-        raise CheckpointError(f"rank {other} asks for other tensors, shapes, layouts or keys than rank 0")
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,10 +9,10 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..layout.layout import Layout
+from .coordinator import Parts
 from .manifest import Manifest
 from .stateful import Expanded, Install, check_groups
-from .targets import Target
+from .targets import Target, described
 from .tree import Path, Stored, decode, has_tensors, mapped, name_of
 
 _MOST = 6  # keys that an error lists
@@ -39,10 +38,10 @@ class Matched:
     convert: bool = False
 
     @property
-    def fingerprint(self) -> str:
-        """A hash of what must be alike on all ranks that load together."""
-        told = [(name, t.like if isinstance(t.like, Layout) else tuple(t.like), t.dtype) for name, t in self.targets.items()]
-        return hashlib.sha256(repr((told, self.missing)).encode()).hexdigest()
+    def parts(self) -> Parts:
+        """What must be alike on all ranks that load together."""
+        told = [(name, described(target.like, target.dtype)) for name, target in self.targets.items()]
+        return told + [(name, "not in the checkpoint") for name in self.missing]
 
 
 def match_trees(asked: Expanded, manifest: Manifest, strict: bool, convert: bool = False) -> Matched:

@@ -20,13 +20,13 @@ from ..errors import CheckpointError
 from ..tensor.blocks import Held, held_here, piece_of
 from .background import finish_pending
 from .block_io import write_box
-from .coordinator import Ranks
+from .coordinator import Parts, Ranks
 from .digest import MASK, digest
 from .files import check_name, present, read_regular, replace_file, strict_json, sync_folder
 from .header import NAME_OF, Place, header_of, read_header
 from .manifest import Entry, Manifest, check_entries
 from .remote import Address, local_of
-from .saving import fingerprint_of, reduced, row_major, with_values
+from .saving import parts_of, reduced, row_major, with_values
 from .stateful import expand
 from .transaction import in_two_steps
 from .tree import named_tensors
@@ -116,20 +116,20 @@ def save_safetensors(
     what = f"exporting to {folder}"
     tensors: dict[str, Any] = {}
     files: list[_File] = []
-    fingerprint: str | Exception
+    parts: Parts | Exception
     try:
         tensors = with_values(_tensors_of(state))
         files = _plan(tensors, max_shard_size)
-        fingerprint = fingerprint_of(files, tensors)
+        parts = parts_of(tensors, max_shard_size=max_shard_size)
     except Exception as error:  # told when the ranks meet
-        fingerprint = error
+        parts = error
     else:
-        tensors = reduced(tensors, fingerprint, ranks, what)
+        tensors = reduced(tensors, parts, ranks, what)
     in_two_steps(
         ranks,
         folder,
         what,
-        fingerprint,
+        parts,
         begin=lambda token: _begin(folder, files, token),
         write=lambda token: _write(tensors, files, _parts(folder, files, token), ranks.rank),
         commit=lambda sums, token: _publish(folder, files, _parts(folder, files, token), sums),

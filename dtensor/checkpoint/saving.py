@@ -9,7 +9,6 @@ saves removed. Killed anywhere, the folder holds the old checkpoint or the new o
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 from collections.abc import Callable
@@ -24,14 +23,15 @@ from ..tensor.blocks import held_here, piece_of
 from ..tensor.dtensor import DTensor
 from .background import PendingSave, Staging, finish_pending, in_background
 from .block_io import Stream, append
-from .coordinator import Ranks
+from .coordinator import NESTING, Parts, Ranks
 from .digest import digest
 from .files import present, read_regular, replace_file, sha256, size_of, sync_folder, written
 from .manifest import NAME, Block, Entry, Manifest
 from .remote import Address, place_of
 from .stateful import expand
-from .transaction import in_two_steps, same_state
-from .tree import encode, has_tensors, named_tensors
+from .targets import described
+from .transaction import in_two_steps
+from .tree import encode, has_tensors, leaves, name_of, named_tensors
 
 _OURS = re.compile(r"__\d+_\w+\.distcp")
 
@@ -52,14 +52,14 @@ class _Job:
     Attributes:
         encoded, values: the state's plain tree as JSON, and with tensors that only say shape and dtype.
         writes: this rank's blocks.
-        fingerprint: of what must be alike on all ranks.
+        parts: what must be alike on all ranks.
     """
 
     encoded: Any
     values: Any
     entries: dict[str, Entry]
     writes: list[_Write]
-    fingerprint: str
+    parts: Parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +130,10 @@ def _prepared(state: Any, folder: Address, ranks: Ranks, staging: Staging[Any] |
         tensors = with_values(named_tensors(tree))
         encoded = encode(tree)
         entries = {name: Entry(tuple(x.shape), str(x.dtype).removeprefix("torch."), ()) for name, x in tensors.items()}
-        fingerprint = fingerprint_of((encoded, entries, notes), tensors)
+        parts = parts_of(tree, **{NESTING: encoded, "notes beside it": notes})
     except Exception as error:  # of the state's own methods too
         return error
-    tensors = reduced(tensors, fingerprint, ranks, f"saving to {folder}")
+    tensors = reduced(tensors, parts, ranks, f"saving to {folder}")
     pieces = {
         (name, held.offset): piece_of(tensors[name], held.member).detach()
         for name, blocks in held_here(tensors, ranks.rank)
@@ -142,7 +142,7 @@ def _prepared(state: Any, folder: Address, ranks: Ranks, staging: Staging[Any] |
     }
     copies = staging.copies(pieces) if staging is not None else {key: row_major(piece) for key, piece in pieces.items()}
     writes = [_Write(name, offset, copy) for (name, offset), copy in copies.items()]
-    return _Job(encoded, _without_tensors(tree), entries, writes, fingerprint)
+    return _Job(encoded, _without_tensors(tree), entries, writes, parts)
 
 
 def with_values(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -156,17 +156,24 @@ def with_values(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
-def fingerprint_of(what: Any, tensors: dict[str, torch.Tensor]) -> str:
-    """A hash of what must be alike on all ranks."""
-    told = repr((what, [(x._layout if isinstance(x, DTensor) else None) for x in tensors.values()]))
-    return hashlib.sha256(told.encode()).hexdigest()
+def parts_of(tree: Any, **beside: Any) -> Parts:
+    """What must be alike on all ranks: each leaf of a state, in order, how they are nested, and what is ``beside`` them."""
+    told = [
+        (name_of(path), _words(leaf) if isinstance(leaf, torch.Tensor) else repr(encode(leaf, path)))
+        for path, leaf in leaves(tree)
+    ]
+    return [*told, *((name, repr(value)) for name, value in beside.items())]
 
 
-def reduced(tensors: dict[str, torch.Tensor], fingerprint: str, ranks: Ranks, what: str) -> dict[str, Any]:
+def _words(x: torch.Tensor) -> str:
+    return described(x._layout if isinstance(x, DTensor) else tuple(x.shape), x.dtype)
+
+
+def reduced(tensors: dict[str, torch.Tensor], parts: Parts, ranks: Ranks, what: str) -> dict[str, Any]:
     """The tensors without terms. Before any are added up the ranks make sure that all have come, with the same tensors."""
     terms = {name: x for name, x in tensors.items() if isinstance(x, DTensor) and x._layout.is_partial}
     if terms:
-        ranks.together(what, lambda: fingerprint, same_state)
+        ranks.alike(what, lambda: parts, lambda: None)
     return tensors | {name: x.redistribute(placements=x._layout.reduced().placements) for name, x in terms.items()}
 
 
@@ -209,7 +216,7 @@ def _run(job: _Job | Exception, folder: Address, ranks: Ranks, beside: Beside, c
         ranks,
         folder,
         f"saving to {folder}",
-        job if isinstance(job, Exception) else job.fingerprint,
+        job if isinstance(job, Exception) else job.parts,
         write=write,
         begin=lambda token: beside.begin(),
         commit=lambda shares, token: _commit(_known(job), folder, shares, token, beside),

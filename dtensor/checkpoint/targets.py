@@ -115,3 +115,10 @@ def _meets_itself(x: torch.Tensor) -> bool:
             return True
         reach += step * (count - 1)
     return False
+
+
+def described(like: Layout | tuple[int, ...], dtype: torch.dtype) -> str:
+    """A tensor in words: its dtype, shape and where it lies."""
+    if isinstance(like, Layout):
+        return repr(like.replace(dtype=dtype))
+    return f"plain {str(dtype).removeprefix('torch.')}{list(like)}"

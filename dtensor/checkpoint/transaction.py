@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from ..errors import CheckpointError
-from .coordinator import Ranks, other_rank
+from .coordinator import Parts, Ranks, other_rank
 from .remote import Address, Remote
 
 T = TypeVar("T")
@@ -20,7 +20,7 @@ def in_two_steps(
     ranks: Ranks,
     folder: Address,
     what: str,
-    state: str | Exception,
+    state: Parts | Exception,
     *,
     write: Callable[[str], T],
     commit: Callable[[list[T], str], None],
@@ -32,7 +32,7 @@ def in_two_steps(
 
     Args:
         what: what is done, for errors.
-        state: the fingerprint of what this rank brings, or why it cannot bring it.
+        state: what this rank brings, all of which must be alike, or why it cannot bring it.
         begin, commit: called on the first rank, before any rank writes and after all have written.
         write: called on every rank; each gets the token that names this save's files.
         discard: called on every rank where it has gone wrong.
@@ -42,22 +42,21 @@ def in_two_steps(
         CheckpointError: on all ranks, with the same words.
     """
 
-    def told() -> str:
+    def told() -> Parts:
         if isinstance(state, Exception):
             raise state
         return state
 
     with contextlib.ExitStack() as stack:
 
-        def opened(prints: list[str]) -> str:
-            same_state(prints)
+        def opened() -> str:
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(locked(folder))
             token = uuid.uuid4().hex[:12]
             begin(token)
             return token
 
-        token = ranks.together(what, told, opened)
+        token = ranks.alike(what, told, opened)
 
         def committed(shares: list[tuple[str, T]]) -> None:
             try:
@@ -107,11 +106,3 @@ def locked(folder: Address, otherwise: str = _ANOTHER) -> Iterator[None]:
     finally:
         _HELD.discard(handle)
         os.close(handle)
-
-
-def same_state(prints: list[str]) -> None:
-    if (other := other_rank(prints)) is not None:
-        raise CheckpointError(
-            f"the state of rank {other} differs from that of rank 0 in its keys, shapes, layouts or plain values; "
-            "what belongs to one rank goes under a key of its own, gathered on all ranks"
-        )

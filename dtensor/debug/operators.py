@@ -243,7 +243,19 @@ def described(x: Tensor) -> str:
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> int:
     packet = func._overloadpacket
     count = flop_registry.get(_COUNTED_AS.get(packet, packet))
-    return 0 if count is None else int(count(*args, **kwargs, out_val=made))
+    return 0 if count is None else int(count(*_with_every_head(func, args), **kwargs, out_val=made))
+
+
+def _with_every_head(func: Any, args: tuple[Any, ...]) -> Sequence[Any]:
+    """Arguments by which torch 2.11 counts attention: each head of the query has one of the keys and values, of which several may
+    share one."""
+    if not func.__name__.startswith("_scaled_dot_product"):
+        return args
+    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+    for name in {"key", "value"} & named.keys():
+        batch, _, *rest = named[name].shape
+        named[name] = (batch, named["query"].shape[1], *rest)
+    return list(named.values())
 
 
 def _pace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:

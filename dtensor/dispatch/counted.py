@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..base.caches import remembered
+from ..base.nested import listed
 from ..base.torch_internals import AccumulateGrad, autograd_node, count_dispatch_modes
 from ..base.tracing import has_no_values, under_way
 from ..comm.watched import holders
@@ -44,7 +45,10 @@ def counting(operator: Operator, run: Callable[..., Any]) -> Callable[..., Any]:
             return run(cls, func, types, args, kwargs)
         what = f"{func}({', '.join(_given(operator, args, kwargs or {}))})  {', '.join(map(_shown, layouts))}"
         ring.add(fingerprint(what), what, _over(layouts[0].mesh), lines.at(sys._getframe(1)))
-        return run(cls, func, types, args, kwargs)
+        made = run(cls, func, types, args, kwargs)
+        for result in _tensors(listed(made)):  # by another rule it may lie elsewhere, while the collectives are the same
+            ring.mix(_placed(result._layout))
+        return made
 
     return counted
 
@@ -143,6 +147,11 @@ def _part(part: Any) -> str:
     if isinstance(part, Layout):
         return _shown(part)
     return part.__name__ if isinstance(part, type) else TRUTHS.get(part) or _said(part)
+
+
+@remembered(1024)
+def _placed(layout: Layout) -> int:
+    return fingerprint(_shown(layout))
 
 
 @remembered(64)

@@ -299,6 +299,21 @@ def _whole(plan: Plan, value: Any) -> Layout:
     return Layout.replicated(plan.call.mesh, value.shape, value.stride(), value.dtype)
 
 
+def resized_to(target: Any, value: Any) -> Any:
+    """``target`` with the shape, the layout and the elements of ``value``, in memory of its own.
+
+    Raises:
+        UnsupportedOperationError: it is a view, whose base would not be written to.
+    """
+    if target._base is not None and target.numel():
+        raise UnsupportedOperationError(
+            f"out= is a view of shape {tuple(target.shape)} and the result has shape {tuple(value.shape)}: a view is not resized "
+            "in the memory of its base; give one of the result's shape, or a tensor of its own"
+        )
+    target.data = value
+    return target
+
+
 def _given_out(plan: Plan, place: Place, layout: Layout | None) -> Finish:
     """An ``out=`` tensor of another shape than the result becomes what the result is, as in torch."""
 
@@ -307,8 +322,7 @@ def _given_out(plan: Plan, place: Place, layout: Layout | None) -> Finish:
         if target.shape == have.shape:
             return target
         if hasattr(target, "_layout"):
-            target.data = wrap_local(value, have.replace(dtype=target.dtype))
-            return target
+            return resized_to(target, wrap_local(value, have.replace(dtype=target.dtype)))
         whole = Layout.replicated(have.mesh, have.shape, have.stride, have.dtype)
         return assign(target.resize_(have.shape), run_move(plan_move(have, whole), value))
 

@@ -16,7 +16,7 @@ from ..random.draw import from_one_state
 from ..ranks.assign import assign
 from ..ranks.rank_values import RankValues, agreed
 from .settled import nested
-from .steps import Args, Before, Keywords, Runner, as_tuple, at
+from .steps import Args, Before, Keywords, Runner, as_tuple, at, resized_to
 from .wrapping import wrap_local
 
 
@@ -48,8 +48,10 @@ def _given_to(operator: Operator, form: Form, args: Args, kwargs: Keywords, made
     for owner, value in zip(operator.returns, as_tuple(made, operator), strict=True):
         if owner is not None:
             target = at(form.place(owner), args, kwargs)
-            if target is not value and (operator.reshapes or (owner in operator.outs and target.shape != value.shape)):
+            if target is not value and operator.reshapes:
                 target.data, value = value.to(target.dtype), target  # its shape and its layout, too
+            elif owner in operator.outs and target.shape != value.shape:
+                value = resized_to(target, value.to(target.dtype))
             value = assign(target, value)
         given.append(value)
     return given[0] if len(given) == 1 else tuple(given)

@@ -77,7 +77,7 @@ class DrawAround(Word):
     def __call__(self, at: KernelContext, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
         result, call = at.results[0], at.call
         assert result is not None
-        op, mesh, (_, has_out) = call.func.overloadpacket, call.mesh, at.once(_manner)
+        op, mesh, (_, has_out) = call.func, call.mesh, at.once(_manner)  # by its packet, one element is a number
         places = [i for i, value in enumerate(args) if isinstance(value, Tensor)]
         given = [layout for layout, name in zip(at.operands, call.names, strict=True) if isinstance(call.arguments[name], Layout)]
 

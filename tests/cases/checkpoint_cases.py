@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -599,10 +601,45 @@ def a_rank_that_raises_leaves_nobody_waiting(folder: Path) -> None:
         load({"bad": _Raises(ValueError)}, folder)
     if dist.is_initialized():
         whole = terms.redistribute(placements=[R])
-        with pytest.raises(CheckpointError, match="state of rank 3 differs"):
+        with pytest.raises(CheckpointError, match="state of rank 3 differs from that of rank 0: 'x' is "):
             save({"x": terms if dist.get_rank() != 3 else whole}, folder)
     with pytest.raises((CheckpointError, KeyboardInterrupt), match="mine"):
         load({"bad": _Raises(KeyboardInterrupt)}, folder)
+
+
+def refused(words: str) -> Any:
+    """On processes; in one process there is one state."""
+    return pytest.raises(CheckpointError, match=re.escape(words)) if dist.is_initialized() else nullcontext()
+
+
+@case
+def where_states_differ_the_key_is_named(folder: Path) -> None:
+    odd, differs = dist.is_initialized() and dist.get_rank() == 2, "the state of rank 2 differs from that of rank 0: "
+    parameters = {"w": laid(value(4, 3), line(), Shard(0)), "b": torch.zeros(3)}
+    usual = {"m": parameters, "n": 1, "l": [1, 2], "s": {1, 2}}
+    others: dict[str, Any] = {
+        "'n' is 2 there, 1 on rank 0": usual | {"n": 2},
+        "'m.b' is plain float32[4] there, plain float32[3] on rank 0": usual | {"m": parameters | {"b": torch.zeros(4)}},
+        "'m.w' is float32[4, 3] on (0=S(1)) there, float32[4, 3] on (0=S(0)) on rank 0": usual
+        | {"m": parameters | {"w": laid(value(4, 3), line(), Shard(1))}},
+        "'epoch' is on rank 2 and not on rank 0": usual | {"epoch": 3},
+        "'n' is on rank 0 and not on rank 2": {key: item for key, item in usual.items() if key != "n"},
+        "'l.0' is 2 there, 1 on rank 0 ('l.1' too)": usual | {"l": [2, 1]},
+        "its dicts, lists and tuples are nested otherwise": usual | {"l": (1, 2)},
+        "'n' comes where 'm.w' does on rank 0": {"n": 1} | usual,
+    }
+    for words, other in others.items():
+        with refused(differs + words):
+            save(other if odd else usual, folder)
+        with refused(differs + words):
+            pending = save(other if odd else usual, folder, async_op=True)
+            assert pending is not None
+            pending.wait()
+    with refused(differs + "'b' is plain float32[2] there, plain float32[3] on rank 0"):
+        save_safetensors({"b": torch.zeros(3 - odd)}, folder / "exported")
+    save(usual, folder)
+    with refused(differs + "'m.w' is float32[4, 3] on (0=S(1)) there"):
+        load({"m": {"w": blank(value(4, 3), line(), Shard(int(odd)))}}, folder, strict=False)
 
 
 @case

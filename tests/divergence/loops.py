@@ -200,7 +200,7 @@ def _on_grid(dims: str) -> Deed:
     def run(at: Scene) -> Any:
         size, whole, found = dist.get_world_size(), torch.arange(64.0).reshape(8, 8), []
         cut: list[Any] = [Shard(0), Shard(1)]
-        if size % 2:  # one mesh dim, along which the one or the other tensor dim is cut
+        if size < 4 or size % 2:  # one mesh dim, along which the one or the other tensor dim is cut
             mesh, from_, to = at.mesh, {"a": cut[:1], "b": cut[1:]}, {"a": [R], "b": [R]}
         else:
             mesh = dt.init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("a", "b"))

@@ -168,8 +168,8 @@ DEEDS: dict[str, Deed] = {
     "drawn before": lambda at: _seeded(at, 0, torch.rand(5).numel()),
     "dropped out": lambda at: F.dropout(at.x, 0.5).sum().full_tensor() * 0,
     "dropped out less": lambda at: F.dropout(at.x, 0.25).sum().full_tensor() * 0,
-    "all to all": lambda at: _sent(at, [1, 2, 3, 2]),
-    "all to all of others": lambda at: _sent(at, [1, 2, 4, 2]),
+    "all to all": lambda at: _sent(at, 0),
+    "all to all of others": lambda at: _sent(at, 1),
     "written to a file": lambda at: _written(at),
     "loaded by a worker": lambda at: _loaded(at),
     "barrier": lambda at: dist.barrier(),
@@ -203,9 +203,10 @@ def _seeded(at: Scene, seed: int, drawn: int = 0) -> torch.Tensor:
     return (x + dt.rand(8, 8, device_mesh=at.mesh, placements=[Shard(0)])).sum(0).full_tensor()
 
 
-def _sent(at: Scene, lengths: list[int]) -> Any:
-    """An exchange in which each rank knows only its own part: ``lengths[k]`` numbers to rank k."""
-    comm = communicator_of(at.mesh)
+def _sent(at: Scene, more: int) -> Any:
+    """An exchange in which each rank knows only its own part: ``lengths[k]`` numbers to rank k; ``more`` to the last one."""
+    comm, lengths = communicator_of(at.mesh), [1, 2, 3, 2][: dist.get_world_size()]
+    lengths[-1] += more
     chunks = [torch.full((lengths[k],), float(at.rank)) for k in range(dist.get_world_size())]
     came = comm.all_to_all(chunks, (0,), lambda source, target: (lengths[target],)).wait()
     return [piece.tolist() for piece in came]
@@ -309,6 +310,10 @@ def _matrices(at: Scene, last: float) -> DTensor:
     return at.of(values, Shard(0))
 
 
+def _last(at: Scene) -> bool:
+    return at.rank == dist.get_world_size() - 1
+
+
 def _failing_backward(at: Scene) -> None:
     x = at.x.detach().requires_grad_()
     x.register_hook(lambda gradient: F.embedding(_indices(at, 1, 99), at.w))
@@ -357,11 +362,9 @@ _FAILING: dict[str, Deed] = {
     "mean of whole numbers": lambda at: at.of(torch.ones(2, 3).long(), Shard(0)).mean(),
     "another dtype": lambda at: (at.of(torch.ones(2, 3), Shard(0)) @ at.of(torch.ones(3, 3).double(), R)).sum(),
     "a block of another shape": lambda at: DTensor.from_local(
-        torch.ones(3 + (at.rank == 2), 2), at.mesh, [Shard(0)], shape=(3 * dist.get_world_size(), 2), stride=(2, 1)
+        torch.ones(3 + _last(at), 2), at.mesh, [Shard(0)], shape=(3 * dist.get_world_size(), 2), stride=(2, 1)
     ).full_tensor(),
-    "blocks of several widths": lambda at: DTensor.from_local(
-        torch.ones(3, 2 + (at.rank == 2)), at.mesh, [Shard(0)]
-    ).full_tensor(),
+    "blocks of several widths": lambda at: DTensor.from_local(torch.ones(3, 2 + _last(at)), at.mesh, [Shard(0)]).full_tensor(),
     "backward": lambda at: _failing_backward(at),
     "bool product": lambda at: (at.of(torch.ones(2, 3).bool(), Shard(0)) @ at.of(torch.ones(3, 3).bool(), R)).sum(),
     "softmax of whole numbers": lambda at: at.of(torch.ones(2, 3).long(), Shard(0)).softmax(1).sum(),

@@ -11,6 +11,7 @@ import torch
 from beside import same_gradients
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch_versions import needing_whole
 
 import dtensor as dt
 from dtensor import Replicate, Shard
@@ -203,7 +204,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", needing_whole(FUNCTIONS, ("spectra", "windows", "bands")))
 def test_functions_of_a_batch_stay_with_it(name: str) -> None:
     torch.manual_seed(0)
     plain, at = picture().requires_grad_(), places()

@@ -10,6 +10,7 @@ import torch
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
+from dtensor.errors import UnsupportedOperationError
 from dtensor.testing import check
 
 Call = Callable[[torch.Tensor, torch.Tensor], object]
@@ -144,3 +145,20 @@ def test_a_large_result_is_not_made_to_ask_for_its_shape() -> None:
     out = dt.zeros(0, device_mesh=dt.init_device_mesh("meta", (64,)), placements=[Replicate()])
     torch.zeros(1 << 44, out=out)
     assert out.shape == (1 << 44,)
+
+
+@pytest.mark.filterwarnings("ignore:.*")
+@pytest.mark.parametrize("where", WHERE, ids=str)
+def test_a_view_is_not_resized(where: list[dt.Placement]) -> None:
+    """In the base's memory, where torch writes then; elements of a base lie where they are cut."""
+    mesh = dt.init_device_mesh("cpu", (2,))
+    x = dt.zeros(4, 3, device_mesh=mesh, placements=where)
+    ones = dt.ones(5, 3, device_mesh=mesh, placements=where)
+    for view in (x[1:3], x.view(3, 4), x[:, 1]):
+        with pytest.raises(UnsupportedOperationError, match="view"):
+            torch.add(ones, 1, out=view)
+    for view in (x[1:3], x.view(3, 4)):
+        with pytest.raises(UnsupportedOperationError, match="view"):
+            view.resize_(7, 8)
+    torch.add(ones, 1, out=x[4:])  # which shows nothing
+    assert not x.full_tensor().any()

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch_versions import needs_whole
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
@@ -150,6 +151,7 @@ def test_the_rank_of_matrices_without_elements_is_written() -> None:
     )
 
 
+@needs_whole
 def test_complex_eigenvectors_have_second_derivatives() -> None:
     def second(x: Any) -> Any:
         x = x.detach().requires_grad_()

@@ -130,6 +130,11 @@ def resized(x: Tensor, size: Sequence[int], *, memory_format: torch.memory_forma
     if made.numel() <= x.numel() or memory_order(tuple(x.shape), x.stride()) is None:  # a view of the same memory
         same = made.numel() == x.numel() and x.is_contiguous() and made.is_contiguous()
         return x.view(size) if same else aten.as_strided.default(x, list(size), made.stride())
+    if x._base is not None and x.numel():
+        raise UnsupportedOperationError(
+            f"resize_: a view of shape {tuple(x.shape)} would grow to {tuple(size)}, beyond its elements in the memory of its "
+            "base; resize the base, or a clone"
+        )
     flat, total = x.permute(outermost_first(x.stride())).reshape(-1), made.numel()
     flat = flat[:total] if total <= flat.shape[0] else F.pad(flat, (0, total - flat.shape[0]))
     order = outermost_first(made.stride())

@@ -87,7 +87,7 @@ geometric! geometric_!: f[5, 7], 0.3
 native_dropout: f[5, 7], {0.3, True/0.0, True/1.0, True/0.3, False/0.3, None}
 normal.Tensor_float: f[5, 7], 2.0 | f[3, 17].t(), 0.5
 normal.float_Tensor: 0.5, w[5, 7]
-normal.Tensor_Tensor: f[5, 7], w[5, 7] | f[7], w[5, 1]
+normal.Tensor_Tensor: f[5, 7], w[5, 7] | f[7], w[5, 1] | f[1], w[1, 1] | f[5], w[1, 1]
 multinomial!: w[5, 7], {3/9, True} | w[7], 3
 rrelu_with_noise!: f[5, 7], f[5, 7] * 0, 0.1, 0.4, {True/False} | f[5, 7].t(), f[7, 5] * 0, 0.1, 0.4, True
 rrelu_with_noise_backward!: f[5, 7], f[5, 7], f[5, 7], 0.1, 0.4, {True/False}, False
