@@ -231,7 +231,7 @@ def _bring_back(x: Any, part: bool) -> None:
         return
     known[key] = True
 
-    def brought(grad: Any) -> Any:
+    def bring(grad: Any) -> Any:
         have = getattr(grad, "_layout", None)
         if have is None or have.mesh != layout.mesh:
             return None
@@ -242,9 +242,14 @@ def _bring_back(x: Any, part: bool) -> None:
             return None  # who puts parts' gradients together has them moved together; till then they stay as even as they are
         if all(found in (own, Replicate()) for own, found in pairs if isinstance(own, Shard)):
             return None
-        return grad.redistribute(placements=[own if isinstance(own, Shard) else found for own, found in pairs])
+        brought = [own if isinstance(own, Shard) else found for own, found in pairs]
+        if any(own.sizes is not None for own in layout.placements if isinstance(own, Shard)):
+            wanted = have.replace(placements=brought)
+            if wanted.max_local_nbytes > have.max_local_nbytes:
+                return None  # it lies in smaller blocks
+        return grad.redistribute(placements=brought)
 
-    x.register_hook(brought)
+    x.register_hook(bring)
 
 
 def settled_dims(x: Any) -> frozenset[int]:
