@@ -288,28 +288,6 @@ class Layout:
         return math.prod(sizes) * self.dtype.itemsize
 
     @cached_property
-    def repeated(self) -> tuple[int, ...]:
-        """The dims along which each rank's block is one element again and again, which memory holds once."""
-        found = []
-        for d, (size, step, split) in enumerate(zip(self.shape, self.stride, self.splits, strict=True)):
-            if type(step) is int and step == 0 and (split is None or (not has_symbols(split.sizes) and min(split.sizes) > 0)):
-                found.append(d) if type(size) is not int or size > 1 else None
-        return tuple(found)
-
-    def once(self, dims: Sequence[int]) -> Layout:
-        """That of the first element along some dims, which every rank has."""
-        if not dims:
-            return self
-        shape = [1 if d in dims else size for d, size in enumerate(self.shape)]
-        splits = [None if d in dims else split for d, split in enumerate(self.splits)]
-        return Layout.from_splits(self.mesh, splits, self.partials, shape, self.stride, self.dtype)
-
-    @cached_property
-    def stored(self) -> Layout:
-        """That of what memory holds: each element once."""
-        return self.once(self.repeated)
-
-    @cached_property
     def is_partial(self) -> bool:
         """Whether some mesh dim (of size > 1) holds unreduced terms."""
         return any(op is not None for op in self.partials)

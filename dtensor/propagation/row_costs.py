@@ -13,6 +13,7 @@ from typing import Any
 
 from ..cost.link import device_of, link_of
 from ..layout.layout import Layout
+from ..layout.stored import stored
 from ..placement import Partial, Replicate, Shard
 from ..rules.call import Call
 from ..rules.rule import Factors, Row
@@ -204,7 +205,7 @@ def _leaves_terms(line: Line) -> bool:
 
 def _grows(call: Call, mesh_dim: int, nbytes: list[int]) -> bool:
     """Whether one operand alone is cut, and the results are more than twice as large."""
-    cut = [layout.stored.nbytes for layout in call.operands if isinstance(layout.along(mesh_dim), int)]
+    cut = [stored(layout).nbytes for layout in call.operands if isinstance(layout.along(mesh_dim), int)]
     return len(cut) == 1 and 2 * cut[0] < sum(nbytes)
 
 
@@ -245,7 +246,7 @@ def _move(source: Where, target: Where, layout: Layout, mesh_dim: int, part: flo
         return 0.0
     if isinstance(source, Replicate):
         return LOCAL_STEP
-    nbytes, ranks = layout.stored.max_local_nbytes, layout.mesh.shape[mesh_dim]
+    nbytes, ranks = stored(layout).max_local_nbytes, layout.mesh.shape[mesh_dim]
     link = link_of(layout.mesh, (mesh_dim,))
     match source, target:
         case (Partial(), Partial()):

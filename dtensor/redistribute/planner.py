@@ -21,6 +21,7 @@ from ..base.caches import Bounded
 from ..errors import LayoutError
 from ..layout.layout import Layout
 from ..layout.splits import Split
+from ..layout.stored import once, repeated
 from ..placement import Monoid
 from .intervals import common_prefix, depth, nested, prefix_sizes
 from .partials import Changes, Reduction, changes, may_pad
@@ -67,10 +68,10 @@ def _check(src: Layout, dst: Layout) -> None:
 
 def _stored_once(src: Layout, dst: Layout) -> tuple[Step, ...]:
     """The chain of what memory holds, each element once: what is repeated is so again on each rank."""
-    dims = tuple([d for d in src.repeated if type(dst.stride[d]) is int and dst.stride[d] == 0])
+    dims = tuple([d for d in repeated(src) if type(dst.stride[d]) is int and dst.stride[d] == 0])
     if not dims:
         return _cheapest(src, dst)
-    less, goal = src.once(dims), dst.once(dims)
+    less, goal = once(src, dims), once(dst, dims)
     steps = _cheapest(less, goal)
     return (Once(src, less, (), 0, 0.0, dims), *steps, Repeat(goal, dst, (), 0, 0.0))
 
