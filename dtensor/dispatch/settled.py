@@ -29,11 +29,11 @@ from ..base.recording import ACTIVE, current
 from ..base.scoped import Scoped
 from ..base.tracing import under_way
 from ..layout.layout import Layout
-from ..placement import Replicate, Shard
 from ..redistribute import Plan as Move
 from ..redistribute import execute, execute_many
 from ..redistribute import plan as plan_move
 from . import wrapping
+from .brought_back import bring_back
 from .keepers import home_of, keeper_of, recorded
 from .versions import SHARED, shared, versions_of
 
@@ -208,7 +208,7 @@ def _sought(x: Any, move: Move, local: Any) -> tuple[Move | None, Any, _Place | 
         return move, local, None
     keeper, recorder = keeper_of(x, home, noted=True), _recorder()
     if keeper.requires_grad and torch.is_grad_enabled() and recorded(keeper):
-        _bring_back(keeper, keeper is not home)
+        bring_back(keeper, keeper is not home)
     if home.is_leaf and home.requires_grad and not _may_keep(home, keeper, recorder, versions):
         return move, local, None
     forms, ends = _forms(keeper, recorder, versions), _ends(move.src, move.dst)
@@ -220,31 +220,6 @@ def _sought(x: Any, move: Move, local: Any) -> tuple[Move | None, Any, _Place | 
     if ends.wanted is not ends.target:
         found = found.view(ends.target.shape)
     return None, found.permute(ends.back) if ends.order else found, None
-
-
-def _bring_back(x: Any, part: bool) -> None:
-    """Have the gradient of ``x``, which is moved, brought to where ``x`` lies once all of its terms are there: half of what
-    adding them up everywhere moves, and the pass back meets what the pass forward left where that lies."""
-    layout, known = x._layout, x.grad_fn.metadata  # of the node: what is written to in place has another
-    key = "dtensor", x.output_nr
-    if key in known or layout.reduced() is not layout or not any(layout.splits):
-        return
-    known[key] = True
-
-    def brought(grad: Any) -> Any:
-        have = getattr(grad, "_layout", None)
-        if have is None or have.mesh != layout.mesh:
-            return None
-        pairs = list(zip(layout.placements, have.placements, strict=True))
-        if any(isinstance(found, Shard) and not isinstance(own, Shard) for own, found in pairs):
-            return None  # it is cut in smaller blocks
-        if all(isinstance(found, Shard) and (part or found.dim == own.dim) for own, found in pairs if isinstance(own, Shard)):
-            return None  # who puts parts' gradients together has them moved together; till then they stay as even as they are
-        if all(found in (own, Replicate()) for own, found in pairs if isinstance(own, Shard)):
-            return None
-        return grad.redistribute(placements=[own if isinstance(own, Shard) else found for own, found in pairs])
-
-    x.register_hook(brought)
 
 
 def settled_dims(x: Any) -> frozenset[int]:

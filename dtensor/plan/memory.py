@@ -17,8 +17,8 @@ import numpy as np
 
 from ..base.caches import remembered
 from ..layout.layout import Layout
+from ..redistribute import VIEWS
 from ..redistribute import plan as plan_move
-from ..redistribute.step import Slice
 from .graph import Graph, Node, Value
 from .options import Form, Option, form_of
 from .prices import move_seconds
@@ -28,7 +28,7 @@ from .total import Move, Total
 @remembered(1 << 16)
 def copies(source: Layout, target: Layout) -> bool:
     """Whether a move gives memory of its own; what is cut off is a view."""
-    return not all(isinstance(step, Slice) for step in plan_move(source, target).steps)
+    return not all(isinstance(step, VIEWS) for step in plan_move(source, target).steps)
 
 
 @dataclass(slots=True)

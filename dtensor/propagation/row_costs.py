@@ -13,6 +13,7 @@ from typing import Any
 
 from ..cost.link import device_of, link_of
 from ..layout.layout import Layout
+from ..layout.stored import stored
 from ..placement import Partial, Replicate, Shard
 from ..rules.call import Call
 from ..rules.rule import Factors, Row
@@ -44,7 +45,7 @@ def free_rows(table: Table, factors: Factors, call: Call, kept: Kept) -> tuple[R
             return None
         if len(lines) > 1:
             nbytes = call.result_bytes()
-            lines.sort(key=lambda line: (_memory(line, nbytes, ranks), line.order))
+            lines.sort(key=lambda line: (_memory(line, nbytes, 1 / ranks), line.order))
         picked.append(lines[0].row)
     return tuple(picked)
 
@@ -66,22 +67,23 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
     made = {name for dims in factors.results for names in dims for name in names}
     lasting = {i for i, at in enumerate(current) if isinstance(at, int) and not made.isdisjoint(factors.operands[i][at])}
     together = link_of(call.mesh, (mesh_dim,)).all_gather.seconds(ranks, 0)
-    moving: dict[tuple[int, Where], float] = {}
+    moving: dict[tuple[int, Where, float], float] = {}
     priced = []
     for line in table.lines:
         if not line.on(mesh_dim):
             continue
         row = line.row_for(factors)
         seconds, gathers, stays, changes, invented = 0.0, 0, False, 0, row.factor is not None
+        part = _largest_part(line, call, current, mesh_dim)
         for i, target in enumerate(line.operands):
             if i in fixed or target is None:
                 continue
-            cost = moving.get((i, target))
+            cost = moving.get((i, target, part))
             if cost is None:
                 paid = call.settled(i, mesh_dim) and not isinstance(target, Partial)
-                cost = LOCAL_STEP if paid else _move(current[i], target, call.operands[i], mesh_dim)
+                cost = LOCAL_STEP if paid else _move(current[i], target, call.operands[i], mesh_dim, part)
                 shared = call.passed(i, mesh_dim) and not isinstance(target, Partial)  # by this use and those to come
-                cost = moving[i, target] = cost / 2 if shared else cost
+                cost = moving[i, target, part] = cost / 2 if shared else cost
             seconds += cost
             changes += cost > 0
             gathers += cost > LOCAL_STEP and isinstance(current[i], int) and isinstance(target, Replicate)
@@ -103,7 +105,7 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
             seconds += row_seconds(device, work, row, ranks, factors.sizes)
         if row.kernel is not None:
             seconds += kernel_seconds(row, call, mesh_dim)
-        price = (seconds if ranks > 1 else 0.0, invented, changes, _memory(line, nbytes, ranks), line.order)
+        price = (seconds if ranks > 1 else 0.0, invented, changes, _memory(line, nbytes, part), line.order)
         priced.append((price, row))
     priced.sort(key=lambda item: item[0])
     return priced
@@ -203,7 +205,7 @@ def _leaves_terms(line: Line) -> bool:
 
 def _grows(call: Call, mesh_dim: int, nbytes: list[int]) -> bool:
     """Whether one operand alone is cut, and the results are more than twice as large."""
-    cut = [layout.nbytes for layout in call.operands if isinstance(layout.along(mesh_dim), int)]
+    cut = [stored(layout).nbytes for layout in call.operands if isinstance(layout.along(mesh_dim), int)]
     return len(cut) == 1 and 2 * cut[0] < sum(nbytes)
 
 
@@ -215,17 +217,36 @@ def _by_owners(line: Line, factors: Factors, call: Call) -> bool:
     return any(fact is not None and isinstance(where, Partial) for fact, where in zip(call.parted, line.operands, strict=False))
 
 
-def _memory(line: Line, nbytes: list[int], ranks: int) -> float:
-    return sum(size / ranks if isinstance(where, int) else size for where, size in zip(line.results, nbytes, strict=False))
+def _memory(line: Line, nbytes: list[int], part: float) -> float:
+    return sum(size * part if isinstance(where, int) else size for where, size in zip(line.results, nbytes, strict=False))
 
 
-def _move(source: Where, target: Where, layout: Layout, mesh_dim: int) -> float:
-    """Seconds to change one mesh dim's placement, other mesh dims as they are."""
+def _largest_part(line: Line, call: Call, current: Sequence[Where], mesh_dim: int) -> float:
+    """Which part of what a row cuts the fullest rank of a mesh dim has: as in the operands that stay, if they are cut alike."""
+    parts = {
+        _part(layout, at, mesh_dim)
+        for at, target, layout in zip(current, line.operands, call.operands, strict=True)
+        if isinstance(at, int) and at == target
+    }
+    return parts.pop() if len(parts) == 1 else 1 / call.mesh.shape[mesh_dim]
+
+
+def _part(layout: Layout, dim: int, mesh_dim: int) -> float:
+    """Which part of a tensor dim, as far as other mesh dims leave it, the fullest rank of a mesh dim has."""
+    placement, ranks, split = layout.placements[mesh_dim], layout.mesh.shape[mesh_dim], layout.splits[dim]
+    if split is None or (isinstance(placement, Shard) and placement.sizes is None):
+        return 1 / ranks
+    return min(1.0, max(split.sizes) * len(split.sizes) / (layout.shape[dim] or 1) / ranks)
+
+
+def _move(source: Where, target: Where, layout: Layout, mesh_dim: int, part: float = 0.0) -> float:
+    """Seconds to change one mesh dim's placement, other mesh dims as they are. An exchange takes what its fullest rank sends or
+    gets (``part``: of what will be cut)."""
     if source == target:
         return 0.0
     if isinstance(source, Replicate):
         return LOCAL_STEP
-    nbytes, ranks = layout.max_local_nbytes, layout.mesh.shape[mesh_dim]
+    nbytes, ranks = stored(layout).max_local_nbytes, layout.mesh.shape[mesh_dim]
     link = link_of(layout.mesh, (mesh_dim,))
     match source, target:
         case (Partial(), Partial()):
@@ -234,7 +255,7 @@ def _move(source: Where, target: Where, layout: Layout, mesh_dim: int) -> float:
             # Scattering moves half of what reducing everywhere does, but the next operation usually gathers it again.
             return link.all_reduce.seconds(ranks, 2 * nbytes)
         case (int(), int()):
-            return link.exchange.seconds(ranks, nbytes)
+            return link.exchange.seconds(ranks, max(nbytes, nbytes * part / _part(layout, source, mesh_dim)))
         case (int(), Partial()):
             return 1.5 * link.all_gather.seconds(ranks, nbytes * (ranks - 1))
         case _:

@@ -4,14 +4,17 @@ from .across_meshes import Transit, move_between, plan_between
 from .batch import execute_many
 from .executor import execute, moves, redistribute_local, start
 from .planner import estimate, plan
-from .step import AllGather, AllReduce, Exchange, Plan, ReduceScatter, Slice, Spread, Step
+from .step import VIEWS, AllGather, AllReduce, Exchange, Once, Plan, ReduceScatter, Repeat, Slice, Spread, Step
 
 __all__ = [
+    "VIEWS",
     "AllGather",
     "AllReduce",
     "Exchange",
+    "Once",
     "Plan",
     "ReduceScatter",
+    "Repeat",
     "Slice",
     "Spread",
     "Step",

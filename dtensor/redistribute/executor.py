@@ -25,7 +25,7 @@ from ..placement import Monoid
 from .partials import KEEPING
 from .planner import plan as plan_of
 from .routes import gather_traffic, gathered, routes, traffic
-from .step import AllGather, AllReduce, Exchange, Plan, ReduceScatter, Slice, Spread, Step, described, place
+from .step import AllGather, AllReduce, Exchange, Once, Plan, ReduceScatter, Repeat, Slice, Spread, Step, described, place
 
 Local = Any  # a torch.Tensor, or a PerRank of them (docs/design.md)
 
@@ -108,6 +108,10 @@ def _bind(comm: Communicator, step: Step) -> Bound:
     match step:
         case Slice():
             return Bound(lambda x: comm.map(lambda member, part: region(part, inside(before, member, after, member)), x))
+        case Once(dims=dims):
+            return Bound(lambda x: comm.map(lambda _, part: _first(part, dims), x))
+        case Repeat():
+            return Bound(lambda x: comm.map(lambda member, part: part.expand(after.shape_of(member)), x))
         case Spread():
             return Bound(lambda x: comm.map(_spread, x, step))
         case AllReduce(op=op):
@@ -193,6 +197,13 @@ def in_order(member: int, x: torch.Tensor, layout: Layout) -> torch.Tensor:
     if strides == sorted(strides, reverse=True):
         return x
     return layout.block_beside(x, member).copy_(x)
+
+
+def _first(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    """``x`` with one element along each of ``dims``."""
+    for d in dims:
+        x = x.narrow(d, 0, 1)
+    return x
 
 
 @remembered(8192)

@@ -21,10 +21,11 @@ from ..base.caches import Bounded
 from ..errors import LayoutError
 from ..layout.layout import Layout
 from ..layout.splits import Split
+from ..layout.stored import once, repeated
 from ..placement import Monoid
 from .intervals import common_prefix, depth, nested, prefix_sizes
 from .partials import Changes, Reduction, changes, may_pad
-from .step import Plan, Step
+from .step import Once, Plan, Repeat, Step
 from .transition import move_step, reduce_step, spread_step
 
 _PLANS: Bounded[tuple[Layout, Layout], Plan] = Bounded(4096, "redistributions")
@@ -41,7 +42,7 @@ def plan(src: Layout, dst: Layout) -> Plan:
     found = _PLANS.get((src, dst))
     if found is None:
         _check(src, dst)
-        found = _PLANS.keep((src, dst), Plan(src, dst, () if src.same_data(dst) else _cheapest(src, dst)))
+        found = _PLANS.keep((src, dst), Plan(src, dst, () if src.same_data(dst) else _stored_once(src, dst)))
     return found
 
 
@@ -63,6 +64,16 @@ def _check(src: Layout, dst: Layout) -> None:
         a, b = getattr(src, what), getattr(dst, what)
         if a != b:
             raise LayoutError(f"cannot redistribute {src!r} -> {dst!r}: the {what} differs ({a} and {b}); it must be the same")
+
+
+def _stored_once(src: Layout, dst: Layout) -> tuple[Step, ...]:
+    """The chain of what memory holds, each element once: what is repeated is so again on each rank."""
+    dims = tuple([d for d in repeated(src) if type(dst.stride[d]) is int and dst.stride[d] == 0])
+    if not dims:
+        return _cheapest(src, dst)
+    less, goal = once(src, dims), once(dst, dims)
+    steps = _cheapest(less, goal)
+    return (Once(src, less, (), 0, 0.0, dims), *steps, Repeat(goal, dst, (), 0, 0.0))
 
 
 def _cheapest(src: Layout, dst: Layout) -> tuple[Step, ...]:

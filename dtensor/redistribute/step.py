@@ -72,6 +72,21 @@ class Spread(Step):
 
 
 @dataclass(frozen=True, slots=True)
+class Once(Step):
+    """Of elements that are repeated along ``dims`` (steps of 0 in memory), one of each. Gives views."""
+
+    dims: tuple[int, ...]
+    verb = "once"
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat(Step):
+    """The elements of each block again and again, to the sizes that it has. Gives views."""
+
+    verb = "repeat"
+
+
+@dataclass(frozen=True, slots=True)
 class Reducing(Step):
     """Terms are reduced."""
 
@@ -111,6 +126,9 @@ class Exchange(Step):
 
     verb = "exchange"
     sends_parts = True
+
+
+VIEWS = (Slice, Once, Repeat)  # steps of which the result is memory of the block before
 
 
 def _copied_to_send(before: Layout, after: Layout) -> int:
@@ -165,7 +183,7 @@ class Plan:
         source = self.src.max_local_nbytes  # never freed: the plan does not own it
         most, held = source, 0  # held: by the present block, where it is not a view of the source
         for step in self.steps:
-            if not isinstance(step, Slice):
+            if not isinstance(step, VIEWS):
                 most = max(most, source + held + step.after.max_local_nbytes + step.buffer_bytes)
                 held = step.after.max_local_nbytes
         if self.steps and not self.communicates:  # local steps give views, of which the result is a copy

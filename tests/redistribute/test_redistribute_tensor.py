@@ -229,3 +229,41 @@ def _comparable(x: torch.Tensor) -> torch.Tensor:
 def test_random_moves_on_process_groups_are_as_planned(direct: bool) -> None:
     first, *others = run_gloo(_random_moves, 4, direct, timeout_s=100.0)
     assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize(
+    ("size", "dims", "before", "after", "elements"),
+    [
+        ((5, 8, 6), (0,), S1, S1, 0),
+        ((5, 8, 6), (0,), S1, R, 6 * 6),
+        ((5, 8, 6), (0,), P, R, 2 * 3 * 8 * 6 // 4),
+        ((5, 8, 6), (0,), S1, Shard(2), 6 * 2),
+        ((5, 8, 6), (0,), S1, S0, 6 * 6),  # all ranks have all of it then, and show a part
+        ((5, 8, 6), (0, 1), S1, R, 0),  # no block is empty: each rank has what is repeated
+        ((5, 3, 6), (0, 1), S1, R, 3 * 6),  # one is empty
+        ((5, 8, 6), (1,), S0, R, 5 * 6),
+    ],
+)
+def test_what_is_repeated_is_moved_once(size: Any, dims: Any, before: Any, after: Any, elements: int) -> None:
+    value = torch.randn([1 if d in dims else n for d, n in enumerate(size)], dtype=torch.float64)
+    mesh = dt.init_device_mesh("cpu", (4,))
+    x = dt.distribute_tensor(value, mesh, [R]).expand(size)
+    x = x.redistribute(placements=[before])
+    assert x.stride() == value.expand(size).stride()
+    with CommDebugMode() as seen:
+        y = x.redistribute(placements=[after])
+    assert y.stride() == x.stride()
+    assert torch.equal(y.full_tensor(), value.expand(size))
+    assert [shard.shape for shard in y.to_local().shards] == [y.layout.shape_of(member) for member in range(4)]
+    assert sum(event.bytes for event in seen.events) == elements * 8
+
+
+def test_the_gradient_of_what_is_repeated_may_be_written_to() -> None:
+    mesh = dt.init_device_mesh("cpu", (4,))
+    x = dt.distribute_tensor(torch.randn(5, 6), mesh, [P]).requires_grad_()
+    y = dt.distribute_tensor(torch.randn(5, 6), mesh, [S0]).requires_grad_()
+    (x.sum() + y.redistribute(placements=[S1]).sum(0).sum()).backward()
+    for leaf in (x, y):
+        assert leaf.grad.stride() == (6, 1)
+        leaf.grad.mul_(2)
+        assert torch.equal(leaf.grad.full_tensor(), torch.full((5, 6), 2.0))

@@ -146,3 +146,43 @@ def test_terms_of_a_convolution_are_a_debt_though_its_one_group_could_be_cut() -
     assert made.placements == (Shard(0),)
     assert nbytes == 3 * (x.nbytes // 4 + weight.nbytes + bias.nbytes) // 4
     torch.testing.assert_close(made.full_tensor(), F.conv2d(x, weight, bias), atol=1e-4, rtol=1e-4)
+
+
+def pieces_of(parts: int, x: torch.Tensor) -> tuple[dt.DTensor, ...]:
+    """Parts of a fused projection, each of which few ranks have."""
+    return dt.distribute_tensor(x, MESH, [Shard(-1)]).chunk(parts, -1)
+
+
+@pytest.mark.parametrize("part", range(6))
+def test_of_two_as_large_the_one_that_lies_in_smaller_blocks_stays(part: int) -> None:
+    """A modulation that one or two ranks have is no reason to bring a batch to these."""
+    x, fused = numbers(8, 32, 64), numbers(8, 32, 6 * 64)
+    scales = pieces_of(6, fused)[part]
+    made, nbytes = received(lambda a, b: a * (1 + b), cut(x), scales)
+    assert made.placements == (Shard(0),)
+    assert nbytes <= 3 * x.nbytes // 4
+    torch.testing.assert_close(made.full_tensor(), x * (1 + fused.chunk(6, -1)[part]))
+
+
+def test_parts_of_an_unflattened_projection_are_brought_to_the_batch() -> None:
+    x, fused = numbers(4, 128, 24), numbers(4, 128, 6 * 24)
+
+    def modulated(x: Any, fused: Any) -> Any:
+        parts = [piece.squeeze(2) for piece in fused.unflatten(2, (6, 24)).chunk(6, dim=2)]
+        return x * (1 + parts[4]) + parts[3]
+
+    made = modulated(cut(x), dt.distribute_tensor(fused, MESH, [Shard(2)]))
+    assert made.placements == (Shard(0),)
+    torch.testing.assert_close(made.full_tensor(), modulated(x, fused))
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_what_few_ranks_have_is_dealt_out_before_it_is_repeated(part: int) -> None:
+    fused = numbers(4, 2 * 64)
+
+    def repeated(piece: Any) -> Any:
+        return piece.unsqueeze(0).expand(9, -1, -1).contiguous()
+
+    made, nbytes = received(repeated, pieces_of(2, fused)[part])
+    assert nbytes <= fused.nbytes // 4
+    torch.testing.assert_close(made.full_tensor(), repeated(fused.chunk(2, -1)[part]))

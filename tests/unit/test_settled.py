@@ -273,3 +273,14 @@ def test_no_gradient_is_brought_from_an_even_cut_to_one_that_is_less_even() -> N
     columns = 8 + 16  # the gate once more, as even as the gradient of what it became; then both gradients to where the halves lie
     assert dict(moved.get_comm_bytes()) == {"all_to_all": columns * 5 * 4}
     assert dict(moved.get_comm_counts()) == {"all_to_all": 2}
+
+
+def test_no_gradient_is_brought_to_who_has_more_of_it() -> None:
+    """Of a part that one rank has, the gradient stays cut along the batch until it is put together with the other parts'."""
+    mesh = dt.init_device_mesh("cpu", (4,))
+    fused = torch.randn(8, 32, 4 * 64)
+    part = dt.distribute_tensor(fused, mesh, [Shard(-1)]).requires_grad_().chunk(4, -1)[1].contiguous() * 1
+    found: list[dt.DTensor] = []
+    part.register_hook(found.append)
+    (dt.distribute_tensor(torch.ones(8, 32, 64), mesh, [Shard(0)]) * part).backward(torch.ones(8, 32, 64))
+    assert [grad.placements for grad in found] == [(Shard(0),)]

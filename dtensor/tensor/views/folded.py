@@ -102,8 +102,10 @@ def on_the_stack(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _outweighs(x: Any, leader: _Folded) -> bool:
-    """Whether it takes less to read the folded tensor than to cut ``x``, which is cut otherwise, as that is."""
-    return isinstance(x, DTensor) and any(x._layout.splits) and x._layout.numel > math.prod(leader.stack._layout.shape)
+    """Whether the folded tensor is read, rather than ``x`` cut as that is: it is smaller, or as large and in larger blocks."""
+    if not isinstance(x, DTensor) or not any(x._layout.splits):
+        return False
+    return (x._layout.numel, -x._layout.max_local_nbytes) > (leader.stack._layout.numel, -leader.stack._layout.max_local_nbytes)
 
 
 # --- calls like one before: the blocks, the operator on them, the stack that it gives -------------------------------------------
@@ -289,12 +291,8 @@ def _orderless(factors: Factors, name: tuple[str, ...]) -> bool:
     """Whether blocks along a factor may be any slices: one factor, no kernel that asks which, nothing but a reduction over it."""
     rows = [] if factors.rows else [row for row in candidates(factors, ()) if name == (row.factor,)]
     monoids = [spec for row in rows for spec in row.results if isinstance(spec, Partial) and not isinstance(spec.reduce_op, str)]
-    return (
-        bool(rows)
-        and not monoids
-        and (rows[0].kernel is None or rows[0].kernel.orderless)
-        and all(key[2] != name[0] for key in factors.windows)
-    )
+    windowed = any(key[2] == name[0] for key in factors.windows)
+    return bool(rows) and not monoids and not windowed and (rows[0].kernel is None or rows[0].kernel.orderless)
 
 
 # --- blocks as they lie, and back ------------------------------------------------------------------------------------------
