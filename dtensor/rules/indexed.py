@@ -16,10 +16,11 @@ import torch
 
 from ..placement import REDUCE_OPS, Monoid, Partial
 from .call import Call
-from .owned import Address, lead_of, read_fetched, read_owned, write_owned
+from .owned import Address, lead_of, read_owned, write_owned
 from .registry import register
 from .rows import one_of
-from .rule import Along, Choice, Dims, Factors, Kernel, Row, Rule, Word, named, own_factors, uncut
+from .rule import Along, Choice, Dims, Factors, Kernel, R, Row, Rule, Word, named, own_factors, uncut
+from .travelling import read_fetched, write_sent
 
 Combined = Callable[[Call], str | None]
 
@@ -32,8 +33,8 @@ ADDED = (("sum", "sum"), ("avg", "avg"), ("avg", "R"), ("R", "avg"))
 def reads(names: str, address: Address, op: Any = None, **options: Any) -> Rule:
     """A rule for operations that read the elements of operand 0 which an index names. ``op`` reads from a block, where the
     operator itself does not take an index for each dim."""
-    fetched = Kernel(partial(read_fetched, address, op), collectives=2, nbytes=_of_result)
-    factors = Indexed(address, Kernel(partial(read_owned, address, op), lacking=Partial("sum"), joint=True), fetched=fetched)
+    fetched = Kernel(partial(read_fetched, address, op), collectives=1, nbytes=_of_result)
+    factors = Indexed(address, Kernel(partial(read_owned, address, op), lacking=Partial("sum"), joint=True), travelling=fetched)
     return register(names, Rule(factors, one_of(address.operand), when=no_foreign_zeros, kind="read", **options))
 
 
@@ -50,7 +51,8 @@ def writes(
         masks: the factors where a mask names the elements.
     """
     kernel = Kernel(partial(write_owned, address, op), joint=True)
-    factors = Indexed(address, kernel, combined, frozenset(whole.split()), masks)
+    sent = Kernel(partial(write_sent, address, op), collectives=1, nbytes=_of_source)
+    factors = Indexed(address, kernel, combined, frozenset(whole.split()), masks, sent)
     options.setdefault("partials", Written(combined))
     return register(names, Rule(factors, kind="write", **options))
 
@@ -119,7 +121,7 @@ class Indexed(Word):
     combined: Combined | None = None
     whole: frozenset[str] = frozenset()
     masks: Callable[[Call], Factors | None] | None = None
-    fetched: Kernel | None = None
+    travelling: Kernel | None = None
 
     def __call__(self, call: Call) -> Factors | None:
         places = self.address.dims(call)
@@ -191,26 +193,41 @@ class Indexed(Word):
     ) -> Factors:
         """``made``: the factors of the indices."""
         kernels = dict.fromkeys([f"d{d}" for d in places], self.kernel)
+        rows = self._travelling(call, operands, made, places)
         if self.combined is None:
-            rows = self._fetching(operands, made, places)
             return Factors(operands, (elements,), sizes, frozenset(whole), kernels=kernels, windows=windows, rows=rows)
         how = self.combined(call)
         kept = self.whole.union(whole, () if how else made)
         reduced, additive = dict.fromkeys(made, how) if how else {}, frozenset({0} if how == "sum" else ())
-        return Factors(operands, (operands[0],), sizes, kept, reduced, additive, kernels, windows=windows)
+        return Factors(operands, (operands[0],), sizes, kept, reduced, additive, kernels, rows, windows)
 
-    def _fetching(self, operands: tuple[Dims, ...], made: tuple[str, ...], places: Sequence[int]) -> tuple[Row, ...]:
-        """That of what is cut along a dim and read by a vector that is cut too: the result is cut as that is."""
-        if self.fetched is None or self.address.form not in ("rows", "places") or len(places) != 1 or operands[1:] != ((made,),):
+    def _travelling(
+        self, call: Call, operands: tuple[Dims, ...], made: tuple[str, ...], places: Sequence[int]
+    ) -> tuple[Row, ...]:
+        """Those of what is cut along a dim, where the elements that are named are cut too, by the first of their dims."""
+        if self.travelling is None or self.address.form not in ("rows", "places") or not made:
             return ()
-        along, result = Along(f"d{places[0]}"), Along(made[0])
-        return (Row((along, result), (result,), along.factor, self.fetched),)
+        listed, names = tuple((name,) for name in made), (R,) * len(_indices(call))
+        along, elements = [Along(f"d{d}") for d in places], Along(made[0])
+        if self.combined is None:
+            return tuple([Row((dim, *names), (elements,), dim.factor, self.travelling) for dim in along])
+        if len(operands) < 2 + len(names) or not _contains(operands[-1], listed):
+            return ()
+        return tuple([Row((dim, *names, elements), (dim,), dim.factor, self.travelling) for dim in along])
+
+
+def _contains(dims: Dims, listed: Dims) -> bool:
+    return any(dims[k : k + len(listed)] == listed for k in range(len(dims)))
 
 
 def _of_result(call: Call) -> int:
-    """A rank's part of the result, which others may have, and of the index."""
-    made = call.result_bytes()[0] + (call.mesh.size() - 1) * call.operands[1].nbytes
-    return made // call.mesh.size()
+    """A rank's part of the result, which others may have."""
+    return call.result_bytes()[0] // call.mesh.size()
+
+
+def _of_source(call: Call) -> int:
+    """A rank's part of what is written, which others may own."""
+    return call.operands[-1].nbytes // call.mesh.size()
 
 
 def _indices(call: Call) -> list[int]:

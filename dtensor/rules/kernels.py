@@ -43,6 +43,15 @@ class At:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """A result of a kernel whose size the data decide: how its first dim is cut, and the strides of the whole."""
+
+    local: Any
+    split: Split
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class KernelContext:
     """Collectives over ``mesh_dims`` (those that split the kernel's factor, outermost first) and block positions.
 
