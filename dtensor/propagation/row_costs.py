@@ -15,7 +15,7 @@ from ..cost.link import device_of, link_of
 from ..layout.layout import Layout
 from ..placement import Partial, Replicate, Shard
 from ..rules.call import Call
-from ..rules.rule import Factors, Row
+from ..rules.rule import Factors, Kernel, Row
 from ..rules.work import Work, elsewhere, row_seconds
 from .row_table import Line, Table, Where
 
@@ -133,7 +133,8 @@ def _debts(table: Table, factors: Factors, call: Call, nbytes: list[int], mesh_d
             for line in table.lines
             if all(map(_fits, current, line.operands)) and _moves_nothing(line, factors) and not _cuts_one(line, factors, call)
         ]
-        if fitting and not (all(map(_leaves_terms, fitting)) and _grows(factors, call, mesh_dim, nbytes)):
+        asked = any(isinstance(line.row.kernel, Kernel) for line in table.lines)  # who owns each element could be
+        if fitting and not (all(map(_leaves_terms, fitting)) and (asked or _grows(factors, call, mesh_dim, nbytes))):
             return [(0.0, 0.0)] * len(nbytes)
         terms = 1 if fitting else 2
     link = link_of(call.mesh, (mesh_dim,))
