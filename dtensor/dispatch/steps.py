@@ -26,6 +26,7 @@ from ..redistribute import execute as run_move
 from ..redistribute import execute_many as run_moves
 from ..redistribute import plan as plan_move
 from ..rules.kernels import Measured
+from .own_names import note_names
 from .report import announce, describe
 from .settled import moved_together, one_by_one
 from .versions import shared
@@ -281,7 +282,9 @@ def _one_result(plan: Plan, operator: Operator, form: Form, owner: str | None, l
 
 def _as_made(plan: Plan, layout: Any, value: Any) -> Any:
     if isinstance(value, Measured):
-        return wrap_local(value.local, _measured(plan, value))
+        made = wrap_local(value.local, _measured(plan, value))
+        note_names(made, value.names)
+        return made
     if isinstance(value, (list, tuple)) and not hasattr(value, "common"):
         layouts = layout if isinstance(layout, list) else [None] * len(value)
         return [_as_made(plan, own, item) for own, item in zip(layouts, value, strict=True)]

@@ -205,7 +205,10 @@ def _leaves_terms(line: Line) -> bool:
 def _grows(factors: Factors, call: Call, mesh_dim: int, nbytes: list[int]) -> bool:
     """Whether one operand alone is cut, and the results are more than twice as large; or what is cut is added to a whole one that
     is as large as they are."""
-    if any(call.operands[i].nbytes >= sum(nbytes) and isinstance(call.operands[i].along(mesh_dim), Replicate) for i in factors.additive):
+    if any(
+        call.operands[i].nbytes >= sum(nbytes) and isinstance(call.operands[i].along(mesh_dim), Replicate)
+        for i in factors.additive
+    ):
         return True
     cut = [layout.nbytes for layout in call.operands if isinstance(layout.along(mesh_dim), int)]
     return len(cut) == 1 and 2 * cut[0] < sum(nbytes)

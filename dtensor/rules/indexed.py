@@ -16,7 +16,7 @@ import torch
 
 from ..placement import REDUCE_OPS, Monoid, Partial
 from .call import Call
-from .owned import Address, lead_of, read_owned, write_owned
+from .owned import Address, lead_of, read_own, read_owned, write_own, write_owned
 from .registry import register
 from .rows import one_of
 from .rule import Along, Choice, Dims, Factors, Kernel, R, Row, Rule, Word, named, own_factors, uncut
@@ -34,8 +34,14 @@ def reads(names: str, address: Address, op: Any = None, **options: Any) -> Rule:
     """A rule for operations that read the elements of operand 0 which an index names. ``op`` reads from a block, where the
     operator itself does not take an index for each dim."""
     fetched = Kernel(partial(read_fetched, address, op), collectives=1, nbytes=_of_result)
-    factors = Indexed(address, Kernel(partial(read_owned, address, op), lacking=Partial("sum"), joint=True), travelling=fetched)
-    return register(names, Rule(factors, one_of(address.operand), when=no_foreign_zeros, kind="read", **options))
+    kernel, own = (
+        Kernel(partial(read_owned, address, op), lacking=Partial("sum"), joint=True),
+        Kernel(partial(read_own, address, op)),
+    )
+    factors = Indexed(address, kernel, travelling=fetched, staying=own)
+    return register(
+        names, Rule(factors, one_of(address.operand), when=Allowed(factors, no_foreign_zeros), kind="read", **options)
+    )
 
 
 def writes(
@@ -52,8 +58,10 @@ def writes(
     """
     kernel = Kernel(partial(write_owned, address, op), joint=True)
     sent = Kernel(partial(write_sent, address, op), collectives=1, nbytes=_of_source)
-    factors = Indexed(address, kernel, combined, frozenset(whole.split()), masks, sent)
+    own = Kernel(partial(write_own, address, op))
+    factors = Indexed(address, kernel, combined, frozenset(whole.split()), masks, sent, own)
     options.setdefault("partials", Written(combined))
+    options["when"] = Allowed(factors, options.get("when"))
     return register(names, Rule(factors, kind="write", **options))
 
 
@@ -122,6 +130,7 @@ class Indexed(Word):
     whole: frozenset[str] = frozenset()
     masks: Callable[[Call], Factors | None] | None = None
     travelling: Kernel | None = None
+    staying: Kernel | None = None
 
     def __call__(self, call: Call) -> Factors | None:
         places = self.address.dims(call)
@@ -207,13 +216,49 @@ class Indexed(Word):
         """Those of what is cut along a dim, where the elements that are named are cut too, by the first of their dims."""
         if self.travelling is None or self.address.form not in ("rows", "places") or not made:
             return ()
-        listed, names = tuple((name,) for name in made), (R,) * len(_indices(call))
-        along, elements = [Along(f"d{d}") for d in places], Along(made[0])
-        if self.combined is None:
-            return tuple([Row((dim, *names), (elements,), dim.factor, self.travelling) for dim in along])
-        if len(operands) < 2 + len(names) or not _contains(operands[-1], listed):
+        listed, count = tuple((name,) for name in made), len(_indices(call))
+        elements, source = Along(made[0]), len(operands) > 1 + count
+        if self.combined is not None and not (source and _contains(operands[-1], listed)):
             return ()
-        return tuple([Row((dim, *names, elements), (dim,), dim.factor, self.travelling) for dim in along])
+        rows = []
+        for k, d in enumerate(places):
+            along, written = Along(f"d{d}"), (elements,) if source else ()
+            if call.known and len(made) == 1 and call.named_by(1 + k) is not None:
+                alike = tuple([elements if dims else R for dims in operands[1 : 1 + count]])
+                rows.append(Row((along, *alike, *written), self._result(along, elements), along.factor, self.staying))
+            rows.append(Row((along, *(R,) * count, *written), self._result(along, elements), along.factor, self.travelling))
+        return tuple(rows)
+
+    def _result(self, along: Along, elements: Along) -> tuple[Along]:
+        return (elements,) if self.combined is None else (along,)
+
+    def names_own(self, choice: Choice) -> bool:
+        """Whether the names that are said to be of a rank's own block are: they, and the block, lie as when that was found."""
+        call, operands = choice.call, choice.factors.operands
+        for row in choice.rows:
+            if row.kernel is self.staying and row.factor is not None:
+                places = self.address.dims(call) or ()
+                naming = 1 + places.index(int(row.factor[1:]))
+                ((named,),) = operands[naming]
+                if choice.splits.get(row.factor) != call.named_by(naming):
+                    return False
+                if choice.splits.get(named) != call.operands[naming].splits[0]:
+                    return False
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed(Word):
+    """What a rule says of a choice, and that names are found where they were."""
+
+    factors: Indexed
+    rule: Callable[[Choice], bool] | None = None
+
+    def __call__(self, choice: Choice) -> bool:
+        return self.factors.names_own(choice) and (self.rule is None or self.rule(choice))
+
+    def own(self) -> tuple[Any, ...]:
+        return () if self.rule is None else (self.rule,)
 
 
 def _contains(dims: Dims, listed: Dims) -> bool:

@@ -44,11 +44,18 @@ class At:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A result of a kernel whose size the data decide: how its first dim is cut, and the strides of the whole."""
+    """A result of a kernel whose size the data decide.
+
+    Attributes:
+        split: how its first dim is cut.
+        stride: of the whole.
+        names: of columns of positions, how each dim is cut that they are positions of, if those of a rank are in its block.
+    """
 
     local: Any
     split: Split
     stride: tuple[int, ...]
+    names: tuple[Split | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,9 +89,31 @@ def write_owned(address: Address, op: Any, at: KernelContext, *args: Any, **name
         inside, positions = _located(at, here.member, address, rest[address.argument - 1], dims, block.device)
         positions[0] = torch.where(inside, positions[0], block.shape[dims[0]])
         made = call(with_room(block, dims, 1), *with_index(address, rest, positions, dims, block.ndim), **named)
-        for d in dims:
-            made = made.narrow(d, 0, block.shape[d])
-        return made
+        return without_room(made, block, dims)
+
+    return at.map(own, *args)
+
+
+def read_own(address: Address, op: Any, at: KernelContext, *args: Any, **named: Any) -> Any:
+    """The elements that a rank's part of the names means, all of which its block has."""
+    call, dims, _ = bound(address, op, at)
+
+    def own(here: At, block: Tensor, *rest: Any) -> Tensor:
+        _, positions = _located(at, here.member, address, rest[address.argument - 1], dims, block.device)
+        found: Tensor = call(with_room(block, dims), *with_index(address, rest, positions, dims, block.ndim), **named)
+        return found
+
+    return at.map(own, *args)
+
+
+def write_own(address: Address, op: Any, at: KernelContext, *args: Any, **named: Any) -> Any:
+    """What a rank has for elements that its part of the names means, all of which its block has, written there."""
+    call, dims, _ = bound(address, op, at)
+
+    def own(here: At, block: Tensor, *rest: Any) -> Tensor:
+        _, positions = _located(at, here.member, address, rest[address.argument - 1], dims, block.device)
+        made: Tensor = call(with_room(block, dims), *with_index(address, rest, positions, dims, block.ndim), **named)
+        return without_room(made, block, dims)
 
     return at.map(own, *args)
 
@@ -207,4 +229,11 @@ def with_room(block: Tensor, dims: Sequence[int], more: int = 0) -> Tensor:
         made.narrow(d, block.shape[d], shape[d] - block.shape[d]).zero_()
         within = within.narrow(d, 0, block.shape[d])
     within.copy_(block)
+    return made
+
+
+def without_room(made: Tensor, block: Tensor, dims: Sequence[int]) -> Tensor:
+    """What was made of ``block``, of its size again."""
+    for d in dims:
+        made = made.narrow(d, 0, block.shape[d])
     return made

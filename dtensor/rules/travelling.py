@@ -21,7 +21,7 @@ from ..base.tracing import under_way
 from ..layout.layout import Layout
 from ..ranks.per_rank import shards_of
 from .kernels import At, KernelContext
-from .owned import Address, bound, named_in_whole, with_index, with_room, write_owned
+from .owned import Address, bound, named_in_whole, with_index, with_room, without_room, write_owned
 
 Places = list[Tensor]  # by dim that is indexed a position for each element, in the order of the whole
 
@@ -75,9 +75,7 @@ def write_sent(address: Address, op: Any, at: KernelContext, *args: Any, **named
         filled = with_index(address, args[1:], places, dims, block.ndim)
         filled[place - 1] = source
         made: Tensor = call(with_room(block, dims), *filled, **named)
-        for d in dims:
-            made = made.narrow(d, 0, block.shape[d])
-        return made
+        return without_room(made, block, dims)
 
     if names.unseen:
         parts = at.all_gather(listed, lambda member: names.shape_with(math.prod(names.made_in(member)), member))

@@ -94,7 +94,8 @@ def nonzero_of_blocks(at: KernelContext, x: Any) -> Any:
     if not kept:
         return rows
     lengths = _lengths(replace(at, mesh_dims=kept), rows)
-    return Measured(rows, Split(kept, lengths), (1, sum(lengths)))
+    names = tuple([split if split is not None and set(kept).issuperset(split.mesh_dims) else None for split in layout.splits])
+    return Measured(rows, Split(kept, lengths), (1, sum(lengths)), names)
 
 
 blockwise("nonzero", "[s*] ->", kernel=Kernel(nonzero_of_blocks, collectives=1, joint=True), measured=True)

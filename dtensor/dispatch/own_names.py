@@ -1,0 +1,85 @@
+"""Positions that name what each rank has itself: the fact stands on the tensor, beside its layout, and plans are made with it.
+
+The places that a rank finds in its block are positions in it: who reads or writes by them need not ask whose they are. That holds
+for a tensor of places as it was made, and for views of it: a write ends it, and where nobody counts writes there is none. Nor in
+recordings and traced programs, which are to hold for other values. All of it follows from the program, so it is the same on all
+ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..base.recording import ACTIVE
+from ..base.torch_internals import tree_leaves
+from ..base.tracing import under_way
+from ..layout.layout import Layout
+from ..layout.splits import Split
+from ..propagation.propagate import Plan
+from ..propagation.schema import Operator
+from . import wrapping
+from .settled import Runner, counted_versions
+
+NAMES = "_names"  # the attribute of a tensor of positions
+
+
+class Names:
+    """By column of a tensor of places how the dim is cut that they are positions of (None: a rank may name others')."""
+
+    __slots__ = ("columns", "versions")
+
+    def __init__(self, columns: tuple[Split | None, ...], versions: Any) -> None:
+        self.columns, self.versions = columns, versions
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return set, ()  # neither copies nor files take it along
+
+
+def names_of(x: Any) -> Names | None:
+    """What is known of positions now."""
+    found = x.__dict__.get(NAMES) if type(x) is wrapping.TENSOR else None
+    if type(found) is not Names or found.versions is None or found.versions != counted_versions(x) or ACTIVE or under_way():
+        return None
+    return found
+
+
+def note_names(x: Any, columns: tuple[Split | None, ...]) -> None:
+    if any(columns):
+        x.__dict__[NAMES] = Names(columns, counted_versions(x))
+
+
+def may_show_names(plan: Plan, operator: Operator) -> bool:
+    """Whether a plan gives views of what may be places."""
+    first = plan.call.operands[0] if plan.call.operands else None
+    return (
+        operator.is_view
+        and plan.how == "rule"
+        and first is not None
+        and first.dtype is torch.int64
+        and first.splits != ()
+        and first.splits[0] is not None
+        and bool(plan.starts)
+    )
+
+
+def showing(found: Runner, plan: Plan) -> Runner:
+    """``found``, of whose views is known what is of the columns that they show."""
+    rows = plan.call.operands[0].shape[0]
+    layouts = [layout for layout in tree_leaves(plan.results) if isinstance(layout, Layout)]
+
+    def run(args: Any, kwargs: Any, local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        made = found(args, kwargs, local_args, local_kwargs)
+        known = names_of(args[0]) if NAMES in args[0].__dict__ else None
+        if known is not None:
+            for x, layout, start in zip(tree_leaves(made), layouts, plan.starts, strict=True):
+                columns = known.columns
+                if len(columns) > 1 and layout.ndim == 1 and layout.stride == (1,):
+                    first = start // layout.dtype.itemsize
+                    columns = columns[first // rows : first // rows + 1] if first % rows + layout.shape[0] <= rows else ()
+                if len(columns) == 1:
+                    note_names(x, columns)
+        return made
+
+    return run
