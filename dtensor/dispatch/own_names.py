@@ -25,16 +25,22 @@ from .settled import Runner, counted_versions
 NAMES = "_names"  # the attribute of a tensor of positions
 
 
-class Names:
+class OfThisRun:
+    """What neither copies nor files of a tensor take along."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return set, ()
+
+
+class Names(OfThisRun):
     """By column of a tensor of places how the dim is cut that they are positions of (None: a rank may name others')."""
 
     __slots__ = ("columns", "versions")
 
     def __init__(self, columns: tuple[Split | None, ...], versions: Any) -> None:
         self.columns, self.versions = columns, versions
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return set, ()  # neither copies nor files take it along
 
 
 def names_of(x: Any) -> Names | None:
@@ -46,22 +52,16 @@ def names_of(x: Any) -> Names | None:
 
 
 def note_names(x: Any, columns: tuple[Split | None, ...]) -> None:
-    if any(columns):
+    if any(columns) and type(x) is wrapping.TENSOR:
         x.__dict__[NAMES] = Names(columns, counted_versions(x))
 
 
 def may_show_names(plan: Plan, operator: Operator) -> bool:
-    """Whether a plan gives views of what may be places."""
-    first = plan.call.operands[0] if plan.call.operands else None
-    return (
-        operator.is_view
-        and plan.how == "rule"
-        and first is not None
-        and first.dtype is torch.int64
-        and first.splits != ()
-        and first.splits[0] is not None
-        and bool(plan.starts)
-    )
+    """Whether a plan gives views of what may be places, each rank of its own."""
+    if not operator.is_view or plan.how != "rule" or not plan.starts or plan.moves or plan.communicates:
+        return False
+    first = plan.call.operands[0]
+    return first.dtype is torch.int64 and bool(first.splits) and first.splits[0] is not None
 
 
 def showing(found: Runner, plan: Plan) -> Runner:
@@ -74,12 +74,17 @@ def showing(found: Runner, plan: Plan) -> Runner:
         known = names_of(args[0]) if NAMES in args[0].__dict__ else None
         if known is not None:
             for x, layout, start in zip(tree_leaves(made), layouts, plan.starts, strict=True):
-                columns = known.columns
-                if len(columns) > 1 and layout.ndim == 1 and layout.stride == (1,):
-                    first = start // layout.dtype.itemsize
-                    columns = columns[first // rows : first // rows + 1] if first % rows + layout.shape[0] <= rows else ()
-                if len(columns) == 1:
+                if len(columns := _shown(known.columns, layout, start // layout.dtype.itemsize, rows)) == 1:
                     note_names(x, columns)
         return made
 
     return run
+
+
+def _shown(columns: tuple[Split | None, ...], layout: Layout, start: int, rows: int) -> tuple[Split | None, ...]:
+    """The columns that a view shows which begins so many elements after them: they lie one behind the other."""
+    if len(columns) == 1:
+        return columns
+    if not rows or layout.ndim != 1 or layout.stride != (1,) or start % rows + layout.shape[0] > rows:
+        return ()
+    return columns[start // rows : start // rows + 1]

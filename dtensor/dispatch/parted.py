@@ -25,22 +25,13 @@ from ..propagation.schema import Operator
 from ..rules.parted import Known, Left, Parted
 from . import wrapping
 from .bind import runner_of
-from .own_names import NAMES, names_of
+from .own_names import NAMES, OfThisRun, names_of
 from .settled import FORMS, NESTED, counted_versions, settled_dims
 from .steps import Args, Keywords, Runner
 
 _FACT = "_parted"  # the attribute of a tensor whose rows are parted
 _OWNERSHIPS = "_ownerships"  # of one that says whose rows are whose
 _PASSED = "_passed"  # of one whose terms an operator has passed on
-
-
-class OfThisRun:
-    """What neither copies nor files of a tensor take along."""
-
-    __slots__ = ()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return set, ()
 
 
 class Passed(OfThisRun, frozenset[int]):

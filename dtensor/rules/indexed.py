@@ -223,7 +223,7 @@ class Indexed(Word):
         rows = []
         for k, d in enumerate(places):
             along, written = Along(f"d{d}"), (elements,) if source else ()
-            if call.known and len(made) == 1 and call.named_by(1 + k) is not None:
+            if call.known and len(made) == 1 and operands[1 + k] == listed and call.named_by(1 + k) is not None:
                 alike = tuple([elements if dims else R for dims in operands[1 : 1 + count]])
                 rows.append(Row((along, *alike, *written), self._result(along, elements), along.factor, self.staying))
             rows.append(Row((along, *(R,) * count, *written), self._result(along, elements), along.factor, self.travelling))

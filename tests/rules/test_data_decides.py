@@ -302,9 +302,39 @@ def test_a_loss_over_the_rows_that_a_mask_picks_moves_no_rows() -> None:
 
 
 def test_rows_that_change_places_travel_alone() -> None:
-    x, places = floats(16, 512), torch.tensor([3, 0, 1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 15, 14, 13, 0])
+    x, places = floats(16, 8192), torch.tensor([3, 0, 1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 15, 14, 13, 0])
     given = [dt.distribute_tensor(t, MESH, [S0]) for t in (x, places)]
     found, nbytes, _ = moved(lambda: given[0][given[1]])
     assert torch.equal(found.full_tensor(), x[places])
     assert found.placements == (S0,)
-    assert nbytes == 12 * 8 + 512 * 8 / 4, nbytes  # of all positions those of the others, of the rows one to the last rank
+    assert nbytes == 12 * 8 + 8192 * 8, nbytes  # of all positions those of the others, and one row to the last rank
+
+
+@pytest.mark.parametrize("fn", [asked, all_add], ids=lambda fn: fn.__name__)
+def test_a_position_that_is_out_of_range_is_an_error_on_every_rank(prices: None, fn: Callable[..., Any]) -> None:
+    x, i, v = floats(5, 3), torch.tensor([0, 1, 4, 5]), floats(4, 3)
+    outcome = check(fn, x, i, v, mesh=dt.init_device_mesh("cpu", (2,)), placements=[[S0], [S0], [S0]])
+    assert outcome.same_error
+
+
+def test_places_that_were_written_to_name_anything() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+
+    def turned(x: Tensor) -> Any:
+        rows = torch.where(x[:, 0] > 0)[0]
+        before = x[rows]
+        rows.mul_(-1).add_(x.shape[0] - 1)
+        return before, x[rows], torch.zeros_like(x).index_add_(0, rows, before)
+
+    check(turned, floats(7, 3, low=-1.0), mesh=mesh, placements=[[S0]])
+
+
+def test_places_of_one_cut_name_rows_of_another() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+
+    def both(x: Tensor, y: Tensor) -> Any:
+        rows = torch.where(x[:, 0] > 0)[0]
+        return y[rows], y[rows[1:]], torch.zeros_like(y).index_add_(0, rows, x[rows]), y[rows.flip(0)], y[rows.view(-1, 1)]
+
+    for where in ([Shard(0, sizes=(1, 6))], [R], [S1], [S0]):
+        check(both, floats(7, 3), floats(7, 3, seed=1), mesh=mesh, placements=[[S0], where])
