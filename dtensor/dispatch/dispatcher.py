@@ -38,6 +38,7 @@ from .keys import AS_IT_IS, settle, sized_of, stand_in, static, static_list
 from .local_op import local_function
 from .mixed_meshes import across_places, meshes_of
 from .operands import plan_of_bound
+from .own_names import may_show_names, showing
 from .parted import by_facts, leaving, passing
 from .plain_operands import agree_on_declared, through_copies
 from .steps import Runner
@@ -274,6 +275,7 @@ def _planned(
         plan = plan_of_bound(operator, bound, meshes, choose)
         found = bind(plan, operator, args, kwargs)
         found = _VIEWING(plan, operator, found) if operator.is_view or operator.reshapes else found
+        found = showing(runner_of(found, operator), plan) if may_show_names(plan, operator) else found
         return plan, passing(leaving(found, plan, operator), plan, operator)
 
 

@@ -25,21 +25,13 @@ from ..propagation.schema import Operator
 from ..rules.parted import Known, Left, Parted
 from . import wrapping
 from .bind import runner_of
+from .own_names import NAMES, OfThisRun, names_of
 from .settled import FORMS, NESTED, counted_versions, settled_dims
 from .steps import Args, Keywords, Runner
 
 _FACT = "_parted"  # the attribute of a tensor whose rows are parted
 _OWNERSHIPS = "_ownerships"  # of one that says whose rows are whose
 _PASSED = "_passed"  # of one whose terms an operator has passed on
-
-
-class OfThisRun:
-    """What neither copies nor files of a tensor take along."""
-
-    __slots__ = ()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return set, ()
 
 
 class Passed(OfThisRun, frozenset[int]):
@@ -138,8 +130,10 @@ def facts_of_call(operator: Operator, bound: Mapping[str, Any]) -> dict[Slot, Kn
                 own = fact.ownership
                 source = next((other for other, y in bound.items() if y is own.ends), None)
                 parted = Parted(fact.dim, numbers.setdefault(id(own), len(numbers)), own.split, source)
-            if parted is not None or settled or type(passed) is Passed:
-                found[name, index] = Known(parted, settled, passed if type(passed) is Passed else frozenset())
+            known = names_of(x)
+            names = known.columns[0] if known is not None and len(known.columns) == 1 else None
+            if parted is not None or settled or type(passed) is Passed or names is not None:
+                found[name, index] = Known(parted, settled, passed if type(passed) is Passed else frozenset(), names)
     return found
 
 
@@ -148,11 +142,11 @@ def by_facts(
     found: Layout | Runner, plan: Plan, operator: Operator, bound: Mapping[str, Any], again: Callable[[Args, Keywords], Runner]
 ) -> Layout | Runner:
     """``found`` where as much is known of the operands as of these, else what ``again`` plans, once."""
-    if plan.chosen is None or not any("sum" in layout.partials for layout in plan.call.operands):
+    if plan.chosen is None or not (_asks_names(plan) or any("sum" in layout.partials for layout in plan.call.operands)):
         return found
     runners: Bounded[Any, Runner] = Bounded(16)
     runners.keep(_pattern(operator, bound), runner_of(found, operator))
-    tensor, lasting = wrapping.TENSOR, frozenset((_FACT,) if operator.is_view else (_FACT, FORMS, _PASSED))
+    tensor, lasting = wrapping.TENSOR, frozenset((_FACT,) if operator.is_view else (_FACT, FORMS, _PASSED, NAMES))
 
     def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
         pattern: tuple[Any, ...] = ()
@@ -172,6 +166,12 @@ def by_facts(
         return runner(args, kwargs, local_args, local_kwargs)
 
     return run
+
+
+def _asks_names(plan: Plan) -> bool:
+    """Whether it would be another plan if ranks were known to name what they have."""
+    assert plan.chosen is not None
+    return any(row.kernel is not None for row in plan.chosen.choice.factors.rows)
 
 
 def _pattern(operator: Operator, bound: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -20,10 +20,13 @@ from ..layout.layout import Layout
 from ..propagation.propagate import Plan
 from ..propagation.schema import Form, Operator, Place
 from ..ranks.assign import assign
+from ..ranks.per_rank import shards_of
 from ..redistribute import Plan as Move
 from ..redistribute import execute as run_move
 from ..redistribute import execute_many as run_moves
 from ..redistribute import plan as plan_move
+from ..rules.kernels import Measured
+from .own_names import note_names
 from .report import announce, describe
 from .settled import moved_together, one_by_one
 from .versions import shared
@@ -278,6 +281,10 @@ def _one_result(plan: Plan, operator: Operator, form: Form, owner: str | None, l
 
 
 def _as_made(plan: Plan, layout: Any, value: Any) -> Any:
+    if isinstance(value, Measured):
+        made = wrap_local(value.local, _measured(plan, value))
+        note_names(made, value.names)
+        return made
     if isinstance(value, (list, tuple)) and not hasattr(value, "common"):
         layouts = layout if isinstance(layout, list) else [None] * len(value)
         return [_as_made(plan, own, item) for own, item in zip(layouts, value, strict=True)]
@@ -293,6 +300,14 @@ def _as_made(plan: Plan, layout: Any, value: Any) -> Any:
     if plan.how == "gather" or layout is None:
         layout = _whole(plan, value)  # the local is the global one, whatever planning knew of it
     return wrap_local(value, layout)
+
+
+def _measured(plan: Plan, found: Measured) -> Layout:
+    """The layout of what is cut along its first dim alone."""
+    block = shards_of(found.local)[0]
+    shape = (sum(found.split.sizes), *block.shape[1:])
+    splits, terms = (found.split, *[None] * (len(shape) - 1)), (None,) * plan.call.mesh.ndim
+    return Layout.from_splits(plan.call.mesh, splits, terms, shape, found.stride, block.dtype)
 
 
 def _whole(plan: Plan, value: Any) -> Layout:

@@ -17,7 +17,7 @@ from ..placement import Partial
 from ..rules.call import Call, Kind, Meta
 from ..rules.compound import NotBlocks, composed, cut_in
 from ..rules.parted import Left
-from ..rules.rule import Along, Choice, Dims, Factors, Row, Rule, Spec, stands
+from ..rules.rule import Along, Choice, Dims, Factors, R, Row, Rule, Spec, stands
 from ..rules.windows import covering, windowed
 from ..rules.work import work_of
 from .parted_rows import fits, left_parted, parted_lines
@@ -181,6 +181,8 @@ def _realize(rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[
             specs = [row.operands[i] for row in rows]
             layout = _place(mesh, factors.operands[i], specs, splits_of("operand", i), sizes, layout, (layout,))
         operands.append(layout)
+    for i in _wanted_whole(taken, factors, used) if kernels else ():
+        operands[i] = operands[i].whole()
     results: list[Layout | None] = []
     tensors = iter(range(len(factors.results)))
     for meta in call.results:
@@ -192,6 +194,14 @@ def _realize(rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[
         results.append(_place(mesh, factors.results[r], specs, splits_of("result", r), sizes, meta, call.operands))
     kernel_row = next((row for row in rows if row.kernel is not None and row.factor in splits), None) if kernels else None
     return Chosen(Choice(call, factors, rows, splits), tuple(operands), tuple(results), kernel_row)
+
+
+def _wanted_whole(taken: Sequence[tuple[int, Row]], factors: Factors, used: Mapping[str, Sequence[int]]) -> Iterator[int]:
+    """Operands that a kernel wants whole though others are cut along their factors."""
+    for i, dims in enumerate(factors.operands):
+        cut = {mesh_dim for names in dims for name in names for mesh_dim in used.get(name, ())}
+        if any(row.kernel is not None and mesh_dim in cut and row.operands[i] == R for mesh_dim, row in taken):
+            yield i
 
 
 def _cut_by(row: Row) -> Iterable[str]:

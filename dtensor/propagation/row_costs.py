@@ -16,7 +16,7 @@ from ..layout.layout import Layout
 from ..layout.stored import stored
 from ..placement import Partial, Replicate, Shard
 from ..rules.call import Call
-from ..rules.rule import Factors, Row
+from ..rules.rule import Factors, Kernel, Row
 from ..rules.work import Work, elsewhere, row_seconds
 from .row_table import Line, Table, Where
 
@@ -123,7 +123,7 @@ def kernel_seconds(row: Row, call: Call, mesh_dim: int) -> float:
 def _debts(table: Table, factors: Factors, call: Call, nbytes: list[int], mesh_dim: int) -> list[tuple[float, float]]:
     """Seconds that each result costs later on: if it is left in terms, to add them up; if it is cut as no operand was, to cut it
     as the others are. None of them where a row moves nothing and there are no terms yet, but where all such rows leave terms
-    that are larger than the one operand that is cut: then what scattering them takes.
+    that are larger than the one operand that is cut, or make terms of one that was whole: then what scattering them takes.
 
     Latencies do not count: what is owed may be paid together with something else. But where some row leaves a cut as it is, who
     cuts otherwise has it to change once more. On the other mesh dims a result is as small a part as that of any operand.
@@ -135,7 +135,8 @@ def _debts(table: Table, factors: Factors, call: Call, nbytes: list[int], mesh_d
             for line in table.lines
             if all(map(_fits, current, line.operands)) and _moves_nothing(line, factors) and not _cuts_one(line, factors, call)
         ]
-        if fitting and not (all(map(_leaves_terms, fitting)) and _grows(call, mesh_dim, nbytes)):
+        asked = any(isinstance(line.row.kernel, Kernel) for line in table.lines)  # who owns each element could be
+        if fitting and not (all(map(_leaves_terms, fitting)) and (asked or _grows(factors, call, mesh_dim, nbytes))):
             return [(0.0, 0.0)] * len(nbytes)
         terms = 1 if fitting else 2
     link = link_of(call.mesh, (mesh_dim,))
@@ -203,8 +204,14 @@ def _leaves_terms(line: Line) -> bool:
     return any(isinstance(where, Partial) for where in line.results)
 
 
-def _grows(call: Call, mesh_dim: int, nbytes: list[int]) -> bool:
-    """Whether one operand alone is cut, and the results are more than twice as large."""
+def _grows(factors: Factors, call: Call, mesh_dim: int, nbytes: list[int]) -> bool:
+    """Whether one operand alone is cut, and the results are more than twice as large; or what is cut is added to a whole one that
+    is as large as they are."""
+    if any(
+        call.operands[i].nbytes >= sum(nbytes) and isinstance(call.operands[i].along(mesh_dim), Replicate)
+        for i in factors.additive
+    ):
+        return True
     cut = [stored(layout).nbytes for layout in call.operands if isinstance(layout.along(mesh_dim), int)]
     return len(cut) == 1 and 2 * cut[0] < sum(nbytes)
 

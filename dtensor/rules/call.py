@@ -12,6 +12,7 @@ import torch
 
 from ..errors import RuleError
 from ..layout.layout import Layout
+from ..layout.splits import Split
 from ..mesh.device_mesh import DeviceMesh
 from .parted import Known, Parted
 
@@ -93,6 +94,11 @@ class Call:
         """Whether another operation has left terms of an operand's terms over a mesh dim."""
         own = self.known[operand] if self.known else None
         return own is not None and mesh_dim in own.passed
+
+    def named_by(self, operand: int) -> Split | None:
+        """How a dim is cut of which an operand, positions, names what each rank has itself."""
+        own = self.known[operand] if self.known else None
+        return None if own is None else own.names
 
     @property
     def fixed(self) -> frozenset[int]:

@@ -16,10 +16,11 @@ import torch
 
 from ..placement import REDUCE_OPS, Monoid, Partial
 from .call import Call
-from .owned import Address, lead_of, read_fetched, read_owned, write_owned
+from .owned import Address, lead_of, read_own, read_owned, write_own, write_owned
 from .registry import register
 from .rows import one_of
-from .rule import Along, Choice, Dims, Factors, Kernel, Row, Rule, Word, named, own_factors, uncut
+from .rule import Along, Choice, Dims, Factors, Kernel, R, Row, Rule, Word, named, own_factors, uncut
+from .travelling import read_fetched, write_sent
 
 Combined = Callable[[Call], str | None]
 
@@ -32,9 +33,15 @@ ADDED = (("sum", "sum"), ("avg", "avg"), ("avg", "R"), ("R", "avg"))
 def reads(names: str, address: Address, op: Any = None, **options: Any) -> Rule:
     """A rule for operations that read the elements of operand 0 which an index names. ``op`` reads from a block, where the
     operator itself does not take an index for each dim."""
-    fetched = Kernel(partial(read_fetched, address, op), collectives=2, nbytes=_of_result)
-    factors = Indexed(address, Kernel(partial(read_owned, address, op), lacking=Partial("sum"), joint=True), fetched=fetched)
-    return register(names, Rule(factors, one_of(address.operand), when=no_foreign_zeros, kind="read", **options))
+    fetched = Kernel(partial(read_fetched, address, op), collectives=1, nbytes=_of_result)
+    kernel, own = (
+        Kernel(partial(read_owned, address, op), lacking=Partial("sum"), joint=True),
+        Kernel(partial(read_own, address, op)),
+    )
+    factors = Indexed(address, kernel, travelling=fetched, staying=own)
+    return register(
+        names, Rule(factors, one_of(address.operand), when=Allowed(factors, no_foreign_zeros), kind="read", **options)
+    )
 
 
 def writes(
@@ -50,8 +57,11 @@ def writes(
         masks: the factors where a mask names the elements.
     """
     kernel = Kernel(partial(write_owned, address, op), joint=True)
-    factors = Indexed(address, kernel, combined, frozenset(whole.split()), masks)
+    sent = Kernel(partial(write_sent, address, op), collectives=1, nbytes=_of_source)
+    own = Kernel(partial(write_own, address, op))
+    factors = Indexed(address, kernel, combined, frozenset(whole.split()), masks, sent, own)
     options.setdefault("partials", Written(combined))
+    options["when"] = Allowed(factors, options.get("when"))
     return register(names, Rule(factors, kind="write", **options))
 
 
@@ -119,7 +129,8 @@ class Indexed(Word):
     combined: Combined | None = None
     whole: frozenset[str] = frozenset()
     masks: Callable[[Call], Factors | None] | None = None
-    fetched: Kernel | None = None
+    travelling: Kernel | None = None
+    staying: Kernel | None = None
 
     def __call__(self, call: Call) -> Factors | None:
         places = self.address.dims(call)
@@ -191,26 +202,77 @@ class Indexed(Word):
     ) -> Factors:
         """``made``: the factors of the indices."""
         kernels = dict.fromkeys([f"d{d}" for d in places], self.kernel)
+        rows = self._travelling(call, operands, made, places)
         if self.combined is None:
-            rows = self._fetching(operands, made, places)
             return Factors(operands, (elements,), sizes, frozenset(whole), kernels=kernels, windows=windows, rows=rows)
         how = self.combined(call)
         kept = self.whole.union(whole, () if how else made)
         reduced, additive = dict.fromkeys(made, how) if how else {}, frozenset({0} if how == "sum" else ())
-        return Factors(operands, (operands[0],), sizes, kept, reduced, additive, kernels, windows=windows)
+        return Factors(operands, (operands[0],), sizes, kept, reduced, additive, kernels, rows, windows)
 
-    def _fetching(self, operands: tuple[Dims, ...], made: tuple[str, ...], places: Sequence[int]) -> tuple[Row, ...]:
-        """That of what is cut along a dim and read by a vector that is cut too: the result is cut as that is."""
-        if self.fetched is None or self.address.form not in ("rows", "places") or len(places) != 1 or operands[1:] != ((made,),):
+    def _travelling(
+        self, call: Call, operands: tuple[Dims, ...], made: tuple[str, ...], places: Sequence[int]
+    ) -> tuple[Row, ...]:
+        """Those of what is cut along a dim, where the elements that are named are cut too, by the first of their dims."""
+        if self.travelling is None or self.address.form not in ("rows", "places") or not made:
             return ()
-        along, result = Along(f"d{places[0]}"), Along(made[0])
-        return (Row((along, result), (result,), along.factor, self.fetched),)
+        listed, count = tuple((name,) for name in made), len(_indices(call))
+        elements, source = Along(made[0]), len(operands) > 1 + count
+        if self.combined is not None and not (source and _contains(operands[-1], listed)):
+            return ()
+        rows = []
+        for k, d in enumerate(places):
+            along, written = Along(f"d{d}"), (elements,) if source else ()
+            if call.known and len(made) == 1 and operands[1 + k] == listed and call.named_by(1 + k) is not None:
+                alike = tuple([elements if dims else R for dims in operands[1 : 1 + count]])
+                rows.append(Row((along, *alike, *written), self._result(along, elements), along.factor, self.staying))
+            rows.append(Row((along, *(R,) * count, *written), self._result(along, elements), along.factor, self.travelling))
+        return tuple(rows)
+
+    def _result(self, along: Along, elements: Along) -> tuple[Along]:
+        return (elements,) if self.combined is None else (along,)
+
+    def names_own(self, choice: Choice) -> bool:
+        """Whether the names that are said to be of a rank's own block are: they, and the block, lie as when that was found."""
+        call, operands = choice.call, choice.factors.operands
+        for row in choice.rows:
+            if row.kernel is self.staying and row.factor is not None:
+                places = self.address.dims(call) or ()
+                naming = 1 + places.index(int(row.factor[1:]))
+                ((named,),) = operands[naming]
+                if choice.splits.get(row.factor) != call.named_by(naming):
+                    return False
+                if choice.splits.get(named) != call.operands[naming].splits[0]:
+                    return False
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed(Word):
+    """What a rule says of a choice, and that names are found where they were."""
+
+    factors: Indexed
+    rule: Callable[[Choice], bool] | None = None
+
+    def __call__(self, choice: Choice) -> bool:
+        return self.factors.names_own(choice) and (self.rule is None or self.rule(choice))
+
+    def own(self) -> tuple[Any, ...]:
+        return () if self.rule is None else (self.rule,)
+
+
+def _contains(dims: Dims, listed: Dims) -> bool:
+    return any(dims[k : k + len(listed)] == listed for k in range(len(dims)))
 
 
 def _of_result(call: Call) -> int:
-    """A rank's part of the result, which others may have, and of the index."""
-    made = call.result_bytes()[0] + (call.mesh.size() - 1) * call.operands[1].nbytes
-    return made // call.mesh.size()
+    """A rank's part of the result, which others may have."""
+    return call.result_bytes()[0] // call.mesh.size()
+
+
+def _of_source(call: Call) -> int:
+    """A rank's part of what is written, which others may own."""
+    return call.operands[-1].nbytes // call.mesh.size()
 
 
 def _indices(call: Call) -> list[int]:

@@ -43,6 +43,22 @@ class At:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """A result of a kernel whose size the data decide.
+
+    Attributes:
+        split: how its first dim is cut.
+        stride: of the whole.
+        names: of columns of positions, how each dim is cut that they are positions of, if those of a rank are in its block.
+    """
+
+    local: Any
+    split: Split
+    stride: tuple[int, ...]
+    names: tuple[Split | None, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class KernelContext:
     """Collectives over ``mesh_dims`` (those that split the kernel's factor, outermost first) and block positions.
 

@@ -9,18 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from itertools import accumulate
 from operator import and_
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..base.recording import ACTIVE
-from ..base.tracing import under_way
 from ..comm.fold import nothing
 from ..layout.layout import Layout
-from ..ranks.per_rank import shards_of
 from .call import Call
 from .kernels import At, KernelContext, check_range, functional_of
 
@@ -72,11 +68,11 @@ FLAT = Address(1, lambda call: tuple(range(len(call.shape(0)))), "flat", negativ
 # --- kernels ----------------------------------------------------------------------------------------------------------
 def read_owned(address: Address, op: Any, at: KernelContext, *args: Any, **named: Any) -> Any:
     """The elements that the block holds, what changes no sum in place of the others."""
-    call, dims, lead = _bound(address, op, at)
+    call, dims, lead = bound(address, op, at)
 
     def own(here: At, block: Tensor, *rest: Any) -> Tensor:
         inside, positions = _located(at, here.member, address, rest[address.argument - 1], dims, block.device)
-        found = call(_with_room(block, dims), *_with_index(address, rest, positions, dims, block.ndim), **named)
+        found = call(with_room(block, dims), *with_index(address, rest, positions, dims, block.ndim), **named)
         if (beside := found.ndim - lead - inside.ndim) > 0:
             inside = inside.reshape((*inside.shape, *(1,) * beside))
         result: Tensor = found.masked_fill_(~inside, nothing(found.dtype))
@@ -87,62 +83,42 @@ def read_owned(address: Address, op: Any, at: KernelContext, *args: Any, **named
 
 def write_owned(address: Address, op: Any, at: KernelContext, *args: Any, **named: Any) -> Any:
     """What belongs to the block is written there, what belongs to others to a row that is dropped."""
-    call, dims, _ = _bound(address, op, at)
+    call, dims, _ = bound(address, op, at)
 
     def own(here: At, block: Tensor, *rest: Any) -> Tensor:
         inside, positions = _located(at, here.member, address, rest[address.argument - 1], dims, block.device)
         positions[0] = torch.where(inside, positions[0], block.shape[dims[0]])
-        made = call(_with_room(block, dims, 1), *_with_index(address, rest, positions, dims, block.ndim), **named)
-        for d in dims:
-            made = made.narrow(d, 0, block.shape[d])
-        return made
+        made = call(with_room(block, dims, 1), *with_index(address, rest, positions, dims, block.ndim), **named)
+        return without_room(made, block, dims)
 
     return at.map(own, *args)
 
 
-def read_fetched(address: Address, op: Any, at: KernelContext, *args: Any, **named: Any) -> Any:
-    """The elements that a rank's part of a vector of positions names, from who has them: nothing else travels, and who asks for
-    what all ranks know. Where there are no values, or a recording is to hold for others, all blocks travel."""
-    call, (d,), _ = _bound(address, op, at)
-    block, rest = args[0], args[1:]
-    given = rest[address.argument - 1]
-    if ACTIVE or under_way() or any(x.is_meta for x in shards_of(block)):
-        parts = at.all_gather(block, at.operands[0].shape_of)
-        return at.map(lambda here, given, *parts: call(torch.cat(parts, d), *rest[:-1], given, **named), given, *parts)
-    index = next(x for x in given if x is not None) if address.form == "places" else given
-    total, ends = at.operands[0].shape[d], list(accumulate(at.sizes))
-    legal = [at.map(lambda here, x: _checked(address, x, total), x) for x in at.all_gather(index, at.operands[1].shape_of)]
-    counts = at.map(lambda here, *asked: torch.stack([_counts(x, ends) for x in asked]), *legal)
-    table = dict(zip(at.comm.held, [own.tolist() for own in shards_of(counts)], strict=False))
+def read_own(address: Address, op: Any, at: KernelContext, *args: Any, **named: Any) -> Any:
+    """The elements that a rank's part of the names means, all of which its block has."""
+    call, dims, _ = bound(address, op, at)
 
-    def shape_of(source: int, target: int) -> tuple[int, ...]:
-        mesh, shape = at.call.mesh, at.operands[0].shape_of(source)
-        giver, taker = (mesh.index_over(at.mesh_dims, mesh.coordinates[member]) for member in (source, target))
-        known = table.get(source) or next(iter(table.values()))  # where one rank's is here, it is asked about its group's
-        return (*shape[:d], known[taker][giver], *shape[d + 1 :])
+    def own(here: At, block: Tensor, *rest: Any) -> Tensor:
+        _, positions = _located(at, here.member, address, rest[address.argument - 1], dims, block.device)
+        found: Tensor = call(with_room(block, dims), *with_index(address, rest, positions, dims, block.ndim), **named)
+        return found
 
-    def picked(here: At, block: Tensor, asked: Tensor) -> Tensor:
-        inside, position = _in_block(asked, here.offset, here.size)
-        return block.index_select(d, position[inside])
-
-    def joined(here: At, parts: list[Tensor], *asked: Tensor) -> Tensor:
-        order = _owners(asked[here.index], ends).argsort(stable=True)
-        return torch.cat(parts, d).index_select(d, order.argsort())
-
-    chunks = [at.map(picked, block, asked) for asked in legal]
-    return at.map(joined, at.comm.all_to_all(chunks, at.mesh_dims, shape_of).wait(), *legal)
+    return at.map(own, *args)
 
 
-def _owners(index: Tensor, ends: Sequence[int]) -> Tensor:
-    """Of positions along a dim whose blocks end there, which block each is in."""
-    return torch.searchsorted(torch.tensor(ends, device=index.device), index, right=True)
+def write_own(address: Address, op: Any, at: KernelContext, *args: Any, **named: Any) -> Any:
+    """What a rank has for elements that its part of the names means, all of which its block has, written there."""
+    call, dims, _ = bound(address, op, at)
+
+    def own(here: At, block: Tensor, *rest: Any) -> Tensor:
+        _, positions = _located(at, here.member, address, rest[address.argument - 1], dims, block.device)
+        made: Tensor = call(with_room(block, dims), *with_index(address, rest, positions, dims, block.ndim), **named)
+        return without_room(made, block, dims)
+
+    return at.map(own, *args)
 
 
-def _counts(index: Tensor, ends: Sequence[int]) -> Tensor:
-    return _owners(index, ends).bincount(minlength=len(ends))
-
-
-def _bound(address: Address, op: Any, at: KernelContext) -> tuple[Any, tuple[int, ...], int]:
+def bound(address: Address, op: Any, at: KernelContext) -> tuple[Any, tuple[int, ...], int]:
     """What runs on a block, the dims that are indexed, and where the dims of indices begin in what is read; found once."""
     found: tuple[Any, tuple[int, ...], int] | None = at.known.get("bound")
     if found is None:
@@ -173,11 +149,28 @@ def _located(
     if address.form == "flat":
         indices = _unravelled(_checked(address, given, layout.numel), tuple(layout.shape))
     else:
-        indices = [index.to(device) for index in given if index is not None]  # torch takes a list of them from the CPU too
-        indices = [_checked(address, index, total) for index, (_, _, total) in zip(indices, extents, strict=True)]
+        indices = _listed(address, given, [total for *_, total in extents], device)
     pairs = zip(torch.broadcast_tensors(*indices) if indices[1:] else indices, extents, strict=True)
     found = [_in_block(index, offset, size) for index, (offset, size, _) in pairs]
     return reduce(and_, [inside for inside, _ in found]), [position for _, position in found]
+
+
+def _listed(address: Address, given: Sequence[Tensor | None], totals: Sequence[int], device: torch.device) -> list[Tensor]:
+    """The indices of a list, on this device: torch takes such from the CPU too."""
+    indices = [index.to(device) for index in given if index is not None]
+    return [_checked(address, index, total) for index, total in zip(indices, totals, strict=True)]
+
+
+def named_in_whole(
+    address: Address, at: KernelContext, given: Any, dims: tuple[int, ...], totals: Sequence[int], block: Any
+) -> Any:
+    """On each rank, by dim that is indexed, the positions of all elements that an index means, which is whole there."""
+
+    def own(here: At, block: Tensor, given: Any) -> list[Tensor]:
+        each = _listed(address, given if address.form == "places" else [given], totals, block.device)
+        return [x.reshape(-1) for x in (torch.broadcast_tensors(*each) if each[1:] else each)]
+
+    return at.map(own, block, given)
 
 
 def _in_block(index: Tensor, offset: int, size: int) -> tuple[Tensor, Tensor]:
@@ -214,7 +207,7 @@ def _unravelled(index: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
     return found[::-1]
 
 
-def _with_index(address: Address, rest: Sequence[Any], positions: list[Tensor], dims: Sequence[int], ndim: int) -> list[Any]:
+def with_index(address: Address, rest: Sequence[Any], positions: list[Tensor], dims: Sequence[int], ndim: int) -> list[Any]:
     """The arguments behind operand 0, positions in the block in place of the index."""
     given: Any = positions[0]
     if address.form in ("places", "flat"):
@@ -223,7 +216,7 @@ def _with_index(address: Address, rest: Sequence[Any], positions: list[Tensor], 
     return [*rest[: address.argument - 1], given, *rest[address.argument :]]
 
 
-def _with_room(block: Tensor, dims: Sequence[int], more: int = 0) -> Tensor:
+def with_room(block: Tensor, dims: Sequence[int], more: int = 0) -> Tensor:
     """``block``, or a copy with ``more`` along the first of ``dims`` and at least one element along each: zeros."""
     shape = list(block.shape)
     if not more and (0 not in shape or all(shape[d] for d in dims)):
@@ -236,4 +229,11 @@ def _with_room(block: Tensor, dims: Sequence[int], more: int = 0) -> Tensor:
         made.narrow(d, block.shape[d], shape[d] - block.shape[d]).zero_()
         within = within.narrow(d, 0, block.shape[d])
     within.copy_(block)
+    return made
+
+
+def without_room(made: Tensor, block: Tensor, dims: Sequence[int]) -> Tensor:
+    """What was made of ``block``, of its size again."""
+    for d in dims:
+        made = made.narrow(d, 0, block.shape[d])
     return made

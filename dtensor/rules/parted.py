@@ -40,11 +40,13 @@ class Known:
         parted: how its rows are parted.
         settled: mesh dims over which it is in terms that have been added up before, for another operation.
         passed: mesh dims over which it is in terms that another operation has passed on.
+        names: of a vector of positions that is cut, how some dim is cut of which each rank's are in its own block.
     """
 
     parted: Parted | None = None
     settled: frozenset[int] = frozenset()
     passed: frozenset[int] = frozenset()
+    names: Split | None = None
 
 
 NOTHING: Mapping[Any, Known] = MappingProxyType({})  # by argument and position in a list

@@ -40,7 +40,10 @@ DATA_DECIDE: dict[str, tuple[Law, Law]] = {
     "aten::sort": (AT_MOST, ANY),  # of equal elements and of what belongs elsewhere; priced as half of the block moved
     "aten::topk": (AT_MOST, ANY),  # the last one only where equal elements leave the choice open
     "aten::bincount": (EXACTLY, AT_LEAST),  # as many bins as the largest number asks for
-    "aten::nonzero": (EXACTLY, ANY),  # as many rows as there are
+    "aten::nonzero": (AT_LEAST, ANY),  # lengths; rows where blocks do not follow each other, as many as there are
+    **dict.fromkeys(("aten::index", "aten::_unsafe_index", "aten::index_select"), (AT_MOST, ANY)),  # what is another's travels
+    **dict.fromkeys(("aten::index_add", "aten::index_copy", "aten::index_reduce"), (AT_MOST, ANY)),
+    **dict.fromkeys(("aten::index_put", "aten::_index_put_impl", "aten::_unsafe_index_put"), (AT_MOST, ANY)),
     "aten::_unique": (EXACTLY, ANY),
     "aten::_unique2": (EXACTLY, ANY),
     "aten::unique_consecutive": (EXACTLY, ANY),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import test_data_decides
 import test_rules_indexing
 import test_rules_joining
 import test_rules_loss
@@ -17,6 +18,8 @@ from gloo import run_gloo
 from rule_tables import Case, try_all
 
 import dtensor as dt
+from dtensor.propagation import row_costs
+from dtensor.testing import check
 
 pytestmark = pytest.mark.gloo
 
@@ -84,3 +87,22 @@ def _rows_by_cut_places() -> None:
 
 def test_rows_by_cut_places() -> None:
     run_gloo(_rows_by_cut_places, 4)
+
+
+def _what_data_decide() -> None:
+    torch.set_num_threads(1)
+    row_costs.kernel_seconds = lambda *_: -1e-4  # rows as small as these travel too
+    x, i, v = test_data_decides.floats(7, 3), test_data_decides.integers(9, low=0, high=7), test_data_decides.floats(9, 3, seed=1)
+    mask = x[:, 0] > 0
+    for mesh_shape in ((4,), (2, 2)):
+        for fn in test_data_decides.OF_MASKS:
+            try_all(Case(fn, (x, mask), ()), mesh_shape, 3)
+        for fn in test_data_decides.OF_PLACES:
+            try_all(Case(fn, (x, i, v), ()), mesh_shape, 3)
+            mesh = dt.init_device_mesh("cpu", mesh_shape)
+            check(fn, x, i, v, mesh=mesh, placements=[[dt.Shard(0)] * len(mesh_shape)] * 3)
+
+
+@pytest.mark.filterwarnings("ignore:.*in beta.*:UserWarning")
+def test_what_data_decide_on_four_processes() -> None:
+    run_gloo(_what_data_decide, 4)

@@ -1,20 +1,28 @@
-"""Results whose size the data decide: where elements are, and which values occur. They are whole on every rank.
+"""Results whose size the data decide: where elements are, and which values occur.
 
-Each rank lists the places or the values of its own block, and only the lists are gathered: their lengths, then the rows. Where
-each element's place among the values is asked for, it is looked up block by block and stays sharded as the elements are.
+Each rank lists the places or the values of its own block. Where blocks follow each other in row-major order, so do their lists,
+which are the blocks of the places: ranks tell each other their lengths. Else the lists are gathered, and the results are whole on
+every rank. Where each element's place among the values is asked for, it is looked up block by block and stays sharded as the
+elements are.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...base.recording import ACTIVE
+from ...base.tracing import under_way
+from ...layout.layout import Layout
+from ...layout.splits import Split
 from ...placement import Replicate
+from ...ranks.per_rank import shards_of
 from ..call import Call
 from ..factoring import by
-from ..kernels import At, KernelContext
+from ..kernels import At, KernelContext, Measured
 from ..rule import Dims, Factors, Kernel, uncut
 from ..verbs import blockwise, kernel_rule
 
@@ -23,10 +31,19 @@ aten = torch.ops.aten
 
 def gathered_rows(at: KernelContext, rows: Any) -> list[Any]:
     """Every group position's rows, each rank having its own number of them."""
-    counts = at.all_gather(at.map(lambda _, own: torch.tensor([own.shape[0]], device=own.device), rows))
-    lengths = dict(_by_member(at, counts).items())
+    lengths = _by_member(at, _counted(at, rows))
     shape = tuple(rows.shape[1:]) if not hasattr(rows, "shards") else tuple(rows.shards[0].shape[1:])
     return at.all_gather(rows, lambda member: (lengths[member], *shape))
+
+
+def _counted(at: KernelContext, rows: Any) -> list[Any]:
+    """How many rows each group position has."""
+    return at.all_gather(at.map(lambda _, own: torch.tensor([own.shape[0]], device=own.device), rows))
+
+
+def _lengths(at: KernelContext, rows: Any) -> tuple[int, ...]:
+    """The same as numbers, for a mesh whose copies agree."""
+    return tuple([int(shards_of(count)[0].item()) for count in _counted(at, rows)])
 
 
 def _by_member(at: KernelContext, counts: list[Any]) -> dict[int, int]:
@@ -42,6 +59,17 @@ def _by_member(at: KernelContext, counts: list[Any]) -> dict[int, int]:
     return found
 
 
+def in_order(layout: Layout) -> tuple[int, ...]:
+    """The mesh dims, outermost first, by which the elements of a tensor are cut into blocks that follow each other in row-major
+    order: those of the first dim that is cut, and of later ones where blocks have one position of all dims before."""
+    found: tuple[int, ...] = ()
+    for size, split in zip(layout.shape, layout.splits, strict=True):
+        found += () if split is None else split.mesh_dims
+        if (size if split is None else max(split.sizes)) > 1:
+            break
+    return found
+
+
 def nonzero_of_blocks(at: KernelContext, x: Any) -> Any:
     """Positions in the whole, in row-major order."""
     layout = at.operands[0]
@@ -49,7 +77,7 @@ def nonzero_of_blocks(at: KernelContext, x: Any) -> Any:
 
     def own(here: At, block: Tensor) -> Tensor:
         offset = torch.tensor(layout.local_offset(coordinates[here.member]), device=block.device, dtype=torch.int64)
-        return torch.nonzero(block) + offset
+        return torch.nonzero(block).add_(offset)
 
     def ordered(_: Any, parts: list[Tensor]) -> Tensor:
         rows = torch.cat(parts)
@@ -58,10 +86,19 @@ def nonzero_of_blocks(at: KernelContext, x: Any) -> Any:
             flat = flat * size + rows[:, d]
         return torch.empty_like(rows.t().contiguous()).t().copy_(rows[flat.argsort()])  # the strides that torch gives
 
-    return at.map(ordered, gathered_rows(at, at.map(own, x)))
+    rows = at.map(own, x)
+    kept = () if ACTIVE or under_way() else in_order(layout)
+    if others := tuple([mesh_dim for mesh_dim in at.mesh_dims if mesh_dim not in kept]):
+        within = replace(at, mesh_dims=others)
+        rows = at.map(ordered, gathered_rows(within, rows))
+    if not kept:
+        return rows
+    lengths = _lengths(replace(at, mesh_dims=kept), rows)
+    names = tuple([split if split is not None and set(kept).issuperset(split.mesh_dims) else None for split in layout.splits])
+    return Measured(rows, Split(kept, lengths), (1, sum(lengths)), names)
 
 
-blockwise("nonzero", "[s*] ->", kernel=Kernel(nonzero_of_blocks, collectives=2, joint=True), measured=True)
+blockwise("nonzero", "[s*] ->", kernel=Kernel(nonzero_of_blocks, collectives=1, joint=True), measured=True)
 kernel_rule("repeat_interleave.Tensor", uncut, measured=True)  # the places of counts follow from those before them
 
 
