@@ -101,7 +101,7 @@ def seen(x: Any) -> Any:
     """What ``x`` is, where transforms of ``torch.func`` hide it: a DTensor keeps its layout there.
 
     Raises:
-        UnsupportedOperationError: ``vmap`` does, and it is a DTensor, of one dim more.
+        UnsupportedOperationError: ``vmap`` does, and it is a DTensor, of one dim more; or the old one, which tells of nothing.
     """
     if hasattr(x, "_layout"):
         return x
@@ -109,15 +109,16 @@ def seen(x: Any) -> Any:
     while is_functorch_wrapped(found):
         batched = batched or is_functorch_batched(found)
         found = functorch_unwrapped(found)
-    if batched and hasattr(found, "_layout"):
+    if (batched and hasattr(found, "_layout")) or is_legacy_batched(found):
         raise UnsupportedOperationError(_UNDER_VMAP)
     return found
 
 
 _UNDER_VMAP = (
-    "redistributing a DTensor or taking its pieces inside torch.func.vmap (so also jacrev, jacfwd, hessian) is not supported: "
-    "vmap hides a dim, and with it how the DTensor lies. Call the module with the batch as a dim of its input, and for "
-    "derivatives torch.func.jvp, vjp or grad, or torch.autograd.functional"
+    "redistributing a DTensor or taking its pieces inside torch.func.vmap (so also jacrev, jacfwd, hessian, and where gradients "
+    "come in batches: is_grads_batched=True, vectorize=True) is not supported: vmap hides a dim, and with it how the DTensor "
+    "lies. Call the module with the batch as a dim of its input, and for derivatives torch.func.jvp, vjp or grad, or "
+    "torch.autograd.functional"
 )
 
 

@@ -59,10 +59,7 @@ def starts_of(operator: Operator, call: Call) -> tuple[int, ...]:
     """Of views the bytes from where the first operand begins to where each of them does; none where sizes are symbols."""
     if not operator.is_view or operator.reshapes or call.operands[0].sized:
         return ()
-    base = call.operands[0]
-    like = torch.empty_strided(base.shape, base.stride, dtype=base.dtype, device=META)
-    shown = operator.call({**call.arguments, operator.names[0]: like})
-    views = listed(shown)
+    views = listed(operator.call({name: _to_meta(value, META) for name, value in call.arguments.items()}))
     return tuple([view.storage_offset() * view.element_size() for view in views])
 
 

@@ -135,3 +135,15 @@ def test_what_is_no_operator_is_refused_in_a_graph_of_whole_tensors() -> None:
             make_fx(fn)(x.clone())
     constant = make_fx(lambda t: x.redistribute(placements=[Replicate()]) * t)(x.clone())
     assert constant(x * 2).sum().item() == 48
+
+
+def test_a_batch_of_gradients_is_refused_where_a_dtensor_has_been_moved() -> None:
+    """The batch hides a dim of the gradient, which would pass for one of its own."""
+    x = dt.distribute_tensor(torch.arange(6.0), dt.init_device_mesh("cpu", (2,)), [dt.Shard(0)]).requires_grad_()
+    for move in (lambda: x.redistribute(placements=[dt.Replicate()]), x.full_tensor, lambda: x.to_local().shards[0]):
+        y = move()
+        grads = torch.ones(3, *y.shape)
+        if isinstance(y, dt.DTensor):
+            grads = dt.distribute_tensor(grads, x.device_mesh, [dt.Replicate()])
+        with pytest.raises(dt.errors.UnsupportedOperationError, match="vectorize=True"):
+            torch.autograd.grad(y, x, grads, is_grads_batched=True)
