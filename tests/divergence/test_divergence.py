@@ -105,6 +105,14 @@ def test_nothing_is_said_of_a_healthy_program(name: str, judge: Judge) -> None:
     check(judge, name)
 
 
+def test_two_ranks_of_which_one_goes_by_another_rule() -> None:
+    """The collectives of both are the same, and the numbers of one are of both rules."""
+    pool = Pool(2, "strict")
+    check(Judge(pool, "strict"), "around/a rule of its own")
+    check(Judge(pool, "strict"), "sum0/mean0")  # whose odd rank is not there
+    pool.close()
+
+
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Judge]:
     pool = Pool(SIZE, "watch", apart=True)

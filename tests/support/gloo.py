@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing
 import pickle
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+IMPORTS_S = 60.0  # until a rank has begun
 GRACE_S = 2.0  # after the first failure: the others may be about to tell the cause, then they wait for a dead peer
 
 # The fork server imports torch once; each rank is then a fork of a process that has run no op and started no thread.
@@ -49,6 +51,10 @@ def run_gloo(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: flo
             theirs.close()
             ranks.append((process, ours))
         try:
+            for _, pipe in ranks:  # what ``fn`` imports is loaded by now
+                with contextlib.suppress(EOFError):
+                    if pipe.poll(timeout_s + IMPORTS_S):
+                        pipe.recv_bytes()
             return _collect(ranks, Path(folder), time.monotonic() + timeout_s + GRACE_S)
         finally:
             for process, _ in ranks:
@@ -62,6 +68,7 @@ def _rank_main(
     stacks = open(f"{folder}/stacks-{rank}", "w")  # noqa: SIM115 - faulthandler writes to it until the process ends
     faulthandler.enable(stacks)
     faulthandler.dump_traceback_later(timeout_s, exit=True, file=stacks)
+    pipe.send_bytes(b"begun")
     try:
         torch.set_num_threads(1)
         dist.init_process_group(
