@@ -243,8 +243,8 @@ def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: 
 
 
 def _parts_grow(name: str, factors: Factors, call: Call, sizes: Sequence[int]) -> bool:
-    """Whether operands all of which are a part of something that was cut along a factor, as blocks show of which some are empty or
-    the first is not the largest, become more than twice as much."""
+    """Whether operands all of which are a part of something that was cut along a factor, as blocks show of which some are empty
+    or the first is not the largest, become more than twice as much."""
     if (sizes[0] == max(sizes) and 0 not in sizes) or any(made.alias_info is not None for made in call.func._schema.returns):
         return False
     given = [stored(layout).numel for layout in call.operands if layout.shape]
