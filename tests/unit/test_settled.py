@@ -299,3 +299,14 @@ def test_a_small_gradient_goes_back_to_where_all_before_it_lies() -> None:
         grown.sum().backward()
     assert seen.get_comm_bytes()["all_to_all"] <= 8 * 4 * 4
     assert "all_gather" not in seen.get_comm_bytes()
+
+
+def test_all_parameters_of_a_model_are_remembered_where_that_is_asked() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    x = dt.distribute_tensor(torch.randn(300, 16), mesh, [Shard(0)])
+    weights = [torch.nn.Parameter(dt.distribute_tensor(torch.randn(16, 16), mesh, [Shard(0)])) for _ in range(9)]
+    with dt.remember("parameters"):
+        y = x
+        for weight in weights:
+            y = torch.tanh(y @ weight)
+        assert gathers(y.sum().backward) == 0
