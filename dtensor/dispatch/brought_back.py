@@ -38,7 +38,7 @@ def bring_back(x: Any, part: bool) -> None:
 
 
 def _takes_long(wanted: Layout, have: Layout) -> bool:
-    """Whether somebody gets more than he has, and its bytes take longer than one more collective, which each operation that meets
-    what lies there would take."""
+    """Whether somebody gets more than he has, and not only a little: what each operation that meets what lies there would take is
+    one more collective at least."""
     most, ranks, rate = wanted.max_local_nbytes, wanted.mesh.size(), link_of(wanted.mesh).exchange
-    return most > have.max_local_nbytes and rate.seconds(ranks, most) > 2 * rate.seconds(ranks, 0)
+    return most > have.max_local_nbytes and rate.seconds(ranks, most) > 1.25 * rate.seconds(ranks, 0)
