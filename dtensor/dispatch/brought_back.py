@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..cost.link import link_of
+from ..layout.layout import Layout
 from ..placement import Replicate, Shard
 
 
@@ -23,14 +25,20 @@ def bring_back(x: Any, part: bool) -> None:
         pairs = list(zip(layout.placements, have.placements, strict=True))
         if any(isinstance(found, Shard) and not isinstance(own, Shard) for own, found in pairs):
             return None  # it is cut in smaller blocks
-        if all(isinstance(found, Shard) and (part or found.dim == own.dim) for own, found in pairs if isinstance(own, Shard)):
-            return None  # who puts parts' gradients together has them moved together; till then they stay as even as they are
-        if all(found in (own, Replicate()) for own, found in pairs if isinstance(own, Shard)):
-            return None
+        cut = [(own, found) for own, found in pairs if isinstance(own, Shard)]
+        if all(found in (own, Replicate()) or (part and isinstance(found, Shard)) for own, found in cut):
+            return None  # who puts parts' gradients together has them moved together
         wanted = have.replace(placements=[own if isinstance(own, Shard) else found for own, found in pairs])
-        ragged = any(isinstance(own, Shard) and own.sizes is not None for own, _ in pairs)
-        if ragged and wanted.max_local_nbytes > have.max_local_nbytes:
-            return None  # somebody would have more of it
+        ragged = any(isinstance(where, Shard) and where.sizes is not None for pair in cut for where in pair)
+        if ragged and _takes_long(wanted, have):
+            return None  # it stays as even as it is
         return grad.redistribute(placements=wanted.placements)
 
     x.register_hook(bring)
+
+
+def _takes_long(wanted: Layout, have: Layout) -> bool:
+    """Whether somebody gets more than he has, and not only a little: what each operation that meets what lies there would take is
+    one more collective at least."""
+    most, ranks, rate = wanted.max_local_nbytes, wanted.mesh.size(), link_of(wanted.mesh).exchange
+    return most > have.max_local_nbytes and rate.seconds(ranks, most) > 1.25 * rate.seconds(ranks, 0)

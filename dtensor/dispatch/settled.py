@@ -209,14 +209,15 @@ def _sought(x: Any, move: Move, local: Any) -> tuple[Move | None, Any, _Place | 
     keeper, recorder = keeper_of(x, home, noted=True), _recorder()
     if keeper.requires_grad and torch.is_grad_enabled() and recorded(keeper):
         bring_back(keeper, keeper is not home)
-    if home.is_leaf and home.requires_grad and not _may_keep(home, keeper, recorder, versions):
+    parameter = home.is_leaf and home.requires_grad
+    if parameter and not _may_keep(home, keeper, recorder, versions):
         return move, local, None
     forms, ends = _forms(keeper, recorder, versions), _ends(move.src, move.dst)
     held = forms.held.setdefault(ends.key, {})
     found = held.get(ends.wanted)
     if found is None:
         way, value = _nearest(held, ends, local.permute(ends.order) if ends.order else local)
-        return way, value, _Place(forms, held, ends, ends.whole and home.grad_fn is None)
+        return way, value, _Place(forms, held, ends, ends.whole and home.grad_fn is None and not parameter)
     if ends.wanted is not ends.target:
         found = found.view(ends.target.shape)
     return None, found.permute(ends.back) if ends.order else found, None

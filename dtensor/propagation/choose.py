@@ -11,7 +11,6 @@ from typing import Any
 from ..base.symbols import has_symbols
 from ..layout.layout import Layout
 from ..layout.splits import Split, chunk_sizes
-from ..layout.stored import stored
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Partial
 from ..rules.call import Call, Kind, Meta
@@ -257,7 +256,7 @@ def _parts_grow(name: str, factors: Factors, call: Call, sizes: Sequence[int]) -
     the largest, become more than twice as much."""
     if sizes[0] == max(sizes) or any(made.alias_info is not None for made in call.func._schema.returns):
         return False
-    given = [stored(layout).numel for layout in call.operands if layout.shape]
+    given = [layout.numel for layout in call.operands if layout.shape]
     parts = [stands(dims, name) is not None for dims in factors.operands if dims]
     metas = [meta for meta in call.results if meta is not None]
     made = [math.prod(meta.shape) for dims, meta in zip(factors.results, metas, strict=True) if stands(dims, name) is not None]

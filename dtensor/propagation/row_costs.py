@@ -262,7 +262,8 @@ def _move(source: Where, target: Where, layout: Layout, mesh_dim: int, part: flo
             # Scattering moves half of what reducing everywhere does, but the next operation usually gathers it again.
             return link.all_reduce.seconds(ranks, 2 * nbytes)
         case (int(), int()):
-            return link.exchange.seconds(ranks, max(nbytes, nbytes * part / _part(layout, source, mesh_dim)))
+            most = nbytes * part / _part(layout, source, mesh_dim) if part else 0.0
+            return link.exchange.seconds(ranks, max(nbytes, most))
         case (int(), Partial()):
             return 1.5 * link.all_gather.seconds(ranks, nbytes * (ranks - 1))
         case _:

@@ -174,15 +174,3 @@ def test_parts_of_an_unflattened_projection_are_brought_to_the_batch() -> None:
     made = modulated(cut(x), dt.distribute_tensor(fused, MESH, [Shard(2)]))
     assert made.placements == (Shard(0),)
     torch.testing.assert_close(made.full_tensor(), modulated(x, fused))
-
-
-@pytest.mark.parametrize("part", [0, 1])
-def test_what_few_ranks_have_is_dealt_out_before_it_is_repeated(part: int) -> None:
-    fused = numbers(4, 2 * 64)
-
-    def repeated(piece: Any) -> Any:
-        return piece.unsqueeze(0).expand(9, -1, -1).contiguous()
-
-    made, nbytes = received(repeated, pieces_of(2, fused)[part])
-    assert nbytes <= fused.nbytes // 4
-    torch.testing.assert_close(made.full_tensor(), repeated(fused.chunk(2, -1)[part]))

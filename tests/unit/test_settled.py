@@ -265,22 +265,48 @@ def test_large_operands_are_under_way_at_once_and_unpacked() -> None:
 
 def test_no_gradient_is_brought_from_an_even_cut_to_one_that_is_less_even() -> None:
     """Of halves that two ranks each have, gradients stay dealt out until the halves' are put together: in one exchange."""
-    x = dt.distribute_tensor(torch.randn(5, 64), dt.init_device_mesh("cpu", (4,)), [Shard(1)]).requires_grad_() * 1
+    x = dt.distribute_tensor(torch.randn(400, 512), dt.init_device_mesh("cpu", (4,)), [Shard(1)]).requires_grad_() * 1
     gate, up = x.chunk(2, -1)
     y = up * torch.nn.functional.silu(gate)
     with CommDebugMode() as moved:
         y.backward(torch.ones_like(y))
-    columns = 8 + 16  # the gate once more, as even as the gradient of what it became; then both gradients to where the halves lie
-    assert dict(moved.get_comm_bytes()) == {"all_to_all": columns * 5 * 4}
+    columns = (
+        64 + 128
+    )  # the gate once more, as even as the gradient of what it became; then both gradients to where the halves lie
+    assert dict(moved.get_comm_bytes()) == {"all_to_all": columns * 400 * 4}
     assert dict(moved.get_comm_counts()) == {"all_to_all": 2}
 
 
 def test_no_gradient_is_brought_to_who_has_more_of_it() -> None:
     """Of a part that one rank has, the gradient stays cut along the batch until it is put together with the other parts'."""
     mesh = dt.init_device_mesh("cpu", (4,))
-    fused = torch.randn(8, 32, 4 * 64)
-    part = dt.distribute_tensor(fused, mesh, [Shard(-1)]).requires_grad_().chunk(4, -1)[1].contiguous() * 1
+    fused, batch = torch.randn(16, 256, 4 * 64), torch.ones(16, 256, 64)
+    part = dt.distribute_tensor(fused, mesh, [Shard(-1)]).requires_grad_().chunk(4, -1)[1]
     found: list[dt.DTensor] = []
     part.register_hook(found.append)
-    (dt.distribute_tensor(torch.ones(8, 32, 64), mesh, [Shard(0)]) * part).backward(torch.ones(8, 32, 64))
+    (dt.distribute_tensor(batch, mesh, [Shard(0)]) * (part * 1)).backward(batch)
     assert [grad.placements for grad in found] == [(Shard(0),)]
+
+
+def test_a_small_gradient_goes_back_to_where_all_before_it_lies() -> None:
+    """A step on rows that one rank has: a few numbers of them, dealt out to grow, do not bring what they were made of along."""
+    mesh = dt.init_device_mesh("cpu", (4,))
+    weight = dt.distribute_tensor(torch.randn(4, 300), mesh, [dt.Replicate()]).requires_grad_()
+    rows = dt.distribute_tensor(torch.randn(32, 300), mesh, [Shard(0)]).chunk(4)[3]
+    grown = torch.diag_embed(torch.nn.functional.linear(rows.exp().sin(), weight))
+    assert grown.placements == (Shard(0),)
+    with CommDebugMode() as seen:
+        grown.sum().backward()
+    assert seen.get_comm_bytes()["all_to_all"] <= 8 * 4 * 4
+    assert "all_gather" not in seen.get_comm_bytes()
+
+
+def test_all_parameters_of_a_model_are_remembered_where_that_is_asked() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    x = dt.distribute_tensor(torch.randn(300, 16), mesh, [Shard(0)])
+    weights = [torch.nn.Parameter(dt.distribute_tensor(torch.randn(16, 16), mesh, [Shard(0)])) for _ in range(9)]
+    with dt.remember("parameters"):
+        y = x
+        for weight in weights:
+            y = torch.tanh(y @ weight)
+        assert gathers(y.sum().backward) == 0
