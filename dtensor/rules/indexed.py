@@ -202,7 +202,12 @@ class Indexed(Word):
     ) -> Factors:
         """``made``: the factors of the indices."""
         kernels = dict.fromkeys([f"d{d}" for d in places], self.kernel)
-        rows = self._travelling(call, operands, made, places)
+        by_element = self.address.form == "elements"
+        rows = (
+            self._by_elements(call, made, places, whole, windows)
+            if by_element
+            else self._travelling(call, operands, made, places)
+        )
         if self.combined is None:
             return Factors(operands, (elements,), sizes, frozenset(whole), kernels=kernels, windows=windows, rows=rows)
         how = self.combined(call)
@@ -228,6 +233,16 @@ class Indexed(Word):
                 rows.append(Row((along, *alike, *written), self._result(along, elements), along.factor, self.staying))
             rows.append(Row((along, *(R,) * count, *written), self._result(along, elements), along.factor, self.travelling))
         return tuple(rows)
+
+    def _by_elements(
+        self, call: Call, made: tuple[str, ...], places: Sequence[int], longer: set[str], windows: Mapping[Any, range]
+    ) -> tuple[Row, ...]:
+        """The same where there is a name for each element, and of other dims all."""
+        if self.travelling is None or longer or windows or (self.combined is not None and len(call.operands) < 3):
+            return ()
+        along, elements = Along(f"d{places[0]}"), Along(made[0])
+        written = () if self.combined is None else (elements,)
+        return (Row((along, R, *written), self._result(along, elements), along.factor, self.travelling),)
 
     def _result(self, along: Along, elements: Along) -> tuple[Along]:
         return (elements,) if self.combined is None else (along,)

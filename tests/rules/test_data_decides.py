@@ -81,7 +81,7 @@ def asked(x: Tensor, i: Tensor, v: Tensor) -> Any:
 
 def asked_in_a_table(x: Tensor, i: Tensor, v: Tensor) -> Any:
     pairs = torch.stack([i, i.flip(0)], 1)
-    return x[pairs], x[pairs, i[:, None] % x.shape[1]]
+    return x[pairs], x[pairs, i[:, None] % x.shape[1]], x.index_put((pairs,), torch.stack([v, v * 2], 1), accumulate=True)
 
 
 def last_wins(x: Tensor, i: Tensor, v: Tensor) -> Any:
@@ -100,7 +100,17 @@ def largest(x: Tensor, i: Tensor, v: Tensor) -> Any:
     return x.detach().index_reduce(0, i, v.detach(), "amax")
 
 
-OF_PLACES = [asked, asked_in_a_table, last_wins, all_add, largest]
+def by_elements(x: Tensor, i: Tensor, v: Tensor) -> Any:
+    each = (i[:, None] + torch.arange(x.shape[1]) * v.detach().sign().long()).clamp(0, x.shape[0] - 1)
+    return x.gather(0, each), x.scatter_add(0, each, v), x.mT.scatter_add(1, each.mT, v.mT), x.mT.gather(1, each.mT)
+
+
+def by_elements_reduced(x: Tensor, i: Tensor, v: Tensor) -> Any:
+    each, x, v = i[:, None].repeat(1, x.shape[1]), x.detach(), v.detach()
+    return [x.scatter_reduce(0, each, v, how, include_self=keep) for how in ("sum", "mean", "amax") for keep in (True, False)]
+
+
+OF_PLACES = [asked, asked_in_a_table, last_wins, all_add, largest, by_elements, by_elements_reduced]
 
 
 @pytest.fixture(params=["as priced", "free to travel"])
@@ -338,3 +348,15 @@ def test_places_of_one_cut_name_rows_of_another() -> None:
 
     for where in ([Shard(0, sizes=(1, 6))], [R], [S1], [S0]):
         check(both, floats(7, 3), floats(7, 3, seed=1), mesh=mesh, placements=[[S0], where])
+
+
+def test_positions_of_two_dims_that_are_both_cut(prices: None) -> None:
+    mesh = dt.init_device_mesh("cpu", (2, 2))
+    x, i, v = floats(7, 3), integers(4, 5, low=0, high=7), floats(4, 5, 3, seed=1)
+    for rows in ([S0, R], [R, S0], [S0, S1], [S0, S0]):
+        for where in ([S0, S1], [S1, S0], [S0, R], [S0, S0]):
+            check(lambda x, i, v: x[i], x, i, v, mesh=mesh, placements=[rows, where, where])
+            check(lambda x, i, v: x.index_put((i,), v, True), x, i, v, mesh=mesh, placements=[rows, where, where])
+            each, w = integers(4, 3, low=0, high=7), floats(4, 3, seed=1)
+            check(lambda x, i, v: x.gather(0, i), x, each, w, mesh=mesh, placements=[rows, where, where])
+            check(lambda x, i, v: x.scatter_add(0, i, v), x, each, w, mesh=mesh, placements=[rows, where, where])
