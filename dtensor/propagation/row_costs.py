@@ -36,7 +36,7 @@ def free_rows(table: Table, factors: Factors, call: Call, kept: Kept) -> tuple[R
         lines = [
             line
             for line in table.wanting.get(_here(call, mesh_dim), ())
-            if line.row.kernel is None
+            if (line.row.kernel is None or line.row.kernel.collectives == 0)
             and not line.kernel
             and not line.invents
             and all(line.results[r] == call.operands[i].along(mesh_dim) for r, i in kept.items() if r < len(line.results))

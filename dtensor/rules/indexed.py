@@ -202,7 +202,8 @@ class Indexed(Word):
     ) -> Factors:
         """``made``: the factors of the indices."""
         kernels = dict.fromkeys([f"d{d}" for d in places], self.kernel)
-        rows = self._travelling(call, operands, made, places)
+        fits = not windows and not (whole and self.address.form == "elements")
+        rows = self._travelling(call, operands, sizes, made, places) if fits else ()
         if self.combined is None:
             return Factors(operands, (elements,), sizes, frozenset(whole), kernels=kernels, windows=windows, rows=rows)
         how = self.combined(call)
@@ -211,26 +212,25 @@ class Indexed(Word):
         return Factors(operands, (operands[0],), sizes, kept, reduced, additive, kernels, rows, windows)
 
     def _travelling(
-        self, call: Call, operands: tuple[Dims, ...], made: tuple[str, ...], places: Sequence[int]
+        self, call: Call, operands: tuple[Dims, ...], sizes: Mapping[str, int], made: tuple[str, ...], places: Sequence[int]
     ) -> tuple[Row, ...]:
         """Those of what is cut along a dim, where the elements that are named are cut too, by the first of their dims."""
-        if self.travelling is None or self.address.form not in ("rows", "places") or not made:
+        count = len(_indices(call))
+        if self.travelling is None or self.address.form not in ("rows", "places", "elements") or not made:
             return ()
-        listed, count = tuple((name,) for name in made), len(_indices(call))
-        elements, source = Along(made[0]), len(operands) > 1 + count
-        if self.combined is not None and not (source and _contains(operands[-1], listed)):
+        listed, source = tuple((name,) for name in made), operands[1 + count :]
+        if self.combined is not None and not (source and _contains(source[0], listed)):
             return ()
-        rows = []
-        for k, d in enumerate(places):
-            along, written = Along(f"d{d}"), (elements,) if source else ()
-            if call.known and len(made) == 1 and operands[1 + k] == listed and call.named_by(1 + k) is not None:
-                alike = tuple([elements if dims else R for dims in operands[1 : 1 + count]])
-                rows.append(Row((along, *alike, *written), self._result(along, elements), along.factor, self.staying))
-            rows.append(Row((along, *(R,) * count, *written), self._result(along, elements), along.factor, self.travelling))
+        elements, names, rows = Along(made[0]), operands[1 : 1 + count], []
+        written = (elements,) * len(source)
+        for k, along in enumerate(Along(f"d{d}") for d in places):
+            result = (elements,) if self.combined is None else (along,)
+            if call.known and names[k] == listed and len(made) == 1 and call.named_by(1 + k) is not None:
+                alike = tuple([elements if (made[0],) in dims else R for dims in names])
+                rows.append(Row((along, *alike, *written), result, along.factor, self.staying))
+            if _dealt_out(call, names, made[0], sizes[made[0]]):
+                rows.append(Row((along, *(R,) * count, *written), result, along.factor, self.travelling))
         return tuple(rows)
-
-    def _result(self, along: Along, elements: Along) -> tuple[Along]:
-        return (elements,) if self.combined is None else (along,)
 
     def names_own(self, choice: Choice) -> bool:
         """Whether the names that are said to be of a rank's own block are: they, and the block, lie as when that was found."""
@@ -259,6 +259,16 @@ class Allowed(Word):
 
     def own(self) -> tuple[Any, ...]:
         return () if self.rule is None else (self.rule,)
+
+
+def _dealt_out(call: Call, names: Sequence[Dims], first: str, size: Any) -> bool:
+    """Whether names are cut, or so many (or an open number) that no rank would go without."""
+    if not isinstance(size, int) or size >= call.mesh.size():
+        return True
+    cut = [
+        layout.splits[dims.index((first,))] for dims, layout in zip(names, call.operands[1:], strict=False) if (first,) in dims
+    ]
+    return any(split is not None for split in cut)
 
 
 def _contains(dims: Dims, listed: Dims) -> bool:

@@ -161,16 +161,10 @@ def _listed(address: Address, given: Sequence[Tensor | None], totals: Sequence[i
     return [_checked(address, index, total) for index, total in zip(indices, totals, strict=True)]
 
 
-def named_in_whole(
-    address: Address, at: KernelContext, given: Any, dims: tuple[int, ...], totals: Sequence[int], block: Any
-) -> Any:
-    """On each rank, by dim that is indexed, the positions of all elements that an index means, which is whole there."""
-
-    def own(here: At, block: Tensor, given: Any) -> list[Tensor]:
-        each = _listed(address, given if address.form == "places" else [given], totals, block.device)
-        return [x.reshape(-1) for x in (torch.broadcast_tensors(*each) if each[1:] else each)]
-
-    return at.map(own, block, given)
+def positions_of(address: Address, given: Any, totals: Sequence[int], device: torch.device) -> list[Tensor]:
+    """By dim that is indexed, whose sizes these are, a position for each element that indices mean, counted from the front."""
+    each = _listed(address, given if address.form == "places" else [given], totals, device)
+    return list(torch.broadcast_tensors(*each)) if each[1:] else each
 
 
 def _in_block(index: Tensor, offset: int, size: int) -> tuple[Tensor, Tensor]:

@@ -180,7 +180,8 @@ class Rule:
             operator is asked, as it is where this is not given). Where operands are dense in memory, so are the results.
         decompose: the operation in terms of others, with its arguments; it is called with DTensors and comes before ``factors``,
             for the calls that ``decomposes`` picks (default all).
-        measured: result shapes depend on data; ``factors`` has none, and what the local op or kernel gives is whole on all ranks.
+        measured: result shapes depend on data; ``factors`` has none, and what the local op or kernel gives is whole on all ranks,
+            but what a kernel gives as :class:`~dtensor.rules.kernels.Measured`.
         writes: arguments that a call writes to though its schema does not say so (running statistics).
         plain: arguments that may be plain tensors, the same on all ranks, beside DTensors (tables of indices, class weights).
         floats_matter: the plan depends on the value of Python floats (an output size, say): they enter the cache key.

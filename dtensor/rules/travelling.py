@@ -9,6 +9,7 @@ or a recording is to hold for others, whole blocks travel.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -21,94 +22,79 @@ from ..base.tracing import under_way
 from ..layout.layout import Layout
 from ..ranks.per_rank import shards_of
 from .kernels import At, KernelContext
-from .owned import Address, bound, named_in_whole, with_index, with_room, without_room, write_owned
-
-Places = list[Tensor]  # by dim that is indexed a position for each element, in the order of the whole
+from .owned import Address, bound, positions_of, with_index, with_room, without_room
 
 
 def read_fetched(address: Address, op: Any, at: KernelContext, *args: Any, **named: Any) -> Any:
     """The elements that a rank's part of the names means, from who has them."""
-    call, dims, lead = bound(address, op, at)
     made, block = at.results[0], args[0]
     assert made is not None
-    names = _Names(address, at, dims, made, lead, args)
+    names = _Names(address, op, at, made, names_lead(address, op, at), args)
+    lead = names.lead
 
-    def read(block: Tensor, places: Places) -> Tensor:
-        given = with_index(address, args[1:], places, dims, block.ndim)
-        found: Tensor = call(with_room(block, dims), *given, **named)
-        return found
-
-    def shaped(here: At, found: Tensor) -> Tensor:
-        return found.unflatten(lead, made.shape_of(here.member)[lead : lead + names.ndim]) if names.ndim > 1 else found
+    def read(here: At, block: Tensor, asked: list[Tensor], whole: bool = False) -> Tensor:
+        return names.run(block, names.within(here, asked, whole), args[1:], named)
 
     if names.unseen:
         parts = at.all_gather(block, at.operands[0].shape_of)
-        whole = at.map(lambda here, *parts: torch.cat(parts, dims[names.which]), *parts)
-        return at.map(lambda here, x, places: shaped(here, read(x, names.of(here, places))), whole, names.places)
+        joint = at.map(lambda here, *parts: torch.cat(parts, names.dim), *parts)
+        return at.map(lambda here, x, seen: names.shaped(here, read(here, x, names.of(here, seen), True)), joint, names.seen)
     if names.all_own:
-        own = lambda here, x, places: shaped(here, read(x, names.within(here, names.of(here, places))))  # noqa: E731
-        return at.map(own, block, names.places)
+        return at.map(lambda here, x, seen: names.shaped(here, read(here, x, names.of(here, seen))), block, names.seen)
 
-    def picked(k: int, here: At, block: Tensor, places: Places, owners: Tensor) -> Tensor:
-        asked = names.of(here, [owners, *places], k)
-        return read(block, names.within(here, [place[asked[0] == here.index] for place in asked[1:]]))
+    def picked(k: int, here: At, block: Tensor, seen: list[Tensor]) -> Tensor:
+        asked = names.of(here, seen, k)
+        return read(here, block, [each[asked[0] == here.index] for each in asked])
 
-    def joined(here: At, parts: list[Tensor], owners: Tensor) -> Tensor:
-        (asked,) = names.of(here, [owners])
-        return shaped(here, torch.cat(parts, lead).index_select(lead, asked.argsort(stable=True).argsort()))
+    def joined(here: At, parts: list[Tensor], seen: list[Tensor]) -> Tensor:
+        owners, *_ = names.of(here, seen)
+        return names.shaped(here, torch.cat(parts, lead).index_select(lead, owners.argsort(stable=True).argsort()))
 
-    chunks = [at.map(partial(picked, k), block, names.places, names.owners) for k in range(len(at.sizes))]
+    chunks = [at.map(partial(picked, k), block, names.seen) for k in range(len(at.sizes))]
     arrived = at.comm.all_to_all(chunks, at.mesh_dims, lambda giver, taker: names.shape_between(taker, giver, giver)).wait()
-    return at.map(joined, arrived, names.owners)
+    return at.map(joined, arrived, names.seen)
 
 
 def write_sent(address: Address, op: Any, at: KernelContext, *args: Any, **named: Any) -> Any:
     """What names mean of a block, written there: each rank gives what it has for others to them. Of an element that is named
     twice, in the order of the whole."""
-    call, dims, lead = bound(address, op, at)
-    given, place = at.operands[-1], address.argument + 1
-    lead += given.ndim - _elements(at, dims)  # where dims before it are broadcast
-    names = _Names(address, at, dims, given, lead, args)
-    listed = at.map(lambda here, source: source.flatten(lead, lead + names.ndim - 1), args[place])
+    given, place = at.operands[-1], address.argument
+    lead = names_lead(address, op, at)
+    if address.form != "elements":  # where dims before it are broadcast
+        lead += given.ndim - (at.operands[0].ndim - len(address.dims(at.call) or ()) + at.once(names_ndim))
+    names = _Names(address, op, at, given, lead, args)
+    listed = at.map(lambda here, source: names.listed(source, lead), args[place + 1])
 
-    def write(here: At, block: Tensor, places: Places, source: Tensor) -> Tensor:
-        filled = with_index(address, args[1:], places, dims, block.ndim)
-        filled[place - 1] = source
-        made: Tensor = call(with_room(block, dims), *filled, **named)
-        return without_room(made, block, dims)
+    def write(here: At, block: Tensor, asked: list[Tensor], source: Tensor) -> Tensor:
+        rest = [*args[1 : place + 1], source, *args[place + 2 :]]
+        return names.run(block, names.within(here, asked), rest, named, writing=True)
 
     if names.unseen:
-        parts = at.all_gather(listed, lambda member: names.shape_with(math.prod(names.made_in(member)), member))
+        parts = at.all_gather(listed, lambda member: names.shape_with(math.prod(names.held(member)), member))
         source = at.map(lambda here, *parts: torch.cat(parts, lead), *parts)
-        places = at.map(lambda here, places: names.of_all(here, places), names.places)
-        filled = with_index(address, args[1:], places, dims, at.operands[0].ndim)
-        filled[place - 1] = source
-        return write_owned(address, op, at, args[0], *filled, **named)
+        return at.map(lambda here, x, seen, source: write(here, x, names.of_all(here, seen), source), args[0], names.seen, source)
     if names.all_own:
-        own = lambda here, x, places, source: write(here, x, names.within(here, names.of(here, places)), source)  # noqa: E731
-        return at.map(own, args[0], names.places, listed)
+        return at.map(lambda here, x, seen, source: write(here, x, names.of(here, seen), source), args[0], names.seen, listed)
 
-    def picked(k: int, here: At, source: Tensor, owners: Tensor) -> Tensor:
-        return source.index_select(lead, (names.of(here, [owners])[0] == k).nonzero()[:, 0])
+    def picked(k: int, here: At, source: Tensor, seen: list[Tensor]) -> Tensor:
+        return source.index_select(lead, (names.of(here, seen)[0] == k).nonzero()[:, 0])
 
-    def joined(here: At, block: Tensor, parts: list[Tensor], places: Places, owners: Tensor) -> Tensor:
-        starts = torch.arange(owners.shape[0], device=owners.device)
-        asked = names.of_all(here, [owners, starts, *places])
-        order, *mine = [each[asked[0] == here.index] for each in asked[1:]]
-        source = torch.cat(parts, lead)
+    def joined(here: At, block: Tensor, parts: list[Tensor], seen: list[Tensor]) -> Tensor:
+        asked = names.of_all(here, seen)
+        mine, source = [each[asked[0] == here.index] for each in asked], torch.cat(parts, lead)
         if not names.in_order:
-            sort = order.argsort()
-            source, mine = source.index_select(lead, sort), [place[sort] for place in mine]
-        return write(here, block, names.within(here, mine), source)
+            sort = mine[1].argsort()
+            source, mine = source.index_select(lead, sort), [each[sort] for each in mine]
+        return write(here, block, mine, source)
 
-    chunks = [at.map(partial(picked, k), listed, names.owners) for k in range(len(at.sizes))]
+    chunks = [at.map(partial(picked, k), listed, names.seen) for k in range(len(at.sizes))]
     arrived = at.comm.all_to_all(chunks, at.mesh_dims, lambda giver, taker: names.shape_between(giver, taker, giver)).wait()
-    return at.map(joined, args[0], arrived, names.places, names.owners)
+    return at.map(joined, args[0], arrived, names.seen)
 
 
-def _elements(at: KernelContext, dims: tuple[int, ...]) -> int:
-    """How many dims there are of what indices name."""
-    return at.operands[0].ndim - len(dims) + at.once(names_ndim)
+def names_lead(address: Address, op: Any, at: KernelContext) -> int:
+    """Where the dims of the names begin in what they name."""
+    return 0 if address.form == "elements" else bound(address, op, at)[2]
 
 
 def names_ndim(call: Any) -> int:
@@ -120,46 +106,75 @@ class _Names:
     """What each group position names.
 
     Attributes:
-        places: on each rank, of all elements that are named.
-        owners: on each rank, which group position has each of them.
-        which: which of the indexed dims is cut; ndim: how many dims the names have.
+        seen: on each rank, of each element that is named, of the rank's block of the other dims: which group position has it, its
+            place among them, and by dim that is indexed a position.
+        dim: the indexed dim that is cut.
+        lead: where the dims of the names begin in ``layout``, of what is cut as they are; ndim: how many; first: the cut one.
         unseen: there are no values to look at, or others' may come.
         all_own: all name what they have.
         in_order: what comes from each group position comes after what comes from those before it.
     """
 
-    def __init__(
-        self, address: Address, at: KernelContext, dims: tuple[int, ...], layout: Layout, lead: int, args: tuple[Any, ...]
-    ) -> None:
-        self.at, self.layout, self.lead = at, layout, lead
+    def __init__(self, address: Address, op: Any, at: KernelContext, layout: Layout, lead: int, args: tuple[Any, ...]) -> None:
+        self.address, self.at, self.layout, self.lead = address, at, layout, lead
+        self.call, self.dims, _ = bound(address, op, at)
         (factor,) = at.splits
-        self.which, self.ndim = dims.index(int(factor[1:])), at.once(names_ndim)
-        shape = tuple(at.operands[0].shape)
-        found = named_in_whole(address, at, args[address.argument], dims, [shape[d] for d in dims], args[0])
-        self.places = found
+        self.dim, self.ndim = int(factor[1:]), at.once(names_ndim)
+        self.first = self.dim if address.form == "elements" else 0
         self.unseen = bool(ACTIVE) or under_way() or any(x.is_meta for x in shards_of(args[0]))
+        self.ends = list(accumulate(at.sizes))
         starts = [span.start for span in self._spans(at.comm.held[0])]
         self.in_order = starts == sorted(starts)
+        self.seen = at.map(self._seen, args[0], args[address.argument])
         if self.unseen:
             return
-        ends = list(accumulate(at.sizes))
-        self.owners = at.map(lambda here, places: _owners(places[self.which], ends), found)
-        counts = at.map(self._counts, self.owners)
+        counts = at.map(self._counts, self.seen)
         self._table = dict(zip(at.comm.held, [own.tolist() for own in shards_of(counts)], strict=True))
         tables = self._table.values()
         self.all_own = not any(n for table in tables for k, row in enumerate(table) for j, n in enumerate(row) if j != k)
+
+    def _seen(self, here: At, block: Tensor, given: Any) -> list[Tensor]:
+        offset, found = self.layout.local_offset(self.at.call.mesh.coordinates[here.member]), []
+        for place in positions_of(self.address, given, [self.at.operands[0].shape[d] for d in self.dims], block.device):
+            for d, size in enumerate(self.held(here.member)):
+                if d != self.first and size != place.shape[d]:
+                    place = place.narrow(d, offset[self.lead + d], size)
+            found.append(self.listed(place))
+        cut = found[self.dims.index(self.dim)]
+        return [_owners(cut, self.ends), torch.arange(cut.shape[0], device=cut.device), *found]
+
+    def held(self, member: int) -> tuple[int, ...]:
+        """The sizes of a member's block along the dims of the names."""
+        return tuple(self.layout.shape_of(member)[self.lead : self.lead + self.ndim])
+
+    def listed(self, x: Tensor, lead: int = 0) -> Tensor:
+        """The dims of names, which begin at ``lead``, as one: the one that is cut before the others."""
+        x = x.movedim(lead + self.first, lead) if self.first else x
+        return x.flatten(lead, lead + self.ndim - 1) if self.ndim > 1 else x
+
+    def shaped(self, here: At, x: Tensor) -> Tensor:
+        """What is listed of a member's block, as it is there."""
+        if self.ndim == 1:
+            return x
+        first, *others = self.held(here.member)[self.first], *self._others(here.member)
+        x = x.unflatten(self.lead, (first, *others))
+        return x.movedim(self.lead, self.lead + self.first).contiguous() if self.first else x
+
+    def _others(self, member: int) -> tuple[int, ...]:
+        held = self.held(member)
+        return (*held[: self.first], *held[self.first + 1 :])
 
     def _spans(self, member: int) -> list[range]:
         """By group position which of the elements it names."""
         key = "spans", member
         found: list[range] | None = self.at.known.get(key)
         if found is None:
-            mesh, rows = self.at.call.mesh, math.prod(self.layout.shape[self.lead + 1 : self.lead + self.ndim])
+            mesh, rows, d = self.at.call.mesh, math.prod(self._others(member)), self.lead + self.first
             found = self.at.known[key] = []
             for other in mesh.members_of(self.at.mesh_dims, member):
                 coordinate = mesh.coordinates[other]
-                start = self.layout.local_offset(coordinate)[self.lead] * rows
-                found.append(range(start, start + self.layout.local_shape(coordinate)[self.lead] * rows))
+                start = self.layout.local_offset(coordinate)[d] * rows
+                found.append(range(start, start + self.layout.local_shape(coordinate)[d] * rows))
         return found
 
     def of(self, here: At, each: list[Tensor], position: int | None = None) -> list[Tensor]:
@@ -172,17 +187,30 @@ class _Names:
         spans = self._spans(here.member)
         return [torch.cat([x[span.start : span.stop] for span in spans]) for x in each]
 
-    def within(self, here: At, places: Places) -> Places:
-        """Places in the rank's own block."""
-        return [place - here.offset if d == self.which and here.offset else place for d, place in enumerate(places)]
+    def within(self, here: At, asked: list[Tensor], whole: bool = False) -> list[Tensor]:
+        """The same with positions in the rank's own block, or in the whole; of what it has not, behind its end."""
+        places = dict(zip(self.dims, asked[2:], strict=True))
+        if not whole:
+            own = places[self.dim] - here.offset if here.offset else places[self.dim]
+            places[self.dim] = torch.where(asked[0] == here.index, own, here.size) if self.unseen else own
+        return [*asked[:2], *places.values()]
 
-    def _counts(self, here: At, owners: Tensor) -> Tensor:
+    def run(self, block: Tensor, asked: list[Tensor], rest: Sequence[Any], named: Any, writing: bool = False) -> Tensor:
+        """What the operator gives of a block where these are its positions."""
+        roomy = with_room(block, self.dims, int(writing and self.unseen))
+        given = with_index(self.address, rest, asked[2:], self.dims, block.ndim)
+        if self.address.form != "elements":
+            made: Tensor = self.call(roomy, *given, **named)
+            return without_room(made, block, self.dims) if writing else made
+        moved = roomy.movedim(self.dim, 0)  # one dim for all: a row after the other
+        rows = math.prod(moved.shape[1:])
+        given[0], given[self.address.argument - 1] = 0, asked[2] * rows + asked[1].remainder(max(1, rows))
+        made = self.call(moved.reshape(-1), *given, **named)
+        return without_room(made.reshape(moved.shape).movedim(0, self.dim), block, self.dims).contiguous() if writing else made
+
+    def _counts(self, here: At, seen: list[Tensor]) -> Tensor:
         count = len(self.at.sizes)
-        spans = self._spans(here.member)
-        return torch.stack([owners[span.start : span.stop].bincount(minlength=count) for span in spans])
-
-    def made_in(self, member: int) -> tuple[int, ...]:
-        return tuple(self.layout.shape_of(member)[self.lead : self.lead + self.ndim])
+        return torch.stack([seen[0][span.start : span.stop].bincount(minlength=count) for span in self._spans(here.member)])
 
     def shape_with(self, count: int, member: int) -> tuple[int, ...]:
         """Of so many elements as a member holds those that are named."""

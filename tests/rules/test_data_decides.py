@@ -81,7 +81,7 @@ def asked(x: Tensor, i: Tensor, v: Tensor) -> Any:
 
 def asked_in_a_table(x: Tensor, i: Tensor, v: Tensor) -> Any:
     pairs = torch.stack([i, i.flip(0)], 1)
-    return x[pairs], x[pairs, i[:, None] % x.shape[1]]
+    return x[pairs], x[pairs, i[:, None] % x.shape[1]], x.index_put((pairs,), torch.stack([v, v * 2], 1), accumulate=True)
 
 
 def last_wins(x: Tensor, i: Tensor, v: Tensor) -> Any:
@@ -100,10 +100,20 @@ def largest(x: Tensor, i: Tensor, v: Tensor) -> Any:
     return x.detach().index_reduce(0, i, v.detach(), "amax")
 
 
-OF_PLACES = [asked, asked_in_a_table, last_wins, all_add, largest]
+def by_elements(x: Tensor, i: Tensor, v: Tensor) -> Any:
+    each = (i[:, None] + v.detach().sign().long()).clamp(0, x.shape[0] - 1)
+    return x.gather(0, each), x.scatter_add(0, each, v), x.mT.scatter_add(1, each.mT, v.mT), x.mT.gather(1, each.mT)
 
 
-@pytest.fixture(params=["as priced", "free to travel"])
+def by_elements_reduced(x: Tensor, i: Tensor, v: Tensor) -> Any:
+    each, x, v = i[:, None].repeat(1, x.shape[1]), x.detach(), v.detach()
+    return [x.scatter_reduce(0, each, v, how, include_self=keep) for how in ("sum", "mean", "amax") for keep in (True, False)]
+
+
+OF_PLACES = [asked, asked_in_a_table, last_wins, all_add, largest, by_elements, by_elements_reduced]
+
+
+@pytest.fixture(params=["free to travel", pytest.param("as priced", marks=pytest.mark.slow)])
 def prices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Under both, since what travels does not pay for tensors of this size."""
     clear_plans()
@@ -117,7 +127,7 @@ def meshes() -> st.SearchStrategy[Any]:
     return st.sampled_from([(2,), (3,), (2, 2)]).map(lambda shape: dt.init_device_mesh("cpu", shape))
 
 
-MANY = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+MANY = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.filterwarnings("ignore:.*in beta.*:UserWarning")
@@ -146,21 +156,26 @@ def test_what_cut_positions_name(prices: None, fn: Callable[..., Any], data: st.
     check(fn, x, i, v, mesh=mesh, placements=placements)
 
 
-@pytest.mark.parametrize("mesh_shape", [(2, 2), (4,)], ids=str)
-def test_rows_that_are_cut_by_mesh_dims_in_another_order_than_the_positions(prices: None, mesh_shape: tuple[int, ...]) -> None:
+TURNED, NESTED = [Shard(0, level=1), Shard(0, level=0)], [S0, S0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "named"),
+    [
+        (TURNED, NESTED),
+        (NESTED, [S0, R]),
+        *(
+            pytest.param(*where, marks=pytest.mark.slow)
+            for where in ((NESTED, TURNED), ([S0, R], NESTED), (NESTED, [R, S0]), ([S0, S1], NESTED))
+        ),
+        ([Shard(0, sizes=(0, 3, 0, 4))], [Shard(0, sizes=(4, 0, 4, 1))]),
+    ],
+    ids=str,
+)
+def test_rows_that_are_cut_otherwise_than_the_positions(prices: None, rows: list[Any], named: list[Any]) -> None:
     x, i, v = floats(7, 3), integers(9, low=0, high=7), floats(9, 3, seed=1)
-    turned, nested = [Shard(0, level=1), Shard(0, level=0)], [S0, S0]
-    for where in (
-        [turned, nested],
-        [nested, turned],
-        [nested, [S0, R]],
-        [[S0, R], nested],
-        [nested, [R, S0]],
-        [[S0, S1], nested],
-    ):
-        rows, named = where if len(mesh_shape) == 2 else ([Shard(0, sizes=(0, 3, 0, 4))], [Shard(0, sizes=(4, 0, 4, 1))])
-        for fn in OF_PLACES:
-            check(fn, x, i, v, mesh=dt.init_device_mesh("cpu", mesh_shape), placements=[rows, named, named])
+    for fn in OF_PLACES:
+        check(fn, x, i, v, mesh=dt.init_device_mesh("cpu", (2, 2) if rows[1:] else (4,)), placements=[rows, named, named])
 
 
 # --- what stays cut ---------------------------------------------------------------------------------------------------
@@ -338,3 +353,15 @@ def test_places_of_one_cut_name_rows_of_another() -> None:
 
     for where in ([Shard(0, sizes=(1, 6))], [R], [S1], [S0]):
         check(both, floats(7, 3), floats(7, 3, seed=1), mesh=mesh, placements=[[S0], where])
+
+
+def test_positions_of_two_dims_that_are_both_cut(prices: None) -> None:
+    mesh = dt.init_device_mesh("cpu", (2, 2))
+    x, i, v = floats(7, 3), integers(4, 5, low=0, high=7), floats(4, 5, 3, seed=1)
+    for rows in ([S0, R], [R, S0], [S0, S1], [S0, S0]):
+        for where in ([S0, S1], [S1, S0], [S0, R], [S0, S0]):
+            check(lambda x, i, v: x[i], x, i, v, mesh=mesh, placements=[rows, where, where])
+            check(lambda x, i, v: x.index_put((i,), v, True), x, i, v, mesh=mesh, placements=[rows, where, where])
+            each, w = integers(4, 3, low=0, high=7), floats(4, 3, seed=1)
+            check(lambda x, i, v: x.gather(0, i), x, each, w, mesh=mesh, placements=[rows, where, where])
+            check(lambda x, i, v: x.scatter_add(0, i, v), x, each, w, mesh=mesh, placements=[rows, where, where])

@@ -44,6 +44,7 @@ DATA_DECIDE: dict[str, tuple[Law, Law]] = {
     **dict.fromkeys(("aten::index", "aten::_unsafe_index", "aten::index_select"), (AT_MOST, ANY)),  # what is another's travels
     **dict.fromkeys(("aten::index_add", "aten::index_copy", "aten::index_reduce"), (AT_MOST, ANY)),
     **dict.fromkeys(("aten::index_put", "aten::_index_put_impl", "aten::_unsafe_index_put"), (AT_MOST, ANY)),
+    **dict.fromkeys(("aten::gather", "aten::scatter", "aten::scatter_add", "aten::scatter_reduce"), (AT_MOST, ANY)),
     "aten::_unique": (EXACTLY, ANY),
     "aten::_unique2": (EXACTLY, ANY),
     "aten::unique_consecutive": (EXACTLY, ANY),
