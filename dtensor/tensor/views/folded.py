@@ -82,7 +82,10 @@ def on_the_stack(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, An
     if leader is None:
         return NotImplemented
     where = _where(operator, marked, tensors, found)
-    if where is None or any(dim is not None and _outweighs(x, leader) for x, dim in zip(tensors, where[0], strict=True)):
+    if where is None:
+        return NotImplemented
+    beside = [x for x, folded, dim in zip(tensors, found, where[0], strict=True) if dim is not None and folded is None]
+    if any(_outweighs(x, leader) for x in beside):
         return NotImplemented
     given = []
     for x, folded, dim in zip(tensors, found, where[0], strict=True):
