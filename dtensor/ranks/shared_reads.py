@@ -18,7 +18,7 @@ class UsedByRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, count: int) -> tuple[Tensor, ...]:
-        return tuple(x.view_as(x) for _ in range(count))
+        return tuple(x.view_as(x) if x.layout is torch.strided else x.clone() for _ in range(count))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
