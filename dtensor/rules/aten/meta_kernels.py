@@ -15,7 +15,7 @@ import torch
 
 from ...layout.layout import Layout
 from ..facts import Ask, Given, fact
-from .strides import as_if_empty_like, row_major, transformed
+from .strides import as_if_empty_like, row_major, suggested_by, transformed
 
 META = torch.device("meta")
 
@@ -129,9 +129,10 @@ def dim_below_ndim(name: str, arguments: dict[str, Any]) -> None:
 
 
 def weights_of_dtype(name: str, arguments: dict[str, Any]) -> None:
-    """Weights have the dtype of the input, or are of single precision beside one in half."""
+    """Weights and statistics have the dtype of the input, or are of single precision beside one in half."""
     dtype = arguments["input"].dtype
-    dtypes = {given.dtype for given in (arguments["weight"], arguments["bias"]) if isinstance(given, Layout)}
+    given = (arguments.get(each) for each in ("weight", "bias", "running_mean", "running_var"))
+    dtypes = {layout.dtype for layout in given if isinstance(layout, Layout)}
     if dtypes - {dtype} and (dtypes != {torch.float32} or dtype not in (torch.float16, torch.bfloat16)):
         raise RuntimeError(f"{name}: weights of {' and '.join(sorted(map(str, dtypes)))} beside an input of {dtype}")
 
@@ -245,6 +246,11 @@ fact("addmv", refuses=(added("self", lambda given: given["mat"].shape[:1]),))
 fact("allclose", refuses=(close_or_not,))
 fact("renorm", refuses=(positive_norms,))
 fact("native_layer_norm native_group_norm", refuses=(weights_of_dtype,))
+fact(
+    "native_batch_norm _native_batch_norm_legit.default _native_batch_norm_legit.no_stats",
+    refuses=(weights_of_dtype,),
+    strides=suggested_by("input"),
+)
 fact("cat.default", refuses=(no_numbers,))
 fact("cumsum_", refuses=(no_bools,))
 fact("narrow_copy", refuses=(dim_below_ndim,))
