@@ -26,7 +26,7 @@ def like(name: str) -> Callable[[Ask, Given, str], Any]:
     return lambda ask, given, device: torch.empty(given[name].shape, dtype=given[name].dtype, device=META)
 
 
-def with_(name: str, convert: Callable[[torch.Tensor, Given], torch.Tensor]) -> Callable[[Ask, Given, str], Any]:
+def with_(name: str, convert: Callable[[Any, Given], Any]) -> Callable[[Ask, Given, str], Any]:
     """The operator's own inference, one argument otherwise."""
     return lambda ask, given, device: ask({**given, name: convert(given[name], given)})
 
@@ -34,6 +34,11 @@ def with_(name: str, convert: Callable[[torch.Tensor, Given], torch.Tensor]) -> 
 def labels(target: torch.Tensor, given: Given) -> torch.Tensor:
     """The operators take labels of one byte, their meta kernels do not."""
     return target.long() if target.dtype is torch.uint8 else target
+
+
+def of_input(weight: torch.Tensor | None, given: Given) -> torch.Tensor | None:
+    """Results have the dtype of the input, whatever the weight has; those of the meta kernel have the wider one."""
+    return None if weight is None else weight.to(given["self"].dtype)
 
 
 def last_dim_only(ask: Ask, given: Given, device: str) -> Any:
@@ -237,7 +242,12 @@ fact(
     "index.Tensor _unsafe_index.Tensor index_put.default index_put_.default _index_put_impl_.default _unsafe_index_put.default",
     refuses=(places,),
 )
-fact("binary_cross_entropy", refuses=(of_one_dtype("target"),), strides=as_if_empty_like("self"))
+fact(
+    "binary_cross_entropy",
+    refuses=(of_one_dtype("target"),),
+    infer=with_("weight", of_input),
+    strides=as_if_empty_like("self"),
+)
 fact("masked_scatter", refuses=(of_one_dtype("source"),))
 fact("slice_scatter select_scatter diagonal_scatter", refuses=(dims_there,))
 fact("unique_dim unique_consecutive unique_dim_consecutive", refuses=(dim_in_range,))
