@@ -28,6 +28,7 @@ READ_BESIDE = (
     "nn_functional_grid_sample",
     "grid_sampler_*",
     "nn_functional_multilabel_margin_loss",
+    "nn_functional_ctc_loss",
 )
 Path = tuple[Any, ...]
 

@@ -177,3 +177,17 @@ def test_ctc_takes_plain_targets_and_lengths(targets: torch.Tensor, reduction: s
         (found,) = torch.autograd.grad(loss.sum(), y)
         torch.testing.assert_close(loss.full_tensor(), whole)
         torch.testing.assert_close(found.full_tensor(), wanted)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("where", [Replicate(), Shard(0)], ids=str)
+def test_a_wider_weight_leaves_a_loss_its_dtype(reduction: str, where: Any) -> None:
+    x, weight = torch.rand(4), torch.rand(4, dtype=torch.float64)
+    operands = x, x.flip(0), weight
+    check(
+        lambda x, y, w: F.binary_cross_entropy(x, y, w, reduction=reduction),
+        *operands,
+        mesh=init_device_mesh("cpu", (2,)),
+        placements=[[where]] * 3,
+        gradients=False,
+    )

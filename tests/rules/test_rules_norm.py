@@ -222,3 +222,29 @@ def test_running_statistics_that_are_cut_are_written_whatever_runs(shape: tuple[
         for stats in ([Shard(0)], [Replicate()], [Partial()]):
             placements = [where, stats, [Replicate()]]
             check(program, given, mean, var, mesh=dt.init_device_mesh("cpu", (2,)), placements=placements, cloned=True)
+
+
+@pytest.mark.parametrize("place", [Replicate(), Shard(0), Shard(1)], ids=str)
+def test_weights_of_another_dtype_are_refused_as_by_torch(place: Any) -> None:
+    x, weight = torch.ones(4, 6, 5, dtype=torch.float64), torch.ones(6)
+    with pytest.raises(RuntimeError, match="mixed dtype"):
+        F.group_norm(x, 1, weight)
+    mesh = MESHES[2,]
+    with pytest.raises(RuntimeError, match="float32"):
+        F.group_norm(dt.distribute_tensor(x, mesh, [place]), 1, dt.distribute_tensor(weight, mesh, [Replicate()]))
+
+
+@pytest.mark.parametrize("place", [Replicate(), Shard(0), Shard(1)], ids=str)
+@pytest.mark.parametrize("odd", range(4))
+def test_batch_norm_takes_parameters_and_statistics_of_one_dtype(odd: int, place: Any) -> None:
+    given = [torch.ones(6, dtype=torch.float32 if k == odd else torch.float64) for k in range(4)]
+    x, mesh = torch.ones(4, 6, 5, dtype=torch.float64), MESHES[2,]
+    for training in (True, False):
+        with pytest.raises(RuntimeError):
+            F.batch_norm(x, *given, training=training)
+        with pytest.raises(RuntimeError, match="float32"):
+            F.batch_norm(
+                dt.distribute_tensor(x, mesh, [place]),
+                *[dt.distribute_tensor(each, mesh, [Replicate()]) for each in given],
+                training=training,
+            )

@@ -15,7 +15,7 @@ import torch
 
 from ...layout.layout import Layout
 from ..facts import Ask, Given, fact
-from .strides import as_if_empty_like, row_major, transformed
+from .strides import as_if_empty_like, row_major, suggested_by, transformed
 
 META = torch.device("meta")
 
@@ -26,7 +26,7 @@ def like(name: str) -> Callable[[Ask, Given, str], Any]:
     return lambda ask, given, device: torch.empty(given[name].shape, dtype=given[name].dtype, device=META)
 
 
-def with_(name: str, convert: Callable[[torch.Tensor, Given], torch.Tensor]) -> Callable[[Ask, Given, str], Any]:
+def with_(name: str, convert: Callable[[Any, Given], Any]) -> Callable[[Ask, Given, str], Any]:
     """The operator's own inference, one argument otherwise."""
     return lambda ask, given, device: ask({**given, name: convert(given[name], given)})
 
@@ -34,6 +34,11 @@ def with_(name: str, convert: Callable[[torch.Tensor, Given], torch.Tensor]) -> 
 def labels(target: torch.Tensor, given: Given) -> torch.Tensor:
     """The operators take labels of one byte, their meta kernels do not."""
     return target.long() if target.dtype is torch.uint8 else target
+
+
+def of_input(weight: torch.Tensor | None, given: Given) -> torch.Tensor | None:
+    """Results have the dtype of the input, whatever the weight has; those of the meta kernel have the wider one."""
+    return None if weight is None else weight.to(given["self"].dtype)
 
 
 def last_dim_only(ask: Ask, given: Given, device: str) -> Any:
@@ -136,9 +141,10 @@ def dim_below_ndim(name: str, arguments: dict[str, Any]) -> None:
 
 
 def weights_of_dtype(name: str, arguments: dict[str, Any]) -> None:
-    """Weights have the dtype of the input, or are of single precision beside one in half."""
+    """Weights and statistics have the dtype of the input, or are of single precision beside one in half."""
     dtype = arguments["input"].dtype
-    dtypes = {given.dtype for given in (arguments["weight"], arguments["bias"]) if isinstance(given, Layout)}
+    given = (arguments.get(each) for each in ("weight", "bias", "running_mean", "running_var"))
+    dtypes = {layout.dtype for layout in given if isinstance(layout, Layout)}
     if dtypes - {dtype} and (dtypes != {torch.float32} or dtype not in (torch.float16, torch.bfloat16)):
         raise RuntimeError(f"{name}: weights of {' and '.join(sorted(map(str, dtypes)))} beside an input of {dtype}")
 
@@ -243,7 +249,12 @@ fact(
     "index.Tensor _unsafe_index.Tensor index_put.default index_put_.default _index_put_impl_.default _unsafe_index_put.default",
     refuses=(places,),
 )
-fact("binary_cross_entropy", refuses=(of_one_dtype("target"),), strides=as_if_empty_like("self"))
+fact(
+    "binary_cross_entropy",
+    refuses=(of_one_dtype("target"),),
+    infer=with_("weight", of_input),
+    strides=as_if_empty_like("self"),
+)
 fact("masked_scatter", refuses=(of_one_dtype("source"),))
 fact("slice_scatter select_scatter diagonal_scatter", refuses=(dims_there,))
 fact("unique_dim unique_consecutive unique_dim_consecutive", refuses=(dim_in_range,))
@@ -251,7 +262,12 @@ fact("addmm _addmm_activation", refuses=(added("self", lambda given: (*given["ma
 fact("addmv", refuses=(added("self", lambda given: given["mat"].shape[:1]),))
 fact("allclose", refuses=(close_or_not,))
 fact("renorm", refuses=(positive_norms,))
-fact("native_layer_norm", refuses=(weights_of_dtype,))
+fact("native_layer_norm native_group_norm", refuses=(weights_of_dtype,))
+fact(
+    "native_batch_norm _native_batch_norm_legit.default _native_batch_norm_legit.no_stats",
+    refuses=(weights_of_dtype,),
+    strides=suggested_by("input"),
+)
 fact("cat.default", refuses=(no_numbers,))
 fact("cumsum_", refuses=(no_bools,))
 fact("narrow_copy", refuses=(dim_below_ndim,))

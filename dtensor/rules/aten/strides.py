@@ -104,10 +104,7 @@ fact(
 fact("channel_shuffle max_unpool2d pixel_shuffle", strides=suggested_by("self"))
 for _kind in ("reflection", "replication"):
     fact(f"{_kind}_pad2d {_kind}_pad2d_backward {_kind}_pad3d {_kind}_pad3d_backward", strides=suggested_by("self"))
-fact(
-    "native_batch_norm native_batch_norm_backward _native_batch_norm_legit.default _native_batch_norm_legit.no_stats",
-    strides=suggested_by("input"),
-)
+fact("native_batch_norm_backward", strides=suggested_by("input"))
 fact(
     "copysign.Tensor div.Tensor_mode floor_divide.default logaddexp logaddexp2 logical_and logical_or logical_xor "
     "special_xlog1py.default xlogy.Tensor",
