@@ -243,6 +243,8 @@ def test_the_error_of_plain_torch(name: str, placements: list[Any]) -> None:
         lambda x, i: x[i([[True] * 6, [False] * 6])],
         lambda x, i: torch.tensor_split(x, i(2.0)),
         lambda x, i: torch.tensor_split(x, i([[2]])),
+        lambda x, i: torch.embedding_bag(x, i([[[0]]]), i([0])),
+        lambda x, i: torch.embedding_bag(x[None], i([0]), i([0])),
     ],
 )
 def test_the_words_of_plain_torch(pick: Callable[..., Any]) -> None:

@@ -69,3 +69,15 @@ def test_sequences_packed_at_once_and_lengths_that_do_not_fit() -> None:
             pack_padded_sequence(X, wrong, batch_first=True)
         with pytest.raises((RuntimeError, ValueError)):
             pack_padded_sequence(x, wrong, batch_first=True)
+
+
+def test_lengths_may_be_distributed_too() -> None:
+    whole = dt.distribute_tensor(LENGTHS, LINE, [Replicate()])
+    packed = pack_padded_sequence(dt.distribute_tensor(X, LINE, [Shard(0)]), whole, batch_first=True)
+    sizes = dt.distribute_tensor(packed.batch_sizes, LINE, [Replicate()])
+    padded, lengths = pad_packed_sequence(PackedSequence(packed.data, sizes), batch_first=True)
+    want, _ = pad_packed_sequence(pack_padded_sequence(X, LENGTHS, batch_first=True), batch_first=True)
+    assert torch.equal(padded.full_tensor(), want)
+    assert torch.equal(lengths, LENGTHS)
+    with pytest.raises(RuntimeError, match="empty"):
+        pack_padded_sequence(dt.zeros(0, 0, device_mesh=LINE), whole[:0])

@@ -145,8 +145,10 @@ def own_gradients(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
 
 
 # --- declarations -------------------------------------------------------------------------------------------------------
-def lookup(call: Call) -> Factors:
+def lookup(call: Call) -> Factors | None:
     results = [meta for meta in call.results if meta is not None]
+    if len(results[0].shape) != 2 or len(call["indices"].shape) != 1:
+        return None  # torch says what is wrong
     (bags, columns), (count,) = results[0].shape, call["indices"].shape
     each = count // bags if bags and count % bags == 0 else 0
     listed: Dims = (("b", "i"),) if each else ((),)

@@ -33,16 +33,16 @@ def pad_sequence(
     return torch.stack(padded, 0 if batch_first else 1)
 
 
-def pack_padded(x: Tensor, lengths: Tensor, batch_first: bool) -> Any:
+def pack_padded(x: Any, lengths: Tensor, batch_first: bool) -> Any:
     """The rows of each step that has any, one step after the other, and how many each has."""
-    plain = whole_of(lengths) if isinstance(lengths, DTensor) else lengths
+    if isinstance(lengths, DTensor):
+        return torch.ops.aten._pack_padded_sequence(x, whole_of(lengths), batch_first)
     batch, steps = (x.shape[:2] if batch_first else x.shape[1::-1]) if x.ndim > 1 else (0, 0)
-    if not isinstance(x, DTensor) or plain.shape != (batch,) or plain.dtype != torch.int64:
+    if lengths.shape != (batch,) or lengths.dtype != torch.int64:
         return NotImplemented
-    if plain is lengths:
-        same_on_all(x.device_mesh, plain, "pack_padded_sequence")
-    sizes = plain.tolist()
-    if sizes != sorted(sizes, reverse=True) or not 0 < sizes[-1] <= sizes[0] <= steps:
+    same_on_all(x.device_mesh, lengths, "pack_padded_sequence")
+    sizes = lengths.tolist()
+    if not sizes or sizes != sorted(sizes, reverse=True) or not 0 < sizes[-1] <= sizes[0] <= steps:
         return NotImplemented
     counts = [sum(size > step for size in sizes) for step in range(sizes[0])]
     by_step = x.transpose(0, 1) if batch_first else x
@@ -51,8 +51,8 @@ def pack_padded(x: Tensor, lengths: Tensor, batch_first: bool) -> Any:
 
 def pad_packed(data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int) -> Any:
     """Each step's rows made as many as the first one's, and the length of each sequence."""
-    if not isinstance(data, DTensor) or isinstance(batch_sizes, DTensor):
-        return NotImplemented
+    if isinstance(batch_sizes, DTensor):
+        return torch.ops.aten._pad_packed_sequence(data, whole_of(batch_sizes), batch_first, padding_value, total_length)
     counts = batch_sizes.tolist()
     if 0 < total_length < len(counts):
         return NotImplemented
