@@ -82,10 +82,7 @@ def on_the_stack(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, An
     if leader is None:
         return NotImplemented
     where = _where(operator, marked, tensors, found)
-    if where is None:
-        return NotImplemented
-    beside = [x for x, folded, dim in zip(tensors, found, where[0], strict=True) if dim is not None and folded is None]
-    if any(_outweighs(x, leader) for x in beside):
+    if where is None or any(_outweighs(*each, leader) for each in zip(tensors, found, where[0], strict=True)):
         return NotImplemented
     given = []
     for x, folded, dim in zip(tensors, found, where[0], strict=True):
@@ -104,9 +101,9 @@ def on_the_stack(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, An
     return type(made)(each)
 
 
-def _outweighs(x: Any, leader: _Folded) -> bool:
+def _outweighs(x: Any, folded: _Folded | None, dim: int | None, leader: _Folded) -> bool:
     """Whether the folded tensor is read, rather than ``x`` cut as that is: it is smaller, or as large and in larger blocks."""
-    if not isinstance(x, DTensor) or not any(x._layout.splits):
+    if folded is not None or dim is None or not isinstance(x, DTensor) or not any(x._layout.splits):
         return False
     return (x._layout.numel, -x._layout.max_local_nbytes) > (leader.stack._layout.numel, -leader.stack._layout.max_local_nbytes)
 
