@@ -264,7 +264,7 @@ def by_slots(x: Tensor, chosen: Tensor, w: Tensor, experts: Any) -> Tensor:
     [
         (by_places, 100, 1.15),
         (by_masks, 250, 1.15),
-        (by_copies, 150, 1.15),
+        pytest.param(by_copies, 150, 1.15, marks=pytest.mark.slow),
         pytest.param(by_slots, 16 * 128 * 8, 1.02),  # a list by slots is no blocks: rows travel there and back
     ],
     ids=lambda value: getattr(value, "__name__", None),
