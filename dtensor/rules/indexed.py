@@ -16,7 +16,7 @@ import torch
 
 from ..placement import REDUCE_OPS, Monoid, Partial
 from .call import Call
-from .owned import Address, lead_of, read_own, read_owned, write_own, write_owned
+from .owned import Address, lead_of, of_own, read_owned, write_owned
 from .registry import register
 from .rows import one_of
 from .rule import Along, Choice, Dims, Factors, Kernel, R, Row, Rule, Word, named, own_factors, uncut
@@ -34,10 +34,8 @@ def reads(names: str, address: Address, op: Any = None, **options: Any) -> Rule:
     """A rule for operations that read the elements of operand 0 which an index names. ``op`` reads from a block, where the
     operator itself does not take an index for each dim."""
     fetched = Kernel(partial(read_fetched, address, op), collectives=1, nbytes=_of_result)
-    kernel, own = (
-        Kernel(partial(read_owned, address, op), lacking=Partial("sum"), joint=True),
-        Kernel(partial(read_own, address, op)),
-    )
+    kernel = Kernel(partial(read_owned, address, op), lacking=Partial("sum"), joint=True)
+    own = Kernel(partial(of_own, address, op, None))
     factors = Indexed(address, kernel, travelling=fetched, staying=own)
     return register(
         names, Rule(factors, one_of(address.operand), when=Allowed(factors, no_foreign_zeros), kind="read", **options)
@@ -58,7 +56,7 @@ def writes(
     """
     kernel = Kernel(partial(write_owned, address, op), joint=True)
     sent = Kernel(partial(write_sent, address, op), collectives=1, nbytes=_of_source)
-    own = Kernel(partial(write_own, address, op))
+    own = Kernel(partial(of_own, address, op, 0))
     factors = Indexed(address, kernel, combined, frozenset(whole.split()), masks, sent, own)
     options.setdefault("partials", Written(combined))
     options["when"] = Allowed(factors, options.get("when"))

@@ -65,14 +65,18 @@ PLACES = Address(1, _of_list, "places", negative=True)
 FLAT = Address(1, lambda call: tuple(range(len(call.shape(0)))), "flat", negative=True)
 
 
+Runs = tuple[Any, tuple[int, ...], int]  # what runs on a block, the dims that are indexed, where the dims of indices begin
+
+
 # --- kernels ----------------------------------------------------------------------------------------------------------
 def read_owned(address: Address, op: Any, at: KernelContext, *args: Any, **named: Any) -> Any:
     """The elements that the block holds, what changes no sum in place of the others."""
-    call, dims, lead = bound(address, op, at)
+    runs = bound(address, op, at)
+    _, dims, lead = runs
 
     def own(here: At, block: Tensor, *rest: Any) -> Tensor:
         inside, positions = _located(at, here.member, address, rest[address.argument - 1], dims, block.device)
-        found = call(with_room(block, dims), *with_index(address, rest, positions, dims, block.ndim), **named)
+        found = on_block(runs, address, block, positions, rest, named)
         if (beside := found.ndim - lead - inside.ndim) > 0:
             inside = inside.reshape((*inside.shape, *(1,) * beside))
         result: Tensor = found.masked_fill_(~inside, nothing(found.dtype))
@@ -83,44 +87,47 @@ def read_owned(address: Address, op: Any, at: KernelContext, *args: Any, **named
 
 def write_owned(address: Address, op: Any, at: KernelContext, *args: Any, **named: Any) -> Any:
     """What belongs to the block is written there, what belongs to others to a row that is dropped."""
-    call, dims, _ = bound(address, op, at)
+    runs = bound(address, op, at)
+    _, dims, _ = runs
 
     def own(here: At, block: Tensor, *rest: Any) -> Tensor:
         inside, positions = _located(at, here.member, address, rest[address.argument - 1], dims, block.device)
         positions[0] = torch.where(inside, positions[0], block.shape[dims[0]])
-        made = call(with_room(block, dims, 1), *with_index(address, rest, positions, dims, block.ndim), **named)
-        return without_room(made, block, dims)
+        return on_block(runs, address, block, positions, rest, named, dropped=1)
 
     return at.map(own, *args)
 
 
-def read_own(address: Address, op: Any, at: KernelContext, *args: Any, **named: Any) -> Any:
-    """The elements that a rank's part of the names means, all of which its block has."""
-    call, dims, _ = bound(address, op, at)
+def of_own(address: Address, op: Any, dropped: int | None, at: KernelContext, *args: Any, **named: Any) -> Any:
+    """The elements that a rank's part of the names means, all of which its block has, read or (``dropped``: 0) written there."""
+    runs = bound(address, op, at)
 
     def own(here: At, block: Tensor, *rest: Any) -> Tensor:
-        _, positions = _located(at, here.member, address, rest[address.argument - 1], dims, block.device)
-        found: Tensor = call(with_room(block, dims), *with_index(address, rest, positions, dims, block.ndim), **named)
-        return found
+        _, positions = _located(at, here.member, address, rest[address.argument - 1], runs[1], block.device)
+        return on_block(runs, address, block, positions, rest, named, dropped)
 
     return at.map(own, *args)
 
 
-def write_own(address: Address, op: Any, at: KernelContext, *args: Any, **named: Any) -> Any:
-    """What a rank has for elements that its part of the names means, all of which its block has, written there."""
-    call, dims, _ = bound(address, op, at)
+def on_block(
+    runs: Runs,
+    address: Address,
+    block: Tensor,
+    positions: list[Tensor],
+    rest: Sequence[Any],
+    named: Any,
+    dropped: int | None = None,
+) -> Tensor:
+    """What the operator gives of a block where these are positions in it; ``dropped``: of one that writes, how many rows behind
+    the block take what is not for it."""
+    call, dims, _ = runs
+    made: Tensor = call(with_room(block, dims, dropped or 0), *with_index(address, rest, positions, dims, block.ndim), **named)
+    return made if dropped is None else without_room(made, block, dims)
 
-    def own(here: At, block: Tensor, *rest: Any) -> Tensor:
-        _, positions = _located(at, here.member, address, rest[address.argument - 1], dims, block.device)
-        made: Tensor = call(with_room(block, dims), *with_index(address, rest, positions, dims, block.ndim), **named)
-        return without_room(made, block, dims)
 
-    return at.map(own, *args)
-
-
-def bound(address: Address, op: Any, at: KernelContext) -> tuple[Any, tuple[int, ...], int]:
+def bound(address: Address, op: Any, at: KernelContext) -> Runs:
     """What runs on a block, the dims that are indexed, and where the dims of indices begin in what is read; found once."""
-    found: tuple[Any, tuple[int, ...], int] | None = at.known.get("bound")
+    found: Runs | None = at.known.get("bound")
     if found is None:
         dims = address.dims(at.call) or ()
         found = at.known["bound"] = op or functional_of(at.call.func._schema.name), dims, lead_of(dims)

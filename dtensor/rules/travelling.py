@@ -22,7 +22,7 @@ from ..base.tracing import under_way
 from ..layout.layout import Layout
 from ..ranks.per_rank import shards_of
 from .kernels import At, KernelContext
-from .owned import Address, bound, positions_of, with_index, with_room, without_room
+from .owned import Address, bound, on_block, positions_of, with_room, without_room
 
 
 def read_fetched(address: Address, op: Any, at: KernelContext, *args: Any, **named: Any) -> Any:
@@ -117,7 +117,8 @@ class _Names:
 
     def __init__(self, address: Address, op: Any, at: KernelContext, layout: Layout, lead: int, args: tuple[Any, ...]) -> None:
         self.address, self.at, self.layout, self.lead = address, at, layout, lead
-        self.call, self.dims, _ = bound(address, op, at)
+        self.runs = bound(address, op, at)
+        self.dims = self.runs[1]
         (factor,) = at.splits
         self.dim, self.ndim = int(factor[1:]), at.once(names_ndim)
         self.first = self.dim if address.form == "elements" else 0
@@ -197,15 +198,13 @@ class _Names:
 
     def run(self, block: Tensor, asked: list[Tensor], rest: Sequence[Any], named: Any, writing: bool = False) -> Tensor:
         """What the operator gives of a block where these are its positions."""
-        roomy = with_room(block, self.dims, int(writing and self.unseen))
-        given = with_index(self.address, rest, asked[2:], self.dims, block.ndim)
+        dropped = int(self.unseen) if writing else None
         if self.address.form != "elements":
-            made: Tensor = self.call(roomy, *given, **named)
-            return without_room(made, block, self.dims) if writing else made
-        moved = roomy.movedim(self.dim, 0)  # one dim for all: a row after the other
-        rows = math.prod(moved.shape[1:])
+            return on_block(self.runs, self.address, block, asked[2:], rest, named, dropped)
+        moved = with_room(block, self.dims, dropped or 0).movedim(self.dim, 0)  # one dim for all: a row after the other
+        rows, given = math.prod(moved.shape[1:]), list(rest)
         given[0], given[self.address.argument - 1] = 0, asked[2] * rows + asked[1].remainder(max(1, rows))
-        made = self.call(moved.reshape(-1), *given, **named)
+        made: Tensor = self.runs[0](moved.reshape(-1), *given, **named)
         return without_room(made.reshape(moved.shape).movedim(0, self.dim), block, self.dims).contiguous() if writing else made
 
     def _counts(self, here: At, seen: list[Tensor]) -> Tensor:
