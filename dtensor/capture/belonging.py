@@ -39,6 +39,7 @@ _LIBRARYS = frozenset(
         "_grad_layout",
         "_is_param",
         "_left",
+        "_own_uses",
         "_ownerships",
         "_parted",
         "_passed",

@@ -36,10 +36,21 @@ from ..ranks.hidden import as_one
 from ..redistribute import execute, move_between, plan, start
 from .observed import observed, tell_looked_at, tell_moved
 
+OWN_USES = "_own_uses"  # of a parameter inside its data-parallel unit, in its __dict__: the mesh dims that cut the batch
+
 
 def grad_layout(layout: Layout, placements: Sequence[Placement] | None) -> Layout:
     """The layout in which a gradient crosses between local and global: as given, else ``layout`` with Partial replicated."""
     return _without_partials(layout) if placements is None else layout.replace(placements=placements)
+
+
+def pieces_gradient(x: Any, layout: Layout, placements: Sequence[Placement] | None) -> Layout:
+    """The layout in which the gradient of pieces of ``x``, under ``layout``, comes back: as given, else as :func:`grad_layout`,
+    but as terms along the mesh dims along which ranks use what is alike for parts of their own (``OWN_USES``)."""
+    own = seen(x).__dict__.get(OWN_USES) if placements is None else None
+    if own:
+        placements = [Partial() if i in own else p for i, p in enumerate(_without_partials(layout).placements)]
+    return grad_layout(layout, placements)
 
 
 @remembered(4096)
@@ -215,10 +226,10 @@ def to_whole(x: Any, grad_placements: Sequence[Placement] | None) -> torch.Tenso
     is_whole = target is layout
     whole = x if is_whole else _moved(x, target)
     if communicator_of(mesh).holds_all and not mesh.spans_root:
-        made = as_local(whole, grad_placements)
+        made = as_local(whole, pieces_gradient(x, target, grad_placements).placements)
         return made.clone() if is_whole else made
     if is_recorded(whole):
-        return cast(torch.Tensor, whole_of(whole, grad_layout(target, grad_placements), is_whole))
+        return cast(torch.Tensor, whole_of(whole, pieces_gradient(x, target, grad_placements), is_whole))
     return whole_piece(whole, is_whole)
 
 
@@ -227,7 +238,7 @@ def as_local(x: Any, grad_placements: Sequence[Placement] | None = None, give: C
     if observed and hasattr(x, "_layout"):
         tell_looked_at(x)
     layout = seen(x)._layout
-    made = give(x, layout, grad_layout(layout, grad_placements))
+    made = give(x, layout, pieces_gradient(x, layout, grad_placements))
     return as_one(made, PerRank) if type(made) is tuple else made
 
 

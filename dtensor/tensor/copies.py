@@ -19,6 +19,7 @@ _OWN = frozenset(
     [
         "_is_param",
         "_grad_layout",
+        "_own_uses",
         "_apart",
         "_counted",
         "_origin",

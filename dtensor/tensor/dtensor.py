@@ -38,6 +38,7 @@ from .autograd import (
     is_recorded,
     move_apart,
     nothing_of,
+    pieces_gradient,
     redistributed,
     to_local,
     to_whole,
@@ -167,8 +168,9 @@ class DTensor(torch.Tensor):
         From now on operators that need the DTensor in another layout move it each time (nobody sees what is written to pieces).
 
         Args:
-            grad_placements: the placements of the gradient that comes back, default ``placements`` with Partial
-                replaced by Replicate. Give ``[Partial()]`` where each rank uses a replicated piece differently.
+            grad_placements: the placements of the gradient that comes back, default ``placements`` with Partial replaced by
+                Replicate; of parameters inside units of data parallelism Partial along mesh dims that cut the unit's batch.
+                Give ``[Partial()]`` where each rank uses a replicated piece differently.
         """
         if observed:
             tell_looked_at(self)
@@ -180,15 +182,12 @@ class DTensor(torch.Tensor):
             # a tensor of its own: `requires_grad_` is not said of the DTensor's. (A recorder knows the piece by its identity.)
             local = self._local if ACTIVE else self._local.detach()
             return handed_out(local) if type(local) is PerRank else local
-        made = to_local(self, self._layout, grad_layout(self._layout, grad_placements))
+        made = to_local(self, self._layout, pieces_gradient(self, self._layout, grad_placements))
         return as_one(made, PerRank) if type(made) is tuple else made
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The global value as a plain tensor on every rank, with memory of its own; differentiable.
-
-        On a submesh in one process, whose copies may hold different values, a ``per_rank`` tensor. Costs the redistribution
-        to ``Replicate``.
-        """
+        """The global value as a plain tensor on every rank, with memory of its own; differentiable. Costs the redistribution to
+        ``Replicate``. On a submesh in one process, whose copies may hold different values, a ``per_rank`` tensor."""
         return to_whole(self, grad_placements)
 
     def redistribute(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dtensor as dt
-from dtensor import DTensor, Replicate, Shard
+from dtensor import DTensor, Placement, Replicate, Shard
 from dtensor.debug import CommDebugMode
 from dtensor.errors import DTensorError, MeshError
 from dtensor.parallel import (
@@ -127,6 +127,50 @@ def test_a_distributed_batch_gives_the_global_loss() -> None:
     expected.backward()
     torch.testing.assert_close(loss.full_tensor(), expected)
     same_gradients(model, alone)
+
+
+class Pieces(nn.Module):
+    """Computes on pieces, as programs with kernels of their own do."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.weight, self.how = nn.Parameter(torch.randn(7, 4).double()), how
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if not isinstance(tokens, DTensor):
+            return self.weight[tokens]
+        if self.how == "local_map":
+            return dt.local_map(lambda x, w: w[x], out_placements=(tokens.placements,))(tokens, self.weight)
+        whole = self.weight.to_local() if self.how == "to_local" else self.weight.full_tensor()
+        return DTensor.from_local(whole[tokens.to_local()], tokens.device_mesh, tokens.placements)
+
+
+def _used_in_pieces(how: str) -> None:
+    torch.manual_seed(0)
+    alone = nn.Sequential(Pieces(how), nn.Linear(4, 2).double())
+    tokens = torch.randint(7, (5, 3))
+    loss_of(alone(tokens)).backward()
+    mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    cut_over: list[tuple[Placement, ...]] = [(Shard(0), Replicate()), (Shard(0), Shard(1)), (Replicate(), Replicate())]
+    for unit in (fully_shard, replicate):
+        for batch in cut_over:
+            model = copy.deepcopy(alone)
+            model.zero_grad()
+            for module in (model[0], model):
+                unit(module, mesh=mesh)
+            loss_of(model(dt.distribute_tensor(tokens, mesh, batch))).backward()
+            same_gradients(model, alone)
+
+
+@pytest.mark.parametrize("how", ["to_local", "local_map"])
+def test_pieces_of_parameters_are_used_for_pieces_of_the_batch(how: str) -> None:
+    _used_in_pieces(how)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("how", ["to_local", "local_map", "full_tensor"])  # which one plain tensor for all ranks cannot do
+def test_pieces_of_parameters_on_process_groups(how: str) -> None:
+    run_gloo(_used_in_pieces, 4, how)
 
 
 class Mlp(nn.Module):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from halves import some
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
@@ -50,8 +51,7 @@ def everywhere(program: Callable[..., Any], x: torch.Tensor = X, **options: Any)
             check(program, x, mesh=mesh, placements=[placements], cloned=True, gradients=False, **options)
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize(("view", "change"), some(list(itertools.product(VIEWS, CHANGES))))
 def test_a_view_outlives_what_its_base_looked_like(view: str, change: str) -> None:
     def program(x: Any) -> Any:
         before, read = VIEWS[view](x), VIEWS[view](x)
@@ -242,11 +242,7 @@ THEN: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("then", THEN)
-@pytest.mark.parametrize(
-    "turned", [pytest.param(name, marks=pytest.mark.slow if name.startswith("swap") else ()) for name in TURNED]
-)
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize(("base", "turned", "then"), some(list(itertools.product(BASES, TURNED, THEN)), every=4))
 def test_gradients_of_views_taken_before(base: str, turned: str, then: str) -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     layouts = itertools.cycle(FLAT)

@@ -14,6 +14,7 @@ from ...comm import shards_of
 from ...dispatch.local_op import seen
 from ...mesh.derive import same_root
 from ...mesh.device_mesh import DeviceMesh
+from ...tensor.autograd import OWN_USES
 from ...tensor.dtensor import DTensor
 from ...tensor.materialize import check_values
 from .buffers import Buffers
@@ -84,7 +85,7 @@ class Unit:
         schedule.depth += 1  # first of all: :meth:`after_forward` is called whatever raises here
         if outermost:
             given = map(seen, tensors_in((args, kwargs)))
-            schedule.begin(next((x.device_mesh for x in given if isinstance(x, DTensor) and self._spans(x)), None))
+            schedule.begin([x for x in given if isinstance(x, DTensor) and self._spans(x)])
             if self.awaited is not None:
                 event, self.awaited = self.awaited, None
                 event.wait()
@@ -237,7 +238,12 @@ class Unit:
         self._expected.add(use)
         flat = Gathered.apply(ANCHOR, group, self, use, distributed, *[m.parameter for m in group.managed])
         next(x.grad_fn for x in flat if x.grad_fn is not None)._set_sequence_nr(_AT_ONCE)
-        return use, group.regrouped(flat, distributed)
+        values = group.regrouped(flat, distributed)
+        if distributed is not None and self._scheduled().cut:
+            cut = self._scheduled().cut & set(group.axes.mesh._dims)
+            for x in values:
+                x.__dict__[OWN_USES] = [i for i, dims in enumerate(x._layout.mesh._dims) if dims in cut]
+        return use, values
 
     def put_parameters(self) -> None:
         """Sharded parameters where the module has them."""

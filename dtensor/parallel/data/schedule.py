@@ -10,6 +10,7 @@ from ...base.recording import ACTIVE, current
 from ...base.torch_internals import engine, graph_task
 from ...errors import DivergenceError
 from ...mesh.device_mesh import DeviceMesh
+from ...tensor.dtensor import DTensor
 from .gradients import Reduction
 from .memory import Spare
 
@@ -44,6 +45,7 @@ class Schedule:
     Attributes:
         depth: units whose forward is running.
         distributed: the mesh of this iteration's batch, where that is a DTensor over the data-parallel mesh dims.
+        cut: the mesh dims that cut it.
         order: units in the order of their forward, in this pass; ``last`` in the pass before.
         spare: memory of gradients on their way.
     """
@@ -52,6 +54,7 @@ class Schedule:
         self.units = list(units)
         self.depth = 0
         self.distributed: DeviceMesh | None = None
+        self.cut: set[tuple[int, ...]] = set()
         self.order: list[Any] = []
         self.last: list[Any] = []
         self._reductions: list[list[Reduction]] = []  # under way, a unit's together
@@ -59,11 +62,13 @@ class Schedule:
         self._queued = False
         self.spare = Spare()
 
-    def begin(self, distributed: DeviceMesh | None) -> None:
-        """A forward pass starts."""
+    def begin(self, batch: Sequence[DTensor]) -> None:
+        """A forward pass starts; ``batch``: what it is given over the data-parallel mesh dims."""
         if ACTIVE and (recorder := current()) is not None:
             recorder.undo(self.reset)
-        self.distributed, self._queued = distributed, False
+        self.distributed, self._queued = batch[0].device_mesh if batch else None, False
+        placed = [pair for x in batch for pair in zip(x.device_mesh._dims, x._layout.placements, strict=True)]
+        self.cut = {dims for dims, placement in placed if placement.is_shard()}
         self.last, self.order = self.order, []
         for unit in self.units:
             unit.begin()
