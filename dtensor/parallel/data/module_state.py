@@ -14,7 +14,6 @@ from ...comm import shards_of
 from ...dispatch.local_op import seen
 from ...mesh.derive import same_root
 from ...mesh.device_mesh import DeviceMesh
-from ...tensor.autograd import OWN_USES
 from ...tensor.dtensor import DTensor
 from ...tensor.materialize import check_values
 from .buffers import Buffers
@@ -27,7 +26,7 @@ from .schedule import Schedule
 from .ties import follow_state_dicts
 from .transforms import Place, as_one_tensor, put_back, put_differentiable
 from .unreduced import Unreduced
-from .uses import Pass, Use, tensors_in
+from .uses import Pass, Use, tensors_in, used_for_parts
 
 _AT_ONCE = 2**62  # autograd runs later nodes first; this one as soon as its gradients are there, as it does with leaves
 _ATTRIBUTE = "_data_parallel_unit"
@@ -239,10 +238,8 @@ class Unit:
         flat = Gathered.apply(ANCHOR, group, self, use, distributed, *[m.parameter for m in group.managed])
         next(x.grad_fn for x in flat if x.grad_fn is not None)._set_sequence_nr(_AT_ONCE)
         values = group.regrouped(flat, distributed)
-        if distributed is not None and self._scheduled().cut:
-            cut = self._scheduled().cut & set(group.axes.mesh._dims)
-            for x in values:
-                x.__dict__[OWN_USES] = [i for i, dims in enumerate(x._layout.mesh._dims) if dims in cut]
+        if distributed is not None:
+            used_for_parts(values, self._scheduled().cut & set(group.axes.mesh._dims))
         return use, values
 
     def put_parameters(self) -> None:

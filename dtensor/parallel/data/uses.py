@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 from ...base.nested import leaves
 from ...base.torch_internals import tree_leaves, tree_map
 from ...comm import PerRank, shards_of
+from ...tensor.autograd import OWN_USES
 from .param_group import Group
 
 
@@ -30,6 +31,12 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 _WITHOUT = (type(None), bool, int, float, str, torch.dtype)
+
+
+def used_for_parts(parameters: Iterable[Any], cut: Set[tuple[int, ...]]) -> None:
+    """Say of parameters, DTensors, that along mesh dims that ``cut`` the batch each rank uses its pieces for its own part."""
+    for x in parameters:
+        x.__dict__[OWN_USES] = [i for i, dims in enumerate(x._layout.mesh._dims) if dims in cut]
 
 
 @dataclass(eq=False, slots=True)
