@@ -105,6 +105,51 @@ def concatenated(meshes: Sequence[Geometry]) -> tuple[Dims, Names]:
     return dims, tuple(name for mesh in meshes for name in mesh.mesh_dim_names or ()) if named else None
 
 
+def on_one_root(meshes: Sequence[Any]) -> list[Any]:
+    """Meshes as parts of one. Those that have the same ranks in the same order (one mesh, unflattened in several ways) become
+    parts of the mesh of the finest dims of all of them, where there is one; others stay as they are."""
+    roots = list({mesh._root.key: mesh._root for mesh in meshes}.values())
+    ends = sorted({end for root in roots for end in _ends(root.shape)}, reverse=True)
+    if len(roots) == 1 or len({root.family for root in roots}) > 1 or any(a % b for a, b in itertools.pairwise(ends)):
+        return list(meshes)
+    ones = {end: max(_ends(root.shape).count(end) - 1 for root in roots) for end in ends}  # dims of one rank, by where they stand
+    shape: list[int] = []
+    first: dict[int, int] = {}  # of the dims that end there
+    for k, end in enumerate(ends):
+        first[end] = len(shape)
+        shape += [1] * ones[end] + ([end // ends[k + 1]] if k + 1 < len(ends) else [])
+    now = {root.key: _among(root.shape, first, ones) for root in roots}
+    backends = {}
+    for root in roots:
+        for dims, asked in root.backends.items():
+            backends[tuple(sorted(d for old in dims for d in now[root.key][old] if shape[d] > 1))] = asked
+    made = next((m for m in meshes if m._root.shape == tuple(shape) and m._root.backends == backends), None)
+    known = ("with", *now)
+    if made is None and (made := roots[0].derived.get(known)) is None:
+        made = roots[0].derived[known] = type(meshes[0])(roots[0].device_type, np.reshape(roots[0].ranks, shape))
+        made._root.stands_for, made._root.profile, made._root.backends = roots[0].stands_for, roots[0].profile, backends
+    moved = [tuple(tuple(d for old in dims for d in now[mesh._root.key][old]) for dims in mesh._dims) for mesh in meshes]
+    return [made._derive(dims, mesh.mesh_dim_names) for dims, mesh in zip(moved, meshes, strict=True)]
+
+
+def _ends(shape: Sequence[int]) -> list[int]:
+    """How many ranks there are from each dim on, and none."""
+    return [math.prod(shape[k:]) for k in range(len(shape) + 1)]
+
+
+def _among(shape: Sequence[int], first: dict[int, int], ones: dict[int, int]) -> list[tuple[int, ...]]:
+    """For each dim of ``shape`` the finer ones that it is made of: those of one rank in their order."""
+    found: list[tuple[int, ...]] = []
+    seen = dict.fromkeys(first, 0)
+    for size, (start, end) in zip(shape, itertools.pairwise(_ends(shape)), strict=True):
+        if size == 1:
+            found.append((first[start] + seen[start],))
+            seen[start] += 1
+        else:
+            found.append(tuple(d for at in first if end < at <= start for d in (first[at] + ones[at],)))
+    return found
+
+
 def same_root(one: Geometry, other: Geometry) -> bool:
     """Whether both are parts of one mesh."""
     return one._root is other._root or one._root.key == other._root.key

@@ -22,7 +22,7 @@ from ..base.scoped import Scoped
 from ..base.tracing import constant_of_graph
 from ..errors import MeshError
 from .current_rank import current_coordinate, current_rank
-from .derive import concatenated, dims_of_ranks, flattened, sliced, unflattened
+from .derive import concatenated, dims_of_ranks, flattened, on_one_root, sliced, unflattened
 from .geometry import Dims, Geometry, Names, asked
 from .groups import handle_of
 from .root import Kind, Root, backends_of, device_type_of, make_root, mesh_shape_of
@@ -115,8 +115,7 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
         RankValues(rank 0: 0, rank 1: 1, rank 2: 0, rank 3: 1)
         """
         mesh, dim = self._along(mesh_dim, "get_local_rank")
-        coordinate = mesh.get_coordinate()
-        if coordinate is None:
+        if (coordinate := mesh.get_coordinate()) is None:
             raise MeshError(f"rank {self.get_rank()} is not part of {self!r}")
         return coordinate[dim]
 
@@ -174,6 +173,7 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
 
     @staticmethod
     def _concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:  # type: ignore[override]  # more than lists
+        meshes = on_one_root(meshes)
         return meshes[0]._derive(*concatenated(meshes))
 
     _flatten, _unflatten = flatten, unflatten  # type: ignore[assignment]  # torch's spelling; its names are never left out

@@ -56,6 +56,11 @@ class Root:
         return self.device_type, self.ranks, self.shape, self.kind, id(self.world)
 
     @property
+    def family(self) -> tuple[Any, ...]:
+        """What meshes have in common that are one mesh in several ways."""
+        return self.device_type, self.ranks, self.kind, id(self.world), self.stands_for, id(self.profile)
+
+    @property
     def key(self) -> tuple[Any, ...]:
         return *self.geometry, tuple(sorted(self.backends.items())), self.stands_for, id(self.profile)
 

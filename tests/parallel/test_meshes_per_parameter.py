@@ -159,3 +159,35 @@ def test_a_batch_on_the_data_parallel_mesh_alone(size: int, sequence: bool) -> N
 @pytest.mark.gloo
 def test_a_batch_on_the_data_parallel_mesh_alone_on_process_groups() -> None:
     run_gloo(_batch_on_one_dim, 4, 4, False)
+
+
+def _two_ways(copies: bool) -> None:
+    """As programs do that unflatten the world once for their batches and tensor parallelism, and once for their parameters."""
+    world = dt.init_device_mesh("cpu", (8 if copies else 4,), mesh_dim_names=("world",))
+    data = world._unflatten(0, (1, 4 if copies else 2, 1, 2), ("pp", "batch", "cp", "tp"))
+    dense = world._unflatten(0, (1, 2 if copies else 1, 2, 2), ("pp", "copies", "fsdp", "tp"))
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4), nn.LayerNorm(4)).double()
+    model = copy.deepcopy(alone)
+    parallelize_module(model, data["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model[0], mesh=dense["copies", "fsdp"] if copies else dense["fsdp"])
+    fully_shard(model, mesh=dense["copies", "fsdp"] if copies else dense["fsdp"])
+    assert len({p.device_mesh for p in model.parameters()}) == 1
+
+    def batch(step: int) -> tuple[Any, Tensor]:
+        x = torch.randn(4, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        if not copies:
+            x = x[:2]
+        return dt.map_ranks(lambda at: x[data.get_local_rank("batch")].clone(), mesh=data), x
+
+    steps_alike(model, alone, lambda m: torch.optim.Adam(m.parameters(), lr=0.05), map(batch, range(2)))
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_meshes_that_were_unflattened_from_one_in_two_ways(copies: bool) -> None:
+    _two_ways(copies)
+
+
+@pytest.mark.gloo
+def test_two_ways_on_process_groups() -> None:
+    run_gloo(_two_ways, 4, False)

@@ -10,10 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo import run_gloo
+from hypothesis import given
+from hypothesis import strategies as st
 
 import dtensor as dt
 from dtensor.errors import MeshError
 from dtensor.mesh.current_rank import running_as
+from dtensor.mesh.derive import on_one_root
 from dtensor.mesh.device_mesh import DeviceMesh, as_mesh, init_device_mesh
 
 CUBE = init_device_mesh("cpu", (2, 3, 2), mesh_dim_names=("dp", "pp", "tp"))
@@ -150,6 +153,31 @@ def test_slices_are_put_together_again() -> None:
         DeviceMesh._concatenate([CUBE["tp"], CUBE["tp", "dp"]])
     with pytest.raises(MeshError, match="slices of one mesh"):
         DeviceMesh._concatenate([CUBE["tp"], init_device_mesh("cpu", (2,))])
+
+
+def test_meshes_that_were_unflattened_from_one_are_put_together() -> None:
+    world = init_device_mesh("cpu", (8,), mesh_dim_names=("world",))
+    data = world.unflatten(0, (1, 4, 1, 2), ("pp", "batch", "cp", "tp"))
+    dense = world.unflatten(0, (1, 2, 2, 2), ("pp", "copies", "fsdp", "tp"))
+    both = DeviceMesh._concatenate([dense["copies", "fsdp"], data["tp"]])
+    assert (both.mesh_dim_names, both.mesh.tolist()) == (("copies", "fsdp", "tp"), [[[0, 1], [2, 3]], [[4, 5], [6, 7]]])
+    assert both == DeviceMesh._concatenate([dense["copies", "fsdp"], data["tp"]])
+    assert DeviceMesh._concatenate([dense["pp", "copies"], data["tp"]]).shape == (1, 2, 2)
+    for one, other in ((dense["fsdp"], data["batch"]), (world.unflatten(0, (2, 4), ("a", "b"))["b"], dense["tp"])):
+        with pytest.raises(MeshError, match="without a dim in common"):
+            DeviceMesh._concatenate([one, other])
+
+
+@given(splits=st.lists(st.permutations([2, 3, 2, 1, 1]), min_size=2, max_size=3))
+def test_meshes_on_one_root_have_their_ranks(splits: list[list[int]]) -> None:
+    world = init_device_mesh("cpu", (12,))
+    meshes = [world.unflatten(0, sizes) for sizes in splits]
+    found = on_one_root(meshes)
+    assert len({mesh._root.key for mesh in found}) in (1, len({mesh._root.key for mesh in meshes}))
+    for mesh, other in zip(meshes, found, strict=True):
+        assert (mesh.shape, mesh.mesh.tolist()) == (other.shape, other.mesh.tolist())
+        assert all(mesh.members_of((d,), m) == other.members_of((d,), m) for d in range(5) for m in range(12))
+    assert on_one_root([*found, *meshes]) == [*found, *found]
 
 
 def test_a_flattened_name_is_looked_up_from_every_slice() -> None:

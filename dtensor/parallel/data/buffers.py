@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from ...comm import communicator_of
 from ...dispatch.versions import stamp
 from ...layout.layout import Layout
-from ...layout.spelled import spelled_on
 from ...redistribute.batch import broadcast_many
 from ...tensor.dtensor import DTensor, wrap
 from .layouts import Axes
-from .parameters import joined_mesh
+from .parameters import over_both
 
 
 class Buffers:
@@ -83,11 +82,7 @@ class Buffers:
 
 def _replicated(buffer: Tensor, axes: Axes, inside: Layout | None) -> DTensor:
     comm = communicator_of(axes.mesh)
-    whole = (
-        Layout.of(axes.mesh, None, buffer.shape, None, buffer.dtype)
-        if inside is None
-        else spelled_on(joined_mesh(axes.mesh, inside.mesh), inside)
-    )
+    _, whole = over_both(axes, buffer, inside)
     local = buffer._local if isinstance(buffer, DTensor) else buffer.detach()
     if not local.is_meta:
         local = local.to(axes.mesh.device_type)

@@ -14,7 +14,7 @@ from .fsdp_module import FSDPModule, neighbours_of, state_of, units_of
 from .layouts import Axes, sharding
 from .module_state import Unit, unit_of
 from .param_group import Group
-from .parameters import Managed, ShardPlacement, adopt, onto_one_mesh
+from .parameters import Managed, ShardPlacement, adopt, among, onto_one_mesh
 from .policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
@@ -95,6 +95,7 @@ def _unit(
     reshard_after_forward: Any,
 ) -> Unit:
     neighbours_of(axes, reshard_after_forward)  # refuses before anything is done
+    axes = among(axes, modules)
     managed = adopt(modules, axes, ignored, "fully_shard", where)
     buffers = Buffers([below for one in modules for below in one.modules()], axes)
     by_axes: dict[Axes, list[Managed]] = {axes: []}

@@ -7,6 +7,7 @@ tensor-parallel block stays in one piece when the data-parallel cut is undone. T
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from ...comm import Communicator, PerRank, communicator_of, shards_of
 from ...errors import ContradictionError, MeshError, PlacementError, UnsupportedOperationError
 from ...layout.layout import Layout
 from ...layout.spelled import cut_by, spelled_on
-from ...mesh.derive import joined, picked, same_root
+from ...mesh.derive import joined, on_one_root, picked, same_root
 from ...mesh.device_mesh import DeviceMesh, as_mesh
 from ...placement import Shard
 from ...tensor.dtensor import DTensor, wrap
@@ -168,17 +169,29 @@ def adopt(
     return list(dict.fromkeys(taken.values()))
 
 
+def among(axes: Axes, modules: Sequence[nn.Module]) -> Axes:
+    """``axes`` on a mesh of the same root as those that parameters of ``modules`` are distributed over, if there is one."""
+    meshes = dict.fromkeys(p.device_mesh for module in modules for p in module.parameters() if isinstance(p, DTensor))
+    return dataclasses.replace(axes, mesh=on_one_root([axes.mesh, *meshes])[0])
+
+
 def _cut(parameter: nn.Parameter, axes: Axes, where: ShardPlacement | None) -> Cut:
     """How a parameter is to be cut."""
     placement, axes = _asked(parameter, where, axes)
     cut = None if not axes.shard or parameter.ndim == 0 else placement
     inside = beside(parameter._layout, axes.mesh) if isinstance(parameter, DTensor) else None
-    if inside is None:
-        whole = Layout.of(axes.mesh, None, parameter.shape, None, parameter.dtype)
-    else:
-        whole = spelled_on(joined_mesh(axes.mesh, inside.mesh), inside)
+    axes, whole = over_both(axes, parameter, inside)
     dp_dims = [whole.mesh._dims.index(axes.mesh._dims[i]) for i in axes.shard]
     return (whole if cut is None else whole.replace(placements=cut_by(whole, cut, dp_dims))), whole, inside, cut, axes
+
+
+def over_both(axes: Axes, x: Tensor, inside: Layout | None) -> tuple[Axes, Layout]:
+    """The layout of what is whole over the data-parallel mesh and lies as ``inside`` beside it; and the axes on that root."""
+    if inside is None:
+        return axes, Layout.of(axes.mesh, None, x.shape, None, x.dtype)
+    dp, own = on_one_root([axes.mesh, inside.mesh])
+    spelled = Layout.of(own, inside.placements, inside.shape, None, inside.dtype)
+    return dataclasses.replace(axes, mesh=dp), spelled_on(joined_mesh(dp, own), spelled)
 
 
 def _take(parameter: nn.Parameter, how: Cut) -> Managed:

@@ -18,7 +18,7 @@ from .fully_shard import add_methods, check_offload, check_policy, outermost
 from .layouts import Axes, copying
 from .module_state import Unit
 from .param_group import Group
-from .parameters import Managed, adopt, onto_one_mesh
+from .parameters import Managed, adopt, among, onto_one_mesh
 from .policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
@@ -152,6 +152,7 @@ def _unit(
     limit: float | None,
     shared: bool,
 ) -> Unit:
+    axes = among(axes, modules)
     managed = adopt(modules, axes, ignored, "replicate")
     onto_one_mesh(managed, axes.mesh)
     groups = [Group(bucket, axes, policy) for bucket in buckets(managed, limit)]
