@@ -13,6 +13,7 @@ from ..layout.layout import Layout
 from ..layout.splits import Split, chunk_sizes
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Partial
+from ..redistribute import plan as plan_move
 from ..rules.call import Call, Kind, Meta
 from ..rules.compound import NotBlocks, composed, cut_in
 from ..rules.parted import Left
@@ -21,7 +22,7 @@ from ..rules.windows import covering, windowed
 from ..rules.work import work_of
 from .parted_rows import fits, left_parted, parted_lines
 from .row_costs import free_rows, ranked
-from .row_table import Table, spelled, table_of
+from .row_table import Table, spelled, table_of, where_of
 
 _TRIES = 256
 
@@ -89,9 +90,21 @@ def _cheapest(rule: Rule, table: Table, factors: Factors, call: Call, kept: Mapp
         moved = _moved(call, chosen)
         if moved == 0:
             return chosen
-        if best is None or moved < best[1]:  # of equal prices, which do not see uneven blocks, the one that moves less
-            best = price[:2], moved, chosen
+        found = (price[0] + _in_other_blocks(call, picked, factors, chosen), price[1]), moved, chosen
+        if best is None or found[:2] < best[:2]:
+            best = found
     return None if best is None else best[2]
+
+
+def _in_other_blocks(call: Call, rows: tuple[Row, ...], factors: Factors, chosen: Chosen) -> float:
+    """Seconds of moving the operands that lie where rows want them, but in other blocks than come of it, which no price sees."""
+    ranks, seconds = call.mesh.shape, 0.0
+    for i, (have, need) in enumerate(zip(call.operands, chosen.operands, strict=True)):
+        if have is not need and not have.same_data(need):
+            wanted = [where_of(row.operands[i], factors.operands[i]) for row in rows]
+            if all(n == 1 or have.along(mesh_dim) == wanted[mesh_dim] for mesh_dim, n in enumerate(ranks)):
+                seconds += plan_move(have, need).cost
+    return seconds
 
 
 def declared(rule: Rule, factors: Factors, call: Call) -> Table:
@@ -107,9 +120,13 @@ def realized(rule: Rule, rows: tuple[Row, ...], factors: Factors, call: Call, ke
     """The choice of one row per mesh dim; None if they contradict each other, or the rule does not allow them here."""
     try:
         chosen = _realize(rows, factors, call, kept)
+        if chosen is not None and not rule.allows(chosen.choice):  # of such blocks: one is empty, or they are not alike
+            chosen = _realize(rows, factors, call, kept, evenly=True) if chosen.choice.splits else None
+            if chosen is None or not rule.allows(chosen.choice):
+                return None
     except NotBlocks:
         return None
-    if chosen is None or not rule.allows(chosen.choice):
+    if chosen is None:
         return None
     if not (call.parted or factors.groups):
         return chosen
@@ -149,7 +166,7 @@ def _total(ranked: list[list[tuple[Any, Row]]], at: tuple[int, ...]) -> tuple[fl
     return tuple(map(sum, zip(*prices, strict=True)))
 
 
-def _realize(rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen | None:
+def _realize(rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[int, int], evenly: bool = False) -> Chosen | None:
     """The layouts that follow from one row per mesh dim; None if they contradict each other."""
     taken = [(mesh_dim, row) for mesh_dim, row in enumerate(rows) if call.mesh.shape[mesh_dim] > 1]
     kernels = {row.factor: row.kernel for _, row in taken if row.kernel is not None}
@@ -163,7 +180,7 @@ def _realize(rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[
     for mesh_dim, row in taken:
         for name in _cut_by(row):
             used.setdefault(name, []).append(mesh_dim)
-    splits = {name: _split(name, mesh_dims, factors, call, kept) for name, mesh_dims in used.items()}
+    splits = {name: _split(name, mesh_dims, factors, call, kept, evenly) for name, mesh_dims in used.items()}
 
     def splits_of(side: str, i: int) -> Mapping[str, Split]:
         cut = {name: factors.windows[side, i, name] for name in splits if (side, i, name) in factors.windows}
@@ -210,8 +227,9 @@ def _cut_by(row: Row) -> Iterable[str]:
     return dict.fromkeys((row.factor, *(spec.factor for spec in (*row.operands, *row.results) if isinstance(spec, Along))))
 
 
-def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: Mapping[int, int]) -> Split:
-    """How ``name`` is cut by ``mesh_dims``: as in the operand that already is (written ones first, then the largest).
+def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: Mapping[int, int], evenly: bool = False) -> Split:
+    """How ``name`` is cut by ``mesh_dims``: as in the operand that already is (written ones first, then the largest), or
+    ``evenly`` by the same ranks.
 
     Where operands are cut differently some move anyhow, and so would what they grow to: then evenly, if that leaves nobody with
     more (written ones stay).
@@ -240,9 +258,9 @@ def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: 
             pieces.append((*found, window))
     if whole:
         even = chunk_sizes(size, tuple(call.mesh.shape[i] for i in whole[0].mesh_dims))
-        if max(even) == max(whole[0].sizes):
+        if max(even) == max(whole[0].sizes) and not evenly:
             return whole[0]
-        dealt = any(found != whole[0] for found in whole) or _parts_grow(name, factors, call, whole[0].sizes)
+        dealt = evenly or any(found != whole[0] for found in whole) or _parts_grow(name, factors, call, whole[0].sizes)
         return Split(whole[0].mesh_dims, even) if dealt else whole[0]
     ordered = pieces[0][0] if pieces else tuple(sorted(mesh_dims))
     default = chunk_sizes(size, tuple(call.mesh.shape[i] for i in ordered))

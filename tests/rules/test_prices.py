@@ -174,3 +174,17 @@ def test_parts_of_an_unflattened_projection_are_brought_to_the_batch() -> None:
     made = modulated(cut(x), dt.distribute_tensor(fused, MESH, [Shard(2)]))
     assert made.placements == (Shard(0),)
     torch.testing.assert_close(made.full_tensor(), modulated(x, fused))
+
+
+def test_groups_of_which_a_rank_has_none_are_dealt_out() -> None:
+    """A part of a fused projection before a convolution by channels: a block may have no group."""
+    a, weight = numbers(8, 64, 64), numbers(96, 64)
+    part = F.linear(whole(a), cut(weight))[..., 32:].transpose(1, 2)
+    assert 0 in part.layout.splits[1].sizes
+    kernels = numbers(64, 1, 4)
+    made, nbytes = received(lambda x, w: F.conv1d(x, w, groups=64), part, whole(kernels))
+    assert made.placements == (Shard(1),)
+    assert nbytes == part.nbytes // 4
+    torch.testing.assert_close(
+        made.full_tensor(), F.conv1d(F.linear(a, weight)[..., 32:].transpose(1, 2), kernels, groups=64), atol=1e-4, rtol=1e-4
+    )
