@@ -190,12 +190,13 @@ def _realize(rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[
             else splits
         )
 
-    fixed, mesh, sizes = call.fixed, call.mesh, factors.sizes
+    fixed, mesh = call.fixed, call.mesh
     operands = []
     for i, layout in enumerate(call.operands):
         if i not in fixed:
             specs = [row.operands[i] for row in rows]
-            layout = _place(mesh, factors.operands[i], specs, splits_of("operand", i), sizes, layout, (layout,))
+            own = _held(factors, "operand", i)
+            layout = _place(mesh, factors.operands[i], specs, splits_of("operand", i), own, layout, (layout,))
         operands.append(layout)
     for i in _wanted_whole(taken, factors, used) if kernels else ():
         operands[i] = operands[i].whole()
@@ -207,7 +208,8 @@ def _realize(rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[
             continue
         r = next(tensors)
         specs = [row.results[r] for row in rows]
-        results.append(_place(mesh, factors.results[r], specs, splits_of("result", r), sizes, meta, call.operands))
+        own = _held(factors, "result", r)
+        results.append(_place(mesh, factors.results[r], specs, splits_of("result", r), own, meta, call.operands))
     kernel_row = next((row for row in rows if row.kernel is not None and row.factor in splits), None) if kernels else None
     return Chosen(Choice(call, factors, rows, splits), tuple(operands), tuple(results), kernel_row)
 
@@ -248,8 +250,7 @@ def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: 
     whole: list[Split] = []
     for i, d, current in cut:
         window = factors.windows.get(("operand", i, name))
-        sizes = factors.sizes if window is None else {**factors.sizes, name: len(window)}
-        found = cut_in(factors.operands[i][d], name, current, wanted, sizes, call.mesh.shape)
+        found = cut_in(factors.operands[i][d], name, current, wanted, _held(factors, "operand", i), call.mesh.shape)
         if found is not None and window is None:
             if i in kept.values():
                 return found
@@ -267,6 +268,12 @@ def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: 
     if not pieces:
         return Split(ordered, default)
     return Split(ordered, covering(default, [(blocks, window) for nesting, blocks, window in pieces if nesting == ordered]))
+
+
+def _held(factors: Factors, side: str, i: int) -> Mapping[str, int]:
+    """How many positions of each factor an operand or a result has."""
+    windows = {name: len(window) for (at, k, name), window in factors.windows.items() if (at, k) == (side, i)}
+    return {**factors.sizes, **windows} if windows else factors.sizes
 
 
 def _parts_grow(name: str, factors: Factors, call: Call, sizes: Sequence[int]) -> bool:
