@@ -27,9 +27,10 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hf"))
 from costing.families import reduced
+from eating import parts
 from program_cost import distribute, laid_out, measure
 from scale import Scale
-from shrinking import CONFIG_MAPPING, classes_of, shrunk
+from shrinking import CONFIG_MAPPING, Shrunk, classes_of, shrunk
 from step import floating, loss_of
 
 import dtensor as dt
@@ -123,9 +124,17 @@ def step_of(model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Any]:
     return step
 
 
+def trained(found: Shrunk) -> nn.Module:
+    """The model, which keeps no caches, as training by hand does not."""
+    model = found.build().train()
+    for _, part in parts(model.config):  # type: ignore[arg-type]  # that of a model of Hugging Face
+        part.use_cache = False
+    return model
+
+
 def rows_of(model_type: str, layouts: list[str]) -> Any:
     found = shrunk(model_type, WIDE)
-    plain = found.build().train()
+    plain = trained(found)
     hand, shares = ByHand(plain), [p.nbytes for p in plain.parameters()]
     places = hand.placed(plain.named_parameters(remove_duplicate=False))
     one = measure(step_of(plain, found.call()))
@@ -142,7 +151,7 @@ def rows_of(model_type: str, layouts: list[str]) -> Any:
         cut = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.ndim and x.shape[0] % 8 == 0}
         rest = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and name not in cut}
         inputs |= laid_out(cut, mesh, batch) | laid_out(rest, mesh, [R] * mesh.ndim)
-        got = measure(step_of(distribute(found.build().train(), mesh, spots[layout]), inputs))
+        got = measure(step_of(distribute(trained(found), mesh, spots[layout]), inputs))
         n = {"tp": 4, "tp_dp": 2}.get(layout, 1)
         owned = sum(
             size / (1 if places[name] == R else 2) for (name, _), size in zip(plain.named_parameters(), shares, strict=True)

@@ -102,7 +102,7 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
                 summed, cut = owed[r]
                 seconds += summed if isinstance(where, Partial) and not owners else cut if anew or owners else 0.0
         if multiplies:
-            seconds += row_seconds(device, work, row, ranks, factors.sizes)
+            seconds += row_seconds(device, work, row, ranks, factors.sizes, part)
         if row.kernel is not None:
             seconds += kernel_seconds(row, call, mesh_dim)
         price = (seconds if ranks > 1 else 0.0, invented, changes, _memory(line, nbytes, part), line.order)
