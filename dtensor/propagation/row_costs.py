@@ -43,8 +43,10 @@ def free_rows(table: Table, factors: Factors, call: Call, kept: Kept) -> tuple[R
         ]
         if not lines or ranks == 1:  # of one rank, rows with moves are free too
             return None
+        nbytes = call.result_bytes()
+        if all(map(_leaves_terms, lines)) and _grows(factors, call, mesh_dim, nbytes):
+            return None
         if len(lines) > 1:
-            nbytes = call.result_bytes()
             lines.sort(key=lambda line: (_memory(line, nbytes, 1 / ranks), line.order))
         picked.append(lines[0].row)
     return tuple(picked)
@@ -123,7 +125,7 @@ def kernel_seconds(row: Row, call: Call, mesh_dim: int) -> float:
 def _debts(table: Table, factors: Factors, call: Call, nbytes: list[int], mesh_dim: int) -> list[tuple[float, float]]:
     """Seconds that each result costs later on: if it is left in terms, to add them up; if it is cut as no operand was, to cut it
     as the others are. None of them where a row moves nothing and there are no terms yet, but where all such rows leave terms
-    that are larger than the one operand that is cut, or make terms of one that was whole: then what scattering them takes.
+    that are larger than what is cut, or make terms of one that was whole: then what scattering them takes.
 
     Latencies do not count: what is owed may be paid together with something else. But where some row leaves a cut as it is, who
     cuts otherwise has it to change once more. On the other mesh dims a result is as small a part as that of any operand.
@@ -205,15 +207,15 @@ def _leaves_terms(line: Line) -> bool:
 
 
 def _grows(factors: Factors, call: Call, mesh_dim: int, nbytes: list[int]) -> bool:
-    """Whether one operand alone is cut, and the results are more than twice as large; or what is cut is added to a whole one that
-    is as large as they are."""
+    """Whether the results are more than twice as large as all operands that are cut; or what is cut is added to a whole one that is
+    as large as they are."""
     if any(
         call.operands[i].nbytes >= sum(nbytes) and isinstance(call.operands[i].along(mesh_dim), Replicate)
         for i in factors.additive
     ):
         return True
     cut = [stored(layout).nbytes for layout in call.operands if isinstance(layout.along(mesh_dim), int)]
-    return len(cut) == 1 and 2 * cut[0] < sum(nbytes)
+    return bool(cut) and 2 * sum(cut) < sum(nbytes)
 
 
 def _by_owners(line: Line, factors: Factors, call: Call) -> bool:
