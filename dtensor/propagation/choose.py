@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..base.symbols import has_symbols
+from ..cost.link import collective_seconds
 from ..layout.layout import Layout
 from ..layout.splits import Split, chunk_sizes
 from ..mesh.device_mesh import DeviceMesh
@@ -73,13 +74,10 @@ def _may_differ(call: Call, chosen: Chosen) -> bool:
 
 
 def _cheapest(rule: Rule, table: Table, factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen | None:
-    free = free_rows(table, factors, call, kept)
-    if free is not None:  # what the search below would come to first
-        chosen = realized(rule, free, factors, call, kept)
-        if chosen is not None and not _moved(call, chosen):
-            return chosen
-    work = work_of(rule, factors, call)
-    priced = [ranked(table, factors, call, kept, mesh_dim, work) for mesh_dim in range(call.mesh.ndim)]
+    apart, chosen = _in_place(rule, table, factors, call, kept)
+    if chosen is not None:  # what the search below would come to first
+        return chosen
+    priced = _priced(rule, table, factors, call, kept, apart)
     best: tuple[tuple[float, ...], int, Chosen] | None = None
     for price, picked in _best_first(priced):
         if best is not None and price[:2] > best[0]:
@@ -96,15 +94,41 @@ def _cheapest(rule: Rule, table: Table, factors: Factors, call: Call, kept: Mapp
     return None if best is None else best[2]
 
 
+def prices(rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]) -> list[list[tuple[Any, Row]]]:
+    """By mesh dim every row with its price, the cheapest first, as :func:`choose` sees them."""
+    table = declared(rule, factors, call)
+    found, chosen = _in_place(rule, table, factors, call, kept)
+    return _priced(rule, table, factors, call, kept, found and chosen is None)
+
+
+def _in_place(rule: Rule, table: Table, factors: Factors, call: Call, kept: Mapping[int, int]) -> tuple[bool, Chosen | None]:
+    """Whether rows find all operands along the dims where they want them; and the choice, if also in such blocks."""
+    free = free_rows(table, factors, call, kept)
+    chosen = None if free is None else realized(rule, free, factors, call, kept)
+    return free is not None, None if chosen is None or _moved(call, chosen) else chosen
+
+
+def _priced(
+    rule: Rule, table: Table, factors: Factors, call: Call, kept: Mapping[int, int], apart: bool
+) -> list[list[tuple[Any, Row]]]:
+    work = work_of(rule, factors, call)
+    return [ranked(table, factors, call, kept, mesh_dim, work, apart) for mesh_dim in range(call.mesh.ndim)]
+
+
 def _in_other_blocks(call: Call, rows: tuple[Row, ...], factors: Factors, chosen: Chosen) -> float:
-    """Seconds of moving the operands that lie where rows want them, but in other blocks than come of it, which no price sees."""
-    ranks, seconds = call.mesh.shape, 0.0
+    """Seconds of moving the operands that lie where rows want them, but in other blocks than come of it, which no price sees: in
+    one exchange."""
+    ranks, seconds, latencies = call.mesh.shape, 0.0, [0.0]
     for i, (have, need) in enumerate(zip(call.operands, chosen.operands, strict=True)):
         if have is not need and not have.same_data(need):
             wanted = [where_of(row.operands[i], factors.operands[i]) for row in rows]
             if all(n == 1 or have.along(mesh_dim) == wanted[mesh_dim] for mesh_dim, n in enumerate(ranks)):
-                seconds += plan_move(have, need).cost
-    return seconds
+                move = plan_move(have, need)
+                seconds += move.cost
+                latencies += [
+                    collective_seconds(call.mesh, step.mesh_dims, "exchange", 0) for step in move.steps if step.mesh_dims
+                ]
+    return seconds - sum(sorted(latencies)[:-1])
 
 
 def declared(rule: Rule, factors: Factors, call: Call) -> Table:

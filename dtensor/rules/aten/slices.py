@@ -6,7 +6,7 @@ a view of the local. One position of a sharded dim is with one rank only, and so
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,6 +161,7 @@ class Picked(Word):
 def local_picked(call: Call, at: LocalView) -> dict[str, Any]:
     """Where the position is in a block (None: it is in another's); nothing to change where the block is the whole dim."""
     back = "input_sizes" in call.arguments
+    none = {"none": at.results[0]} if len(call.operands) == 1 and not back else {}
     shape, own, offsets = (
         (call["input_sizes"], at.results[0], at.result_offsets[0])
         if back
@@ -171,19 +172,15 @@ def local_picked(call: Call, at: LocalView) -> dict[str, Any]:
     if own[d] == shape[d]:
         return sizes
     index = call["index"] % max(1, shape[d]) - offsets[d]
-    return {**sizes, "dim": d, "index": index if 0 <= index < own[d] else None}
+    return {**sizes, "dim": d, "index": index} if 0 <= index < own[d] else {**sizes, "dim": d, "index": None, **none}
 
 
-def picked(x: Tensor, dim: int, index: int | None) -> Tensor:
-    if index is not None:
-        return x.select(dim, index)
-    rest = (*x.shape[:dim], *x.shape[dim + 1 :])
-    first = next(k for k, size in enumerate(rest) if size != 1)
-    return x.narrow(dim, 0, 0).view((*rest[:first], 0, *rest[first + 1 :]))
+def picked(x: Tensor, dim: int, index: int | None, none: Sequence[int] = ()) -> Tensor:
+    return x.narrow(dim, 0, 0).view(none) if index is None else x.select(dim, index)
 
 
-def copied_position(x: Tensor, dim: int, index: int | None) -> Tensor:
-    return picked(x, dim, index).clone()
+def copied_position(x: Tensor, dim: int, index: int | None, none: Sequence[int] = ()) -> Tensor:
+    return picked(x, dim, index, none).clone()
 
 
 def among_zeros(grad: Tensor, input_sizes: Any, dim: int, index: int | None) -> Tensor:
