@@ -26,29 +26,19 @@ import transformers
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hf"))
-import family
+from costing.families import reduced
+from eating import parts
+from program_cost import distribute, laid_out, measure
+from scale import Scale
+from shrinking import CONFIG_MAPPING, Shrunk, classes_of, shrunk
+from step import floating, loss_of
 
-family.BATCH = 8
-import eating  # noqa: E402  with that batch
+import dtensor as dt
 
-eating.VOCABULARY, eating.LENGTH = 512, 64
-import shrinking  # noqa: E402  with that vocabulary
-from costing.families import reduced  # noqa: E402
-from program_cost import distribute, laid_out, measure  # noqa: E402
-from step import floating, loss_of  # noqa: E402
-
-import dtensor as dt  # noqa: E402
-
-WIDER = {32: 128, 4: 8, 2: 4, 8: 16, 48: 512}  # sizes of width 32 -> of width 128
-_SCALED = ("(dim|width)", "heads", "head_dim", "intermediate")
-shrinking._ABSOLUTE = tuple(
-    (pattern, WIDER.get(size, size) if any(re.search(part, pattern) for part in _SCALED) else size)
-    for pattern, size in shrinking._ABSOLUTE
-)
-shrinking._MORE = (*shrinking._MORE[: -len(shrinking._ABSOLUTE)], *shrinking._ABSOLUTE)
-shrinking._SIZES = ((0, 32), (0, 64), (4, 64), (2, 64), (-1, 32), (-1, 64), (8, 64))
-shrinking._MOST_PARAMETERS = 40_000_000
-
+WIDE = Scale(
+    128, 8, 4, 16, 8, 512, vocabulary=512, batch=8, length=64,
+    tried=((0, 32), (0, 64), (4, 64), (2, 64), (-1, 32), (-1, 64), (8, 64)), most_parameters=40_000_000,
+)  # fmt: skip
 R = dt.Replicate()
 _COLUMNS = re.compile(
     r"(^|[._])(q|k|v|qkv|query|key|value|queries|keys|values|(q|k|v|qkv|query|key|value|gate|up|in|gate_up|x|z)_proj\w*|"
@@ -60,6 +50,7 @@ _ROWS = re.compile(
     r"(^|[._])(o|wo|Wo|w2|o_proj|out_proj|out_lin|lin2|down_proj|c_proj|fc2|fc_out|linear2|dense_4h_to_h|proj_out|to_out)$|"
     r"(attention|attn|output)(\.output)?\.(dense|proj)$|\d\.output\.dense$"
 )
+_HEADS = re.compile(r"(num_|n_)(attention_)?heads?")  # of a module whose parameters are (..., heads, width of one)
 _WHOLE = re.compile(r"embed_positions|position|token_type|norm|patch_embed")
 
 
@@ -81,10 +72,15 @@ class ByHand:
 
     def _kind(self, name: str, module: nn.Module) -> str:
         turned = type(module).__name__ == "Conv1D"
-        stacked = [n for n, p in module.named_parameters(recurse=False) if p.ndim == 3 and "expert" in f"{name}{n}".lower()]
-        if stacked and not isinstance(module, nn.Conv1d):
+        stacked = [n for n, p in module.named_parameters(recurse=False) if p.ndim == 3 and not isinstance(module, nn.Conv1d)]
+        if any("expert" in f"{name}{n}".lower() for n in stacked):
             self.places |= {id(p): dt.Shard(0) for p in module.parameters(recurse=False) if p.shape[0] % 4 == 0}
-            return "experts"
+            return "stacks"
+        heads = next((n for key, n in vars(module).items() if _HEADS.fullmatch(key) and isinstance(n, int)), 0)
+        if stacked and heads % 4 == 0 and heads:
+            own = [p for p in module.parameters(recurse=False) if p.ndim > 1 and p.shape[-2] == heads]
+            self.places |= {id(p): dt.Shard(p.ndim - 2) for p in own}
+            return "stacks"
         if not (turned or isinstance(module, (nn.Linear, nn.Embedding))):
             return ""
         if not _WHOLE.search(name) and _ROWS.search(name):
@@ -99,9 +95,9 @@ class ByHand:
     def _count(self, kind: str, module: Any, args: Any, kwargs: Any, result: Any) -> None:
         made = result[0] if isinstance(result, tuple) else result
         given = args[0] if args else next(iter(kwargs.values()))
-        if kind in ("rows", "table", "experts"):
+        if kind in ("rows", "table", "stacks"):
             self.sent += made.nbytes
-        if kind in ("columns", "experts") and given.requires_grad:
+        if kind in ("columns", "stacks") and given.requires_grad:
             self.given[given.data_ptr(), given.shape] = given.nbytes, given
         if kind == "columns" and module is self.model.get_output_embeddings():  # type: ignore[operator]  # of Hugging Face
             self.sent += 3 * 4 * made.numel() // made.shape[-1]
@@ -128,9 +124,17 @@ def step_of(model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Any]:
     return step
 
 
+def trained(found: Shrunk) -> nn.Module:
+    """The model, which keeps no caches, as training by hand does not."""
+    model = found.build().train()
+    for _, part in parts(model.config):  # type: ignore[arg-type]  # that of a model of Hugging Face
+        part.use_cache = False
+    return model
+
+
 def rows_of(model_type: str, layouts: list[str]) -> Any:
-    found = shrinking.shrunk(model_type)
-    plain = found.build().train()
+    found = shrunk(model_type, WIDE)
+    plain = trained(found)
     hand, shares = ByHand(plain), [p.nbytes for p in plain.parameters()]
     places = hand.placed(plain.named_parameters(remove_duplicate=False))
     one = measure(step_of(plain, found.call()))
@@ -147,7 +151,7 @@ def rows_of(model_type: str, layouts: list[str]) -> Any:
         cut = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.ndim and x.shape[0] % 8 == 0}
         rest = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and name not in cut}
         inputs |= laid_out(cut, mesh, batch) | laid_out(rest, mesh, [R] * mesh.ndim)
-        got = measure(step_of(distribute(found.build().train(), mesh, spots[layout]), inputs))
+        got = measure(step_of(distribute(trained(found), mesh, spots[layout]), inputs))
         n = {"tp": 4, "tp_dp": 2}.get(layout, 1)
         owned = sum(
             size / (1 if places[name] == R else 2) for (name, _), size in zip(plain.named_parameters(), shares, strict=True)
@@ -180,7 +184,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     known = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out and options.out.exists() else []
     begun, seen = time.monotonic(), {row["type"] for row in known}
-    for name in options.types or [name for name in shrinking.CONFIG_MAPPING if shrinking.classes_of(name)]:
+    for name in options.types or [name for name in CONFIG_MAPPING if classes_of(name)]:
         if name in seen or time.monotonic() - begun > options.seconds:
             continue
         try:

@@ -10,13 +10,11 @@ from ..placement import Partial, Placement
 from ..plan.graph import Asked
 from ..plan.record import Listening
 from ..propagation.calls import make_call
-from ..propagation.choose import declared
+from ..propagation.choose import prices
 from ..propagation.propagate import propagate
-from ..propagation.row_costs import ranked
 from ..propagation.row_table import spelled
 from ..redistribute.step import place, seconds_of
 from ..rules.rule import Row
-from ..rules.work import work_of
 from ..testing.reproduction import source_of
 
 SHOWN = 3  # rows on each mesh dim, and the one that was taken
@@ -97,8 +95,7 @@ def _rows(asked: Asked) -> Iterator[str]:
 
 def _priced(asked: Asked, mesh_dim: int) -> list[Any]:
     """Every row with its price, the cheapest first."""
-    table, work = declared(asked.rule, asked.factors, asked.call), work_of(asked.rule, asked.factors, asked.call)
-    return list(ranked(table, asked.factors, asked.call, asked.kept, mesh_dim, work))
+    return prices(asked.rule, asked.factors, asked.call, asked.kept)[mesh_dim]
 
 
 def _wanted(row: Row, asked: Asked) -> tuple[list[Placement], list[Placement]]:

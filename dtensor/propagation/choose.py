@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..base.symbols import has_symbols
+from ..cost.link import collective_seconds
 from ..layout.layout import Layout
 from ..layout.splits import Split, chunk_sizes
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Partial
+from ..redistribute import plan as plan_move
 from ..rules.call import Call, Kind, Meta
 from ..rules.compound import NotBlocks, composed, cut_in
 from ..rules.parted import Left
@@ -21,7 +23,7 @@ from ..rules.windows import covering, windowed
 from ..rules.work import work_of
 from .parted_rows import fits, left_parted, parted_lines
 from .row_costs import free_rows, ranked
-from .row_table import Table, spelled, table_of
+from .row_table import Table, spelled, table_of, where_of
 
 _TRIES = 256
 
@@ -72,13 +74,10 @@ def _may_differ(call: Call, chosen: Chosen) -> bool:
 
 
 def _cheapest(rule: Rule, table: Table, factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen | None:
-    free = free_rows(table, factors, call, kept)
-    if free is not None:  # what the search below would come to first
-        chosen = realized(rule, free, factors, call, kept)
-        if chosen is not None and not _moved(call, chosen):
-            return chosen
-    work = work_of(rule, factors, call)
-    priced = [ranked(table, factors, call, kept, mesh_dim, work) for mesh_dim in range(call.mesh.ndim)]
+    apart, chosen = _in_place(rule, table, factors, call, kept)
+    if chosen is not None:  # what the search below would come to first
+        return chosen
+    priced = _priced(rule, table, factors, call, kept, apart)
     best: tuple[tuple[float, ...], int, Chosen] | None = None
     for price, picked in _best_first(priced):
         if best is not None and price[:2] > best[0]:
@@ -89,9 +88,47 @@ def _cheapest(rule: Rule, table: Table, factors: Factors, call: Call, kept: Mapp
         moved = _moved(call, chosen)
         if moved == 0:
             return chosen
-        if best is None or moved < best[1]:  # of equal prices, which do not see uneven blocks, the one that moves less
-            best = price[:2], moved, chosen
+        found = (price[0] + _in_other_blocks(call, picked, factors, chosen), price[1]), moved, chosen
+        if best is None or found[:2] < best[:2]:
+            best = found
     return None if best is None else best[2]
+
+
+def prices(rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]) -> list[list[tuple[Any, Row]]]:
+    """By mesh dim every row with its price, the cheapest first, as :func:`choose` sees them."""
+    table = declared(rule, factors, call)
+    found, chosen = _in_place(rule, table, factors, call, kept)
+    return _priced(rule, table, factors, call, kept, found and chosen is None)
+
+
+def _in_place(rule: Rule, table: Table, factors: Factors, call: Call, kept: Mapping[int, int]) -> tuple[bool, Chosen | None]:
+    """Whether rows find all operands along the dims where they want them; and the choice, if also in such blocks."""
+    free = free_rows(table, factors, call, kept)
+    chosen = None if free is None else realized(rule, free, factors, call, kept)
+    return free is not None, None if chosen is None or _moved(call, chosen) else chosen
+
+
+def _priced(
+    rule: Rule, table: Table, factors: Factors, call: Call, kept: Mapping[int, int], apart: bool
+) -> list[list[tuple[Any, Row]]]:
+    work = work_of(rule, factors, call)
+    return [ranked(table, factors, call, kept, mesh_dim, work, apart) for mesh_dim in range(call.mesh.ndim)]
+
+
+def _in_other_blocks(call: Call, rows: tuple[Row, ...], factors: Factors, chosen: Chosen) -> float:
+    """Seconds of moving the operands that lie where rows want them, but in other blocks than come of it, which no price sees: in
+    one exchange."""
+    ranks, seconds, latencies = call.mesh.shape, 0.0, [0.0]
+    for i, (have, need) in enumerate(zip(call.operands, chosen.operands, strict=True)):
+        if have is not need and not have.same_data(need):
+            wanted = [where_of(row.operands[i], factors.operands[i]) for row in rows]
+            if all(n == 1 or have.along(mesh_dim) == wanted[mesh_dim] for mesh_dim, n in enumerate(ranks)):
+                move = plan_move(have, need)
+                seconds += move.cost
+                latencies += [
+                    collective_seconds(call.mesh, step.mesh_dims, "exchange", 0) for step in move.steps if step.mesh_dims
+                ]
+    return seconds - sum(sorted(latencies)[:-1])
 
 
 def declared(rule: Rule, factors: Factors, call: Call) -> Table:
@@ -107,9 +144,13 @@ def realized(rule: Rule, rows: tuple[Row, ...], factors: Factors, call: Call, ke
     """The choice of one row per mesh dim; None if they contradict each other, or the rule does not allow them here."""
     try:
         chosen = _realize(rows, factors, call, kept)
+        if chosen is not None and not rule.allows(chosen.choice):  # of such blocks: one is empty, or they are not alike
+            chosen = _realize(rows, factors, call, kept, evenly=True) if chosen.choice.splits else None
+            if chosen is None or not rule.allows(chosen.choice):
+                return None
     except NotBlocks:
         return None
-    if chosen is None or not rule.allows(chosen.choice):
+    if chosen is None:
         return None
     if not (call.parted or factors.groups):
         return chosen
@@ -149,7 +190,7 @@ def _total(ranked: list[list[tuple[Any, Row]]], at: tuple[int, ...]) -> tuple[fl
     return tuple(map(sum, zip(*prices, strict=True)))
 
 
-def _realize(rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen | None:
+def _realize(rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[int, int], evenly: bool = False) -> Chosen | None:
     """The layouts that follow from one row per mesh dim; None if they contradict each other."""
     taken = [(mesh_dim, row) for mesh_dim, row in enumerate(rows) if call.mesh.shape[mesh_dim] > 1]
     kernels = {row.factor: row.kernel for _, row in taken if row.kernel is not None}
@@ -163,7 +204,7 @@ def _realize(rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[
     for mesh_dim, row in taken:
         for name in _cut_by(row):
             used.setdefault(name, []).append(mesh_dim)
-    splits = {name: _split(name, mesh_dims, factors, call, kept) for name, mesh_dims in used.items()}
+    splits = {name: _split(name, mesh_dims, factors, call, kept, evenly) for name, mesh_dims in used.items()}
 
     def splits_of(side: str, i: int) -> Mapping[str, Split]:
         cut = {name: factors.windows[side, i, name] for name in splits if (side, i, name) in factors.windows}
@@ -173,12 +214,13 @@ def _realize(rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[
             else splits
         )
 
-    fixed, mesh, sizes = call.fixed, call.mesh, factors.sizes
+    fixed, mesh = call.fixed, call.mesh
     operands = []
     for i, layout in enumerate(call.operands):
         if i not in fixed:
             specs = [row.operands[i] for row in rows]
-            layout = _place(mesh, factors.operands[i], specs, splits_of("operand", i), sizes, layout, (layout,))
+            own = _held(factors, "operand", i)
+            layout = _place(mesh, factors.operands[i], specs, splits_of("operand", i), own, layout, (layout,))
         operands.append(layout)
     for i in _wanted_whole(taken, factors, used) if kernels else ():
         operands[i] = operands[i].whole()
@@ -190,7 +232,8 @@ def _realize(rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[
             continue
         r = next(tensors)
         specs = [row.results[r] for row in rows]
-        results.append(_place(mesh, factors.results[r], specs, splits_of("result", r), sizes, meta, call.operands))
+        own = _held(factors, "result", r)
+        results.append(_place(mesh, factors.results[r], specs, splits_of("result", r), own, meta, call.operands))
     kernel_row = next((row for row in rows if row.kernel is not None and row.factor in splits), None) if kernels else None
     return Chosen(Choice(call, factors, rows, splits), tuple(operands), tuple(results), kernel_row)
 
@@ -210,8 +253,9 @@ def _cut_by(row: Row) -> Iterable[str]:
     return dict.fromkeys((row.factor, *(spec.factor for spec in (*row.operands, *row.results) if isinstance(spec, Along))))
 
 
-def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: Mapping[int, int]) -> Split:
-    """How ``name`` is cut by ``mesh_dims``: as in the operand that already is (written ones first, then the largest).
+def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: Mapping[int, int], evenly: bool = False) -> Split:
+    """How ``name`` is cut by ``mesh_dims``: as in the operand that already is (written ones first, then the largest), or
+    ``evenly`` by the same ranks.
 
     Where operands are cut differently some move anyhow, and so would what they grow to: then evenly, if that leaves nobody with
     more (written ones stay).
@@ -230,8 +274,7 @@ def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: 
     whole: list[Split] = []
     for i, d, current in cut:
         window = factors.windows.get(("operand", i, name))
-        sizes = factors.sizes if window is None else {**factors.sizes, name: len(window)}
-        found = cut_in(factors.operands[i][d], name, current, wanted, sizes, call.mesh.shape)
+        found = cut_in(factors.operands[i][d], name, current, wanted, _held(factors, "operand", i), call.mesh.shape)
         if found is not None and window is None:
             if i in kept.values():
                 return found
@@ -240,15 +283,21 @@ def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: 
             pieces.append((*found, window))
     if whole:
         even = chunk_sizes(size, tuple(call.mesh.shape[i] for i in whole[0].mesh_dims))
-        if max(even) == max(whole[0].sizes):
+        if max(even) == max(whole[0].sizes) and not evenly:
             return whole[0]
-        dealt = any(found != whole[0] for found in whole) or _parts_grow(name, factors, call, whole[0].sizes)
+        dealt = evenly or any(found != whole[0] for found in whole) or _parts_grow(name, factors, call, whole[0].sizes)
         return Split(whole[0].mesh_dims, even) if dealt else whole[0]
     ordered = pieces[0][0] if pieces else tuple(sorted(mesh_dims))
     default = chunk_sizes(size, tuple(call.mesh.shape[i] for i in ordered))
     if not pieces:
         return Split(ordered, default)
     return Split(ordered, covering(default, [(blocks, window) for nesting, blocks, window in pieces if nesting == ordered]))
+
+
+def _held(factors: Factors, side: str, i: int) -> Mapping[str, int]:
+    """How many positions of each factor an operand or a result has."""
+    windows = {name: len(window) for (at, k, name), window in factors.windows.items() if (at, k) == (side, i)}
+    return {**factors.sizes, **windows} if windows else factors.sizes
 
 
 def _parts_grow(name: str, factors: Factors, call: Call, sizes: Sequence[int]) -> bool:

@@ -43,24 +43,28 @@ def free_rows(table: Table, factors: Factors, call: Call, kept: Kept) -> tuple[R
         ]
         if not lines or ranks == 1:  # of one rank, rows with moves are free too
             return None
+        nbytes = call.result_bytes()
+        if all(map(_leaves_terms, lines)) and _grows(factors, call, mesh_dim, nbytes):
+            return None
         if len(lines) > 1:
-            nbytes = call.result_bytes()
             lines.sort(key=lambda line: (_memory(line, nbytes, 1 / ranks), line.order))
         picked.append(lines[0].row)
     return tuple(picked)
 
 
-def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int, work: Work) -> list[tuple[Any, Row]]:
+def ranked(
+    table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int, work: Work, apart: bool = False
+) -> list[tuple[Any, Row]]:
     """All rows by price on one mesh dim: (seconds of communication, now and owed, and of products, whether it shards what nobody
     has sharded, operands that change, bytes per rank of the results, declaration order).
 
     A result in terms is owed a reduction. What is gathered for an operand that stays cut is gathered together, with one latency;
     not so where nothing stays, for who leaves everything whole has later operators computed on every rank. Work counts where
     products take longer than memory. A replicated or partial value is not cut only because that is free: results keep the
-    placements that their operands suggest.
+    placements that their operands suggest. ``apart``: what rows find along the right dims does not lie in the right blocks.
     """
     ranks, fixed, nbytes = call.mesh.shape[mesh_dim], call.fixed, call.result_bytes()
-    owed = _debts(table, factors, call, nbytes, mesh_dim)
+    owed = _debts(table, factors, call, nbytes, mesh_dim, apart)
     device, work = device_of(call.mesh), elsewhere(work, call, mesh_dim)
     multiplies = work.flops / device.rate(work.dtype) > work.nbytes / device.memory
     current = [layout.along(mesh_dim) for layout in call.operands]
@@ -102,7 +106,7 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
                 summed, cut = owed[r]
                 seconds += summed if isinstance(where, Partial) and not owners else cut if anew or owners else 0.0
         if multiplies:
-            seconds += row_seconds(device, work, row, ranks, factors.sizes)
+            seconds += row_seconds(device, work, row, ranks, factors.sizes, part)
         if row.kernel is not None:
             seconds += kernel_seconds(row, call, mesh_dim)
         price = (seconds if ranks > 1 else 0.0, invented, changes, _memory(line, nbytes, part), line.order)
@@ -120,10 +124,13 @@ def kernel_seconds(row: Row, call: Call, mesh_dim: int) -> float:
     return row.kernel.collectives * rate.seconds(ranks, 0) + row.kernel.nbytes(call) / rate.bandwidth
 
 
-def _debts(table: Table, factors: Factors, call: Call, nbytes: list[int], mesh_dim: int) -> list[tuple[float, float]]:
+def _debts(
+    table: Table, factors: Factors, call: Call, nbytes: list[int], mesh_dim: int, apart: bool
+) -> list[tuple[float, float]]:
     """Seconds that each result costs later on: if it is left in terms, to add them up; if it is cut as no operand was, to cut it
     as the others are. None of them where a row moves nothing and there are no terms yet, but where all such rows leave terms
-    that are larger than the one operand that is cut, or make terms of one that was whole: then what scattering them takes.
+    that are larger than what is cut, or make terms of one that was whole, or find it in other blocks: then what scattering them
+    takes.
 
     Latencies do not count: what is owed may be paid together with something else. But where some row leaves a cut as it is, who
     cuts otherwise has it to change once more. On the other mesh dims a result is as small a part as that of any operand.
@@ -136,7 +143,8 @@ def _debts(table: Table, factors: Factors, call: Call, nbytes: list[int], mesh_d
             if all(map(_fits, current, line.operands)) and _moves_nothing(line, factors) and not _cuts_one(line, factors, call)
         ]
         asked = any(isinstance(line.row.kernel, Kernel) for line in table.lines)  # who owns each element could be
-        if fitting and not (all(map(_leaves_terms, fitting)) and (asked or _grows(factors, call, mesh_dim, nbytes))):
+        grow = all(map(_leaves_terms, fitting)) and (asked or _grows(factors, call, mesh_dim, nbytes))
+        if fitting and not apart and not grow:
             return [(0.0, 0.0)] * len(nbytes)
         terms = 1 if fitting else 2
     link = link_of(call.mesh, (mesh_dim,))
@@ -205,7 +213,7 @@ def _leaves_terms(line: Line) -> bool:
 
 
 def _grows(factors: Factors, call: Call, mesh_dim: int, nbytes: list[int]) -> bool:
-    """Whether one operand alone is cut, and the results are more than twice as large; or what is cut is added to a whole one that
+    """Whether the results are more than twice as large as all operands that are cut; or what is cut is added to a whole one that
     is as large as they are."""
     if any(
         call.operands[i].nbytes >= sum(nbytes) and isinstance(call.operands[i].along(mesh_dim), Replicate)
@@ -213,7 +221,7 @@ def _grows(factors: Factors, call: Call, mesh_dim: int, nbytes: list[int]) -> bo
     ):
         return True
     cut = [stored(layout).nbytes for layout in call.operands if isinstance(layout.along(mesh_dim), int)]
-    return len(cut) == 1 and 2 * cut[0] < sum(nbytes)
+    return bool(cut) and 2 * sum(cut) < sum(nbytes)
 
 
 def _by_owners(line: Line, factors: Factors, call: Call) -> bool:

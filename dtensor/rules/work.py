@@ -111,7 +111,7 @@ def elsewhere(work: Work, call: Call, mesh_dim: int) -> Work:
     return replace(work, flops=work.flops * left, operands=tuple(operands), results=tuple(results))
 
 
-def row_seconds(device: Device, work: Work, row: Row, ranks: int, sizes: Mapping[str, int]) -> float:
+def row_seconds(device: Device, work: Work, row: Row, ranks: int, sizes: Mapping[str, int], least: float = 0.0) -> float:
     """Time of one rank's part of ``work`` on a mesh dim of ``ranks`` that follows ``row``.
 
     A row that cuts a factor divides FLOPs if the products run over it, and bytes of those tensors that have it; a row of terms,
@@ -120,13 +120,14 @@ def row_seconds(device: Device, work: Work, row: Row, ranks: int, sizes: Mapping
     Args:
         work: what :func:`elsewhere` leaves for this mesh dim.
         sizes: those of all factors, ``Factors.sizes``.
+        least: the part of what is cut that the busiest rank has in any case, as operands lie.
     """
     if work.free:
         return 0.0
     name = row.factor
     if name is None:
         return device.seconds(work.flops, work.nbytes, work.dtype)
-    part = share(sizes[name], ranks) if name in sizes else 1 / ranks  # a factor of a user's own row has no size
+    part = max(least, share(sizes[name], ranks) if name in sizes else 1 / ranks)  # a factor of a user's own row has no size
     nbytes = _divided(work.operands, row.operands, part) + _divided(work.results, row.results, part)
     return device.seconds(work.flops * part if name in work.sizes else work.flops, nbytes, work.dtype)
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 import transformers
-from eating import VOCABULARY, inputs_of, parts
-from family import BATCH, Inputs
+from eating import inputs_of, parts
+from family import Inputs
+from scale import SMALL, Scale
 from step import step
 from torch import nn
 from transformers import PretrainedConfig
@@ -36,13 +37,16 @@ _CHOSEN = re.compile(r"(.*top_?k|num_experts_per_tok|n_group|moe_k|num_selected_
 SPECIAL = {"pad": 0, "bos": 1, "eos": 2, "decoder_start": 1, "unk": 3, "sep": 2, "cls": 1, "mask": 4}
 
 
-_ABSOLUTE = (  # pattern of a name -> value: all widths alike, so that what is joined fits
-    (r"(.*_)?(hidden_size|d_model|n_embd|embed_dim|embedding_size|hidden_sizes_out|embed_size|width|projection_dim|dim)", 32),
-    (r"(.*_)?(num_attention_heads|attention_heads|num_heads|n_heads?|heads)", 4),
-    (r"(.*_)?(num_key_value_heads|num_kv_heads|n_kv_heads)", 2),
-    (r"(.*_)?(head_dim|d_kv|d_head|key_dim|kv_channels|attention_head_size)", 8),
-    (r"(.*_)?(intermediate_size|ffn_dim|ffn_hidden_size|d_ff|mlp_dim|n_inner|ffn_size|dim_feedforward)", 48),
-    (r"qk_rope_head_dim", 4),
+_ABSOLUTE = (  # pattern of a name -> value, or which of a scale's: all widths alike, so that what is joined fits
+    (
+        r"(.*_)?(hidden_size|d_model|n_embd|embed_dim|embedding_size|hidden_sizes_out|embed_size|width|projection_dim|dim)",
+        "width",
+    ),
+    (r"(.*_)?(num_attention_heads|attention_heads|num_heads|n_heads?|heads)", "heads"),
+    (r"(.*_)?(num_key_value_heads|num_kv_heads|n_kv_heads)", "shared"),
+    (r"(.*_)?(head_dim|d_kv|d_head|key_dim|kv_channels|attention_head_size)", "head"),
+    (r"(.*_)?(intermediate_size|ffn_dim|ffn_hidden_size|d_ff|mlp_dim|n_inner|ffn_size|dim_feedforward)", "inner"),
+    (r"qk_rope_head_dim", "turned"),
     (r"(q_lora_rank|kv_lora_rank)", 8),
     (r"patch_size", 4),
     (r"num_position_embeddings", 16),
@@ -62,7 +66,7 @@ _MORE = (  # the same for configurations that leave open what their models need,
     (r"topk_group|num_selected_groups", 1),
     (r"n_group|num_groups?|num_expert_groups?", 2),
     (r"(num_|n_|moe_num_|n_routed_|num_local_)experts", 4),
-    (r"vocab_size", VOCABULARY),
+    (r"vocab_size", "vocabulary"),
     (r"window_size", 16),
     (r"(image|audio)_token_(id|index)", 44),
     (r"pad_token_id", SPECIAL["pad"]),
@@ -74,7 +78,7 @@ _MORE = (  # the same for configurations that leave open what their models need,
 )
 
 
-def _absolute(name: str, value: Any, divisor: int) -> Any:
+def _absolute(name: str, value: Any, divisor: int, scale: Scale) -> Any:
     if name == "image_grid_pinpoints":
         return [[16, 32], [32, 16]]
     if name in ("deepstack_visual_indexes", "fullatt_block_indexes") and value:
@@ -84,7 +88,7 @@ def _absolute(name: str, value: Any, divisor: int) -> Any:
     if value is None or (isinstance(value, int) and not isinstance(value, bool)):
         for pattern, small in _ABSOLUTE if divisor == 0 else _MORE:
             if re.fullmatch(pattern, name):
-                return small
+                return getattr(scale, small) if isinstance(small, str) else small
     return value
 
 
@@ -98,20 +102,20 @@ def _scaled(value: Any, divisor: int) -> Any:
     return value
 
 
-def shrink(config: PretrainedConfig, divisor: int, image: int) -> PretrainedConfig:
+def shrink(config: PretrainedConfig, divisor: int, image: int, scale: Scale = SMALL) -> PretrainedConfig:
     """``config``, in place, with small sizes."""
     special = iter(range(5, 40))
     for _, part in list(parts(config)):
         if divisor < 0:
             part.use_cache = False
         for name, value in list(vars(part).items()):
-            made = _small(name, value, divisor, image, special)
+            made = _small(name, value, divisor, image, scale, special)
             if made is not value:
                 setattr(part, name, made)
     return config
 
 
-def _small(name: str, value: Any, divisor: int, image: int, special: Iterator[int]) -> Any:
+def _small(name: str, value: Any, divisor: int, image: int, scale: Scale, special: Iterator[int]) -> Any:
     integer = isinstance(value, int) and not isinstance(value, bool)
     if name == "prediction_length" and not value:
         return 4
@@ -120,14 +124,14 @@ def _small(name: str, value: Any, divisor: int, image: int, special: Iterator[in
     if value is not None and getattr(value, "model_type", "") == "timm_backbone":
         return _resnet(len(value.out_indices or [0]))
     if divisor < 0:
-        made = _absolute(name, value, divisor)
+        made = _absolute(name, value, divisor, scale)
         if made is not value or value is None:
             return made
     if integer and name.endswith(("token_id", "token_index", "_id")) and name != "forced_eos_token_id":
         kind = name.removesuffix("_token_id")
-        return SPECIAL[kind] if kind in SPECIAL else value if value < VOCABULARY else next(special)
+        return SPECIAL[kind] if kind in SPECIAL else value if value < scale.vocabulary else next(special)
     if integer and ("vocab" in name or name.endswith("codebook_size")):
-        return min(value, VOCABULARY)
+        return min(value, scale.vocabulary)
     if integer and _LAYERS.fullmatch(name) and value > 2:
         return 2
     if integer and _EXPERTS.fullmatch(name):
@@ -137,7 +141,7 @@ def _small(name: str, value: Any, divisor: int, image: int, special: Iterator[in
     if isinstance(value, (list, tuple)) and _LISTS_OF_LAYERS.fullmatch(name) and len(value) > 2:
         return _varied(value)
     if divisor == 0:
-        made = _absolute(name, value, divisor)
+        made = _absolute(name, value, divisor, scale)
         if made is not value:
             return made
     divisor = divisor if divisor > 0 else 16
@@ -173,17 +177,6 @@ def _varied(kinds: Any) -> Any:
 _KINDS = """IMAGE_TEXT_TO_TEXT MULTIMODAL_LM CAUSAL_LM MASKED_LM SEQ_TO_SEQ_CAUSAL_LM SPEECH_SEQ_2_SEQ CTC OBJECT_DETECTION
 SEMANTIC_SEGMENTATION UNIVERSAL_SEGMENTATION DEPTH_ESTIMATION IMAGE_CLASSIFICATION VIDEO_CLASSIFICATION AUDIO_CLASSIFICATION
 PRETRAINING TEXT_TO_WAVEFORM TIME_SERIES_PREDICTION QUESTION_ANSWERING TOKEN_CLASSIFICATION"""
-_SIZES = (
-    (0, 16),
-    (0, 64),
-    (16, 64),
-    (8, 64),
-    (16, 224),
-    (4, 64),
-    (-1, 16),
-    (-1, 64),
-)  # divisor (0: widths all alike, -1: so are sizes left open) and edge of images, tried in order
-_MOST_PARAMETERS = 12_000_000
 
 
 def classes_of(model_type: str) -> list[str]:
@@ -203,6 +196,7 @@ class Shrunk:
 
     model_type: str
     model: str = ""
+    scale: Scale = SMALL
     divisor: int = 0
     image: int = 16
     images: int = 0
@@ -214,10 +208,10 @@ class Shrunk:
     def build(self) -> nn.Module:
         torch.manual_seed(0)
         model_class = getattr(transformers, self.model)
-        config = shrink(CONFIG_MAPPING[self.model_type](), self.divisor, self.image)
+        config = shrink(CONFIG_MAPPING[self.model_type](), self.divisor, self.image, self.scale)
         with torch.device("meta"):
             count = sum(p.numel() for p in model_class(config).parameters())
-        if count > _MOST_PARAMETERS:
+        if count > self.scale.most_parameters:
             raise NotShrunk(f"{count:,} parameters")
         model = model_class(config)
         with torch.no_grad():
@@ -228,7 +222,7 @@ class Shrunk:
         return self.built
 
     def call(self) -> Inputs:
-        made = inputs_of(self.built, self.image, self.images, self.turned)
+        made = inputs_of(self.built, self.scale, self.image, self.images, self.turned)
         if self.frames:
             made["pixel_values"] = made["pixel_values"].unsqueeze(1).repeat(1, self.frames, 1, 1, 1)
         if not self.labelled:
@@ -248,7 +242,7 @@ class Shrunk:
         raise reason or NotShrunk("no inputs")
 
     def _hears(self) -> bool:
-        return any(name.startswith("input_") and name != "input_ids" for name in inputs_of(self.built, self.image, 0))
+        return any(name.startswith("input_") and name != "input_ids" for name in inputs_of(self.built, self.scale, self.image, 0))
 
     def _runs(self) -> None:
         """A training step; inputs are changed by what the model says about them."""
@@ -279,22 +273,22 @@ class Shrunk:
         told = re.search(r"tokens: (\d+).*features:? (\d+)", message, re.DOTALL)
         if told is None:
             raise NotShrunk(message)
-        wanted = int(told[2]) // BATCH if int(told[2]) % BATCH == 0 else int(told[2])
+        wanted = int(told[2]) // self.scale.batch if int(told[2]) % self.scale.batch == 0 else int(told[2])
         if wanted in (self.images, 0) or wanted > 300:
             raise NotShrunk(message)
         self.images = wanted
 
 
-def shrunk(model_type: str) -> Shrunk:
-    """A family that takes a training step on one device.
+def shrunk(model_type: str, scale: Scale = SMALL) -> Shrunk:
+    """A family of that scale that takes a training step on one device.
 
     Raises:
         NotShrunk: none was found.
     """
     reason = ""
     for model in classes_of(model_type)[:2]:
-        for divisor, image in _SIZES:
-            made = Shrunk(model_type, model, divisor, image)
+        for divisor, image in scale.tried:
+            made = Shrunk(model_type, model, scale, divisor, image)
             try:
                 made.runs()
             except Exception as error:  # whatever a configuration that does not fit raises

@@ -174,3 +174,43 @@ def test_parts_of_an_unflattened_projection_are_brought_to_the_batch() -> None:
     made = modulated(cut(x), dt.distribute_tensor(fused, MESH, [Shard(2)]))
     assert made.placements == (Shard(0),)
     torch.testing.assert_close(made.full_tensor(), modulated(x, fused))
+
+
+def test_groups_of_which_a_rank_has_none_are_dealt_out() -> None:
+    """A part of a fused projection before a convolution by channels: a block may have no group."""
+    a, weight = numbers(8, 64, 64), numbers(96, 64)
+    part = F.linear(whole(a), cut(weight))[..., 32:].transpose(1, 2)
+    assert 0 in part.layout.splits[1].sizes
+    kernels = numbers(64, 1, 4)
+    made, nbytes = received(lambda x, w: F.conv1d(x, w, groups=64), part, whole(kernels))
+    assert made.placements == (Shard(1),)
+    assert nbytes == part.nbytes // 4
+    torch.testing.assert_close(
+        made.full_tensor(), F.conv1d(F.linear(a, weight)[..., 32:].transpose(1, 2), kernels, groups=64), atol=1e-4, rtol=1e-4
+    )
+
+
+def test_what_is_cut_inside_a_product_is_gathered_before_it_grows() -> None:
+    """Scores of a few channels, which ranks share: their terms would be larger than all that they are made of."""
+    a, b = numbers(1024, 8), numbers(8, 1024)
+    x, y = dt.distribute_tensor(a, MESH, [Shard(1)]), cut(b)
+    made, nbytes = received(torch.mm, x, y)
+    assert not any(spot.is_partial() for spot in made.placements)
+    assert nbytes <= 3 * (a.nbytes + b.nbytes) // 4
+    torch.testing.assert_close(made.full_tensor(), a @ b, atol=1e-4, rtol=1e-4)
+
+
+def test_a_position_of_a_cut_dim_is_its_owners() -> None:
+    a = numbers(8, 6, 5)
+    x, target = cut(a), cut(a.clone())
+
+    def step() -> None:
+        target[3, :4].copy_(x[3, :4])
+        target[6] += x[6].square()
+
+    _, nbytes = received(step)
+    assert nbytes == 0
+    assert x[3].placements == (Shard(0, sizes=(0, 6, 0, 0)),)
+    expected = a.clone()
+    expected[6] += a[6].square()
+    torch.testing.assert_close(target.full_tensor(), expected)

@@ -80,7 +80,7 @@ FREE: list[tuple[str, Callable[[torch.Tensor], Any], list[Any], list[Any]]] = [
     ("a slice that leaves a rank nothing", lambda x: x[:2], [S0], [Shard(0, sizes=(2, 0))]),
     ("a slice with a step", lambda x: x[::2], [S0], [Shard(0, sizes=(2, 1))]),
     ("a slice across shards", lambda x: x[:, 1:], [S0], [S0]),
-    ("a row", lambda x: x[3], [S0], [Partial()]),
+    ("a row is all its owner's", lambda x: x[3], [S0], [Shard(0, sizes=(0, 6))]),
     ("a column", lambda x: x[:, 3], [S0], [S0]),
     ("the first part of a split", lambda x: x.split(4)[0], [S0], [Shard(0, sizes=(3, 1))]),
     ("the last chunk", lambda x: x.chunk(2)[1], [S0], [Shard(0, sizes=(0, 2))]),

@@ -1,8 +1,8 @@
 """Bags of embeddings: bags and columns are factors; the bounds of bags are whole on every rank.
 
-Where there are as many indices for each bag on average, indices that are cut cut the bags. Which are whose only the bounds say:
-a rank gathers all of them, few bytes beside what they pick, and looks up those of its bags. Of what the backward pass needs the
-places of indices and the sizes of bags are whole.
+Where there are as many indices for each bag on average, indices that are cut, in whatever blocks, cut the bags. Which are whose
+only the bounds say: a rank gathers all of them, few bytes beside what they pick, and looks up those of its bags. Of what the
+backward pass needs the places of indices and the sizes of bags are whole.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...placement import Partial
 from ..call import Call
 from ..factoring import by
 from ..kernels import At, KernelContext, densely, without_out
-from ..rule import Choice, Dims, Factors, Kernel
+from ..rule import Along, Choice, Dims, Factors, Kernel, R, Row
 from ..verbs import blockwise, kernel_rule
 
 aten = torch.ops.aten
@@ -87,10 +87,10 @@ def own_bags(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
 
 def _gathered(at: KernelContext, name: str, x: Any) -> Any:
     """All of what there is for each index."""
-    if x is None or "b" not in at.splits:
+    layout = None if x is None else at.operands[at.call.names.index(name)]
+    if layout is None or layout.splits[0] is None:
         return x
-    layout = at.operands[at.call.names.index(name)]
-    blocks = at.comm.all_gather(x, at.splits["b"].mesh_dims, layout.shape_of).wait()
+    blocks = at.comm.all_gather(x, layout.splits[0].mesh_dims, layout.shape_of).wait()
     return at.map(lambda here, *parts: torch.cat(parts), *blocks)
 
 
@@ -150,17 +150,22 @@ def lookup(call: Call) -> Factors | None:
     if len(results[0].shape) != 2 or len(call["indices"].shape) != 1:
         return None  # torch says what is wrong
     (bags, columns), (count,) = results[0].shape, call["indices"].shape
-    each = count // bags if bags and count % bags == 0 else 0
-    listed: Dims = (("b", "i"),) if each else ((),)
-    dims: dict[str, Dims] = {"weight": ((), ("e",)), "offsets": ((),), **dict.fromkeys(PER_INDEX, listed)}
+    dims: dict[str, Dims] = {"weight": ((), ("e",)), "offsets": ((),), **dict.fromkeys(PER_INDEX, (("i",),))}
     moved = sum(name in call.names for name in PER_INDEX)
     kernel = Kernel(own_bags, collectives=moved, nbytes=_listed_bytes, joint=True)
+    by_bags = Row(
+        tuple(Along("i") if name in PER_INDEX else R for name in call.names),
+        tuple(Along("b") if len(meta.shape) > 1 else R for meta in results),
+        "b",
+        kernel,
+    )
     return Factors(
         tuple(dims[name] for name in call.names),
         tuple(BAGS if len(meta.shape) > 1 else ((),) for meta in results),
-        {"b": bags, "e": columns, "i": each},
-        whole=frozenset("i"),
-        kernels={"b": kernel, "e": Kernel(own_bags, joint=True)},
+        {"b": bags, "e": columns, "i": count},
+        whole=frozenset("bi"),
+        kernels={"e": Kernel(own_bags, joint=True)},
+        rows=(by_bags,) if bags and count % bags == 0 else (),
     )
 
 

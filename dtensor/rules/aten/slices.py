@@ -1,18 +1,19 @@
 """Operations that keep some elements of a dim, and their inverses, which put them back.
 
 A slice keeps a window of a dim (see ``windows``): every rank keeps the part of it that lies in its block, and the local result is
-a view of the local. One row of a sharded dim is with one rank only: the others add zeros.
+a view of the local. One position of a sharded dim is with one rank only, and so is all that has no other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...base.symbols import has_symbols
 from ...comm.fold import nothing
 from ...placement import REDUCE_OPS, Partial
 from ..call import Call
@@ -20,7 +21,7 @@ from ..indexed import no_foreign_zeros
 from ..kernels import At, KernelContext
 from ..rows import copies, one_of
 from ..rule import LINEAR_PARTIAL, Factors, Kernel, LocalView, Word, named, own_factors
-from ..verbs import blockwise, local_size, view
+from ..verbs import local_size, view
 from ..windows import count_below
 
 ZEROS_PASS = tuple(f"{op} -> {op}" for op in REDUCE_OPS)  # zeros reduce to zero; by a user's reduction perhaps not
@@ -123,9 +124,75 @@ view(
 view("split_copy split_with_sizes_copy", pieces, local_args=local_pieces, local=copied_pieces)
 
 
-# --- one element of a dim ---
-def select_owned(at: KernelContext, x: Any, dim: int, index: int) -> Any:
-    """The row where it is, what changes no sum elsewhere."""
+# --- one position of a dim ---
+@dataclass(frozen=True, slots=True)
+class Picked(Word):
+    """One position of dim ``dim``, in a tensor that lacks that dim (``of`` as in :class:`Window`): who has it has all of that.
+
+    Where the dim is cut, another of that tensor is, and all blocks but one are empty. Of one number there is none to be cut:
+    ``number`` is the kernel for it.
+    """
+
+    of: str
+    number: Kernel | None = None
+
+    def __call__(self, call: Call) -> Factors:
+        full = call["input_sizes"] if self.of == "operand 0" else call.shape(0)
+        dims, sizes = named("d", full)
+        d = call["dim"] % len(dims)
+        if self.of == "operand 1":
+            fits(call, *(size for k, size in enumerate(full) if k != d))
+        side, _, place = self.of.partition(" ")
+        at, along, rest = int(place or 0), next((k for k, size in enumerate(full) if k != d and size > 1), None), list(dims)
+        position = call["index"] if call["index"] >= 0 else call["index"] + full[d]
+        kernels, windows = {f"d{d}": self.number} if self.number else {}, {}
+        if along is not None and not has_symbols((position,)):
+            rest[along] = (f"d{d}", f"d{along}")
+            kernels, windows = {}, {(side, at, f"d{d}"): range(position, position + 1)}
+        del rest[d]
+        operands, results = [dims] * len(call.operands), [dims]
+        (operands if side == "operand" else results)[at] = tuple(rest)
+        return Factors(tuple(operands), tuple(results), sizes, kernels=kernels, windows=windows)
+
+    def own(self) -> tuple[Any, ...]:
+        return () if self.number is None else (self.number,)
+
+
+def local_picked(call: Call, at: LocalView) -> dict[str, Any]:
+    """Where the position is in a block (None: it is in another's); nothing to change where the block is the whole dim."""
+    back = "input_sizes" in call.arguments
+    none = {"none": at.results[0]} if len(call.operands) == 1 and not back else {}
+    shape, own, offsets = (
+        (call["input_sizes"], at.results[0], at.result_offsets[0])
+        if back
+        else (call.shape(0), at.operands[0], at.operand_offsets[0])
+    )
+    sizes = {"input_sizes": own} if back else {}
+    d = call["dim"] % len(shape)
+    if own[d] == shape[d]:
+        return sizes
+    index = call["index"] % max(1, shape[d]) - offsets[d]
+    return {**sizes, "dim": d, "index": index} if 0 <= index < own[d] else {**sizes, "dim": d, "index": None, **none}
+
+
+def picked(x: Tensor, dim: int, index: int | None, none: Sequence[int] = ()) -> Tensor:
+    return x.narrow(dim, 0, 0).view(none) if index is None else x.select(dim, index)
+
+
+def copied_position(x: Tensor, dim: int, index: int | None, none: Sequence[int] = ()) -> Tensor:
+    return picked(x, dim, index, none).clone()
+
+
+def among_zeros(grad: Tensor, input_sizes: Any, dim: int, index: int | None) -> Tensor:
+    return grad.new_zeros(input_sizes) if index is None else torch.ops.aten.select_backward(grad, input_sizes, dim, index)
+
+
+def put_in(x: Tensor, src: Tensor, dim: int, index: int | None) -> Tensor:
+    return x.clone() if index is None else x.select_scatter(src, dim, index)
+
+
+def number_owned(at: KernelContext, x: Any, dim: int, index: int) -> Any:
+    """The number where it is, what changes no sum elsewhere."""
     dim, index = dim % len(at.call.shape(0)), index % at.total
 
     def owned(here: At, block: Tensor) -> Tensor:
@@ -136,28 +203,21 @@ def select_owned(at: KernelContext, x: Any, dim: int, index: int) -> Any:
     return at.map(owned, x)
 
 
-def select_put_in(call: Call) -> Factors:
-    """``select_scatter``: operand 1 is the row."""
-    dims, sizes = own_factors(call)
-    d = call["dim"] % len(dims)
-    fits(call, *(size for k, size in enumerate(call.shape(0)) if k != d))
-    return Factors((dims, (*dims[:d], *dims[d + 1 :])), (dims,), sizes, kernels={f"d{d}": Kernel(select_scatter_owned)})
-
-
-def select_scatter_owned(at: KernelContext, x: Any, src: Any, dim: int, index: int) -> Any:
+def number_put_in(at: KernelContext, x: Any, src: Any, dim: int, index: int) -> Any:
     dim, index = dim % len(at.call.shape(0)), index % at.total
 
     def owned(here: At, block: Tensor, row: Tensor) -> Tensor:
-        inside = here.offset <= index < here.offset + here.size
-        return block.select_scatter(row, dim, index - here.offset) if inside else block.clone()
+        return put_in(block, row, dim, index - here.offset if here.offset <= index < here.offset + here.size else None)
 
     return at.map(owned, x, src)
 
 
-SELECT = Kernel(select_owned, lacking=Partial("sum"))
-blockwise("select select_copy", "a* [@dim] b* -> a* b*", kernel=SELECT, partials=copies, when=no_foreign_zeros, kind="view")
-view("select_scatter", select_put_in, partials=PUT_IN)
-view("select_backward", "a* b* -> a* @dim b*", partials=ZEROS_PASS, local_args=local_size("input_sizes"))
+NUMBER = Kernel(number_owned, lacking=Partial("sum"))
+POSITION: dict[str, Any] = {"partials": copies, "when": no_foreign_zeros, "local_args": local_picked}
+view("select", Picked("result", NUMBER), local=picked, **POSITION)
+view("select_copy", Picked("result", NUMBER), local=copied_position, **POSITION)
+view("select_scatter", Picked("operand 1", Kernel(number_put_in)), partials=PUT_IN, local_args=local_picked, local=put_in)
+view("select_backward", Picked("operand 0"), partials=ZEROS_PASS, local_args=local_picked, local=among_zeros)
 view("unbind unbind_copy", "a* [@dim] b* -> each: a* b*")
 
 
