@@ -99,7 +99,7 @@ fact("linear_backward", infer=lambda ask, given, device: linear_gradients(*given
 # --- matmul, and einsum in inference mode, arrive whole ----------------------------------------------------------------
 blockwise(
     "matmul",
-    "k, k -> | b* m k, k -> b* m | k, b* k n -> b* n | b* m k, b* k n -> b* m n",
+    "b* m k, b* k n -> b* m n | k, k -> | b* m k, k -> b* m | k, b* k n -> b* n",
     sums="*",
     partials=linear("self", "other"),
     shapes=True,
