@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..base.caches import remembered
 from ..base.nested import tensors
 from ..base.torch_internals import tree_map
 from ..comm import communicator_of
@@ -68,13 +69,19 @@ def idle_of(plan: Plan, operator: Operator) -> Idle | None:
         return None
     mesh, results, returns = plan.call.mesh, plan.chosen.results, operator.func._schema.returns
     layouts = [x for x in results if x is not None]
-    if len(results) != len(returns) or any(str(given.type) != "Tensor" for given in returns) or any(x.sized for x in layouts):
+    if len(results) != len(returns) or any(not _some_empty(x) or x.sized for x in layouts):
         return None
-    if not any(x.numel for x in layouts):  # all are
+    if any(str(given.type) != "Tensor" for given in returns) or not any(x.numel for x in layouts):  # all are
         return None
     held = communicator_of(mesh).held
     members = frozenset(m for m in held if not any(math.prod(x.shape_of(m)) for x in layouts))
     return Idle(members, mesh, results, operator.outs) if members else None
+
+
+@remembered(4096)
+def _some_empty(layout: Layout) -> bool:
+    """Whether some rank's block has no elements, or may have none: of sizes that are symbols."""
+    return layout.sized or not layout.numel or any(split is not None and 0 in split.sizes for split in layout.splits)
 
 
 def as_all_ranks_do(plan: Plan, operator: Operator, func: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,7 +93,8 @@ def as_all_ranks_do(plan: Plan, operator: Operator, func: Callable[..., Any]) ->
     nothing = idle_of(plan, operator)
     computing = func if nothing is None else nothing.without(func)
     comm, operands = communicator_of(plan.call.mesh), plan.call.operands if plan.chosen is None else plan.chosen.operands
-    if comm.holds_all or operator.is_view or operator.mutated or operator.seeded or not all(x.numel for x in operands):
+    asks_nothing = operator.is_view or operator.mutated or operator.seeded
+    if asks_nothing or comm.holds_all or not any(map(_some_empty, operands)) or not all(x.numel for x in operands):
         return computing
     coordinate = plan.call.mesh.coordinates[comm.held[0]]
     if all(math.prod(x.local_shape(coordinate)) for x in operands):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..base.nested import leaves
+from ..base.nested import listed
 from ..base.recording import aside
 from ..base.symbols import OpenSize, settled, size_of, sizes, still_open
 from ..base.tracing import has_no_values
@@ -89,7 +89,7 @@ def stand_in(value: Any, by_type: bool) -> Any:
 
 def sized_of(values: Iterable[Any]) -> list[Any]:
     """The tensors among them whose sizes are symbols."""
-    return [x for x in leaves([*values]) if (layout := getattr(x, "_layout", None)) is not None and layout.sized]
+    return [x for one in values for x in listed(one) if (layout := getattr(x, "_layout", None)) is not None and layout.sized]
 
 
 def settle(values: Iterable[Any]) -> None:

@@ -119,7 +119,7 @@ def facts_of_call(operator: Operator, bound: Mapping[str, Any]) -> dict[Slot, Kn
     """What is known of the operands of a call."""
     found: dict[Slot, Known] = {}
     numbers: dict[int, int] = {}
-    for name in operator.names:
+    for name in filter(operator.tensors.__contains__, operator.names):
         value = bound.get(name)
         listed = isinstance(value, (list, tuple))
         for index, x in enumerate(value) if listed else ((None, value),):  # type: ignore[arg-type]
@@ -232,7 +232,7 @@ def _passed(plan: Plan) -> Iterator[tuple[str, Passed]]:
     assert plan.chosen is not None
     parted = plan.call.parted
     for i, (name, layout) in enumerate(zip(plan.call.names, plan.call.operands, strict=True)):
-        if parted and parted[i] is not None:
+        if not layout.is_partial or (parted and parted[i] is not None):
             continue
         passed = Passed(
             m

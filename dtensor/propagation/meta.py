@@ -32,7 +32,7 @@ class NotInferable(Exception):
     """The shape of a result depends on data, or the operator has no meta kernel."""
 
 
-Answer = tuple[tuple[torch.dtype, tuple[int, ...]], ...]  # dtype and memory order of each result
+Answer = tuple[tuple[torch.dtype, tuple[int, ...]] | None, ...]  # dtype and memory order of each result that there is
 _ANSWERS: Bounded[Any, Answer | None] = Bounded(4096, "infer.answers")  # None: the results do not look as the rule says
 
 
@@ -48,28 +48,21 @@ def results_of(operator: Operator, rule: Rule | None, call: Call) -> tuple[Any, 
         return infer(operator, call.arguments)
     known = _ANSWERS.get(key, ())
     if known:
-        return tuple([Meta(shape, dense_in(shape, order), dtype) for shape, (dtype, order) in zip(shapes, known, strict=True)])
+        return tuple([one and Meta(shape, dense_in(shape, one[1]), one[0]) for shape, one in zip(shapes, known, strict=True)])
     metas = infer(operator, call.arguments)
     if known is not None:
         _ANSWERS.keep(key, _as_told(metas, shapes))
     return metas
 
 
-def starts_of(operator: Operator, call: Call) -> tuple[int, ...]:
-    """Of views the bytes from where the first operand begins to where each of them does; none where sizes are symbols."""
-    if not operator.is_view or operator.reshapes or call.operands[0].sized:
-        return ()
-    views = listed(operator.call({name: _to_meta(value, META) for name, value in call.arguments.items()}))
-    return tuple([view.storage_offset() * view.element_size() for view in views])
-
-
 def _as_told(metas: tuple[Any, ...], shapes: Shapes) -> Answer | None:
-    if len(metas) != len(shapes) or any(not isinstance(meta, Meta) for meta in metas):
+    if len(metas) != len(shapes) or not all(meta is None or isinstance(meta, Meta) for meta in metas):
         return None
-    orders = [memory_order(meta.shape, meta.stride) for meta in metas]
-    if any(order is None or meta.shape != shape for meta, order, shape in zip(metas, orders, shapes, strict=True)):
-        return None
-    return tuple([(meta.dtype, order) for meta, order in zip(metas, orders, strict=True) if order is not None])
+    told: list[Any] = [None if meta is None else (meta.dtype, memory_order(meta.shape, meta.stride)) for meta in metas]
+    as_told = (
+        one is None or (one[1] is not None and meta.shape == shape) for one, meta, shape in zip(told, metas, shapes, strict=True)
+    )
+    return tuple(told) if all(as_told) else None
 
 
 def _lawful(operator: Operator, rule: Rule, call: Call) -> Any:
@@ -98,7 +91,7 @@ def _beside_sizes(operator: Operator, call: Call) -> Any:
             key.append(kind)
         elif kind is list or kind is tuple:
             kinds = set(map(type, value))
-            if not kinds <= {int} and kinds != {Layout}:
+            if not kinds <= {int, bool} and kinds != {Layout}:
                 return None
             key.append(tuple(map(_in_memory, value)) if kinds == {Layout} else tuple(value))
         elif value is None or kind in _PLAIN:
@@ -340,7 +333,7 @@ def _to_meta(value: Any, device: torch.device | None = META) -> Any:
 
 def _meta_of(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return Meta(sizes(value.shape), sizes(value.stride()), value.dtype)
+        return Meta(sizes(value.shape), sizes(value.stride()), value.dtype, value.storage_offset() * value.itemsize)
     if isinstance(value, (list, tuple)):
         return [_meta_of(item) for item in value]
     return None

@@ -24,7 +24,7 @@ from ..rules.registry import lookup
 from ..rules.rule import Rule
 from .calls import Slot, make_call
 from .choose import Chooser, Chosen, choose
-from .meta import NotInferable, asked_with_outs, results_of, starts_of
+from .meta import NotInferable, asked_with_outs, results_of
 from .schema import Operator
 
 
@@ -146,7 +146,7 @@ def _by_rule(
     results = _like(metas, chosen.results)
     moved = [slot[0] for slot, _ in moves] if moves else ()
     back = _write_back(operator, call, results, moved, reshapes) + _written_aside(operator, rule, call, slots, chosen.operands)
-    starts = starts_of(operator, call)
+    starts = _starts(operator, call)
     return Plan("rule", call, moves, chosen.operands, results, back, rule, chosen, by_numbers=chosen.by_numbers, starts=starts)
 
 
@@ -296,7 +296,14 @@ def gather(operator: Operator, call: Call, slots: tuple[Slot, ...], metas: tuple
         target = call.arguments[name]
         if isinstance(target, Layout):  # the data decide the shape: it must turn out to be this one
             back += (((name, None), plan_move(target.whole(), target)),)
-    return Plan("gather", call, moves, operands, results, back, starts=() if metas is None else starts_of(operator, call))
+    return Plan("gather", call, moves, operands, results, back, starts=() if metas is None else _starts(operator, call))
+
+
+def _starts(operator: Operator, call: Call) -> tuple[int, ...]:
+    """Of views the bytes from where the first operand begins to where each of them does; none where sizes are symbols."""
+    if not operator.is_view or operator.reshapes or call.operands[0].sized:
+        return ()
+    return tuple([meta.start for meta in call.results if meta is not None])
 
 
 def _map_meta(fn: Callable[[Meta], Layout], value: Any) -> Any:

@@ -35,11 +35,8 @@ def free_rows(table: Table, factors: Factors, call: Call, kept: Kept) -> tuple[R
             return None
         lines = [
             line
-            for line in table.wanting.get(_here(call, mesh_dim), ())
-            if (line.row.kernel is None or line.row.kernel.collectives == 0)
-            and not line.kernel
-            and not line.invents
-            and all(line.results[r] == call.operands[i].along(mesh_dim) for r, i in kept.items() if r < len(line.results))
+            for line in table.free.get(_here(call, mesh_dim), ())
+            if all(line.results[r] == call.operands[i].along(mesh_dim) for r, i in kept.items() if r < len(line.results))
         ]
         if not lines or ranks == 1:  # of one rank, rows with moves are free too
             return None

@@ -54,10 +54,10 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """All rows, and by what they want the same. ``by_numbers``: with other kinds of numbers there may be other rows."""
+    """All rows, and by what they want those that are free then. ``by_numbers``: other kinds of numbers may have other rows."""
 
     lines: tuple[Line, ...]
-    wanting: Mapping[tuple[Where | None, ...], tuple[Line, ...]]
+    free: Mapping[tuple[Where | None, ...], tuple[Line, ...]]
     by_numbers: bool = False
 
 
@@ -116,7 +116,7 @@ def table_of(factors: Factors, partials: Partials, call: Call) -> Table:
 def _table(factors: Factors, partials: Partials, call: Call, fixed: frozenset[int], dtypes: tuple[torch.dtype, ...]) -> Table:
     lines: list[Line] = []
     by_numbers = False
-    wanting: dict[tuple[Where | None, ...], list[Line]] = {}
+    free: dict[tuple[Where | None, ...], list[Line]] = {}
     for row in candidates(factors, partials):
         if not all(isinstance(row.operands[i], Replicate) for i in fixed) or not _sound_dtypes(row, call, dtypes):
             continue
@@ -131,9 +131,10 @@ def _table(factors: Factors, partials: Partials, call: Call, fixed: frozenset[in
             for i, (spec, dims) in enumerate(zip(row.operands, factors.operands, strict=True))
         )
         results = tuple(where_of(spec, dims) for spec, dims in zip(row.results, factors.results, strict=False))
-        lines.append(Line(len(lines), row, operands, results, own))
-        wanting.setdefault(operands, []).append(lines[-1])
-    return Table(tuple(lines), {operands: tuple(alike) for operands, alike in wanting.items()}, by_numbers)
+        lines.append(line := Line(len(lines), row, operands, results, own))
+        if not (own or line.invents) and (row.kernel is None or row.kernel.collectives == 0):
+            free.setdefault(operands, []).append(line)
+    return Table(tuple(lines), {operands: tuple(alike) for operands, alike in free.items()}, by_numbers)
 
 
 def _monoid_rows(factors: Factors, monoids: tuple[Monoid, ...], partials: Partials) -> Iterator[Row]:

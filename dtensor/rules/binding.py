@@ -114,16 +114,15 @@ def _fitted(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> Dims:
 # --- shapes -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class ShapesOf(Word):
-    """The shapes of the results where every factor has one size."""
+    """The shapes of the results where every factor has one size, by the first of these patterns that fits."""
 
-    pattern: Pattern
+    patterns: tuple[Pattern, ...]
 
     def __call__(self, call: Call) -> Shapes | None:
         shapes = [layout.shape for layout in call.operands]
-        ndims, count = tuple(map(len, shapes)), len(call.func._schema.returns)
-        recipe = _forward(
-            self.pattern, call.names, call.fixed, ndims, count, picks(self.pattern, call), bool(call.get("keepdim"))
-        )
+        ndims, count, keepdim = tuple(map(len, shapes)), len(call.func._schema.returns), bool(call.get("keepdim"))
+        found = (_forward(one, call.names, call.fixed, ndims, count, picks(one, call), keepdim) for one in self.patterns)
+        recipe = next((one for one in found if one is not None), None)
         if recipe is None or recipe.products:
             return None
         sizes: dict[str, int] = {}

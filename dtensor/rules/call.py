@@ -19,11 +19,12 @@ from .parted import Known, Parted
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """Global shape, strides and dtype of a result."""
+    """Global shape, strides and dtype of a result; of a view the bytes from where the first operand begins to where it does."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    start: int = field(default=0, compare=False)
 
 
 class Kind(IntEnum):

@@ -55,7 +55,7 @@ def einsum(
     beside factors that are known to be finite."""
     parsed = parse(pattern)
     factors = Notation(parsed, {"*": "sum"} if linear else {}, sizes=sizes or {})
-    options.setdefault("shapes", ShapesOf(parsed))
+    options.setdefault("shapes", ShapesOf((parsed,)))
     passing = rows(partials, _multilinear(parsed) if linear else ())
     return register(names, Rule(factors, passing, kind="einsum", **options))
 
@@ -87,12 +87,15 @@ def by_pattern(
         refuses_nothing: the operator does not reduce blocks without elements.
         kernel: what computes with blocks of the dims in brackets, a fold for one; ``kernels``: by letter.
         sizes: letters whose sizes an argument says: ``{"r": "upscale_factor"}``.
+        shapes: True where the sizes of a letter are one, in operands and results, whatever other arguments say.
     """
     said = sums if not isinstance(sums, str) else {sums: reduce} if sums else {}
     left = {label: op for words, op in said.items() for label in labels(words) or {"*"}}
     if refuses_nothing:
         options.setdefault("nonempty", "reduced")
     parsed = _pattern(pattern)
+    if options.get("shapes") is True:
+        options["shapes"] = ShapesOf(parsed.patterns if isinstance(parsed, fitting) else (parsed,))
     made = kernel.kernel(parsed) if isinstance(kernel, Fold) else kernel
     factors = Notation(parsed, left, refuses_nothing, made, kernels or {}, sizes or {})
     return Rule(factors, rows(partials), kind=kind, **options)
@@ -101,7 +104,7 @@ def by_pattern(
 def reduce(names: str, op: Left, dim: str = "dim", *, kernel: Kernel | MakeKernel | None = None, **options: Any) -> Rule:
     """A rule for operations that reduce the dims in argument ``dim``; their shards combine by ``op`` (None: must be whole)."""
     pattern = f"a* {f'@{dim}' if kernel is None and op is not None else f'[@{dim}]'} b* -> each: a* b*"
-    options.setdefault("shapes", ShapesOf(parse(pattern)))
+    options.setdefault("shapes", True)
     return blockwise(names, pattern, sums={"*": op}, kernel=kernel, kind="reduce", **options)
 
 
@@ -111,7 +114,7 @@ def along(names: str, dim: str = "dim", *, kernel: Kernel | MakeKernel | None = 
     ``kernel`` computes with such a dim sharded: a :class:`Kernel`, or a word that gives one or None for a call.
     """
     pattern = f"each: a* [@{dim}] b* -> each: a* [@{dim}] b*"
-    options.setdefault("shapes", ShapesOf(parse(pattern)))
+    options.setdefault("shapes", True)
     return blockwise(names, pattern, kernel=kernel, kind="along", **options)
 
 
@@ -140,7 +143,7 @@ def fold(
     parsed = _pattern(pattern)
     made = Fold(block, monoid, finish, numbers, dtype).kernel(parsed)
     if isinstance(parsed, Pattern):
-        options.setdefault("shapes", ShapesOf(parsed))
+        options.setdefault("shapes", True)
     options.setdefault("kind", "fold")
     return blockwise(names, parsed, kernel=Taking(made, takes) if takes else made, **options)
 
@@ -172,7 +175,7 @@ def _pointwise(partials: Any = (), **options: Any) -> Rule:
 
 _BROADCAST = parse("each: s* -> each: s*")
 POINTWISE = Notation(_BROADCAST)
-ONE_SHAPE = ShapesOf(_BROADCAST)
+ONE_SHAPE = ShapesOf((_BROADCAST,))
 register_tagged(torch.Tag.pointwise, _pointwise())
 
 

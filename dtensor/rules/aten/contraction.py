@@ -91,6 +91,7 @@ blockwise(
     sums={"b": "sum", "n": "sum", "k": "R"},  # the gradient of the bias does not know k
     flops=lambda call: 2 * math.prod(call.shape(0)) * call.shape(1)[-1] * sum(call["output_mask"][:2]),
     local=on_each_rank(linear_gradients),
+    shapes=True,
 )
 fact("linear_backward", infer=lambda ask, given, device: linear_gradients(*given.values()))  # torch's forgets half of the mask
 
@@ -98,9 +99,10 @@ fact("linear_backward", infer=lambda ask, given, device: linear_gradients(*given
 # --- matmul, and einsum in inference mode, arrive whole ----------------------------------------------------------------
 blockwise(
     "matmul",
-    "k, k -> | b* m k, k -> b* m | k, b* k n -> b* n | b* m k, b* k n -> b* m n",
+    "b* m k, b* k n -> b* m n | k, k -> | b* m k, k -> b* m | k, b* k n -> b* n",
     sums="*",
     partials=linear("self", "other"),
+    shapes=True,
 )
 
 
@@ -124,6 +126,7 @@ blockwise(
     sums="*",
     flops=lambda call: 2 * math.prod(call.shape(0)) * call.shape(1)[-1] * sum(call["mask"]),
     local=on_each_rank(matmul_gradients),
+    shapes=True,
 )
 fact("matmul_backward", infer=lambda ask, given, device: matmul_gradients(*given.values()))
 

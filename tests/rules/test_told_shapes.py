@@ -1,0 +1,70 @@
+"""Results of products: once an operator has been asked, what it would say of other sizes is known by its rule."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import dtensor as dt
+from dtensor.layout.layout import Layout
+from dtensor.propagation.calls import make_call
+from dtensor.propagation.meta import infer, results_of
+from dtensor.propagation.schema import operator_of
+from dtensor.rules.call import Call
+from dtensor.rules.registry import lookup
+
+aten = torch.ops.aten
+MESH = dt.init_device_mesh("cpu", (2,))
+SIZES = [dict(zip("bmkn", found, strict=True)) for found in ((2, 3, 4, 5), (7, 5, 3, 2), (3, 2, 6, 4))]
+MATRICES = [("mk", "kn"), ("bmk", "kn"), ("mk", "bkn"), ("bmk", "bkn")]
+
+
+def _orders(letters: str, sizes: dict[str, int]) -> Iterator[Layout]:
+    """Layouts of these sizes, dims in each order in memory."""
+    for order in itertools.permutations(range(len(letters))):
+        stride = torch.empty([sizes[letters[d]] for d in order]).permute(*map(order.index, range(len(letters)))).stride()
+        yield Layout.replicated(MESH, tuple(sizes[letter] for letter in letters), stride, torch.float32)
+
+
+def _calls(op: Any, operands: dict[str, str], **others: Any) -> Iterator[Call]:
+    """For every order in memory a call of each of the sizes."""
+    operator = operator_of(op)
+    for sizes in SIZES:
+        for layouts in itertools.product(*(_orders(letters, sizes) for letters in operands.values())):
+            yield make_call(operator, MESH, dict(zip(operands, layouts, strict=True)) | others)[0]
+
+
+def _as_it_says(op: Any, operands: dict[str, str], **others: Any) -> bool:
+    operator, rule = operator_of(op), lookup(op)
+    return all(results_of(operator, rule, call) == infer(operator, call.arguments) for call in _calls(op, operands, **others))
+
+
+@pytest.mark.parametrize("shapes", [("k", "k"), ("mk", "k"), ("k", "bkn"), *MATRICES])
+def test_products(shapes: tuple[str, str]) -> None:
+    assert _as_it_says(aten.matmul.default, dict(zip(("self", "other"), shapes, strict=True)))
+
+
+@pytest.mark.parametrize("mask", [[True, True], [True, False], [False, True]])
+@pytest.mark.parametrize("shapes", MATRICES)
+def test_gradients_that_are_asked_for(shapes: tuple[str, str], mask: list[bool]) -> None:
+    out = ("b" if "b" in "".join(shapes) else "") + "mn"
+    assert _as_it_says(aten.matmul_backward.default, {"grad": out, "self": shapes[0], "other": shapes[1]}, mask=mask)
+    if shapes[1] == "kn":
+        weight = {"self": shapes[0], "grad_output": out, "weight": "nk"}
+        assert _as_it_says(aten.linear_backward.default, weight, output_mask=[*mask, True])
+
+
+def test_sizes_that_do_not_fit_are_refused_as_ever() -> None:
+    operator, rule = operator_of(aten.matmul.default), lookup(aten.matmul.default)
+    for k in (4, 3):
+        x, y = Layout.replicated(MESH, (2, 4), None, torch.float32), Layout.replicated(MESH, (k, 5), None, torch.float32)
+        call, _ = make_call(operator, MESH, {"self": x, "other": y})
+        if k == 4:
+            assert results_of(operator, rule, call) == infer(operator, call.arguments)
+        else:
+            with pytest.raises(RuntimeError, match=r"mat1 and mat2|must match|size"):
+                results_of(operator, rule, call)
