@@ -20,7 +20,7 @@ from ..base.told import changed
 from ..base.torch_internals import opaque_object
 from ..base.tracing import constant_of_graph, is_traced, kept, kept_object
 from ..comm import PerRank, shards_of
-from ..dispatch.local_op import seen
+from ..dispatch.transformed import seen
 from ..errors import UnsupportedOperationError
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Partial, Placement, Replicate, Shard
