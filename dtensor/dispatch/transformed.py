@@ -8,13 +8,17 @@ gradients in batches (``is_grads_batched=True``, ``vectorize=True``), is no tran
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..base.torch_internals import (
+    DisableFuncTorch,
     add_batch_dim,
+    current_transform,
+    forward_ad,
     functorch_active,
     functorch_unwrapped,
     hidden_dim,
@@ -22,8 +26,9 @@ from ..base.torch_internals import (
     is_functorch_wrapped,
     is_legacy_batched,
     remove_batch_dim,
+    transform_level,
 )
-from ..errors import UnsupportedOperationError
+from ..errors import LayoutError, UnsupportedOperationError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Placement, Replicate, Shard
@@ -181,6 +186,29 @@ def _opened(x: torch.Tensor) -> torch.Tensor:
     if is_legacy_batched(below):
         raise UnsupportedOperationError("gradients of a DTensor in batches (is_grads_batched=True) that are batches again")
     return below
+
+
+def below_transforms() -> AbstractContextManager[Any]:
+    """What is made here is a constant to transforms of ``torch.func`` around, which would wrap each rank's tensor."""
+    return DisableFuncTorch() if functorch_active() else nullcontext()
+
+
+def constant(x: torch.Tensor) -> torch.Tensor:
+    """What a plain tensor is below all transforms.
+
+    Raises:
+        LayoutError: one of them differentiates it. UnsupportedOperationError: one of them hides a dim.
+    """
+    with ExitStack() as levels:
+        while is_functorch_wrapped(x):
+            while (transform := current_transform()).level() > transform_level(x):
+                levels.enter_context(transform.lower())
+            if is_functorch_batched(x):
+                raise UnsupportedOperationError("a tensor that vmap maps goes through DTensor.from_local(x, mesh, placements)")
+            if x.requires_grad or (forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None):
+                raise LayoutError("a tensor that torch.func differentiates goes through DTensor.from_local(x, mesh, placements)")
+            x = functorch_unwrapped(x)
+    return x
 
 
 def seen(x: Any) -> Any:

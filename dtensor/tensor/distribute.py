@@ -15,7 +15,7 @@ from torch import nn
 from ..base.caches import remembered
 from ..base.composed import part_by_part
 from ..base.recording import current
-from ..base.torch_internals import is_traceable_wrapper_subclass
+from ..base.torch_internals import functorch_active, is_traceable_wrapper_subclass
 from ..base.tracing import under_way
 from ..base.validation import strided, whole
 from ..comm import PerRank, communicator_of, shards_of
@@ -23,6 +23,7 @@ from ..comm.agreement import alike, room
 from ..comm.binding import Run
 from ..comm.regions import Box, Route, Traffic, Transfer
 from ..comm.rows import content, from_bytes
+from ..dispatch.transformed import below_transforms, constant
 from ..errors import ArgumentError, LayoutError, MeshError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, as_mesh
@@ -74,6 +75,13 @@ def distribute_tensor(
                 f"call x.redistribute(mesh, placements)"
             )
         return tensor.redistribute(placements=placements)
+    if functorch_active():
+        tensor = constant(tensor)
+    with below_transforms():
+        return _distributed(tensor, mesh, placements, src_data_rank)
+
+
+def _distributed(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, src_data_rank: int | None) -> DTensor:
     sent = None
     if src_data_rank is None:
         layout = _layout_of(tensor, mesh, placements)

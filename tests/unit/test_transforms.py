@@ -192,3 +192,49 @@ def test_gradients_come_in_batches_however_those_lie(where: Placement) -> None:
         grads = dt.distribute_tensor(wanted, LINE, [where]) if isinstance(y, dt.DTensor) else wanted
         (found,) = torch.autograd.grad(y, x, grads, is_grads_batched=True)
         assert torch.equal(found.full_tensor(), wanted)
+
+
+# --- tensors made inside of a transform ----------------------------------------------------------------------------------
+MADE: dict[str, Callable[[Any], Any]] = {
+    "distributed": lambda mesh: dt.distribute_tensor(torch.ones(5, dtype=torch.float64) * 3, mesh, [Shard(0)]),
+    "copied": lambda mesh: dt.distribute_tensor(torch.full((5,), 3.0, dtype=torch.float64), mesh),
+    "filled": lambda mesh: dt.full((5,), 3.0, device_mesh=mesh, placements=[Shard(0)], dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("make", MADE)
+@pytest.mark.parametrize("transform", [*TRANSFORMS, "vmap", "functionalize"])
+def test_what_is_made_inside_of_a_transform_is_a_constant(transform: str, make: str) -> None:
+    others: dict[str, Any] = {
+        "vmap": lambda f, x, _: torch.vmap(f)(x),
+        "functionalize": lambda f, x, _: torch.func.functionalize(f)(x),
+    }
+    run = {**TRANSFORMS, **others}[transform]
+    expected = run(lambda x: (x * 3) ** 2, X, TANGENT)
+    given = (dt.distribute_tensor(x, LINE, [Shard(0)]) for x in (X, TANGENT))
+    found = run(lambda x: (x * MADE[make](LINE)) ** 2, *given)
+    torch.testing.assert_close(found.full_tensor(), expected)
+
+
+def test_random_numbers_drawn_inside_of_a_transform_are_those_drawn_outside() -> None:
+    def drawn() -> Any:
+        torch.manual_seed(0)
+        return dt.randn(4, 5, device_mesh=LINE, placements=[Shard(0)], dtype=torch.float64)
+
+    x = dt.distribute_tensor(X, LINE, [Shard(0)])
+    assert torch.equal(torch.func.grad(lambda x: (x * drawn()).sum())(x).full_tensor(), drawn().full_tensor())
+    with pytest.raises(RuntimeError, match="randomness"):
+        torch.vmap(lambda row: row * drawn())(x)
+
+
+def test_a_tensor_that_is_differentiated_or_mapped_is_not_distributed_as_a_constant() -> None:
+    def program(x: Any) -> Any:
+        return dt.distribute_tensor(x, LINE, [Shard(0)]).sum()
+
+    for transform in ("grad", "jvp", "jacrev", "jacfwd"):
+        with pytest.raises(dt.errors.LayoutError, match="from_local"):
+            TRANSFORMS[transform](program, X, TANGENT)
+    with pytest.raises(dt.errors.LayoutError, match="from_local"):
+        torch.func.jvp(lambda x: torch.func.grad(lambda w: w * program(x * 1))(torch.tensor(2.0).double()), (X,), (TANGENT,))
+    with pytest.raises(dt.errors.UnsupportedOperationError, match="from_local"):
+        torch.vmap(program)(X)
