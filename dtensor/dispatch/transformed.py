@@ -205,10 +205,15 @@ def constant(x: torch.Tensor) -> torch.Tensor:
                 levels.enter_context(transform.lower())
             if is_functorch_batched(x):
                 raise UnsupportedOperationError("a tensor that vmap maps goes through DTensor.from_local(x, mesh, placements)")
-            if x.requires_grad or (forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None):
+            if x.requires_grad or has_tangent(x):
                 raise LayoutError("a tensor that torch.func differentiates goes through DTensor.from_local(x, mesh, placements)")
             x = functorch_unwrapped(x)
     return x
+
+
+def has_tangent(x: torch.Tensor) -> bool:
+    """Whether derivatives are carried forward with ``x``."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
 def seen(x: Any) -> Any:

@@ -23,7 +23,7 @@ from ..comm.agreement import alike, room
 from ..comm.binding import Run
 from ..comm.regions import Box, Route, Traffic, Transfer
 from ..comm.rows import content, from_bytes
-from ..dispatch.transformed import below_transforms, constant
+from ..dispatch.transformed import below_transforms, constant, has_tangent
 from ..errors import ArgumentError, LayoutError, MeshError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, as_mesh
@@ -141,7 +141,7 @@ def _sent_in_graph(tensor: torch.Tensor, layout: Layout, placements: Any, source
 
 
 def _layout_of(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> Layout:
-    if not strided(tensor, "distribute_tensor").is_leaf:
+    if not strided(tensor, "distribute_tensor").is_leaf or has_tangent(tensor):
         raise LayoutError(
             "distribute_tensor takes leaf tensors; a computed value goes through DTensor.from_local(value, mesh, placements)"
         )

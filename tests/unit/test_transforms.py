@@ -238,3 +238,5 @@ def test_a_tensor_that_is_differentiated_or_mapped_is_not_distributed_as_a_const
         torch.func.jvp(lambda x: torch.func.grad(lambda w: w * program(x * 1))(torch.tensor(2.0).double()), (X,), (TANGENT,))
     with pytest.raises(dt.errors.UnsupportedOperationError, match="from_local"):
         torch.vmap(program)(X)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(dt.errors.LayoutError, match="from_local"):
+        program(torch.autograd.forward_ad.make_dual(X, TANGENT))
