@@ -197,7 +197,7 @@ def _drawn(
         return draw(drawn, lambda device: fill(tuple(drawn.shape), dtype=drawn.dtype, device=device))
 
     if functorch_active():
-        torch.empty(0).uniform_()  # torch's own error, where each of a batch is to have other numbers
+        torch.empty(0, device="cpu").uniform_()  # torch's own error, where each of a batch is to have other numbers
     with below_transforms():
         local = as_one_step((reduced,), block)
     return _finish(local, layout, reduced, requires_grad)
