@@ -14,7 +14,7 @@ from dtensor import Partial, Placement, Replicate, Shard
 from dtensor.comm import shards_of
 from dtensor.dispatch.transformed import layout_of
 from dtensor.ranks.hidden import each_rank
-from dtensor.tensor.autograd import as_local, from_pieces, laid, to_whole
+from dtensor.tensor.autograd import as_local, from_pieces, to_whole
 from dtensor.testing import scatter
 
 X = (torch.arange(20.0, dtype=torch.float64).reshape(4, 5) % 7) - 2.5
@@ -143,7 +143,7 @@ def test_what_is_no_operator_is_refused_in_a_graph_of_whole_tensors() -> None:
 
 # --- a batch that hides a dim of a DTensor that is moved --------------------------------------------------------------------
 def moved(x: Any) -> Any:
-    return laid(x**2, [Shard(1)]).sin()
+    return dt.distribute_tensor(x**2, dt.init_device_mesh("cpu", (3,)), [Shard(1)]).sin()
 
 
 def gathered(x: Any) -> Any:
