@@ -618,7 +618,9 @@ def transforms_go_through_units_and_styles() -> None:
             assert all(torch.allclose(piece, theirs) for piece in held(ours).values())
     leaf, batch = dt.distribute_tensor(x, square(), [Shard(0), Shard(1)]).requires_grad_(), value(4, 3, 5, seed=2)
     equal(torch.autograd.grad(leaf.full_tensor(), leaf, batch, is_grads_batched=True)[0], batch)
-    inside = torch.func.grad(lambda x: (x * put(t * 1, Shard(1), R) * dt.ones(5, device_mesh=square(), dtype=x.dtype)).sum())
+    inside = torch.func.grad(
+        lambda x: (x * put(t * 1, Shard(1), R, mesh=square()) * dt.ones(5, device_mesh=square(), dtype=x.dtype)).sum()
+    )
     equal(inside(leaf.detach()), t)
 
 
