@@ -133,6 +133,16 @@ NAMES: dict[str, Internal] = {
     "functorch_unwrapped": Internal("torch._C._functorch.get_unwrapped", "the DTensor that torch.func hides", _NONE),
     "is_functorch_batched": Internal("torch._C._functorch.is_batchedtensor", "vmap hides a dim of a DTensor", _NONE),
     "is_legacy_batched": Internal("torch._C._functorch.is_legacy_batchedtensor", "a tensor under the old vmap", _NONE),
+    "DisableFuncTorch": Internal("torch._C._DisableFuncTorch", "constants are made below transforms of torch.func", _NONE),
+    "transform_level": Internal("torch._C._functorch.maybe_get_level", "which transform of torch.func hides a tensor", _NONE),
+    "current_transform": Internal(
+        "torch._functorch.pyfunctorch.retrieve_current_functorch_interpreter",
+        "whether a transform differentiates a tensor",
+        _NONE,
+    ),
+    "hidden_dim": Internal("torch._C._functorch.maybe_get_bdim", "which dim vmap hides", _NONE),
+    "add_batch_dim": Internal("torch._add_batch_dim", "gradients in batches, where a DTensor was moved", _NONE),
+    "remove_batch_dim": Internal("torch._remove_batch_dim", "gradients in batches, where a DTensor was moved", _NONE),
     # --- fake tensors
     "FakeTensor": Internal("torch._subclasses.FakeTensor", "values that are not there are not compared", _NONE),
     "FakeTensorMode": Internal("torch._subclasses.fake_tensor.FakeTensorMode", "shapes of results without data", _NONE),

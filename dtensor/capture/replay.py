@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..base.torch_internals import autocast_enabled
-from ..dispatch.local_op import recorded
+from ..dispatch.transformed import recorded
 from ..errors import CaptureError
 from ..tensor.dtensor import DTensor
 from .memory import detached

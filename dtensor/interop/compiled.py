@@ -20,7 +20,7 @@ from ..base.told import changed
 from ..base.torch_internals import opaque_object
 from ..base.tracing import constant_of_graph, is_traced, kept, kept_object
 from ..comm import PerRank, shards_of
-from ..dispatch.local_op import seen
+from ..dispatch.transformed import layout_of, placed_of, seen
 from ..errors import UnsupportedOperationError
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Partial, Placement, Replicate, Shard
@@ -98,6 +98,14 @@ def _substitute(module: Any) -> None:
     undecomposed()
     torch.Tensor.__coerce_same_metadata_as_tangent__ = plain_as_tangent  # type: ignore[attr-defined]  # torch asks for it
     changed("torch.Tensor.__coerce_same_metadata_as_tangent__")
+
+
+def _mesh_and_placements(x: Any) -> Any:
+    return x._placed
+
+
+def _own_layout(x: Any) -> Any:
+    return x._layout
 
 
 def _itself(x: Any) -> Any:
@@ -235,6 +243,8 @@ _SEEN_AS: dict[Any, Any] = {
     DTensor.from_local: _from_local,
     **dict.fromkeys((explicit, implicit_replication, remember), _mode),
     seen: _itself,
+    placed_of: _mesh_and_placements,
+    layout_of: _own_layout,
     each_rank: _itself,
     shards_of: _alone,
 }

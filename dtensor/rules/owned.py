@@ -79,8 +79,7 @@ def read_owned(address: Address, op: Any, at: KernelContext, *args: Any, **named
         found = on_block(runs, address, block, positions, rest, named)
         if (beside := found.ndim - lead - inside.ndim) > 0:
             inside = inside.reshape((*inside.shape, *(1,) * beside))
-        result: Tensor = found.masked_fill_(~inside, nothing(found.dtype))
-        return result
+        return torch.where(inside, found, found.new_full((), nothing(found.dtype)), out=found)  # of every dtype
 
     return at.map(own, *args)
 

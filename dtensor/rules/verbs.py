@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -95,7 +95,7 @@ def by_pattern(
         options.setdefault("nonempty", "reduced")
     parsed = _pattern(pattern)
     if options.get("shapes") is True:
-        options["shapes"] = ShapesOf(parsed.patterns if isinstance(parsed, fitting) else (parsed,))
+        options["shapes"] = ShapesOf(parsed.patterns if isinstance(parsed, fitting) else (cast(Pattern, parsed),))
     made = kernel.kernel(parsed) if isinstance(kernel, Fold) else kernel
     factors = Notation(parsed, left, refuses_nothing, made, kernels or {}, sizes or {})
     return Rule(factors, rows(partials), kind=kind, **options)

@@ -27,7 +27,7 @@ from ..base.torch_internals import forward_ad, functorch_active
 from ..base.tracing import not_in_graph
 from ..comm import Pending, PerRank, communicator_of, shards_of
 from ..dispatch.apart import apart, memory_of
-from ..dispatch.local_op import Transformed, recorded, seen
+from ..dispatch.transformed import Transformed, alone, is_wrapped, layout_of, recorded
 from ..dispatch.wrapping import wrap_local, wrap_pending
 from ..errors import DTensorError, UnsupportedOperationError
 from ..layout.layout import Layout
@@ -47,7 +47,7 @@ def grad_layout(layout: Layout, placements: Sequence[Placement] | None) -> Layou
 def pieces_gradient(x: Any, layout: Layout, placements: Sequence[Placement] | None) -> Layout:
     """The layout in which the gradient of pieces of ``x``, under ``layout``, comes back: as given, else as :func:`grad_layout`,
     but as terms along the mesh dims along which ranks use what is alike for parts of their own (``OWN_USES``)."""
-    own = seen(x).__dict__.get(OWN_USES) if placements is None else None
+    own = x.__dict__.get(OWN_USES) if placements is None else None
     if own:
         placements = [Partial() if i in own else p for i, p in enumerate(_without_partials(layout).placements)]
     return grad_layout(layout, placements)
@@ -69,7 +69,15 @@ def nothing_of(piece: torch.Tensor, layout: Layout) -> torch.Tensor:
     return piece.detach().new_zeros(layout.local_shape(None))
 
 
-class FromLocal(Transformed):
+class _Laid(Transformed):
+    """What goes through transforms, and lays what they hide by :func:`laid`."""
+
+    @staticmethod
+    def lay(x: Any, placements: Sequence[Placement]) -> Any:
+        return laid(x, placements)
+
+
+class FromLocal(_Laid):
     """Pieces -> global. One piece per rank held in this process."""
 
     @staticmethod
@@ -95,13 +103,13 @@ class FromLocal(Transformed):
         if not communicator_of(ctx.layout.mesh).held:
             return None, None, None, torch.zeros(ctx.outside[0], dtype=ctx.layout.dtype, device=ctx.outside[1])
         scale, grad = _share(ctx.layout), distributed(grad, ctx.layout)
-        target = seen(grad)._layout.replace(placements=ctx.target.placements)
+        target = layout_of(grad).replace(placements=ctx.target.placements)
         moved = redistributed(grad, target, False, None)
         pieces = to_local(moved if scale == 1 else moved / scale, target, _differing(target, ctx.layout, ctx.copied))
         return None, None, None, *(pieces if type(pieces) is tuple else (pieces,))
 
 
-class ToLocal(Transformed):
+class ToLocal(_Laid):
     """Global -> this rank's piece; a tuple with one per rank where all ranks are in this process."""
 
     @staticmethod
@@ -130,7 +138,7 @@ def whole_piece(x: Any, shared: bool) -> torch.Tensor:
     return first.clone() if shared else first.detach()
 
 
-class FullTensor(Transformed):
+class FullTensor(_Laid):
     """A replicated DTensor -> one plain tensor, also where all ranks live in this process; see :func:`whole_piece`."""
 
     @staticmethod
@@ -164,7 +172,7 @@ def move_apart(x: Any, target: Layout, async_op: bool = False) -> Any:
     return tell_moved(x, made) if observed else made
 
 
-class Redistribute(Transformed):
+class Redistribute(_Laid):
     """The same global value under another layout; the gradient comes back in the source's (Partial replicated)."""
 
     @staticmethod
@@ -173,7 +181,7 @@ class Redistribute(Transformed):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.source, ctx.target, ctx.backward_dtype = seen(inputs[0])._layout, inputs[1], inputs[3]
+        ctx.source, ctx.target, ctx.backward_dtype = layout_of(inputs[0]), inputs[1], inputs[3]
 
     @staticmethod
     def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
@@ -190,7 +198,7 @@ class Redistribute(Transformed):
 
 def laid(x: Any, placements: Sequence[Placement]) -> Any:
     """``x`` (a DTensor, also one that ``torch.func`` hides) under other placements; differentiable."""
-    layout = seen(x)._layout
+    layout = layout_of(x)
     target = layout.replace(placements=placements)
     return x if target is layout else _moved(x, target)
 
@@ -201,7 +209,7 @@ def _moved(x: Any, target: Layout) -> Any:
 
 def _on_mesh(x: Any, like: Layout) -> Any:
     """``x`` where ``like`` is, as that is placed."""
-    layout = seen(x)._layout
+    layout = layout_of(x)
     if layout.mesh is like.mesh:
         return laid(x, like.placements)
     return redistributed(x, Layout.of(like.mesh, like.placements, layout.shape, layout.stride, layout.dtype), False, None)
@@ -212,13 +220,14 @@ to_local, redistributed = recorded(ToLocal), recorded(Redistribute)
 
 
 def is_recorded(x: torch.Tensor) -> bool:
-    """Whether somebody differentiates here, backward or forward."""
-    return (x.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0 or functorch_active()
+    """Whether somebody differentiates here, backward or forward, or sees one of a batch."""
+    differentiated = (x.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0
+    return differentiated or functorch_active() or is_wrapped(x)
 
 
 def to_whole(x: Any, grad_placements: Sequence[Placement] | None) -> torch.Tensor:
     """The global value of a DTensor as a plain tensor with memory of its own; see ``DTensor.full_tensor``."""
-    layout = seen(x)._layout
+    layout = layout_of(x)
     if grad_placements is not None:
         grad_layout(layout, grad_placements)  # wrong ones raise before anything is moved
     mesh, target = layout.mesh, layout.replace(placements=[Replicate()] * layout.mesh.ndim)
@@ -237,14 +246,14 @@ def as_local(x: Any, grad_placements: Sequence[Placement] | None = None, give: C
     """The pieces of a DTensor, recorded by ``give``; see ``DTensor.to_local``."""
     if observed and hasattr(x, "_layout"):
         tell_looked_at(x)
-    layout = seen(x)._layout
+    layout = layout_of(x)
     made = give(x, layout, pieces_gradient(x, layout, grad_placements))
     return as_one(made, PerRank) if type(made) is tuple else made
 
 
 def plain(grad: Any) -> Any:
     """A gradient of a plain tensor, which a DTensor may have given (a number times a DTensor): all ranks hold the number."""
-    return to_whole(grad, None) if hasattr(seen(grad), "_layout") else grad
+    return to_whole(grad, None) if layout_of(grad) is not None else grad
 
 
 def _apart(grad: Any) -> Any:
@@ -254,7 +263,7 @@ def _apart(grad: Any) -> Any:
 
 def distributed(grad: Any, like: Layout, placements: Sequence[Placement] | None = None) -> Any:
     """A gradient of a DTensor; a plain one (``y.backward(torch.ones(3))``), which all ranks hold, is cut as ``placements``."""
-    if hasattr(seen(grad), "_layout"):
+    if layout_of(grad) is not None:
         return grad
     layout = Layout.replicated(like.mesh, grad.shape, grad.stride(), grad.dtype)
     target = layout if placements is None else layout.replace(placements=placements)
@@ -284,7 +293,7 @@ def everywhere(value: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     again = [i for i, p in enumerate(layout.placements) if isinstance(p, Replicate)]
     pieces = []
     for at in mesh.coordinates:
-        pieces.append(value.detach() if at in firsts or any(at[i] for i in again) else value)
+        pieces.append(alone(value) if at in firsts or any(at[i] for i in again) else value)
         firsts.add(at)
     return pieces
 

@@ -12,8 +12,10 @@ from typing import Any, cast
 
 import torch
 
+from ..base.torch_internals import functorch_active
 from ..base.validation import sizes_of
 from ..comm import communicator_of
+from ..dispatch.transformed import below_transforms
 from ..errors import ArgumentError, PlacementError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import as_mesh
@@ -178,7 +180,8 @@ def _in_blocks(
 ) -> DTensor:
     layout, reduced, requires_grad = _prepare(size, placements, device_mesh, options, fill)
     kind = {"dtype": layout.dtype, "device": torch.device(layout.mesh.device_type)}
-    local = communicator_of(layout.mesh).map_outside_too(blocks(layout, **kind))
+    with below_transforms():
+        local = communicator_of(layout.mesh).map_outside_too(blocks(layout, **kind))
     return _finish(local, layout, reduced, requires_grad)
 
 
@@ -193,7 +196,10 @@ def _drawn(
             return draw_counted(drawn, SAMPLERS["uniform" if fill is torch.rand else "normal"], {})
         return draw(drawn, lambda device: fill(tuple(drawn.shape), dtype=drawn.dtype, device=device))
 
-    local = as_one_step((reduced,), block)
+    if functorch_active():
+        torch.empty(0, device="cpu").uniform_()  # torch's own error, where each of a batch is to have other numbers
+    with below_transforms():
+        local = as_one_step((reduced,), block)
     return _finish(local, layout, reduced, requires_grad)
 
 
@@ -216,5 +222,6 @@ def _prepare(size: Any, placements: Any, device_mesh: Any, options: dict[str, An
 
 
 def _finish(local: Any, layout: Layout, reduced: Layout, requires_grad: bool) -> DTensor:
-    made = wrap(local if reduced is layout else redistribute_local(local, reduced, layout), layout)
+    with below_transforms():
+        made = wrap(local if reduced is layout else redistribute_local(local, reduced, layout), layout)
     return made.requires_grad_() if requires_grad else made

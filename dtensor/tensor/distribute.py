@@ -7,7 +7,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torch import nn
 from ..base.caches import remembered
 from ..base.composed import part_by_part
 from ..base.recording import current
-from ..base.torch_internals import is_traceable_wrapper_subclass
+from ..base.torch_internals import functorch_active, is_traceable_wrapper_subclass
 from ..base.tracing import under_way
 from ..base.validation import strided, whole
 from ..comm import PerRank, communicator_of, shards_of
@@ -23,6 +23,7 @@ from ..comm.agreement import alike, room
 from ..comm.binding import Run
 from ..comm.regions import Box, Route, Traffic, Transfer
 from ..comm.rows import content, from_bytes
+from ..dispatch.transformed import below_transforms, constant, has_tangent, layout_of
 from ..errors import ArgumentError, LayoutError, MeshError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, as_mesh
@@ -31,6 +32,7 @@ from ..random.draw import as_one_step, block_of
 from ..redistribute import redistribute_local
 from ..redistribute.executor import in_order, inside
 from ..redistribute.step import described, place
+from .autograd import laid
 from .dtensor import DTensor, wrap
 from .replaced import replacing
 
@@ -47,7 +49,8 @@ def distribute_tensor(
     """``tensor``, the same global value, laid out over the mesh. A leaf that requires grad gives a leaf that requires grad.
 
     Args:
-        tensor: the global tensor (a meta tensor gives meta pieces; a DTensor is redistributed).
+        tensor: the global tensor (a meta tensor gives meta pieces; a DTensor is redistributed,
+                also where ``torch.func`` hides that it is one, so that it lacks the method).
         placements: one per mesh dim, default ``Replicate()`` on all.
         src_data_rank: whose value counts: the rank at this index along every mesh dim sends each rank its block (a broadcast
             where nothing is sharded, else one scatter), after the ranks have compared their arguments (an exchange of a few
@@ -67,13 +70,21 @@ def distribute_tensor(
       rank 3: [[5]])
     """
     mesh = as_mesh(device_mesh)
-    if isinstance(tensor, DTensor):
-        if tensor.device_mesh != mesh:
+    if (own := layout_of(tensor)) is not None:
+        if own.mesh != mesh:
             raise MeshError(
-                f"distribute_tensor: the DTensor lives on {tensor.device_mesh!r}, not on {mesh!r}; "
-                f"call x.redistribute(mesh, placements)"
+                f"distribute_tensor: the DTensor lives on {own.mesh!r}, not on {mesh!r}; call x.redistribute(mesh, placements)"
             )
+        if not isinstance(tensor, DTensor):
+            return cast(DTensor, laid(tensor, own.whole().placements if placements is None else placements))
         return tensor.redistribute(placements=placements)
+    if functorch_active():
+        tensor = constant(tensor)
+    with below_transforms():
+        return _distributed(tensor, mesh, placements, src_data_rank)
+
+
+def _distributed(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, src_data_rank: int | None) -> DTensor:
     sent = None
     if src_data_rank is None:
         layout = _layout_of(tensor, mesh, placements)
@@ -133,7 +144,7 @@ def _sent_in_graph(tensor: torch.Tensor, layout: Layout, placements: Any, source
 
 
 def _layout_of(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> Layout:
-    if not strided(tensor, "distribute_tensor").is_leaf:
+    if not strided(tensor, "distribute_tensor").is_leaf or has_tangent(tensor):
         raise LayoutError(
             "distribute_tensor takes leaf tensors; a computed value goes through DTensor.from_local(value, mesh, placements)"
         )

@@ -18,9 +18,9 @@ from ..base.tracing import not_in_graph
 from ..base.validation import element_type, strided
 from ..comm import PerRank, communicator_of
 from ..dispatch.dispatcher import dispatch
-from ..dispatch.local_op import seen
 from ..dispatch.plain_operands import laid_out_alike
 from ..dispatch.settled import users
+from ..dispatch.transformed import seen
 from ..dispatch.versions import SHARED, counted_together
 from ..dispatch.wrapping import install, wrap_local
 from ..errors import DTensorError, LayoutError

@@ -16,7 +16,7 @@ from ..base.torch_internals import autograd_node, engine, graph_task
 from ..base.tracing import under_way
 from ..comm import Pending, shards_of
 from ..comm.events import CAUSES, listeners
-from ..dispatch.local_op import is_wrapped
+from ..dispatch.transformed import is_wrapped
 from ..dispatch.wrapping import SHOWN, wrap_pending
 from ..errors import DTensorError
 from ..layout.layout import Layout

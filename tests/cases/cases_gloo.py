@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from case_lists import Cases, by_rank, equal, held, raises, value
+from case_lists import Cases, by_rank, equal, held, put, raises, value
 from programs import compare_program, random_case
 from torch import nn
 
@@ -609,13 +609,29 @@ def transforms_go_through_units_and_styles() -> None:
         lambda m: replicate(m, square()),
         lambda m: fully_shard(parallelize_module(m, square()["tp"], plan), mesh=square()["dp"]),
     ]
-    for k, way in enumerate(ways):
+    for way in ways:
         model = way(copy.deepcopy(alone))
         given, tangent, cotangent = (by_rank(lambda rank, v=v: v.clone()) for v in (x, t, x[:, :3]))
         found = [*torch.func.jvp(model, (given,), (tangent,)), *torch.func.vjp(model, given)[1](cotangent)]
-        found += [torch.func.vmap(model)(given)] if k < 2 else []
+        found.append(torch.func.vmap(model)(given))
         for ours, theirs in zip(found, wanted, strict=False):
             assert all(torch.allclose(piece, theirs) for piece in held(ours).values())
+    leaf, batch = dt.distribute_tensor(x, square(), [Shard(0), Shard(1)]).requires_grad_(), value(4, 3, 5, seed=2)
+    equal(torch.autograd.grad(leaf.full_tensor(), leaf, batch, is_grads_batched=True)[0], batch)
+    inside = torch.func.grad(
+        lambda x: (x * put(t * 1, Shard(1), R, mesh=square()) * dt.ones(5, device_mesh=square(), dtype=x.dtype)).sum()
+    )
+    equal(inside(leaf.detach()), t)
+
+
+@case
+def rows_are_read_of_dtypes_that_torch_does_not_fill() -> None:
+    rows = torch.tensor([4, 0, 6, 4, 1])
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint64):
+        whole = value(7, 3).abs().to(dtype)
+        for where in (Shard(0), Shard(1)):
+            found = put(whole, where)[rows].full_tensor()
+            assert torch.equal(found.view(torch.uint8), whole[rows].view(torch.uint8))
 
 
 @case

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import dtensor as dt
 from dtensor import Replicate, Shard
-from dtensor.errors import DTensorError, LayoutError, UnsupportedOperationError
+from dtensor.errors import DTensorError, LayoutError
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module, replicate
 
 pytestmark = pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
@@ -126,23 +126,14 @@ def test_transforms_are_those_of_one_device_and_leave_the_module_as_it_was(way: 
         trains(model, alone, given())
 
 
-@pytest.mark.parametrize(("way", "given"), [(way, GIVEN[k]) for way in (units, one_unit, copies) for k in (0, 2)])
-def test_data_parallel_modules_are_mapped(way: Any, given: Any) -> None:
+@pytest.mark.parametrize(("way", "given"), [case for case in CASES if case[0] in WAYS_1D])
+def test_modules_are_mapped(way: Any, given: Any) -> None:
     model, alone = made(way)
     torch.testing.assert_close(whole(torch.func.vmap(model)(given())), torch.func.vmap(alone)(X))
     found = whole(torch.func.vmap(torch.func.grad(lambda y: model(y).square().sum()))(given()))
     torch.testing.assert_close(found, torch.func.vmap(torch.func.grad(lambda y: alone(y).square().sum()))(X))
-
-
-@pytest.mark.parametrize(("way", "given"), [(styles, given) for given in GIVEN] + [(units, GIVEN[1])])
-def test_vmap_of_what_lies_in_a_layout_is_refused(way: Any, given: Any) -> None:
-    """It hides a dim, and with it what the layout's dims are."""
-    model, alone = made(way)
-    for _ in range(2):
-        with pytest.raises(UnsupportedOperationError, match=r"torch\.func\.vmap.*Call the module with the batch"):
-            torch.func.vmap(model)(given())
-        if given is not GIVEN[2]:
-            trains(model, alone, given())
+    if given is not GIVEN[2]:
+        trains(model, alone, given())
 
 
 def test_ragged_batches_of_ranks_have_tangents_and_no_transforms_that_hide_them() -> None:

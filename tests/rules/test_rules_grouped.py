@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import re
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -80,3 +82,24 @@ def test_expert_parallel_rows_cost_no_collective_before_their_sum() -> None:
 def test_strides_that_one_device_refuses_are_refused() -> None:
     with pytest.raises(RuntimeError, match="16 bytes"):
         F.grouped_mm(distributed(numbers(7, 8), R, R), distributed(numbers(3, 8, 11), R, R), offs=distributed(ENDS, R, R))
+
+
+WRONG = {
+    "one dim": (numbers(8), numbers(3, 8, 8), ENDS),
+    "no ends": (numbers(8, 8), numbers(3, 8, 8), None),
+    "ends of none": (numbers(3, 8, 8), numbers(3, 8, 8), ENDS),
+    "other groups": (numbers(8, 8), numbers(2, 8, 8), ENDS),
+    "wide ends": (numbers(8, 8), numbers(3, 8, 8), ENDS.long()),
+}
+
+
+@pytest.mark.parametrize("given", WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("where", [R, Shard(0)], ids=str)
+def test_what_is_no_product_of_groups_raises_as_on_one_device(given: Any, where: Any) -> None:
+    a, b, ends = given
+    with pytest.raises(RuntimeError) as expected:
+        torch._grouped_mm(a, b, offs=ends)
+    with pytest.raises(RuntimeError, match=re.escape(str(expected.value).splitlines()[0])):
+        torch._grouped_mm(
+            distributed(a, where, R), distributed(b, where, R), offs=None if ends is None else distributed(ends, R, R)
+        )

@@ -179,6 +179,16 @@ def test_ctc_takes_plain_targets_and_lengths(targets: torch.Tensor, reduction: s
         torch.testing.assert_close(found.full_tensor(), wanted)
 
 
+@pytest.mark.parametrize("where", [Replicate(), Shard(0), Shard(1)], ids=str)
+def test_ctc_of_one_sequence_takes_its_lengths_as_numbers(where: Any) -> None:
+    check(
+        lambda x: F.ctc_loss(x.log_softmax(-1), torch.tensor([1, 2, 2]), torch.tensor(7), torch.tensor(3)),
+        (torch.arange(7 * 5.0, dtype=torch.float64) % 11).view(7, 5),
+        mesh=init_device_mesh("cpu", (2,)),
+        placements=[[where]],
+    )
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("where", [Replicate(), Shard(0)], ids=str)
 def test_a_wider_weight_leaves_a_loss_its_dtype(reduction: str, where: Any) -> None:

@@ -60,6 +60,26 @@ def test_elsewhere_such_a_write_is_refused() -> None:
         torch.zeros(4).add_(x)
 
 
+def test_a_plain_tensor_is_not_made_to_read_from_a_distributed_one() -> None:
+    """Torch would exchange what is below ``plain``: the next reading of it ended the process."""
+    x = dt.ones(4, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)])
+    plain, parameter = torch.zeros(4), torch.nn.Parameter(torch.zeros(4))
+    for own in (plain, parameter):
+        with pytest.raises(RuntimeError, match="incompatible tensor type"):
+            own.data = x
+        assert own.sum() == 0
+
+
+def test_a_function_over_a_modules_tensors_may_distribute_them_and_gather_them_again() -> None:
+    mesh, module = dt.init_device_mesh("cpu", (2,)), torch.nn.BatchNorm1d(3)
+    whole = {name: value.clone() for name, value in module.state_dict().items()}
+    module._apply(lambda t: dt.distribute_tensor(t, mesh, [dt.Shard(0) if t.ndim else dt.Replicate()]))
+    assert all(isinstance(value, dt.DTensor) for value in module.state_dict().values())
+    assert type(module.double().weight) is dt.DTensor
+    module.float()._apply(lambda t: t.full_tensor())
+    assert all(type(value) is torch.Tensor and torch.equal(value, whole[name]) for name, value in module.state_dict().items())
+
+
 def written_on_ranks() -> None:
     mesh = dt.init_device_mesh("cpu", (4,))
     plain, value = torch.ones(5, 4), torch.arange(20.0).reshape(5, 4)

@@ -11,6 +11,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import dtensor as dt
 from dtensor import Partial, Placement, Replicate, Shard
+from dtensor.comm import shards_of
+from dtensor.dispatch.transformed import layout_of
+from dtensor.ranks.hidden import each_rank
+from dtensor.tensor.autograd import as_local, from_pieces, to_whole
 from dtensor.testing import scatter
 
 X = (torch.arange(20.0, dtype=torch.float64).reshape(4, 5) % 7) - 2.5
@@ -137,13 +141,102 @@ def test_what_is_no_operator_is_refused_in_a_graph_of_whole_tensors() -> None:
     assert constant(x * 2).sum().item() == 48
 
 
-def test_a_batch_of_gradients_is_refused_where_a_dtensor_has_been_moved() -> None:
-    """The batch hides a dim of the gradient, which would pass for one of its own."""
-    x = dt.distribute_tensor(torch.arange(6.0), dt.init_device_mesh("cpu", (2,)), [dt.Shard(0)]).requires_grad_()
-    for move in (lambda: x.redistribute(placements=[dt.Replicate()]), x.full_tensor, lambda: x.to_local().shards[0]):
+# --- a batch that hides a dim of a DTensor that is moved --------------------------------------------------------------------
+def moved(x: Any) -> Any:
+    return dt.distribute_tensor(x**2, dt.init_device_mesh("cpu", (3,)), [Shard(1)]).sin()
+
+
+def gathered(x: Any) -> Any:
+    return to_whole(x**2, None).sin()
+
+
+def by_pieces(x: Any) -> Any:
+    squares = x**2
+    layout = layout_of(squares)
+    return from_pieces(layout, layout, False, *shards_of(each_rank(as_local(squares) * 2))).sin()
+
+
+def squared(x: Any, scale: int = 1) -> Any:
+    return (x**2 * scale).sin()
+
+
+BATCHES: dict[str, Callable[[Callable[[Any], Any], Any], Any]] = {
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "hessian": lambda f, x: torch.func.hessian(lambda x: (f(x) ** 3).sum())(x),
+    "vmap over rows": lambda f, x: torch.func.vmap(f)(x),
+    "vmap over the last dim": lambda f, x: torch.func.vmap(f, 2, 1)(x),
+    "gradients of samples": lambda f, x: torch.func.vmap(torch.func.grad(lambda row: (f(row) ** 3).sum()))(x),
+    "vectorized jacobian": lambda f, x: torch.autograd.functional.jacobian(f, x, vectorize=True),
+    "vectorized hessian": lambda f, x: torch.autograd.functional.hessian(lambda x: (f(x) ** 3).sum(), x, vectorize=True),
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize(("program", "scale"), [(moved, 1), (gathered, 1), (by_pieces, 2)])
+def test_a_dtensor_is_moved_and_taken_apart_where_a_batch_hides_a_dim(program: Any, scale: int, batch: str) -> None:
+    x = X.reshape(2, 5, 2)
+    mesh, expected = dt.init_device_mesh("cpu", (3,)), BATCHES[batch](lambda x: squared(x, scale), x)
+    for where in (Replicate(), Shard(0), Shard(1), Shard(2), Shard(1, sizes=(0, 4, 1))):
+        found = BATCHES[batch](program, dt.distribute_tensor(x, mesh, [where]))
+        torch.testing.assert_close(found.full_tensor() if isinstance(found, dt.DTensor) else found, expected)
+
+
+@pytest.mark.parametrize("where", [Replicate(), Shard(0), Shard(1)], ids=str)
+def test_gradients_come_in_batches_however_those_lie(where: Placement) -> None:
+    """A batch that is cut is made whole on all ranks before a DTensor is moved under it."""
+    x = dt.distribute_tensor(torch.arange(6.0), LINE, [Shard(0)]).requires_grad_()
+    wanted = torch.arange(18.0).reshape(3, 6)
+    for move in (lambda: x.redistribute(placements=[Replicate()]), x.full_tensor):
         y = move()
-        grads = torch.ones(3, *y.shape)
-        if isinstance(y, dt.DTensor):
-            grads = dt.distribute_tensor(grads, x.device_mesh, [dt.Replicate()])
-        with pytest.raises(dt.errors.UnsupportedOperationError, match="vectorize=True"):
-            torch.autograd.grad(y, x, grads, is_grads_batched=True)
+        grads = dt.distribute_tensor(wanted, LINE, [where]) if isinstance(y, dt.DTensor) else wanted
+        (found,) = torch.autograd.grad(y, x, grads, is_grads_batched=True)
+        assert torch.equal(found.full_tensor(), wanted)
+
+
+# --- tensors made inside of a transform ----------------------------------------------------------------------------------
+MADE: dict[str, Callable[[Any], Any]] = {
+    "distributed": lambda mesh: dt.distribute_tensor(torch.ones(5, dtype=torch.float64) * 3, mesh, [Shard(0)]),
+    "copied": lambda mesh: dt.distribute_tensor(torch.full((5,), 3.0, dtype=torch.float64), mesh),
+    "filled": lambda mesh: dt.full((5,), 3.0, device_mesh=mesh, placements=[Shard(0)], dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("make", MADE)
+@pytest.mark.parametrize("transform", [*TRANSFORMS, "vmap", "functionalize"])
+def test_what_is_made_inside_of_a_transform_is_a_constant(transform: str, make: str) -> None:
+    others: dict[str, Any] = {
+        "vmap": lambda f, x, _: torch.vmap(f)(x),
+        "functionalize": lambda f, x, _: torch.func.functionalize(f)(x),
+    }
+    run = {**TRANSFORMS, **others}[transform]
+    expected = run(lambda x: (x * 3) ** 2, X, TANGENT)
+    given = (dt.distribute_tensor(x, LINE, [Shard(0)]) for x in (X, TANGENT))
+    found = run(lambda x: (x * MADE[make](LINE)) ** 2, *given)
+    torch.testing.assert_close(found.full_tensor(), expected)
+
+
+def test_random_numbers_drawn_inside_of_a_transform_are_those_drawn_outside() -> None:
+    def drawn() -> Any:
+        torch.manual_seed(0)
+        return dt.randn(4, 5, device_mesh=LINE, placements=[Shard(0)], dtype=torch.float64)
+
+    x = dt.distribute_tensor(X, LINE, [Shard(0)])
+    assert torch.equal(torch.func.grad(lambda x: (x * drawn()).sum())(x).full_tensor(), drawn().full_tensor())
+    with pytest.raises(RuntimeError, match="randomness"):
+        torch.vmap(lambda row: row * drawn())(x)
+
+
+def test_a_tensor_that_is_differentiated_or_mapped_is_not_distributed_as_a_constant() -> None:
+    def program(x: Any) -> Any:
+        return dt.distribute_tensor(x, LINE, [Shard(0)]).sum()
+
+    for transform in ("grad", "jvp", "jacrev", "jacfwd"):
+        with pytest.raises(dt.errors.LayoutError, match="from_local"):
+            TRANSFORMS[transform](program, X, TANGENT)
+    with pytest.raises(dt.errors.LayoutError, match="from_local"):
+        torch.func.jvp(lambda x: torch.func.grad(lambda w: w * program(x * 1))(torch.tensor(2.0).double()), (X,), (TANGENT,))
+    with pytest.raises(dt.errors.UnsupportedOperationError, match="from_local"):
+        torch.vmap(program)(X)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(dt.errors.LayoutError, match="from_local"):
+        program(torch.autograd.forward_ad.make_dual(X, TANGENT))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...base.torch_internals import functorch_active, graph_stays, graph_task
 from ...comm import shards_of
-from ...dispatch.local_op import seen
+from ...dispatch.transformed import seen
 from ...mesh.derive import same_root
 from ...mesh.device_mesh import DeviceMesh
 from ...tensor.dtensor import DTensor

@@ -11,7 +11,7 @@ from torch import nn
 
 from ...base.torch_internals import tree_map
 from ...comm import PerRank, shards_of
-from ...dispatch.local_op import seen
+from ...dispatch.transformed import placed_of, seen
 from ...errors import MeshError, UnsupportedOperationError
 from ...placement import Partial
 from ...ranks.hidden import as_one, each_rank
@@ -77,7 +77,7 @@ def _standing(m: Managed) -> Any:
     module, name = m.places[0]
     found = module._parameters[name]
     own = seen(found)
-    if not isinstance(own, DTensor) or own.placements != m.stored.placements:
+    if not isinstance(own, DTensor) or placed_of(found)[1] != m.stored.placements:
         raise MeshError(
             f"parameter {name!r} of {type(module).__name__} was replaced by a {type(own).__name__}; it was {m.stored!r}"
         )

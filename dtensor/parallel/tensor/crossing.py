@@ -17,7 +17,7 @@ from ...base.scoped import Block, Scoped
 from ...base.torch_internals import forward_ad, functorch_active
 from ...base.tracing import under_way
 from ...comm import PerRank
-from ...dispatch.local_op import recorded
+from ...dispatch.transformed import recorded
 from ...dispatch.versions import stamp
 from ...layout.layout import Layout
 from ...tensor.autograd import ToLocal, as_local

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...base.nested import like
 from ...comm import shards_of
-from ...dispatch.local_op import seen
+from ...dispatch.transformed import layout_of, placed_of, seen
 from ...errors import MeshError, PlacementError
 from ...layout.spelled import cut_by, spelled_on
 from ...mesh.derive import joined, picked, same_root
@@ -156,7 +156,7 @@ def placed(x: DTensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
     Raises:
         MeshError: the mesh of ``x`` does not have that dim.
     """
-    own, placements = seen(x)._placed
+    own, placements = placed_of(x)
     if own == mesh:
         wanted: tuple[Placement, ...] = (placement,)
     else:
@@ -195,11 +195,11 @@ def annotated(x: Any, mesh: DeviceMesh, placement: Placement, whole: int | None 
 
 def _pieces_over(x: Any, mesh: DeviceMesh, placement: Placement, whole: int | None) -> DTensor:
     """``x``, which may be distributed over other dims of the same mesh: what it has there are pieces over ``mesh`` too."""
-    own, further = seen(x)._placed[0], mesh._dims[0]
+    own, further = placed_of(x)[0], mesh._dims[0]
     used = {d for dims in own._dims for d in dims}
     if further in own._dims or not same_root(own, mesh) or used & set(further):
         return x
-    layout = seen(x)._layout
+    layout = layout_of(x)
     both = spelled_on(own._derive(*joined(own, mesh)), layout)
     at, shape = both.mesh._dims.index(further), None
     where = list(both.placements)
@@ -220,11 +220,11 @@ def local_if(x: Any, use_local: bool, mesh: DeviceMesh, new: bool = False) -> An
     """
     if not use_local or not isinstance(seen(x), DTensor):
         return x
-    own, local = seen(x)._placed[0], given_away(x) if new else as_local(x)
+    own, local = placed_of(x)[0], given_away(x) if new else as_local(x)
     rest = [i for i, dims in enumerate(own._dims) if dims not in mesh._dims]
     if not rest:
         return local
-    layout = seen(x)._layout
+    layout = layout_of(x)
     outer = own._derive(*picked(own, rest))
     cut = {d: {i in rest for i in split.mesh_dims} for d, split in enumerate(layout.splits) if split is not None}
     mixed = any(len(kinds) > 1 for kinds in cut.values())  # sizes there are told by the pieces themselves

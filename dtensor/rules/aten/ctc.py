@@ -60,10 +60,10 @@ def own_gradients(at: KernelContext, grad: Any, log_probs: Any, targets: Any, in
 
 
 def by_lists(name: str) -> Any:
-    """Lengths that are tensors are read once by all ranks."""
+    """Lengths that are tensors, of one sequence perhaps numbers, are read once by all ranks."""
     op = getattr(aten, name).default
     first = 2 if name == "_ctc_loss" else 3
-    return lambda *args: op(*args[:first], args[first].tolist(), args[first + 1].tolist(), *args[first + 2 :])
+    return lambda *args: op(*args[:first], *(x.flatten().tolist() for x in args[first : first + 2]), *args[first + 2 :])
 
 
 # targets have a row for each sequence, or stand one after another; without sequences there is one

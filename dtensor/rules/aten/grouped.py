@@ -32,6 +32,9 @@ _KINDS: dict[tuple[int, int], tuple[str, str, str]] = {
 
 
 def _kind(call: Call) -> tuple[str, str, str]:
+    for name, operand in zip("ab", (0, 1), strict=True):
+        if len(call.shape(operand)) not in (2, 3):
+            raise RuntimeError(f"mat_{name} has to be 2 or 3d")
     return _KINDS[len(call.shape(0)), len(call.shape(1))]
 
 
@@ -48,6 +51,7 @@ def _sizes(call: Call) -> dict[str, int]:
 def grouped_metas(call: Call) -> tuple[Meta, ...]:
     """What the operator gives: rows that begin at multiples of 16 bytes, which it asks of its operands too."""
     left, right, result = _kind(call)
+    _check(call, left + right)
     sizes = _sizes(call) | {"g": _groups(call)}
     if "g" in left + right:
         sizes["g"] = (call.shape(0) if left[0] == "g" else call.shape(1))[0]
@@ -59,6 +63,18 @@ def grouped_metas(call: Call) -> tuple[Meta, ...]:
     row = math.ceil(shape[-1] / step) * step
     stride = (shape[-2] * row, row, 1)[-len(shape) :]
     return (Meta(shape, stride, call["out_dtype"] or dtype),)
+
+
+def _check(call: Call, dims: str) -> None:
+    """What torch asks of groups, in its words; a rank's own part need not show it."""
+    offs = call.get("offs")
+    if (offs is not None) != ("r" in dims):
+        raise RuntimeError("Have to provide offsets if there is a 2d matrix, or no offset if both matrices are 3d")
+    if offs is not None and offs.dtype is not torch.int32:
+        raise RuntimeError("Offsets have to be int32")
+    counts = [call.shape(k)[0] for k in range(2) if len(call.shape(k)) == 3] + ([] if offs is None else [_groups(call)])
+    if len(set(counts)) > 1:
+        raise RuntimeError("matrix batch sizes have to match")
 
 
 def _odd(stride: tuple[int, ...], itemsize: int) -> bool:
