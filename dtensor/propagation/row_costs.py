@@ -57,16 +57,15 @@ def ranked(
 
     A result in terms is owed a reduction. What is gathered for an operand that stays cut is gathered together, with one latency;
     not so where nothing stays, for who leaves everything whole has later operators computed on every rank. Work counts where
-    products take longer than memory. A replicated or partial value is not cut only because that is free: results keep the
-    placements that their operands suggest. ``apart``: what rows find along the right dims does not lie in the right blocks.
+    products take longer than memory. A value that is not cut is not cut only because that is free: results keep the placements
+    that their operands suggest. ``apart``: what rows find along the right dims does not lie in the right blocks.
     """
     ranks, fixed, nbytes = call.mesh.shape[mesh_dim], call.fixed, call.result_bytes()
     owed = _debts(table, factors, call, nbytes, mesh_dim, apart)
     device, work = device_of(call.mesh), elsewhere(work, call, mesh_dim)
     multiplies = work.flops / device.rate(work.dtype) > work.nbytes / device.memory
     current = [layout.along(mesh_dim) for layout in call.operands]
-    made = {name for dims in factors.results for names in dims for name in names}
-    lasting = {i for i, at in enumerate(current) if isinstance(at, int) and not made.isdisjoint(factors.operands[i][at])}
+    lasting = _lasting(factors, current)
     together = link_of(call.mesh, (mesh_dim,)).all_gather.seconds(ranks, 0)
     moving: dict[tuple[int, Where, float], float] = {}
     priced = []
@@ -110,6 +109,12 @@ def ranked(
         priced.append((price, row))
     priced.sort(key=lambda item: item[0])
     return priced
+
+
+def _lasting(factors: Factors, current: Sequence[Where]) -> set[int]:
+    """The operands that are cut along a dim that some result has."""
+    made = {name for dims in factors.results for names in dims for name in names}
+    return {i for i, at in enumerate(current) if isinstance(at, int) and not made.isdisjoint(factors.operands[i][at])}
 
 
 def kernel_seconds(row: Row, call: Call, mesh_dim: int) -> float:

@@ -1,4 +1,4 @@
-"""A plain tensor that the ranks of one process use together, and its gradient."""
+"""What the ranks of one process have alike, and its gradients: a plain tensor that all use, pieces of what is replicated."""
 
 from __future__ import annotations
 
@@ -41,21 +41,23 @@ class UsedByRanks(torch.autograd.Function):
             LayoutError: they differ, and there is one tensor for all of them.
         """
         found = [grad for grad in grads if grad is not None]
-        _compare(*[below_transforms(grad.detach()) for grad in found])
+        compare(
+            "the gradient of a plain tensor of shape {} differs between ranks, since they used it with values of their own: with "
+            "processes each rank would have another one. Distribute the tensor (dtensor.distribute_tensor, distribute_module, "
+            "parallel.replicate), or give every rank its own with per_rank",
+            *[below_transforms(grad.detach()) for grad in found],
+        )
         if not found or not torch.is_grad_enabled():
             return (found[0] if found else None), None
         return AgreedByRanks.apply(*found), None
 
 
 @site  # values decide, so each replay compares those that it has
-def _compare(*values: Tensor) -> None:
+def compare(said: str, *values: Tensor) -> None:
+    """Raises LayoutError if values of ranks differ; ``said`` of their shape."""
     for grad in values[1:]:
         if not torch.allclose(grad, values[0], *_tolerance(values[0]), equal_nan=True):
-            raise LayoutError(
-                f"the gradient of a plain tensor of shape {tuple(grad.shape)} differs between ranks, since they used it with "
-                "values of their own: with processes each rank would have another one. Distribute the tensor "
-                "(dtensor.distribute_tensor, distribute_module, parallel.replicate), or give every rank its own with per_rank"
-            )
+            raise LayoutError(said.format(tuple(grad.shape)))
 
 
 def _tolerance(x: Tensor) -> tuple[float, float]:

@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 
 from ..base.caches import remembered
-from ..base.torch_internals import forward_ad, functorch_active
+from ..base.torch_internals import forward_ad, functorch_active, is_legacy_batched
 from ..base.tracing import not_in_graph
 from ..comm import Pending, PerRank, communicator_of, shards_of
 from ..dispatch.apart import apart, memory_of
@@ -32,7 +32,8 @@ from ..dispatch.wrapping import wrap_local, wrap_pending
 from ..errors import DTensorError, UnsupportedOperationError
 from ..layout.layout import Layout
 from ..placement import Partial, Placement, Replicate
-from ..ranks.hidden import as_one
+from ..ranks.hidden import as_one, below_transforms
+from ..ranks.shared_reads import compare
 from ..redistribute import execute, move_between, plan, start
 from .observed import observed, tell_looked_at, tell_moved
 
@@ -128,8 +129,22 @@ class ToLocal(_Laid):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        layout = ctx.target
-        return from_pieces(layout, grad_layout(layout, None), False, *map(_apart, map(plain, grads))), None, None
+        layout, pieces = ctx.target, list(map(plain, grads))
+        _compare_copies(layout, pieces)
+        return from_pieces(layout, grad_layout(layout, None), False, *map(_apart, pieces)), None, None
+
+
+def _compare_copies(layout: Layout, grads: Sequence[torch.Tensor]) -> None:
+    """Raises LayoutError where gradients of pieces are said to be copies, and the ranks here have several."""
+    again = [i for i, p in enumerate(layout.placements) if isinstance(p, Replicate) and layout.mesh.shape[i] > 1]
+    here = again and len(grads) > 1 and not is_legacy_batched(grads[0])  # of which the old vmap would have to compare
+    groups = {layout.mesh.members_of(again, member) for member in layout.mesh.members} if here else ()
+    for members in groups:
+        compare(
+            "the gradient of a replicated piece of shape {} differs between ranks, since they used it differently: for a part of "
+            "a batch each? to_local(grad_placements=[Partial()]), or in_grad_placements= of local_map, adds them up",
+            *[below_transforms(grads[member].detach()) for member in members],
+        )
 
 
 def whole_piece(x: Any, shared: bool) -> torch.Tensor:
