@@ -1,7 +1,8 @@
 """Operations count: what they are becomes part of what ranks compare at the next collective.
 
 Under ``check_ranks("strict")`` each is taken down with its line and numbers. Under ``"watch"`` the plans that are looked up are
-noted: but for views and what computes with copies alone, which a rank may do by itself (the first one prints a norm). What
+noted: but for views, memory that is made and left as it is, and what computes with copies alone, which a rank may do by itself
+(the first one prints a norm, and loads what others have no values of yet: ``module.to_empty``). What
 autograd does when it stores a gradient counts nowhere: it copies or does not as somebody else holds a reference, a debugger too.
 """
 
@@ -114,9 +115,9 @@ class Notes:
         return plan, *self._step_of(signature)
 
     def _step_of(self, signature: tuple[Any, ...]) -> tuple[Trail | None, int, str]:
-        """Of views, and where ranks hold copies of all operands, which they use each for itself, there is no trail."""
+        """No trail of views, of memory that is made and left as it is, of what ranks do with copies, each for itself."""
         ranks = _together(list(_layouts(signature)))
-        if self._operator.is_view or len(ranks) < 2:
+        if self._operator.is_view or self._operator.facts.touches == "nothing" or len(ranks) < 2:
             return None, 0, ""
         words = f"{self._operator.name}({', '.join(map(_part, signature))})"
         return trail_of(ranks), fingerprint(words), words

@@ -61,8 +61,10 @@ def counting(x: Any) -> Any:
 
 
 def stamp(x: Any) -> list[Any]:
-    """Changes whenever the value of a tensor does: it was written to as a whole or in its pieces, or has others."""
-    local, now = (x._local, [x._version]) if hasattr(x, "_layout") else (x, [])
+    """Changes whenever the value of a tensor does: it was written to as a whole, what is the same memory too (``x.data``), or in
+    its pieces, or it has others."""
+    local: Any = x._local if hasattr(x, "_layout") else x
+    now: list[Any] = [versions_of(x)] if local is not x else []
     for shard in shards_of(local):
         now += id(shard), shard.data_ptr(), shard._version
     return now

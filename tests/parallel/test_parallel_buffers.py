@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from beside import whole
 from gloo import run_gloo
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.testing._internal.two_tensor import TwoTensor
 
 import dtensor as dt
@@ -140,3 +142,32 @@ def test_buffers_that_several_units_hold_or_read(root: bool) -> None:
             torch.testing.assert_close(whole(ours), theirs)
         for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(whole(ours.grad), theirs.grad)
+
+
+def _read_by_the_first() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
+    fully_shard(model, mesh=mesh)
+    running = model[0].running_mean
+    assert isinstance(running, dt.DTensor)
+    running.to_local().fill_(float(dist.get_rank()) + 2)
+    dist.broadcast(running, src=1)  # as programs do that load on one rank
+    if dist.get_rank() == 1:  # has no values of its own to load, and allocates
+        model.to_empty(device="cpu")
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    set_model_state_dict(model, {"1.bias": torch.ones(3)} if dist.get_rank() == 0 else {}, options=options)
+    assert model[1].bias.full_tensor().tolist() == [1.0, 1.0, 1.0]
+    running.to_local().fill_(float(dist.get_rank()) + 2)
+    dist.broadcast(running, src=1)
+    assert running.full_tensor().tolist() == [3.0, 3.0, 3.0]
+    assert running.to_local().tolist() == [3.0, 3.0, 3.0]
+    for refused in (model[1].weight.detach(), dt.DTensor.from_local(torch.ones(2), mesh, [dt.Partial()])):
+        with pytest.raises(UnsupportedOperationError, match="a DTensor is one value"):
+            dist.broadcast(refused, src=0)
+    with pytest.raises(UnsupportedOperationError, match="a DTensor is one value"):
+        dist.all_reduce(running)
+
+
+@pytest.mark.gloo
+def test_what_all_ranks_have_is_broadcast() -> None:
+    run_gloo(_read_by_the_first, 2)

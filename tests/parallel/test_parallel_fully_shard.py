@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -171,6 +172,32 @@ def test_pieces_of_parameters_are_used_for_pieces_of_the_batch(how: str) -> None
 @pytest.mark.parametrize("how", ["to_local", "local_map", "full_tensor"])  # which one plain tensor for all ranks cannot do
 def test_pieces_of_parameters_on_process_groups(how: str) -> None:
     run_gloo(_used_in_pieces, 4, how)
+
+
+def _written_through_data() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    x = torch.randn(3, 4).double()
+    for unit in (functools.partial(fully_shard, reshard_after_forward=False), fully_shard, replicate):
+        model, alone = nn.Linear(4, 2).double(), nn.Linear(4, 2).double()
+        alone.load_state_dict(model.state_dict())
+        unit(model, mesh=mesh)
+        for step in range(4):  # of which no backward frees what was gathered
+            torch.testing.assert_close(whole(model(x)), alone(x))
+            for p in (model.weight, alone.weight):
+                if step % 2:
+                    p.data += 1
+                else:
+                    p.data.add_(torch.ones(2, 4).double() if p is alone.weight else torch.ones_like(p), alpha=-2)
+        torch.testing.assert_close(whole(model(x)), alone(x))
+
+
+def test_what_is_gathered_sees_writes_through_data() -> None:
+    _written_through_data()
+
+
+@pytest.mark.gloo
+def test_writes_through_data_on_process_groups() -> None:
+    run_gloo(_written_through_data, 2)
 
 
 class Mlp(nn.Module):

@@ -176,10 +176,7 @@ class Group:
 
     def stamp(self) -> list[Any]:
         """Changes whenever a parameter's value does."""
-        if self.comm.holds_all:
-            return [part for m in self.managed for part in stamp(m.parameter)]
-        parameters: list[Any] = [m.parameter for m in self.managed]  # the same of one piece each, at every pass
-        return [(p._version, id(x), x.data_ptr(), x._version) for p in parameters for x in (p._local,)]
+        return [part for m in self.managed for part in stamp(m.parameter)]
 
     def start_gather(self, now: list[Any] | None = None) -> None:
         """Issue the all-gather, unless what is gathered is still right. ``now``: the stamp, where somebody looked already."""
