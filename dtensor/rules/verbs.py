@@ -95,6 +95,7 @@ def by_pattern(
         options.setdefault("nonempty", "reduced")
     parsed = _pattern(pattern)
     if options.get("shapes") is True:
+        assert not isinstance(parsed, by)  # what an argument chooses is not told
         options["shapes"] = ShapesOf(parsed.patterns if isinstance(parsed, fitting) else (parsed,))
     made = kernel.kernel(parsed) if isinstance(kernel, Fold) else kernel
     factors = Notation(parsed, left, refuses_nothing, made, kernels or {}, sizes or {})
