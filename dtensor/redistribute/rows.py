@@ -105,8 +105,7 @@ class Rows:
         parts = []
         for local, cut, dtype in zip(locals_, self.cut, self.dtypes, strict=True):
             if cut:
-                row = flat(local.to(dtype))
-                parts.append(row if dtype is self.seen else row.view(self.seen))
+                parts.append(local.to(dtype).reshape(-1) if dtype is self.seen else flat(local.to(dtype)).view(self.seen))
         if self.padding:
             parts.append(torch.zeros(self.padding, dtype=self.seen, device=locals_[0].device))
         return join(parts).to(device, non_blocking=True) if parts else torch.zeros(0, dtype=self.seen, device=device)
@@ -189,20 +188,19 @@ class Rows:
         behind: Sequence[Tensor],
         memory_of: Callable[[int], Tensor | None],
     ) -> Tensor:
-        count, sizes = len(self.lengths), [self.sizes[0][i] for i in chosen]
-        filled = [*(self.numels[0][i] for i in chosen), *(x.numel() for x in behind)]
-        memory = memory_of(count * sum(filled))
-        flat = torch.empty(count * sum(filled), dtype=dtype, device=device) if memory is None else memory
-        each = flat.view(count, -1).split(filled, 1)
-        targets, sources = list(each[len(sizes) :]), [x.expand(count, -1) for x in behind]
-        for i, whole, part, size in zip(chosen, wholes, each, sizes, strict=False):
+        count, numels, parts = len(self.lengths), self.numels[0], list[Tensor]()
+        for i, whole in zip(chosen, wholes, strict=True):
             if whole is None:
-                part.zero_()
+                parts.append(torch.zeros((), dtype=dtype, device=device).expand(count, numels[i]))
+            elif (dim := even[i]) is None:
+                parts.append(whole.reshape(-1).expand(count, -1))
             else:
-                dim = even[i]
-                targets.append(part.view(count, *size))
-                sources.append(whole.expand(count, *whole.shape) if dim is None else _in_parts(whole, dim, count))
-        torch._foreach_copy_(targets, sources)
+                parts.append((_in_parts(whole, dim, count) if dim else whole).reshape(count, numels[i]))
+        parts += [x.expand(count, -1) for x in behind]
+        length = count * sum(part.shape[1] for part in parts)
+        memory = memory_of(length)
+        flat = torch.empty(length, dtype=dtype, device=device) if memory is None else memory
+        torch.cat(parts, 1, out=flat.view(count, -1))
         return flat
 
     def parts(self, chosen: Sequence[int], behind: int) -> list[int]:
