@@ -123,7 +123,8 @@ class Rows:
     def targets(self, full: Sequence[Tensor]) -> list[Tensor]:
         """The regions of whole tensors that rows are copied to: by position those of what is cut, then what is not."""
         if self.even is not None:
-            return [x if dim is None else _in_parts(x, dim, len(self.lengths)) for x, dim in self._uncut_last(full, self.even)]
+            count = len(self.lengths)
+            return [x if dim is None else _in_parts(x, dim, count) for x, dim in self._uncut_last(full, self.even)]
         regions = [_part(x, where) for each in self.narrowed for x, where, cut in zip(full, each, self.cut, strict=True) if cut]
         return regions + [x for x, cut in zip(full, self.cut, strict=True) if not cut]
 
@@ -132,7 +133,7 @@ class Rows:
         if self.even is not None and row is not None:
             count, own = len(self.lengths), len(self.pieces) // len(self.lengths)
             each = row.view(count, -1).split(self.pieces[:own], 1)
-            sources = [part.view(count, *size) for part, (_, size, _) in zip(each, self.blocks[: own - 1], strict=False)]
+            sources = [part if x.ndim == 2 else part.view(x.shape) for part, x in zip(each[:-1], targets, strict=False)]
         else:
             sources = self._by_piece(row)
         sources += [local.detach() for local, cut in zip(locals_, self.cut, strict=bool(locals_)) if not cut]
@@ -195,7 +196,7 @@ class Rows:
             elif (dim := even[i]) is None:
                 parts.append(whole.reshape(-1).expand(count, -1))
             else:
-                parts.append((_in_parts(whole, dim, count) if dim else whole).reshape(count, numels[i]))
+                parts.append(_in_parts(whole, dim, count).reshape(count, numels[i]))
         parts += [x.expand(count, -1) for x in behind]
         length = count * sum(part.shape[1] for part in parts)
         memory = memory_of(length)
@@ -237,8 +238,8 @@ def _even(narrowed: Sequence[Sequence[tuple[tuple[int, int, int], ...]]], cut: S
 
 
 def _in_parts(x: Tensor, dim: int, count: int) -> Tensor:
-    """``x`` as ``count`` equal parts of a dim, along a dim of their own, the first."""
-    return x.unflatten(dim, (count, -1)).movedim(dim, 0)
+    """``x`` as ``count`` equal parts of a dim, along a dim of their own, the first; as rows where they are."""
+    return x.view(count, x.numel() // count) if dim == 0 and x.is_contiguous() else x.unflatten(dim, (count, -1)).movedim(dim, 0)
 
 
 def _part(x: Tensor, narrowed: Sequence[tuple[int, int, int]]) -> Tensor:
