@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 
 from ..base.memory_order import contiguous_stride
-from ..base.nested import tensors
+from ..base.nested import listed, tensors
 from ..base.validation import strided
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
@@ -42,6 +43,9 @@ def plan_of_bound(operator: Operator, bound: dict[str, Any], meshes: Sequence[De
 def laid_out(operator: Operator, bound: dict[str, Any], mesh: DeviceMesh, plain: set[Slot] | None = None) -> dict[str, Any]:
     """Arguments with layouts in the place of tensors: of a plain one, whose slot is added to ``plain``, a replicated one."""
     found: set[Slot] = set() if plain is None else plain
+    for value in chain.from_iterable(map(listed, bound.values())):
+        if isinstance(value, torch.Tensor) and not hasattr(value, "_layout"):
+            strided(value, operator.name, sparse=True)
     return {
         name: _layout(value, (name, None), operator, mesh, found) if name in operator.tensors else value
         for name, value in bound.items()
@@ -56,7 +60,7 @@ def _layout(value: Any, slot: Slot, operator: Operator, mesh: DeviceMesh, plain:
         return value
     if hasattr(value, "_layout"):
         return value._layout
-    admit(strided(value, operator.name, sparse=True), *slot, operator)
+    admit(value, *slot, operator)
     plain.add(slot)
     stride = value.stride() if value.layout == torch.strided else contiguous_stride(tuple(value.shape))
     return Layout.replicated(mesh, value.shape, stride, value.dtype)

@@ -11,7 +11,7 @@ import math
 import threading
 from contextlib import suppress
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -333,7 +333,8 @@ def _to_meta(value: Any, device: torch.device | None = META) -> Any:
 
 def _meta_of(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return Meta(sizes(value.shape), sizes(value.stride()), value.dtype, cast(int, value.storage_offset()) * value.itemsize)
+        start: Any = value.storage_offset() * value.itemsize  # a symbol where sizes are
+        return Meta(sizes(value.shape), sizes(value.stride()), value.dtype, start)
     if isinstance(value, (list, tuple)):
         return [_meta_of(item) for item in value]
     return None

@@ -105,8 +105,7 @@ class Rows:
         parts = []
         for local, cut, dtype in zip(locals_, self.cut, self.dtypes, strict=True):
             if cut:
-                row = flat(local.to(dtype))
-                parts.append(row if dtype is self.seen else row.view(self.seen))
+                parts.append(local.to(dtype).reshape(-1) if dtype is self.seen else flat(local.to(dtype)).view(self.seen))
         if self.padding:
             parts.append(torch.zeros(self.padding, dtype=self.seen, device=locals_[0].device))
         return join(parts).to(device, non_blocking=True) if parts else torch.zeros(0, dtype=self.seen, device=device)
@@ -124,7 +123,8 @@ class Rows:
     def targets(self, full: Sequence[Tensor]) -> list[Tensor]:
         """The regions of whole tensors that rows are copied to: by position those of what is cut, then what is not."""
         if self.even is not None:
-            return [x if dim is None else _in_parts(x, dim, len(self.lengths)) for x, dim in self._uncut_last(full, self.even)]
+            count = len(self.lengths)
+            return [x if dim is None else _in_parts(x, dim, count) for x, dim in self._uncut_last(full, self.even)]
         regions = [_part(x, where) for each in self.narrowed for x, where, cut in zip(full, each, self.cut, strict=True) if cut]
         return regions + [x for x, cut in zip(full, self.cut, strict=True) if not cut]
 
@@ -133,7 +133,7 @@ class Rows:
         if self.even is not None and row is not None:
             count, own = len(self.lengths), len(self.pieces) // len(self.lengths)
             each = row.view(count, -1).split(self.pieces[:own], 1)
-            sources = [part.view(count, *size) for part, (_, size, _) in zip(each, self.blocks[: own - 1], strict=False)]
+            sources = [part if x.ndim == 2 else part.view(x.shape) for part, x in zip(each[:-1], targets, strict=False)]
         else:
             sources = self._by_piece(row)
         sources += [local.detach() for local, cut in zip(locals_, self.cut, strict=bool(locals_)) if not cut]
@@ -189,20 +189,19 @@ class Rows:
         behind: Sequence[Tensor],
         memory_of: Callable[[int], Tensor | None],
     ) -> Tensor:
-        count, sizes = len(self.lengths), [self.sizes[0][i] for i in chosen]
-        filled = [*(self.numels[0][i] for i in chosen), *(x.numel() for x in behind)]
-        memory = memory_of(count * sum(filled))
-        flat = torch.empty(count * sum(filled), dtype=dtype, device=device) if memory is None else memory
-        each = flat.view(count, -1).split(filled, 1)
-        targets, sources = list(each[len(sizes) :]), [x.expand(count, -1) for x in behind]
-        for i, whole, part, size in zip(chosen, wholes, each, sizes, strict=False):
+        count, numels, parts = len(self.lengths), self.numels[0], list[Tensor]()
+        for i, whole in zip(chosen, wholes, strict=True):
             if whole is None:
-                part.zero_()
+                parts.append(torch.zeros((), dtype=dtype, device=device).expand(count, numels[i]))
+            elif (dim := even[i]) is None:
+                parts.append(whole.reshape(-1).expand(count, -1))
             else:
-                dim = even[i]
-                targets.append(part.view(count, *size))
-                sources.append(whole.expand(count, *whole.shape) if dim is None else _in_parts(whole, dim, count))
-        torch._foreach_copy_(targets, sources)
+                parts.append(_in_parts(whole, dim, count).reshape(count, numels[i]))
+        parts += [x.expand(count, -1) for x in behind]
+        length = count * sum(part.shape[1] for part in parts)
+        memory = memory_of(length)
+        flat = torch.empty(length, dtype=dtype, device=device) if memory is None else memory
+        torch.cat(parts, 1, out=flat.view(count, -1))
         return flat
 
     def parts(self, chosen: Sequence[int], behind: int) -> list[int]:
@@ -239,8 +238,8 @@ def _even(narrowed: Sequence[Sequence[tuple[tuple[int, int, int], ...]]], cut: S
 
 
 def _in_parts(x: Tensor, dim: int, count: int) -> Tensor:
-    """``x`` as ``count`` equal parts of a dim, along a dim of their own, the first."""
-    return x.unflatten(dim, (count, -1)).movedim(dim, 0)
+    """``x`` as ``count`` equal parts of a dim, along a dim of their own, the first; as rows where they are."""
+    return x.view(count, x.numel() // count) if dim == 0 and x.is_contiguous() else x.unflatten(dim, (count, -1)).movedim(dim, 0)
 
 
 def _part(x: Tensor, narrowed: Sequence[tuple[int, int, int]]) -> Tensor:

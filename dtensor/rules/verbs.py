@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -95,7 +95,8 @@ def by_pattern(
         options.setdefault("nonempty", "reduced")
     parsed = _pattern(pattern)
     if options.get("shapes") is True:
-        options["shapes"] = ShapesOf(parsed.patterns if isinstance(parsed, fitting) else (cast(Pattern, parsed),))
+        assert not isinstance(parsed, by)  # what an argument chooses is not told
+        options["shapes"] = ShapesOf(parsed.patterns if isinstance(parsed, fitting) else (parsed,))
     made = kernel.kernel(parsed) if isinstance(kernel, Fold) else kernel
     factors = Notation(parsed, left, refuses_nothing, made, kernels or {}, sizes or {})
     return Rule(factors, rows(partials), kind=kind, **options)
