@@ -219,7 +219,7 @@ def _realize(rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[
     for i, layout in enumerate(call.operands):
         if i not in fixed:
             specs = [row.operands[i] for row in rows]
-            own = _held(factors, "operand", i)
+            own = _held(factors, "operand", i, factors.operands[i])
             layout = _place(mesh, factors.operands[i], specs, splits_of("operand", i), own, layout, (layout,))
         operands.append(layout)
     for i in _wanted_whole(taken, factors, used) if kernels else ():
@@ -232,7 +232,7 @@ def _realize(rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[
             continue
         r = next(tensors)
         specs = [row.results[r] for row in rows]
-        own = _held(factors, "result", r)
+        own = _held(factors, "result", r, factors.results[r])
         results.append(_place(mesh, factors.results[r], specs, splits_of("result", r), own, meta, call.operands))
     kernel_row = next((row for row in rows if row.kernel is not None and row.factor in splits), None) if kernels else None
     return Chosen(Choice(call, factors, rows, splits), tuple(operands), tuple(results), kernel_row)
@@ -274,7 +274,8 @@ def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: 
     whole: list[Split] = []
     for i, d, current in cut:
         window = factors.windows.get(("operand", i, name))
-        found = cut_in(factors.operands[i][d], name, current, wanted, _held(factors, "operand", i), call.mesh.shape)
+        names = factors.operands[i][d]
+        found = cut_in(names, name, current, wanted, _held(factors, "operand", i, (names,)), call.mesh.shape)
         if found is not None and window is None:
             if i in kept.values():
                 return found
@@ -294,9 +295,11 @@ def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: 
     return Split(ordered, covering(default, [(blocks, window) for nesting, blocks, window in pieces if nesting == ordered]))
 
 
-def _held(factors: Factors, side: str, i: int) -> Mapping[str, int]:
-    """How many positions of each factor an operand or a result has."""
-    windows = {name: len(window) for (at, k, name), window in factors.windows.items() if (at, k) == (side, i)}
+def _held(factors: Factors, side: str, i: int, dims: Dims) -> Mapping[str, int]:
+    """How many positions of each factor these dims of an operand or a result, where they are of several, have."""
+    known = factors.windows
+    inside = [(side, i, name) for names in dims if len(names) > 1 for name in names] if known else ()
+    windows = {key[2]: len(known[key]) for key in inside if key in known}
     return {**factors.sizes, **windows} if windows else factors.sizes
 
 
