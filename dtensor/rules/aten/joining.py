@@ -7,6 +7,7 @@ communication, and what lies otherwise moves once, operand by operand, to the ra
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -77,9 +78,12 @@ def local_stack(call: Call, at: LocalView) -> dict[str, Any]:
     return {} if made[d] == count else {"there": slice(first, first + made[d]), "made": made}
 
 
-def stacked(tensors: Sequence[Tensor], dim: int = 0, there: slice = slice(None), made: Sequence[int] = ()) -> Tensor:
-    held = tensors[there]
-    return torch.stack(held, dim) if held else tensors[0].new_empty(made)  # type: ignore[arg-type]  # some are as many as all
+def stacked(tensors: Sequence[Tensor], dim: int = 0, there: slice | None = None, made: Sequence[int] = ()) -> Tensor:
+    if there is None:
+        return torch.stack(list(tensors), dim)
+    dtype = reduce(torch.promote_types, [x.dtype for x in tensors])  # that of all, whichever are here
+    held = [x.to(dtype) for x in tensors[there]]
+    return torch.stack(held, dim) if held else tensors[0].new_empty(made, dtype=dtype)
 
 
 view("cat", joined, partials=whole_beside_terms, shapes=joined_shapes)
