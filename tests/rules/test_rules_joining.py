@@ -115,7 +115,7 @@ def test_stacked_positions_of_several_dtypes_have_that_of_all_on_every_rank() ->
     """A rank may hold none of those of the widest dtype, or none at all."""
 
     def stacked(x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([row.double() if k == 4 else row for k, row in enumerate(x.unbind(0))])
+        return torch.stack([x[k].double() if k == 4 else x[k] for k in range(5)])
 
     outcome = run(stacked, (X.float(),), (4,), [[S0]])
     assert not outcome.problems

@@ -127,8 +127,8 @@ view("split_copy split_with_sizes_copy", pieces, local_args=local_pieces, local=
 # --- one position of a dim ---
 @dataclass(frozen=True, slots=True)
 class Picked(Word):
-    """One position of dim ``dim``, in a tensor that lacks that dim (``of`` as in :class:`Window`), or each in one (``"results"``,
-    ``"operands"``): who has it has all of that.
+    """One position of dim ``dim``, in a tensor that lacks that dim (``of`` as in :class:`Window`), or each in one of all operands
+    (``"operands"``): who has it has all of that.
 
     Where the dim is cut, another of that tensor is, and all blocks but one are empty. Of one number there is none to be cut:
     ``number`` is the kernel for it.
@@ -149,9 +149,9 @@ class Picked(Word):
         if self.of == "operand 1":
             fits(call, *(size for k, size in enumerate(full) if k != d))
         side, _, place = self.of.removesuffix("s").partition(" ")
-        tensors = {"operand": [dims] * len(call.operands), "result": [dims] * len(call.results)}
-        if self.of.endswith("s"):
-            positions = {k: k for k in range(len(tensors[side]))}
+        tensors = {"operand": [dims] * len(call.operands), "result": [dims]}
+        if self.of == "operands":
+            positions = {k: k for k in range(len(call.operands))}
         else:
             positions = {int(place or 0): call["index"] if call["index"] >= 0 else call["index"] + full[d]}
         along, rest = next((k for k, size in enumerate(full) if k != d and size > 1), None), list(dims)
@@ -187,26 +187,6 @@ def local_picked(call: Call, at: LocalView) -> dict[str, Any]:
 
 def picked(x: Tensor, dim: int, index: int | None, none: Sequence[int] = ()) -> Tensor:
     return x.narrow(dim, 0, 0).view(none) if index is None else x.select(dim, index)
-
-
-def local_positions(call: Call, at: LocalView) -> dict[str, Any]:
-    """Which positions are in a block, of how many; nothing to change where all are."""
-    d, count = call["dim"] % len(at.operands[0]), len(at.results)
-    if at.operands[0][d] == count:
-        return {}
-    first = at.operand_offsets[0][d]
-    there = range(first, first + at.operands[0][d])
-    return {"there": there, "nones": [None if k in there else shape for k, shape in enumerate(at.results)]}
-
-
-def unbound(x: Tensor, dim: int = 0, there: range = range(0), nones: Sequence[Any] = ()) -> list[Tensor]:
-    if not nones:
-        return list(x.unbind(dim))
-    return [picked(x, dim, None if none is not None else k - there.start, none or ()) for k, none in enumerate(nones)]
-
-
-def copied_positions(x: Tensor, dim: int = 0, there: range = range(0), nones: Sequence[Any] = ()) -> list[Tensor]:
-    return [position.clone() for position in unbound(x, dim, there, nones)]
 
 
 def copied_position(x: Tensor, dim: int, index: int | None, none: Sequence[int] = ()) -> Tensor:
@@ -248,8 +228,7 @@ view("select", Picked("result", NUMBER), local=picked, **POSITION)
 view("select_copy", Picked("result", NUMBER), local=copied_position, **POSITION)
 view("select_scatter", Picked("operand 1", Kernel(number_put_in)), partials=PUT_IN, local_args=local_picked, local=put_in)
 view("select_backward", Picked("operand 0"), partials=ZEROS_PASS, local_args=local_picked, local=among_zeros)
-view("unbind", Picked("results"), local_args=local_positions, local=unbound)
-view("unbind_copy", Picked("results"), local_args=local_positions, local=copied_positions)
+view("unbind unbind_copy", "a* [@dim] b* -> each: a* b*")
 
 
 # --- diagonals and windows that slide ---
