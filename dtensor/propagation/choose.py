@@ -12,9 +12,10 @@ from ..base.symbols import has_symbols
 from ..cost.link import collective_seconds
 from ..layout.layout import Layout
 from ..layout.splits import Split, chunk_sizes
+from ..layout.stored import stored
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Partial
-from ..redistribute import plan as plan_move
+from ..redistribute.intervals import largest, missing
 from ..rules.call import Call, Kind, Meta
 from ..rules.compound import NotBlocks, composed, cut_in
 from ..rules.parted import Left
@@ -117,18 +118,19 @@ def _priced(
 
 def _in_other_blocks(call: Call, rows: tuple[Row, ...], factors: Factors, chosen: Chosen) -> float:
     """Seconds of moving the operands that lie where rows want them, but in other blocks than come of it, which no price sees: in
-    one exchange."""
-    ranks, seconds, latencies = call.mesh.shape, 0.0, [0.0]
+    one exchange, which takes what the rank gets that gets most of all of them together."""
+    ranks, received = call.mesh.shape, []
+    mesh_dims: set[int] = set()
     for i, (have, need) in enumerate(zip(call.operands, chosen.operands, strict=True)):
         if have is not need and not have.same_data(need):
             wanted = [where_of(row.operands[i], factors.operands[i]) for row in rows]
             if all(n == 1 or have.along(mesh_dim) == wanted[mesh_dim] for mesh_dim, n in enumerate(ranks)):
-                move = plan_move(have, need)
-                seconds += move.cost
-                latencies += [
-                    collective_seconds(call.mesh, step.mesh_dims, "exchange", 0) for step in move.steps if step.mesh_dims
-                ]
-    return seconds - sum(sorted(latencies)[:-1])
+                copies = have.nbytes // max(1, stored(have).nbytes) if 0 in have.stride else 1
+                received.append(missing(have, need) * have.dtype.itemsize // max(1, copies))
+                mesh_dims.update(m for split in (*have.splits, *need.splits) if split is not None for m in split.mesh_dims)
+    if not received:
+        return 0.0
+    return collective_seconds(call.mesh, tuple(sorted(mesh_dims)), "exchange", largest(sum(received[1:], received[0])))
 
 
 def declared(rule: Rule, factors: Factors, call: Call) -> Table:
