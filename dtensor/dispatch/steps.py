@@ -211,7 +211,7 @@ def written_back(plan: Plan, operator: Operator, form: Form, kernel: bool) -> Af
             if index is not None:
                 target, local = target[index], local[index]
             if not shape_is_data or local.shape == target.shape:  # else it takes the shape, in the end
-                assign(target, run_move(move, local))
+                assign(target, run_move(move, local.to(move.src.dtype)))  # a rule's own function gives its own dtype
 
     return step
 

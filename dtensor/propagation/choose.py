@@ -12,9 +12,10 @@ from ..base.symbols import has_symbols
 from ..cost.link import collective_seconds
 from ..layout.layout import Layout
 from ..layout.splits import Split, chunk_sizes
+from ..layout.stored import stored
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Partial
-from ..redistribute import plan as plan_move
+from ..redistribute.intervals import largest, missing
 from ..rules.call import Call, Kind, Meta
 from ..rules.compound import NotBlocks, composed, cut_in
 from ..rules.parted import Left
@@ -117,18 +118,19 @@ def _priced(
 
 def _in_other_blocks(call: Call, rows: tuple[Row, ...], factors: Factors, chosen: Chosen) -> float:
     """Seconds of moving the operands that lie where rows want them, but in other blocks than come of it, which no price sees: in
-    one exchange."""
-    ranks, seconds, latencies = call.mesh.shape, 0.0, [0.0]
+    one exchange, which takes what the rank gets that gets most of all of them together."""
+    ranks, received = call.mesh.shape, []
+    mesh_dims: set[int] = set()
     for i, (have, need) in enumerate(zip(call.operands, chosen.operands, strict=True)):
         if have is not need and not have.same_data(need):
             wanted = [where_of(row.operands[i], factors.operands[i]) for row in rows]
             if all(n == 1 or have.along(mesh_dim) == wanted[mesh_dim] for mesh_dim, n in enumerate(ranks)):
-                move = plan_move(have, need)
-                seconds += move.cost
-                latencies += [
-                    collective_seconds(call.mesh, step.mesh_dims, "exchange", 0) for step in move.steps if step.mesh_dims
-                ]
-    return seconds - sum(sorted(latencies)[:-1])
+                copies = have.nbytes // max(1, stored(have).nbytes) if 0 in have.stride else 1
+                received.append(missing(have, need) * have.dtype.itemsize // max(1, copies))
+                mesh_dims.update(m for split in (*have.splits, *need.splits) if split is not None for m in split.mesh_dims)
+    if not received:
+        return 0.0
+    return collective_seconds(call.mesh, tuple(sorted(mesh_dims)), "exchange", largest(sum(received[1:], received[0])))
 
 
 def declared(rule: Rule, factors: Factors, call: Call) -> Table:
@@ -219,7 +221,7 @@ def _realize(rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[
     for i, layout in enumerate(call.operands):
         if i not in fixed:
             specs = [row.operands[i] for row in rows]
-            own = _held(factors, "operand", i)
+            own = _held(factors, "operand", i, factors.operands[i])
             layout = _place(mesh, factors.operands[i], specs, splits_of("operand", i), own, layout, (layout,))
         operands.append(layout)
     for i in _wanted_whole(taken, factors, used) if kernels else ():
@@ -232,7 +234,7 @@ def _realize(rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[
             continue
         r = next(tensors)
         specs = [row.results[r] for row in rows]
-        own = _held(factors, "result", r)
+        own = _held(factors, "result", r, factors.results[r])
         results.append(_place(mesh, factors.results[r], specs, splits_of("result", r), own, meta, call.operands))
     kernel_row = next((row for row in rows if row.kernel is not None and row.factor in splits), None) if kernels else None
     return Chosen(Choice(call, factors, rows, splits), tuple(operands), tuple(results), kernel_row)
@@ -274,7 +276,8 @@ def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: 
     whole: list[Split] = []
     for i, d, current in cut:
         window = factors.windows.get(("operand", i, name))
-        found = cut_in(factors.operands[i][d], name, current, wanted, _held(factors, "operand", i), call.mesh.shape)
+        names = factors.operands[i][d]
+        found = cut_in(names, name, current, wanted, _held(factors, "operand", i, (names,)), call.mesh.shape)
         if found is not None and window is None:
             if i in kept.values():
                 return found
@@ -294,9 +297,11 @@ def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: 
     return Split(ordered, covering(default, [(blocks, window) for nesting, blocks, window in pieces if nesting == ordered]))
 
 
-def _held(factors: Factors, side: str, i: int) -> Mapping[str, int]:
-    """How many positions of each factor an operand or a result has."""
-    windows = {name: len(window) for (at, k, name), window in factors.windows.items() if (at, k) == (side, i)}
+def _held(factors: Factors, side: str, i: int, dims: Dims) -> Mapping[str, int]:
+    """How many positions of each factor these dims of an operand or a result, where they are of several, have."""
+    known = factors.windows
+    inside = [(side, i, name) for names in dims if len(names) > 1 for name in names] if known else ()
+    windows = {key[2]: len(known[key]) for key in inside if key in known}
     return {**factors.sizes, **windows} if windows else factors.sizes
 
 

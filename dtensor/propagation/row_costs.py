@@ -50,7 +50,7 @@ def free_rows(table: Table, factors: Factors, call: Call, kept: Kept) -> tuple[R
 
 
 def ranked(
-    table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int, work: Work, apart: bool = False
+    table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int, work: Work, apart: bool
 ) -> list[tuple[Any, Row]]:
     """All rows by price on one mesh dim: (seconds of communication, now and owed, and of products, whether it shards what nobody
     has sharded, operands that change, bytes per rank of the results, declaration order).
@@ -105,8 +105,7 @@ def ranked(
             seconds += row_seconds(device, work, row, ranks, factors.sizes, part)
         if row.kernel is not None:
             seconds += kernel_seconds(row, call, mesh_dim)
-        price = (seconds if ranks > 1 else 0.0, invented, changes, _memory(line, nbytes, part), line.order)
-        priced.append((price, row))
+        priced.append(((seconds if ranks > 1 else 0.0, invented, changes, _memory(line, nbytes, part), line.order), row))
     priced.sort(key=lambda item: item[0])
     return priced
 

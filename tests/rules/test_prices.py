@@ -214,3 +214,19 @@ def test_a_position_of_a_cut_dim_is_its_owners() -> None:
     expected = a.clone()
     expected[6] += a[6].square()
     torch.testing.assert_close(target.full_tensor(), expected)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_loop_over_the_positions_of_a_cut_dim_moves_nothing(dim: int) -> None:
+    a = numbers(8, 6, 5)
+
+    def looped(x: Any) -> Any:
+        return torch.stack([x.select(dim, k).square() * k for k in range(x.shape[dim])], dim)
+
+    x, plain = dt.distribute_tensor(a, MESH, [Shard(dim)]).requires_grad_(), a.clone().requires_grad_()
+    made, nbytes = received(looped, x)
+    assert (made.placements, nbytes) == ((Shard(dim),), 0)
+    _, nbytes = received(lambda: made.backward(torch.ones_like(made)))
+    assert nbytes == 0
+    looped(plain).backward(torch.ones_like(plain))
+    torch.testing.assert_close(x.grad.full_tensor(), plain.grad)

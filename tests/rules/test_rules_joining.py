@@ -109,3 +109,14 @@ def test_pixels_are_shuffled_where_two_mesh_dims_cut_into_what_is_shuffled(mesh_
         check(lambda x: F.pixel_shuffle(x, factor), x, mesh=mesh, placements=[where])
     for where in ([Shard(2), Shard(2)], [Shard(2), Shard(3)], [Shard(3), Shard(3)]):
         check(lambda x: F.pixel_unshuffle(x, factor), F.pixel_shuffle(x, factor), mesh=mesh, placements=[where])
+
+
+def test_stacked_positions_of_several_dtypes_have_that_of_all_on_every_rank() -> None:
+    """A rank may hold none of those of the widest dtype, or none at all."""
+
+    def stacked(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([x[k].double() if k == 4 else x[k] for k in range(5)])
+
+    outcome = run(stacked, (X.float(),), (4,), [[S0]])
+    assert not outcome.problems
+    assert outcome.layouts[0].dtype is torch.float64

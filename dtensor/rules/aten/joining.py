@@ -6,16 +6,19 @@ communication, and what lies otherwise moves once, operand by operand, to the ra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...placement import Partial
 from ..call import Call
 from ..kernels import At, KernelContext
 from ..rule import ANY_PARTIAL, LINEAR_PARTIAL, Dims, Factors, Kernel, LocalView, Shapes, own_factors
 from ..verbs import blockwise, kernel_rule, view
-from .slices import ZEROS_PASS
+from .slices import ZEROS_PASS, Picked
 
 
 # --- join ---
@@ -68,8 +71,23 @@ def whole_beside_terms(call: Call) -> tuple[str, ...]:
     return (*ANY_PARTIAL, *dict.fromkeys(rows))
 
 
+def local_stack(call: Call, at: LocalView) -> dict[str, Any]:
+    """Which tensors a block holds; nothing to change where it holds all."""
+    made, d, count = at.results[0], call["dim"] % len(at.results[0]), len(call.operands)
+    first = at.result_offsets[0][d]
+    return {} if made[d] == count else {"there": slice(first, first + made[d]), "made": made}
+
+
+def stacked(tensors: Sequence[Tensor], dim: int = 0, there: slice | None = None, made: Sequence[int] = ()) -> Tensor:
+    if there is None:
+        return torch.stack(list(tensors), dim)
+    dtype = reduce(torch.promote_types, [x.dtype for x in tensors])  # that of all, whichever are here
+    held = [x.to(dtype) for x in tensors[there]]
+    return torch.stack(held, dim) if held else tensors[0].new_empty(made, dtype=dtype)
+
+
 view("cat", joined, partials=whole_beside_terms, shapes=joined_shapes)
-view("stack", "each: a* b* -> a* @dim b*", partials=whole_beside_terms, shapes=stacked_shapes)
+view("stack", Picked("operands"), partials=whole_beside_terms, shapes=stacked_shapes, local_args=local_stack, local=stacked)
 
 
 # --- repeat and move ---

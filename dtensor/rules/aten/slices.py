@@ -127,7 +127,8 @@ view("split_copy split_with_sizes_copy", pieces, local_args=local_pieces, local=
 # --- one position of a dim ---
 @dataclass(frozen=True, slots=True)
 class Picked(Word):
-    """One position of dim ``dim``, in a tensor that lacks that dim (``of`` as in :class:`Window`): who has it has all of that.
+    """One position of dim ``dim``, in a tensor that lacks that dim (``of`` as in :class:`Window`), or each in one of all operands
+    (``"operands"``): who has it has all of that.
 
     Where the dim is cut, another of that tensor is, and all blocks but one are empty. Of one number there is none to be cut:
     ``number`` is the kernel for it.
@@ -137,22 +138,31 @@ class Picked(Word):
     number: Kernel | None = None
 
     def __call__(self, call: Call) -> Factors:
-        full = call["input_sizes"] if self.of == "operand 0" else call.shape(0)
+        made = call.results[0]
+        full: Sequence[int] = call.shape(0)
+        if self.of == "operand 0":
+            full = call["input_sizes"]
+        elif self.of == "operands" and made is not None:
+            full = made.shape
         dims, sizes = named("d", full)
-        d = call["dim"] % len(dims)
+        d = call["dim"] % max(1, len(dims))
         if self.of == "operand 1":
             fits(call, *(size for k, size in enumerate(full) if k != d))
-        side, _, place = self.of.partition(" ")
-        at, along, rest = int(place or 0), next((k for k, size in enumerate(full) if k != d and size > 1), None), list(dims)
-        position = call["index"] if call["index"] >= 0 else call["index"] + full[d]
+        side, _, place = self.of.removesuffix("s").partition(" ")
+        tensors = {"operand": [dims] * len(call.operands), "result": [dims]}
+        if self.of == "operands":
+            positions = {k: k for k in range(len(call.operands))}
+        else:
+            positions = {int(place or 0): call["index"] if call["index"] >= 0 else call["index"] + full[d]}
+        along, rest = next((k for k, size in enumerate(full) if k != d and size > 1), None), list(dims)
         kernels, windows = {f"d{d}": self.number} if self.number else {}, {}
-        if along is not None and not has_symbols((position,)):
+        if along is not None and not has_symbols(tuple(positions.values())):
             rest[along] = (f"d{d}", f"d{along}")
-            kernels, windows = {}, {(side, at, f"d{d}"): range(position, position + 1)}
+            kernels, windows = {}, {(side, k, f"d{d}"): range(at, at + 1) for k, at in positions.items()}
         del rest[d]
-        operands, results = [dims] * len(call.operands), [dims]
-        (operands if side == "operand" else results)[at] = tuple(rest)
-        return Factors(tuple(operands), tuple(results), sizes, kernels=kernels, windows=windows)
+        for k in positions:
+            tensors[side][k] = tuple(rest)
+        return Factors(tuple(tensors["operand"]), tuple(tensors["result"]), sizes, kernels=kernels, windows=windows)
 
     def own(self) -> tuple[Any, ...]:
         return () if self.number is None else (self.number,)
