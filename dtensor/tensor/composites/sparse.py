@@ -22,8 +22,8 @@ aten = torch.ops.aten
 
 
 def of_whole(overload: Any) -> Callable[..., Tensor]:
-    """``x.to_sparse()``, ``x.sparse_mask(mask)``, ``torch.sparse_coo_tensor(indices, values)``: of the whole values, which costs what ``full_tensor()``
-    of them does; differentiable."""
+    """``x.to_sparse()``, ``x.sparse_mask(mask)``, ``torch.sparse_coo_tensor(indices, values)``: of the whole values, which costs
+    what ``full_tensor()`` of them does; differentiable."""
     name = overload._schema.name
 
     def whole(x: Tensor) -> Tensor:
