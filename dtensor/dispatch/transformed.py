@@ -193,6 +193,11 @@ def below_transforms() -> AbstractContextManager[Any]:
     return DisableFuncTorch() if functorch_active() else nullcontext()
 
 
+def within_transforms(made: Any) -> Any:
+    """What was made below them, as they take what is made inside of them: something that the function may write to."""
+    return made.clone() if functorch_active() else made
+
+
 def constant(x: torch.Tensor) -> torch.Tensor:
     """What a plain tensor is below all transforms.
 

@@ -216,6 +216,22 @@ def test_what_is_made_inside_of_a_transform_is_a_constant(transform: str, make: 
     torch.testing.assert_close(found.full_tensor(), expected)
 
 
+@pytest.mark.parametrize("transform", ["grad", "jvp", "hvp", "jacrev"])
+@pytest.mark.parametrize(
+    "make", [dt.zeros, lambda *size, **how: dt.distribute_tensor(torch.zeros(*size, dtype=how["dtype"]), LINE)]
+)
+def test_what_is_made_inside_of_a_transform_may_be_written_to(make: Any, transform: str) -> None:
+    def program(x: Any, made: Any) -> Any:
+        made[1:] = x[1:] * 2
+        return made.mul_(x)
+
+    run = TRANSFORMS[transform]
+    expected = run(lambda x: program(x, torch.zeros_like(x)), X, TANGENT)
+    given = (dt.distribute_tensor(x, LINE, [Shard(0)]) for x in (X, TANGENT))
+    found = run(lambda x: program(x, make(4, 5, device_mesh=LINE, dtype=x.dtype)), *given)
+    torch.testing.assert_close(found.full_tensor(), expected)
+
+
 def test_random_numbers_drawn_inside_of_a_transform_are_those_drawn_outside() -> None:
     def drawn() -> Any:
         torch.manual_seed(0)
