@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -230,6 +231,18 @@ def test_what_is_made_inside_of_a_transform_may_be_written_to(make: Any, transfo
     given = (dt.distribute_tensor(x, LINE, [Shard(0)]) for x in (X, TANGENT))
     found = run(lambda x: program(x, make(4, 5, device_mesh=LINE, dtype=x.dtype)), *given)
     torch.testing.assert_close(found.full_tensor(), expected)
+
+
+@pytest.mark.parametrize("transform", ["grad", "jvp", "jacfwd"])
+def test_what_is_seen_from_inside_of_a_transform_is_read_and_printed_as_outside(transform: str) -> None:
+    x, seen = dt.distribute_tensor(X, LINE, [Shard(0)]), []
+
+    def program(y: Any) -> Any:
+        seen.append((repr(x), x.tolist(), x.numpy().tolist(), copy.deepcopy(x).full_tensor().tolist()))
+        return y * 2
+
+    TRANSFORMS[transform](program, x, x)
+    assert seen[0] == (repr(x), X.tolist(), X.tolist(), X.tolist())
 
 
 def test_random_numbers_drawn_inside_of_a_transform_are_those_drawn_outside() -> None:
