@@ -238,7 +238,7 @@ def test_what_is_seen_from_inside_of_a_transform_is_read_and_printed_as_outside(
     x, seen = dt.distribute_tensor(X, LINE, [Shard(0)]), []
 
     def program(y: Any) -> Any:
-        seen.append((repr(x), x.tolist(), x.numpy().tolist(), copy.deepcopy(x).full_tensor().tolist()))
+        seen.append((repr(x), x.tolist(), x.numpy().tolist(), copy.deepcopy(x).tolist()))
         return y * 2
 
     TRANSFORMS[transform](program, x, x)
