@@ -16,6 +16,7 @@ import torch
 
 from ..base.torch_internals import (
     DisableFuncTorch,
+    DispatchKey,
     add_batch_dim,
     current_transform,
     forward_ad,
@@ -24,6 +25,7 @@ from ..base.torch_internals import (
     hidden_dim,
     is_functorch_batched,
     is_functorch_wrapped,
+    is_key_excluded,
     is_legacy_batched,
     remove_batch_dim,
     transform_level,
@@ -191,6 +193,16 @@ def _opened(x: torch.Tensor) -> torch.Tensor:
 def below_transforms() -> AbstractContextManager[Any]:
     """What is made here is a constant to transforms of ``torch.func`` around, which would wrap each rank's tensor."""
     return DisableFuncTorch() if functorch_active() else nullcontext()
+
+
+def transformed() -> bool:
+    """Whether transforms of ``torch.func`` see what is done here (see :func:`below_transforms`)."""
+    return functorch_active() and not is_key_excluded(DispatchKey.FuncTorchDynamicLayerFrontMode)
+
+
+def within_transforms(made: Any) -> Any:
+    """What was made below them, as they take what is made inside of them: something that the function may write to."""
+    return made.clone() if functorch_active() else made
 
 
 def constant(x: torch.Tensor) -> torch.Tensor:

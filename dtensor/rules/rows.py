@@ -88,7 +88,7 @@ class one_of(ByNames):  # noqa: N801
 
     def made(self, names: tuple[str, ...], plain: frozenset[int], results: int) -> Iterable[str]:
         given = [name for name in self.given if name in names]
-        for op in REDUCE_OPS:
+        for op in REDUCE_OPS if given else ():  # what comes of whole ones alone is no term
             yield _row([op if name in given else "R" for name in names], op, results)
         for op in ("avg", "max", "min"):
             for own in given if len(given) > 1 else ():

@@ -27,7 +27,7 @@ from ..base.torch_internals import forward_ad, functorch_active, is_legacy_batch
 from ..base.tracing import not_in_graph
 from ..comm import Pending, PerRank, communicator_of, shards_of
 from ..dispatch.apart import apart, memory_of
-from ..dispatch.transformed import Transformed, alone, is_wrapped, layout_of, recorded
+from ..dispatch.transformed import Transformed, alone, is_wrapped, layout_of, recorded, transformed
 from ..dispatch.wrapping import wrap_local, wrap_pending
 from ..errors import DTensorError, UnsupportedOperationError
 from ..layout.layout import Layout
@@ -235,9 +235,10 @@ to_local, redistributed = recorded(ToLocal), recorded(Redistribute)
 
 
 def is_recorded(x: torch.Tensor) -> bool:
-    """Whether somebody differentiates here, backward or forward, or sees one of a batch."""
-    differentiated = (x.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0
-    return differentiated or functorch_active() or is_wrapped(x)
+    """Whether somebody differentiates here, backward or forward, or sees one of a batch; below transforms nobody does."""
+    if functorch_active():
+        return transformed()
+    return (x.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0 or is_wrapped(x)
 
 
 def to_whole(x: Any, grad_placements: Sequence[Placement] | None) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from ..base.told import changed
 from ..comm import PerRank, communicator_of, per_rank
+from ..dispatch.transformed import below_transforms
 from ..dispatch.wrapping import wrap_local
 from ..errors import DTensorError, UnsupportedOperationError
 from ..layout.layout import Layout, restore_layout
@@ -49,7 +50,7 @@ def deep(x: Any, memo: dict[int, Any]) -> Any:
         raise UnsupportedOperationError("only leaf DTensors can be deep-copied; use x.detach().clone()")
     if id(x) in memo:
         return memo[id(x)]
-    with torch.no_grad():
+    with torch.no_grad(), below_transforms():
         made = wrap_local(x._local.detach().clone(), x._layout)
     _dress(made, x)
     memo[id(x)] = made

@@ -15,7 +15,7 @@ import torch
 from ..base.torch_internals import functorch_active
 from ..base.validation import sizes_of
 from ..comm import communicator_of
-from ..dispatch.transformed import below_transforms
+from ..dispatch.transformed import below_transforms, within_transforms
 from ..errors import ArgumentError, PlacementError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import as_mesh
@@ -224,4 +224,5 @@ def _prepare(size: Any, placements: Any, device_mesh: Any, options: dict[str, An
 def _finish(local: Any, layout: Layout, reduced: Layout, requires_grad: bool) -> DTensor:
     with below_transforms():
         made = wrap(local if reduced is layout else redistribute_local(local, reduced, layout), layout)
+    made = within_transforms(made)
     return made.requires_grad_() if requires_grad else made

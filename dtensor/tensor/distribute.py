@@ -23,7 +23,7 @@ from ..comm.agreement import alike, room
 from ..comm.binding import Run
 from ..comm.regions import Box, Route, Traffic, Transfer
 from ..comm.rows import content, from_bytes
-from ..dispatch.transformed import below_transforms, constant, has_tangent, layout_of
+from ..dispatch.transformed import below_transforms, constant, has_tangent, layout_of, within_transforms
 from ..errors import ArgumentError, LayoutError, MeshError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, as_mesh
@@ -81,7 +81,8 @@ def distribute_tensor(
     if functorch_active():
         tensor = constant(tensor)
     with below_transforms():
-        return _distributed(tensor, mesh, placements, src_data_rank)
+        made = _distributed(tensor, mesh, placements, src_data_rank)
+    return within_transforms(made)
 
 
 def _distributed(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, src_data_rank: int | None) -> DTensor:

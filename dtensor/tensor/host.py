@@ -19,11 +19,13 @@ from ..base.torch_internals import (
     included_keys,
     is_key_excluded,
 )
+from ..dispatch.transformed import below_transforms
 
 
 def whole_of(x: Any) -> Tensor:
     """The global value as a plain tensor outside of autograd."""
-    whole: Tensor = x.detach().full_tensor()
+    with below_transforms():
+        whole: Tensor = x.detach().full_tensor()
     return whole
 
 

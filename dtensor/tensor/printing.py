@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..comm import communicator_of, shards_of
+from ..dispatch.transformed import below_transforms
 from ..layout.layout import Layout
 
 
@@ -20,7 +21,8 @@ def pieces(x: Any) -> str:
     if mesh.kind == "dry_run":
         return ""
     ranks = mesh.ranks if communicator_of(mesh).holds_all else [mesh.get_rank()]
-    lines = [f"\n  rank {rank}: {_indented(piece)}" for rank, piece in zip(ranks, shards_of(x._local), strict=True)]
+    with below_transforms():
+        lines = [f"\n  rank {rank}: {_indented(piece)}" for rank, piece in zip(ranks, shards_of(x._local), strict=True)]
     summary = next((line for line in lines if "..." in line), None)  # torch leaves elements out
     return "".join(lines) if summary is None else f"{summary}\n  pieces: {_shapes(x._layout)}"
 

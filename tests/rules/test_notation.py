@@ -175,6 +175,7 @@ def test_rows_in_words() -> None:
     assert one_of("self", "mat2")(call)[:2] == ("sum,R,sum -> sum", "avg,R,avg -> avg")
     assert "R,R,max -> max" in one_of("self", "mat2")(call)
     assert "R,R,sum -> sum" not in one_of("self", "mat2")(call)
+    assert one_of("other")(call) == ()  # all of none would be whole ones, whose copies are no terms
     assert forgets(call)[0] == "sum,R,R -> R"
     assert rows_of(monotone, copies, "sum -> R") == (*monotone, *copies, "sum -> R")
     assert rows_of(linear("mat1"), monotone)(call) == (*linear("mat1")(call), *monotone)

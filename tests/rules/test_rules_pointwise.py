@@ -106,3 +106,9 @@ def test_sums_are_reduced_before_they_are_rounded_to_fewer_bits() -> None:
     assert x.double().placements == (Partial(),)
     largest = dt.DTensor.from_local(terms, mesh, [Partial("max")], shape=(1,))
     assert largest.bfloat16().placements == (Partial("max"),)
+
+
+def test_a_choice_among_whole_values_is_whole() -> None:
+    """``prims.where`` has the rule of ``aten.where``, whose operands have other names: a row of terms without terms was left."""
+    x = dt.distribute_tensor(X, dt.init_device_mesh("cpu", (2,)), [R])
+    assert torch.equal(torch.ops.prims.where(x > 0, x, -x).full_tensor(), X.abs())

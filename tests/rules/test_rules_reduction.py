@@ -143,3 +143,15 @@ def test_segments_by_every_name_of_their_reduction(reduce: str, initial: float |
             mesh=dt.init_device_mesh("cpu", (3,)),
             placements=[[where], [Replicate()]],
         )
+
+
+@pytest.mark.parametrize("unsafe", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_lengths_of_segments_are_of_either_dtype(dtype: torch.dtype, unsafe: bool) -> None:
+    check(
+        lambda x, lengths: torch.segment_reduce(x, "sum", lengths=lengths, unsafe=unsafe),
+        torch.randn(6, dtype=torch.float64),
+        torch.tensor([2, 0, 4], dtype=dtype),
+        mesh=dt.init_device_mesh("cpu", (2,)),
+        placements=[[Shard(0)], [Replicate()]],
+    )

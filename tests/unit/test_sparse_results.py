@@ -24,6 +24,8 @@ def test_conversions_give_the_whole_value_and_pass_gradients(layout: torch.layou
     check(lambda x: x.to_sparse(layout=layout), X, mesh=mesh, placements=[[where]])
     check(lambda x: x.to_sparse().to_dense().sin(), X, mesh=mesh, placements=[[where]])
     check(lambda x: x.to_sparse(1), X, mesh=mesh, placements=[[where]])
+    mask = X.flip(0).to_sparse(layout=layout)
+    check(lambda x: x.sparse_mask(mask), X, mesh=mesh, placements=[[where]], gradients=layout is torch.sparse_coo)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")  # told once, by whatever makes the first one

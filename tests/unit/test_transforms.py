@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -214,6 +215,34 @@ def test_what_is_made_inside_of_a_transform_is_a_constant(transform: str, make: 
     given = (dt.distribute_tensor(x, LINE, [Shard(0)]) for x in (X, TANGENT))
     found = run(lambda x: (x * MADE[make](LINE)) ** 2, *given)
     torch.testing.assert_close(found.full_tensor(), expected)
+
+
+@pytest.mark.parametrize("transform", ["grad", "jvp", "hvp", "jacrev"])
+@pytest.mark.parametrize(
+    "make", [dt.zeros, lambda *size, **how: dt.distribute_tensor(torch.zeros(*size, dtype=how["dtype"]), LINE)]
+)
+def test_what_is_made_inside_of_a_transform_may_be_written_to(make: Any, transform: str) -> None:
+    def program(x: Any, made: Any) -> Any:
+        made[1:] = x[1:] * 2
+        return made.mul_(x)
+
+    run = TRANSFORMS[transform]
+    expected = run(lambda x: program(x, torch.zeros_like(x)), X, TANGENT)
+    given = (dt.distribute_tensor(x, LINE, [Shard(0)]) for x in (X, TANGENT))
+    found = run(lambda x: program(x, make(4, 5, device_mesh=LINE, dtype=x.dtype)), *given)
+    torch.testing.assert_close(found.full_tensor(), expected)
+
+
+@pytest.mark.parametrize("transform", ["grad", "jvp", "jacfwd"])
+def test_what_is_seen_from_inside_of_a_transform_is_read_and_printed_as_outside(transform: str) -> None:
+    x, seen = dt.distribute_tensor(X, LINE, [Shard(0)]), []
+
+    def program(y: Any) -> Any:
+        seen.append((repr(x), x.tolist(), copy.deepcopy(x).tolist()))
+        return y * 2
+
+    TRANSFORMS[transform](program, x, x)
+    assert seen[0] == (repr(x), X.tolist(), X.tolist())
 
 
 def test_random_numbers_drawn_inside_of_a_transform_are_those_drawn_outside() -> None:

@@ -22,8 +22,8 @@ aten = torch.ops.aten
 
 
 def of_whole(overload: Any) -> Callable[..., Tensor]:
-    """``x.to_sparse()``, ``torch.sparse_coo_tensor(indices, values)``: of the whole values, which costs what ``full_tensor()``
-    of them does; differentiable."""
+    """``x.to_sparse()``, ``x.sparse_mask(mask)``, ``torch.sparse_coo_tensor(indices, values)``: of the whole values, which costs
+    what ``full_tensor()`` of them does; differentiable."""
     name = overload._schema.name
 
     def whole(x: Tensor) -> Tensor:
@@ -82,6 +82,7 @@ recomposed("aten::_gather_sparse_backward", gather_gradient)
 _COMPRESSED = ("csr", "csc", "bsr", "bsc")
 for _packet in (
     aten.to_sparse,
+    aten.sparse_mask,
     aten.sparse_coo_tensor,
     aten._sparse_coo_tensor_unsafe,
     aten.sparse_compressed_tensor,
