@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..base.recording import site
+from ..base.tracing import has_no_values
 from ..errors import LayoutError
 from .hidden import below_transforms
 from .shared_writes import AgreedByRanks
@@ -56,11 +57,11 @@ class UsedByRanks(torch.autograd.Function):
 def compare(said: str, *values: Tensor) -> None:
     """Raises LayoutError if values of ranks differ; ``said`` of their shape."""
     for grad in values[1:]:
-        if not torch.allclose(grad, values[0], *_tolerance(values[0]), equal_nan=True):
+        if not has_no_values(grad) and not torch.allclose(grad, values[0], *_tolerance(values[0]), equal_nan=True):
             raise LayoutError(said.format(tuple(grad.shape)))
 
 
 def _tolerance(x: Tensor) -> tuple[float, float]:
     """Equal up to the order that a sum was taken in."""
-    near = torch.finfo(x.dtype).eps ** 0.5
-    return near, near * (x.abs().max().item() if x.numel() else 0.0)
+    near, finite = torch.finfo(x.dtype).eps ** 0.5, x[x.isfinite()]
+    return near, near * (finite.abs().max().item() if finite.numel() else 0.0)
