@@ -19,7 +19,7 @@ from ...base.recording import ACTIVE, Between, current
 from ...comm import Communicator, Pending, communicator_of, each_shard, expect_locals, shards_of
 from ...comm.binding import Run
 from ...comm.events import because
-from ...dispatch.versions import stamp
+from ...dispatch.versions import stamp, versions_of
 from ...errors import DTensorError, UnitError
 from ...layout.layout import Layout
 from ...layout.spelled import within
@@ -176,7 +176,10 @@ class Group:
 
     def stamp(self) -> list[Any]:
         """Changes whenever a parameter's value does."""
-        return [part for m in self.managed for part in stamp(m.parameter)]
+        if self.comm.holds_all:
+            return [part for m in self.managed for part in stamp(m.parameter)]
+        parameters: list[Any] = [m.parameter for m in self.managed]  # the same of one piece each, at every pass
+        return [(versions_of(p), id(x), x.data_ptr(), x._version) for p in parameters for x in (p._local,)]
 
     def start_gather(self, now: list[Any] | None = None) -> None:
         """Issue the all-gather, unless what is gathered is still right. ``now``: the stamp, where somebody looked already."""
