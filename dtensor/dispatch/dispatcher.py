@@ -246,12 +246,13 @@ def _broadcast(args: Any, kwargs: Any, local_args: Any, local_kwargs: Any) -> An
 
 def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout | Runner:
     if entry.func.namespace in _COLLECTIVES:
-        if entry.operator.name == "c10d::broadcast_" and all(x._layout.is_replicated for x in args[0] if hasattr(x, "_layout")):
-            return _broadcast
+        wrapper = wrapped_by_torch(sys._getframe())
+        if entry.operator.name == "c10d::broadcast_" and not wrapper:
+            if all(x._layout.is_replicated for x in args[0] if hasattr(x, "_layout")):
+                return _broadcast
         raise UnsupportedOperationError(
             f"{entry.operator.name} of a DTensor: collectives of torch.distributed combine what the ranks hold, and a DTensor "
-            f"is one value; use x.redistribute(placements=...), or give it the piece: x.to_local()"
-            f"{wrapped_by_torch(sys._getframe())}"
+            f"is one value; use x.redistribute(placements=...), or give it the piece: x.to_local(){wrapper}"
         )
     if tracing.under_way():
         args = tuple([stand_in(value, i in entry.scalar_positions) for i, value in enumerate(args)])
