@@ -238,6 +238,10 @@ def _general_form_of(entry: Entry, find: Callable[..., Any]) -> Callable[..., An
     return run
 
 
+def _replicated(tensors: Sequence[Any]) -> bool:
+    return all(x._layout.is_replicated for x in tensors if hasattr(x, "_layout"))
+
+
 def _broadcast(args: Any, kwargs: Any, local_args: Any, local_kwargs: Any) -> Any:
     """The one collective that leaves what all ranks have alike as it is. The pieces are the user's from now on."""
     pieces = [x.to_local() if hasattr(x, "_layout") else x for x in args[0]]
@@ -247,9 +251,8 @@ def _broadcast(args: Any, kwargs: Any, local_args: Any, local_kwargs: Any) -> An
 def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout | Runner:
     if entry.func.namespace in _COLLECTIVES:
         wrapper = wrapped_by_torch(sys._getframe())
-        if entry.operator.name == "c10d::broadcast_" and not wrapper:
-            if all(x._layout.is_replicated for x in args[0] if hasattr(x, "_layout")):
-                return _broadcast
+        if entry.operator.name == "c10d::broadcast_" and not wrapper and _replicated(args[0]):
+            return _broadcast
         raise UnsupportedOperationError(
             f"{entry.operator.name} of a DTensor: collectives of torch.distributed combine what the ranks hold, and a DTensor "
             f"is one value; use x.redistribute(placements=...), or give it the piece: x.to_local(){wrapper}"
