@@ -21,7 +21,7 @@ from dtensor.capture import capture
 from dtensor.errors import CaptureError
 from dtensor.parallel import fully_shard, replicate
 
-SOME = ("fully_sharded", "hybrid_in_bfloat16", "replicated_with_statistics", "microbatches_reduced_once")
+SOME = ("hybrid_in_bfloat16", "microbatches_reduced_once")
 
 
 @pytest.mark.parametrize("name", chosen(list(CASES), SOME))
