@@ -228,13 +228,6 @@ def has_tangent(x: torch.Tensor) -> bool:
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
-def seen(x: Any) -> Any:
-    """What ``x`` is below all transforms."""
-    while is_functorch_wrapped(x):
-        x = functorch_unwrapped(x)
-    return x
-
-
 def alone(x: torch.Tensor) -> torch.Tensor:
     """``x.detach()``, for which the old ``vmap`` has no rule."""
     if not is_legacy_batched(x):

@@ -20,11 +20,11 @@ from ..base.told import changed
 from ..base.torch_internals import opaque_object
 from ..base.tracing import constant_of_graph, is_traced, kept, kept_object
 from ..comm import PerRank, shards_of
-from ..dispatch.transformed import layout_of, placed_of, seen
+from ..dispatch.transformed import layout_of, placed_of
 from ..errors import UnsupportedOperationError
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Partial, Placement, Replicate, Shard
-from ..ranks.hidden import each_rank
+from ..ranks.hidden import each_rank, seen
 from ..tensor import create
 from ..tensor.autograd import as_local, laid
 from ..tensor.composites.recomposed import undecomposed

@@ -62,7 +62,7 @@ class Root:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return *self.geometry, tuple(sorted(self.backends.items())), self.stands_for, id(self.profile)
+        return *self.family, self.shape, tuple(sorted(self.backends.items()))
 
     def next_unit(self, dims: Any) -> int:
         """The number of one more unit: the same on all ranks of its groups, which make them in one order."""

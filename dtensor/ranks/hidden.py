@@ -24,7 +24,7 @@ class EachRank(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.kind = type(below_transforms(inputs[0]))
+        ctx.kind = type(seen(inputs[0]))
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor) -> Any:
@@ -68,8 +68,8 @@ class AsOne(torch.autograd.Function):
         return None, *EachRank.apply(grad)
 
 
-def below_transforms(x: Any) -> Any:
-    """What transforms of ``torch.func`` hide."""
+def seen(x: Any) -> Any:
+    """What ``x`` is below all transforms of ``torch.func``."""
     while is_functorch_wrapped(x):
         x = functorch_unwrapped(x)
     return x
@@ -79,7 +79,7 @@ def each_rank(x: Any) -> Any:
     """``x``; as a ``PerRank`` where transforms hide that it is one."""
     if not is_functorch_wrapped(x):
         return x
-    found = below_transforms(x)
+    found = seen(x)
     return type(found)(EachRank.apply(x)) if hasattr(found, "shards") else x
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..base.recording import site
 from ..base.tracing import has_no_values
 from ..errors import LayoutError
-from .hidden import below_transforms
+from .hidden import seen
 from .shared_writes import AgreedByRanks
 
 
@@ -46,7 +46,7 @@ class UsedByRanks(torch.autograd.Function):
             "the gradient of a plain tensor of shape {} differs between ranks, since they used it with values of their own: with "
             "processes each rank would have another one. Distribute the tensor (dtensor.distribute_tensor, distribute_module, "
             "parallel.replicate), or give every rank its own with per_rank",
-            *[below_transforms(grad.detach()) for grad in found],
+            *[seen(grad.detach()) for grad in found],
         )
         if not found or not torch.is_grad_enabled():
             return (found[0] if found else None), None

@@ -32,7 +32,7 @@ from ..dispatch.wrapping import wrap_local, wrap_pending
 from ..errors import DTensorError, UnsupportedOperationError
 from ..layout.layout import Layout
 from ..placement import Partial, Placement, Replicate
-from ..ranks.hidden import as_one, below_transforms
+from ..ranks.hidden import as_one, seen
 from ..ranks.shared_reads import compare
 from ..redistribute import execute, move_between, plan, start
 from .observed import observed, tell_looked_at, tell_moved
@@ -136,14 +136,14 @@ class ToLocal(_Laid):
 
 def _compare_copies(layout: Layout, grads: Sequence[torch.Tensor]) -> None:
     """Raises LayoutError where gradients of pieces are said to be copies, and the ranks here have several."""
+    if len(grads) < 2 or is_legacy_batched(grads[0]):  # of which the old vmap would have to compare
+        return
     again = [i for i, p in enumerate(layout.placements) if isinstance(p, Replicate) and layout.mesh.shape[i] > 1]
-    here = again and len(grads) > 1 and not is_legacy_batched(grads[0])  # of which the old vmap would have to compare
-    groups = {layout.mesh.members_of(again, member) for member in layout.mesh.members} if here else ()
-    for members in groups:
+    for members in {layout.mesh.members_of(again, member) for member in layout.mesh.members} if again else ():
         compare(
             "the gradient of a replicated piece of shape {} differs between ranks, since they used it differently: for a part of "
             "a batch each? to_local(grad_placements=[Partial()]), or in_grad_placements= of local_map, adds them up",
-            *[below_transforms(grads[member].detach()) for member in members],
+            *[seen(grads[member].detach()) for member in members],
         )
 
 

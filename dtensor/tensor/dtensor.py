@@ -20,14 +20,13 @@ from ..comm import PerRank, communicator_of
 from ..dispatch.dispatcher import dispatch
 from ..dispatch.plain_operands import laid_out_alike
 from ..dispatch.settled import users
-from ..dispatch.transformed import seen
 from ..dispatch.versions import SHARED, counted_together
 from ..dispatch.wrapping import install, wrap_local
 from ..errors import DTensorError, LayoutError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Placement, Replicate
-from ..ranks.hidden import as_one, each_rank
+from ..ranks.hidden import as_one, each_rank, seen
 from ..ranks.per_rank import handed_out
 from ..redistribute import Plan, Transit, plan, plan_between
 from . import copies, flattened, host

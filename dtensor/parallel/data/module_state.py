@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from ...base.torch_internals import functorch_active, graph_stays, graph_task
 from ...comm import shards_of
-from ...dispatch.transformed import seen
 from ...mesh.derive import same_root
 from ...mesh.device_mesh import DeviceMesh
+from ...ranks.hidden import seen
 from ...tensor.dtensor import DTensor
 from ...tensor.materialize import check_values
 from .buffers import Buffers

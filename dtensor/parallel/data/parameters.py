@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
 from ...base.composed import part_by_part
-from ...base.torch_internals import forward_ad, is_traceable_wrapper_subclass
+from ...base.torch_internals import is_traceable_wrapper_subclass
 from ...comm import Communicator, PerRank, communicator_of, shards_of
+from ...dispatch.transformed import has_tangent
 from ...errors import ContradictionError, MeshError, PlacementError, UnsupportedOperationError
 from ...layout.layout import Layout
 from ...layout.spelled import cut_by, spelled_on
@@ -203,7 +204,7 @@ def _take(parameter: nn.Parameter, how: Cut) -> Managed:
 
 def _followed(x: Tensor) -> bool:
     """Whether autograd records what becomes of ``x``, in one mode or the other."""
-    return x.requires_grad or forward_ad.unpack_dual(x).tangent is not None
+    return x.requires_grad or has_tangent(x)
 
 
 def shards_in(parameter: Tensor) -> tuple[Tensor, ...]:

@@ -11,10 +11,10 @@ from torch import nn
 
 from ...base.torch_internals import tree_map
 from ...comm import PerRank, shards_of
-from ...dispatch.transformed import placed_of, seen
+from ...dispatch.transformed import placed_of
 from ...errors import MeshError, UnsupportedOperationError
 from ...placement import Partial
-from ...ranks.hidden import as_one, each_rank
+from ...ranks.hidden import as_one, each_rank, seen
 from ...tensor.autograd import as_local, from_pieces, laid
 from ...tensor.dtensor import DTensor
 from .extensions import Extensions

@@ -13,13 +13,13 @@ from torch.utils.hooks import RemovableHandle
 
 from ...base.nested import like
 from ...comm import shards_of
-from ...dispatch.transformed import layout_of, placed_of, seen
+from ...dispatch.transformed import layout_of, placed_of
 from ...errors import MeshError, PlacementError
 from ...layout.spelled import cut_by, spelled_on
 from ...mesh.derive import joined, picked, same_root
 from ...mesh.device_mesh import DeviceMesh
 from ...placement import Placement, Replicate, Shard
-from ...ranks.hidden import each_rank
+from ...ranks.hidden import each_rank, seen
 from ...tensor.autograd import as_local, laid
 from ...tensor.distribute import distribute_at, replicate_own
 from ...tensor.dtensor import DTensor

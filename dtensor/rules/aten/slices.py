@@ -65,21 +65,27 @@ def fits(call: Call, *size: int) -> None:
         )
 
 
-def local_slice(call: Call, at: LocalView) -> dict[str, Any]:
-    """The slice of one block, as positions in it; nothing to change where the block is the whole dim."""
+def _along(call: Call, at: LocalView) -> tuple[int, int, int, int, dict[str, Any]]:
+    """The dim of a slice or position, or where one is put back; its size, that of the block and where it begins; what else the
+    operator is told of the block."""
     back = "input_sizes" in call.arguments
     shape, own, offsets = (
         (call["input_sizes"], at.results[0], at.result_offsets[0])
         if back
         else (call.shape(0), at.operands[0], at.operand_offsets[0])
     )
-    sizes = {"input_sizes": own} if back else {}
     d = call["dim"] % len(shape)
-    if own[d] == shape[d]:
+    return d, shape[d], own[d], offsets[d], {"input_sizes": own} if back else {}
+
+
+def local_slice(call: Call, at: LocalView) -> dict[str, Any]:
+    """The slice of one block, as positions in it; nothing to change where the block is the whole dim."""
+    d, size, own, offset, sizes = _along(call, at)
+    if own == size:
         return sizes
-    window = sliced(call, shape[d])
-    first, stop = count_below(window, offsets[d]), count_below(window, offsets[d] + own[d])
-    start, end = (window[first] - offsets[d], window[stop - 1] - offsets[d] + 1) if first < stop else (0, 0)
+    window = sliced(call, size)
+    first, stop = count_below(window, offset), count_below(window, offset + own)
+    start, end = (window[first] - offset, window[stop - 1] - offset + 1) if first < stop else (0, 0)
     return {**sizes, "dim": d, "start": start, "end": end, "step": window.step}
 
 
@@ -170,19 +176,14 @@ class Picked(Word):
 
 def local_picked(call: Call, at: LocalView) -> dict[str, Any]:
     """Where the position is in a block (None: it is in another's); nothing to change where the block is the whole dim."""
-    back = "input_sizes" in call.arguments
-    none = {"none": at.results[0]} if len(call.operands) == 1 and not back else {}
-    shape, own, offsets = (
-        (call["input_sizes"], at.results[0], at.result_offsets[0])
-        if back
-        else (call.shape(0), at.operands[0], at.operand_offsets[0])
-    )
-    sizes = {"input_sizes": own} if back else {}
-    d = call["dim"] % len(shape)
-    if own[d] == shape[d]:
+    d, size, own, offset, sizes = _along(call, at)
+    if own == size:
         return sizes
-    index = call["index"] % max(1, shape[d]) - offsets[d]
-    return {**sizes, "dim": d, "index": index} if 0 <= index < own[d] else {**sizes, "dim": d, "index": None, **none}
+    index = call["index"] % max(1, size) - offset
+    if 0 <= index < own:
+        return {**sizes, "dim": d, "index": index}
+    none = {"none": at.results[0]} if len(call.operands) == 1 and not sizes else {}
+    return {**sizes, "dim": d, "index": None, **none}
 
 
 def picked(x: Tensor, dim: int, index: int | None, none: Sequence[int] = ()) -> Tensor:
