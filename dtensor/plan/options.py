@@ -55,6 +55,9 @@ def eager_options(graph: Graph) -> list[Option]:
 
 def _as_recorded(graph: Graph, node: Node) -> Option:
     results = tuple(None if number is None else graph.values[number].layout for number in node.results)
+    if node.asked is not None and (chosen := node.asked.chosen) is not None and len(chosen.results) == len(results):
+        # of rows what these leave: a view that is computed when it is read showed another layout
+        results = tuple(None if made is None else left for made, left in zip(results, chosen.results, strict=True))
     operands = tuple(None if number is None else layout for number, layout in zip(node.operands, node.wanted, strict=False))
     if node.asked is None or node.asked.chosen is None:
         return Option((), operands, results)

@@ -105,6 +105,24 @@ def test_uneven_shards(shape: tuple[int, ...]) -> None:
     checked(step, [a, b, c])
 
 
+@pytest.mark.parametrize("shape", [(3,), (2, 2)])
+def test_uneven_shards_of_rows_that_are_folded(shape: tuple[int, ...]) -> None:
+    """Products of dims that ``view`` makes one: without a plan they are computed on the tensor that was viewed."""
+    mesh = dt.init_device_mesh("cpu", shape)
+    spots = [(S(0), S(1)), (S(1), S(0)), (S(0), R)]
+    a, b, c = (made(mesh, sizes, *spot[: len(shape)]) for sizes, spot in zip([(7, 5), (6, 7), (6,)], spots, strict=True))
+    x = dt.randn(3, 5, 5, dtype=torch.float64, device_mesh=mesh, placements=[S(1)] + [R] * (len(shape) - 1))
+
+    def step() -> Any:
+        h = F.gelu(torch.mm(x.view(15, 5), a.t()).view(3, 5, 7))
+        h = torch.addmm(c, h.view(15, 7), b.t()).view(3, 5, 6)
+        y = torch.softmax(h, -1) * h
+        y.sum(1).square().sum().backward()
+        return y
+
+    checked(step, [a, b, c])
+
+
 def test_attention_and_norms() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     q, k, v = (made(mesh, (8, 8), S(0)) for _ in range(3))
