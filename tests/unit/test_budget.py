@@ -67,6 +67,7 @@ def run(folder: Path, step: str, *options: str) -> int:
     return int(pytest.main([str(folder), "-q", f"--rootdir={folder}", "-c", str(folder / "pytest.ini"), *plugin, *options]))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestAssertRewriteWarning")
 def test_a_suite_fails_when_somebody_adds_an_all_gather(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
