@@ -14,7 +14,7 @@ from capture_microbatches import SYNCS, compare_microbatches
 from capture_steps import compare_steps
 from capture_units import CASES, cut, line, net
 from case_lists import on_four
-from halves import chosen, some
+from halves import chosen
 
 from dtensor import Shard
 from dtensor.capture import capture
