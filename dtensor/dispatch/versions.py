@@ -62,11 +62,15 @@ def counting(x: Any) -> Any:
 
 def stamp(x: Any) -> list[Any]:
     """Changes whenever the value of a tensor does: it was written to as a whole, what is the same memory too (``x.data``), or in
-    its pieces, or it has others."""
+    its pieces, or it has others.
+
+    Pieces are named by a method of theirs, which is equal to that of the same object alone, and holds it: an ``id`` that is free
+    may be that of the next piece, with memory at the same address.
+    """
     local: Any = x._local if hasattr(x, "_layout") else x
     now: list[Any] = [versions_of(x)] if local is not x else []
     for shard in shards_of(local):
-        now += id(shard), shard.data_ptr(), shard._version
+        now += shard.data_ptr, shard.data_ptr(), shard._version
     return now
 
 

@@ -3,6 +3,7 @@ placements were. In one process and on process groups."""
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from gloo import run_gloo
 
 import dtensor as dt
 from dtensor import DTensor, Partial, Replicate, Shard
+from dtensor.dispatch.versions import stamp
+from dtensor.ranks.per_rank import shards_of
 
 VALUE = torch.arange(15.0).view(5, 3)
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
@@ -126,3 +129,14 @@ def test_no_rank_refuses_what_one_without_elements_lets_through(placement: dt.Pl
     x = dt.distribute_tensor(plain, dt.init_device_mesh("cpu", (4,)), [placement])
     x.sub_(x[0])
     assert torch.equal(x.full_tensor(), plain - plain[0])
+
+
+@pytest.mark.parametrize("placement", [R, S0, S1], ids=str)
+def test_a_stamp_is_not_that_of_other_memory_at_the_same_address(placement: dt.Placement) -> None:
+    """What is named by where it is has to stay there."""
+    x = made(placement)
+    of_x, seen = stamp(x), [weakref.ref(shard) for shard in shards_of(x._local)]
+    assert stamp(x) == of_x
+    assert stamp(made(placement)) != of_x
+    del x
+    assert all(shard() is not None for shard in seen)

@@ -179,7 +179,7 @@ class Group:
         if self.comm.holds_all:
             return [part for m in self.managed for part in stamp(m.parameter)]
         parameters: list[Any] = [m.parameter for m in self.managed]  # the same of one piece each, at every pass
-        return [(versions_of(p), id(x), x.data_ptr(), x._version) for p in parameters for x in (p._local,)]
+        return [(versions_of(p), x.data_ptr, x.data_ptr(), x._version) for p in parameters for x in (p._local,)]
 
     def start_gather(self, now: list[Any] | None = None) -> None:
         """Issue the all-gather, unless what is gathered is still right. ``now``: the stamp, where somebody looked already."""
