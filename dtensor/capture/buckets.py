@@ -65,10 +65,10 @@ def bucketed(steps: list[Step], facts: Mapping[Var, Any], lasting: frozenset[int
             _agree(sites)
             for group, at in _groups(sites, most):
                 groups.setdefault(sites[at].place, []).append(group)
-    before: dict[int, list[int]] = {}  # by the place at which groups are issued, steps that go with them,
+    before: dict[int, list[int]] = {}  # by the place at which groups are issued, steps that go with the first of them,
     after: dict[int, list[int]] = {}  # and those that follow them
     gone: set[int] = set()
-    for at, found in sorted(groups.items(), reverse=True):
+    for at, found in sorted(groups.items()):
         moved = [site for group in found for site in group]
         before[at] = sorted({place for site in moved for place in site.views if place > at} - gone)
         after[at] = sorted(place for site in moved for place in site.tail if place < at)

@@ -184,6 +184,17 @@ def test_views_of_what_is_sent_come_along() -> None:
     assert seen["all_to_all"] == 1
 
 
+def test_a_view_that_two_collectives_send_comes_along_with_the_first() -> None:
+    def sent_twice(x: Any, y: Any) -> Any:
+        first, other = whole(x), x.redistribute(placements=[Shard(1)])
+        last = y[:, 1:]
+        return first, other, whole(last), last.redistribute(placements=[Shard(1)])
+
+    _, seen = replayed(sent_twice, *cut(Shard(0), Shard(0)))
+    assert seen["all_gather"] == 1
+    assert seen["all_to_all"] == 1
+
+
 def test_means_and_dtypes_stay_apart() -> None:
     def several(x: Any, y: Any) -> Any:
         return whole(x), whole(y), whole(x.double()), whole(y * 2)
