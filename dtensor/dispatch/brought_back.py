@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..base.scoped import Scoped
 from ..cost.link import link_of
 from ..layout.layout import Layout
 from ..placement import Replicate, Shard
+
+BRINGING: Scoped[object] = Scoped("bringing back")  # inside, what is moved is moved for the calls' sake: nobody has asked for it
 
 
 def bring_back(x: Any, part: bool) -> None:
@@ -32,7 +35,8 @@ def bring_back(x: Any, part: bool) -> None:
         ragged = any(isinstance(where, Shard) and where.sizes is not None for pair in cut for where in pair)
         if ragged and _takes_long(wanted, have):
             return None  # it stays as even as it is
-        return grad.redistribute(placements=wanted.placements)
+        with BRINGING.entered(layout):
+            return grad.redistribute(placements=wanted.placements)
 
     x.register_hook(bring)
 

@@ -15,6 +15,7 @@ from ..base.callers import place_of, users_frame
 from ..base.nested import leaves
 from ..base.torch_internals import OpOverload, TorchDispatchMode, autograd_node, sequence_number, tree_leaves
 from ..comm.events import Event, listening, steps_under_way
+from ..dispatch.brought_back import BRINGING
 from ..dispatch.dispatcher import run_chosen
 from ..dispatch.mixed_meshes import across_places, meshes_of
 from ..dispatch.operands import plan_of_bound
@@ -198,9 +199,12 @@ class Recorder(TorchDispatchMode):
             self._written.setdefault(root, []).append(node.number)
         value = Value(number, node, place, x._layout, number if root is None else root)
         self.graph.values.append(value)
-        self._known[id(x)] = weakref.ref(x), versions_of(x if base is None else base), number
-        self._alive[number] = weakref.ref(x, lambda _: self._gone(value))
+        self._as_value(x, value, base)
         return value
+
+    def _as_value(self, x: DTensor, value: Value, base: Any = None) -> None:
+        self._known[id(x)] = weakref.ref(x), versions_of(x if base is None else base), value.number
+        self._alive[value.number] = weakref.ref(x, lambda _: self._gone(value))
 
     def _gone(self, value: Value) -> None:
         """Nobody has the tensor any more: neither the program nor what autograd keeps for backward."""
@@ -209,8 +213,12 @@ class Recorder(TorchDispatchMode):
 
     # --- what happens beside operator calls ----------------------------------------------------------------------------
     def moved(self, x: Any, made: Any) -> None:
-        """An explicit redistribution, or a leaf's gradient on its way to the leaf's layout."""
+        """An explicit redistribution, or a leaf's gradient on its way to the leaf's layout. A gradient that is brought back is
+        the value that it was: where it lies is up to the plan."""
         operands = [self._value(x)]
+        if BRINGING.last(None) is not None:
+            self._as_value(made, self.graph.values[operands[0] or 0])
+            return
         node = self._node("move", "redistribute")
         node.operands, node.wanted = operands, (made._layout,)
         self._results(node, made)

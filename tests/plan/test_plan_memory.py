@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import dtensor as dt
 from dtensor.debug import CommDebugMode
 from dtensor.plan.follow import Following
+from dtensor.plan.make import plan_of
 from dtensor.plan.memory import Memory
 from dtensor.plan.options import eager_options
 from dtensor.plan.record import recorded
@@ -107,6 +108,17 @@ def test_what_a_step_holds_without_a_plan_is_known_too(way: str) -> None:
     _, peak, nbytes = run(step, given, None)
     assert nbytes == sum(event.bytes for event, _ in graph.heard)
     assert Memory(graph).held(eager_options(graph), remembered=True).peak == pytest.approx(peak / mesh.size(), rel=0.1)
+
+
+def test_where_calls_bring_gradients_back_to_is_no_part_of_the_program() -> None:
+    """Calls that a plan moves operands for bring none back."""
+    step, given = blocks(dt.init_device_mesh("cpu", (2,)), "fully sharded", width=64, layers=1)
+    expected, _, _ = run(step, given, None)
+    _, graph = recorded(step, (), {})
+    plan = plan_of(graph, seconds=0, memory=0.95 * plan_of(graph, seconds=0).peak_bytes)
+    grads, _, nbytes = run(step, given, plan)
+    torch.testing.assert_close(grads, expected)
+    assert nbytes == plan.nbytes
 
 
 def test_under_a_bound_forms_are_let_go_and_moved_again() -> None:
