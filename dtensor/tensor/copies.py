@@ -32,6 +32,7 @@ _OWN = frozenset(
         "_shared",
         "_shown",
         "_left",
+        "_memory",
     ]
 )
 

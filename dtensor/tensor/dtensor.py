@@ -48,6 +48,7 @@ from .local_layout import layout_of_locals
 from .observed import observed, taken_apart, tell_looked_at
 from .printing import pieces
 from .root_gradient import backward
+from .storage import storage_of
 
 _grad_enabled, _require_grad = torch.is_grad_enabled, torch.Tensor.requires_grad_
 
@@ -324,7 +325,7 @@ class DTensor(torch.Tensor):
 
     tolist, numpy, __array__, __dlpack__, __format__ = host.tolist, host.numpy, host.array, host.dlpack, host.text
     share_memory_, is_shared, is_pinned, pin_memory = host.share_memory_, host.is_shared, host.is_pinned, host.pin_memory
-    apply_, new = host.apply_, host.new
+    apply_, new, untyped_storage = host.apply_, host.new, storage_of
     __bool__, __int__, __index__, __float__ = host.truth, host.integer, host.index, host.real
     __complex__, __iter__ = host.complex_number, host.rows
 

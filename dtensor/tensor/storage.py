@@ -1,0 +1,42 @@
+"""What ``x.untyped_storage()`` of a DTensor is: how many bytes there are, and whose. The bytes themselves are the pieces'.
+
+The wrapper's own storage is a null pointer that says it has them, and torch's kernels, given it, end the process: a plain tensor
+that is set to it, typed storages, sharing. This one lies on the meta device, so that whoever takes it without asking refuses it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+from ..errors import UnsupportedOperationError
+
+_MEMORY = "_memory"  # one for as long as the tensor lives: programs compare storages to see who shares memory
+
+
+class HiddenStorage(torch.UntypedStorage):
+    """The bytes of a global value, which lie in no one place."""
+
+    device: Any = torch.device("meta")
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedOperationError(
+            "a DTensor has no memory of its own to read, write or resize: x.to_local().untyped_storage() is that of this rank's "
+            "piece, x.full_tensor().untyped_storage() that of a copy of the whole"
+        )
+
+    __getitem__ = __setitem__ = __reduce__ = tolist = clone = cpu = byteswap = _refuse
+    data_ptr = fill_ = copy_ = resize_ = share_memory_ = pin_memory = _refuse
+
+
+def storage_of(x: Any) -> torch.UntypedStorage:
+    """The storage of a DTensor; of one whose sizes are symbols, torch's own, which is traced and not read."""
+    own = torch.Tensor.untyped_storage(x)
+    if not isinstance(own.nbytes(), int) or own.device.type == "meta":
+        return own
+    made: HiddenStorage | None = x.__dict__.get(_MEMORY)
+    if made is None or made.nbytes() != own.nbytes():
+        made = x.__dict__[_MEMORY] = HiddenStorage(own.nbytes(), device="meta")
+        made.device = own.device
+    return made
