@@ -310,7 +310,11 @@ def _parts_grow(name: str, factors: Factors, call: Call, sizes: Sequence[int]) -
     largest, become more than twice as much as memory has of them."""
     if sizes[0] == max(sizes) or any(made.alias_info is not None for made in call.func._schema.returns):
         return False
-    parts = [stored(layout).numel for dims, layout in zip(factors.operands, call.operands, strict=True) if stands(dims, name) is not None]
+    parts = [
+        stored(layout).numel
+        for dims, layout in zip(factors.operands, call.operands, strict=True)
+        if stands(dims, name) is not None
+    ]
     metas = [meta for meta in call.results if meta is not None]
     made = [math.prod(meta.shape) for dims, meta in zip(factors.results, metas, strict=True) if stands(dims, name) is not None]
     return sum(made) > 2 * sum(parts)
