@@ -306,18 +306,14 @@ def _held(factors: Factors, side: str, i: int, dims: Dims) -> Mapping[str, int]:
 
 
 def _parts_grow(name: str, factors: Factors, call: Call, sizes: Sequence[int]) -> bool:
-    """Whether operands that are a part of something that was cut along a factor, as blocks show of which the first is not the
-    largest, become more than twice as much as memory has of them."""
+    """Whether a part of something that was cut along a factor, as blocks show of which the first is not the largest, becomes more
+    than twice as much as memory has of all operands."""
     if sizes[0] == max(sizes) or any(made.alias_info is not None for made in call.func._schema.returns):
         return False
-    parts = [
-        stored(layout).numel
-        for dims, layout in zip(factors.operands, call.operands, strict=True)
-        if stands(dims, name) is not None
-    ]
+    given = [stored(layout).numel for layout in call.operands]
     metas = [meta for meta in call.results if meta is not None]
     made = [math.prod(meta.shape) for dims, meta in zip(factors.results, metas, strict=True) if stands(dims, name) is not None]
-    return sum(made) > 2 * sum(parts)
+    return sum(made) > 2 * sum(given)
 
 
 def _place(
