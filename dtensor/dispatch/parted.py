@@ -26,7 +26,7 @@ from ..rules.parted import Known, Left, Parted
 from . import wrapping
 from .bind import runner_of
 from .own_names import NAMES, OfThisRun, names_of
-from .settled import FORMS, NESTED, counted_versions, settled_dims
+from .settled import FORMS, NESTED, counted_versions, sums_of
 from .steps import Args, Keywords, Runner
 
 _FACT = "_parted"  # the attribute of a tensor whose rows are parted
@@ -124,7 +124,7 @@ def facts_of_call(operator: Operator, bound: Mapping[str, Any]) -> dict[Slot, Kn
         listed = isinstance(value, (list, tuple))
         for index, x in enumerate(value) if listed else ((None, value),):  # type: ignore[arg-type]
             settles = type(x) is wrapping.TENSOR and not operator.is_view  # which shows the memory as it is
-            parted, settled = None, settled_dims(x) if settles else frozenset()
+            parted, sums = None, sums_of(x) if settles else frozenset()
             passed = x.__dict__.get(_PASSED) if settles else None
             if (fact := fact_of(x)) is not None:
                 own = fact.ownership
@@ -132,8 +132,8 @@ def facts_of_call(operator: Operator, bound: Mapping[str, Any]) -> dict[Slot, Kn
                 parted = Parted(fact.dim, numbers.setdefault(id(own), len(numbers)), own.split, source)
             known = names_of(x)
             names = known.columns[0] if known is not None and len(known.columns) == 1 else None
-            if parted is not None or settled or type(passed) is Passed or names is not None:
-                found[name, index] = Known(parted, settled, passed if type(passed) is Passed else frozenset(), names)
+            if parted is not None or sums or type(passed) is Passed or names is not None:
+                found[name, index] = Known(parted, sums, passed if type(passed) is Passed else frozenset(), names)
     return found
 
 

@@ -29,6 +29,7 @@ from ..base.recording import ACTIVE, current
 from ..base.scoped import Scoped
 from ..base.tracing import under_way
 from ..layout.layout import Layout
+from ..placement import Replicate
 from ..redistribute import Plan as Move
 from ..redistribute import execute, execute_many
 from ..redistribute import plan as plan_move
@@ -223,8 +224,9 @@ def _sought(x: Any, move: Move, local: Any) -> tuple[Move | None, Any, _Place | 
     return None, found.permute(ends.back) if ends.order else found, None
 
 
-def settled_dims(x: Any) -> frozenset[int]:
-    """The mesh dims over which ``x`` is in terms that have been added up before, and would be had for nothing."""
+def sums_of(x: Any) -> frozenset[tuple[int, int | None]]:
+    """The mesh dims over which ``x`` is in terms that have been added up before, and how the sums lie along them: along which
+    dim they are cut, None if they are whole."""
     layout = x._layout
     terms = [i for i, op in enumerate(layout.partials) if op is not None]
     if not terms or NESTED.depth:
@@ -232,8 +234,16 @@ def settled_dims(x: Any) -> frozenset[int]:
     forms = _current(keeper_of(x, home_of(x)), _recorder(), _countable_versions(x))
     if forms is None:
         return frozenset()
-    held = forms.held.get(_key(layout), {})
-    return frozenset([i for i in terms if any(target.partials[i] is None for target in tuple(held))])
+    order = _orders(layout)[0] or tuple(range(len(layout.shape)))
+    found: set[tuple[int, int | None]] = set()
+    for target in tuple(forms.held.get(_key(layout), ())):
+        for i in terms:
+            at = target.along(i)
+            if isinstance(at, Replicate):
+                found.add((i, None))
+            elif isinstance(at, int) and target.shape == tuple([layout.shape[d] for d in order]):  # else a view's
+                found.add((i, order[at]))
+    return frozenset(found)
 
 
 def _countable_versions(x: Any) -> tuple[int, ...] | None:

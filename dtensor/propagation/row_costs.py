@@ -80,8 +80,9 @@ def ranked(
                 continue
             cost = moving.get((i, target, part))
             if cost is None:
-                paid = call.settled(i, mesh_dim) and not isinstance(target, Partial)
-                cost = LOCAL_STEP if paid else _move(current[i], target, call.operands[i], mesh_dim, part)
+                cost = _move(current[i], target, call.operands[i], mesh_dim, part)
+                if not isinstance(target, Partial):
+                    cost = min([cost, *[_from_sum(at, target, call.operands[i], mesh_dim) for at in call.sums(i, mesh_dim)]])
                 shared = call.passed(i, mesh_dim) and not isinstance(target, Partial)  # by this use and those to come
                 cost = moving[i, target, part] = cost / 2 if shared else cost
             seconds += cost
@@ -253,6 +254,17 @@ def _part(layout: Layout, dim: int, mesh_dim: int) -> float:
     if split is None or (isinstance(placement, Shard) and placement.sizes is None):
         return 1 / ranks
     return min(1.0, max(split.sizes) * len(split.sizes) / (layout.shape[dim] or 1) / ranks)
+
+
+def _from_sum(at: int | None, target: Where, layout: Layout, mesh_dim: int) -> float:
+    """Seconds to have terms as ``target`` from where they were added up before: cut along a dim, or whole."""
+    if at is None or at == target:
+        return LOCAL_STEP
+    ranks, link = layout.mesh.shape[mesh_dim], link_of(layout.mesh, (mesh_dim,))
+    nbytes = stored(layout).max_local_nbytes / ranks
+    return (
+        link.exchange.seconds(ranks, nbytes) if isinstance(target, int) else link.all_gather.seconds(ranks, nbytes * (ranks - 1))
+    )
 
 
 def _move(source: Where, target: Where, layout: Layout, mesh_dim: int, part: float = 0.0) -> float:

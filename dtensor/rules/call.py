@@ -86,10 +86,10 @@ class Call:
         found = tuple([None if each is None else each.parted for each in self.known])
         return found if any(found) else ()
 
-    def settled(self, operand: int, mesh_dim: int) -> bool:
-        """Whether the terms of an operand over a mesh dim have been added up before."""
+    def sums(self, operand: int, mesh_dim: int) -> tuple[int | None, ...]:
+        """How the terms of an operand over a mesh dim lie that have been added up before: cut along a dim, or whole (None)."""
         own = self.known[operand] if self.known else None
-        return own is not None and mesh_dim in own.settled
+        return () if own is None else tuple([at for over, at in own.sums if over == mesh_dim])
 
     def passed(self, operand: int, mesh_dim: int) -> bool:
         """Whether another operation has left terms of an operand's terms over a mesh dim."""

@@ -38,13 +38,14 @@ class Known:
 
     Attributes:
         parted: how its rows are parted.
-        settled: mesh dims over which it is in terms that have been added up before, for another operation.
+        sums: mesh dims over which it is in terms that have been added up before, for another operation, and along which dim
+            these sums are cut, None if they are whole.
         passed: mesh dims over which it is in terms that another operation has passed on.
         names: of a vector of positions that is cut, how some dim is cut of which each rank's are in its own block.
     """
 
     parted: Parted | None = None
-    settled: frozenset[int] = frozenset()
+    sums: frozenset[tuple[int, int | None]] = frozenset()
     passed: frozenset[int] = frozenset()
     names: Split | None = None
 

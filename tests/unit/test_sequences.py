@@ -71,6 +71,27 @@ def test_sequences_packed_at_once_and_lengths_that_do_not_fit() -> None:
             pack_padded_sequence(x, wrong, batch_first=True)
 
 
+class Other(torch.Tensor):
+    """Somebody else's tensors."""
+
+    @staticmethod
+    def __new__(cls, x: torch.Tensor) -> Other:
+        made: Other = torch.Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype)  # type: ignore[attr-defined]  # torch's own way
+        made.plain = x
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*[x.plain if isinstance(x, Other) else x for x in args], **(kwargs or {}))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_other_peoples_tensors_are_packed_by_themselves(inference: bool) -> None:
+    with torch.inference_mode(inference):
+        found = torch.ops.aten._pack_padded_sequence(Other(X), LENGTHS, True)
+    assert torch.equal(found[0], pack_padded_sequence(X, LENGTHS, batch_first=True).data)
+
+
 def test_lengths_may_be_distributed_too() -> None:
     whole = dt.distribute_tensor(LENGTHS, LINE, [Replicate()])
     packed = pack_padded_sequence(dt.distribute_tensor(X, LINE, [Shard(0)]), whole, batch_first=True)

@@ -38,6 +38,15 @@ def test_terms_are_added_up_once_for_all_who_need_them() -> None:
     torch.testing.assert_close(y.exp().full_tensor(), (X @ X.t()).exp())
 
 
+def test_sums_that_lie_cut_are_not_had_whole_for_nothing() -> None:
+    y, z = in_terms(), dt.distribute_tensor(torch.ones(6, 6, dtype=X.dtype), mesh(), [Shard(1)])
+    assert collectives(lambda: y * z) == 1
+    assert collectives(lambda: y * y) == 0
+    assert (y * y).placements == (Shard(1),)
+    assert (y.t() * y.t()).placements == (Shard(0),)
+    torch.testing.assert_close((y * y).full_tensor(), (X @ X.t()) ** 2)
+
+
 def test_a_value_needed_whole_and_cut_is_moved_once() -> None:
     y, z = in_terms(), dt.distribute_tensor(torch.ones(6, 6, dtype=X.dtype), mesh(), [Shard(1)])
     assert collectives(lambda: (y.exp(), y * z)) == 1

@@ -32,6 +32,7 @@ from ...comm import communicator_of
 from ...dispatch.plain_operands import replicated
 from ...rules.registry import lookup
 from ..dtensor import DTensor
+from .entered import entered
 
 _KEY = "PythonTLSSnapshot"
 BELOW = keys_after(DispatchKey.PythonTLSSnapshot)
@@ -73,7 +74,10 @@ def recomposed(name: str, function: Callable[..., Any]) -> None:
             result = function(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        return overload_named(name).redispatch(keys & BELOW, *args, **kwargs)
+        operator = overload_named(name)
+        if GOES_ON or has_kernel(name, "CompositeImplicitAutograd"):
+            return operator.redispatch(keys & BELOW, *args, **kwargs)
+        return entered(lambda: operator.redispatch(keys & BELOW, *args, **kwargs), [*args, *kwargs.values()])
 
     implemented(name, run)
 
