@@ -272,6 +272,39 @@ def test_hooks_see_global_tensors() -> None:
     assert x.grad.full_tensor().unique().tolist() == [20]
 
 
+class FirstAlone(torch.autograd.Function):
+    """Of two arguments the second has no gradient, as of an operation that does not train it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, y: Any) -> Any:
+        return x + y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad, None
+
+
+def test_no_gradient_of_a_global_value_is_none_of_what_it_was_made_of() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    x, leaf = (dt.distribute_tensor(torch.ones(4, 3), mesh, [dt.Shard(0)]).requires_grad_() for _ in range(2))
+    piece = torch.ones(4, 3, requires_grad=True)
+    for y in (leaf.redistribute(placements=[dt.Replicate()]), dt.DTensor.from_local(piece, mesh, [dt.Replicate()])):
+        FirstAlone.apply(x, y).sum().backward()
+    assert leaf.grad is None
+    assert piece.grad is None
+    assert x.grad is not None
+
+
+def test_a_piece_without_a_tangent_has_zeros() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    pieces = [torch.ones(2, 3), torch.ones(1, 3)]
+    with torch.autograd.forward_ad.dual_level():
+        ones = torch.autograd.forward_ad.make_dual(pieces[0], torch.ones(2, 3))
+        x = dt.DTensor.from_local(dt.per_rank([ones, pieces[1]]), mesh, [dt.Shard(0)], shape=(3, 3))
+        tangent = torch.autograd.forward_ad.unpack_dual(x * 2).tangent
+        assert torch.equal(tangent.full_tensor(), torch.tensor([2.0, 2.0, 0.0]).unsqueeze(1).expand(3, 3))
+
+
 def test_no_grad_and_inference_mode() -> None:
     x = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)]).requires_grad_()
     with torch.no_grad():
