@@ -667,6 +667,17 @@ def test_deepcopy_copies_the_pieces(placements: list[Any]) -> None:
     assert torch.equal(other.full_tensor(), value(5, 6))
 
 
+def test_deepcopy_keeps_a_gradient_of_another_dtype() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    weight = nn.Parameter(dt.distribute_tensor(torch.ones(4, dtype=torch.bfloat16), mesh, [dt.Shard(0)]))
+    weight.grad_dtype = torch.float32  # type: ignore[attr-defined]  # torch's stub lacks it
+    (weight.float() * 1.001).sum().backward()
+    made = copy.deepcopy(weight)
+    assert made.grad is not None
+    assert made.grad.dtype == torch.float32
+    assert torch.equal(made.grad.full_tensor(), weight.grad.full_tensor())
+
+
 def test_deepcopy_of_a_module_keeps_parameters_ties_and_gradients() -> None:
     module = nn.ModuleList([nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)])
     module[1].weight = module[0].weight
