@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
+_HERE = __name__.partition(".")[0] + "."
 
 
 class Placement:
@@ -43,6 +44,14 @@ class Placement:
     def is_partial(self, reduce_op: str | None = None) -> bool:
         """Whether this is a ``Partial`` (with reduction ``reduce_op``, where given)."""
         return False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not cls.__module__.startswith(_HERE):
+            raise PlacementError(
+                f"{cls.__name__}: placements are Shard, Replicate and Partial, and what a subclass adds would be passed over; "
+                "a reduction of your own is Partial(Monoid(name, combine, identity, finalize)), blocks are Shard(dim, sizes=...)"
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
         return self  # immutable, and what is compared often is found to be the same object

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ..comm import PerRank, shards_of
+from ..comm import Pending, PerRank, shards_of
+from ..errors import DTensorError
 from ..propagation.schema import Place
 
 
@@ -41,3 +42,21 @@ def memory_of(local: torch.Tensor) -> list[int]:
     """Where the storage of each shard begins; 0 where there is none to tell by (fake, meta and sparse tensors)."""
     shards = (local,) if type(local) is torch.Tensor else shards_of(local)
     return [x.untyped_storage().data_ptr() if type(x) is torch.Tensor and x.layout is torch.strided else 0 for x in shards]
+
+
+def unwritten(pending: Pending[Any], sources: Sequence[Any]) -> Pending[Any]:
+    """``pending``, refusing its result if one of ``sources`` (DTensors) is written to while messages still read from it."""
+    held = [t for x in sources for t in (x, *getattr(x._local, "shards", (x._local,)))]
+    tracked = [t for t in held if not t.is_inference()]  # those of inference mode have no version
+    versions = [t._version for t in tracked]
+
+    def arrived() -> Any:
+        value = pending.wait()
+        if versions != [t._version for t in tracked]:
+            raise DTensorError(
+                "a tensor was written to in place while redistribute(..., async_op=True) was still sending it: the result may "
+                "hold old values or new ones; use the result before writing, or redistribute a copy: x.clone().redistribute(...)"
+            )
+        return value
+
+    return Pending(arrived)

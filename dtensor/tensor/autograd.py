@@ -25,11 +25,11 @@ import torch
 from ..base.caches import remembered
 from ..base.torch_internals import forward_ad, functorch_active, is_legacy_batched
 from ..base.tracing import not_in_graph
-from ..comm import Pending, PerRank, communicator_of, shards_of
-from ..dispatch.apart import apart, memory_of
+from ..comm import PerRank, communicator_of, shards_of
+from ..dispatch.apart import apart, memory_of, unwritten
 from ..dispatch.transformed import Transformed, alone, is_wrapped, layout_of, recorded, transformed
 from ..dispatch.wrapping import wrap_local, wrap_pending
-from ..errors import DTensorError, UnsupportedOperationError
+from ..errors import UnsupportedOperationError
 from ..layout.layout import Layout
 from ..placement import Partial, Placement, Replicate
 from ..ranks.hidden import as_one, seen
@@ -91,18 +91,23 @@ class FromLocal(_Laid):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.layout, ctx.target, ctx.copied = inputs[:3]
-        ctx.outside = inputs[3].shape, inputs[3].device
+        ctx.shapes, ctx.device = [piece.shape for piece in inputs[3:]], inputs[3].device
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         _share(ctx.layout)
-        pieces = everywhere(tangents[3], ctx.layout) if ctx.copied else tangents[3:]
+        some = next(tangent for tangent in tangents if tangent is not None)
+        pieces = [some.new_zeros(shape) if t is None else t for t, shape in zip(tangents[3:], ctx.shapes, strict=True)]
+        pieces = everywhere(pieces[0], ctx.layout) if ctx.copied else pieces
         return from_pieces(ctx.layout, ctx.target, ctx.copied, *pieces)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
+        if grad is None:  # of a global value, so on all ranks
+            return None, None, None, *[None] * len(ctx.shapes)
         if not communicator_of(ctx.layout.mesh).held:
-            return None, None, None, torch.zeros(ctx.outside[0], dtype=ctx.layout.dtype, device=ctx.outside[1])
+            return None, None, None, torch.zeros(ctx.shapes[0], dtype=ctx.layout.dtype, device=ctx.device)
         scale, grad = _share(ctx.layout), distributed(grad, ctx.layout)
         target = layout_of(grad).replace(placements=ctx.target.placements)
         moved = redistributed(grad, target, False, None)
@@ -197,6 +202,7 @@ class Redistribute(_Laid):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.source, ctx.target, ctx.backward_dtype = layout_of(inputs[0]), inputs[1], inputs[3]
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
@@ -204,6 +210,8 @@ class Redistribute(_Laid):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
+        if grad is None:
+            return None, None, None, None
         grad = distributed(grad, ctx.target)
         if ctx.backward_dtype is not None:
             grad = grad.to(ctx.backward_dtype)
@@ -312,24 +320,6 @@ def everywhere(value: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
         pieces.append(alone(value) if at in firsts or any(at[i] for i in again) else value)
         firsts.add(at)
     return pieces
-
-
-def unwritten(pending: Pending[Any], sources: Sequence[Any]) -> Pending[Any]:
-    """``pending``, refusing its result if one of ``sources`` (DTensors) is written to while messages still read from it."""
-    held = [t for x in sources for t in (x, *getattr(x._local, "shards", (x._local,)))]
-    tracked = [t for t in held if not t.is_inference()]  # those of inference mode have no version
-    versions = [t._version for t in tracked]
-
-    def arrived() -> Any:
-        value = pending.wait()
-        if versions != [t._version for t in tracked]:
-            raise DTensorError(
-                "a tensor was written to in place while redistribute(..., async_op=True) was still sending it: the result may "
-                "hold old values or new ones; use the result before writing, or redistribute a copy: x.clone().redistribute(...)"
-            )
-        return value
-
-    return Pending(arrived)
 
 
 def _share(layout: Layout) -> int:

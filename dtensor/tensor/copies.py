@@ -57,6 +57,8 @@ def deep(x: Any, memo: dict[int, Any]) -> Any:
     memo[id(x)] = made
     made.__dict__.update(copy.deepcopy(_marks(x), memo))
     if x.grad is not None:
+        if x.grad.dtype != x.dtype:
+            made.grad_dtype = x.grad_dtype
         made.grad = copy.deepcopy(x.grad, memo)
     return made
 

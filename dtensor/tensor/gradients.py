@@ -16,13 +16,14 @@ from ..base.torch_internals import autograd_node, engine, graph_task
 from ..base.tracing import under_way
 from ..comm import Pending, shards_of
 from ..comm.events import CAUSES, listeners
+from ..dispatch.apart import unwritten
 from ..dispatch.transformed import is_wrapped
 from ..dispatch.wrapping import SHOWN, wrap_pending
 from ..errors import DTensorError
 from ..layout.layout import Layout
 from ..placement import Placement
 from ..redistribute import Plan, execute_many, plan
-from .autograd import distributed, grad_layout, is_recorded, laid, unwritten
+from .autograd import distributed, grad_layout, is_recorded, laid
 from .observed import observed, tell_arrived
 
 TOGETHER = 25 << 20  # bytes of the largest blocks, which all ranks know

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from ..dispatch.apart import apart, memory_of
+from ..dispatch.apart import apart, memory_of, unwritten
 from ..dispatch.wrapping import wrap_local, wrap_pending
 from ..errors import LayoutError, PlacementError
 from ..layout.layout import Layout
 from ..placement import Placement
 from ..redistribute import execute_many, plan
-from .autograd import distributed, grad_layout, unwritten
+from .autograd import distributed, grad_layout
 from .dtensor import DTensor
 
 

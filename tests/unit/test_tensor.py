@@ -272,6 +272,39 @@ def test_hooks_see_global_tensors() -> None:
     assert x.grad.full_tensor().unique().tolist() == [20]
 
 
+class FirstAlone(torch.autograd.Function):
+    """Of two arguments the second has no gradient, as of an operation that does not train it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, y: Any) -> Any:
+        return x + y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad, None
+
+
+def test_no_gradient_of_a_global_value_is_none_of_what_it_was_made_of() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    x, leaf = (dt.distribute_tensor(torch.ones(4, 3), mesh, [dt.Shard(0)]).requires_grad_() for _ in range(2))
+    piece = torch.ones(4, 3, requires_grad=True)
+    for y in (leaf.redistribute(placements=[dt.Replicate()]), dt.DTensor.from_local(piece, mesh, [dt.Replicate()])):
+        FirstAlone.apply(x, y).sum().backward()
+    assert leaf.grad is None
+    assert piece.grad is None
+    assert x.grad is not None
+
+
+def test_a_piece_without_a_tangent_has_zeros() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    pieces = [torch.ones(2, 3), torch.ones(1, 3)]
+    with torch.autograd.forward_ad.dual_level():
+        ones = torch.autograd.forward_ad.make_dual(pieces[0], torch.ones(2, 3))
+        x = dt.DTensor.from_local(dt.per_rank([ones, pieces[1]]), mesh, [dt.Shard(0)], shape=(3, 3))
+        tangent = torch.autograd.forward_ad.unpack_dual(x * 2).tangent
+        assert torch.equal(tangent.full_tensor(), torch.tensor([2.0, 2.0, 0.0]).unsqueeze(1).expand(3, 3))
+
+
 def test_no_grad_and_inference_mode() -> None:
     x = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)]).requires_grad_()
     with torch.no_grad():
@@ -632,6 +665,17 @@ def test_deepcopy_copies_the_pieces(placements: list[Any]) -> None:
     assert other.layout is x.layout
     x.zero_()
     assert torch.equal(other.full_tensor(), value(5, 6))
+
+
+def test_deepcopy_keeps_a_gradient_of_another_dtype() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    weight = nn.Parameter(dt.distribute_tensor(torch.ones(4, dtype=torch.bfloat16), mesh, [dt.Shard(0)]))
+    weight.grad_dtype = torch.float32  # type: ignore[attr-defined]  # torch's stub lacks it
+    (weight.float() * 1.001).sum().backward()
+    made = copy.deepcopy(weight)
+    assert made.grad is not None
+    assert made.grad.dtype == torch.float32
+    assert torch.equal(made.grad.full_tensor(), weight.grad.full_tensor())
 
 
 def test_deepcopy_of_a_module_keeps_parameters_ties_and_gradients() -> None:

@@ -22,7 +22,7 @@ from ..verbs import blockwise, fold, reduce
 
 reduce("sum", "sum", partials=linear())
 reduce("nansum", "sum")  # where one term is NaN the element counts for nothing, the other terms' part included
-reduce("_foreach_powsum", "sum")
+reduce("linalg__powsum _foreach_powsum", "sum")
 reduce("count_nonzero", "sum")
 reduce("prod", "product", partials="product -> product")
 reduce("mean", "avg", partials=linear())

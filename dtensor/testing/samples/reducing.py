@@ -58,6 +58,7 @@ var.correction std.correction var_mean.correction std_mean.correction:
   f[5, 6, 7]{/, dim=[0]/, dim=[-1], keepdim=True/, dim=[0, 2]/, dim=[0, 1, 2], keepdim=True} | c[5, 6, 7]{/, dim=[0]}
  | f[5, 6], dim=[0], correction={0/2/0.5} | !f[5, 6], dim=[0], correction={5/7} | h[5, 7], [1] | 1e6 + f[5, 7], [1] | f[1, 7], [0]
 linalg_vector_norm: {f/c}[5, 6, 7], {2/1/0/3/0.5/-1/INF/-INF} | {f/c}[5, 6, 7], {2/INF}, {dim=[0]/dim=[0, 2], keepdim=True}
+linalg__powsum: {f/c}[5, 6, 7], {2/1/3} | f[5, 6, 7], {2}, {dim=[0]/dim=[0, 2], keepdim=True}
 norm: f[5, 7] | f[5, 7], {3/2, [0]/None, [1], True/1, [0], True, dtype=float32}
 dist: f[5, 7], f[5, 7], {2/1/3/INF} | f[5, 7], f[7]
 logsumexp: f[5, 6, 7], {[0]/[-1], True/[0, 2]/[0, 1, 2], True} | f[0, 7], {[0]/[-1], True} | SPECIAL, [1]
