@@ -60,18 +60,33 @@ def counting(x: Any) -> Any:
     return found() if isinstance(found, weakref.ref) else found
 
 
-def stamp(x: Any) -> list[Any]:
-    """Changes whenever the value of a tensor does: it was written to as a whole, what is the same memory too (``x.data``), or in
-    its pieces, or it has others.
+class Stamp:
+    """What tensors were: equal to another one while none of them was written to or replaced. It holds their pieces, for an
+    address that is free may be that of the next one."""
 
-    Pieces are named by a method of theirs, which is equal to that of the same object alone, and holds it: an ``id`` that is free
-    may be that of the next piece, with memory at the same address.
-    """
-    local: Any = x._local if hasattr(x, "_layout") else x
-    now: list[Any] = [versions_of(x)] if local is not x else []
-    for shard in shards_of(local):
-        now += shard.data_ptr, shard.data_ptr(), shard._version
-    return now
+    __slots__ = ("_held", "_now")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, now: list[Any], held: list[torch.Tensor]) -> None:
+        self._now, self._held = now, held
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stamp) and self._now == other._now
+
+
+def stamp(*tensors: Any) -> Stamp:
+    """Changes whenever the value of one does: it was written to as a whole, what is the same memory too (``x.data``), or in its
+    pieces, or it has others."""
+    now: list[Any] = []
+    held: list[torch.Tensor] = []
+    for x in tensors:
+        local: Any = x._local if hasattr(x, "_layout") else x
+        if local is not x:
+            now.append(versions_of(x))
+        for shard in shards_of(local):
+            now += id(shard), shard.data_ptr(), shard._version
+            held.append(shard)
+    return Stamp(now, held)
 
 
 def counted_together(x: torch.Tensor, y: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...comm import communicator_of
-from ...dispatch.versions import stamp
+from ...dispatch.versions import Stamp, stamp
 from ...layout.layout import Layout
 from ...redistribute.batch import broadcast_many
 from ...tensor.dtensor import DTensor, wrap
@@ -31,7 +31,7 @@ class Buffers:
     def __init__(self, modules: Sequence[nn.Module], axes: Axes, shared: bool = True) -> None:
         self.axes = axes
         self.places: list[tuple[nn.Module, str, Layout | None]] = []
-        self._inside: list[tuple[nn.Module, str, DTensor, Any, list[Any]]] = []
+        self._inside: list[tuple[nn.Module, str, DTensor, Any, Stamp]] = []
         seen: dict[int, Any] = {}
         for module in modules:
             for name, buffer in module._buffers.items():

@@ -286,7 +286,7 @@ class _IfChanged:
 
 def _state(parameter: nn.Parameter) -> Any:
     grad = parameter.grad
-    return None if grad is None else (grad.data_ptr, stamp(grad))
+    return None if grad is None else stamp(grad)
 
 
 def add(held: Column | None, new: Column) -> Column:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...base.recording import ACTIVE, effect
+from ...dispatch.versions import Stamp
 
 
 class Memory:
@@ -61,7 +62,7 @@ class Whole:
     """
 
     gathered: bool = False
-    seen: list[Any] = field(default_factory=list)
+    seen: Stamp | None = None
     pending: Any = None
     kept: Any = None
     buffer: Any = None

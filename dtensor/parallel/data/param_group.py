@@ -19,7 +19,7 @@ from ...base.recording import ACTIVE, Between, current
 from ...comm import Communicator, Pending, communicator_of, each_shard, expect_locals, shards_of
 from ...comm.binding import Run
 from ...comm.events import because
-from ...dispatch.versions import stamp, versions_of
+from ...dispatch.versions import Stamp, stamp
 from ...errors import DTensorError, UnitError
 from ...layout.layout import Layout
 from ...layout.spelled import within
@@ -174,14 +174,11 @@ class Group:
         """How many members' tensors this process holds."""
         return max(1, len(self.comm.held))
 
-    def stamp(self) -> list[Any]:
+    def stamp(self) -> Stamp:
         """Changes whenever a parameter's value does."""
-        if self.comm.holds_all:
-            return [part for m in self.managed for part in stamp(m.parameter)]
-        parameters: list[Any] = [m.parameter for m in self.managed]  # the same of one piece each, at every pass
-        return [(versions_of(p), x.data_ptr, x.data_ptr(), x._version) for p in parameters for x in (p._local,)]
+        return stamp(*[m.parameter for m in self.managed])
 
-    def start_gather(self, now: list[Any] | None = None) -> None:
+    def start_gather(self, now: Stamp | None = None) -> None:
         """Issue the all-gather, unless what is gathered is still right. ``now``: the stamp, where somebody looked already."""
         if not self.managed:
             return
@@ -246,7 +243,7 @@ class Group:
         return found
 
     @functools.partial(because, "gather parameters")
-    def gather(self, now: list[Any] | None = None) -> None:
+    def gather(self, now: Stamp | None = None) -> None:
         """The parameters, whole, in the buffer; as :meth:`start_gather`."""
         self.start_gather(now)
         if self.whole.pending is None:
@@ -319,12 +316,12 @@ class Group:
             self._rows[member] = Rows.of(pairs, self.dtypes, cut, member, group, _ALIGNMENT)
         return self._rows[member]
 
-    def _looked_up(self) -> list[Any]:
+    def _looked_up(self) -> Stamp:
         for m in self.managed:
             m.refresh()
         return self.stamp()
 
-    def check_unchanged(self, stamp: Any) -> list[Any]:
+    def check_unchanged(self, stamp: Stamp | None) -> Stamp:
         """The stamp: backward needs the values that forward saw.
 
         Raises:

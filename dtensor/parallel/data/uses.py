@@ -13,6 +13,7 @@ from torch import Tensor
 from ...base.nested import leaves
 from ...base.torch_internals import tree_leaves, tree_map
 from ...comm import PerRank, shards_of
+from ...dispatch.versions import Stamp
 from ...tensor.autograd import OWN_USES
 from .param_group import Group
 
@@ -82,7 +83,7 @@ class Use:
     """
 
     group: Group
-    stamp: list[Any]
+    stamp: Stamp | None
     of: Pass
     ran: bool = False
     through: bool = False

@@ -20,7 +20,7 @@ from ...base.nested import mapped
 from ...base.recording import ACTIVE, current
 from ...comm import communicator_of, shards_of
 from ...comm.rows import apart
-from ...dispatch.versions import stamp
+from ...dispatch.versions import Stamp, stamp
 from ...errors import MeshError, UnsupportedOperationError
 from ...layout.layout import Layout
 from ...mesh.derive import same_root
@@ -97,7 +97,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self._axes = Axes(self.mesh, WAYS["ZeRO-1"])
         self._consolidated: dict[str, Any] | None = None
         self._parts: list[_Part] = []
-        self._stamps: dict[int, list[Any]] = {}  # by part: the parameter as it was when the part was its
+        self._stamps: dict[int, Stamp] = {}  # by part: the parameter as it was when the part was its
         inner_groups = [{**group, "params": self._parts_of(group["params"])} for group in groups]
         self.inner = optimizer_class(inner_groups, **defaults)
         super().__init__(groups, self.inner.defaults)
