@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from ..base.caches import remembered
 from ..base.nested import tensors
 from ..base.torch_internals import tree_map
 from ..comm import communicator_of
@@ -78,7 +77,6 @@ def idle_of(plan: Plan, operator: Operator) -> Idle | None:
     return Idle(members, mesh, results, operator.outs) if members else None
 
 
-@remembered(4096)
 def _some_empty(layout: Layout) -> bool:
     """Whether some rank's block has no elements, or may have none: of sizes that are symbols."""
     return layout.sized or not layout.numel or any(split is not None and 0 in split.sizes for split in layout.splits)
