@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 from ..base.scoped import Scoped
@@ -9,7 +11,21 @@ from ..cost.link import link_of
 from ..layout.layout import Layout
 from ..placement import Replicate, Shard
 
-BRINGING: Scoped[object] = Scoped("bringing back")  # inside, what is moved is moved for the calls' sake: nobody has asked for it
+PLANNED: Scoped[Callable[[], bool]] = Scoped("planned")  # asks whether a plan says where operands are to lie, and moves them
+BRINGING = ContextVar(
+    "bringing back", default=False
+)  # what is moved is moved for the calls' sake: the program has not asked for it
+
+
+def brought(grad: Any, move: Callable[[], Any]) -> Any:
+    """``move()``: a gradient where its value lies, for the calls that meet both; itself where a plan says what they are given."""
+    if PLANNED.held and PLANNED.last(bool)():
+        return grad
+    token = BRINGING.set(True)
+    try:
+        return move()
+    finally:
+        BRINGING.reset(token)
 
 
 def bring_back(x: Any, part: bool) -> None:
@@ -35,8 +51,7 @@ def bring_back(x: Any, part: bool) -> None:
         ragged = any(isinstance(where, Shard) and where.sizes is not None for pair in cut for where in pair)
         if ragged and _takes_long(wanted, have):
             return None  # it stays as even as it is
-        with BRINGING.entered(layout):
-            return grad.redistribute(placements=wanted.placements)
+        return brought(grad, lambda: grad.redistribute(placements=wanted.placements))
 
     x.register_hook(bring)
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from ..base.torch_internals import OpOverload, TorchDispatchMode, tree_leaves
+from ..dispatch.brought_back import PLANNED
 from ..dispatch.dispatcher import run_chosen
 from ..dispatch.mixed_meshes import across_places, meshes_of
 from ..dispatch.plain_operands import through_copies
@@ -49,6 +50,15 @@ class Following(TorchDispatchMode):
         self._at = 0
         self.left: str | None = None
         self._forms: dict[int, _Forms] = {}
+        self._entered: list[Any] = []
+
+    def __enter__(self) -> Self:
+        self._entered.append(PLANNED.enter(lambda: self.left is None))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        PLANNED.leave(self._entered.pop())
 
     @property
     def followed(self) -> bool:

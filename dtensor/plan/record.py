@@ -216,7 +216,7 @@ class Recorder(TorchDispatchMode):
         """An explicit redistribution, or a leaf's gradient on its way to the leaf's layout. A gradient that is brought back is
         the value that it was: where it lies is up to the plan."""
         operands = [self._value(x)]
-        if BRINGING.last(None) is not None:
+        if BRINGING.get():
             self._as_value(made, self.graph.values[operands[0] or 0])
             return
         node = self._node("move", "redistribute")

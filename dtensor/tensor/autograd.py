@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -27,6 +28,7 @@ from ..base.torch_internals import forward_ad, functorch_active, is_legacy_batch
 from ..base.tracing import not_in_graph
 from ..comm import PerRank, communicator_of, shards_of
 from ..dispatch.apart import apart, memory_of, unwritten
+from ..dispatch.brought_back import brought
 from ..dispatch.transformed import Transformed, alone, is_wrapped, layout_of, recorded, transformed
 from ..dispatch.wrapping import wrap_local, wrap_pending
 from ..errors import UnsupportedOperationError
@@ -215,7 +217,8 @@ class Redistribute(_Laid):
         grad = distributed(grad, ctx.target)
         if ctx.backward_dtype is not None:
             grad = grad.to(ctx.backward_dtype)
-        moved = _on_mesh(grad, grad_layout(ctx.source, None))
+        back = partial(_on_mesh, grad, grad_layout(ctx.source, None))
+        moved = brought(grad, back) if layout_of(grad).mesh is ctx.source.mesh else back()
         return (moved if moved.dtype == ctx.source.dtype else moved.to(ctx.source.dtype)), None, None, None
 
 

@@ -121,6 +121,22 @@ def test_where_calls_bring_gradients_back_to_is_no_part_of_the_program() -> None
     assert nbytes == plan.nbytes
 
 
+def test_gradients_of_what_the_program_moves_lie_where_the_plan_wants_them() -> None:
+    """A redistribution's gradient comes back to where its value came from: by a plan that is another place, or none."""
+    mesh = dt.init_device_mesh("cpu", (4,))
+    x, w = (dt.randn(n, 32, dtype=torch.float64, device_mesh=mesh, placements=[at]) for n, at in ((1024, R), (32, S(0))))
+    given = [x, w.requires_grad_()]
+
+    def step() -> None:
+        F.linear(x, w).redistribute(placements=[S(0)]).square().mean().backward()
+
+    expected, _, before = run(step, given, None)
+    plan = planned(step, given)
+    grads, _, nbytes = run(step, given, plan)
+    torch.testing.assert_close(grads, expected)
+    assert nbytes == plan.nbytes < before / 4
+
+
 def test_under_a_bound_forms_are_let_go_and_moved_again() -> None:
     mesh, width = dt.init_device_mesh("cpu", (4,)), 32
     given = [dt.randn(4 * width, width, dtype=torch.float64, device_mesh=mesh, placements=[S(0)])]
