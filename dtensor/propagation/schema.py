@@ -67,9 +67,7 @@ class Operator:
         return bound
 
     def lacks(self, bound: dict[str, Any]) -> bool:
-        """Whether a tensor that has to be is not there: in a backward pass the gradient of a result that has none, as attention's.
-
-        Nothing follows of it."""
+        """Whether a tensor that has to be is not there: in a backward pass the gradient of a result that has none (attention)."""
         without = {name for name, value in bound.items() if value is None}
         return bool(without) and any(a.name in without and str(a.type) == "Tensor" for a in self.func._schema.arguments)
 
