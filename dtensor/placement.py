@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .base.tracing import constant_of_graph
 from .base.validation import index_of
@@ -200,6 +200,10 @@ class Partial(Placement):
     Args:
         reduce_op: ``"sum"``, ``"avg"``, ``"max"``, ``"min"``, ``"product"`` or a :class:`Monoid`.
 
+    Attributes:
+        ALL_REDUCE_OPS: the names of reductions.
+        LINEAR_REDUCE_OPS: of those that ``f(a + b) = f(a) + f(b)`` goes through.
+
     Each local shape is the global one. Settling it costs an all-reduce, or a reduce-scatter on the way to ``Shard``.
 
     Raises:
@@ -211,6 +215,8 @@ class Partial(Placement):
     tensor([4., 7.])
     """
 
+    ALL_REDUCE_OPS: ClassVar[tuple[str, ...]] = REDUCE_OPS
+    LINEAR_REDUCE_OPS: ClassVar[tuple[str, ...]] = ("sum", "avg")
     reduce_op: str | Monoid = "sum"
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ from ..base.caches import Shared, watched
 from ..base.callers import wrapped_by_torch
 from ..base.modes import IMPLICIT_REPLICATION, MODES
 from ..base.told import changed, restored
-from ..base.torch_internals import count_dispatch_modes, find_torch_dispatch_rule
+from ..base.torch_internals import autograd_node, count_dispatch_modes, find_torch_dispatch_rule
 from ..errors import UnsupportedOperationError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
@@ -261,6 +261,8 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
         args = tuple([stand_in(value, i in entry.scalar_positions) for i, value in enumerate(args)])
         kwargs = {name: stand_in(value, name in entry.scalar_names) for name, value in kwargs.items()}
     operator, bound = entry.operator, entry.operator.bind(args, kwargs)
+    if autograd_node() is not None and operator.lacks(bound):
+        return lambda *call: None if len(operator.returns) == 1 else (None,) * len(operator.returns)
     if any(0 in x._layout.shape for x in sized_of(bound.values())):  # what kernels do of nothing is looked up, in numbers
         settle(bound.values())
     meshes = tuple(meshes_of(bound.values()))

@@ -66,6 +66,11 @@ class Operator:
         bound.update(kwargs)
         return bound
 
+    def lacks(self, bound: dict[str, Any]) -> bool:
+        """Whether a tensor that has to be is not there: in a backward pass the gradient of a result that has none (attention)."""
+        without = {name for name, value in bound.items() if value is None}
+        return bool(without) and any(a.name in without and str(a.type) == "Tensor" for a in self.func._schema.arguments)
+
     def in_order(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """The same arguments, by position all that can be."""
         named = list(self.names[len(args) : self.positional])

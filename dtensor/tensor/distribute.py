@@ -258,16 +258,16 @@ def distribute_module(
     for given, what in ((partition_fn, "partition_fn"), (input_fn, "input_fn"), (output_fn, "output_fn")):
         if given is not None and not callable(given):
             raise ArgumentError(f"distribute_module: {what} takes a function, got {given!r}")
+    prepare = None if input_fn is None else _with_module(input_fn, "input_fn")
+    finish = None if output_fn is None else _with_module(output_fn, "output_fn")
     with replacing(module.modules(), "distribute_module"):
         for name, submodule in list(module.named_modules()):
             if partition_fn is not None:
                 partition_fn(name, submodule, mesh)
             replicate_own(submodule, mesh)
-    if input_fn is not None:
-        prepare = _with_module(input_fn, "input_fn")
+    if prepare is not None:
         module.register_forward_pre_hook(lambda mod, inputs: prepare(mod, inputs, mesh))
-    if output_fn is not None:
-        finish = _with_module(output_fn, "output_fn")
+    if finish is not None:
         module.register_forward_hook(lambda mod, inputs, outputs: finish(mod, outputs, mesh))
     return module
 
@@ -277,6 +277,10 @@ def _with_module(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
     try:
         inspect.signature(fn).bind(None, None, None)
     except TypeError:
+        try:
+            inspect.signature(fn).bind(None, None)
+        except TypeError:
+            raise ArgumentError(f"{name} takes (module, values, mesh), not {inspect.signature(fn)}") from None
         warnings.warn(f"Deprecating {name}(values, mesh): let it take (module, values, mesh)", FutureWarning, stacklevel=3)
         return lambda _, values, mesh: fn(values, mesh)
     except ValueError:  # no signature to be had

@@ -155,6 +155,11 @@ CASES |= {
     "an operator's name": (lambda: dt.register_sharding("aten.add"), DTensorError, "overload"),
     "no module": (lambda: dt.distribute_module(torch.ones(3), MESH), ArgumentError, "nn.Module"),
     "no function": (lambda: dt.distribute_module(torch.nn.ReLU(), MESH, input_fn="x"), ArgumentError, "input_fn"),
+    "a function of too little": (
+        lambda: dt.distribute_module(torch.nn.ReLU(), MESH, output_fn=lambda outputs: outputs),
+        ArgumentError,
+        "output_fn takes",
+    ),
     "nothing to capture": (lambda: dt.capture("x"), ArgumentError, "function"),
     "nothing to show": (lambda: dt.debug.visualize_sharding(torch.ones(3)), ArgumentError, "DTensor"),
     "a seed's mesh": (lambda: dt.manual_seed(0, "cpu"), MeshError, "device mesh"),

@@ -82,6 +82,11 @@ def test_nonsense_is_refused(make: object, message: str) -> None:
         make()
 
 
+def test_reductions_can_be_listed() -> None:
+    assert [Partial(op).is_partial(op) for op in Partial.ALL_REDUCE_OPS] == [True] * 5
+    assert set(Partial.LINEAR_REDUCE_OPS) < set(Partial.ALL_REDUCE_OPS)
+
+
 def test_a_kind_of_ones_own_is_refused_since_what_it_adds_would_be_passed_over() -> None:
     with pytest.raises(PlacementError, match="Monoid"):
         type("Scaled", (Partial,), {"_reduce_value": lambda self, value, mesh, dim: value / 2, "__module__": __name__})

@@ -295,6 +295,22 @@ def test_no_gradient_of_a_global_value_is_none_of_what_it_was_made_of() -> None:
     assert x.grad is not None
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x.prod(0),
+        torch.fft.rfft,
+        lambda x: torch.nn.functional.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None]),
+    ],
+    ids=["prod", "rfft", "attention"],
+)
+def test_nor_is_there_one_of_what_an_operation_was_given(make: Callable[[Any], Any]) -> None:
+    leaf = dt.distribute_tensor(torch.rand(4, 4), dt.init_device_mesh("cpu", (2,)), [dt.Shard(0)]).requires_grad_()
+    made = make(leaf)
+    FirstAlone.apply(torch.zeros_like(made).requires_grad_(), made).abs().sum().backward()
+    assert leaf.grad is None
+
+
 def test_a_piece_without_a_tangent_has_zeros() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     pieces = [torch.ones(2, 3), torch.ones(1, 3)]
@@ -670,7 +686,7 @@ def test_deepcopy_copies_the_pieces(placements: list[Any]) -> None:
 def test_deepcopy_keeps_a_gradient_of_another_dtype() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     weight = nn.Parameter(dt.distribute_tensor(torch.ones(4, dtype=torch.bfloat16), mesh, [dt.Shard(0)]))
-    weight.grad_dtype = torch.float32  # type: ignore[attr-defined]  # torch's stub lacks it
+    weight.grad_dtype = torch.float32
     (weight.float() * 1.001).sum().backward()
     made = copy.deepcopy(weight)
     assert made.grad is not None

@@ -247,10 +247,13 @@ class Product(torch.autograd.Function):
         result = x.prod() if dim is None else x.prod(dim, keepdim)
         ctx.save_for_backward(x, result)
         ctx.along = dim, keepdim
+        ctx.set_materialize_grads(False)
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        if grad is None:
+            return None, None, None
         x, result = ctx.saved_tensors
         dim, keepdim = ctx.along
         if dim is not None and not keepdim and x.ndim:
@@ -291,10 +294,13 @@ class RealTransform(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: list[int], normalization: int) -> Tensor:
         ctx.of = x.shape[dim[-1]], dim, normalization
+        ctx.set_materialize_grads(False)
         return torch.ops.aten._fft_r2c(x, dim, normalization, True)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        if grad is None:
+            return None, None, None
         size, dim, normalization = ctx.of
         behind = [0, 0] * (grad.ndim - 1 - dim[-1] % grad.ndim) + [0, size - grad.shape[dim[-1]]]
         return torch.ops.aten._fft_c2c(F.pad(grad, behind), dim, normalization, False).real, None, None
