@@ -47,10 +47,11 @@ class Placement:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if not cls.__module__.startswith(_HERE):
+        own = [name for name, value in vars(cls).items() if callable(value) and name not in ("__repr__", "__str__")]
+        if own and not cls.__module__.startswith(_HERE):
             raise PlacementError(
-                f"{cls.__name__}: placements are Shard, Replicate and Partial, and what a subclass adds would be passed over; "
-                "a reduction of your own is Partial(Monoid(name, combine, identity, finalize)), blocks are Shard(dim, sizes=...)"
+                f"{cls.__name__}: placements are Shard, Replicate and Partial, and what a subclass does otherwise would be passed "
+                f"over ({', '.join(own)}); a reduction of your own is Partial(Monoid(name, combine, identity, finalize)), blocks are Shard(dim, sizes=...)"
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placement:

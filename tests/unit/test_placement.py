@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
 
+import dtensor as dt
 from dtensor.errors import PlacementError
 from dtensor.placement import Monoid, Partial, Placement, Replicate, Shard, normalize
 
@@ -90,6 +92,9 @@ def test_reductions_can_be_listed() -> None:
 def test_a_kind_of_ones_own_is_refused_since_what_it_adds_would_be_passed_over() -> None:
     with pytest.raises(PlacementError, match="Monoid"):
         type("Scaled", (Partial,), {"_reduce_value": lambda self, value, mesh, dim: value / 2, "__module__": __name__})
+    named: Any = type("Experts", (Shard,), {"__module__": __name__, "__slots__": ()})
+    x = dt.distribute_tensor(torch.arange(6.0), dt.init_device_mesh("cpu", (2,)), [named(0)])
+    assert torch.equal((x + x).full_tensor(), torch.arange(6.0) * 2)
 
 
 def test_errors_are_the_builtins_of_plain_torch_too() -> None:
