@@ -39,7 +39,9 @@ def test_what_reads_or_writes_a_storage_raises(x, name):
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
-@pytest.mark.parametrize("touch", [lambda s: s.fill_(3.0), lambda s: s[0], lambda s: torch.Tensor(s), lambda s: torch.empty(0).set_(s)])
+@pytest.mark.parametrize(
+    "touch", [lambda s: s.fill_(3.0), lambda s: s[0], lambda s: torch.Tensor(s), lambda s: torch.empty(0).set_(s)]
+)
 def test_a_typed_storage_raises_too(x, touch):
     with pytest.raises(RuntimeError, match=r"to_local\(\)\.untyped_storage|meta"):
         touch(x.storage())
