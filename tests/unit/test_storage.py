@@ -1,4 +1,4 @@
-"""A DTensor's storage says how many bytes there are and whose; reading or writing through it raises, where it ended the process."""
+"""A DTensor's storage says how many bytes there are and whose; what would read or write it raises (it ended the process)."""
 
 import copy
 import io
