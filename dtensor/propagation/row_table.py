@@ -150,11 +150,12 @@ def _sound_dtypes(row: Row, call: Call, results: tuple[torch.dtype, ...]) -> boo
     Sums and products of integers wrap in their own dtype and bools add by ``or``, so terms may not change dtype first, except
     to a floating dtype that holds all values of theirs: terms are larger than their sum, so rounding each of them to fewer bits
     is not what rounding the sum is. Max and min pass conversions that keep the order. There is no mean of integers.
+    A product that is added up in more bits than a byte has none of its terms in a byte.
     """
-    if row.factor is not None:
-        return True
     # results that are whole take nothing from terms
     dtypes = [dtype for spec, dtype in zip(row.results, results, strict=False) if isinstance(spec, Partial)]
+    if row.factor is not None:
+        return row.kernel is not None or not any(dtype.is_floating_point and dtype.itemsize == 1 for dtype in dtypes)
     for i, spec in enumerate(row.operands):
         if isinstance(spec, Partial):
             source = call.operands[i].dtype

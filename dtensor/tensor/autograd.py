@@ -39,7 +39,9 @@ from ..ranks.shared_reads import compare
 from ..redistribute import execute, move_between, plan, start
 from .observed import observed, tell_looked_at, tell_moved
 
-OWN_USES = "_own_uses"  # of a parameter inside its data-parallel unit, in its __dict__: the mesh dims that cut the batch
+OWN_USES = (
+    "_own_uses"  # of a data-parallel unit's parameter, in its __dict__: mesh dims of which ranks have batches, and their terms
+)
 
 
 def grad_layout(layout: Layout, placements: Sequence[Placement] | None) -> Layout:
@@ -52,7 +54,8 @@ def pieces_gradient(x: Any, layout: Layout, placements: Sequence[Placement] | No
     but as terms along the mesh dims along which ranks use what is alike for parts of their own (``OWN_USES``)."""
     own = x.__dict__.get(OWN_USES) if placements is None else None
     if own:
-        placements = [Partial() if i in own else p for i, p in enumerate(_without_partials(layout).placements)]
+        whole = _without_partials(layout).placements
+        placements = [own.get(i, p) if isinstance(p, Replicate) else p for i, p in enumerate(whole)]
     return grad_layout(layout, placements)
 
 

@@ -174,6 +174,39 @@ def test_pieces_of_parameters_on_process_groups(how: str) -> None:
     run_gloo(_used_in_pieces, 4, how)
 
 
+class Beside(nn.Module):
+    """Reads a weight whose module it does not call, as fused losses do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(4).double(), nn.Linear(4, 6, bias=False).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.head.weight
+        return self.norm(x) @ (weight.full_tensor() if isinstance(weight, DTensor) else weight).mT
+
+
+def _read_beside() -> None:
+    torch.manual_seed(0)
+    alone, x = Beside(), torch.randn(2, 3, 4).double()
+    loss_of(alone(x)).backward()
+    mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    rank = torch.distributed.get_rank()
+    for units, reshard in ((["norm", "head"], False), (["norm", "head"], True), (["head"], True)):
+        model = copy.deepcopy(alone)
+        model.zero_grad()
+        fully_shard([model.get_submodule(name) for name in units], mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(model, mesh=mesh)
+        loss_of(model(x[rank : rank + 1])).backward()
+        for theirs, ours in zip(alone.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+@pytest.mark.gloo
+def test_a_weight_that_is_read_beside_its_modules_forward_gets_the_mean_of_the_ranks_gradients() -> None:
+    run_gloo(_read_beside, 2)
+
+
 def _written_through_data() -> None:
     mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     x = torch.randn(3, 4).double()

@@ -170,3 +170,11 @@ def test_a_plain_number_is_added_once(name: str) -> None:
     for left, right in places:
         for number in (torch.tensor(10.0, dtype=torch.float64), torch.full((1,), 10.0, dtype=torch.float64)):
             check(getattr(torch, name), number, a, b, mesh=dt.init_device_mesh("cpu", (2,)), placements=[None, left, right])
+
+
+def test_products_in_one_byte_are_not_added_up_in_one():
+    mesh = dt.init_device_mesh("cpu", (4,))
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 64).to(torch.float8_e4m3fn), torch.randn(64, 16).to(torch.float8_e4m3fn)
+    made = dt.distribute_tensor(x, mesh, [dt.Shard(1)]) @ dt.distribute_tensor(y, mesh, [dt.Shard(0)])
+    assert torch.equal(made.full_tensor().float(), (x @ y).float())

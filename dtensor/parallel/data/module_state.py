@@ -27,7 +27,7 @@ from .schedule import Schedule
 from .ties import follow_state_dicts
 from .transforms import Place, as_one_tensor, put_back, put_differentiable
 from .unreduced import Unreduced
-from .uses import Pass, Use, tensors_in, used_for_parts
+from .uses import Pass, Use, tensors_in, used_beside, used_for_parts
 
 _AT_ONCE = 2**62  # autograd runs later nodes first; this one as soon as its gradients are there, as it does with leaves
 _ATTRIBUTE = "_data_parallel_unit"
@@ -58,8 +58,7 @@ class Unit:
         self.axes, self.policy = axes, policy
         self.unreduced = Unreduced(self.groups, policy.reduce_dtype)
         self.keep_after_forward: bool | None = None
-        self.keep_after_backward = False
-        self.gathers_in_backward = True
+        self.keep_after_backward, self.gathers_in_backward = False, True
         self.reductions_under_way = 1
         self.awaited: Any = None
         self._watch: Any = None  # over what forward saves, where backward shall not need the gathered values
@@ -76,6 +75,7 @@ class Unit:
             module.register_forward_pre_hook(_before, prepend=True, with_kwargs=True)
             module.register_forward_hook(_after, always_call=True)
             follow_state_dicts(module)
+        used_beside(self.groups, None)
 
     # --- forward -------------------------------------------------------------------------------------------------
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -247,6 +247,7 @@ class Unit:
         """Sharded parameters where the module has them."""
         for group in self.groups:
             group.put_parameters()
+        used_beside(self.groups, self.schedule)
 
     # --- backward ------------------------------------------------------------------------------------------------
     def before_backward(self, uses: Sequence[Use]) -> None:

@@ -14,6 +14,7 @@ from ...base.nested import leaves
 from ...base.torch_internals import tree_leaves, tree_map
 from ...comm import PerRank, shards_of
 from ...dispatch.versions import Stamp
+from ...placement import Partial
 from ...tensor.autograd import OWN_USES
 from .param_group import Group
 
@@ -34,10 +35,20 @@ def tensors_in(value: Any) -> list[Tensor]:
 _WITHOUT = (type(None), bool, int, float, str, torch.dtype)
 
 
-def used_for_parts(parameters: Iterable[Any], cut: Set[tuple[int, ...]]) -> None:
-    """Say of parameters, DTensors, that along mesh dims that ``cut`` the batch each rank uses its pieces for its own part."""
+def used_for_parts(parameters: Iterable[Any], cut: Set[tuple[int, ...]], op: str = "sum") -> None:
+    """Say of parameters, DTensors, that along mesh dims that ``cut`` the batch each rank uses its pieces for its own part: terms
+    of one loss, or of the mean of the losses that ranks have of plain batches."""
     for x in parameters:
-        x.__dict__[OWN_USES] = [i for i, dims in enumerate(x._layout.mesh._dims) if dims in cut]
+        x.__dict__[OWN_USES] = {i: Partial(op) for i, dims in enumerate(x._layout.mesh._dims) if dims in cut}
+
+
+def used_beside(groups: Iterable[Group], schedule: Any) -> None:
+    """What is read of parameters beside their unit's forward (``lm_head.weight.full_tensor()``) is for a rank's batch as well."""
+    distributed = schedule is not None and schedule.distributed is not None
+    for group in groups:
+        dims = set(group.axes.mesh._dims)
+        cut, op = (schedule.cut & dims, "sum") if distributed else (dims, "avg")
+        used_for_parts([m.parameter for m in group.managed], cut, op)
 
 
 @dataclass(eq=False, slots=True)
