@@ -218,6 +218,11 @@ def _turned(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     spread = [range(d + extra * (d > at), d + extra * (d >= at) + 1) for d in range(len(before))]
     order = [before.index(name) for name in after]
     stack = _aten.permute.default(folded.stack, [own for d in order for own in spread[d]])
+    if type(args[0]._origin) is Joined and type(stack) is DTensor:
+        dim = order.index(folded.dim)
+        cuts = stack._layout.splits[dim : dim + len(folded.sizes)]
+        if (how := evenly_dealt(stack._layout, dim, tuple(folded.sizes), cuts)) is not None:
+            return joined(stack, how)
     stack.__dict__.setdefault("_counted", folded.stack.__dict__.get("_counted", folded.stack))
     return _aten.view.default(stack, [args[0].shape[d] for d in order])
 
