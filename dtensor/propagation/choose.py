@@ -308,9 +308,8 @@ def _held(factors: Factors, side: str, i: int, dims: Dims) -> Mapping[str, int]:
 
 
 def _parts_grow(name: str, factors: Factors, call: Call, sizes: Sequence[int]) -> bool:
-    """Whether operands that are a part of something that was cut along a factor, as blocks show of which the first is not the
-    largest, become more than twice as much as memory has of them (element by element also beside others: not by a matrix, of
-    which other rows have other parts)."""
+    """Whether what is a part of something that was cut along a factor, as blocks show of which the first is not the largest,
+    becomes more than twice as much as memory has of all operands: all are parts, or it is done element by element."""
     if sizes[0] == max(sizes) or any(made.alias_info is not None for made in call.func._schema.returns):
         return False
     given = [stored(layout).numel for layout in call.operands]
