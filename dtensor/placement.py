@@ -50,8 +50,8 @@ class Placement:
         own = [name for name, value in vars(cls).items() if callable(value) and name not in ("__repr__", "__str__")]
         if own and not cls.__module__.startswith(_HERE):
             raise PlacementError(
-                f"{cls.__name__}: placements are Shard, Replicate and Partial, and what a subclass does otherwise would be passed "
-                f"over ({', '.join(own)}); a reduction of your own is Partial(Monoid(name, combine, identity, finalize)), blocks "
+                f"{cls.__name__}: placements are Shard, Replicate and Partial, and what a subclass does otherwise would be "
+                f"passed over ({', '.join(own)}); a reduction of your own is Partial(Monoid(name, combine, identity, finalize)), blocks "
                 "are Shard(dim, sizes=...)"
             )
 
