@@ -100,7 +100,9 @@ class Shard(Placement):
             object.__setattr__(self, "sizes", sizes)
 
     def is_shard(self, dim: int | None = None) -> bool:
-        return dim is None or dim == self.dim
+        """Whether it cuts (tensor dim ``dim``, where given) what the mesh dims before its own have left, as programs that go
+        through placements take for granted; no for one that lies inside of a later mesh dim's (``level=1``)."""
+        return not self.level and (dim is None or dim == self.dim)
 
     @staticmethod
     def local_shard_size_and_offset(curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:

@@ -148,7 +148,7 @@ def _lies(where: Combination, wanted: Wanted) -> bool:
 
 
 def _same(placement: Placement, spec: Where) -> bool:
-    return placement.is_shard(spec) if isinstance(spec, int) else placement == spec
+    return getattr(placement, "dim", None) == spec if isinstance(spec, int) else placement == spec
 
 
 def _laid_out(xs: Sequence[torch.Tensor], wanted: Wanted, ranks: int) -> Iterator[Combination]:

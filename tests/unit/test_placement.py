@@ -38,6 +38,8 @@ def test_questions() -> None:
     assert Shard(1).is_shard(1)
     assert Shard(1).is_shard(dim=1)
     assert not Shard(1).is_shard(0)
+    assert Shard(1, level=0).is_shard(1)
+    assert not Shard(1, level=1).is_shard()  # programs that cut by placements, in the order of mesh dims, must not
     assert not Shard(1).is_replicate()
     assert Replicate().is_replicate()
     assert not Replicate().is_partial()

@@ -10,6 +10,7 @@ from ...base.recording import ACTIVE, current
 from ...base.torch_internals import engine, graph_task
 from ...errors import DivergenceError
 from ...mesh.device_mesh import DeviceMesh
+from ...placement import Shard
 from ...tensor.dtensor import DTensor
 from .gradients import Reduction
 from .memory import Spare
@@ -68,7 +69,7 @@ class Schedule:
             recorder.undo(self.reset)
         self.distributed, self._queued = batch[0].device_mesh if batch else None, False
         placed = [pair for x in batch for pair in zip(x.device_mesh._dims, x._layout.placements, strict=True)]
-        self.cut = {dims for dims, placement in placed if placement.is_shard()}
+        self.cut = {dims for dims, placement in placed if isinstance(placement, Shard)}
         self.last, self.order = self.order, []
         for unit in self.units:
             unit.begin()

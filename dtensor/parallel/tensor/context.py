@@ -292,7 +292,7 @@ class AroundTheRing(TorchFunctionMode):
                 "of the same mesh, local tensors, or leave context_parallel and cut the sequence by placements"
             )
         for x in given:
-            if any(p.is_partial() or (p.is_shard() and p.dim in cuts) for p in x.placements):
+            if any(p.is_partial() or (isinstance(p, Shard) and p.dim in cuts) for p in x.placements):
                 raise LayoutError(f"attention inside of context_parallel takes DTensors cut by batch or heads, got {x.layout}")
         if any(x.placements != first.placements for x in given):
             raise LayoutError(f"query, key and value lie differently: {[x.layout for x in given]}; redistribute them alike")
