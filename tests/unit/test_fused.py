@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch_versions import needs_whole
 
 import dtensor as dt
 from dtensor import Replicate, Shard
@@ -52,6 +53,7 @@ def attention(x: Any, w: Any, parts: Callable[[Any], Any]) -> Any:
 PARTS = [unbound, chunked, picked, sliced, by_rows]
 
 
+@needs_whole
 @pytest.mark.parametrize("parts", PARTS, ids=lambda fn: fn.__name__)
 def test_heads_of_a_fused_projection_move_as_far_as_they_have_to(parts: Callable[[Any], Any]) -> None:
     """Forward four heads to the busiest rank, back rows of the matrix rather than activations."""
