@@ -148,7 +148,8 @@ def _widened(layout: Layout, size: int) -> Layout:
 def _without(layout: Layout, dim: int) -> Layout:
     """The layout of each of the tensors along a dim; where that is cut, each is whole."""
     placements = tuple(
-        Replicate() if getattr(p, "dim", None) == dim else _moved(p, -1) if getattr(p, "dim", dim) > dim else p for p in layout.placements
+        Replicate() if getattr(p, "dim", None) == dim else _moved(p, -1) if getattr(p, "dim", dim) > dim else p
+        for p in layout.placements
     )
     shape, stride = [*layout.shape], [*layout.stride]
     del shape[dim], stride[dim]

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ...base.torch_internals import functorch_active, graph_stays, graph_task
 from ...comm import shards_of
-from ...dispatch.versions import Stamp
 from ...mesh.derive import same_root
 from ...mesh.device_mesh import DeviceMesh
 from ...ranks.hidden import seen
@@ -204,7 +203,7 @@ class Unit:
         for group in self.groups:
             group.start_gather()
 
-    def gather(self, looked: Mapping[Group, Stamp] | None = None) -> None:
+    def gather(self, looked: Mapping[Group, Any] | None = None) -> None:
         for group in self.groups:
             group.gather(None if looked is None else looked.get(group))
 

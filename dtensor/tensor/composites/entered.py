@@ -7,6 +7,7 @@ kernel that stands there in its place takes down nothing: so another operator is
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from threading import local as per_thread
 from typing import Any
 
@@ -29,11 +30,11 @@ _WAITING = _Waiting()
 _LIBRARY: list[torch.library.Library] = []  # what it declares lasts as long as it does
 
 
-def entered(going_on: Callable[[], Any], given: Any) -> Any:
-    """What ``going_on`` gives, inside of an operator on the subclass among the tensors that are ``given``."""
-    subclass = next((x for x in tensors(given) if type(x) is not Tensor), None)
+def entered(going_on: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What ``going_on(*args, **kwargs)`` gives, inside of an operator on the subclass among the tensors of these."""
+    subclass = next((x for x in tensors([args, kwargs]) if type(x) is not Tensor), None)
     if subclass is None:
-        return going_on()
+        return going_on(*args, **kwargs)
     if not _LIBRARY:
         library = torch.library.Library("dtensor", "FRAGMENT")
         library.define("enter(Tensor x) -> ()")
@@ -41,7 +42,7 @@ def entered(going_on: Callable[[], Any], given: Any) -> Any:
             library.impl("enter", _go_on, key)
         _LIBRARY.append(library)
         changed("torch.ops.dtensor")
-    _WAITING.calls.append(going_on)
+    _WAITING.calls.append(partial(going_on, *args, **kwargs))
     torch.ops.dtensor.enter(subclass)
     return _WAITING.results.pop()
 

@@ -74,10 +74,9 @@ def recomposed(name: str, function: Callable[..., Any]) -> None:
             result = function(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        operator = overload_named(name)
-        if GOES_ON or has_kernel(name, "CompositeImplicitAutograd"):
-            return operator.redispatch(keys & BELOW, *args, **kwargs)
-        return entered(lambda: operator.redispatch(keys & BELOW, *args, **kwargs), [*args, *kwargs.values()])
+        going_on, below = overload_named(name).redispatch, keys & BELOW
+        alone = GOES_ON or has_kernel(name, "CompositeImplicitAutograd")
+        return going_on(below, *args, **kwargs) if alone else entered(going_on, below, *args, **kwargs)
 
     implemented(name, run)
 
