@@ -67,9 +67,10 @@ class Operator:
         return bound
 
     def lacks(self, bound: dict[str, Any]) -> bool:
-        """Whether a tensor that has to be is not there: in a backward pass the gradient of a result that has none (attention)."""
-        without = {name for name, value in bound.items() if value is None}
-        return bool(without) and any(a.name in without and str(a.type) == "Tensor" for a in self.func._schema.arguments)
+        """Whether the tensor that it is about, its first argument, is not there though it has to be: in a backward pass the gradient
+        of a result that has none. Others that are not there are of calls that do without (lengths of attention)."""
+        first = self.func._schema.arguments[0] if self.names else None
+        return first is not None and bound[first.name] is None and str(first.type) == "Tensor"
 
     def in_order(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """The same arguments, by position all that can be."""
