@@ -51,8 +51,8 @@ class Placement:
         if own and not cls.__module__.startswith(_HERE):
             raise PlacementError(
                 f"{cls.__name__}: placements are Shard, Replicate and Partial, and what a subclass does otherwise would be "
-                f"passed over ({', '.join(own)}); a reduction of your own is Partial(Monoid(name, combine, identity, finalize)), blocks "
-                "are Shard(dim, sizes=...)"
+                f"passed over ({', '.join(own)}); a reduction of your own is Partial(Monoid(name, combine, identity, "
+                "finalize)), blocks are Shard(dim, sizes=...)"
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placement:

@@ -67,8 +67,8 @@ class Operator:
         return bound
 
     def lacks(self, bound: dict[str, Any]) -> bool:
-        """Whether the tensor that it is about, its first argument, is not there though it has to be: in a backward pass the gradient
-        of a result that has none. Others that are not there are of calls that do without (lengths of attention)."""
+        """Whether the tensor that it is about, its first argument, is not there though it has to be: in a backward pass the
+        gradient of a result that has none. Others that are not there are of calls that do without (lengths of attention)."""
         first = self.func._schema.arguments[0] if self.names else None
         return first is not None and bound[first.name] is None and str(first.type) == "Tensor"
 
