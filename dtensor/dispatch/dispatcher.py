@@ -76,19 +76,12 @@ def _as_found(plan: Any, operator: Any, found: Any) -> Any:
 
 
 _VIEWING: Any = _as_found  # replaced by tensor/views/remote_view.py
-_JOINING: Any = _as_found  # replaced by tensor/views/dealt.py
 _IN_INFERENCE = torch.is_inference_mode_enabled
 _modes = count_dispatch_modes
 _LIBRARY: torch.library.Library | None = None
 _COLLECTIVES = frozenset(
     ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
 )  # gathered, they would count twice
-
-
-def install_joining(joining: Callable[[Plan, Operator, Layout | Runner], Layout | Runner]) -> None:
-    """Have ``joining`` say how the plan of an operation is run that puts tensors together."""
-    global _JOINING
-    _JOINING = joining
 
 
 def install_views(viewing: Callable[[Plan, Operator, Layout | Runner], Layout | Runner]) -> None:
@@ -295,7 +288,7 @@ def _planned(
     with tracing.aside():
         plan = plan_of_bound(operator, bound, meshes, choose)
         found = bind(plan, operator, args, kwargs)
-        found = (_VIEWING if operator.is_view or operator.reshapes else _JOINING)(plan, operator, found)
+        found = _VIEWING(plan, operator, found) if operator.is_view or operator.reshapes else found
         found = showing(runner_of(found, operator), plan) if may_show_names(plan, operator) else found
         return plan, passing(leaving(found, plan, operator), plan, operator)
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from ..base.symbols import has_symbols
 from ..cost.link import collective_seconds
 from ..layout.layout import Layout
@@ -308,15 +306,14 @@ def _held(factors: Factors, side: str, i: int, dims: Dims) -> Mapping[str, int]:
 
 
 def _parts_grow(name: str, factors: Factors, call: Call, sizes: Sequence[int]) -> bool:
-    """Whether what is a part of something that was cut along a factor, as blocks show of which the first is not the largest,
-    becomes more than twice as much as memory has of all operands: all are parts, or it is done element by element."""
+    """Whether a part of something that was cut along a factor, as blocks show of which the first is not the largest, becomes more
+    than twice as much as memory has of all operands."""
     if sizes[0] == max(sizes) or any(made.alias_info is not None for made in call.func._schema.returns):
         return False
     given = [stored(layout).numel for layout in call.operands]
-    parts = torch.Tag.pointwise in call.func.tags or all(stands(dims, name) is not None for dims in factors.operands if dims)
     metas = [meta for meta in call.results if meta is not None]
     made = [math.prod(meta.shape) for dims, meta in zip(factors.results, metas, strict=True) if stands(dims, name) is not None]
-    return parts and sum(made) > 2 * sum(given)
+    return sum(made) > 2 * sum(given)
 
 
 def _place(

@@ -18,7 +18,7 @@ from ..comm import Pending, shards_of
 from ..comm.events import CAUSES, listeners
 from ..dispatch.apart import unwritten
 from ..dispatch.transformed import is_wrapped
-from ..dispatch.wrapping import SHOWN, wrap_local, wrap_pending
+from ..dispatch.wrapping import SHOWN, wrap_pending
 from ..errors import DTensorError
 from ..layout.layout import Layout
 from ..placement import Placement
@@ -57,10 +57,7 @@ def keep_grad_layout(leaf: Any) -> None:
         if have.mesh is not mesh and have.mesh != mesh:  # the leaf was a number in a program on another mesh
             return grad.redistribute(mesh, wanted)
         target = have.replace(placements=wanted)
-        if target is have:  # a view that is computed when it is read would be by each rank when it will
-            computed = isinstance(getattr(type(grad), "_local", None), property)
-            return wrap_local(grad._local, have) if computed and not is_recorded(grad) else None
-        return _on_its_way(grad, target)
+        return None if target is have else _on_its_way(grad, target)
 
     setattr(to_leaf_layout, "expects_none", True)  # noqa: B010  no attribute of functions that types know
     leaf.register_hook(to_leaf_layout)

@@ -274,8 +274,8 @@ def test_large_operands_are_under_way_at_once_and_unpacked() -> None:
 
 def test_no_gradient_is_brought_from_an_even_cut_to_one_that_is_less_even() -> None:
     """Of halves that two ranks each have, gradients stay dealt out until the halves' are put together: in one exchange."""
-    x = dt.distribute_tensor(torch.randn(400, 512), dt.init_device_mesh("cpu", (4,)), [Shard(1)]).requires_grad_()
-    gate, up = (x * 1).chunk(2, -1)
+    x = dt.distribute_tensor(torch.randn(400, 512), dt.init_device_mesh("cpu", (4,)), [Shard(1)]).requires_grad_() * 1
+    gate, up = x.chunk(2, -1)
     y = up * torch.nn.functional.silu(gate)
     with CommDebugMode() as moved:
         y.backward(torch.ones_like(y))

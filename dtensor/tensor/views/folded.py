@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple, cast
 
@@ -23,17 +24,21 @@ import torch
 from ...base.caches import Bounded, nested_key, remembered
 from ...comm import communicator_of
 from ...dispatch.dispatcher import dispatch
+from ...dispatch.mixed_meshes import meshes_of
+from ...dispatch.operands import laid_out
 from ...dispatch.plain_operands import replicated, taken_as_replicated
 from ...layout.layout import Layout
-from ...layout.splits import Split
+from ...placement import Partial
+from ...propagation.calls import make_call
+from ...propagation.meta import NotInferable, results_of
 from ...propagation.propagate import Plan
 from ...propagation.schema import Operator, operator_of
 from ...redistribute import redistribute_local
-from ...rules.rule import alone
+from ...rules import lookup
+from ...rules.call import Meta
+from ...rules.rule import Factors, alone, candidates
 from ..dtensor import DTensor, wrap
-from .dealt import Joined, dealt, evenly_dealt, joined
-from .folded_layouts import Cuts, cut_otherwise, merged_layout, stack_layout
-from .orderless import Mark, Places, replaced, where_folded
+from .folded_layouts import Cuts, merged_layout, stack_layout
 from .remote_view import Origin, RemoteView, is_local, plan_of
 
 _aten = torch.ops.aten
@@ -67,16 +72,16 @@ def on_the_stack(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, An
         return _placed_again(known, operator, args)
     tensors: list[Any] = []
 
-    def mark(x: torch.Tensor) -> Mark:
+    def mark(x: torch.Tensor) -> _Tensor:
         tensors.append(x)
-        return Mark(len(tensors) - 1)
+        return _Tensor(len(tensors) - 1)
 
-    marked = replaced(args, kwargs, mark)
+    marked = _replaced(args, kwargs, mark)
     found = [_folded(x) if type(x) is RemoteView else None for x in tensors]
     leader = max((x for x in found if x is not None), key=lambda x: math.prod(x.stack._layout.shape), default=None)
     if leader is None:
         return NotImplemented
-    where = where_folded(operator, marked, tensors, tuple([x and x.dim for x in found]))
+    where = _where(operator, marked, tensors, found)
     if where is None or any(_outweighs(*each, leader) for each in zip(tensors, found, where[0], strict=True)):
         return NotImplemented
     given = []
@@ -88,33 +93,12 @@ def on_the_stack(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, An
         given.append(x if dim is None else _in_blocks(x, folded, dim, leader))
     if key is not None:
         _note_placed(key, where, found, leader)
-    made = dispatch(DTensor, operator.func, (), *replaced(*marked, lambda mark: given[mark.place], Mark))
-    beside = None if torch.Tag.pointwise in operator.func.tags else _smaller(tensors, found, where[0], leader)
-    parts = any(type(x) is RemoteView and type(x._origin) is Joined for x in tensors)
-
-    def unfolded(x: DTensor, dim: int | None) -> Any:
-        if dim is None:
-            return x
-        brought = None if beside is None else _brought(x, dim, leader, *beside)
-        return _unfolded(x, dim, leader.sizes, leader.cuts, parts) if brought is None else brought
-
+    made = dispatch(DTensor, operator.func, (), *_replaced(*marked, lambda mark: given[mark.place], _Tensor))
     if not isinstance(made, (list, tuple)):
-        return unfolded(made, where[1][0])
+        return made if where[1][0] is None else _unfolded(made, where[1][0], leader.sizes, leader.cuts)
     dims = iter(where[1])
-    return type(made)([x if x is None else unfolded(x, next(dims)) for x in made])
-
-
-def _smaller(
-    tensors: Sequence[Any], found: Sequence[_Folded | None], dims: Sequence[int | None], leader: _Folded
-) -> tuple[int, Split] | None:
-    """How many elements the largest operand has that is no stack, is cut along the dim by itself and no larger than the stack,
-    and how it is cut: results as small as it are brought to where it lies."""
-    cut = [
-        (x._layout.numel, split)
-        for x, folded, dim in zip(tensors, found, dims, strict=True)
-        if folded is None and dim is not None and isinstance(x, DTensor) and (split := x._layout.splits[dim]) is not None
-    ]
-    return max((each for each in cut if each[0] <= leader.stack._layout.numel), default=None, key=lambda each: each[0])
+    each = [x if x is None or (dim := next(dims)) is None else _unfolded(x, dim, leader.sizes, leader.cuts) for x in made]
+    return type(made)(each)
 
 
 def _outweighs(x: Any, folded: _Folded | None, dim: int | None, leader: _Folded) -> bool:
@@ -126,14 +110,12 @@ def _outweighs(x: Any, folded: _Folded | None, dim: int | None, leader: _Folded)
 
 # --- calls like one before: the blocks, the operator on them, the stack that it gives -------------------------------------------
 class _Placed(NamedTuple):
-    """Of each argument that is folded the first and last dim and the layout of its blocks; the folded dim of the result, and
-    whether it is of few parts."""
+    """Of each argument that is folded the first and last dim and the layout of its blocks; the folded dim of the result."""
 
     blocks: tuple[tuple[int, int, Layout] | None, ...]
     dim: int | None
     sizes: tuple[int, ...]
     cuts: Cuts
-    parts: bool
 
 
 _PLACED: Bounded[Any, _Placed] = Bounded(4096, "folded.placed")
@@ -145,7 +127,7 @@ def _key(operator: Operator, args: tuple[Any, ...]) -> Any:
     key: list[Any] = [id(operator.func)]
     for x in args:
         if type(x) is RemoteView and x._origin.shows == "all" and not x._origin.pinned:
-            key += type(x._origin), x._origin.base._layout, x._layout
+            key += RemoteView, x._origin.base._layout, x._layout
         elif type(x) is DTensor:
             key.append(x._layout)
         else:
@@ -167,13 +149,13 @@ def _note_placed(key: Any, where: Places, found: Sequence[_Folded | None], leade
             return
         blocks.append((dim, dim + len(leader.sizes) - 1, merged))
     if len(where[1]) == 1:
-        _PLACED.keep(key, _Placed(tuple(blocks), where[1][0], leader.sizes, leader.cuts, Joined in key))
+        _PLACED.keep(key, _Placed(tuple(blocks), where[1][0], leader.sizes, leader.cuts))
 
 
 def _placed_again(known: _Placed, operator: Operator, args: tuple[Any, ...]) -> Any:
     given = [x if block is None else _block(x._origin.base, *block) for x, block in zip(args, known.blocks, strict=True)]
     made = dispatch(DTensor, operator.func, (), tuple(given), {})
-    return made if known.dim is None else _unfolded(made, known.dim, known.sizes, known.cuts, known.parts)
+    return made if known.dim is None else _unfolded(made, known.dim, known.sizes, known.cuts)
 
 
 def _block(stack: DTensor, first: int, last: int, merged: Layout) -> DTensor:
@@ -218,11 +200,6 @@ def _turned(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     spread = [range(d + extra * (d > at), d + extra * (d >= at) + 1) for d in range(len(before))]
     order = [before.index(name) for name in after]
     stack = _aten.permute.default(folded.stack, [own for d in order for own in spread[d]])
-    if type(args[0]._origin) is Joined and type(stack) is DTensor:
-        dim = order.index(folded.dim)
-        cuts = stack._layout.splits[dim : dim + len(folded.sizes)]
-        if (how := evenly_dealt(stack._layout, dim, tuple(folded.sizes), cuts)) is not None:
-            return joined(stack, how)
     stack.__dict__.setdefault("_counted", folded.stack.__dict__.get("_counted", folded.stack))
     return _aten.view.default(stack, [args[0].shape[d] for d in order])
 
@@ -265,54 +242,84 @@ def _carried(plan: Plan, dim: int, place: int) -> int | None:
     return alone(factors.results[place], factors.operands[0][dim])
 
 
+# --- whether the order matters ---------------------------------------------------------------------------------------------
+Places = tuple[tuple[int | None, ...], tuple[int | None, ...]]  # the folded dim of each operand, and of each result
+_PLACES: Bounded[Any, Places | None] = Bounded(4096, "folded.places")
+
+
+def _where(operator: Operator, marked: tuple[Any, Any], tensors: Sequence[Any], found: Sequence[_Folded | None]) -> Places | None:
+    layouts = [(x._layout,) if isinstance(x, DTensor) else (tuple(x.shape), x.stride(), x.dtype) for x in tensors]
+    key = (operator.func, nested_key(marked), *layouts, dims := tuple([x and x.dim for x in found]))
+    if key not in _PLACES:
+        _PLACES.keep(key, _places(operator, marked, tensors, dims))
+    return _PLACES.get(key)
+
+
+def _places(operator: Operator, marked: tuple[Any, Any], tensors: Sequence[Any], dims: tuple[int | None, ...]) -> Places | None:
+    """Where the folded dim of operands is in all of them and in the results; None where its order matters."""
+    bound, rule = operator.bind(*_replaced(*marked, lambda mark: tensors[mark.place], _Tensor)), lookup(operator.func)
+    meshes = tuple(meshes_of(bound.values()))
+    if len(meshes) > 1 or rule is None or operator.facts.per_element or rule.measured:
+        return None
+    if rule.answer or rule.decompose or rule.run or rule.local_args:  # which may ask where a block begins
+        return None
+    call, slots = make_call(operator, meshes[0], laid_out(operator, bound, meshes[0]))
+    if rule.writes is not None and rule.writes(call):  # to what others have, not to blocks made for this call
+        return None
+    try:
+        metas = rule.metas(call) if rule.metas is not None else results_of(operator, rule, call)
+    except NotInferable:
+        return None
+    call.results = metas
+    factors = None if any(not isinstance(meta, Meta | None) for meta in metas) else rule.factors(call)
+    if factors is None:
+        return None
+    own = operator.bind(*marked)
+    places = {own[name] if k is None else own[name][k]: i for i, (name, k) in enumerate(slots) if name in operator.tensors}
+    operands = [factors.operands[places[_Tensor(place)]] for place in range(len(tensors))]
+    names = {operand[dim] for operand, dim in zip(operands, dims, strict=True) if dim is not None}
+    lengths = {x.shape[dim] for x, dim in zip(tensors, dims, strict=True) if dim is not None}
+    if len(names) != 1 or len(lengths) != 1 or not _orderless(factors, name := names.pop()):
+        return None
+    for tensor in (*operands, *factors.results):
+        if [each for each in tensor if name[0] in each] not in ([], [name]):  # a part of a dim, or of several
+            return None
+    return tuple(alone(operand, name) for operand in operands), tuple(alone(result, name) for result in factors.results)
+
+
+def _orderless(factors: Factors, name: tuple[str, ...]) -> bool:
+    """Whether blocks along a factor may be any slices: one factor, no kernel that asks which, nothing but a reduction over it."""
+    rows = [] if factors.rows else [row for row in candidates(factors, ()) if name == (row.factor,)]
+    monoids = [spec for row in rows for spec in row.results if isinstance(spec, Partial) and not isinstance(spec.reduce_op, str)]
+    windowed = any(key[2] == name[0] for key in factors.windows)
+    return bool(rows) and not monoids and not windowed and (rows[0].kernel is None or rows[0].kernel.orderless)
+
+
 # --- blocks as they lie, and back ------------------------------------------------------------------------------------------
 def _in_blocks(x: DTensor, folded: _Folded | None, dim: int, leader: _Folded) -> DTensor:
     """``x`` with the slices of ``dim`` in the order of ranks."""
-    if folded is None and type(x) is DTensor and (how := dealt(x._layout, dim, tuple(leader.sizes), leader.cuts)) is not None:
-        cut, merged = merged_layout(how.whole, dim, leader.sizes, leader.cuts)
-        return wrap(_merged_blocks(how.stack(x._local, cut), cut, dim, len(leader.sizes)), merged)
     if folded is None or folded.dim != dim or folded.sizes != leader.sizes:
         shape = [*x.shape[:dim], *leader.sizes, *x.shape[dim + 1 :]]
         folded = _Folded(_aten.reshape.default(x, shape), dim, leader.sizes, (), dim)
     at, count = folded.at, len(folded.sizes)
     cut, merged = merged_layout(folded.stack._layout, at, leader.sizes, leader.cuts)
     local = _moved(folded.stack, cut)
-    made = wrap(_merged_blocks(local, cut, at, count), merged)
+    made = wrap(communicator_of(cut.mesh).map(lambda _, block: block.flatten(at, at + count - 1), local), merged)
     for origin, place in folded.after:
         each = dispatch(DTensor, origin.operator.func, (), (made, *origin.args[1:]), origin.kwargs)
         made = each[place] if isinstance(each, (list, tuple)) else each
     return made
 
 
-def _merged_blocks(local: Any, cut: Layout, at: int, count: int) -> Any:
-    return communicator_of(cut.mesh).map(lambda _, block: block.flatten(at, at + count - 1), local)
-
-
-def _brought(x: DTensor, dim: int, leader: _Folded, numel: int, split: Split) -> DTensor | None:
-    """``x`` with ``dim`` cut so, the slices in their own order, where it has no more elements than ``numel``."""
-    flat = cut_otherwise(x._layout, dim, split)
-    how = dealt(flat, dim, leader.sizes, leader.cuts) if flat.numel <= numel else None
-    if how is None:
-        return None
-    stack = _stack_of(x, dim, leader.sizes, leader.cuts)
-    return wrap(how.flat(stack._local, stack._layout), flat)
-
-
-def _stack_of(x: DTensor, dim: int, sizes: tuple[int, ...], cuts: Cuts) -> DTensor:
+def _unfolded(x: DTensor, dim: int, sizes: tuple[int, ...], cuts: Cuts) -> DTensor:
+    """The view of a stack that ``x`` is, the slices of ``dim`` in their own order again."""
     cut, stack = stack_layout(x._layout, dim, sizes, cuts)
 
     def of_block(member: int | None, block: torch.Tensor) -> torch.Tensor:
         shape = stack.local_shape(cut.mesh.coordinate_of(member))
         return block.unflatten(dim, shape[dim : dim + len(sizes)])
 
-    return wrap(communicator_of(cut.mesh).map(of_block, _moved(x, cut)), stack)
-
-
-def _unfolded(x: DTensor, dim: int, sizes: tuple[int, ...], cuts: Cuts, parts: bool = False) -> DTensor:
-    """The view of a stack that ``x`` is, the slices of ``dim`` in their own order again; ``parts``: these are few."""
-    made = _stack_of(x, dim, sizes, cuts)
-    if parts and (how := evenly_dealt(made._layout, dim, sizes, cuts)) is not None:
-        return joined(made, how)
+    made = wrap(communicator_of(cut.mesh).map(of_block, _moved(x, cut)), stack)
     result = cast(DTensor, dispatch(DTensor, _aten.view.default, (), (made, list(x.shape))))
     made.__dict__["_counted"] = weakref.ref(result)  # which user code has, as views of it; weakly, since it has the stack
     return result
@@ -320,3 +327,22 @@ def _unfolded(x: DTensor, dim: int, sizes: tuple[int, ...], cuts: Cuts, parts: b
 
 def _moved(x: DTensor, layout: Layout) -> Any:
     return x._local if x._layout is layout else redistribute_local(x._local, x._layout, layout)
+
+
+# --- arguments -------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """The place of a tensor among those of a call."""
+
+    place: int
+
+
+def _replaced(args: Any, kwargs: Any, by: Callable[[Any], Any], kind: type = torch.Tensor) -> tuple[Any, dict[str, Any]]:
+    """Arguments with something else in the place of each tensor, in their order."""
+
+    def of(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [by(item) if isinstance(item, kind) else item for item in value]
+        return by(value) if isinstance(value, kind) else value
+
+    return tuple([of(value) for value in args]), {name: of(value) for name, value in kwargs.items()}

@@ -63,12 +63,6 @@ def regrouped(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...] | None:
     return tuple(between) if folded == 1 and tuple(between) != layout.shape else None
 
 
-@remembered(4096)
-def cut_otherwise(layout: Layout, dim: int, split: Split) -> Layout:
-    """``layout`` with ``dim`` cut so, and no other by the same mesh dims."""
-    return _cut(layout, dim, (split,))
-
-
 def _split(sizes: tuple[int, ...], cuts: Cuts) -> Split:
     """How the folded dim is cut in the order of ranks."""
     blocks = [(size,) if cut is None else cut.sizes for size, cut in zip(sizes, cuts, strict=True)]

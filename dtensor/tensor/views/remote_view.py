@@ -89,7 +89,7 @@ class Origin:
         if isinstance(memory, _Held):
             base = wrap(self.memory.local, self.layout)
         else:
-            base = seen_as(self.memory[0], self.layout, self.memory[1])
+            base = _view(self.memory[0], self.layout, self.memory[1])
         base.__dict__["_counted"] = self.viewed
         return base
 
@@ -304,17 +304,17 @@ def changes(plan: Plan) -> bool:
 
 def twin(view: RemoteView) -> RemoteView:
     """The same view as another tensor."""
-    return seen_as(view._origin, view._layout, view._place)
+    return _view(view._origin, view._layout, view._place)
 
 
 def views_of(origin: Origin) -> Any:
     layouts = origin.plan.results[0]
     if isinstance(layouts, Layout):
-        made = seen_as(origin, layouts, 0)
+        made = _view(origin, layouts, 0)
         if origin.operator.func is _UNSAFE_VIEW and (counted := counting(origin.viewed)) is not None:
             counted_together(made, counted)  # the same memory, which autograd counts apart
         return made
-    return [seen_as(origin, layout, place) for place, layout in enumerate(layouts)]
+    return [_view(origin, layout, place) for place, layout in enumerate(layouts)]
 
 
 def chain_of(view: RemoteView) -> tuple[DTensor, list[tuple[Origin, int]]]:
@@ -327,7 +327,7 @@ def chain_of(view: RemoteView) -> tuple[DTensor, list[tuple[Origin, int]]]:
     return x, links
 
 
-def seen_as(origin: Origin, layout: Layout, place: int) -> RemoteView:
+def _view(origin: Origin, layout: Layout, place: int) -> RemoteView:
     viewed, starts = origin.viewed, origin.plan.starts
     begins = begins_after(viewed, layout, starts[place]) if starts else 0
     made = _make(RemoteView, layout.shape, layout.stride, begins, dtype=layout.dtype, device=viewed.device)
