@@ -306,14 +306,15 @@ def _held(factors: Factors, side: str, i: int, dims: Dims) -> Mapping[str, int]:
 
 
 def _parts_grow(name: str, factors: Factors, call: Call, sizes: Sequence[int]) -> bool:
-    """Whether a part of something that was cut along a factor, as blocks show of which the first is not the largest, becomes more
-    than twice as much as memory has of all operands."""
+    """Whether operands all of which are a part of something that was cut along a factor, as blocks show of which the first is not
+    the largest, become more than twice as much."""
     if sizes[0] == max(sizes) or any(made.alias_info is not None for made in call.func._schema.returns):
         return False
-    given = [stored(layout).numel for layout in call.operands]
+    given = [layout.numel for layout in call.operands if layout.shape]
+    parts = [stands(dims, name) is not None for dims in factors.operands if dims]
     metas = [meta for meta in call.results if meta is not None]
     made = [math.prod(meta.shape) for dims, meta in zip(factors.results, metas, strict=True) if stands(dims, name) is not None]
-    return sum(made) > 2 * sum(given)
+    return all(parts) and sum(made) > 2 * sum(given)
 
 
 def _place(

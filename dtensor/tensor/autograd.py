@@ -39,9 +39,7 @@ from ..ranks.shared_reads import compare
 from ..redistribute import execute, move_between, plan, start
 from .observed import observed, tell_looked_at, tell_moved
 
-OWN_USES = (
-    "_own_uses"  # of a data-parallel unit's parameter, in its __dict__: mesh dims of which ranks have batches, and their terms
-)
+OWN_USES = "_own_uses"  # of a data-parallel unit's parameter: by mesh dim along which ranks have batches, what their terms are
 
 
 def grad_layout(layout: Layout, placements: Sequence[Placement] | None) -> Layout:
