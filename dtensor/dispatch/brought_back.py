@@ -12,9 +12,7 @@ from ..layout.layout import Layout
 from ..placement import Replicate, Shard
 
 PLANNED: Scoped[Callable[[], bool]] = Scoped("planned")  # asks whether a plan says where operands are to lie, and moves them
-BRINGING = ContextVar(
-    "bringing back", default=False
-)  # what is moved is moved for the calls' sake: the program has not asked for it
+BRINGING = ContextVar("bringing back", default=False)  # what is moved now is moved for the calls: no program asked for it
 
 
 def brought(grad: Any, move: Callable[[], Any]) -> Any:

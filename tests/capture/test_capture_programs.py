@@ -141,7 +141,7 @@ def check_longer(differing: Callable[..., str | None], first: int) -> None:
 
 
 def test_whole_steps() -> None:
-    check_block(step_differs, 500 + START, 1)
+    check_block(step_differs, 500 + START, BLOCK // 5)
 
 
 @pytest.mark.slow

@@ -89,12 +89,18 @@ def test_a_stack_cut_as_megatron_does_moves_no_more_than_megatrons_program() -> 
     assert "next best" in str(plan)
 
 
-@pytest.mark.parametrize("shape", [(3,), (2, 2)])
-def test_uneven_shards(shape: tuple[int, ...]) -> None:
+def uneven(shape: tuple[int, ...]) -> tuple[Any, Any, Any, Any]:
+    """Two matrices, the second one's bias, and what they are multiplied with."""
     mesh = dt.init_device_mesh("cpu", shape)
     spots = [(S(0), S(1)), (S(1), S(0)), (S(0), R)]
     a, b, c = (made(mesh, sizes, *spot[: len(shape)]) for sizes, spot in zip([(7, 5), (6, 7), (6,)], spots, strict=True))
     x = dt.randn(3, 5, 5, dtype=torch.float64, device_mesh=mesh, placements=[S(1)] + [R] * (len(shape) - 1))
+    return a, b, c, x
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 2)])
+def test_uneven_shards(shape: tuple[int, ...]) -> None:
+    a, b, c, x = uneven(shape)
 
     def step() -> Any:
         h = F.linear(F.gelu(F.linear(x, a)), b, c)
@@ -108,10 +114,7 @@ def test_uneven_shards(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("shape", [(3,), (2, 2)])
 def test_uneven_shards_of_rows_that_are_folded(shape: tuple[int, ...]) -> None:
     """Products of dims that ``view`` makes one: without a plan they are computed on the tensor that was viewed."""
-    mesh = dt.init_device_mesh("cpu", shape)
-    spots = [(S(0), S(1)), (S(1), S(0)), (S(0), R)]
-    a, b, c = (made(mesh, sizes, *spot[: len(shape)]) for sizes, spot in zip([(7, 5), (6, 7), (6,)], spots, strict=True))
-    x = dt.randn(3, 5, 5, dtype=torch.float64, device_mesh=mesh, placements=[S(1)] + [R] * (len(shape) - 1))
+    a, b, c, x = uneven(shape)
 
     def step() -> Any:
         h = F.gelu(torch.mm(x.view(15, 5), a.t()).view(3, 5, 7))
