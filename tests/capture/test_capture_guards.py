@@ -290,7 +290,7 @@ def test_each_way_to_read_is_seen() -> None:
         assert captured.cache_info().replayed, number
 
 
-@pytest.mark.parametrize("block", chosen(range(40), [0, 26]))
+@pytest.mark.parametrize("block", chosen(range(40), [26]))
 def test_random_programs(block: int) -> None:
     for seed in range(block * 10, block * 10 + 10):
         draw = random.Random(seed)

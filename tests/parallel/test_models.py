@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from halves import some
 from torch import Tensor, nn
 
 import dtensor as dt
@@ -209,7 +210,7 @@ def no_gathering() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_gathering")
-@pytest.mark.parametrize("inputs", [[S0, R], [R, R], [S0, S1]], ids=str)
+@pytest.mark.parametrize("inputs", some([[S0, R], [R, R], [S0, S1]]), ids=str)
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.__name__)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_training_step_is_that_of_one_device(name: str, plan: Plan, inputs: list[Placement]) -> None:

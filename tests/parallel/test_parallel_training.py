@@ -11,6 +11,7 @@ import pytest
 import torch
 from beside import assert_same, whole
 from gloo import run_gloo
+from halves import some
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -130,7 +131,7 @@ OPTIMIZERS = [
 ]
 
 
-@ANY
+@pytest.mark.parametrize("make", some([mixed, sharded, replicated], 3))
 @pytest.mark.parametrize(
     "mode", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}], ids=["default", "foreach", "loop", "fused"]
 )

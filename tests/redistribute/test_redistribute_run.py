@@ -68,7 +68,8 @@ def test_all_pairs_on_one_mesh_dim(mesh_shape: tuple[int, ...], shape: tuple[int
         check(src, dst)
 
 
-@pytest.mark.parametrize("mesh_shape", [(2, 2), pytest.param((2, 3), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (2, 3)], ids=str)
 def test_all_pairs_on_two_mesh_dims(mesh_shape: tuple[int, ...]) -> None:
     for src, dst in all_pairs(layouts(mesh_of(*mesh_shape), (5, 7), torch.int64)):
         check(src, dst)
@@ -105,6 +106,7 @@ def test_terms_of_a_monoid_stay_whole_until_they_are_reduced(mesh_shape: tuple[i
                 check(src, dst)
 
 
+@pytest.mark.slow
 def test_a_monoid_is_finalized_exactly_once() -> None:
     pairs = all_pairs(layouts(mesh_of(2, 2), (4, 3), torch.float64, ("sum", LAST_DOUBLED)))
     checked = 0
@@ -132,7 +134,7 @@ def test_a_submesh_redistributes_on_all_its_copies() -> None:
             check(src, dst)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.complex64, torch.uint8], ids=str)
+@pytest.mark.parametrize("dtype", some([torch.bool, torch.bfloat16, torch.complex64, torch.uint8], 4), ids=str)
 def test_other_dtypes_move(dtype: torch.dtype) -> None:
     mesh = mesh_of(2, 3)
     value = (torch.arange(35).reshape(5, 7) % 3).to(dtype)
@@ -159,7 +161,7 @@ def test_non_contiguous_locals_move() -> None:
 
 def test_only_local_steps_give_views() -> None:
     mesh = mesh_of(2, 3)
-    for src, dst in all_pairs(layouts(mesh, (5, 7), torch.float64)):
+    for src, dst in all_pairs(layouts(mesh, (5, 7), torch.float64))[::3]:
         terms = terms_of(src, 0)
         local = per_rank([local_of(src, terms, member) for member in mesh.members])
         result = redistribute_local(local, src, dst)

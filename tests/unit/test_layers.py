@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -78,9 +79,14 @@ def layer_of(module: str) -> int:
     return LAYERS.index(max(fitting, key=len))
 
 
+@cache
+def nodes_of(source: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(source)))
+
+
 def imports_of(source: str, module: str, is_package: bool = False) -> Iterator[tuple[str, int]]:
     """Every import of ``source``, wherever it stands, and its line; relative ones absolute with ``module`` as the importer."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         match node:
             case ast.Import(names):
                 yield from ((name.name, node.lineno) for name in names)
@@ -145,7 +151,7 @@ def too_long(source: str) -> list[str]:
     """What of ``source`` nobody understands in one sitting."""
     lines = len(source.splitlines())
     found = [f"the file has {lines} lines: split it by concept"] if lines > MAX_LINES else []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             found += [f"{node.name} has {lines} lines"] if lines > MAX_FUNCTION else []
