@@ -25,7 +25,7 @@ def teach_dlpack() -> None:
             module.to_dlpack = to_dlpack
 
 
-_of_memory: Any = torch.to_dlpack
+_of_memory: Any = vars(torch.utils.dlpack)["to_dlpack"]
 
 
 def to_dlpack(tensor: Tensor, **options: Any) -> Any:
