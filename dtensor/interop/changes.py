@@ -164,4 +164,11 @@ CHANGES = (
         "2.11",
         "the handle's remove()",
     ),
+    Change(
+        "torch.optim.optimizer.Optimizer.zero_grad",
+        "the first gradients that a unit holds for a later backward",
+        "they are cleared too: .grad does not show them",
+        "2.11",
+        "its __wrapped__ is torch's own",
+    ),
 )
