@@ -18,6 +18,7 @@ try:
     from .interop.compiled import substitutes as _substitutes
     from .interop.dynamo import keep_from_inlining as _keep_from_inlining
     from .interop.dynamo import written_in_python as _written_in_python
+    from .interop.given_away import teach_dlpack as _teach_dlpack
     from .interop.lookers import teach_lookers as _teach_lookers
     from .interop.state_dicts import teach_state_dicts as _teach_state_dicts
     from .layout.layout import Layout
@@ -28,6 +29,7 @@ try:
     from .tensor import replicas as _replicas
     from .tensor.awaited import AsyncCollectiveTensor
     from .tensor.composites import constants as _constants
+    from .tensor.composites import exchanged as _exchanged
     from .tensor.composites import recomposed as _recomposed
     from .tensor.composites import sequences as _sequences
     from .tensor.composites import sparse as _sparse_results
@@ -186,6 +188,7 @@ _provided_by("dtensor.debug.html", "html_of")
 _keep_from_inlining()
 _teach_state_dicts()
 _teach_lookers()
+_teach_dlpack()
 _constants_of_graphs(DeviceMesh, Layout, Shard, Replicate, Partial, Monoid)
 _substitutes()
 _written_in_python(DTensor)

@@ -72,6 +72,14 @@ CHANGES = (
         "the names are kept by interop.state_dicts, which wraps them",
     ),
     Change(
+        "torch.utils.dlpack.to_dlpack",
+        "import",
+        "it takes memory without asking, of which DTensors have none; of one it gives what x.__dlpack__() gives",
+        "2.11",
+        "torch._C._to_dlpack is torch's own",
+    ),
+    Change("torch.to_dlpack", "import", "the same function", "2.11", "the same"),
+    Change(
         "sys.meta_path",
         "import",
         "the two modules above and below are told when somebody else imports them",
@@ -155,5 +163,12 @@ CHANGES = (
         "an optimizer that holds the replaced one says so (public: register_optimizer_step_pre_hook)",
         "2.11",
         "the handle's remove()",
+    ),
+    Change(
+        "torch.optim.optimizer.Optimizer.zero_grad",
+        "the first gradients that a unit holds for a later backward",
+        "they are cleared too: .grad does not show them",
+        "2.11",
+        "its __wrapped__ is torch's own",
     ),
 )

@@ -72,20 +72,36 @@ def dense(x: Any) -> Any:
 
 def reduced(x: Any, protocol: Any) -> Any:
     """Pickles this rank's piece and the layout, without process groups; restored where a rank, or all of them, are again."""
-    made = x._local.detach(), x._layout, x.requires_grad, getattr(x, "_is_param", False)
-    return restore_tensor, (*made, marks) if (marks := _marks(x)) else made
+    flags = x.requires_grad, getattr(x, "_is_param", False)
+    return restore_tensor, (x._local.detach(), x._layout, *flags, _marks(x) or None, *communicator_of(x._layout.mesh).held[:1])
 
 
-def restore_tensor(local: Any, layout: Layout, requires_grad: bool, is_param: bool, marks: Any = None) -> Any:
-    if isinstance(local, PerRank) != communicator_of(layout.mesh).holds_all:
+def restore_tensor(
+    local: Any, layout: Layout, requires_grad: bool, is_param: bool, marks: Any = None, member: int | None = None
+) -> Any:
+    """A DTensor of what ``member`` had (None: a rank outside of the mesh, or a file that does not say)."""
+    comm = communicator_of(layout.mesh)
+    if isinstance(local, PerRank) != comm.holds_all:
         held = "all ranks' pieces" if isinstance(local, PerRank) else "one rank's piece"
         where = f"a DTensor with {held}, but {layout.mesh!r} has kind {layout.mesh.kind!r} here"
         raise DTensorError(f"{where}: restore it in processes like those that sent it, or send x.full_tensor()")
+    if member is not None and comm.held and not _same_piece(layout, member, comm.held[0]):
+        sent, here = (layout.mesh.ranks[each] for each in (member, comm.held[0]))
+        raise DTensorError(
+            f"rank {sent}'s piece of a DTensor, {layout!r}, came to rank {here}, whose piece is another: send x.full_tensor(), "
+            "or save with dtensor.checkpoint.save (torch.save keeps one rank's piece)"
+        )
     made: Any = wrap_local(local, layout)
     made.__dict__.update(marks or {})
     if is_param:
         made._is_param = True
     return made.requires_grad_() if requires_grad else made
+
+
+def _same_piece(layout: Layout, one: int, other: int) -> bool:
+    """Whether two members have the same of a value: they differ along mesh dims over which it is whole."""
+    at, there = (layout.mesh.coordinates[member] for member in (one, other))
+    return all(isinstance(p, Replicate) or a == b for p, a, b in zip(layout.placements, at, there, strict=True))
 
 
 def _dress(made: Any, like: Any) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
 import time
+from typing import Any
 
 import cases_gloo
 import pytest
@@ -11,6 +13,8 @@ import torch
 import torch.distributed as dist
 from case_lists import here_and_on_four
 from gloo import RankFailed, run_gloo
+
+import dtensor as dt
 
 # --- the same cases here and there -------------------------------------------------------------------------------------
 test_case_in_one_process, test_all_cases_on_four_processes = here_and_on_four(cases_gloo, gather=True)
@@ -65,3 +69,37 @@ def test_a_rank_that_dies_is_named() -> None:
 def test_a_hang_ends_with_every_stack() -> None:
     with pytest.raises(RankFailed, match=r"(?s)rank 0 of 2.*in _leave_one_out"):
         run_gloo(_leave_one_out, 2, timeout_s=2.0)
+
+
+def _pieces_of_others() -> list[list[Any]]:
+    """By placements: for each rank whose pickle this one reads, the value, or what the refusal says."""
+    mesh, value = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), torch.arange(8.0)
+    rows = []
+    for placements in (
+        [dt.Replicate(), dt.Shard(0)],
+        [dt.Shard(0), dt.Shard(0)],
+        [dt.Replicate()] * 2,
+        [dt.Replicate(), dt.Partial()],
+    ):
+        x = dt.distribute_tensor(value, mesh, [dt.Replicate()] * 2).redistribute(placements=placements)
+        sent = [b""] * 4
+        dist.all_gather_object(sent, pickle.dumps(x))
+        taken = []
+        for data in sent:
+            try:
+                taken.append(pickle.loads(data).to_local().shape[0])
+            except dt.errors.DTensorError as error:
+                taken.append(str(error))
+        rows.append(taken)
+    return rows
+
+
+@pytest.mark.gloo
+def test_a_piece_of_another_rank_is_not_taken_for_ones_own() -> None:
+    """``broadcast_object_list([x])`` and ``torch.load`` of another rank's file gave the first rank's rows on all ranks."""
+    for rank, (halves, quarters, whole, terms) in enumerate(run_gloo(_pieces_of_others, 4)):
+        assert whole == [8] * 4
+        for other in range(4):
+            assert halves[other] == 4 if other % 2 == rank % 2 else f"rank {other}'s piece" in halves[other]
+            assert quarters[other] == 2 if other == rank else f"came to rank {rank}, whose piece" in quarters[other]
+            assert terms[other] == 8 if other % 2 == rank % 2 else "send x.full_tensor()" in terms[other]

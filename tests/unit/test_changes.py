@@ -75,6 +75,11 @@ dt.explain(lambda: x @ x.t())
 x = dt.distribute_tensor(torch.ones(4, 3), dt.init_device_mesh("cpu", (2,)), [dt.Shard(0)])
 x.to_local().sum()
 """,
+    "held gradients": """
+layer = dt.parallel.fully_shard(torch.nn.Linear(3, 2), mesh=dt.init_device_mesh("cpu", (2,)))
+layer.set_requires_gradient_sync(False)
+layer(x).sum().backward()
+""",
 }
 
 
@@ -101,8 +106,13 @@ def test_torch_is_as_it_was_but_for_the_list(stage: str, found_after: dict[str, 
         "torch.distributed.tensor._util_foreach_supported_types",
     }
     assert {"torch.optim.optimizer._foreach_supported_types", "torch.utils._foreach_utils._foreach_supported_types"} <= found
-    assert ("torch.autograd.function.FunctionMeta.__getattribute__" in found) is (stage == "local tensors")
-    for where in ("torch.autograd.function.FunctionMeta.__getattribute__", "sys.meta_path"):
+    assert ("torch.autograd.function.FunctionMeta.__getattribute__" in found) is (stage in ("local tensors", "held gradients"))
+    assert ("torch.optim.optimizer.Optimizer.zero_grad" in found) is (stage == "held gradients")
+    for where in (
+        "torch.autograd.function.FunctionMeta.__getattribute__",
+        "torch.optim.optimizer.Optimizer.zero_grad",
+        "sys.meta_path",
+    ):
         assert (where in found) is (where in said)
     for where in ("torch.library.register_torch_dispatch", "torch.utils._debug_mode.DebugMode"):
         assert (where in said) is (stage != "import")

@@ -36,6 +36,18 @@ def test_other_libraries_see_the_whole(where: Any) -> None:
         torch.from_dlpack(x.detach().requires_grad_())
 
 
+def test_the_older_way_to_give_memory_away_asks_too() -> None:
+    """It took the wrapper's null pointer, and who read the capsule ended the process."""
+    plain, x = X.clone(), scatter(X, LINE, [Shard(0)])
+    assert torch.equal(torch.from_dlpack(torch.utils.dlpack.to_dlpack(x)), X)
+    assert torch.equal(torch.from_dlpack(torch.to_dlpack(x)), X)
+    with pytest.raises(dt.errors.LayoutError, match="shards"):
+        torch.utils.dlpack.to_dlpack(x.to_local())
+    assert torch.from_dlpack(torch.utils.dlpack.to_dlpack(plain)).data_ptr() == plain.data_ptr()
+    with pytest.raises(dt.errors.CaptureError, match="dlpack"):
+        dt.capture(lambda x, y: x + torch.from_dlpack(torch.to_dlpack(y)).sum())(x, plain)
+
+
 @EVERYWHERE
 def test_apply_writes_every_element_once(where: Any) -> None:
     for like in (X.clone(), X.t().clone(memory_format=torch.preserve_format)):

@@ -68,6 +68,9 @@ def test_a_plain_tensor_is_not_made_to_read_from_a_distributed_one() -> None:
         with pytest.raises(RuntimeError, match="incompatible tensor type"):
             own.data = x
         assert own.sum() == 0
+        with pytest.raises(RuntimeError, match="incompatible tensor type"):
+            own.data = x.to_local()
+        assert own.sum() == 0
 
 
 def test_a_function_over_a_modules_tensors_may_distribute_them_and_gather_them_again() -> None:

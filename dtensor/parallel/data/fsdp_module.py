@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +16,10 @@ from .custom_collectives import AllGather, GroupMemoryAllGather, GroupMemoryRedu
 from .layouts import Axes
 from .module_state import Unit, unit_of
 from .neighbours import Neighbours
+from .waiting import WaitingGradients, units_of
 
 
-class FSDPModule:
+class FSDPModule(WaitingGradients):
     """What a fully sharded module can do besides what it could before.
 
     Methods without ``recurse`` are about this module's own unit.
@@ -45,7 +46,7 @@ class FSDPModule:
         """Of the module's own class where it is made of something: parts of a sequence, which indexing it makes, are no units."""
         if not args and not kwargs:  # copying and unpickling
             return super().__new__(cls)
-        own = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
+        own = cls.__mro__[cls.__mro__.index(WaitingGradients) + 1]
         made = own.__new__(own, *args, **kwargs)
         made.__init__(*args, **kwargs)  # Python does not: it is no instance of cls
         return made
@@ -104,7 +105,7 @@ class FSDPModule:
     # --- when it communicates ----------------------------------------------------------------------------------------
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients. If not they are held, unsharded, in the wider of ``reduce_dtype`` and the
-        dtype they come in, and join those of the next backward that does.
+        dtype they come in, and join those of the next backward that does, or of :meth:`synchronize_gradients`.
         """
         for unit in units_of(self, recurse):
             unit.unreduced.sync = requires_gradient_sync
@@ -342,9 +343,3 @@ def _unit(module: Any) -> Unit:
     if (found := unit_of(module)) is None:
         raise ValueError(f"{type(module).__name__} is no unit of data parallelism; call fully_shard on it first")
     return found
-
-
-def units_of(module: Any, recurse: bool) -> Iterable[Unit]:
-    """The units of ``module`` itself and, if asked, of all modules below it."""
-    found = (unit_of(submodule) for submodule in (module.modules() if recurse else [module]))
-    return list(dict.fromkeys(unit for unit in found if unit is not None))

@@ -10,12 +10,13 @@ from torch import nn
 
 from ...errors import ContradictionError, UnitError
 from .buffers import Buffers
-from .fsdp_module import FSDPModule, neighbours_of, state_of, units_of
+from .fsdp_module import FSDPModule, neighbours_of, state_of
 from .layouts import Axes, sharding
 from .module_state import Unit, unit_of
 from .param_group import Group
 from .parameters import Managed, ShardPlacement, adopt, among, onto_one_mesh
 from .policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from .waiting import units_of
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 _DEFAULT_PRECISION = MixedPrecisionPolicy()

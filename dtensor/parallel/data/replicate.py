@@ -13,13 +13,14 @@ from ...mesh.device_mesh import DeviceMesh
 from .buffers import Buffers
 from .comm_hook import CommHook, Reducer
 from .custom_collectives import AllGather, ReduceScatter
-from .fsdp_module import FSDPModule, state_of, units_of
+from .fsdp_module import FSDPModule, state_of
 from .fully_shard import add_methods, check_offload, check_policy, outermost
 from .layouts import Axes, copying
 from .module_state import Unit
 from .param_group import Group
 from .parameters import Managed, adopt, among, onto_one_mesh
 from .policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from .waiting import units_of
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 _DEFAULT_PRECISION = MixedPrecisionPolicy()

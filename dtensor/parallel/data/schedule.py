@@ -133,11 +133,15 @@ class Schedule:
         self._queued = False
         for unit in self.units:
             unit.flush()
+        self.settle()
+        for unit in self.units:
+            unit.end()
+
+    def settle(self) -> None:
+        """All that is under way arrives."""
         self._deliver()
         while self._arriving:
             self._take()
-        for unit in self.units:
-            unit.end()
 
     def reset(self) -> None:
         """After a pass that raised: nothing is under way any more."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...base.recording import Between
+from ...comm import shards_of
 from ...errors import UnsupportedOperationError
+from ...tensor.dtensor import wrap
+from .cleared import note_holding
 from .gradient_node import Column
-from .gradients import add, quiet, reductions, to_be_added
+from .gradients import Reduction, add, quiet, reductions, to_be_added
 from .param_group import Group
+from .parameters import Managed
 from .schedule import Schedule
 
 
@@ -65,6 +70,8 @@ class Unreduced:
             gradients = {i: add(self.held.pop((k, i), None), column) for i, column in gradients.items()}
         if not self.sync or self.defers:
             gradients = {i: to_be_added(column, self._dtype) for i, column in gradients.items()}
+        if not (self.sync and group.settings.all_reduces):
+            note_holding(self)
         if not self.sync:
             self.held.update({(k, i): column for i, column in gradients.items()})
         elif self.in_order or self.defers:
@@ -104,3 +111,76 @@ class Unreduced:
         group = self._groups[k]
         trainable = [i for i, m in enumerate(group.managed) if m.parameter.requires_grad]
         return {i: add(self.held.pop((k, i), None), (None,) * group.pieces) for i in trainable}
+
+    # --- what waits --------------------------------------------------------------------------------------------------
+    def waiting(self) -> dict[nn.Parameter, tuple[Any, Any]]:
+        """By parameter: the gradient of the whole that is held, and the block that is not summed over replicas."""
+        held, blocks = dict[int, Any](), dict[int, Any]()
+        for k, group in enumerate(self._groups):
+            for (chosen, _), (flat, _) in group.scattered.items():
+                split = group.comm.map(lambda member, x, g=group, c=chosen: g.rows(member).split(c, x), flat)
+                blocks |= {id(group.managed[i].parameter): x for i, x in zip(chosen, split[:-1], strict=True)}
+            for i, m in enumerate(group.managed):
+                column = self.held.get((k, i), ())
+                if any(grad is not None for grad in column):
+                    held[id(m.parameter)] = _shown(group, m, column)
+        parameters = [m.parameter for group in self._groups for m in group.managed]
+        found = {p: (held.get(id(p)), blocks.get(id(p))) for p in parameters}
+        return {p: pair for p, pair in found.items() if any(x is not None for x in pair)}
+
+    def drop(self, parameters: Container[int], to_none: bool) -> None:
+        """Clear what waits for parameters with these ids: it is none, or zeros."""
+        for k, group in enumerate(self._groups):
+            chosen = [i for i, m in enumerate(group.managed) if id(m.parameter) in parameters]
+            for i in chosen:
+                column = self.held.pop((k, i), None)
+                if column is not None and not to_none:
+                    self.held[k, i] = tuple(None if grad is None else torch.zeros_like(grad) for grad in column)
+            for key, (flat, missing) in list(group.scattered.items()):
+                gone = [at for at, i in enumerate(key[0]) if i in chosen]
+                if to_none and len(gone) == len(key[0]):
+                    del group.scattered[key]
+                elif gone:
+                    flat = group.comm.map(
+                        lambda member, x, g=group, c=key[0], at=gone: _without(g, member, c, x, at, to_none), flat
+                    )
+                    group.scattered[key] = flat, missing | {key[0][at] for at in gone} if to_none else missing
+
+    def reduce(self, schedule: Schedule) -> None:
+        """What waits is reduced, over replicas too, and arrives."""
+        average = schedule.distributed is None
+        for k, group in enumerate(self._groups):
+            settings, nothing = group.settings, (None,) * group.pieces
+            waits = {i: column for i in range(len(group.managed)) if (column := self.held.pop((k, i), None)) is not None}
+            if self.in_order or self.defers:  # a rank may hold nothing of what others do
+                waits = {i: add(waits.get(i), nothing) for i, m in enumerate(group.managed) if m.parameter.requires_grad}
+            before, settings.all_reduces = settings.all_reduces, True
+            try:
+                if waits:
+                    schedule.reducing(reductions(group, waits, average, schedule.spare))
+                    schedule.settle()
+                for (chosen, _), (flat, _) in list(group.scattered.items()):
+                    dtype = shards_of(flat)[0].dtype
+                    schedule.reducing([Reduction(group, dict.fromkeys(chosen, nothing), dtype, average, schedule.spare)])
+                    schedule.settle()
+            finally:
+                settings.all_reduces = before
+
+
+def _shown(group: Group, m: Managed, column: Column) -> Any:
+    """One parameter's held gradient: a tensor of this rank, or of each; under tensor parallelism a DTensor on its mesh."""
+    like = next(grad for grad in column if grad is not None)
+    pieces = [torch.zeros_like(like) if grad is None else grad for grad in column]
+    local = group.comm.local(pieces)
+    return local if m.inside is None else wrap(local, m.inside.replace(dtype=like.dtype, stride=None))
+
+
+def _without(group: Group, member: int, chosen: Sequence[int], flat: Tensor, gone: Sequence[int], to_none: bool) -> Tensor:
+    """A part of reduced gradients in which some are zeros, and with ``to_none`` nobody's."""
+    flat = flat.clone()
+    *blocks, flags = group.rows(member).split(chosen, flat)
+    for at in gone:
+        blocks[at].zero_()
+        if to_none:
+            flags[at] = 0
+    return flat

@@ -310,11 +310,6 @@ def real_transform(x: Tensor, dim: list[int], normalization: int, onesided: bool
     return RealTransform.apply(x, dim, normalization) if onesided and recorded else NotImplemented
 
 
-def exchangeable(x: Tensor, y: Tensor) -> Any:
-    """Whether ``x.data`` may be ``y``: a plain tensor would read memory, of which a DTensor has none."""
-    return NotImplemented if isinstance(x, DTensor) is isinstance(y, DTensor) else False
-
-
 _FILLING = (
     "msort.out",
     "log_sigmoid.out",
@@ -336,7 +331,6 @@ if GOES_ON:
     recomposed("aten::prod.dim_int", product)
     recomposed("aten::_fft_r2c", real_transform)
     recomposed("aten::diagonal_scatter", scattered_diagonal)
-recomposed("aten::_has_compatible_shallow_copy_type", exchangeable)
 recomposed("aten::one_hot", one_hot)
 recomposed("aten::matmul.out", matmul_into)
 recomposed("aten::fill_diagonal_", fill_diagonal)
