@@ -31,6 +31,14 @@ class Modes:
 
 
 MODES = Modes()
+_NONE = (False, False, "values")
+
+
+def switches() -> tuple[bool, bool, str]:
+    """All of them, as a part of a key."""
+    if not (IMPLICIT_REPLICATION.held or EXPLICIT.held or REMEMBERED.held):
+        return _NONE
+    return MODES.implicit_replication, MODES.explicit, MODES.remembered
 
 
 @entering

@@ -10,10 +10,11 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
-from ..base.recording import ACTIVE, current
+from ..base.recording import current
 from ..base.torch_internals import (
     DeviceContext,
     autocast_enabled,
+    count_dispatch_modes,
     count_function_modes,
     current_function_modes,
     pytree,
@@ -124,8 +125,8 @@ class _Surveyed(threading.local):
 
 
 def _watched() -> bool:
-    """Whether the user's modes want to see each operation, which a replay would not show them."""
-    if not only_looked_at():
+    """Whether somebody records, or the user's modes want to see each operation, which a replay would not show them."""
+    if current() is not None or not only_looked_at():
         return True
     return count_function_modes() > 0 and any(type(mode) is not DeviceContext for mode in current_function_modes())
 
@@ -156,27 +157,31 @@ class Captured(Generic[P, T]):
         functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        if (ACTIVE and current() is not None) or _watched() or torch.compiler.is_compiling():
+        if ((count_dispatch_modes() or count_function_modes()) and _watched()) or torch.compiler.is_compiling():
             self._plain += 1
             return self.fn(*args, **kwargs)
         signature = sign(args, kwargs)
         environment = self._surveyed.now(self.fn, self._ran)
         key = (signature.key, modes())
-        entries = self._entries.get(key, ())
-        serving = ((one, found) for one in entries if (found := one.serves(signature, environment)) is not None)
-        if self._may_disagree(signature):
-            kept, sources, room = self._agreed([*serving])
+        kept = sources = None
+        if self._groups and self._may_disagree(signature):
+            kept, sources, room = self._agreed(key, signature, environment)
         else:
-            kept, sources = next(serving, (None, None))
+            for kept in self._entries.get(key, ()):
+                if (sources := kept.serves(signature, environment)) is not None:
+                    break
+            else:
+                kept = None
             room = kept is not None or self._has_room()
         if kept is not None and sources is not None and kept.ready:
             self._replayed += 1
             return _replay(kept.program, sources)
         return self._record(key, signature, environment, kept) if room else self._full(*args, **kwargs)
 
-    def _agreed(self, serving: list[tuple[_Kept, Sources]]) -> tuple[_Kept | None, Sources | None, bool]:
+    def _agreed(self, key: Any, *now: Any) -> tuple[_Kept | None, Sources | None, bool]:
         """What to replay where ranks could disagree, as plain tensors' sizes may change on one of them: they tell each other what
         they could. Otherwise what waits to be confirmed, and whether there is room for a recording on all of them."""
+        serving = [(one, found) for one in self._entries.get(key, ()) if (found := one.serves(*now)) is not None]
         ready = {kept.bit: (kept, sources) for kept, sources in serving if kept.ready}
         waiting = next((kept for kept, _ in serving if not kept.ready), None)
         room = NEW if waiting is not None or self._has_room() else 0
@@ -279,7 +284,8 @@ def _replay(program: Program, sources: Sources) -> Any:
             bases = _bases(program, sources)
     else:
         bases = _bases(program, sources)
-    return pytree.tree_unflatten(program.finish(bases, sources), program.tree)
+    made = program.finish(bases, sources)
+    return made[0] if program.alone else pytree.tree_unflatten(made, program.tree)
 
 
 def _bases(program: Program, sources: Sources) -> Sequence[Any]:

@@ -45,6 +45,7 @@ class Notes:
         between: what the library keeps for later calls.
         codes: the code that was looked into.
         version: how often only such floats were found to have changed.
+        unchanged: tells whether every container still holds the objects that the survey found.
     """
 
     def __init__(self) -> None:
@@ -57,6 +58,7 @@ class Notes:
         self.codes: set[CodeType] = set()
         self.version = 0
         self._watch = Watch()
+        self.unchanged = self._watch.unchanged
         self._numbers: dict[int, int] = {}
         self._seen: dict[int, int] = {}
         self._alive: list[Any] = []
@@ -72,10 +74,6 @@ class Notes:
         self._seen[id(value)] = len(self.key)
         self._alive.append(value)
         return True
-
-    def unchanged(self) -> bool:
-        """Whether every container still holds the objects that the survey found."""
-        return self._watch.unchanged()
 
     def refreshed(self) -> bool:
         """Whether nothing but floats has changed; then the key is brought up to date."""

@@ -30,8 +30,9 @@ from .signature import Alike, Metadata, picking, strides_of
 # Arguments, tensors of the survey and leaves' gradients, as Given numbers them; floats by their place in the survey's key
 Sources = tuple[Sequence[Any], Sequence[Any], Sequence[Any], Any]
 
+_LOCAL = attrgetter("_local")
 _LOCALS: dict[tuple[bool, bool], Callable[[Any], Any]] = {  # by whether it is a DTensor, and whether of all ranks
-    (True, False): attrgetter("_local"),
+    (True, False): _LOCAL,
     (True, True): attrgetter("_local.shards"),
     (False, True): attrgetter("shards"),
 }
@@ -87,9 +88,11 @@ class Backward:
     copied: tuple[bool, ...] = ()
     source: Source | None = None
     alike: Alike = field(init=False)
+    _single: bool = field(init=False)  # whether all that comes are DTensors of one rank's
 
     def __post_init__(self) -> None:
         self.alike = Alike(strides_of, [*chain.from_iterable(self.strides)])
+        self._single = all(layout is not None and not communicator_of(layout.mesh).holds_all for layout in self.layouts)
 
     def run(self, grads: Sequence[Any], values: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         """The gradients of the differentiable inputs.
@@ -99,7 +102,7 @@ class Backward:
             values: of what it reads of the forward run.
         """
         assert self.source is not None
-        found = [local for grad in grads if grad is not None for local in locals_of(grad)]
+        found = [*map(_LOCAL, grads)] if self._single else [x for grad in grads if grad is not None for x in locals_of(grad)]
         if not self.alike(found):
             strides = chain.from_iterable(self.strides)
             found = [as_recorded(local, stride) for local, stride in zip(found, strides, strict=True)]
@@ -131,6 +134,8 @@ class Program:
         together: bytes of values that collectives may move together.
         assigned: what the run leaves in ``.grad`` of tensors of the survey, rebound: what as locals of others;
         kept: what the library is to keep for later calls.
+        ready: whether calls can be replayed: the backward pass has been seen, where there is one.
+        alone: whether the function returns one leaf.
     """
 
     forms: tuple[Form, ...]
@@ -153,6 +158,8 @@ class Program:
     together: int = BYTES
     backwards: dict[Any, Backward] = field(default_factory=dict)
     compiled: Compiled | None = None
+    ready: bool = field(init=False)
+    alone: bool = field(init=False)
     _reads: list[Any] = field(default_factory=list)  # by kind of what is given: which, and how its locals are had
     only_differentiable: bool = False  # whether all that it makes has gradients
     _as_made: bool = False  # whether all that it does with what it makes is to return it
@@ -173,12 +180,8 @@ class Program:
         counted = [place for place, form in enumerate(self.forms) if form.distributed and form.given in written]
         self._counted = picking(counted) if counted else None
         self._alike = Alike(strides_of, [stride for form in self.forms for stride in form.strides])
+        self.ready, self.alone = not self.differentiable, self.tree.is_leaf()
         self.steps = bucketed(self.steps, self.facts, frozenset(self._storages()), self.together)
-
-    @property
-    def ready(self) -> bool:
-        """Whether calls can be replayed: the backward pass has been seen, where there is one."""
-        return not self.differentiable or bool(self.backwards)
 
     # --- building ------------------------------------------------------------------------------------------------------
     def compile(self) -> Compiled:
@@ -211,7 +214,7 @@ class Program:
         backward.copied = tuple(copied)
         backward.source = Source("backward", tape, backward.gradients, copied)
         self.backwards[key] = backward
-        self.compiled = None
+        self.compiled, self.ready = None, True
 
     def _shortened(self, tape: Tape, lasting: frozenset[int]) -> Tape:
         tape = without_unused(without_copies(optimized(tape, lasting), self.facts, lasting), lasting)
@@ -251,7 +254,7 @@ class Program:
             locals_ = tensors if read is None else map(read, tensors)
             own += chain.from_iterable(locals_) if joint else locals_
         shown = own if self._alike(own) else [*map(as_recorded, own, chain.from_iterable(form.strides for form in self.forms))]
-        floats = [held[key] for held, key in [sources[3][place] for _, place in self.numbers]]
+        floats = [held[key] for held, key in [sources[3][place] for _, place in self.numbers]] if self.numbers else ()
         with below_autograd():
             values = compiled.source.run(*shown, *floats)
         if shown is not own and self.mutated:

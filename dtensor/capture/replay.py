@@ -20,7 +20,7 @@ class Replayed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, program: Program, sources: Sources, rest: dict[int, Any], *inputs: torch.Tensor) -> Any:
-        compiled = ctx.compiled = program.compile()
+        compiled = ctx.compiled = program.compiled or program.compile()
         values, bases = program.run(compiled, sources), program.bases
         watched = [values[one] if isinstance(one, int) else sources[one[0]][one[1]] for one in compiled.watched]
         # Torch checks that what is saved here was not written to since; locals have no versions of their own.

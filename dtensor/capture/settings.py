@@ -10,13 +10,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, call
 from typing import Any
 
 import numpy
 import torch
 
-from ..base.torch_internals import context, pytree
+from ..base.torch_internals import context, pytree, world
 
 # By which torch chooses operators for a function, at each call.
 _CHOOSING = (
@@ -73,7 +73,7 @@ _TORCHS: tuple[Callable[[], Any], ...] = (
 
 def chosen() -> tuple[Any, ...]:
     """By what torch chooses operators."""
-    return tuple([ask() for ask in _CHOSEN])
+    return (*map(call, _CHOSEN),)
 
 
 def _of_torch() -> Any:
@@ -128,7 +128,7 @@ def _of_trees() -> Any:
 
 
 def _of_distributed() -> Any:
-    return torch.distributed.is_available() and torch.distributed.group.WORLD  # which tells who and how many
+    return world.default_pg  # which tells who and how many
 
 
 # By the module that code names, or of whose objects it has one.

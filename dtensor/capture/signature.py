@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..base.modes import MODES
+from ..base.modes import MODES, switches
 from ..base.torch_internals import TensorBase, TensorGuards, autocast_enabled, count_function_modes, pytree
 from ..comm import PerRank
 from ..errors import CaptureError
@@ -20,6 +20,7 @@ from .survey import Environment
 
 _DISTRIBUTED = {DTensor}
 _LAYOUT = attrgetter("_layout")
+_KEY = attrgetter("_layout", "requires_grad")
 _AUTOCAST = (torch.is_autocast_enabled, torch.get_autocast_dtype)
 
 
@@ -43,7 +44,7 @@ def sign(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
     """The signature of a call with these arguments."""
     usual = not kwargs and {*map(type, args)} <= _DISTRIBUTED and len({*map(id, args)}) == len(args)
     if usual and all_bare(args):  # the most frequent form
-        return Signature(tuple([(x._layout, x.requires_grad) for x in args]), args, _positional)
+        return Signature((*map(_KEY, args),), args, _positional)
     leaves, tree = pytree.tree_flatten((args, kwargs))
     key: list[Any] = [tree]
     tensors: list[Any] = []
@@ -163,7 +164,7 @@ class Metadata:
         return (
             self._alike(self._together(tensors))
             and [*map(_LAYOUT, self._distributed(tensors))] == self._layouts
-            and _described(self._apart(tensors)) == self._known
+            and (not self._known or _described(self._apart(tensors)) == self._known)
         )
 
 
@@ -173,9 +174,7 @@ def modes() -> tuple[Any, ...]:
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         autocast_enabled() and tuple([f(kind) for f in _AUTOCAST for kind in ("cpu", "cuda")]),
-        MODES.implicit_replication,
-        MODES.explicit,
-        MODES.remembered,
+        switches(),
         DRAWING.mode,
         torch.get_default_dtype(),
         count_function_modes() and torch.get_default_device(),

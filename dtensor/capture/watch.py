@@ -121,6 +121,7 @@ class Watch:
     def settle(self) -> None:
         """Remember what there is now."""
         self._dicts.settle()
+        self._ask, self._told = [held for held, _ in self._states], [now for _, now in self._states]
         self._put, self._put_on = self._put_now(), [*map(len, map(_HOME, self._tensors))]
         self._before, self._lengths = [*self._now()], [*map(len, self._sized)]
 
@@ -144,7 +145,7 @@ class Watch:
 
     def _same_states(self) -> bool:
         """Whether states are the same, and nothing was put on tensors; the library's own come and go."""
-        if not all(held() == now for held, now in self._states):
+        if [*map(call, self._ask)] != self._told:
             return False
         put_on = [*map(len, map(_HOME, self._tensors))]
         if put_on != self._put_on:

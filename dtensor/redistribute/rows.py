@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..base.torch_internals import BelowAutograd, count_dispatch_modes
 from ..comm.regions import Box
 from ..comm.rows import flat
 from ..layout.layout import Layout
@@ -103,12 +106,14 @@ class Rows:
     ) -> Tensor:
         """This member's row. ``join`` puts blocks behind one another, in memory that nobody writes to later."""
         parts = []
-        for local, cut, dtype in zip(locals_, self.cut, self.dtypes, strict=True):
-            if cut:
-                parts.append(local.to(dtype).reshape(-1) if dtype is self.seen else flat(local.to(dtype)).view(self.seen))
-        if self.padding:
-            parts.append(torch.zeros(self.padding, dtype=self.seen, device=locals_[0].device))
-        return join(parts).to(device, non_blocking=True) if parts else torch.zeros(0, dtype=self.seen, device=device)
+        with _unrecorded():
+            for local, cut, dtype in zip(locals_, self.cut, self.dtypes, strict=True):
+                if cut:
+                    own = local if local.dtype is dtype else local.to(dtype)
+                    parts.append(own.reshape(-1) if dtype is self.seen else flat(own).view(self.seen))
+            if self.padding:
+                parts.append(torch.zeros(self.padding, dtype=self.seen, device=locals_[0].device))
+            return join(parts).to(device, non_blocking=True) if parts else torch.zeros(0, dtype=self.seen, device=device)
 
     def buffer(self, device: str) -> list[Tensor]:
         """A buffer of bytes, then each whole tensor as a view of it."""
@@ -130,14 +135,15 @@ class Rows:
 
     def unpack(self, row: Tensor | None, locals_: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         """Copy all rows, one behind the other by position, to the regions; what is not cut from ``locals_``."""
-        if self.even is not None and row is not None:
-            count, own = len(self.lengths), len(self.pieces) // len(self.lengths)
-            each = row.view(count, -1).split(self.pieces[:own], 1)
-            sources = [part if x.ndim == 2 else part.view(x.shape) for part, x in zip(each[:-1], targets, strict=False)]
-        else:
-            sources = self._by_piece(row)
-        sources += [local.detach() for local, cut in zip(locals_, self.cut, strict=bool(locals_)) if not cut]
-        torch._foreach_copy_(list(targets), sources)
+        with _unrecorded():
+            if self.even is not None and row is not None:
+                count, own = len(self.lengths), len(self.pieces) // len(self.lengths)
+                each = row.view(count, -1).split(self.pieces[:own], 1)
+                sources = [part if x.ndim == 2 else part.view(x.shape) for part, x in zip(each[:-1], targets, strict=False)]
+            else:
+                sources = self._by_piece(row)
+            sources += [local.detach() for local, cut in zip(locals_, self.cut, strict=bool(locals_)) if not cut]
+            torch._foreach_copy_(list(targets), sources)
 
     def _uncut_last(self, full: Sequence[Tensor], dims: Sequence[int | None]) -> list[tuple[Tensor, int | None]]:
         return sorted(zip(full, dims, strict=True), key=lambda pair: pair[1] is None)
@@ -165,19 +171,20 @@ class Rows:
         ``memory_of(numel)`` gives memory for it, or None: new one. What is not cut stands in every part, so every rank gets its
         reduction.
         """
-        if self.even is not None:
-            return self._even_terms(self.even, chosen, wholes, dtype, device, behind, memory_of)
-        parts: list[Tensor] = []
-        for numels, narrowed in zip(self.numels, self.narrowed, strict=True):
-            for i, whole in zip(chosen, wholes, strict=True):
-                if whole is None:
-                    parts.append(torch.zeros(numels[i], dtype=dtype, device=device))
-                else:
-                    part = _part(whole, narrowed[i]) if narrowed[i] else whole
-                    parts.append((part if part.dtype is dtype else part.to(dtype)).reshape(-1))
-            parts += behind
-        memory = memory_of(sum(part.numel() for part in parts))
-        return torch.cat(parts) if memory is None else torch.cat(parts, out=memory)
+        with _unrecorded():
+            if self.even is not None:
+                return self._even_terms(self.even, chosen, wholes, dtype, device, behind, memory_of)
+            parts: list[Tensor] = []
+            for numels, narrowed in zip(self.numels, self.narrowed, strict=True):
+                for i, whole in zip(chosen, wholes, strict=True):
+                    if whole is None:
+                        parts.append(torch.zeros(numels[i], dtype=dtype, device=device))
+                    else:
+                        part = _part(whole, narrowed[i]) if narrowed[i] else whole
+                        parts.append((part if part.dtype is dtype else part.to(dtype)).reshape(-1))
+                parts += behind
+            memory = memory_of(sum(part.numel() for part in parts))
+            return torch.cat(parts) if memory is None else torch.cat(parts, out=memory)
 
     def _even_terms(
         self,
@@ -216,8 +223,14 @@ class Rows:
     def split(self, chosen: Sequence[int], flat: Tensor) -> list[Tensor]:
         """This member's reduced part as blocks, and what stands behind them."""
         sizes, filled = self.sizes[self.mine], [self.numels[self.mine][i] for i in chosen]
-        pieces = flat.split([*filled, flat.numel() - sum(filled)])
-        return [*(piece.view(sizes[i]) for piece, i in zip(pieces, chosen, strict=False)), pieces[-1]]
+        with _unrecorded():
+            pieces = flat.split([*filled, flat.numel() - sum(filled)])
+            return [*(piece.view(sizes[i]) for piece, i in zip(pieces, chosen, strict=False)), pieces[-1]]
+
+
+def _unrecorded() -> AbstractContextManager[Any]:
+    """Copies are no part of a graph. Where dispatch modes look on, which are to see what composites are made of, autograd stays."""
+    return torch.no_grad() if count_dispatch_modes() else BelowAutograd()
 
 
 def _narrowed(box: Box, shape: Sequence[int]) -> tuple[tuple[int, int, int], ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -248,7 +249,8 @@ class Group:
         self.start_gather(now)
         if self.whole.pending is None:
             return
-        with torch.inference_mode(False), torch.no_grad():  # the memory serves passes to come, which may train
+        trains = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+        with trains, torch.no_grad():  # the memory serves passes to come, which may train
             rows = self.whole.pending.wait()
             self._allocate()
             if self.whole.kept is not None:

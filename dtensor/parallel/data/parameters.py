@@ -80,7 +80,8 @@ class Managed:
         if found is None:
             raise MeshError(f"parameter {name!r} of {type(module).__name__} was removed; it was {self.stored!r}")
         if found is self.parameter or found is self.placed:
-            self._follow_dtype()
+            if self.parameter._layout.dtype is not self.stored.dtype:  # type: ignore[attr-defined]  # a DTensor
+                self._follow_dtype()
             return
         if torch.is_grad_enabled() and not isinstance(found, nn.Parameter) and _followed(found):
             raise UnsupportedOperationError(

@@ -38,8 +38,13 @@ _WITHOUT = (type(None), bool, int, float, str, torch.dtype)
 def used_for_parts(parameters: Iterable[Any], cut: Set[tuple[int, ...]], op: str = "sum") -> None:
     """Say of parameters, DTensors, that along mesh dims that ``cut`` the batch each rank uses its pieces for its own part: terms
     of one loss, or of the mean of the losses that ranks have of plain batches."""
+    made: dict[int, dict[int, Partial]] = {}  # by mesh, of which parameters have few
     for x in parameters:
-        x.__dict__[OWN_USES] = {i: Partial(op) for i, dims in enumerate(x._layout.mesh._dims) if dims in cut}
+        mesh = x._layout.mesh
+        uses = made.get(id(mesh))
+        if uses is None:
+            uses = made[id(mesh)] = {i: Partial(op) for i, dims in enumerate(mesh._dims) if dims in cut}
+        x.__dict__[OWN_USES] = uses
 
 
 def used_beside(groups: Iterable[Group], schedule: Any) -> None:
