@@ -107,7 +107,7 @@ def not_in_graph(x: Any, what: str) -> None:
     Raises:
         UnsupportedOperationError: it is.
     """
-    tracer = _graph_of_wholes()
+    tracer = _graph_of_wholes() if count_dispatch_modes() else None
     if tracer is not None and x in tracer.tensor_tracker:
         raise UnsupportedOperationError(
             f"{what} inside of make_fx (torch.func.linearize): the graph takes DTensors as they are, and this is no operator on "

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.caches import remembered
 from ..base.recording import ACTIVE
 from ..base.tracing import is_traced
 from ..propagation.propagate import Plan
@@ -39,8 +40,14 @@ def with_numbers_once(plan: Plan, operator: Operator, func: Callable[..., Any]) 
 
 
 def _tensors(numbers: Any, count: int, dtype: torch.dtype) -> list[Tensor]:
-    if type(numbers) is float:
-        return [torch.tensor(numbers, dtype=dtype, device="cpu")] * count
-    if numbers[0] and numbers.count(numbers[0]) == count:  # 0.0 == -0.0
-        return [torch.tensor(numbers[0], dtype=dtype, device="cpu")] * count
-    return list(torch.tensor(numbers, dtype=dtype, device="cpu").unbind())
+    if type(numbers) is not float:
+        if not numbers[0] or numbers.count(numbers[0]) != count:  # 0.0 == -0.0
+            return list(torch.tensor(numbers, dtype=dtype, device="cpu").unbind())
+        numbers = numbers[0]
+    return [_known(numbers, dtype) if numbers else torch.tensor(numbers, dtype=dtype, device="cpu")] * count
+
+
+@remembered(256)
+def _known(number: float, dtype: torch.dtype) -> Tensor:
+    """One that is not zero: a decay is the same at every step. Nobody writes to it."""
+    return torch.tensor(number, dtype=dtype, device="cpu")

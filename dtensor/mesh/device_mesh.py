@@ -22,9 +22,10 @@ from ..base.scoped import Scoped
 from ..base.tracing import constant_of_graph
 from ..errors import MeshError
 from .current_rank import current_coordinate, current_rank
-from .derive import concatenated, dims_of_ranks, flattened, on_one_root, sliced, unflattened
+from .derive import concatenated, flattened, on_one_root, sliced, unflattened
 from .geometry import Dims, Geometry, Names, asked
 from .groups import handle_of
+from .of_torch import of_torch
 from .root import Kind, Root, backends_of, device_type_of, make_root, mesh_shape_of
 
 
@@ -219,14 +220,10 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
 
     @staticmethod
     def from_torch(mesh: TorchDeviceMesh) -> DeviceMesh:
-        """This mesh for a ``torch.distributed.device_mesh.DeviceMesh``, with its process groups and flattened dims."""
-        made = DeviceMesh.from_group(mesh.get_all_groups(), mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
-        # Private: what torch has flattened it tells by name only, and not which names there are.
-        for name, flat in getattr(mesh, "_flatten_mapping", {}).items():
-            dims = dims_of_ranks(made, tuple(flat.mesh.tolist()))
-            if dims is not None:
-                made._root.flattened[name] = dims
-                made._root.groups[dims] = flat.get_group()
+        """This mesh for a ``torch.distributed.device_mesh.DeviceMesh``, with its process groups and flattened dims. Slices of one
+        are slices of one here.
+        """
+        made: DeviceMesh = of_torch(mesh, DeviceMesh)
         return made
 
     # --- value semantics --------------------------------------------------------------------------------------

@@ -215,9 +215,8 @@ def statistics_bytes(call: Call, count: int) -> int:
 def check_range(index: Tensor, legal: range, but: int | None, refused: Callable[[int], Exception]) -> None:
     """Raises ``refused(element)`` if an element of ``index`` is neither in ``legal`` nor ``but``; on a device it is asserted."""
     seen = index.device.type == "cpu" and type(index) is Tensor  # nobody can look into a FakeTensor
-    legal = range(
-        legal.start, min(legal.stop, torch.iinfo(index.dtype).max + 1)
-    )  # a bound that is no number of the dtype is none
+    if index.dtype is not torch.int64:  # a bound that is no number of the dtype is none
+        legal = range(legal.start, min(legal.stop, torch.iinfo(index.dtype).max + 1))
     if index.is_meta or (seen and torch.equal(index, index.clamp(legal.start, legal.stop - 1))):
         return
     fits = (index >= legal.start).logical_and_(index <= legal.stop - 1)

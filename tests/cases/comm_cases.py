@@ -485,6 +485,12 @@ def _flattened_groups() -> None:
         x = dt.distribute_tensor(torch.arange(7.0), mesh[name], [dt.Shard(0)])
         assert x.to_local().tolist() == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0]][at.index(rank)]
     assert DeviceMesh.from_torch(theirs).get_group("both") is flat.get_group()
+    whole, *slices = (DeviceMesh.from_torch(each) for each in (theirs, theirs["dp"], theirs["tp"], flat))
+    assert slices == [whole["dp"], whole["tp"], whole["both"]]
+    assert slices[0].get_group() is theirs["dp"].get_group()
+    layer = dt.parallel.parallelize_module(torch.nn.Linear(3, 8), theirs["tp"], dt.parallel.ColwiseParallel())
+    dt.parallel.fully_shard(layer, mesh=theirs["dp"])
+    assert layer.weight.device_mesh == whole
     for accepted in (flat, theirs["dp"]):
         assert dt.distribute_tensor(torch.arange(7.0), accepted, [dt.Shard(0)]).full_tensor().tolist() == list(range(7))
 

@@ -31,13 +31,14 @@ def _combine_all(stack: Tensor) -> Tensor:
     return torch.stack([top, (tops - finite(top)).exp_().mul_(totals).sum(0)])
 
 
+LARGEST = {dtype: torch.finfo(dtype).max for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 EXP_SUM = Monoid("expsum", _combine, _no_terms, combine_all=_combine_all)
 
 
 def exp_sum(part: Part, x: Tensor) -> tuple[Tensor, Tensor]:
     """The maximum, and the sum of exponentials relative to it; one of infinity makes the sum NaN."""
     top = x.amax(part.dims, keepdim=True)
-    return top, (x - top.clamp(min=torch.finfo(top.dtype).min)).exp_().sum(part.dims, keepdim=True)
+    return top, (x - top.clamp(min=-LARGEST[top.dtype])).exp_().sum(part.dims, keepdim=True)
 
 
 def sane_exp_sum(part: Part, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,16 +49,16 @@ def sane_exp_sum(part: Part, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def finite(x: Tensor) -> Tensor:
     """``x``, the largest and least numbers in place of infinities: what is as large differs from it by 0 or by infinity."""
-    most = torch.finfo(x.dtype).max
+    most = LARGEST[x.dtype]
     return x.clamp(-most, most)
 
 
 # --- forward: integers reach the operator, which raises -----------------------------------------------------------------
 FINISH = {
-    "_softmax": lambda part, x, top, total: (x - top).exp() / total,
-    "_log_softmax": lambda part, x, top, total: x - top - total.log(),
+    "_softmax": lambda part, x, top, total: (x - top).exp_().div_(total),
+    "_log_softmax": lambda part, x, top, total: (x - top).sub_(total.log()),
     # rows with nothing to attend to give zeros
-    "_safe_softmax": lambda part, x, top, total: ((x - top).exp() / total).masked_fill(top == -torch.inf, 0.0),
+    "_safe_softmax": lambda part, x, top, total: (x - top).exp_().div_(total).masked_fill_(top == -torch.inf, 0.0),
 }
 for _name, _finish in FINISH.items():
     fold(_name, ALONG, block=exp_sum, monoid=EXP_SUM, numbers=2, finish=_finish, takes="floating")
@@ -84,5 +85,5 @@ fold(
     ALONG,
     block=lambda part, grad, y: grad.sum(part.dims, keepdim=True),
     monoid="sum",
-    finish=lambda part, grad, y, total: grad - y.exp() * total,
+    finish=lambda part, grad, y, total: grad - y.exp().mul_(total),
 )
