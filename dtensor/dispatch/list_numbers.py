@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..base.caches import remembered
 from ..base.recording import ACTIVE
+from ..base.torch_internals import count_dispatch_modes
 from ..base.tracing import is_traced
 from ..propagation.propagate import Plan
 from ..propagation.schema import Operator
@@ -33,7 +34,8 @@ def with_numbers_once(plan: Plan, operator: Operator, func: Callable[..., Any]) 
     (dtype,) = dtypes
 
     def run(tensors: list[Tensor], numbers: Any) -> Any:
-        kept = ACTIVE or is_traced(tensors[0])  # recordings and graphs keep the numbers, which may be symbols
+        # recordings and graphs keep the numbers, which may be symbols; what is made under somebody's mode is no plain tensor
+        kept = ACTIVE or count_dispatch_modes() or is_traced(tensors[0])
         return func(tensors, numbers if kept else _tensors(numbers, len(tensors), dtype))
 
     return run
