@@ -50,11 +50,40 @@ Options = list[list[Option]]  # by class
 
 def eager_options(graph: Graph) -> list[Option]:
     """What the recorded program took."""
-    return [_as_recorded(graph, node) for node in graph.nodes]
+    unread = _unread(graph)
+    return [_as_recorded(graph, node, unread) for node in graph.nodes]
 
 
-def _as_recorded(graph: Graph, node: Node) -> Option:
+def _unread(graph: Graph) -> frozenset[int]:
+    """The views of which nothing but parts was asked that were found in what they are views of."""
+    users: dict[int, list[Node]] = {}
+    for node in graph.nodes:
+        for number in node.operands:
+            if number is not None:
+                users.setdefault(number, []).append(node)
+    unread: set[int] = set()
+    for value in reversed(graph.values):
+        asking = users.get(value.number, ()) if value.producer.view and not value.kept else ()
+        if asking and all(all(number in unread for number in node.results) or _found(graph, node) for node in asking):
+            unread.add(value.number)
+    return frozenset(unread)
+
+
+def _found(graph: Graph, node: Node) -> bool:
+    """Whether parts that a call picked of a view lie otherwise than its rows leave them."""
+    chosen, whole = None if node.asked is None else node.asked.chosen, node.operands[0] if node.view and node.operands else None
+    if chosen is None or whole is None or len(chosen.results) != len(node.results):
+        return False
+    made = [None if number is None else graph.values[number].layout for number in node.results]
+    size = graph.values[whole].layout.numel
+    return all(x is not None and x is not left and x.numel < size for x, left in zip(made, chosen.results, strict=True))
+
+
+def _as_recorded(graph: Graph, node: Node, unread: frozenset[int]) -> Option:
     results = tuple(None if number is None else graph.values[number].layout for number in node.results)
+    if node.view and any(number in unread for number in (*node.operands, *node.results)):
+        rows = () if node.asked is None or node.asked.chosen is None else node.asked.chosen.choice.rows
+        return Option(rows, tuple(None if number is None else graph.values[number].layout for number in node.operands), results)
     if node.asked is not None and (chosen := node.asked.chosen) is not None and len(chosen.results) == len(results):
         # of rows what these leave: a view that is computed when it is read showed another layout
         results = tuple(None if made is None else left for made, left in zip(results, chosen.results, strict=True))

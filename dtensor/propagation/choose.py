@@ -18,6 +18,7 @@ from ..placement import Partial
 from ..redistribute.intervals import largest, missing
 from ..rules.call import Call, Kind, Meta
 from ..rules.compound import NotBlocks, composed, cut_in
+from ..rules.facts import facts_of
 from ..rules.parted import Left
 from ..rules.rule import Along, Choice, Dims, Factors, R, Row, Rule, Spec, stands
 from ..rules.windows import covering, windowed
@@ -306,15 +307,15 @@ def _held(factors: Factors, side: str, i: int, dims: Dims) -> Mapping[str, int]:
 
 
 def _parts_grow(name: str, factors: Factors, call: Call, sizes: Sequence[int]) -> bool:
-    """Whether operands all of which are a part of something that was cut along a factor, as blocks show of which the first is not
-    the largest, become more than twice as much."""
-    if sizes[0] == max(sizes) or any(made.alias_info is not None for made in call.func._schema.returns):
+    """Whether a part of something that was cut along a factor, as blocks show of which the first is not the largest, becomes more
+    than twice as much as memory has of all operands. What is only made like another (gradients are stored in it) lies as that."""
+    computed = facts_of(call.func).touches == "all" and all(made.alias_info is None for made in call.func._schema.returns)
+    if sizes[0] == max(sizes) or not computed:
         return False
-    given = [layout.numel for layout in call.operands if layout.shape]
-    parts = [stands(dims, name) is not None for dims in factors.operands if dims]
+    given = [stored(layout).numel for layout in call.operands]
     metas = [meta for meta in call.results if meta is not None]
     made = [math.prod(meta.shape) for dims, meta in zip(factors.results, metas, strict=True) if stands(dims, name) is not None]
-    return all(parts) and sum(made) > 2 * sum(given)
+    return sum(made) > 2 * sum(given)
 
 
 def _place(

@@ -12,6 +12,8 @@ import weakref
 from contextlib import nullcontext
 from typing import Any, NamedTuple, cast
 
+import torch
+
 from ..base.torch_internals import autograd_node, engine, graph_task
 from ..base.tracing import under_way
 from ..comm import Pending, shards_of
@@ -57,7 +59,8 @@ def keep_grad_layout(leaf: Any) -> None:
         if have.mesh is not mesh and have.mesh != mesh:  # the leaf was a number in a program on another mesh
             return grad.redistribute(mesh, wanted)
         target = have.replace(placements=wanted)
-        return None if target is have else _on_its_way(grad, target)
+        moved = None if target is have else _on_its_way(grad, target)
+        return _copied(grad if moved is None else moved) if _would_be_dealt(target) else moved
 
     setattr(to_leaf_layout, "expects_none", True)  # noqa: B010  no attribute of functions that types know
     leaf.register_hook(to_leaf_layout)
@@ -73,6 +76,15 @@ def note_layout(leaf: Any) -> None:
 def grad_placements_of(leaf: Any) -> tuple[Placement, ...]:
     """The placements of a leaf's gradient: its own, a partial leaf's replicated."""
     return grad_layout(leaf._layout, None).placements
+
+
+def _would_be_dealt(layout: Layout) -> bool:
+    """Whether memory repeats a gradient, so that autograd stores a copy, and few ranks have it: what grows is dealt out."""
+    return 0 in layout.stride and any(split is not None and split.sizes[0] < max(split.sizes) for split in layout.splits)
+
+
+def _copied(grad: Any) -> Any:
+    return torch.empty_like(grad, memory_format=torch.contiguous_format).copy_(grad)
 
 
 def _on_its_way(grad: Any, target: Layout) -> Any:

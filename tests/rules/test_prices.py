@@ -117,6 +117,15 @@ def test_what_few_ranks_have_is_dealt_out_before_it_grows() -> None:
     assert nbytes <= keys.nbytes // 2
     torch.testing.assert_close(made.full_tensor(), outer(x.chunk(3, -1)[1]))
 
+    def spread(a: Any, left_out: Any) -> Any:  # an expanded tensor is no larger than memory has of it
+        return a.unsqueeze(1).expand(2, 8, 8, 64).masked_fill(left_out, 0)
+
+    left_out = numbers(8, 8, 1) > 0
+    made, nbytes = received(spread, keys, whole(left_out))
+    assert widths(made) == [16] * 4
+    assert nbytes <= keys.nbytes // 2
+    torch.testing.assert_close(made.full_tensor(), spread(x.chunk(3, -1)[1], left_out))
+
 
 def test_rows_that_a_cut_vector_names_come_from_who_has_them() -> None:
     """Beams are put in another order within each sequence of a batch: nothing but positions travels, and no cache."""

@@ -203,3 +203,13 @@ def main() -> None:
 @pytest.mark.gloo
 def test_on_processes() -> None:
     run_gloo(main, 3)
+
+
+def test_a_gradient_that_memory_repeats_is_stored_where_its_leaf_lies() -> None:
+    """Autograd copies it where the leaf's elements lie apart in memory; of what few ranks have, a copy that grows is dealt out."""
+    whole = dt.distribute_tensor(torch.randn(6, 16), MESH, [Shard(1)])
+    leaf = whole.chunk(2, 1)[1].detach().requires_grad_()
+    leaf.sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.placements == leaf.placements == (Shard(1, sizes=(0, 0, 4, 4)),)
+    assert leaf.grad.stride() == (8, 1)

@@ -28,6 +28,7 @@ from ...rules import lookup
 from ..copies import dense
 from ..dtensor import DTensor, wrap
 from .folded import on_the_stack
+from .parts import of_the_base
 from .remote_view import Origin, RemoteView, chain_of, changes, install_operations, is_local, plan_of, remote, twin
 
 _aten = torch.ops.aten
@@ -59,6 +60,8 @@ def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             elementwise = _by_element(operator, args, kwargs)
             return _write_elements(operator, args, kwargs) if elementwise else _write_value(operator, args, kwargs, written)
     found = on_the_stack(operator, args, kwargs)
+    if found is NotImplemented:
+        found = of_the_base(operator, args, kwargs)
     if found is not NotImplemented:
         return found
     if operator.is_view and isinstance(args[0], RemoteView):
