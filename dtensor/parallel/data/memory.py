@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...base.recording import ACTIVE, effect
+from ...base.torch_internals import set_version_counter, use_count
 from ...dispatch.versions import Stamp
 
 
@@ -46,6 +47,35 @@ def _resize(x: Tensor, nbytes: int) -> None:
     x.untyped_storage().resize_(nbytes)
 
 
+class Lent:
+    """Tensors of gathered values that graphs have saved. While their memory is given back autograd is told that they were written
+    to: a backward that no unit's output leads to (what a module keeps in an attribute is no output) raises, instead of reading
+    from no memory, which ended the process.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: list[Tensor] = []
+        self._versions: list[int] = []  # while they are away
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """And these. Those that nobody else has any more are forgotten."""
+        if not self._versions:
+            self._tensors = [x for x in self._tensors if use_count(x) > 1]
+        self._tensors += tensors
+
+    def away(self) -> None:
+        """Their memory is given back."""
+        if self._tensors and not self._versions:
+            self._versions = [x._version for x in self._tensors]
+            set_version_counter(tuple(self._tensors), tuple(version + 1 for version in self._versions))
+
+    def back(self) -> None:
+        """It is there again, with what was in it."""
+        if self._versions:
+            set_version_counter(tuple(self._tensors), tuple(self._versions))
+            self._versions = []
+
+
 @dataclass(eq=False, slots=True)
 class Whole:
     """What is gathered of a group of parameters now. One that is new says that nothing is.
@@ -58,6 +88,7 @@ class Whole:
         buffer, memory: of bytes, in which the values lie, and their memory.
         full, views: the values; what was gathered, which an extension may make them of.
         targets: where rows are copied to.
+        lent: what graphs may have saved of the values.
         buckets: memory of whole gradients on their way, by what is reduced, by member.
     """
 
@@ -70,6 +101,7 @@ class Whole:
     views: list[Any] = field(default_factory=list)
     targets: list[Any] = field(default_factory=list)
     memory: Memory = field(default_factory=Memory)
+    lent: Lent = field(default_factory=Lent)
     buckets: dict[Any, dict[int, list[Tensor]]] = field(default_factory=dict)
 
 

@@ -66,8 +66,7 @@ class Unit:
         self.before_in_backward: list[Unit] | None = None
         self._to_run: set[nn.Module] = set()
         self._standing: list[Place] = []
-        self._pass = Pass()
-        self._expected: set[Use] = set()  # of this pass, whose gradients have not come
+        self._pass, self._expected = Pass(), set[Use]()  # this pass, and its uses whose gradients have not come
         self._views: dict[int, tuple[Use | None, list[Any]]] = {}  # group -> gathered parameters of this pass
         for module in self.modules:
             module.__dict__[_ATTRIBUTE] = self
@@ -236,6 +235,7 @@ class Unit:
         self.unreduced.expected = True
         self._expected.add(use)
         flat = Gathered.apply(ANCHOR, group, self, use, distributed, *[m.parameter for m in group.managed])
+        group.whole.lent.add(flat)
         next(x.grad_fn for x in flat if x.grad_fn is not None)._set_sequence_nr(_AT_ONCE)
         values = group.regrouped(flat, distributed)
         if distributed is not None:

@@ -30,7 +30,7 @@ from ...tensor.dtensor import wrap
 from .custom_collectives import Settings, gather_rows, scatter_row
 from .extensions import Extensions
 from .layouts import Axes
-from .memory import Memory, Whole
+from .memory import Lent, Memory, Whole
 from .neighbours import Neighbours
 from .offload import Host
 from .parameters import Managed, is_extended
@@ -189,6 +189,8 @@ class Group:
         if (self.whole.gathered or self.whole.pending is not None) and self.whole.seen == now:
             return
         if self.whole.seen != now:
+            self.whole.lent.away()  # for good: other values come to their memory
+            self.whole.lent = Lent()
             if Extensions.among(self.managed) is (self._extended is None):  # locals may be given the methods, or replaced
                 self.forget()
             self.whole.kept = None
@@ -263,6 +265,7 @@ class Group:
                 self.whole.full = self._extended.wholes(locals_, self.whole.views)
                 self.whole.memory.add(self._extended.inner)
         self.whole.pending, self.whole.kept, self.whole.gathered, self._sent = None, None, True, []
+        self.whole.lent.back()
 
     def _beside(self, m: Managed) -> Any:
         """A parameter's local where it is copied from, if it is whole: on the device."""
@@ -299,6 +302,7 @@ class Group:
             self.whole.pending = None
         if self.whole.gathered and not self.borrows:
             self.whole.memory.give_back()
+            self.whole.lent.away()
         self.whole.gathered = False
 
     def _sending(self, member: int) -> Rows:

@@ -1,0 +1,107 @@
+"""What a unit's forward leaves elsewhere than in its output: backward may come to it while parameters have no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import dtensor as dt
+from dtensor.parallel import fully_shard
+
+MESH = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+# kernels that read without asking whether there is memory ended the process
+READS: dict[str, Callable[[Any, Any], Any]] = {
+    "mul": lambda x, w: x * w,
+    "rms_norm": lambda x, w: F.rms_norm(x, (256,), w),
+    "layer_norm": lambda x, w: F.layer_norm(x, (256,), w),
+    "cat": lambda x, w: torch.cat([x, w[None] * x]),
+    "prelu": lambda x, w: F.prelu(x, w[:1]),
+}
+
+
+class Aside(nn.Module):
+    """Gives its input back; what it computes stays in an attribute."""
+
+    def __init__(self, read: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.weight, self.read, self.aside = nn.Parameter(torch.full((256,), 2.0)), read, None
+
+    def forward(self, x: Any) -> Any:
+        self.aside = self.read(x, self.weight)
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self, read: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.inner = nn.Linear(256, 256), Aside(read)
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(self.first(x))
+
+
+def sharded(read: Callable[[Any, Any], Any], keeps: bool = False) -> Any:
+    model = Model(read)
+    fully_shard(model.inner, mesh=MESH, reshard_after_forward=not keeps)
+    return fully_shard(model, mesh=MESH)
+
+
+def batches() -> list[torch.Tensor]:
+    return [torch.randn(2, 256, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+
+
+def loss_of(model: Any, x: Any) -> Any:
+    return model(x).sum() + model.inner.aside.square().sum()
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_backward_that_no_output_leads_to_raises(name: str) -> None:
+    loss = loss_of(sharded(READS[name]), dt.per_rank(batches()))
+    with pytest.raises(RuntimeError, match="needed for gradient computation has been modified"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_unit_that_keeps_its_parameters_computes_it(name: str) -> None:
+    model, plain = sharded(READS[name], keeps=True), Model(READS[name])
+    loss_of(model, dt.per_rank(batches())).backward()
+    for x in batches():
+        (loss_of(plain, x) / 2).backward()
+    for parameter, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), wanted.grad)
+
+
+def test_values_of_before_a_step_are_not_taken_for_those_after() -> None:
+    model, x = sharded(READS["mul"], keeps=True), dt.per_rank(batches())
+    model(x)
+    before = model.inner.aside
+    with torch.no_grad():
+        model.inner.weight.mul_(3)
+    model(x)
+    with pytest.raises(RuntimeError, match="needed for gradient computation has been modified"):
+        before.sum().backward()
+
+
+def test_passes_that_wait_and_graphs_that_stay_are_served() -> None:
+    model: Any = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4)), mesh=MESH, reshard_after_forward=True)
+    x = dt.per_rank([torch.ones(1, 4), torch.ones(1, 4)])
+    losses = [model(x).square().sum() for _ in range(3)]
+    for loss in reversed(losses):
+        loss.backward(retain_graph=True)
+    once = model[0].weight.grad.full_tensor().clone() / 3
+    losses[1].backward()
+    torch.testing.assert_close(model[0].weight.grad.full_tensor(), once * 4)
+
+
+def test_passes_without_backward_are_forgotten() -> None:
+    model: Any = fully_shard(nn.Linear(4, 4), mesh=MESH)
+    for _ in range(5):
+        model(dt.per_rank([torch.ones(1, 4), torch.ones(1, 4)]))
+    (group,) = model.__dict__["_data_parallel_unit"].groups
+    assert len(group.whole.lent._tensors) <= 8  # those of two passes, of two ranks
