@@ -229,7 +229,7 @@ class Rows:
 
 
 def _unrecorded() -> AbstractContextManager[Any]:
-    """Copies are no part of a graph. Where dispatch modes look on, which are to see what composites are made of, autograd stays."""
+    """Copies are no part of a graph. Dispatch modes are to see what composites are made of, which autograd takes apart."""
     return torch.no_grad() if count_dispatch_modes() else BelowAutograd()
 
 

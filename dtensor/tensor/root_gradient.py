@@ -34,7 +34,7 @@ def backward(
     if not known or count_dispatch_modes() or count_function_modes() or functorch_active():
         torch.Tensor.backward(x, gradient, retain_graph, create_graph, inputs)
         return
-    root = wrap_local(torch.ones_like(x._local.detach()), x._layout)
+    root = wrap_local(torch.ones_like(x._local), x._layout)
     keep = create_graph if retain_graph is None else retain_graph
     run_backward((x,), (root,), keep, create_graph, (), allow_unreachable=True, accumulate_grad=True)
 
