@@ -166,8 +166,8 @@ CHANGES = (
     ),
     Change(
         "torch.optim.optimizer.Optimizer.zero_grad",
-        "the first gradients that a unit holds for a later backward",
-        "they are cleared too: .grad does not show them",
+        "the first unit of data parallelism",
+        "gradients that wait for a later backward are cleared too: .grad does not show them",
         "2.11",
         "its __wrapped__ is torch's own",
     ),

@@ -2,7 +2,7 @@
 
 A plain program has what its passes without synchronisation have come to in ``.grad``, where the optimizer finds it. Here that
 is none until gradients are reduced: an accumulation that was given up would join the next step. Torch asks nobody when an
-optimizer clears gradients, so its method is replaced once there is something held.
+optimizer clears gradients, so its method is replaced once there may be something held.
 """
 
 from __future__ import annotations
@@ -28,17 +28,12 @@ _HOLDING: WeakSet[Any] = WeakSet()
 _told = False
 
 
-def note_holding(holder: Holder) -> None:
-    """It holds some now."""
+def expect_holders() -> None:
+    """There may be some. From the first unit on: a recording shall end with the method that it began with."""
     global _told
-    if not _told:
-        _told = True
-        _tell_optimizers()
-    _HOLDING.add(holder)
-
-
-def _tell_optimizers() -> None:
-    of_torch = Optimizer.zero_grad
+    if _told:
+        return
+    _told, of_torch = True, Optimizer.zero_grad
 
     @functools.wraps(of_torch)
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
@@ -48,6 +43,11 @@ def _tell_optimizers() -> None:
 
     Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]  # see interop.changes
     changed("torch.optim.optimizer.Optimizer.zero_grad")
+
+
+def note_holding(holder: Holder) -> None:
+    """It holds some now."""
+    _HOLDING.add(holder)
 
 
 def clear(parameters: Container[int], to_none: bool) -> None:

@@ -12,7 +12,7 @@ from ...base.recording import Between
 from ...comm import shards_of
 from ...errors import UnsupportedOperationError
 from ...tensor.dtensor import wrap
-from .cleared import note_holding
+from .cleared import expect_holders, note_holding
 from .gradient_node import Column
 from .gradients import Reduction, add, quiet, reductions, to_be_added
 from .param_group import Group
@@ -32,6 +32,7 @@ class Unreduced:
     """
 
     def __init__(self, groups: Sequence[Group], dtype: torch.dtype | None) -> None:
+        expect_holders()
         self._groups, self._dtype = groups, dtype
         self.sync, self.in_order, self.defers, self.expected = True, False, False, False
         self.held: dict[tuple[int, int], Column] = Between()
