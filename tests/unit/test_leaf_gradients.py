@@ -206,7 +206,7 @@ def test_on_processes() -> None:
 
 
 def test_a_gradient_that_memory_repeats_is_stored_where_its_leaf_lies() -> None:
-    """Autograd copies it where the leaf's elements lie apart in memory; of what few ranks have, a copy that grows is dealt out."""
+    """Autograd copies it where the leaf lies apart in memory; of what few ranks have, a copy that grows is dealt out."""
     whole = dt.distribute_tensor(torch.randn(6, 16), MESH, [Shard(1)])
     leaf = whole.chunk(2, 1)[1].detach().requires_grad_()
     leaf.sum().backward()
