@@ -237,7 +237,7 @@ def _realize(rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[
         specs = [row.results[r] for row in rows]
         own = _held(factors, "result", r, factors.results[r])
         results.append(_place(mesh, factors.results[r], specs, splits_of("result", r), own, meta, call.operands))
-    kernel_row = next((row for row in rows if row.kernel is not None and row.factor in splits), None) if kernels else None
+    kernel_row = next((row for _, row in taken if row.kernel is not None and row.factor in splits), None)
     return Chosen(Choice(call, factors, rows, splits), tuple(operands), tuple(results), kernel_row)
 
 

@@ -241,3 +241,19 @@ def test_a_mask_of_numbers_is_refused_as_torch_does(where: Any) -> None:
     for of, by in ((x, mask), (x.to_local(), mask.to_local())):
         with pytest.raises(RuntimeError, match="mask"):
             torch.masked_select(of, by)
+
+
+@pytest.mark.parametrize("mesh_shape", [(1, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize("op", ["scatter_add", "index_add", "index_put", "gather", "index_select"])
+def test_a_mesh_dim_of_one_rank_chooses_no_kernel(op: str, mesh_shape: tuple[int, ...]) -> None:
+    """What stands in a row of such a dim is free, another kernel than that of the dims that cut as well: sums came out twice."""
+    i = torch.tensor([[0, 4], [4, 0], [2, 2], [0, 1], [5, 5], [4, 3]])
+    programs: dict[str, Any] = {
+        "scatter_add": lambda x, i, s: x.scatter_add(0, i, s),
+        "index_add": lambda x, i, s: x.index_add(0, i[:, 0], s),
+        "index_put": lambda x, i, s: x.index_put((i[:, 0],), s, accumulate=True),
+        "gather": lambda x, i, s: x.gather(0, i),
+        "index_select": lambda x, i, s: x.index_select(0, i[:, 0]),
+    }
+    mesh = dt.init_device_mesh("cpu", mesh_shape)
+    check(programs[op], floats(6, 2), i, floats(6, 2), mesh=mesh, placements=[[Shard(0), Shard(0)]] * 3)
