@@ -30,8 +30,8 @@ from ..base.scoped import Scoped
 from ..base.tracing import under_way
 from ..layout.layout import Layout
 from ..placement import Replicate
+from ..redistribute import Exchange, execute, execute_many
 from ..redistribute import Plan as Move
-from ..redistribute import execute, execute_many
 from ..redistribute import plan as plan_move
 from . import wrapping
 from .brought_back import bring_back
@@ -141,9 +141,10 @@ def moved(x: Any, move: Move, local: Any) -> Any:
 
 def moved_together(asked: Sequence[tuple[Any, Move, Any]]) -> list[Any]:
     """As :func:`moved` for all that an operator needs (None for a tensor: it is moved for this operator alone): they are under
-    way at the same time, small ones in one collective. A recording has them one by one, and packs more of them than one call's.
+    way at the same time, small ones in one collective. A recording has them one by one, and packs more of them than one call's,
+    but exchanges, of which it packs no more.
     """
-    if under_way() or (ACTIVE and current() is not None):
+    if under_way() or (ACTIVE and current() is not None and not all(_exchanges(move) for _, move, _ in asked)):
         return one_by_one(asked)
     sought = [_sought(x, move, local) for x, move, local in asked]
     memories = [id(kept.held) for _, _, kept in sought if kept]
@@ -157,6 +158,10 @@ def moved_together(asked: Sequence[tuple[Any, Move, Any]]) -> list[Any]:
     for (k, kept, *_, back), value in zip(going, arrived, strict=True):
         found[k] = kept.add(value) if kept else value.permute(back) if back else value
     return found
+
+
+def _exchanges(move: Move) -> bool:
+    return not move.communicates or all(type(step) is Exchange for step in move.steps)
 
 
 def _as_it_lies(move: Move, local: Any) -> tuple[Move, Any, tuple[int, ...]]:

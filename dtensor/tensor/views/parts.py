@@ -46,7 +46,7 @@ def of_the_base(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     if operator.func not in _ONE | _SEVERAL or type(x) is not RemoteView or x._layout.dtype.is_complex or x._layout.sized:
         return NotImplemented
     base, links = chain_of(x)
-    if any(origin.pinned or changes(origin.plan) for origin, _ in links):
+    if base._layout.dtype is not x._layout.dtype or any(origin.pinned or changes(origin.plan) for origin, _ in links):
         return NotImplemented
     steps = [(origin.operator.func, place, nested_key(origin.args[1:]), nested_key(origin.kwargs)) for origin, place in links]
     key = (base._layout, tuple(steps), operator.func, nested_key(args[1:]), nested_key(kwargs))
@@ -70,7 +70,7 @@ def _parts(
         shown = shown[place] if isinstance(shown, (list, tuple)) else shown
     picked = operator.func(shown, *rest, **kwargs)
     parts = [_part(whole, each) for each in listed(picked)]
-    return tuple([part for part in parts if part is not None]) if None not in parts and shown.dtype is layout.dtype else ()
+    return tuple([part for part in parts if part is not None]) if None not in parts else ()
 
 
 def _part(whole: torch.Tensor, picked: torch.Tensor) -> _Part | None:
