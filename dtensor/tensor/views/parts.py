@@ -43,10 +43,10 @@ _PARTS: Bounded[Any, tuple[_Part, ...]] = Bounded(4096, "parts.of_views")
 def of_the_base(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a view that picks a part of a remote view shows, where blocks of its base show it; NotImplemented elsewhere."""
     x = args[0] if args else None
-    if operator.func not in _ONE | _SEVERAL or type(x) is not RemoteView or x._layout.dtype.is_complex or x._layout.sized:
+    if operator.func not in _ONE | _SEVERAL or type(x) is not RemoteView or x._layout.sized:
         return NotImplemented
     base, links = chain_of(x)
-    if base._layout.dtype is not x._layout.dtype or any(origin.pinned or changes(origin.plan) for origin, _ in links):
+    if base._layout.dtype.is_complex or any(origin.pinned or changes(origin.plan) for origin, _ in links):
         return NotImplemented
     steps = [(origin.operator.func, place, nested_key(origin.args[1:]), nested_key(origin.kwargs)) for origin, place in links]
     key = (base._layout, tuple(steps), operator.func, nested_key(args[1:]), nested_key(kwargs))
@@ -68,6 +68,8 @@ def _parts(
     for origin, place in links:
         shown = origin.operator.func(shown, *origin.args[1:], **origin.kwargs)
         shown = shown[place] if isinstance(shown, (list, tuple)) else shown
+        if shown.dtype is not layout.dtype:  # complex numbers may be seen mirrored
+            return ()
     picked = operator.func(shown, *rest, **kwargs)
     parts = [_part(whole, each) for each in listed(picked)]
     return tuple([part for part in parts if part is not None]) if None not in parts else ()
