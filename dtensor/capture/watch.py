@@ -27,7 +27,8 @@ class Watch:
         self._sized: list[Collection[Any]] = []
         self._one: tuple[list[Callable[[Any], Any]], list[Any]] = [], []  # what gives an object of what
         self._several: tuple[list[Callable[[Any], Iterable[Any]]], list[Any]] = [], []
-        self._states: list[tuple[Callable[[], Any], Any]] = []
+        self._ask: list[Callable[[], Any]] = []
+        self._told: list[Any] = []  # what each of them told
         self._tensors: list[Any] = []
 
     def dict_(self, held: Mapping[Any, Any]) -> None:
@@ -108,7 +109,8 @@ class Watch:
 
     def state(self, held: Callable[[], Any], now: Any) -> None:
         """That ``held()`` equals ``now``."""
-        self._states.append((held, now))
+        self._ask.append(held)
+        self._told.append(now)
 
     def _one_of(self, get: Callable[[Any], Any], value: Any) -> None:
         self._one[0].append(get)
@@ -121,7 +123,6 @@ class Watch:
     def settle(self) -> None:
         """Remember what there is now."""
         self._dicts.settle()
-        self._ask, self._told = [held for held, _ in self._states], [now for _, now in self._states]
         self._put, self._put_on = self._put_now(), [*map(len, map(_HOME, self._tensors))]
         self._before, self._lengths = [*self._now()], [*map(len, self._sized)]
 

@@ -68,10 +68,7 @@ def recorded(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         if functorch_active():
             return within.apply(*map(_Box.of, args))
-        for x in args:
-            if type(x) is torch.Tensor and is_legacy_batched(x):
-                return in_batches(*args)
-        return alone(*args)
+        return in_batches(*args) if any(map(_is_old, args)) else alone(*args)
 
     within = _with_boxes(function, call)
     in_batches = super(torch.autograd.Function, _of_old_batches(function, call)).apply  # type: ignore[misc]

@@ -24,6 +24,7 @@ from .remote_view import Origin, RemoteView, chain_of, changes, is_local, plan_o
 _aten = torch.ops.aten
 _ONE = {_aten.select.int, _aten.slice.Tensor}
 _SEVERAL = {_aten.unbind.int, _aten.split.Tensor, _aten.split_with_sizes.default}
+_PICKING = _ONE | _SEVERAL
 _SLICE, _VIEW, _PERMUTE = _aten.slice.Tensor, _aten.view.default, _aten.permute.default
 
 
@@ -43,7 +44,7 @@ _PARTS: Bounded[Any, tuple[_Part, ...]] = Bounded(4096, "parts.of_views")
 def of_the_base(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a view that picks a part of a remote view shows, where blocks of its base show it; NotImplemented elsewhere."""
     x = args[0] if args else None
-    if operator.func not in _ONE | _SEVERAL or type(x) is not RemoteView or x._layout.sized:
+    if operator.func not in _PICKING or type(x) is not RemoteView or x._layout.sized:
         return NotImplemented
     base, links = chain_of(x)
     if base._layout.dtype.is_complex or any(origin.pinned or changes(origin.plan) for origin, _ in links):
