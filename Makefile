@@ -3,7 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# The plugins by name: found by themselves, pytest would rewrite the assertions of what comes with one, all of dtensor. Nothing logs.
+PLUGINS := --disable-plugin-autoload -p xdist -p hypothesispytest -p dtensor.debug.pytest_plugin -p no:logging
+PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PLUGINS)
 PARALLEL ?= -n 2 --dist worksteal
 
 .PHONY: wheel site demo demo-4 test test-4 test-chaos test-hf test-all check lint format types layers docs bench profile clean

@@ -11,6 +11,7 @@ import pytest
 import torch
 from capture_cases import CASES, WHOLE, Block, assert_same, compare, mesh_of
 from case_lists import on_four
+from halves import diagonals
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence
@@ -28,8 +29,7 @@ def randn(*size: int, on: Any = MESH, at: Any = WHOLE, grad: bool = False, dtype
 
 
 # --- programs ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("mesh", [MESH, THREE, GRID], ids=["2", "3", "2x2"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "mesh"), diagonals(CASES, [MESH, THREE, GRID]))
 def test_trains_as_the_function_does(name: str, mesh: Any) -> None:
     captured = compare(lambda: CASES[name](mesh))
     assert captured.cache_info()[:4] == (1, 16, 1, 2)

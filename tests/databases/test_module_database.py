@@ -25,7 +25,7 @@ def check(name: str, setting: Setting, samples: int) -> None:
         assert not problems or case.name in module_database.ACCEPTED, f"{where}:\n" + "\n".join(problems)
 
 
-@pytest.mark.parametrize("name", some(QUICK.split(",")))
+@pytest.mark.parametrize("name", some(QUICK.split(","), 4))
 def test_quick_modules(name: str) -> None:
     check(name, Setting(mesh=(2, 2), seed=SEED), 2)
 

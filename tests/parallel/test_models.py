@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from halves import some
+from halves import diagonals
 from torch import Tensor, nn
 
 import dtensor as dt
@@ -210,9 +210,7 @@ def no_gathering() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_gathering")
-@pytest.mark.parametrize("inputs", some([[S0, R], [R, R], [S0, S1]]), ids=str)
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.__name__)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "plan", "inputs"), diagonals(MODELS, PLANS, [[S0, R], [R, R], [S0, S1]], every=3))
 def test_a_training_step_is_that_of_one_device(name: str, plan: Plan, inputs: list[Placement]) -> None:
     plain, (_, own, loss_of, target) = made(name), MODELS[name]
     model = spread(plain, plan)

@@ -133,7 +133,7 @@ OPTIMIZERS = [
 
 @pytest.mark.parametrize("make", some([mixed, sharded, replicated], 3))
 @pytest.mark.parametrize(
-    "mode", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}], ids=["default", "foreach", "loop", "fused"]
+    "mode", some([{}, {"foreach": True}, {"foreach": False}, {"fused": True}]), ids=["default", "foreach", "loop", "fused"]
 )
 @pytest.mark.parametrize(("optimizer", "options"), OPTIMIZERS, ids=[o.__name__ for o, _ in OPTIMIZERS])
 def test_optimizers(make: Any, mode: dict[str, bool], optimizer: Any, options: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from beside import dp, same_gradients, whole
+from halves import diagonals
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
@@ -112,9 +113,9 @@ TRANSFORMS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("way", "given"), CASES)
-@pytest.mark.parametrize("transform", list(TRANSFORMS))
-def test_transforms_are_those_of_one_device_and_leave_the_module_as_it_was(way: Any, given: Any, transform: str) -> None:
+@pytest.mark.parametrize(("case", "transform"), diagonals(CASES, TRANSFORMS))
+def test_transforms_are_those_of_one_device_and_leave_the_module_as_it_was(case: tuple[Any, Any], transform: str) -> None:
+    way, given = case
     model, alone = made(way)
     before = list(model.parameters())
     found, wanted = (tree_leaves(TRANSFORMS[transform](m, x)) for m, x in ((model, given()), (alone, X)))

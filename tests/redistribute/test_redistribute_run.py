@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from gloo import run_gloo
-from halves import some
+from halves import diagonals, some
 from redistribute_cases import (
     COUNTED,
     LAST,
@@ -59,9 +59,7 @@ def check_some(pairs: list[tuple[Layout, Layout]], count: int) -> None:
         check(src, dst, seed)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int64], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("mesh_shape", [(2,), (3,)], ids=str)
+@pytest.mark.parametrize(("mesh_shape", "shape", "dtype"), diagonals([(2,), (3,)], SHAPES, [torch.float64, torch.int64]), ids=str)
 def test_all_pairs_on_one_mesh_dim(mesh_shape: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> None:
     ops = ALL_OPS if dtype.is_floating_point else ("sum", "max", "min", "product", LAST)
     for src, dst in all_pairs(layouts(mesh_of(*mesh_shape), shape, dtype, ops)):

@@ -28,7 +28,7 @@ def agree(first: int, **options: Any) -> None:
         pytest.fail(str(failure))
 
 
-@pytest.mark.parametrize("block", some(range(6)))
+@pytest.mark.parametrize("block", some(range(6), 3))
 def test_programs(block: int) -> None:
     agree(block * BLOCK)
 
@@ -39,7 +39,7 @@ def test_longer_programs(block: int) -> None:
     agree(100_000 + block * BLOCK, length=10)
 
 
-@pytest.mark.parametrize("block", some(range(5)))
+@pytest.mark.parametrize("block", some(range(5), 3))
 def test_programs_of_views_and_writes(block: int) -> None:
     agree(block * BLOCK, length=8, make=random_view_program)
 
@@ -50,7 +50,7 @@ def test_longer_programs_of_views_and_writes(block: int) -> None:
     agree(100_000 + block * BLOCK, length=12, make=random_view_program)
 
 
-@pytest.mark.parametrize("block", some(range(4)))
+@pytest.mark.parametrize("block", some(range(4), 4))
 def test_programs_whose_values_are_read_before_they_are_written_to(block: int) -> None:
     agree(50_000 + block * BLOCK, length=8, make=random_read_program)
 

@@ -54,7 +54,7 @@ def accepted(name: str) -> Iterator[Any]:
         yield lambda x, y, z, form=form: form(op, list(x), list(y), list(z))
 
 
-@pytest.mark.parametrize("name", some(NAMES, 3))
+@pytest.mark.parametrize("name", some(NAMES, 6))
 def test_lists_of_mixed_layouts(name: str) -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2))
     writes = name.endswith("_")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from halves import diagonals
 from rule_tables import MESHES, Case, floats, integers, kinds, received, run, try_all
 
 import dtensor as dt
@@ -47,8 +48,7 @@ CASES = {
 
 
 @pytest.mark.filterwarnings("ignore:.*has no sharding rule.*:UserWarning")
-@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "mesh_shape"), diagonals(CASES, MESHES, every=3), ids=str)
 def test_values_and_gradients_are_those_of_plain_torch(name: str, mesh_shape: tuple[int, ...]) -> None:
     try_all(CASES[name], mesh_shape, 7)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from halves import diagonals
 from rule_tables import MESHES, Case, floats, integers, kinds, received, run, try_all
 from torch.nn import functional as F
 
@@ -33,9 +34,9 @@ ELEMENTWISE = {
 }
 
 
-@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize(
+    ("name", "reduction", "mesh_shape"), diagonals(ELEMENTWISE, ["none", "mean", "sum"], MESHES, every=3), ids=str
+)
 def test_elementwise_losses(name: str, reduction: str, mesh_shape: tuple[int, ...]) -> None:
     try_all(Case(lambda x, y: ELEMENTWISE[name](x, y, reduction), (X, Y)), mesh_shape, 4)
 
@@ -64,8 +65,7 @@ CLASSES = {
 }
 
 
-@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize(("name", "mesh_shape"), diagonals(CLASSES, MESHES, every=3), ids=str)
 def test_class_losses(name: str, mesh_shape: tuple[int, ...]) -> None:
     try_all(CLASSES[name], mesh_shape, 6)
 

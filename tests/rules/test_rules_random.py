@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from halves import diagonals
 from rule_tables import MESHES, Case, floats, kinds, run, try_all
 from torch.nn import functional as F
 
@@ -58,14 +59,12 @@ IN_PLACE: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize(("name", "mesh_shape"), diagonals(NEW, MESHES, every=3), ids=str)
 def test_new_values_and_gradients(name: str, mesh_shape: tuple[int, ...]) -> None:
     try_all(Case(NEW[name], (X,)), mesh_shape, 5)
 
 
-@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
-@pytest.mark.parametrize("name", IN_PLACE)
+@pytest.mark.parametrize(("name", "mesh_shape"), diagonals(IN_PLACE, MESHES, every=3), ids=str)
 def test_values_written_in_place(name: str, mesh_shape: tuple[int, ...]) -> None:
     try_all(Case(IN_PLACE[name], (floats(6, 20, low=0.1, high=0.9),), written=True, gradients=False), mesh_shape, 5)
 

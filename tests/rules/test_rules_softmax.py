@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from halves import diagonals
 from rule_tables import MESHES, Case, floats, kinds, received, run, try_all
 
 from dtensor import Partial, Replicate, Shard
@@ -32,8 +33,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "mesh_shape"), diagonals(CASES, MESHES, every=3), ids=str)
 def test_values_and_gradients_are_those_of_plain_torch(name: str, mesh_shape: tuple[int, ...]) -> None:
     try_all(CASES[name], mesh_shape)
 

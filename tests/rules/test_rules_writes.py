@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from halves import diagonals
 
 import dtensor as dt
 from dtensor import DTensor, Partial, Replicate, Shard
@@ -183,8 +184,7 @@ def run(program: Program) -> Callable[..., Any]:
     return whole
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-@pytest.mark.parametrize("gradients", [False, True], ids=["values", "gradients"])
+@pytest.mark.parametrize(("program", "gradients"), diagonals(PROGRAMS, [False, True]))
 def test_a_program_that_writes_through_views_gives_what_it_gives_on_plain_tensors(program: Program, gradients: bool) -> None:
     for shape, choices in (((2,), FLAT), ((2, 2), GRID)):
         mesh = dt.init_device_mesh("cpu", shape)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+import itertools
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +12,14 @@ import pytest
 def some(cases: Sequence[Any], every: int = 2) -> list[Any]:
     """Each ``every``-th case in the fast half; a tuple is a case of several arguments."""
     return [_case(case, k % every == 0) for k, case in enumerate(cases)]
+
+
+def diagonals(*lists: Iterable[Any], every: int = 2) -> list[Any]:
+    """Each combination; in the fast half those on each ``every``-th diagonal, which leaves no value out."""
+    return [
+        _case(tuple(value for _, value in numbered), sum(k for k, _ in numbered) % every == 0)
+        for numbered in itertools.product(*map(enumerate, lists))
+    ]
 
 
 def chosen(cases: Sequence[Any], fast: Container[Any]) -> list[Any]:

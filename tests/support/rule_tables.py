@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 
 from dtensor import Placement, init_device_mesh
 from dtensor.testing import Outcome, check
 from dtensor.testing.placements import combinations
 
-MESHES = (pytest.param((2,), marks=pytest.mark.slow), (3,), (2, 2))  # three ranks have uneven blocks, two dims even ones
+MESHES = ((3,), (2, 2), (2,))  # three ranks have uneven blocks, two dims even ones
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,11 @@ import torch, torch.distributed, torch.utils.checkpoint, torch.nn.utils.rnn
 warnings.simplefilter("ignore")
 OWN = os.path.join(os.getcwd(), "dtensor", "")
 
+PLAIN = {str, int, float, bool, bytes, type(None)}
+
 def is_ours(value):
+    if type(value) in PLAIN:
+        return False
     value = value.__func__ if isinstance(value, (classmethod, staticmethod, types.MethodType)) else value
     named = value if isinstance(value, (types.FunctionType, type)) else type(value)
     if isinstance(value, types.FunctionType) and value.__code__.co_filename.startswith(OWN):
@@ -29,14 +33,15 @@ def inside(value):
     return list(value) if isinstance(value, (list, set, frozenset)) else []
 
 def ours():
-    found = {"sys.meta_path"} if any(map(is_ours, sys.meta_path)) else set()
+    found, seen = {"sys.meta_path"} if any(map(is_ours, sys.meta_path)) else set(), set()
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] not in ("torch", "math", "builtins") or not isinstance(module, types.ModuleType):
             continue
         for key, value in list(vars(module).items()):
             if is_ours(value) or any(map(is_ours, inside(value))):
                 found.add(f"{name}.{key}")
-            if isinstance(value, type) and str(value.__module__).partition(".")[0] == "torch":
+            if isinstance(value, type) and value not in seen and str(value.__module__).partition(".")[0] == "torch":
+                seen.add(value)
                 found |= {
                     f"{value.__module__}.{value.__qualname__}.{attribute}"
                     for attribute, held in list(vars(value).items())

@@ -60,7 +60,7 @@ def _outcome(run: Callable[[], torch.Tensor]) -> Any:
     return found
 
 
-@pytest.mark.parametrize(("name", "fn", "ndim"), some(CASES), ids=[f"{name}-{ndim}" for name, _, ndim in CASES])
+@pytest.mark.parametrize(("name", "fn", "ndim"), some(CASES, 4), ids=[f"{name}-{ndim}" for name, _, ndim in CASES])
 @pytest.mark.parametrize("gradient", [False, True])
 def test_as_plain_torch(name: str, fn: Program, ndim: int, gradient: bool) -> None:
     for shape in SHAPES[ndim]:

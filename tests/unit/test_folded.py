@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from halves import diagonals
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -118,8 +119,7 @@ ROWS: list[Callable[..., Any]] = [
 ]
 
 
-@pytest.mark.parametrize("stack", STACKS, ids=str)
-@pytest.mark.parametrize("program", ROWS)
+@pytest.mark.parametrize(("program", "stack"), diagonals(ROWS, STACKS))
 def test_what_else_is_done_to_rows(program: Callable[..., Any], stack: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((3, 5, 7), (7, 7)))
@@ -145,8 +145,7 @@ def folded_and_written(x: Any, w: Any) -> Any:
     return before, rows * 1, y
 
 
-@pytest.mark.parametrize("stack", [*STACKS, [Shard(2), Shard(1)]], ids=str)
-@pytest.mark.parametrize("program", [*REGROUPED, folded_and_written])
+@pytest.mark.parametrize(("program", "stack"), diagonals([*REGROUPED, folded_and_written], [*STACKS, [Shard(2), Shard(1)]]))
 def test_a_dim_is_folded_while_others_are_regrouped(program: Callable[..., Any], stack: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((3, 5, 2, 4), (6, 8)))

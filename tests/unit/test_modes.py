@@ -278,6 +278,7 @@ print(states, told)
 """
 
 
+@pytest.mark.slow
 def test_autograds_own_threads_see_the_modes_of_who_starts_the_pass() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", ELSEWHERE], capture_output=True, text=True, timeout=120, check=False

@@ -32,7 +32,7 @@ LISTS = (
     "cases_reports_tensors",
 )
 HELD = {"ranks_seeded_differently_draw_alike"}  # they do something for each piece that is here
-EVERY = 30  # of the list, in each run; the others are slow
+EVERY = 60  # of the list, in each run; the others are slow
 PROGRAMS = [
     pytest.param(name, case, id=case, marks=() if k % EVERY == 0 else pytest.mark.slow)
     for name in LISTS
