@@ -111,9 +111,6 @@ NAMES: dict[str, Internal] = {
         "autograd refuses what it has saved of memory that is given back",
         "hooks for all that is saved",
     ),
-    "use_count": Internal(
-        "torch._C.TensorBase._use_count", "whether a graph has saved a tensor", "a weak reference to the graph"
-    ),
     "AccumulateGrad": Internal("torch._C._functions.AccumulateGrad", "what copies a gradient, or does not", _NONE),
     "autograd_node": Internal("torch._C._current_autograd_node", "whose backward an operation is part of", _NONE),
     "sequence_number": Internal("torch._C._autograd._get_sequence_nr", "which forward call a backward belongs to", _NONE),

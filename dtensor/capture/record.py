@@ -312,6 +312,7 @@ class Recording:
             for gradient in found:
                 if isinstance(gradient, DTensor):
                     gradient._local  # noqa: B018  as above
+        self.recorder.views.clear()
         if key not in program.backwards:
             program.add_backward(key, self._backward(shown, grads, steps, found))
         copies = iter(program.backwards[key].copied)

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from ...base.recording import ACTIVE, effect
-from ...base.torch_internals import set_version_counter, use_count
+from ...base.torch_internals import set_version_counter
 from ...dispatch.versions import Stamp
 
 
@@ -51,29 +52,35 @@ class Lent:
     """Tensors of gathered values that graphs have saved. While their memory is given back autograd is told that they were written
     to: a backward that no unit's output leads to (what a module keeps in an attribute is no output) raises, instead of reading
     from no memory, which ended the process.
+
+    Whoever needs them has them: held here they would hold the graph, and that the unit, in a circle that no collector sees.
     """
 
     def __init__(self) -> None:
-        self._tensors: list[Tensor] = []
-        self._versions: list[int] = []  # while they are away
+        self._tensors: list[TensorWeakRef] = []
+        self._away: list[tuple[TensorWeakRef, int]] = []  # and their versions
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """And these. Those that nobody else has any more are forgotten."""
-        if not self._versions:
-            self._tensors = [x for x in self._tensors if use_count(x) > 1]
-        self._tensors += tensors
+        """And these."""
+        self._tensors = [x for x in self._tensors if x() is not None]
+        self._tensors += map(TensorWeakRef, tensors)
 
     def away(self) -> None:
         """Their memory is given back."""
-        if self._tensors and not self._versions:
-            self._versions = [x._version for x in self._tensors]
-            set_version_counter(tuple(self._tensors), tuple(version + 1 for version in self._versions))
+        if not self._away:
+            self._away = [(ref, x._version) for ref in self._tensors if (x := ref()) is not None]
+            self._tell(1)
 
     def back(self) -> None:
         """It is there again, with what was in it."""
-        if self._versions:
-            set_version_counter(tuple(self._tensors), tuple(self._versions))
-            self._versions = []
+        self._tell(0)
+        self._away = []
+
+    def _tell(self, writes: int) -> None:
+        there = [(x, version + writes) for ref, version in self._away if (x := ref()) is not None]
+        if there:
+            tensors, versions = zip(*there, strict=True)
+            set_version_counter(tensors, versions)
 
 
 @dataclass(eq=False, slots=True)
