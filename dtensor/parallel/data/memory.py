@@ -58,29 +58,27 @@ class Lent:
 
     def __init__(self) -> None:
         self._tensors: list[TensorWeakRef] = []
-        self._away: list[tuple[TensorWeakRef, int]] = []  # and their versions
+        self._versions: list[int] = []  # while they are away
 
     def add(self, tensors: Iterable[Tensor]) -> None:
         """And these."""
-        self._tensors = [x for x in self._tensors if x() is not None]
         self._tensors += map(TensorWeakRef, tensors)
 
     def away(self) -> None:
         """Their memory is given back."""
-        if not self._away:
-            self._away = [(ref, x._version) for ref in self._tensors if (x := ref()) is not None]
-            self._tell(1)
+        if self._tensors and not self._versions:
+            there = [(ref, x) for ref in self._tensors if (x := ref()) is not None]
+            self._tensors, self._versions = [ref for ref, _ in there], [x._version for _, x in there]
+            set_version_counter(tuple([x for _, x in there]), tuple([version + 1 for version in self._versions]))
 
     def back(self) -> None:
         """It is there again, with what was in it."""
-        self._tell(0)
-        self._away = []
-
-    def _tell(self, writes: int) -> None:
-        there = [(x, version + writes) for ref, version in self._away if (x := ref()) is not None]
-        if there:
-            tensors, versions = zip(*there, strict=True)
-            set_version_counter(tensors, versions)
+        if self._versions:
+            there = [
+                (x, version) for ref, version in zip(self._tensors, self._versions, strict=False) if (x := ref()) is not None
+            ]
+            set_version_counter(tuple([x for x, _ in there]), tuple([version for _, version in there]))
+            self._versions = []
 
 
 @dataclass(eq=False, slots=True)
