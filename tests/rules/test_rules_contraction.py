@@ -107,6 +107,13 @@ def test_composites_and_their_gradients(name: str, shape: tuple[int, ...]) -> No
         check(fn, *tensors, mesh=MESHES[shape], placements=placements)
 
 
+def test_scaled_products_are_of_matrices() -> None:
+    a, b = torch.ones(4, 1, 16).to(torch.float8_e4m3fn), torch.ones(32, 16).to(torch.float8_e4m3fn).t()
+    one = torch.ones(())
+    with pytest.raises(RuntimeError, match="must be a matrix"):
+        torch._scaled_mm(*(dt.distribute_tensor(x, MESHES[2,], [R]) for x in (a, b, one, one)))
+
+
 def test_integers_wrap_alike() -> None:
     a, b = x(5, 6, dtype=torch.int64), x(6, 7, seed=1, dtype=torch.int64)
     check(torch.mm, a * 2**40, b * 2**30, mesh=MESHES[3,], placements=[[S1], [S0]])

@@ -131,6 +131,10 @@ def test_weighted_counts_have_torchs_dtype_where_a_block_or_all_is_empty(count: 
         check(torch.bincount, *given, mesh=dt.init_device_mesh("cpu", (4,)), placements=[[where]] * 2, kwargs={"minlength": 2})
 
 
+def test_fewer_counts_than_none_are_refused() -> None:
+    run(lambda x: torch.bincount(x, minlength=-1), [torch.arange(4)], (2,), [[Shard(0)]])
+
+
 @pytest.mark.parametrize("reduce", ["sum", "mean", "prod", "max", "amax", "min", "amin"])  # torch takes both names
 @pytest.mark.parametrize("initial", [None, 0.5])
 def test_segments_by_every_name_of_their_reduction(reduce: str, initial: float | None) -> None:

@@ -217,6 +217,8 @@ einsum("_int_mm", "m k, k n -> m n", when=blocks_of_eight)  # int32 sums of int8
 
 def scaled_factors(call: Call) -> Factors | None:
     """Scales are one number, or one per row and one per column; k is whole, so that sums are rounded once."""
+    if not len(call.shape(0)) == len(call.shape(1)) == 2:
+        return None  # torch refuses them
     (m, k), (_, n) = call.shape(0), call.shape(1)
     sizes = {"m": m, "k": k, "n": n}
     own = {"self": ("m", "k"), "mat2": ("k", "n"), "scale_a": ("m", ""), "scale_b": ("", "n"), "bias": ("n",), "scale_result": ()}

@@ -125,9 +125,9 @@ def bins_of_blocks(at: KernelContext, x: Any, weights: Any = None, minlength: in
 def of_bins(call: Call) -> Kernel | None:
     """Two integers, then as many numbers as there are bins, or more."""
     number = 8 if len(call.operands) == 1 else max(4, call.operands[1].dtype.itemsize)
-    one_shape = len({tuple(layout.shape) for layout in call.operands}) == 1  # torch refuses others
+    taken = len({tuple(layout.shape) for layout in call.operands}) == 1 and call["minlength"] >= 0  # torch refuses others
     kernel = Kernel(bins_of_blocks, collectives=2, nbytes=lambda call: 16 + number * max(1, call["minlength"]))
-    return kernel if one_shape else None
+    return kernel if taken else None
 
 
 blockwise("bincount", "each: [n] ->", kernel=of_bins, kind="kernel", measured=True)
