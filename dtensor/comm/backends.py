@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]  # as torch names it
+from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions  # type: ignore[attr-defined]  # as torch has it
 
 from ..errors import LayoutError
 from ..mesh.groups import Group
@@ -168,6 +168,7 @@ def _with(options: T, **values: Any) -> T:
 
 # The group's own methods are called: torch.distributed's check what is known here, and take longer than a small collective.
 _ALL_GATHER_NAME = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"  # of torch 2.11
+_REDUCE_SCATTER_NAME = "reduce_scatter_single" if hasattr(dist.ProcessGroup, "reduce_scatter_single") else "_reduce_scatter_base"
 _ALL_GATHER, _ALL_TO_ALL = _with(AllgatherOptions()), _with(dist.AllToAllOptions())
 
 
@@ -199,6 +200,13 @@ def all_reduction(group: Group, op: dist.ReduceOp.RedOpType) -> Callable[[Tensor
     issue, options = group.handle.allreduce, _with(dist.AllreduceOptions(), reduceOp=op)
     told = issuing(issue)
     return lambda x: endable(group, x.nbytes, [told([x], options) if listeners else issue([x], options)])
+
+
+def scattered_reduction(group: Group, op: dist.ReduceOp.RedOpType) -> Callable[[Tensor, Tensor], list[Ending]]:
+    """The backend's own reduce-scatter: of a row, to this rank's part of it."""
+    issue, options = getattr(group.handle, _REDUCE_SCATTER_NAME), _with(ReduceScatterOptions(), reduceOp=op)
+    told = issuing(issue)
+    return lambda into, row: endable(group, row.nbytes, [(told if listeners else issue)(into, row, options)])
 
 
 def broadcast(group: Group, row: Tensor, sender: int) -> list[Ending]:

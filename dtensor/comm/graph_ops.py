@@ -27,7 +27,7 @@ from ..base.symbols import as_torch_has_them, has_symbols, sizes
 from ..base.told import changed
 from ..base.tracing import kept_object, shows_ranges
 from ..mesh.groups import Group, backend_of, beside
-from .backends import Ending, all_gather_rows, all_reduction, all_to_all_rows, reduce_scatter_single, started
+from .backends import Ending, all_gather_rows, all_reduction, all_to_all_rows, scattered_reduction, started
 from .events import Event, listeners, reduced, reporting
 from .pending import Pending
 from .transfer import Issue
@@ -124,7 +124,8 @@ class Collective:
             case "reduce":
                 reduce = all_reduction(group, self.op)
                 return lambda row, into: reduce(into.copy_(row))
-        return lambda row, into: [reduce_scatter_single(into, row, self.op, group=group.handle, async_op=True)]
+        scatter = scattered_reduction(group, self.op)
+        return lambda row, into: scatter(into, row)
 
     def _received(self, elements: int) -> int:
         """From the others, of rows of so many elements."""

@@ -217,7 +217,7 @@ class Packing:
         if not self.filled:
             return block.new_empty(0)  # not a view: a lazy conjugate would stay one
         if self.whole:
-            return block.view(-1)
+            return block if block.ndim == 1 else block.view(-1)
         if self.grid is not None and not is_traced(block):
             return self.grid.of(block).contiguous().view(-1)  # reshape might give a strided view
         if self.joint is not None:
