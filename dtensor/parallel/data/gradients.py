@@ -190,7 +190,8 @@ class Reduction:
         flat = flat if before is None else before + flat
         self.missing |= missing
         if group.settings.all_reduces:
-            self._second = group.comm.all_reduce(flat, group.axes.reduced, self._op)
+            bound = group.comm.bind_all_reduce(group.axes.reduced, self._op, shards_of(flat)[0].dtype)
+            self._second = (bound.taking or bound.run)(flat)
         else:
             group.scattered[key] = (flat, frozenset(self.missing))
 
