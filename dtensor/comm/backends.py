@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]  # as torch names it
+from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions  # type: ignore[attr-defined]  # as torch has it
 
+from ..base.values import as_value
 from ..errors import LayoutError
 from ..mesh.groups import Group
 from ..watch.watching import waited_beside
@@ -30,7 +30,7 @@ from .rows import as_row
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@as_value(frozen=True, slots=True)
 class Traits:
     """What to use of a backend.
 
@@ -118,7 +118,7 @@ class Ending(Protocol):
     def wait(self) -> Any: ...
 
 
-@dataclass(frozen=True, slots=True)
+@as_value(frozen=True, slots=True)
 class _Large:
     works: list[dist.Work]
     handle: Any
@@ -168,6 +168,7 @@ def _with(options: T, **values: Any) -> T:
 
 # The group's own methods are called: torch.distributed's check what is known here, and take longer than a small collective.
 _ALL_GATHER_NAME = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"  # of torch 2.11
+_REDUCE_SCATTER_NAME = "reduce_scatter_single" if hasattr(dist.ProcessGroup, "reduce_scatter_single") else "_reduce_scatter_base"
 _ALL_GATHER, _ALL_TO_ALL = _with(AllgatherOptions()), _with(dist.AllToAllOptions())
 
 
@@ -199,6 +200,13 @@ def all_reduction(group: Group, op: dist.ReduceOp.RedOpType) -> Callable[[Tensor
     issue, options = group.handle.allreduce, _with(dist.AllreduceOptions(), reduceOp=op)
     told = issuing(issue)
     return lambda x: endable(group, x.nbytes, [told([x], options) if listeners else issue([x], options)])
+
+
+def scattered_reduction(group: Group, op: dist.ReduceOp.RedOpType) -> Callable[[Tensor, Tensor], list[Ending]]:
+    """The backend's own reduce-scatter: of a row, to this rank's part of it."""
+    issue, options = getattr(group.handle, _REDUCE_SCATTER_NAME), _with(ReduceScatterOptions(), reduceOp=op)
+    told = issuing(issue)
+    return lambda into, row: endable(group, row.nbytes, [(told if listeners else issue)(into, row, options)])
 
 
 def broadcast(group: Group, row: Tensor, sender: int) -> list[Ending]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import islice
 from typing import Any, cast
@@ -26,8 +26,9 @@ from ..base.caches import Bounded, remembered
 from ..base.symbols import as_torch_has_them, has_symbols, sizes
 from ..base.told import changed
 from ..base.tracing import kept_object, shows_ranges
+from ..base.values import as_value
 from ..mesh.groups import Group, backend_of, beside
-from .backends import Ending, all_gather_rows, all_reduction, all_to_all_rows, reduce_scatter_single, started
+from .backends import Ending, all_gather_rows, all_reduction, all_to_all_rows, scattered_reduction, started
 from .events import Event, listeners, reduced, reporting
 from .pending import Pending
 from .transfer import Issue
@@ -43,7 +44,7 @@ _SCHEMAS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@as_value(frozen=True, slots=True)
 class Collective:
     """What is constant of one: an operator is given this by name, since each argument of it takes a microsecond or two.
 
@@ -124,7 +125,8 @@ class Collective:
             case "reduce":
                 reduce = all_reduction(group, self.op)
                 return lambda row, into: reduce(into.copy_(row))
-        return lambda row, into: [reduce_scatter_single(into, row, self.op, group=group.handle, async_op=True)]
+        scatter = scattered_reduction(group, self.op)
+        return lambda row, into: scatter(into, row)
 
     def _received(self, elements: int) -> int:
         """From the others, of rows of so many elements."""

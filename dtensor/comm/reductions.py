@@ -20,8 +20,8 @@ from .backends import (
     all_to_all_rows,
     native_reduction,
     post,
-    reduce_scatter_single,
     row_major,
+    scattered_reduction,
     started,
     traits_of,
 )
@@ -60,12 +60,13 @@ def bind_scatter(group: Group, scatter: Scatter) -> Issue:
 
 def _scattered_natively(group: Group, old: tuple[int, ...], chunks: tuple[Box, ...], op: Any, seen: torch.dtype) -> Issue:
     leaving, own = Packing(tuple(group.to_torch(chunks)), old), chunks[group.position]
+    reduce = scattered_reduction(group, op)
 
     def issue(x: Tensor) -> Pending[Tensor]:
         block = row_major(x, old)
         result = block.new_empty(own.size)
-        row, into = as_row(leaving.pack(block)).view(seen), result.view(-1).view(seen)
-        return started([reduce_scatter_single(into, row, op, group=group.handle, async_op=True)], lambda: result)
+        row, into = as_row(leaving.pack(block)), as_row(result)
+        return started(reduce(into, row) if seen is x.dtype else reduce(into.view(seen), row.view(seen)), lambda: result)
 
     return issue
 

@@ -28,6 +28,8 @@ def as_row(x: Tensor) -> Tensor:
 
     In a graph it is a view of the values, where one is a row: inductor may lay them otherwise in memory.
     """
+    if x.ndim == 1 and x.stride() == (1,):
+        return x
     if is_traced(x) and x.stride()[-1:] == (1,):
         return x.view(-1)
     return x.as_strided((x.numel(),), (1,))

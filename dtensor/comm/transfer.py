@@ -14,18 +14,18 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..base.values import as_value
 from ..mesh.groups import Group
 from .backends import after, all_gather_rows, all_to_all_rows, broadcast, post, row_major, started, traits_of
 from .fold import dense
 from .pending import Pending
 from .regions import Box, Packing, Route, Traffic, Transfer, region, run_of
-from .rows import flat_bytes
+from .rows import as_row, flat_bytes
 
 Issue = Callable[[Tensor], Pending[Tensor]]
 
@@ -122,7 +122,7 @@ def _packed(group: Group, route: Route) -> Issue:
     return issue
 
 
-@dataclass(frozen=True, slots=True)
+@as_value(frozen=True, slots=True)
 class _Part:
     """A region that one message carries; ``run`` if it is one run of the block's memory."""
 
@@ -200,7 +200,7 @@ def _joined(group: Group, shape: tuple[int, ...], dim: int) -> Issue:
     def issue(x: Tensor) -> Pending[Tensor]:
         block = row_major(x, shape)
         result = block.new_empty(outcome)
-        works = all_gather_rows(group, result.view(-1), block.view(-1))
+        works = all_gather_rows(group, as_row(result), as_row(block))
         return started(works, (lambda: result) if whole else lambda: torch.cat(group.to_mesh(result.unbind(0)), dim))
 
     return issue
@@ -220,7 +220,7 @@ def _gathered(group: Group, route: Route) -> Issue:
     def issue(x: Tensor) -> Pending[Tensor]:
         block = row_major(x, route.old)
         result = block.new_empty(route.new if arriving.whole else arriving.total)
-        works = all_gather_rows(group, result.view(-1), block.view(-1))
+        works = all_gather_rows(group, as_row(result), as_row(block))
         return started(works, (lambda: result) if arriving.whole else lambda: arriving.unpack(result))
 
     return issue

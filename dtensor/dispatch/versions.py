@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from itertools import count
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ..ranks.per_rank import shards_of
 
 SHARED = "_shared"  # the attribute of a tensor that has its ``Shared``
 _GROUPS = count()
+_ADDRESS, _VERSION = torch.Tensor.data_ptr, attrgetter("_version")
 
 
 class Shared:
@@ -47,7 +49,10 @@ def versions_of(x: torch.Tensor) -> tuple[int, ...] | None:
     root = x if base is None else base
     found: Shared | None = root.__dict__.get(SHARED)
     if found is None or found.group is None:
-        return None if root.is_inference() else (-1, root._version)
+        try:
+            return -1, root._version
+        except RuntimeError:  # in inference mode nobody counts
+            return None
     number, refs = found.group
     members = [member.counter() for ref in refs if (member := ref()) is not None and member.counter is not None]
     if any(member is not None and member.is_inference() for member in members):
@@ -65,30 +70,29 @@ class Stamp:
     """What tensors were: equal to another one while none of them was written to or replaced. It holds their pieces, for an
     address that is free may be that of the next one."""
 
-    __slots__ = ("_held", "_now")
+    __slots__ = ("_held", "_versions", "_where")
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, now: list[Any], held: list[torch.Tensor]) -> None:
-        self._now, self._held = now, held
+    def __init__(self, versions: list[Any], held: list[torch.Tensor]) -> None:
+        self._versions, self._held = versions, held
+        self._where = [*map(id, held), *map(_ADDRESS, held)]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stamp) and self._now == other._now
+        return isinstance(other, Stamp) and self._versions == other._versions and self._where == other._where
+
+    def lies_as(self, other: Stamp | None) -> bool:
+        """Whether the pieces are the same tensors in the same memory, written to or not."""
+        return other is not None and self._where == other._where
 
 
 def stamp(*tensors: Any) -> Stamp:
     """Changes whenever the value of one does: it was written to as a whole, what is the same memory too (``x.data``), or in its
     pieces, or it has others."""
-    now: list[Any] = []
-    held: list[torch.Tensor] = []
     locals_: list[Any] = [x._local if hasattr(x, "_layout") else x for x in tensors]
+    held = [shard for local in locals_ for shard in ((local,) if type(local) is torch.Tensor else shards_of(local))]
     with DisableTorchFunctionSubclass():  # an attribute is read in half of the time
-        for x, local in zip(tensors, locals_, strict=True):
-            if local is not x:
-                now.append(versions_of(x))
-            for shard in (local,) if type(local) is torch.Tensor else shards_of(local):
-                now += id(shard), shard.data_ptr(), shard._version
-                held.append(shard)
-    return Stamp(now, held)
+        versions = [versions_of(x) for x, local in zip(tensors, locals_, strict=True) if local is not x]
+        return Stamp([*versions, *map(_VERSION, held)], held)
 
 
 def counted_together(x: torch.Tensor, y: torch.Tensor) -> None:

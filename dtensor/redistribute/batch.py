@@ -240,7 +240,7 @@ def _all_gather(steps: tuple[Any, ...]) -> Together:
         return made
 
     def start(values: list[Local], out: list[Local | None]) -> Merged:
-        row = comm.map(lambda member, *parts: rows[member].pack(parts, parts[0].device, joined), *values)
+        row = comm.map(lambda member, *parts: rows[member].pack(parts, joined), *values)
         return bound(row).then(lambda arrived: settled(comm.map(unpacked, arrived, *out), out))
 
     def settled(made: list[Local], out: list[Local | None]) -> list[Local]:

@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..base.memory_order import contiguous_stride
 from ..base.torch_internals import BelowAutograd, count_dispatch_modes
+from ..base.tracing import is_traced
+from ..base.values import as_value
 from ..comm.regions import Box
 from ..comm.rows import flat
 from ..layout.layout import Layout
 from .executor import inside
 
+Join = Callable[[list[Tensor]], Tensor]
 
-@dataclass(frozen=True, slots=True)
+
+@as_value(frozen=True, slots=True)
 class Rows:
     """What one member of a group sends and gets when blocks of many tensors become whole, or whole ones are reduced to blocks:
     for each group position a row, in which its blocks stand one behind the other.
 
     Attributes:
         cut: of which tensors positions have different blocks; the others are whole everywhere.
+        uncut: the numbers of those others.
         dtypes: when gathered.
         shapes: of what positions have together, as this member holds it.
         sizes, numels: by position, by tensor, of its block.
         narrowed: where that lies in what they have together: tensor dims that it is a part of, with start and length.
         mine: this member's position.
+        strides: of its blocks, row-major.
         seen: the dtype of rows: the one of all that is cut, else bytes.
         lengths: of rows, by position.
         pieces: of all rows one behind the other: the length of each block that is cut, and of what pads a row after its blocks.
@@ -40,12 +47,14 @@ class Rows:
     """
 
     cut: tuple[bool, ...]
+    uncut: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[tuple[int, ...], ...]
     sizes: tuple[tuple[tuple[int, ...], ...], ...]
     numels: tuple[tuple[int, ...], ...]
     narrowed: tuple[tuple[tuple[tuple[int, int, int], ...], ...], ...]
     mine: int
+    strides: tuple[tuple[int, ...], ...]
     seen: torch.dtype
     lengths: tuple[int, ...]
     pieces: tuple[int, ...]
@@ -98,22 +107,29 @@ class Rows:
         padding = pieces[(mine + 1) * (sum(cut) + 1) - 1]
         even = _even(narrowed, cut) if len(kinds) == 0 and len(boxes) > 1 else None
         found = (tuple(lengths), tuple(pieces), tuple(blocks), padding, even)
-        return Rows(tuple(cut), tuple(dtypes), shapes, sizes, numels, narrowed, mine, seen, *found)
+        uncut = tuple(i for i, is_cut in enumerate(cut) if not is_cut)
+        strides = tuple(map(contiguous_stride, sizes[mine]))
+        return Rows(tuple(cut), uncut, tuple(dtypes), shapes, sizes, numels, narrowed, mine, strides, seen, *found)
 
     # --- blocks become whole -----------------------------------------------------------------------------------------
-    def pack(
-        self, locals_: Sequence[Tensor], device: str | torch.device, join: Callable[[list[Tensor]], Tensor] = torch.cat
-    ) -> Tensor:
-        """This member's row. ``join`` puts blocks behind one another, in memory that nobody writes to later."""
-        parts = []
+    def pack(self, locals_: Sequence[Tensor], join: Join = torch.cat) -> Tensor:
+        """This member's row of its locals."""
+        return self.row(self.parts_of(locals_), locals_[0].device, join)
+
+    def parts_of(self, locals_: Sequence[Tensor]) -> list[Tensor]:
+        """What stands in this member's row: of what is cut each block, flat; in its own memory where it lies so."""
         with _unrecorded():
-            for local, cut, dtype in zip(locals_, self.cut, self.dtypes, strict=True):
-                if cut:
-                    own = local if local.dtype is dtype else local.to(dtype)
-                    parts.append(own.reshape(-1) if dtype is self.seen else flat(own).view(self.seen))
-            if self.padding:
-                parts.append(torch.zeros(self.padding, dtype=self.seen, device=locals_[0].device))
-            return join(parts).to(device, non_blocking=True) if parts else torch.zeros(0, dtype=self.seen, device=device)
+            pairs = [(x, dtype) for x, cut, dtype in zip(locals_, self.cut, self.dtypes, strict=True) if cut]
+            blocks = [x if x.dtype is dtype else x.to(dtype) for x, dtype in pairs]
+            return [x.reshape(-1) if x.dtype is self.seen else flat(x).view(self.seen) for x in blocks]
+
+    def row(self, parts: Sequence[Tensor], device: str | torch.device, join: Join = torch.cat) -> Tensor:
+        """Parts one behind the other. ``join`` puts them so, in memory that nobody writes to later; without any it is there."""
+        if not parts:
+            return torch.zeros(0, dtype=self.seen, device=device)
+        with _unrecorded():
+            padding = [torch.zeros(self.padding, dtype=self.seen, device=parts[0].device)] if self.padding else []
+            return join([*parts, *padding])
 
     def buffer(self, device: str) -> list[Tensor]:
         """A buffer of bytes, then each whole tensor as a view of it."""
@@ -136,14 +152,19 @@ class Rows:
     def unpack(self, row: Tensor | None, locals_: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         """Copy all rows, one behind the other by position, to the regions; what is not cut from ``locals_``."""
         with _unrecorded():
-            if self.even is not None and row is not None:
-                count, own = len(self.lengths), len(self.pieces) // len(self.lengths)
-                each = row.view(count, -1).split(self.pieces[:own], 1)
-                sources = [part if x.ndim == 2 else part.view(x.shape) for part, x in zip(each[:-1], targets, strict=False)]
+            whole = [locals_[i].detach() for i in self.uncut] if locals_ else []
+            if self.even is None or row is None:
+                torch._foreach_copy_(list(targets), [*self._by_piece(row), *whole])
+                return
+            *own, padding = self.pieces[: len(self.pieces) // len(self.lengths)]
+            each, into = row.view(len(self.lengths), -1), list(targets[: len(own)])
+            if all(x.ndim == 2 for x in into):
+                torch.split_with_sizes_copy(each[:, :-padding] if padding else each, own, 1, out=into)
             else:
-                sources = self._by_piece(row)
-            sources += [local.detach() for local, cut in zip(locals_, self.cut, strict=bool(locals_)) if not cut]
-            torch._foreach_copy_(list(targets), sources)
+                sources = each.split([*own, padding], 1)[: len(own)]
+                whole = [*(part.view(x.shape) for part, x in zip(sources, into, strict=True)), *whole]
+            if whole:
+                torch._foreach_copy_(list(targets[-len(whole) :]), whole)
 
     def _uncut_last(self, full: Sequence[Tensor], dims: Sequence[int | None]) -> list[tuple[Tensor, int | None]]:
         return sorted(zip(full, dims, strict=True), key=lambda pair: pair[1] is None)
@@ -203,7 +224,8 @@ class Rows:
             elif (dim := even[i]) is None:
                 parts.append(whole.reshape(-1).expand(count, -1))
             else:
-                parts.append(_in_parts(whole, dim, count).reshape(count, numels[i]))
+                part = _in_parts(whole, dim, count)
+                parts.append(part if part.ndim == 2 else part.reshape(count, numels[i]))
         parts += [x.expand(count, -1) for x in behind]
         length = count * sum(part.shape[1] for part in parts)
         memory = memory_of(length)
@@ -223,9 +245,15 @@ class Rows:
     def split(self, chosen: Sequence[int], flat: Tensor) -> list[Tensor]:
         """This member's reduced part as blocks, and what stands behind them."""
         sizes, filled = self.sizes[self.mine], [self.numels[self.mine][i] for i in chosen]
+        starts = [*itertools.accumulate(filled, initial=int(flat.storage_offset()))]
+        left = flat.numel() - sum(filled)
         with _unrecorded():
-            pieces = flat.split([*filled, flat.numel() - sum(filled)])
-            return [*(piece.view(sizes[i]) for piece, i in zip(pieces, chosen, strict=False)), pieces[-1]]
+            if is_traced(flat) or not flat.is_contiguous():
+                *pieces, behind = flat.split([*filled, left])
+                return [*(piece.view(sizes[i]) for piece, i in zip(pieces, chosen, strict=True)), behind]
+            strides = self.strides  # one view for each: a piece of the row and then a view of that would be two
+            blocks = [flat.as_strided(sizes[i], strides[i], start) for i, start in zip(chosen, starts, strict=False)]
+            return [*blocks, flat.as_strided((left,), (1,), starts[-1])]
 
 
 def _unrecorded() -> AbstractContextManager[Any]:

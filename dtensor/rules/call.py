@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from enum import IntEnum
 from typing import Any
 
 import torch
 
+from ..base.values import as_value, field
 from ..errors import RuleError
 from ..layout.layout import Layout
 from ..layout.splits import Split
@@ -17,7 +18,7 @@ from ..mesh.device_mesh import DeviceMesh
 from .parted import Known, Parted
 
 
-@dataclass(frozen=True, slots=True)
+@as_value(frozen=True, slots=True)
 class Meta:
     """Global shape, strides and dtype of a result; of a view the bytes from where the first operand begins to where it does."""
 
@@ -52,7 +53,7 @@ def kind_of(number: complex) -> Kind:
     return Kind.WIDE if 1e-37 <= size <= 1e38 else Kind.ANY
 
 
-@dataclass(slots=True)
+@as_value(slots=True)
 class Call:
     """What rules look at. Nothing in it depends on the rank.
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..base.symbols import as_torch_has_them
+from ..base.values import as_value, field
 from ..comm.fold import identity, in_pairs
 from ..layout.layout import Layout
 from ..placement import Monoid, Partial
@@ -29,7 +30,7 @@ ALONG = "each: a* [@dim] b* -> each: a* [@dim] b*"
 REDUCED = "a* [@dim] b* -> each: a* b*"
 
 
-@dataclass(frozen=True, slots=True)
+@as_value(frozen=True, slots=True)
 class InPairs:
     """States of several numbers, stacked along dim 0, combined in pairs: ``combine`` tells numbers (dim 0 of a state) apart, and
     no elements."""
@@ -75,7 +76,7 @@ class Part:
         return tuple(as_torch_has_them(layout.local_offset(layout.mesh.coordinates[self._member])))
 
 
-@dataclass(frozen=True, slots=True)
+@as_value(frozen=True, slots=True)
 class Fold(Word):
     """What a block gives, how that combines in one collective, and what the whole gives.
 
@@ -174,7 +175,7 @@ def _folded(pattern: Pattern | by | fitting | None, call: Call) -> tuple[int, ..
     return tuple(d for d, dim in enumerate(factors.operands[0]) if not factors.whole.isdisjoint(dim))
 
 
-@dataclass(frozen=True, slots=True)
+@as_value(frozen=True, slots=True)
 class _Plan:
     """What a fold works out once for all runs of a plan."""
 
@@ -218,7 +219,7 @@ class _Plan:
         return made[0] if len(made) == 1 else tuple(made)
 
 
-@dataclass(frozen=True, slots=True)
+@as_value(frozen=True, slots=True)
 class Taking(Word):
     """``kernel`` for operands (the first of them) of these dtypes; others the operator itself takes, or refuses."""
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
+from ..base.values import as_value
 from ..cost.device import Device
 from ..placement import Shard
 from .call import Call
@@ -20,7 +21,7 @@ from .facts import shows_memory
 from .rule import Along, Factors, Row, Rule, Spec
 
 
-@dataclass(frozen=True, slots=True)
+@as_value(frozen=True, slots=True)
 class Work:
     """What an operation does as a whole, before it is divided among ranks.
 

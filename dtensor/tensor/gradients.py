@@ -73,6 +73,12 @@ def note_layout(leaf: Any) -> None:
         current[0] = leaf._layout
 
 
+def is_told_to_nobody(leaf: Any) -> bool:
+    """Whether a leaf's gradient meets no hooks but the one of :func:`keep_grad_layout`."""
+    hooks = leaf._backward_hooks
+    return not leaf._post_accumulate_grad_hooks and (not hooks or (len(hooks) == 1 and "_grad_layout" in leaf.__dict__))
+
+
 def grad_placements_of(leaf: Any) -> tuple[Placement, ...]:
     """The placements of a leaf's gradient: its own, a partial leaf's replicated."""
     return grad_layout(leaf._layout, None).placements

@@ -939,3 +939,30 @@ def test_a_module_may_change_its_dtype_later(make: Callable[[Any, Any], Any], us
     for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
         assert ours.dtype == ours.grad.dtype == torch.float64
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+def test_what_is_gathered_follows_the_memory_of_the_parameters() -> None:
+    mesh = dp(2)
+    layer = fully_shard(nn.Linear(4, 4, bias=False).double(), mesh=mesh)
+    batch = dt.per_rank([torch.eye(4, dtype=torch.float64)] * 2)
+
+    def seen() -> Tensor:
+        return torch.cat(layer(batch).shards)
+
+    def new(value: float) -> Any:
+        return dt.distribute_tensor(torch.full((4, 4), value, dtype=torch.float64), mesh, [Shard(0)])
+
+    weight: Any = layer.weight
+    with torch.no_grad():
+        weight.fill_(1.0)  # written to
+        assert seen().eq(1).all()
+        weight._local.add_(1.0)  # in its pieces
+        assert seen().eq(2).all()
+        weight.data = new(3.0)  # other memory
+        assert seen().eq(3).all()
+        weight._local = new(4.0)._local  # other pieces
+        assert seen().eq(4).all()
+        layer.load_state_dict({"weight": new(5.0)}, assign=True)  # another parameter
+        assert seen().eq(5).all()
+        layer.weight.mul_(2.0)
+        assert seen().eq(10).all()

@@ -24,6 +24,8 @@ from ...comm.watched import says
 from ...dispatch.versions import stamp
 from ...errors import DTensorError
 from ...tensor.dtensor import wrap
+from ...tensor.gradients import is_told_to_nobody
+from ...tensor.observed import observed
 from .comm_hook import Reducer
 from .gradient_node import Column
 from .left_out import check_left_out
@@ -33,7 +35,7 @@ from .param_group import Group
 
 
 class Reduction:
-    """One reduction under way."""
+    """One reduction under way. Whoever makes it and waits for it records nothing."""
 
     def __init__(self, group: Group, gradients: dict[int, Column], dtype: torch.dtype, average: bool, spare: Spare) -> None:
         self._spare, self._lent = spare, list[Tensor]()
@@ -76,28 +78,29 @@ class Reduction:
             if lent is None:
                 return None
             self._lent.append(lent)
-            return lent[:nbytes].view(dtype)
+            return (lent if lent.numel() == nbytes else lent[:nbytes]).view(dtype)
 
         def row(member: int) -> Tensor:
             own = [column[member if in_process else 0] for column in columns]
             if self._buckets is None:
-                flags = torch.ones(len(own), dtype=dtype, device=device)  # made there: a copy from the host would wait
-                for k, grad in enumerate(own):
-                    if grad is None:
-                        flags[k] = 0
+                flags = self._spare.ones(len(own), dtype, device)
+                if self.missing:
+                    flags = flags.clone()
+                    for k, grad in enumerate(own):
+                        if grad is None:
+                            flags[k] = 0
                 return group.rows(member).terms(self.chosen, own, dtype, device, [flags], memory_of)
             bucket = self._buckets.get(member)
             if bucket is None:
                 bucket = self._buckets[member] = group.rows(member).bucket(self.chosen, dtype, device, len(own))
             return _filled(bucket, own)
 
-        with torch.no_grad():
-            packed = comm.map(row)
-            if axes.scattered:
-                return group.scattering(self.chosen, dtype, self._op)(packed)
-            if self._hooked is not None:
-                return self._hooked(comm, axes.reduced, packed, [group.managed[i].parameter for i in self.chosen])
-            return (in_place or bound.run)(packed)
+        packed = comm.map(row)
+        if axes.scattered:
+            return group.scattering(self.chosen, dtype, self._op)(packed)
+        if self._hooked is not None:
+            return self._hooked(comm, axes.reduced, packed, [group.managed[i].parameter for i in self.chosen])
+        return (in_place or bound.run)(packed)
 
     def _none_there(self) -> bool:
         return all(self.group.managed[i].parameter.grad is None for i in self.chosen)
@@ -105,7 +108,6 @@ class Reduction:
     def _key(self, dtype: torch.dtype) -> Any:
         return tuple(self.chosen), dtype
 
-    @torch.no_grad()
     def arrive(self) -> None:
         """Wait for its first round; its results are here, in a second round, or on their way to host memory."""
         axes = self.group.axes
@@ -128,8 +130,7 @@ class Reduction:
         """Whether something goes on meanwhile."""
         return self._second is not None or self.group.axes.host is not None
 
-    @torch.no_grad()
-    def deliver(self, to: Callable[[nn.Parameter, Tensor], None] | None = None) -> bool:
+    def deliver(self, to: Callable[[list[tuple[nn.Parameter, Tensor]]], None] | None = None) -> bool:
         """Add its results, which have arrived, to the parameters' gradients. False: they are on their way to host memory now."""
         if self._second is not None:
             flat, self._second = self._second.wait(), None
@@ -147,10 +148,9 @@ class Reduction:
         if self.missing:
             rows = _read(flags)
             used = {i: any(row[k] for row in rows) for k, i in enumerate(self.chosen)}
-        for i, block in zip(self.chosen, blocks, strict=True):
-            if i not in self.missing or used[i]:
-                m = group.managed[i]
-                (to or accumulate)(m.parameter, wrap(block, m.stored))
+        pairs = zip(self.chosen, blocks, strict=True)
+        there = [(group.managed[i], block) for i, block in pairs if i not in self.missing or used[i]]
+        (to or accumulate)([(m.parameter, wrap(block, m.stored)) for m, block in there])
         return True
 
     def _settle(self, flat: Any) -> None:
@@ -190,7 +190,8 @@ class Reduction:
         flat = flat if before is None else before + flat
         self.missing |= missing
         if group.settings.all_reduces:
-            self._second = group.comm.all_reduce(flat, group.axes.reduced, self._op)
+            bound = group.comm.bind_all_reduce(group.axes.reduced, self._op, shards_of(flat)[0].dtype)
+            self._second = (bound.taking or bound.run)(flat)
         else:
             group.scattered[key] = (flat, frozenset(self.missing))
 
@@ -236,24 +237,29 @@ def reductions(group: Group, gradients: dict[int, Column], average: bool, spare:
     return [Reduction(group, columns, dtype, average, spare) for dtype, columns in by_dtype.items()]
 
 
-def accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
-    """What autograd does with the gradient of a leaf: its hooks, ``.grad``, and the hooks after that."""
-    for hook in list(parameter._backward_hooks.values()) if parameter._backward_hooks else ():
-        changed = hook(grad)
-        grad = grad if changed is None else changed
-    if parameter.grad is None:
-        parameter.grad = grad
-    else:
-        parameter.grad.add_(grad)
-    if after := getattr(parameter, "_post_accumulate_grad_hooks", None):
-        for hook in list(after.values()):
+def accumulate(given: Sequence[tuple[Any, Any]]) -> None:
+    """What autograd does with gradients of leaves, one after the other: a leaf's hooks, ``.grad``, and the hooks after that."""
+    with DisableTorchFunctionSubclass():  # an attribute is read, or written, in half of the time
+        if not observed and all(p.grad is None and p._layout is grad._layout and is_told_to_nobody(p) for p, grad in given):
+            for parameter, grad in given:
+                parameter.grad = grad
+            return
+    for parameter, grad in given:
+        for hook in list(parameter._backward_hooks.values()) if parameter._backward_hooks else ():
+            changed = hook(grad)
+            grad = grad if changed is None else changed
+        if parameter.grad is None:
+            parameter.grad = grad
+        else:
+            parameter.grad.add_(grad)
+        for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
             hook(parameter)
 
 
 def quiet(parameters: Sequence[nn.Parameter]) -> None:
     """Autograd comes to these leaves next, without gradients, and calls hooks all the same: they wait for :func:`accumulate`."""
-    with DisableTorchFunctionSubclass():  # an attribute is read in half of the time
-        hooked = [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
+    with DisableTorchFunctionSubclass():
+        hooked = [p for p in parameters if not is_told_to_nobody(p)]
     for parameter in hooked:
         before: Any = parameter._backward_hooks or {}
         for key, hook in before.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.utils.weak import TensorWeakRef
 
 from ...base.recording import ACTIVE, effect
 from ...base.torch_internals import set_version_counter
+from ...comm import shards_of
 from ...dispatch.versions import Stamp
 
 
@@ -46,6 +47,23 @@ class Memory:
 @effect
 def _resize(x: Tensor, nbytes: int) -> None:
     x.untyped_storage().resize_(nbytes)
+
+
+class Aliases:
+    """What is made of locals once, for as long as they are the same tensors in the same memory, where it has no other."""
+
+    def __init__(self) -> None:
+        self._made: list[Any] = []
+        self._of: Stamp | None = None
+
+    def of(self, locals_: Sequence[Any], now: Stamp, make: Callable[[], list[Any]]) -> list[Any]:
+        """What ``make()`` gives of locals that are stamped so."""
+        if self._of is not None and self._of.lies_as(now) and not ACTIVE:
+            return self._made
+        made, there = make(), Memory(x for local in locals_ for x in shards_of(local))
+        if not ACTIVE and all(x in there for local in made for x in shards_of(local)):
+            self._made, self._of = made, now
+        return made
 
 
 class Lent:
@@ -115,15 +133,27 @@ class Spare:
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
+        self._ones: dict[Any, Tensor] = {}
 
     def take(self, nbytes: int, device: torch.device) -> Tensor | None:
         """A row of so many bytes or more; None where new memory serves as well: not on the host, and while somebody records."""
         if device.type != "cpu" or ACTIVE:
             return None
-        fitting = [row for row in self._free if row.numel() >= nbytes]
-        found = min(fitting or self._free, key=Tensor.numel, default=None)
-        self._free = [row for row in self._free if row is not found]
-        return found if fitting else torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # in the place of a smaller one
+        sizes = list(map(Tensor.numel, self._free))
+        fitting = [size for size in sizes if size >= nbytes]
+        found = self._free.pop(sizes.index(min(fitting or sizes))) if sizes else None
+        if found is None or not fitting:  # in the place of a smaller one
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return found
+
+    def ones(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """So many ones, that nobody writes to; made there: a copy from the host would wait."""
+        found = self._ones.get((count, dtype, device))
+        if found is None or ACTIVE:
+            found = torch.ones(count, dtype=dtype, device=device)
+            if not ACTIVE:
+                self._ones[count, dtype, device] = found
+        return found
 
     def give_back(self, row: Tensor) -> None:
         """Nobody reads it any more."""

@@ -93,13 +93,13 @@ class Unit:
             return self._cast_inputs(args, kwargs)
         if not self._to_run:
             self._to_run = set(self.modules)
-        if not schedule.in_backward():
+        forwards = outermost or not schedule.in_backward()
+        if forwards:
             schedule.ran(self)
         self.gather()
         following = self.before_in_forward
         if following is None:
-            after = schedule.next_forward(self) if not schedule.in_backward() else None
-            following = [] if after is None else [after]
+            following = [] if not forwards or (after := schedule.next_forward(self)) is None else [after]
         for unit in following:
             unit.start_gather()
         self.put_values(schedule.distributed)
@@ -187,15 +187,14 @@ class Unit:
     def _scheduled(self) -> Schedule:
         """The schedule of the outermost unit that was called first."""
         if self.schedule is None:
-            below = [unit_of(submodule) for module in self.modules for submodule in module.modules()]
+            below = (unit_of(submodule) for module in self.modules for submodule in module.modules())
             units = list(dict.fromkeys(unit for unit in below if unit is not None))
             managed = {(id(at), name) for u in units if u.axes.mesh.device_type != "meta" for at, name in u.places()}
             check_values(self.modules, managed)
             made = Schedule(units)
             for unit in units:
                 unit.schedule = made
-        assert self.schedule is not None
-        return self.schedule
+        return self.schedule  # type: ignore[return-value]  # there is one now
 
     # --- gathered and sharded parameters -------------------------------------------------------------------------
     def start_gather(self) -> None:
@@ -225,6 +224,7 @@ class Unit:
             found = self._views.get(k)
             if found is None or (torch.is_grad_enabled() and found[0] is None):
                 found = self._views[k] = self._applied(group, distributed)
+            group.placed = True
             for m, value in zip(group.managed, found[1], strict=True):
                 m.put(value)
 

@@ -30,7 +30,7 @@ from ...tensor.dtensor import wrap
 from .custom_collectives import Settings, gather_rows, scatter_row
 from .extensions import Extensions
 from .layouts import Axes
-from .memory import Lent, Memory, Whole
+from .memory import Aliases, Lent, Memory, Whole
 from .neighbours import Neighbours
 from .offload import Host
 from .parameters import Managed, is_extended
@@ -49,6 +49,7 @@ class Group:
         borrows: the parameters are whole and in the right dtype as they are: nothing to gather or copy.
         live: uses whose backward has begun and still needs the gathered values, and the autograd pass that it is: a
             reentrant checkpoint runs passes of its own inside. LATER: it has ended and retained its graph.
+        placed: the values stand where the parameters do.
         settings: how its collectives run.
         neighbours: who keep parts between forward and backward instead of freeing all.
         scattered: reduce-scattered gradients that wait to be summed over replicas.
@@ -59,7 +60,7 @@ class Group:
         self.whose = whose or f"unit {axes.mesh._root.next_unit(axes.mesh._dims)}"
         self.axes, self.policy, self.settings = axes, policy, Settings()
         self.managed: list[Managed] = []
-        self.live: dict[Any, int] = {}
+        self.live, self.placed = dict[Any, int](), False
         self.neighbours: Neighbours | None = None
         self.scattered: dict[Any, Any] = Between()
         self.whole = Whole()
@@ -101,6 +102,8 @@ class Group:
         self.whole, self._rows, self._bound = Whole(seen=self.whole.seen), {}, {}
         self._sent_rows: dict[int, Rows] = {}
         self._sent: list[Any] = []  # what is gathered of them, where some say it themselves
+        self.used: Any = None  # what was said last of the parameters' uses
+        self._parts = Aliases()  # what rows are put together of
         self.dtypes = list(map(self.dtype_of, self.managed))
         self._extended = Extensions.of(self.managed, self.axes, self.policy, self.dtypes)
         whole = all(m.cut is None and dtype is m.stored.dtype for m, dtype in zip(self.managed, self.dtypes, strict=True))
@@ -162,8 +165,10 @@ class Group:
 
     def put_parameters(self) -> None:
         """The sharded parameters where the modules have gathered ones."""
-        for m in self.managed:
-            m.take_back()
+        if self.placed:
+            for m in self.managed:
+                m.take_back()
+            self.placed = False
 
     # --- gather and free -----------------------------------------------------------------------------------------
     @property
@@ -205,9 +210,9 @@ class Group:
             size_of = sizes.__getitem__ if len(sizes) > 1 else lambda member: sizes[0]
             self.whole.pending = self._bound_to(neighbours, lambda: neighbours.gathering(size_of))(parts)
         else:
-            self.whole.pending = self._gather(locals_)
+            self.whole.pending = self._gather(locals_, now)
 
-    def _gather(self, locals_: list[Any]) -> Pending[Any]:
+    def _gather(self, locals_: list[Any], now: Stamp) -> Pending[Any]:
         device, host = self.axes.mesh.device_type, self.axes.host
         join: Callable[[list[Tensor]], Tensor] = torch.cat if host is None else host.joined
         if self._extended is not None:
@@ -215,7 +220,11 @@ class Group:
             self._sent, join = self._extended.inputs(there), torch.cat
         if not self.axes.shard:
             return Pending.of(None)
-        row = self.comm.map(lambda member, *own: self._sending(member).pack(own, device, join), *(self._sent or locals_))
+        make = lambda: self.comm.map(lambda member, *own: self._sending(member).parts_of(own), *(self._sent or locals_))  # noqa: E731
+        parts = make() if self._sent else self._parts.of(locals_, now, make)
+        row = self.comm.map(lambda member, *own: self._sending(member).row(own, device, join), *parts)
+        if host is not None:
+            row = self.comm.map(lambda _, x: x.to(device, non_blocking=True), row)
         return self._bound_to(self.settings.gathers, self._gathering)(row)
 
     def _gathering(self) -> Run:
@@ -251,8 +260,7 @@ class Group:
         self.start_gather(now)
         if self.whole.pending is None:
             return
-        trains = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-        with trains, torch.no_grad():  # the memory serves passes to come, which may train
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():  # for passes that may train
             rows = self.whole.pending.wait()
             self._allocate()
             if self.whole.kept is not None:
@@ -323,8 +331,8 @@ class Group:
         return self._rows[member]
 
     def _looked_up(self) -> Stamp:
-        for m in self.managed:
-            m.refresh()
+        if sum(map(Managed.refresh, self.managed)):
+            self.used = None
         return self.stamp()
 
     def check_unchanged(self, stamp: Stamp | None) -> Stamp:

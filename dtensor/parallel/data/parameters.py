@@ -69,8 +69,8 @@ class Managed:
         parameter._data_parallel = self.parameter._data_parallel  # type: ignore[attr-defined]
         return Managed(places, parameter, self.stored, self.compute, self.inside, self.cut, self.axes)
 
-    def refresh(self) -> None:
-        """Look the parameter up again: loading and materialising a module may have put another one there.
+    def refresh(self) -> bool:
+        """Whether it is another one when looked up again: loading and materialising a module may have put one there.
 
         Raises:
             MeshError: what stands there now is laid out otherwise.
@@ -82,7 +82,7 @@ class Managed:
         if found is self.parameter or found is self.placed:
             if self.parameter._layout.dtype is not self.stored.dtype:  # type: ignore[attr-defined]  # a DTensor
                 self._follow_dtype()
-            return
+            return False
         if torch.is_grad_enabled() and not isinstance(found, nn.Parameter) and _followed(found):
             raise UnsupportedOperationError(
                 f"{name!r} of {type(module).__name__} is a parameter under data parallelism, its gradient arrives in its .grad: "
@@ -97,6 +97,7 @@ class Managed:
         for other, name in self.places:
             other._parameters[name] = found
         self._follow_dtype()
+        return True
 
     def _follow_dtype(self) -> None:
         """``module.double()`` and the like change parameters in place, or put others there."""
@@ -219,7 +220,7 @@ def is_extended(x: Tensor) -> bool:
     Raises:
         TypeError: it has one of them.
     """
-    found = [name for name in HOOKS if hasattr(x, name)]
+    found = [] if type(x) is Tensor and not x.__dict__ else [name for name in HOOKS if hasattr(x, name)]
     if len(found) == 1:
         raise TypeError(f"{type(x).__name__} has {found[0]} alone; what is gathered needs both {' and '.join(HOOKS)}")
     return bool(found)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
+import torch
+
 from ...base.recording import ACTIVE, current
 from ...base.torch_internals import engine, graph_task
 from ...errors import DivergenceError
@@ -128,6 +130,7 @@ class Schedule:
         """What has arrived becomes gradients."""
         self._arriving = [reduction for reduction in self._arriving if not reduction.deliver()]
 
+    @torch.no_grad()
     def end(self) -> None:
         """The backward pass has ended: all gradients arrive, in the order they were sent."""
         self._queued = False

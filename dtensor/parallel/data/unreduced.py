@@ -60,7 +60,7 @@ class Unreduced:
         given: dict[Tensor, Tensor] = {}
         for reduction in reductions(group, gradients, average, schedule.spare):
             reduction.arrive()
-            while not reduction.deliver(given.__setitem__):
+            while not reduction.deliver(given.update):
                 pass
         return given
 
@@ -147,6 +147,7 @@ class Unreduced:
                     )
                     group.scattered[key] = flat, missing | {key[0][at] for at in gone} if to_none else missing
 
+    @torch.no_grad()
     def reduce(self, schedule: Schedule) -> None:
         """What waits is reduced, over replicas too, and arrives."""
         average = schedule.distributed is None

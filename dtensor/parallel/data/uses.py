@@ -53,7 +53,9 @@ def used_beside(groups: Iterable[Group], schedule: Any) -> None:
     for group in groups:
         dims = set(group.axes.mesh._dims)
         cut, op = (schedule.cut & dims, "sum") if distributed else (dims, "avg")
-        used_for_parts([m.parameter for m in group.managed], cut, op)
+        if group.used != (cut, op):
+            used_for_parts([m.parameter for m in group.managed], cut, op)
+            group.used = cut, op
 
 
 @dataclass(eq=False, slots=True)
