@@ -19,10 +19,27 @@ _EACH_RANK: list[Callable[..., Any]] = []  # how a torch function runs for each 
 class RankValues(tuple[Any, ...]):
     """One arbitrary Python value per member of the mesh, in member order.
 
-    ``map`` and ``map_ranks`` take it apart again. It refuses ``bool()`` where members disagree.
+    ``map`` and ``map_ranks`` take it apart again. Its attributes and methods are those of each member's value, one value where
+    all agree (``x.to_local().untyped_storage().nbytes()``). It refuses ``bool()`` where members disagree.
     """
 
     __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"values of each rank have no {name} of their own")
+        of = operator.attrgetter(name)
+        if not all(map(callable, map(of, self))):
+            return _EACH_RANK[0](of, (), (self,))
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return _EACH_RANK[0](call, (), (self, *args), kwargs)
+
+        def call(own: Any, *args: Any, **kwargs: Any) -> Any:
+            return of(own)(*args, **kwargs)
+
+        call.__name__ = name
+        return method
 
     def __bool__(self) -> bool:
         truths = {bool(value) for value in self}

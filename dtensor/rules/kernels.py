@@ -206,6 +206,11 @@ def wide(x: Any) -> Any:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
+def integers_on(device: torch.device, numbers: Sequence[int]) -> Tensor:
+    """Known numbers on a device. Made on the CPU and sent: a device that only pretends to compute makes none of a list."""
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device)
+
+
 def statistics_bytes(call: Call, count: int) -> int:
     """Bytes of that many numbers about the first operand, which are not kept in half precision."""
     return count * torch.promote_types(call.operands[0].dtype, torch.float32).itemsize

@@ -21,7 +21,7 @@ from ..base.recording import ACTIVE
 from ..base.tracing import under_way
 from ..layout.layout import Layout
 from ..ranks.per_rank import shards_of
-from .kernels import At, KernelContext
+from .kernels import At, KernelContext, integers_on
 from .owned import Address, bound, on_block, positions_of, with_room, without_room
 
 
@@ -226,4 +226,4 @@ class _Names:
 
 def _owners(index: Tensor, ends: list[int]) -> Tensor:
     """Of positions along a dim whose blocks end there, which block each is in."""
-    return torch.searchsorted(torch.tensor(ends, device=index.device), index, right=True)
+    return torch.searchsorted(integers_on(index.device, ends), index, right=True)

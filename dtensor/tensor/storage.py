@@ -27,7 +27,11 @@ class HiddenStorage(torch.UntypedStorage):
         )
 
     __getitem__ = __setitem__ = __reduce__ = tolist = clone = cpu = byteswap = _refuse
-    data_ptr = fill_ = copy_ = resize_ = share_memory_ = pin_memory = _refuse
+    data_ptr = fill_ = copy_ = share_memory_ = pin_memory = _refuse
+
+    def resize_(self, size: int) -> HiddenStorage:
+        """Itself: of as many bytes as it has, which the compiler asks of what it traces where that has none."""
+        return self if size == self.nbytes() else self._refuse()
 
 
 def storage_of(x: Any) -> torch.UntypedStorage:

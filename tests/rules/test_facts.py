@@ -87,6 +87,10 @@ REFUSED: dict[str, Callable[[Any, Any], Any]] = {
     "filled with a complex number": lambda x, w: x.masked_fill(x > 1, w[1] + 1j),
     "segments of too much": lambda x, w: torch.segment_reduce(x, "sum", lengths=w[:4].long()),
     "segments below nothing, unsafe": lambda x, w: torch.segment_reduce(x, "sum", lengths=w[:3].long() * 2 - 1, unsafe=True),
+    "a gradient of softmax of one column": lambda x, w: aten._softmax_backward_data(x[:, :1], x, 1, x.dtype),
+    "a gradient of a position that is longer": lambda x, w: aten.select_backward(x[:, 0], list(x.shape), 0, 1),
+    "a gradient of a slice that is shorter": lambda x, w: aten.slice_backward(x[:2], list(x.shape), 0, 1, 4, 1),
+    "a gradient of a diagonal that is shorter": lambda x, w: aten.diagonal_backward(x[:4, 0], list(x.shape), 0, 0, 1),
     "segments below nothing": lambda x, w: torch.segment_reduce(x, "sum", lengths=w[:4].long() * 4 - 5),
 }
 
@@ -101,8 +105,19 @@ def test_what_kernels_refuse_is_refused_under_every_layout(name: str, where: dte
 
 TAKEN: dict[str, Callable[[Any, Any], Any]] = {  # by kernels, but not without data
     "powers of bools in place": lambda x, w: (x > 1).pow_(True),
+    "a gradient that expands to a position": lambda x, w: aten.select_backward(x[:, :1].sum(0), list(x.shape), 0, 1),
+    "a gradient that expands to a column": lambda x, w: aten.select_backward(x[:1].sum(1), list(x.shape), 1, 1),
+    "a gradient that expands to a slice": lambda x, w: aten.slice_backward(x[:, :1], list(x.shape), 1, 1, 4, 1),
+    "a row that expands to a slice": lambda x, w: aten.slice_backward(x[0], list(x.shape), 0, 1, 4, 1),
+    "a gradient that expands to a diagonal": lambda x, w: aten.diagonal_backward(x[0, :1], list(x.shape), 0, 0, 1),
     "filled with a complex number that is real": lambda x, w: x.masked_fill(x > 1, w[1] + 0j),
 }
+
+
+def test_a_gradient_of_log_softmax_that_is_smaller_is_not_read_beyond_its_memory() -> None:
+    x = dtensor.distribute_tensor(X, dtensor.init_device_mesh("cpu", (3,)), [dtensor.Replicate()])
+    with pytest.raises(RuntimeError, match="a gradient of sizes"):
+        aten._log_softmax_backward_data(x[:, :1], x, 1, x.dtype)
 
 
 @pytest.mark.parametrize("where", [dtensor.Replicate(), dtensor.Shard(0), dtensor.Shard(-1), dtensor.Partial()], ids=str)

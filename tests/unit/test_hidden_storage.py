@@ -69,3 +69,10 @@ def test_a_storage_follows_a_tensor_that_is_made_another(x):
     x.untyped_storage()
     x.data = dt.distribute_tensor(torch.ones(5), x.device_mesh, [dt.Shard(0)])
     assert x.untyped_storage().nbytes() == 20
+
+
+def test_a_storage_of_the_size_that_it_has_is_no_other(x):
+    """The compiler asks it of tensors without elements."""
+    for made in (x, x[:0]):
+        storage = made.untyped_storage()
+        assert storage.resize_(storage.nbytes()) is storage

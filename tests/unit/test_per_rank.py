@@ -194,6 +194,20 @@ def test_other_objects_come_as_rank_values() -> None:
     assert "rank 1:" in repr(storages)
 
 
+def test_rank_values_have_what_each_value_has() -> None:
+    storages = even().untyped_storage()
+    assert storages.nbytes() == storages[0].nbytes() > 0
+    assert storages.device == torch.device("cpu")
+    with pytest.raises(LayoutError, match="differs between ranks"):
+        storages.data_ptr()
+    with pytest.raises(AttributeError, match="no_such"):
+        storages.no_such  # noqa: B018
+    assert not hasattr(storages, "_fields")
+    assert RankValues(("a", "b")).replace("a", "b") == "b"
+    storages.resize_(0)
+    assert [storage.nbytes() for storage in storages] == [0, 0]
+
+
 def test_rank_values_refuse_a_mixed_truth() -> None:
     assert RankValues((1, 2))
     assert not RankValues((0, None))

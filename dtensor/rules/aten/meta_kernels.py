@@ -157,7 +157,9 @@ def positive_norms(name: str, arguments: dict[str, Any]) -> None:
         raise RuntimeError(f"{name}: expected a norm of an order above 0 and of 0 at least, not {order} and {largest}")
 
 
-def added(name: str, product: Callable[[dict[str, Any]], Iterable[int]]) -> Callable[[str, dict[str, Any]], None]:
+def added(
+    name: str, product: Callable[[dict[str, Any]], Iterable[int]], whose: str = "the product's"
+) -> Callable[[str, dict[str, Any]], None]:
     """What is added to a product expands to its sizes, which does not grow with it."""
 
     def check(operator: str, arguments: dict[str, Any]) -> None:
@@ -165,9 +167,26 @@ def added(name: str, product: Callable[[dict[str, Any]], Iterable[int]]) -> Call
         if isinstance(given, Layout):
             fits = [own in (1, size) for own, size in zip(reversed(given.shape), reversed(sizes), strict=False)]
             if given.ndim > len(sizes) or not all(fits):
-                raise RuntimeError(f"{operator}: {list(given.shape)} cannot be expanded to the product's sizes {list(sizes)}")
+                raise RuntimeError(f"{operator}: {list(given.shape)} cannot be expanded to {whose} sizes {list(sizes)}")
 
     return check
+
+
+def of_view(view: Callable[..., torch.Tensor]) -> Callable[[str, dict[str, Any]], None]:
+    """A gradient of a view expands to that view of the input's sizes, of which the meta kernel makes zeros without asking."""
+    named = ("dim", "start", "end", "step", "index", "offset", "dim1", "dim2")
+
+    def sizes(given: dict[str, Any]) -> Iterable[int]:
+        return view(torch.empty(given["input_sizes"], device=META), *(given[key] for key in named if key in given)).shape
+
+    return added("grad_output", sizes, "the view's")
+
+
+def as_large(name: str, arguments: dict[str, Any]) -> None:
+    """The gradient has the output's sizes: one kernel says so, the other reads beyond its memory."""
+    grad, output = arguments["grad_output"], arguments["output"]
+    if grad.shape != output.shape:
+        raise RuntimeError(f"{name}: a gradient of sizes {list(grad.shape)} for an output of sizes {list(output.shape)}")
 
 
 def close_or_not(name: str, arguments: dict[str, Any]) -> None:
@@ -260,6 +279,11 @@ fact("slice_scatter select_scatter diagonal_scatter", refuses=(dims_there,))
 fact("unique_dim unique_consecutive unique_dim_consecutive", refuses=(dim_in_range,))
 fact("addmm _addmm_activation", refuses=(added("self", lambda given: (*given["mat1"].shape[:1], *given["mat2"].shape[1:])),))
 fact("addmv", refuses=(added("self", lambda given: given["mat"].shape[:1]),))
+fact("select_backward", refuses=(of_view(torch.Tensor.select),))
+fact("slice_backward", refuses=(of_view(torch.ops.aten.slice.Tensor),))
+fact("diagonal_backward", refuses=(of_view(torch.Tensor.diagonal),))
+fact("_softmax_backward_data", refuses=(as_large,))
+fact("_log_softmax_backward_data", refuses=(as_large,), strides=row_major)
 fact("allclose", refuses=(close_or_not,))
 fact("renorm", refuses=(positive_norms,))
 fact("native_layer_norm native_group_norm", refuses=(weights_of_dtype,))

@@ -22,7 +22,7 @@ from ...placement import Replicate
 from ...ranks.per_rank import shards_of
 from ..call import Call
 from ..factoring import by
-from ..kernels import At, KernelContext, Measured
+from ..kernels import At, KernelContext, Measured, integers_on
 from ..rule import Dims, Factors, Kernel, uncut
 from ..verbs import blockwise, kernel_rule
 
@@ -38,7 +38,7 @@ def gathered_rows(at: KernelContext, rows: Any) -> list[Any]:
 
 def _counted(at: KernelContext, rows: Any) -> list[Any]:
     """How many rows each group position has."""
-    return at.all_gather(at.map(lambda _, own: torch.tensor([own.shape[0]], device=own.device), rows))
+    return at.all_gather(at.map(lambda _, own: integers_on(own.device, [own.shape[0]]), rows))
 
 
 def _lengths(at: KernelContext, rows: Any) -> tuple[int, ...]:
@@ -76,7 +76,7 @@ def nonzero_of_blocks(at: KernelContext, x: Any) -> Any:
     shape, coordinates = tuple(layout.shape), at.call.mesh.coordinates
 
     def own(here: At, block: Tensor) -> Tensor:
-        offset = torch.tensor(layout.local_offset(coordinates[here.member]), device=block.device, dtype=torch.int64)
+        offset = integers_on(block.device, layout.local_offset(coordinates[here.member]))
         return torch.nonzero(block).add_(offset)
 
     def ordered(_: Any, parts: list[Tensor]) -> Tensor:

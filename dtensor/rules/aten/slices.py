@@ -44,7 +44,9 @@ class Window(Word):
         if self.of == "operand 1":
             fits(call, *(len(window) if k == d else size for k, size in enumerate(call.shape(0))))
         side, _, place = self.of.partition(" ")
-        return Factors((dims,) * len(call.operands), (dims,), sizes, windows={(side, int(place or 0), f"d{d}"): window})
+        made = Factors((dims,) * len(call.operands), (dims,), sizes, windows={(side, int(place or 0), f"d{d}"): window})
+        shown = (len(window) if k == d else size for k, size in enumerate(sizes.values()))
+        return put_back(call, made, *shown) if self.of == "operand 0" else made
 
 
 def sliced(call: Call, size: int) -> range:
@@ -63,6 +65,15 @@ def fits(call: Call, *size: int) -> None:
         raise RuntimeError(
             f"expected src to have a size equal to the slice of self. src size = {list(call.shape(1))}, slice size = {list(size)}"
         )
+
+
+def put_back(call: Call, made: Factors, *size: int) -> Factors:
+    """The factors where a gradient is put back, which may be one that expands to the size of its place: then all is whole."""
+    given = call.shape(0)
+    if given == size:
+        return made
+    dims = made.operands[0][len(size) - len(given) :]
+    return Factors((dims,), made.results, made.sizes, whole=frozenset(made.sizes))
 
 
 def _along(call: Call, at: LocalView) -> tuple[int, int, int, int, dict[str, Any]]:
@@ -168,7 +179,9 @@ class Picked(Word):
         del rest[d]
         for k in positions:
             tensors[side][k] = tuple(rest)
-        return Factors(tuple(tensors["operand"]), tuple(tensors["result"]), sizes, kernels=kernels, windows=windows)
+        found = Factors(tuple(tensors["operand"]), tuple(tensors["result"]), sizes, kernels=kernels, windows=windows)
+        shown = (size for k, size in enumerate(full) if k != d)
+        return put_back(call, found, *shown) if self.of == "operand 0" else found
 
     def own(self) -> tuple[Any, ...]:
         return () if self.number is None else (self.number,)
@@ -258,7 +271,9 @@ class Diagonal(Word):
         }[self.of]
         side, _, place = self.of.partition(" ")
         windows = {(side, int(place or 0), f"d{rows}"): window}
-        return Factors(operands, results, sizes, frozenset({f"d{columns}"}), windows=windows)
+        found = Factors(operands, results, sizes, frozenset({f"d{columns}"}), windows=windows)
+        shown = (*(sizes[f"d{d}"] for d in others), len(window))
+        return put_back(call, found, *shown) if self.of == "operand 0" else found
 
 
 def local_diagonal(call: Call, at: LocalView) -> dict[str, Any]:

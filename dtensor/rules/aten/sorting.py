@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..call import Call
-from ..kernels import At, KernelContext
+from ..kernels import At, KernelContext, integers_on
 from ..rule import Kernel
 from ..verbs import along, blockwise
 
@@ -83,7 +83,7 @@ def _parted(key: torch.Tensor, place: torch.Tensor, bounds: torch.Tensor) -> tor
         for a, b, bound in zip(low.tolist(), high.tolist(), bounds[1], strict=True)
     ]
     ends = [0, *ends, key.numel()]
-    return torch.tensor([after - before for before, after in pairwise(ends)], device=key.device)
+    return integers_on(key.device, [after - before for before, after in pairwise(ends)])
 
 
 Table = list[list[int]]  # how many elements go from one group position to another

@@ -97,8 +97,8 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 
 # --- declarations -------------------------------------------------------------------------------------------------------
 fact(
-    "_log_softmax_backward_data huber_loss_backward log_sigmoid_forward mse_loss_backward native_layer_norm_backward "
-    "normal.Tensor_Tensor normal.Tensor_float normal.float_Tensor pow.Scalar smooth_l1_loss_backward",
+    "huber_loss_backward log_sigmoid_forward mse_loss_backward native_layer_norm_backward normal.Tensor_Tensor "
+    "normal.Tensor_float normal.float_Tensor pow.Scalar smooth_l1_loss_backward",
     strides=row_major,
 )
 fact("channel_shuffle max_unpool2d pixel_shuffle", strides=suggested_by("self"))
