@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -18,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions  # type: ignore[attr-defined]  # as torch has it
 
-from ..base.values import as_value
 from ..errors import LayoutError
 from ..mesh.groups import Group
 from ..watch.watching import waited_beside
@@ -30,7 +30,7 @@ from .rows import as_row
 T = TypeVar("T")
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Traits:
     """What to use of a backend.
 
@@ -118,7 +118,7 @@ class Ending(Protocol):
     def wait(self) -> Any: ...
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Large:
     works: list[dist.Work]
     handle: Any

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -17,7 +18,6 @@ from ..base.caches import Shared
 from ..base.recording import ACTIVE, current, site
 from ..base.torch_internals import count_dispatch_modes, profiler_enabled
 from ..base.tracing import shows_ranges
-from ..base.values import as_value
 from ..mesh.device_mesh import DeviceMesh
 from ..ranks.per_rank import shards_of
 from . import events
@@ -31,7 +31,7 @@ Run: TypeAlias = Callable[[Local], Pending[Local]]
 Dims: TypeAlias = tuple[int, ...]
 
 
-@as_value(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Reduction:
     """A bound all-reduce.
 

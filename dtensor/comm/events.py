@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
@@ -16,7 +17,6 @@ import torch
 from ..base.scoped import Scoped
 from ..base.torch_internals import count_dispatch_modes, profiler_enabled
 from ..base.tracing import shows_ranges
-from ..base.values import as_value, field
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Monoid
 from .fold import Op
@@ -27,7 +27,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Event:
     """One collective.
 

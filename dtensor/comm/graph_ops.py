@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
 from typing import Any, cast
@@ -26,7 +26,6 @@ from ..base.caches import Bounded, remembered
 from ..base.symbols import as_torch_has_them, has_symbols, sizes
 from ..base.told import changed
 from ..base.tracing import kept_object, shows_ranges
-from ..base.values import as_value
 from ..mesh.groups import Group, backend_of, beside
 from .backends import Ending, all_gather_rows, all_reduction, all_to_all_rows, scattered_reduction, started
 from .events import Event, listeners, reduced, reporting
@@ -44,7 +43,7 @@ _SCHEMAS = {
 }
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Collective:
     """What is constant of one: an operator is given this by name, since each argument of it takes a microsecond or two.
 

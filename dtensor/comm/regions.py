@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from operator import mul
 from typing import NamedTuple
@@ -17,7 +18,6 @@ from torch import Tensor
 
 from ..base.memory_order import contiguous_stride
 from ..base.tracing import is_traced
-from ..base.values import as_value
 from ..placement import Monoid
 
 
@@ -32,7 +32,7 @@ class Box(NamedTuple):
         return math.prod(self.size)
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Route:
     """One member's part in a transfer; tuples have one entry per group position, None for nothing (as for itself)."""
 
@@ -43,7 +43,7 @@ class Route:
     kept: tuple[Box, Box] | None  # the same elements in the old and in the new block
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Traffic:
     """What the members of one group have for each other; all of them know it alike.
 
@@ -76,7 +76,7 @@ class Traffic:
         return Traffic(max(sizes), len(route.receives) - 1 if any(sizes) else 0, alike)
 
 
-@as_value(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Transfer:
     """Every member's new block, made of regions that others send and that it keeps.
 
@@ -101,7 +101,7 @@ class Transfer:
     blocking: bool = False
 
 
-@as_value(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Scatter:
     """Region ``chunks_of(member)[k]`` of the blocks of a group, reduced by ``op``, for position k.
 
@@ -153,7 +153,7 @@ class Grid(NamedTuple):
         return block.as_strided(self.shape, self.stride, block.storage_offset() + self.offset)
 
 
-@as_value(frozen=True)
+@dataclass(frozen=True)
 class Packing:
     """``boxes`` of a block of ``shape``, one after the other in a row (None and empty boxes take no room)."""
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..base.values import as_value
 from ..mesh.groups import Group
 from .backends import after, all_gather_rows, all_to_all_rows, broadcast, post, row_major, started, traits_of
 from .fold import dense
@@ -122,7 +122,7 @@ def _packed(group: Group, route: Route) -> Issue:
     return issue
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Part:
     """A region that one message carries; ``run`` if it is one run of the block's memory."""
 

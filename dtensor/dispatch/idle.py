@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 
 from ..base.nested import tensors
 from ..base.torch_internals import tree_map
-from ..base.values import as_value
 from ..comm import communicator_of
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
@@ -19,7 +19,7 @@ from ..propagation.propagate import Plan
 from ..propagation.schema import Operator
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Idle:
     """Ranks held here whose results have no elements: many a kernel of accelerators does not start for none, nor need it.
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import warnings
+from dataclasses import dataclass
 
 from ..base.callers import users_frame
-from ..base.values import as_value
 from ..errors import GatherWarning
 from ..propagation.propagate import Plan
 from ..propagation.schema import Operator
@@ -14,7 +14,7 @@ from ..propagation.schema import Operator
 _ANNOUNCED: set[str] = set()
 
 
-@as_value(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Cause:
     """An operator call that communicates, for those who listen to what it issues."""
 

@@ -15,6 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -25,12 +26,11 @@ from torch.distributed import distributed_c10d
 
 from ..base.told import Together
 from ..base.torch_internals import NAMES, default_store, hash_ranks
-from ..base.values import as_value
 from ..errors import MeshError
 from .geometry import Geometry
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Group:
     """A process group as a mesh sees it.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,6 @@ import torch.distributed as dist
 
 from ..base.extensions import in_use
 from ..base.validation import whole, wholes
-from ..base.values import as_value, field
 from ..errors import ArgumentError, MeshError
 from .world import distributed, ensure_world
 
@@ -19,7 +19,7 @@ Kind = str  # "process_group", "in_process", "dry_run": the row of ``comm.BACKEN
 LAID_OUT: list[Callable[[], None]] = []  # called when this process has become a rank among others
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Backend:
     """What a process group is made with: a backend of torch's by name, None: the world's; and options of it."""
 
@@ -27,7 +27,7 @@ class Backend:
     options: Any = None
 
 
-@as_value(slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Root:
     """All members of a family of meshes, and what they share."""
 

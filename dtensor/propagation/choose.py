@@ -5,11 +5,10 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..base.symbols import has_symbols
-from ..base.values import as_value
 from ..cost.link import collective_seconds
 from ..layout.layout import Layout
 from ..layout.splits import Split, chunk_sizes
@@ -31,7 +30,7 @@ from .row_table import Table, spelled, table_of, where_of
 _TRIES = 256
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Chosen:
     """A choice with the layouts that follow from it.
 

@@ -7,12 +7,11 @@ In this order: the rule of the operator, with the cheapest row per mesh dim; its
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal
 
 from ..base.torch_internals import has_kernel
-from ..base.values import as_value
 from ..errors import LayoutError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
@@ -29,7 +28,7 @@ from .meta import NotInferable, asked_with_outs, results_of
 from .schema import Operator
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What dispatch executes.
 

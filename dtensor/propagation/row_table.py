@@ -7,13 +7,12 @@ all sizes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ..base.caches import Bounded
-from ..base.values import as_value
 from ..placement import Monoid, Partial, Placement, Replicate, Shard
 from ..rules.call import Call, Kind
 from ..rules.rule import ANY_PARTIAL, Along, Dims, Factors, Partials, R, Row, Spec, candidates, stands
@@ -21,7 +20,7 @@ from ..rules.rule import ANY_PARTIAL, Along, Dims, Factors, Partials, R, Row, Sp
 Where = int | Placement  # a tensor dim, or Replicate / Partial
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Line:
     """A row with where it wants operands and leaves results; operands that are never moved have None."""
 
@@ -53,7 +52,7 @@ class Line:
         return self.row.parted is None or mesh_dim in self.row.parted.split.mesh_dims
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Table:
     """All rows, and by what they want those that are free then. ``by_numbers``: other kinds of numbers may have other rows."""
 

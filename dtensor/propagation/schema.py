@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
@@ -10,11 +11,10 @@ import torch
 
 from ..base.caches import remembered
 from ..base.torch_internals import CustomOpDef, OpOverload, OpOverloadPacket
-from ..base.values import as_value
 from ..rules.facts import Facts, facts_of, shows_memory
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Operator:
     """The schema facts of one overload.
 
@@ -101,7 +101,7 @@ class Operator:
 Place = int | str  # where an argument stands in a call: by position, or by name
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Form:
     """Which arguments a call was given: the first ``count`` by position, others by name. Calls that share a plan share it."""
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from ..base.caches import remembered
-from ..base.values import as_value
 from ..comm import Pending, communicator_of
 from ..comm.binding import Run
 from ..comm.regions import Box, Route, Transfer
@@ -31,7 +31,7 @@ from .planner import plan
 from .step import Plan, described, place, seconds_of
 
 
-@as_value(eq=False)
+@dataclass(eq=False)
 class Crossing:
     """The exchange of the blocks of ``before`` for those of ``after``, layouts without terms on two meshes.
 
@@ -132,7 +132,7 @@ def _distinct(layout: Layout, ranks: tuple[int, ...]) -> tuple[Table, list[list[
     return members, [positions for _, positions in found.values()]
 
 
-@as_value(eq=False)
+@dataclass(eq=False)
 class Transit:
     """All that happens between two meshes: terms are reduced on the first, made on the second."""
 

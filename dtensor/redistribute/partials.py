@@ -12,9 +12,9 @@ reduction may pass another one, so that terms which the destination keeps need n
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..base.values import as_value
 from ..errors import LayoutError
 from ..layout.layout import Layout
 from ..placement import Monoid
@@ -63,7 +63,7 @@ def may_pad(op: Op, inner: Sequence[Op]) -> bool:
             return False
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Reduction:
     """One collective's worth of reducing: ``op`` over ``mesh_dims``; ``finish`` applies a monoid's ``finalize``."""
 

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor
 from ..base.memory_order import contiguous_stride
 from ..base.torch_internals import BelowAutograd, count_dispatch_modes
 from ..base.tracing import is_traced
-from ..base.values import as_value
 from ..comm.regions import Box
 from ..comm.rows import flat
 from ..layout.layout import Layout
@@ -23,7 +23,7 @@ from .executor import inside
 Join = Callable[[list[Tensor]], Tensor]
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Rows:
     """What one member of a group sends and gets when blocks of many tensors become whole, or whole ones are reduced to blocks:
     for each group position a row, in which its blocks stand one behind the other.

@@ -6,15 +6,15 @@ follows from them by integer maths. There are six kinds.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
-from ..base.values import as_value, field
 from ..layout.layout import Layout
 from .partials import Op
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Step:
     """One move from ``before`` to ``after``.
 
@@ -50,14 +50,14 @@ class Step:
         return self.verb
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Slice(Step):
     """Every rank keeps a part of its block. Gives views."""
 
     verb = "slice"
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Spread(Step):
     """A value becomes terms of ``op``: a value that many ranks hold is kept by one, a shard is padded by identities.
 
@@ -71,7 +71,7 @@ class Spread(Step):
         return f"spread({self.op})"
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Once(Step):
     """Of elements that are repeated along ``dims`` (steps of 0 in memory), one of each. Gives views."""
 
@@ -79,14 +79,14 @@ class Once(Step):
     verb = "once"
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Repeat(Step):
     """The elements of each block again and again, to the sizes that it has. Gives views."""
 
     verb = "repeat"
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Reducing(Step):
     """Terms are reduced."""
 
@@ -97,7 +97,7 @@ class Reducing(Step):
         return f"{self.verb}({self.op}{f' / {self.divisor}' if self.divisor > 1 else ''})"
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class AllReduce(Reducing):
     """Terms are reduced, every rank gets all of the result."""
 
@@ -105,7 +105,7 @@ class AllReduce(Reducing):
     verb = "all_reduce"
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class ReduceScatter(Reducing):
     """Terms are reduced, every rank gets one block of the result; blocks may cut several tensor dims, unevenly."""
 
@@ -113,14 +113,14 @@ class ReduceScatter(Reducing):
     sends_parts = True
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class AllGather(Step):
     """The innermost mesh dims of one or several tensor dims stop splitting them."""
 
     verb = "all_gather"
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Exchange(Step):
     """One all-to-all: every rank gets from its owner each part of its new block that it does not hold yet."""
 
@@ -139,7 +139,7 @@ def _copied_to_send(before: Layout, after: Layout) -> int:
     return before.max_local_nbytes if strided else 0
 
 
-@as_value(eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class Plan:
     """The steps from ``src`` to ``dst``; none if every rank holds the right block already.
 

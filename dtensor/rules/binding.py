@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ..base.caches import remembered
-from ..base.values import as_value
 from ..placement import Monoid
 from .call import Call
 from .notation import Pattern, argument_of, is_group, is_picked
@@ -18,7 +18,7 @@ Reduction = str | Monoid
 Sizes = Mapping[str, str | Callable[[Call], int]]  # letter -> the argument that is its size, or what computes it
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Bound:
     """The factors of a call's tensors, and what its recipe says of them."""
 
@@ -112,7 +112,7 @@ def _fitted(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> Dims:
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class ShapesOf(Word):
     """The shapes of the results where every factor has one size, by the first of these patterns that fits."""
 

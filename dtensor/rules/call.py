@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
 import torch
 
-from ..base.values import as_value, field
 from ..errors import RuleError
 from ..layout.layout import Layout
 from ..layout.splits import Split
@@ -18,7 +17,7 @@ from ..mesh.device_mesh import DeviceMesh
 from .parted import Known, Parted
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Meta:
     """Global shape, strides and dtype of a result; of a view the bytes from where the first operand begins to where it does."""
 
@@ -53,7 +52,7 @@ def kind_of(number: complex) -> Kind:
     return Kind.WIDE if 1e-37 <= size <= 1e38 else Kind.ANY
 
 
-@as_value(slots=True)
+@dataclass(slots=True)
 class Call:
     """What rules look at. Nothing in it depends on the rank.
 

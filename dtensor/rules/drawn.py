@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..base.values import as_value
 from ..layout.layout import Layout
 from ..random.distributions import Sampler, sampler_of
 from ..random.draw import DRAWING, as_one_step, draw, draw_counted, from_one_state, own_block_of, place_in
@@ -22,7 +22,7 @@ from .rows import rows
 from .rule import Rule, Word
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class DrawLike(Word):
     """A block of what the op draws for a whole tensor with the strides of the global operand, whose values do not matter."""
 
@@ -64,7 +64,7 @@ def _arguments_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
     return given | dict(zip((argument.name for argument in declared), args, strict=False)) | kwargs
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class DrawAround(Word):
     """The op on whole tensors that hold one block each, and elsewhere ``other``, a value that the op takes.
 

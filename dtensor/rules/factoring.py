@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ..base.caches import remembered
 from ..base.nested import tensors
-from ..base.values import as_value, field
 from ..comm.fold import identity
 from ..layout.splits import Split
 from ..placement import Monoid, Partial
@@ -22,7 +22,7 @@ from .recipe import label_of
 from .rule import Factors, Kernel, Reduced, Word, starts_at_zero
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class by(Word):  # noqa: N801  a word, used like a function
     """What a table has for the value of an argument of the call: ``by("reduction", {1: "avg", 2: "sum"})``; None if nothing."""
 
@@ -33,7 +33,7 @@ class by(Word):  # noqa: N801  a word, used like a function
         return self.table.get(call.get(self.argument))
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class fitting(Word):  # noqa: N801
     """The first of several patterns that have as many dims as the tensors of a call."""
 
@@ -50,7 +50,7 @@ class fitting(Word):  # noqa: N801
 Left = Reduced | Callable[[Call], Reduced | None] | None  # "R": nothing is left, results are whole and the same
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Notation(Word):
     """Factors by notation.
 
@@ -150,7 +150,7 @@ def _some_block(call: Call, are: Callable[[Split], bool]) -> bool:
     return any(split is not None and are(split) for layout in call.operands for split in layout.splits)
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Shares(Word):
     """The mean of each block times its share of the whole: terms of the mean. Nothing has no share."""
 
@@ -184,7 +184,7 @@ def device_of(args: Any) -> torch.device:
     return found
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class OrIdentity(Word):
     """The operator on blocks that have elements; the identities of reductions in the place of its results of others."""
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..base.symbols import as_torch_has_them
-from ..base.values import as_value, field
 from ..comm.fold import identity, in_pairs
 from ..layout.layout import Layout
 from ..placement import Monoid, Partial
@@ -30,7 +29,7 @@ ALONG = "each: a* [@dim] b* -> each: a* [@dim] b*"
 REDUCED = "a* [@dim] b* -> each: a* b*"
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class InPairs:
     """States of several numbers, stacked along dim 0, combined in pairs: ``combine`` tells numbers (dim 0 of a state) apart, and
     no elements."""
@@ -76,7 +75,7 @@ class Part:
         return tuple(as_torch_has_them(layout.local_offset(layout.mesh.coordinates[self._member])))
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Fold(Word):
     """What a block gives, how that combines in one collective, and what the whole gives.
 
@@ -175,7 +174,7 @@ def _folded(pattern: Pattern | by | fitting | None, call: Call) -> tuple[int, ..
     return tuple(d for d, dim in enumerate(factors.operands[0]) if not factors.whole.isdisjoint(dim))
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Plan:
     """What a fold works out once for all runs of a plan."""
 
@@ -219,7 +218,7 @@ class _Plan:
         return made[0] if len(made) == 1 else tuple(made)
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Taking(Word):
     """``kernel`` for operands (the first of them) of these dtypes; others the operator itself takes, or refuses."""
 

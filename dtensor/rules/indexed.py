@@ -7,13 +7,13 @@ The dims of the indices stand in place of those that are indexed: in what is rea
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from ..base.values import as_value
 from ..placement import REDUCE_OPS, Monoid, Partial
 from .call import Call
 from .owned import Address, lead_of, of_own, read_owned, write_owned
@@ -91,7 +91,7 @@ def reduces(call: Call) -> str | None:
 
 
 # --- terms ------------------------------------------------------------------------------------------------------------
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Written(Word):
     """Rows for terms of what is written to and of what is written; a number that is written is no operand."""
 
@@ -118,7 +118,7 @@ def no_foreign_zeros(choice: Choice) -> bool:
 
 
 # --- factors ----------------------------------------------------------------------------------------------------------
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Indexed(Word):
     """The factors of an operation that reads (``combined`` is None), or writes, elements of operand 0; see :func:`writes`."""
 
@@ -245,7 +245,7 @@ class Indexed(Word):
         return True
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Allowed(Word):
     """What a rule says of a choice, and that names are found where they were."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import wraps
 from itertools import product
 from typing import Any, TypeVar, cast
@@ -19,7 +20,6 @@ from torch import Tensor
 from ..base.recording import ACTIVE, site
 from ..base.symbols import sizes
 from ..base.torch_internals import assert_async, nn_functions
-from ..base.values import as_value, field
 from ..comm import communicator_of
 from ..comm.binding import Reduction
 from ..layout.layout import Layout
@@ -32,7 +32,7 @@ from .rule import Dims
 T = TypeVar("T")
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class At:
     """One member's place: its index in the group, and its block of the sharded factor."""
 
@@ -42,7 +42,7 @@ class At:
     size: int
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Measured:
     """A result of a kernel whose size the data decide.
 
@@ -58,7 +58,7 @@ class Measured:
     names: tuple[Split | None, ...] = ()
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class KernelContext:
     """Collectives over ``mesh_dims`` (those that split the kernel's factor, outermost first) and block positions.
 

@@ -7,19 +7,19 @@ Inputs and outputs of one dim are windows of one factor (``windows.py``): an out
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..base.values import as_value
 from ..layout.layout import Layout
 from .kernels import At, KernelContext
 
 Held = Callable[[int], range]  # the positions that a member has, or needs
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Reach:
     """Output ``o`` of one dim reads ``size`` of its inputs, ``dilation`` apart, from ``o * stride - padding`` on."""
 

@@ -28,9 +28,9 @@ frozenset({'@dim'})
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from ..base.caches import remembered
-from ..base.values import as_value
 from ..errors import RuleError
 
 Dim = tuple[str, ...]  # the factors of one tensor dim, major first; () is none
@@ -41,7 +41,7 @@ _TOKEN = re.compile(rf"\s*({_WORD}|\[(?:{_WORD})?\]|\([\w\s\[\]]*\)|1)\s*")
 _NAME = re.compile(r"\s*([A-Za-z_]\w*)\s*:")
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Term:
     """One operand or result: its dims, whether it is added to the result once, and which argument it is, where that is said."""
 
@@ -50,7 +50,7 @@ class Term:
     name: str = ""
 
 
-@as_value(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Pattern:
     """A parsed rule notation; each text has one.
 

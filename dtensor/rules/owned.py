@@ -7,6 +7,7 @@ scratch row. No block moves. How an operator names elements is an :class:`Addres
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial, reduce
 from operator import and_
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.values import as_value
 from ..comm.fold import nothing
 from ..layout.layout import Layout
 from .call import Call
@@ -22,7 +22,7 @@ from .kernels import At, KernelContext, check_range, functional_of
 
 
 # --- how elements are named -------------------------------------------------------------------------------------------
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Address:
     """Which elements of operand 0 an index means.
 

@@ -8,14 +8,14 @@ row by itself can be done by the owners, though it is not linear. Who forgets th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from ..base.values import as_value
 from ..layout.splits import Split
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Parted:
     """What is known of one operand in terms.
 
@@ -32,7 +32,7 @@ class Parted:
     source: str | None = None
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Known:
     """What is known of one operand beside its layout.
 
@@ -53,7 +53,7 @@ class Known:
 NOTHING: Mapping[Any, Known] = MappingProxyType({})  # by argument and position in a list
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Left:
     """A result whose rows are parted.
 

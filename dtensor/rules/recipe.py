@@ -6,10 +6,10 @@ Another call of the kind only fills in sizes (``binding.py``).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ..base.caches import remembered
-from ..base.values import as_value
 from .notation import EACH, Pattern, Term, argument_of, is_group, is_picked
 from .rule import Dims
 
@@ -21,7 +21,7 @@ class Misfit(Exception):
     """The tensors of a call do not have as many dims as the pattern says."""
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Recipe:
     """The factors of all dims, sizes aside.
 

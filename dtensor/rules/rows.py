@@ -15,12 +15,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..base.caches import remembered
-from ..base.values import as_value
 from ..placement import REDUCE_OPS
 from .call import Call
 from .rule import ANY_PARTIAL, Partials, Row, Word
@@ -30,7 +30,7 @@ falling = ("max -> min", "min -> max")
 copies = ANY_PARTIAL
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Of(Word):
     """A word, and what it was given."""
 
@@ -129,7 +129,7 @@ def _row(left: Iterable[str], right: str, results: int) -> str:
     return f"{','.join(left)} -> {','.join([right] * results)}"
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class together(Word):  # noqa: N801
     """The rows of several words and texts."""
 

@@ -8,13 +8,13 @@ into :class:`Row` s, the ways in which the local op gives the right blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from ..base.caches import remembered
-from ..base.values import as_value, field
 from ..comm.fold import identity
 from ..errors import RuleError
 from ..layout.layout import Layout
@@ -37,7 +37,7 @@ class Word:
         return ()
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Along:
     """On this mesh dim the tensor is sharded along a factor."""
 
@@ -48,7 +48,7 @@ Spec = Along | Replicate | Partial
 R = Replicate()
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Kernel:
     """How to compute when a factor that the plain local op needs whole is sharded.
 
@@ -74,7 +74,7 @@ class Kernel:
 Reduced = str | Monoid | tuple[str | Monoid, ...]
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Factors:
     """A rule applied to one call.
 
@@ -104,7 +104,7 @@ class Factors:
     groups: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Row:
     """One way to place operands and results on one mesh dim so that the local op is right (``parted``: for such operands)."""
 
@@ -119,7 +119,7 @@ class Row:
 Partials = tuple[str | Row, ...]
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Choice:
     """A full choice for all mesh dims: how each factor is cut (in units of the factor)."""
 
@@ -158,7 +158,7 @@ class LocalView:
         return tuple([layout.local_offset(self._coordinate) for layout in self._layouts[1]])
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Rule:
     """A sharding rule.
 

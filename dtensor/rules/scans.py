@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..base.values import as_value
 from .call import Call
 from .kernels import KernelContext
 from .rule import Kernel, Rule, Word
@@ -19,7 +19,7 @@ Tensors = tuple[Tensor, ...]
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Scan(Word):
     """A kernel: ``block(x, dim, start)`` of each block, with the last slices of the blocks before it joined from the left."""
 

@@ -20,11 +20,11 @@ How partial values pass is said in words too (``rows.py``): ``linear("grad")``, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..base.values import as_value
 from ..errors import RuleError
 from .binding import Reduction, ShapesOf, Sizes
 from .binding import bind as bind
@@ -211,7 +211,7 @@ class _Nothing(Word):
 NOTHING = _Nothing()
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class local_size(Word):  # noqa: N801  a word, used like a function
     """``local_args`` that replaces a size argument by the local size of result 0."""
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
-from ..base.values import as_value
 from ..cost.device import Device
 from ..placement import Shard
 from .call import Call
@@ -21,7 +20,7 @@ from .facts import shows_memory
 from .rule import Along, Factors, Row, Rule, Spec
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Work:
     """What an operation does as a whole, before it is divided among ranks.
 

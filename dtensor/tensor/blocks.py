@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..base.values import as_value
 from ..comm import PerRank, communicator_of
 from ..errors import CheckpointError
 from ..layout.layout import Layout
@@ -19,7 +19,7 @@ Offset = tuple[int, ...]
 Shape = tuple[int, ...]
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Held:
     """A block that this process holds of a tensor.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from ..base.recording import aside
 from ..base.symbols import sizes
 from ..base.tracing import is_traced, kept
 from ..base.validation import sizes_of
-from ..base.values import as_value
 from ..comm import PerRank, communicator_of, shards_of
 from ..comm.agreement import compared, told_by_all, words_compared
 from ..comm.graph_ops import in_graph
@@ -195,7 +195,7 @@ def _all_pieces(mesh: DeviceMesh, pieces: Sequence[torch.Tensor], told: str) -> 
     return shapes, strides
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Alike:
     """What a program that is traced takes for granted of the pieces given to ``from_local``; asked at every call."""
 

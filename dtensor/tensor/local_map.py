@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..base.torch_internals import tree_flatten, tree_unflatten
-from ..base.values import as_value
 from ..errors import ContradictionError, PlacementError
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Placement, normalize
@@ -63,7 +63,7 @@ def local_map(
     return boundary.around if func is None else boundary.around(func)
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Boundary:
     """What is stated of a function's arguments and results."""
 

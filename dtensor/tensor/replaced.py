@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,13 +17,12 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..base.told import changed
-from ..base.values import as_value
 from ..errors import DTensorError, UnitError
 
 Place = tuple[nn.Module, str]
 
 
-@as_value(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Replacement:
     """What took a parameter's place.
 

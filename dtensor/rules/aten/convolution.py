@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...base.values import as_value
 from ...placement import Partial
 from ..call import Call
 from ..factoring import by
@@ -69,7 +68,7 @@ def products_of_gradients(call: Call) -> int:
 
 
 # --- positions --------------------------------------------------------------------------------------------------------------
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Sliding(Word):
     """The factors of a notation, and of each dim of positions one of inputs and outputs."""
 
@@ -133,7 +132,7 @@ def _issued(call: Call, d: int) -> tuple[int, Any]:
     return times, nbytes
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Convolved(Word):
     """The outputs of a rank along dim ``d`` of positions."""
 
@@ -152,7 +151,7 @@ class Convolved(Word):
         return at.map(one, read_around(at, x, dim, at.operands[0], reach, outputs), weight, bias)
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Gradients(Word):
     """Of a rank's outputs along dim ``d`` of positions: of the inputs that they read, and terms of that of weight and bias."""
 

@@ -6,12 +6,12 @@ of equal values the first index wins, and NaN beats everything, as on one device
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...base.values import as_value
 from ...comm.fold import bounds
 from ...placement import Monoid
 from ..call import Call
@@ -24,7 +24,7 @@ reduce("aminmax", ("min", "max"), refuses_nothing=True)
 
 
 # --- value and index ------------------------------------------------------------------------------------------------------
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Best:
     """Of (value, index) pairs the better value, of equal values the smaller index; NaN is best.
 
@@ -50,7 +50,7 @@ class Best:
         return Monoid(f"arg{self.op}", better, _NoElement(self.op, is_float), combine_all=InPairs(better))
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Better:
     op: str
     is_float: bool
@@ -65,7 +65,7 @@ class _Better:
         return torch.where(wins | (ties & (b[1] < a[1])), b, a)
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _NoElement:
     """No value is worse, and no index loses more ties."""
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...base.values import as_value
 from ...layout.layout import Layout
 from ..call import Call, Meta
 from ..kernels import At, KernelContext
@@ -146,7 +145,7 @@ def products(call: Call) -> float:
     return 2.0 * math.prod(size for name, size in sizes.items() if name != "g" or "r" not in sizes)
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Ragged(Word):
     """The factors of a notation; which group a position of the ragged dim belongs to is in ``offs``. The groups of the result can
     be cut though no operand has them."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from typing import Any
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...base.values import as_value
 from ...placement import Partial
 from ..call import Call
 from ..kernels import KernelContext, asked_for, densely, on_each_rank, plain_op, statistics_bytes, wide
@@ -114,7 +113,7 @@ def normalized_backward(
 
 
 # --- which dims are what --------------------------------------------------------------------------------------------
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Seen:
     """A norm's call: the factors of its arguments and results by name; those that statistics run over, and those whose sums
     are gradients of the weights."""

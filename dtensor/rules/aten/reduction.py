@@ -7,13 +7,13 @@ Means divide by the *global* count. Norms combine as norms: ``norm(x) = norm(nor
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...base.caches import remembered
-from ...base.values import as_value
 from ...placement import Monoid
 from ..call import Call
 from ..folds import REDUCED, InPairs, Part
@@ -65,7 +65,7 @@ for _name, _finish in SPREADS.items():  # of complex numbers the real and the im
 
 
 # --- norms ------------------------------------------------------------------------------------------------------------
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _CombineAll:
     """The p-norm of norms, stacked along dim 0."""
 
@@ -79,7 +79,7 @@ class _CombineAll:
         return torch.where(counts.sum(0) == 1, alone, norm)  # a number that was made a term keeps its sign
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Combine:
     """The p-norm of two norms."""
 
@@ -93,7 +93,7 @@ def _nothing(p: float) -> float:
     return 0.0 if p > 0 else math.inf
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Nothing:
     """The norm of no elements: 0, or for negative p infinity."""
 

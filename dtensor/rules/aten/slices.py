@@ -7,13 +7,13 @@ a view of the local. One position of a sharded dim is with one rank only, and so
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...base.symbols import has_symbols
-from ...base.values import as_value
 from ...comm.fold import nothing
 from ...placement import REDUCE_OPS, Partial
 from ..call import Call
@@ -29,7 +29,7 @@ PUT_IN = one_of("self", "src")
 
 
 # --- a window of one dim ---
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Window(Word):
     """The tensors have one shape, but that one of them holds a window of dim ``dim``: ``"result"``, ``"operand 0"`` (which is put
     back into zeros of ``input_sizes``) or ``"operand 1"`` (which is put into operand 0)."""
@@ -142,7 +142,7 @@ view("split_copy split_with_sizes_copy", pieces, local_args=local_pieces, local=
 
 
 # --- one position of a dim ---
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Picked(Word):
     """One position of dim ``dim``, in a tensor that lacks that dim (``of`` as in :class:`Window`), or each in one of all operands
     (``"operands"``): who has it has all of that.
@@ -246,7 +246,7 @@ view("unbind unbind_copy", "a* [@dim] b* -> each: a* b*")
 
 
 # --- diagonals and windows that slide ---
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Diagonal(Word):
     """The diagonal of two dims, a last dim of the tensor that holds it (as in :class:`Window`): it follows the rows, columns must
     be whole."""

@@ -15,13 +15,13 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple, cast
 
 import torch
 
 from ...base.caches import Bounded, nested_key, remembered
-from ...base.values import as_value
 from ...comm import communicator_of
 from ...dispatch.dispatcher import dispatch
 from ...dispatch.mixed_meshes import meshes_of
@@ -330,7 +330,7 @@ def _moved(x: DTensor, layout: Layout) -> Any:
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------------
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Tensor:
     """The place of a tensor among those of a call."""
 

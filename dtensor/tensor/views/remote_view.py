@@ -9,6 +9,7 @@ and all its views). How operations write to it: see ``write_through``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -18,7 +19,6 @@ from ...base.caches import Bounded, nested_key
 from ...base.symbols import settled
 from ...base.torch_internals import make_wrapper_subclass
 from ...base.tracing import REFUSED
-from ...base.values import as_value, field
 from ...dispatch.bind import bind, runner_of
 from ...dispatch.dispatcher import dispatch, install_views
 from ...dispatch.keepers import shown_in
@@ -48,7 +48,7 @@ def install_operations(operate: Callable[[Any, tuple[Any, ...], dict[str, Any]],
     _OPERATE = operate
 
 
-@as_value(slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Origin:
     """What a view is a view of; shared by all results of a split.
 
@@ -132,7 +132,7 @@ class Origin:
         return facts_of(self.operator.func).shows
 
 
-@as_value(slots=True, frozen=True, eq=False)
+@dataclass(slots=True, frozen=True, eq=False)
 class _Held:
     """A local, compared by identity."""
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ....base.values import as_value
 from ....comm import communicator_of
 from ....mesh.device_mesh import DeviceMesh
 from ...call import Call
@@ -39,7 +39,7 @@ def ranks_in_ring(call: Call) -> int:
 Pieces = tuple[range, ...]  # positions in the sequence that a rank holds, in the order in which it holds them
 
 
-@as_value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Ring:
     """Blocks of keys and values on their way; after ``step`` passes a rank holds the block of the rank ``step`` places before.
 
