@@ -227,7 +227,7 @@ def _write(tensors: Mapping[str, Any], files: Iterable[_File], parts: Iterable[P
             with open(part, "r+b") as out:
                 for place in file.places:
                     for held in blocks[place.name]:
-                        piece = row_major(piece_of(tensors[place.name], held.member).detach())
+                        piece = row_major(piece_of(tensors[place.name], held).detach())
                         write_box(piece, out, file.header + place.first, place.shape, held.offset)
                         sums[place.name] = (sums.get(place.name, 0) + digest(piece, held.offset)) & MASK
                 out.flush()

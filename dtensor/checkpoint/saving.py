@@ -135,7 +135,7 @@ def _prepared(state: Any, folder: Address, ranks: Ranks, staging: Staging[Any] |
         return error
     tensors = reduced(tensors, parts, ranks, f"saving to {folder}")
     pieces = {
-        (name, held.offset): piece_of(tensors[name], held.member).detach()
+        (name, held.offset): piece_of(tensors[name], held).detach()
         for name, blocks in held_here(tensors, ranks.rank)
         for held in blocks
         if held.answers

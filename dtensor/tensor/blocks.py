@@ -14,6 +14,8 @@ from ..errors import CheckpointError
 from ..layout.layout import Layout
 from ..redistribute.intervals import blocks
 from .dtensor import DTensor
+from .views.folded import folded_dim
+from .views.remote_view import RemoteView
 
 Offset = tuple[int, ...]
 Shape = tuple[int, ...]
@@ -26,12 +28,50 @@ class Held:
     Attributes:
         member: whose it is, a position in the mesh; None for a plain tensor.
         answers: this one, of all replicas, writes the block and vouches for it.
+        part: which part of the member's piece it is, where that has several (:class:`Stacked`).
     """
 
     member: int | None
     offset: Offset
     shape: Shape
     answers: bool
+    part: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """A tensor whose dim ``dim`` is folded of a stack, ``parts`` of one size, each of which is cut: a piece has a block of each.
+
+    Attributes:
+        layout: of the stack, which has ``dim`` for its parts and a dim behind it for what is in one.
+    """
+
+    layout: Layout
+    dim: int
+
+    @property
+    def parts(self) -> int:
+        return self.layout.shape[self.dim]
+
+    @property
+    def shape(self) -> Shape:
+        shape, dim = self.layout.shape, self.dim
+        return (*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
+
+    def blocks(self, offset: Offset, shape: Shape) -> Iterator[tuple[Offset, Shape]]:
+        """Where a block of the stack has its parts in the tensor."""
+        dim, inside = self.dim, self.layout.shape[self.dim + 1]
+        for part in range(self.parts):
+            start = part * inside + offset[dim + 1]
+            yield (*offset[:dim], start, *offset[dim + 2 :]), (*shape[:dim], *shape[dim + 1 :])
+
+
+def stack_of(x: Any) -> tuple[DTensor, Stacked] | None:
+    """The stack that ``x`` is a view of, and how ``x`` lies by it; None where it lies as its layout says."""
+    found = folded_dim(x) if type(x) is RemoteView else None
+    if found is None or len(found[1]) != 2 or found[2][0] is not None or type(stack := x._origin.base) is not DTensor:
+        return None
+    return stack, Stacked(stack._layout, found[0])
 
 
 def distinct_blocks(layout: Layout) -> dict[tuple[Offset, Shape], list[int]]:
@@ -53,8 +93,8 @@ def held_here(tensors: Mapping[str, Any], rank: int) -> Iterator[tuple[str, list
     """For each name the blocks that this process holds of its tensor.
 
     Args:
-        tensors: name -> tensor, or layout, or plain shape. Replicas take turns in answering, so that each rank writes about as
-            many bytes; of plain tensors it is the first rank's value that counts.
+        tensors: name -> tensor, or layout (:class:`Stacked` too), or plain shape. Replicas take turns in answering, so that each
+            rank writes about as many bytes; of plain tensors it is the first rank's value that counts.
         rank: this process's place among those that make the checkpoint.
 
     Raises:
@@ -62,7 +102,11 @@ def held_here(tensors: Mapping[str, Any], rank: int) -> Iterator[tuple[str, list
     """
     load: dict[int, int] = {}
     for name, tensor in tensors.items():
+        found = stack_of(tensor)
+        stacked = tensor if isinstance(tensor, Stacked) else None if found is None else found[1]
         layout = tensor._layout if isinstance(tensor, DTensor) else tensor
+        if stacked is not None:
+            layout = stacked.layout
         if not isinstance(layout, Layout):
             shape = _plain_shape(name, tensor)
             yield name, [Held(None, (0,) * len(shape), shape, rank == 0)] if 0 not in shape else []
@@ -72,7 +116,14 @@ def held_here(tensors: Mapping[str, Any], rank: int) -> Iterator[tuple[str, list
             ranks = layout.mesh.ranks
             answering = min(holders, key=lambda member: (load.get(ranks[member], 0), ranks[member]))
             load[ranks[answering]] = load.get(ranks[answering], 0) + math.prod(shape) * layout.dtype.itemsize
-            held += [Held(member, offset, shape, member == answering) for member in holders if member in here]
+            for member in holders:
+                if member not in here:
+                    continue
+                if stacked is None:
+                    held.append(Held(member, offset, shape, member == answering))
+                else:
+                    own = enumerate(stacked.blocks(offset, shape))
+                    held += [Held(member, start, size, member == answering, part) for part, (start, size) in own]
         yield name, held
 
 
@@ -85,8 +136,11 @@ def _plain_shape(name: str, tensor: Any) -> Shape:
     return tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else tuple(tensor)
 
 
-def piece_of(tensor: Any, member: int | None) -> torch.Tensor:
-    """The local tensor of one member that lives here, or a plain tensor itself."""
-    if member is None:
+def piece_of(tensor: Any, held: Held) -> torch.Tensor:
+    """The block itself, which lives here: of a local tensor, or a plain tensor."""
+    if held.member is None:
         return tensor
-    return communicator_of(tensor._layout.mesh).pieces(tensor._local)[member]
+    found = stack_of(tensor)
+    x = tensor if found is None else found[0]
+    piece: torch.Tensor = communicator_of(x._layout.mesh).pieces(x._local)[held.member]
+    return piece if found is None or held.part is None else piece.select(found[1].dim, held.part)

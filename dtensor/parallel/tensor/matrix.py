@@ -108,11 +108,11 @@ class ColwiseParallel(_MatrixParallel):
         input_layouts: how a plain input lies, default ``Replicate()``.
         output_layouts: how the output shall lie, default ``Shard(-1)``: no communication in forward.
         use_local_output: return this rank's piece instead of a DTensor.
-        parts: of how many matrices of one size the weight is put together by outputs: 2 where ``gate, up = fused(x).chunk(2, -1)``,
-            3 where queries, keys and values are one. Each is cut by itself, so each rank has columns of all of them, as the code
-            behind wants them. The parameter is kept as their stack, ``(parts, out / parts, in)`` under
-            ``module.parametrizations.weight``; ``module.weight`` and ``state_dict()`` show the one of the model. A DTensor that is
-            given is one whose halves (``chunk``, ``split``, slices) are there, and that is gathered where it is read otherwise.
+        parts: of how many matrices of one size the weight is made by outputs: 2 where ``gate, up = fused(x).chunk(2, -1)``, 3
+            where queries, keys and values are one. Each is cut by itself: a rank has columns of all of them. What is kept is
+            their stack, ``(parts, out / parts, in)``, under ``module.parametrizations.weight``; ``module.weight`` and
+            ``state_dict()`` show the one of the model. The parts of a DTensor that is given (``chunk``, ``split``, slices) are
+            there; to read it otherwise gathers it.
 
     >>> import torch, dtensor as dt
     >>> from dtensor.parallel import parallelize_module
@@ -150,7 +150,8 @@ class ColwiseParallel(_MatrixParallel):
 
     def _lay_out(self, module: nn.Module, mesh: DeviceMesh, dim: int) -> None:
         if self.parts == 1:
-            return super()._lay_out(module, mesh, dim)
+            super()._lay_out(module, mesh, dim)
+            return
         lay_out_parts(module, "weight", mesh, dim, self.parts, self.src_data_rank)
         if behind(module, "bias"):
             lay_out_parts(module, "bias", mesh, 0, self.parts, self.src_data_rank)

@@ -1,9 +1,9 @@
 """Parameters that are several of one size put together along a dim, each of which is to be cut by itself.
 
-The gate and the up projection of one fused matrix have ``(2 n, k)`` rows; cut as they lie, some ranks have the gate and others the
-up projection, and what meets behind it moves. By hand each rank gets its part of both. Such blocks are no blocks of the matrix
-but of the stack ``(2, n, k)``, which becomes the parameter that is kept, cut along ``n``. The module sees the matrix, computed
-from it as parametrizations compute theirs (``torch.nn.utils.parametrize``): a view, whose folded dim nobody needs to read in its
+Gate and up projection are often one matrix of ``2 n`` rows; cut as these lie, some ranks have the gate and others the up
+projection, and what meets behind it moves. By hand each rank gets its part of both. Such blocks are no blocks of the matrix but
+of the stack ``(2, n, k)``, which becomes the parameter that is kept, cut along ``n``. The module sees the matrix, computed from
+it as parametrizations compute theirs (``torch.nn.utils.parametrize``): a view, whose folded dim nobody needs to read in its
 order, and whose halves are positions of the stack (``tensor/views/folded.py``, ``tensor/composites/stacked.py``).
 """
 
@@ -48,12 +48,12 @@ def lay_out_parts(module: nn.Module, name: str, mesh: DeviceMesh, dim: int, part
     own = module._parameters.get(name)
     if own is None or isinstance(own, DTensor) or is_parametrized(module, name):
         raise StyleError(
-            f"{name!r} of {type(module).__name__} is computed from others, or distributed already: only a plain parameter is taken "
-            "apart; apply this style first"
+            f"{name!r} of {type(module).__name__} is computed from others, or distributed already: only a plain parameter is "
+            "taken apart; apply this style first"
         )
     if own.shape[dim] % parts:
         raise StyleError(f"{name!r} of {type(module).__name__} has {own.shape[dim]} positions along dim {dim}: no {parts} parts")
-    module._parameters[name] = nn.Parameter(own.detach(), own.requires_grad)  # to be set to what the stack is; others hold the old
+    module._parameters[name] = nn.Parameter(own.detach(), own.requires_grad)  # torch sets it to the stack; others have the old
     register_parametrization(module, name, _Stacked(dim, parts))
     held: Any = module.parametrizations[name]  # type: ignore[index]  # a dict of modules
     distribute_at(held._parameters, "original", mesh, [Shard(dim + 1)], source)

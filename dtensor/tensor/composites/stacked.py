@@ -9,7 +9,7 @@ moves nothing. So where every part is of whole positions, that is how they are t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from ..views.folded import folded_dim
@@ -43,7 +43,7 @@ def split_with_sizes(x: Any, sizes: Sequence[int], dim: int = 0) -> Any:
     stack = x.unflatten(dim, (-1, each))
     if len(sizes) == ends[-1]:
         return list(stack.unbind(dim))
-    parts = stack.split_with_sizes([end - start for start, end in zip(ends, ends[1:], strict=False)], dim)
+    parts = stack.split_with_sizes([end - start for start, end in pairwise(ends)], dim)
     return [part.squeeze(dim) if part.shape[dim] == 1 else part.flatten(dim, dim + 1) for part in parts]
 
 
@@ -62,7 +62,9 @@ def _getitem(x: Any, index: Any) -> Any:
     if len(slices) == 1 and all(isinstance(each, slice) or each is ... for each in taken) and taken.count(...) < 2:
         place, part = slices[0]
         dim = place - len(taken) if ... in taken[:place] else place
-        bounds = part.indices(x.shape[dim]) if _whole(part) and -x.ndim <= dim < x.ndim and len(taken) - 1 <= x.ndim else (0, 0, 1)
+        bounds = (
+            part.indices(x.shape[dim]) if _whole(part) and -x.ndim <= dim < x.ndim and len(taken) - 1 <= x.ndim else (0, 0, 1)
+        )
         found = _positions(x, dim, bounds[:2]) if bounds[0] < bounds[1] else None
         if found is not None:
             dim, each, (start, end) = found

@@ -27,7 +27,6 @@ from ...dispatch.mixed_meshes import meshes_of
 from ...dispatch.operands import laid_out
 from ...dispatch.plain_operands import replicated, taken_as_replicated
 from ...layout.layout import Layout
-from ...placement import Partial
 from ...propagation.calls import make_call
 from ...propagation.meta import NotInferable, results_of
 from ...propagation.propagate import Plan
@@ -35,7 +34,8 @@ from ...propagation.schema import Operator, operator_of
 from ...redistribute import redistribute_local
 from ...rules import lookup
 from ...rules.call import Meta
-from ...rules.rule import Factors, alone, candidates
+from ...rules.orderless import orderless
+from ...rules.rule import alone
 from ..dtensor import DTensor, wrap
 from .folded_layouts import Cuts, kept_dim, merged_dim, merged_layout, stack_layout
 from .remote_view import Origin, RemoteView, is_local, plan_of
@@ -266,7 +266,7 @@ def _places(operator: Operator, marked: tuple[Any, Any], tensors: Sequence[Any],
     meshes = tuple(meshes_of(bound.values()))
     if len(meshes) > 1 or rule is None or operator.facts.per_element or rule.measured:
         return None
-    if rule.answer or rule.decompose or rule.run or rule.local_args:  # which may ask where a block begins
+    if rule.answer or rule.decompose or rule.local_args:  # which may ask where a block begins
         return None
     call, slots = make_call(operator, meshes[0], laid_out(operator, bound, meshes[0]))
     if rule.writes is not None and rule.writes(call):  # to what others have, not to blocks made for this call
@@ -284,20 +284,12 @@ def _places(operator: Operator, marked: tuple[Any, Any], tensors: Sequence[Any],
     operands = [factors.operands[places[_Tensor(place)]] for place in range(len(tensors))]
     names = {operand[dim] for operand, dim in zip(operands, dims, strict=True) if dim is not None}
     lengths = {x.shape[dim] for x, dim in zip(tensors, dims, strict=True) if dim is not None}
-    if len(names) != 1 or len(lengths) != 1 or not _orderless(factors, name := names.pop()):
+    if len(names) != 1 or len(lengths) != 1 or len(name := names.pop()) != 1 or not orderless(rule, factors, name[0]):
         return None
     for tensor in (*operands, *factors.results):
         if [each for each in tensor if name[0] in each] not in ([], [name]):  # a part of a dim, or of several
             return None
     return tuple(alone(operand, name) for operand in operands), tuple(alone(result, name) for result in factors.results)
-
-
-def _orderless(factors: Factors, name: tuple[str, ...]) -> bool:
-    """Whether blocks along a factor may be any slices: one factor, no kernel that asks which, nothing but a reduction over it."""
-    rows = [] if factors.rows else [row for row in candidates(factors, ()) if name == (row.factor,)]
-    monoids = [spec for row in rows for spec in row.results if isinstance(spec, Partial) and not isinstance(spec.reduce_op, str)]
-    windowed = any(key[2] == name[0] for key in factors.windows)
-    return bool(rows) and not monoids and not windowed and (rows[0].kernel is None or rows[0].kernel.orderless)
 
 
 # --- blocks as they lie, and back ------------------------------------------------------------------------------------------
