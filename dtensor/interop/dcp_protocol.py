@@ -21,8 +21,8 @@ def chunks(x: Any) -> list[ChunkStorageMetadata]:
     """
     if isinstance(x, RemoteView) and stack_of(x) is None:
         raise CheckpointError(
-            f"{x._layout!r} is a view of a tensor whose blocks do not show it, and torch.distributed.checkpoint fills blocks: load "
-            "into that tensor, or with dtensor.checkpoint.load"
+            f"{x._layout!r} is a view of a tensor whose blocks do not show it, and torch.distributed.checkpoint fills blocks: "
+            "load into that tensor, or with dtensor.checkpoint.load"
         )
     return _chunks(x)
 
