@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CheckpointError
-from ..tensor.blocks import Held, held_here
+from ..tensor.views.blocks import Held, held_here
 from . import dcp_metadata as metadata
 from . import safetensors as hugging_face
 from .background import finish_pending

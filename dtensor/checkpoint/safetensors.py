@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..tensor.blocks import Held, held_here, piece_of
+from ..tensor.views.blocks import Held, held_here, piece_of
 from .background import finish_pending
 from .block_io import write_box
 from .coordinator import Parts, Ranks

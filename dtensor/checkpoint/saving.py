@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..tensor.blocks import held_here, piece_of
 from ..tensor.dtensor import DTensor
+from ..tensor.views.blocks import held_here, piece_of
 from .background import PendingSave, Staging, finish_pending, in_background
 from .block_io import Stream, append
 from .coordinator import NESTING, Parts, Ranks

@@ -11,8 +11,8 @@ import torch
 from ..comm import communicator_of, shards_of
 from ..layout.layout import Layout
 from ..redistribute import redistribute_local
-from ..tensor.blocks import Held, Stacked, members_here, stack_of
 from ..tensor.dtensor import DTensor, wrap
+from ..tensor.views.blocks import Held, Stacked, members_here, stack_of
 from ..tensor.views.remote_view import RemoteView
 from .tree import Stored
 

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ..errors import CheckpointError
-from ..tensor.blocks import Held, held_here, piece_of, stack_of
+from ..tensor.views.blocks import Held, held_here, piece_of, stack_of
 from ..tensor.views.remote_view import RemoteView
 
 

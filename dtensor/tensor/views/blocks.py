@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from ..comm import PerRank, communicator_of
-from ..errors import CheckpointError
-from ..layout.layout import Layout
-from ..redistribute.intervals import blocks
-from .dtensor import DTensor
-from .views.folded import folded_dim
-from .views.remote_view import RemoteView
+from ...comm import PerRank, communicator_of
+from ...errors import CheckpointError
+from ...layout.layout import Layout
+from ...redistribute.intervals import blocks
+from ..dtensor import DTensor
+from .folded import folded_dim
+from .remote_view import RemoteView
 
 Offset = tuple[int, ...]
 Shape = tuple[int, ...]
