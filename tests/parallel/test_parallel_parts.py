@@ -99,6 +99,11 @@ TAKEN: dict[str, tuple[Taken, int]] = {  # and how many collectives the two pass
     "odd parts": (lambda y: [part.sin() for part in y.split([10, 14], -1)], 1),
     "all": (lambda y: [y.sin(), y.sum((0, 1)), y[1:, ..., 3]], 3),
     "steps": (lambda y: [y[..., ::2].cos(), y[..., None, 8:16].tan(), y[1:3, :, 8:16].sin(), y[0]], 4),
+    "rows": (lambda y: [y[2], y[1:3, 1, 8:].sin(), y[torch.tensor([4, 0, 4])].chunk(3, -1)[1], y[torch.tensor(3), 1:, :8]], 0),
+    "rows of rows": (
+        lambda y: [y[:, torch.tensor([[1, 3], [0, 1]])].cos(), y[torch.tensor([1, 2]), torch.tensor([3, 0])].tan()],
+        4,
+    ),
     "narrow": (lambda y: [y.narrow(-1, 8, 8).sin()], 3),
 }
 

@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ..views.folded import folded_dim
 from ..views.remote_view import RemoteView
 from .recomposed import recomposed
@@ -56,23 +59,53 @@ def split(x: Any, size: int, dim: int = 0) -> Any:
 
 
 def _getitem(x: Any, index: Any) -> Any:
-    """``x[..., a:b]`` likewise; all other indices are torch's."""
-    taken = index if isinstance(index, tuple) else (index,)
-    slices = [(place, each) for place, each in enumerate(taken) if isinstance(each, slice) and each != _ALL]
-    if len(slices) == 1 and all(isinstance(each, slice) or each is ... for each in taken) and taken.count(...) < 2:
-        place, part = slices[0]
-        dim = place - len(taken) if ... in taken[:place] else place
-        bounds = (
-            part.indices(x.shape[dim]) if _whole(part) and -x.ndim <= dim < x.ndim and len(taken) - 1 <= x.ndim else (0, 0, 1)
-        )
-        found = _positions(x, dim, bounds[:2]) if bounds[0] < bounds[1] else None
-        if found is not None:
-            dim, each, (start, end) = found
-            return _part(x.unflatten(dim, (-1, each)), dim, start, end)
-    return super(RemoteView, x).__getitem__(index)
+    """``x[..., a:b]`` likewise, and ``x[i]``, whatever is taken of dims before the folded one; all other indices are torch's."""
+    found = folded_dim(x)
+    taken = None if found is None or found[2][0] is not None else _by_dim(index, x.ndim)
+    if found is None or taken is None or not all(map(_all, taken[found[0] + 1 :])):
+        return super(RemoteView, x).__getitem__(index)
+    dim, whole = found[0], x.shape[found[0]]
+    each, ahead, part = whole // found[1][0], taken[:dim], taken[dim]
+    start, end, _ = part.indices(whole) if isinstance(part, slice) and _plain(part) else (0, 0, 1)
+    after = _dims_of(ahead)
+    if start >= end or start % each or end % each or after is None:
+        return super(RemoteView, x).__getitem__(index)
+    stack = x.unflatten(dim, (-1, each))
+    if not all(map(_all, ahead)):
+        stack = stack[tuple(ahead)]
+    return _part(stack, after, start // each, end // each) if end - start < whole else stack.flatten(after, after + 1)
 
 
-def _whole(part: slice) -> bool:
+def _by_dim(index: Any, ndim: int) -> list[Any] | None:
+    """What is taken of each dim; None where an index does not go dim by dim."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    if any(not (item is ... or type(item) in (int, slice) or _names_rows(item)) for item in items):
+        return None
+    dots = [place for place, item in enumerate(items) if item is ...]
+    if len(dots) > 1 or len(items) - len(dots) > ndim:
+        return None
+    place = dots[0] if dots else len(items)
+    return [*items[:place], *[_ALL] * (ndim - len(items) + len(dots)), *items[place + 1 :]]
+
+
+def _all(item: Any) -> bool:
+    return isinstance(item, slice) and item == _ALL
+
+
+def _names_rows(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.dtype in (torch.int64, torch.int32)
+
+
+def _dims_of(items: Sequence[Any]) -> int | None:
+    """How many dims are left of those that items are taken of; None where tensors name positions of several."""
+    tensors = [item for item in items if isinstance(item, Tensor)]
+    numbers = sum(type(item) is int for item in items)
+    if len(tensors) > 1 or (tensors and numbers):
+        return None
+    return len(items) - numbers - len(tensors) + sum(item.ndim for item in tensors)
+
+
+def _plain(part: slice) -> bool:
     return all(each is None or type(each) is int for each in (part.start, part.stop)) and part.step in (None, 1)
 
 
