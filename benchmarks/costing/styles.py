@@ -45,6 +45,14 @@ def opt(sequence: bool) -> Plan:
     return plan
 
 
+def gpt2(sequence: bool) -> Plan:
+    plan = _matrices("transformer.h.*.", ("mlp.c_fc",), ("attn.c_proj", "mlp.c_proj"), {})
+    plan["transformer.h.*.attn.c_attn"] = ColwiseParallel(parts=3, use_local_output=False)  # heads as in OPT
+    plan["transformer.wte"] = RowwiseParallel(input_layouts=Replicate())
+    plan["lm_head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    return plan
+
+
 def phi3(sequence: bool) -> Plan:
     plan = _matrices("model.layers.*.", (), ("self_attn.o_proj", "mlp.down_proj"), {})
     plan["model.layers.*.self_attn.qkv_proj"] = ColwiseParallel(parts=3, use_local_output=False)  # heads as in OPT
@@ -66,6 +74,7 @@ PLANS = {
     ("llama", "styles_sp"): lambda: llama(True),
     ("mistral", "styles"): lambda: llama(False),
     ("mistral", "styles_sp"): lambda: llama(True),
+    ("gpt2", "styles"): lambda: gpt2(False),
     ("opt", "styles"): lambda: opt(False),
     ("phi3", "styles"): lambda: phi3(False),
     ("glm", "styles"): lambda: glm(False),

@@ -12,6 +12,13 @@ import torch
 from gloo import run_gloo
 from halves import chosen, some
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn import functional as F
 
 import dtensor as dt
@@ -226,6 +233,29 @@ def test_what_is_built_on_meta_is_read_in_pieces(tmp_path: Path) -> None:
     assert model.both.parametrizations.weight.original.placements == (Shard(1),)
     x = torch.randn(3, 6, dtype=torch.float64)
     same(model(x), plain(x))
+
+
+@pytest.mark.parametrize("on", some(["cpu", "meta"]))
+def test_full_state_dicts_come_and_go(on: str) -> None:
+    """By torch's functions."""
+    plain, options = Gated(), StateDictOptions(full_state_dict=True)
+    with torch.device(on):
+        model: nn.Module = Gated()
+    plan = {"both": ColwiseParallel(parts=2), "down": RowwiseParallel()}
+    model = parallelize_module(model, dt.init_device_mesh("cpu", (2,)), plan)
+    set_model_state_dict(model, plain.state_dict(), options=options)
+    assert model.both.parametrizations.weight.original.placements == (Shard(1),)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(3, 6, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    state, steps = get_model_state_dict(model, options=options), get_optimizer_state_dict(model, optimizer, options=options)
+    assert {name: value.shape for name, value in state.items()} == {name: x.shape for name, x in plain.state_dict().items()}
+    same(model.both.weight, state["both.weight"])
+    set_model_state_dict(model, plain.state_dict(), options=options)
+    set_optimizer_state_dict(model, optimizer, steps, options=options)
+    same(model.both.weight, plain.both.weight)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict({**model.state_dict(), "both.weight": torch.zeros(30, 6)})
 
 
 # --- what is refused ---------------------------------------------------------------------------------------------------------

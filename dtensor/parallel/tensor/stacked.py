@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 from ...errors import StyleError
 from ...mesh.device_mesh import DeviceMesh
 from ...placement import Shard
-from ...tensor.distribute import distribute_at
+from ...tensor.distribute import distribute_at, distribute_tensor
 from ...tensor.dtensor import DTensor
 from ...tensor.replaced import note_replaced
 
@@ -79,6 +79,15 @@ def _as_one(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> N
 
 
 def _in_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A plain value is the same on all ranks: ``set_model_state_dict`` hands full ones on, going by names of parameters."""
     for name, stack, kept in _stacks(module, prefix):
-        if name in state and isinstance(x := state[name], torch.Tensor) and not x.shape[kept.dim] % kept.parts:
-            state[stack] = kept.right_inverse(state.pop(name))
+        x = state.get(name)
+        if not isinstance(x, torch.Tensor) or x.ndim <= kept.dim or x.shape[kept.dim] % kept.parts:
+            continue  # torch says what does not fit
+        own = module.get_parameter(stack.removeprefix(prefix))
+        made: Any = kept.right_inverse(state.pop(name))
+        if isinstance(own, DTensor) and not isinstance(made, DTensor):
+            made = distribute_tensor(made, own.device_mesh, own.placements, src_data_rank=None)
+        elif isinstance(own, DTensor) and made.device_mesh == own.device_mesh:
+            made = made.redistribute(placements=own.placements)  # it may take the place of what is on meta
+        state[stack] = made
