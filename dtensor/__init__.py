@@ -33,6 +33,7 @@ try:
     from .tensor.composites import recomposed as _recomposed
     from .tensor.composites import sequences as _sequences
     from .tensor.composites import sparse as _sparse_results
+    from .tensor.composites import stacked as _stacked
     from .tensor.composites import strided as _strided
     from .tensor.composites import whole as _whole
     from .tensor.create import empty, full, linspace, logspace, ones, rand, randn, zeros

@@ -45,11 +45,38 @@ def opt(sequence: bool) -> Plan:
     return plan
 
 
+def gpt2(sequence: bool) -> Plan:
+    plan = _matrices("transformer.h.*.", ("mlp.c_fc",), ("attn.c_proj", "mlp.c_proj"), {})
+    plan["transformer.h.*.attn.c_attn"] = ColwiseParallel(parts=3, use_local_output=False)  # heads as in OPT
+    plan["transformer.wte"] = RowwiseParallel(input_layouts=Replicate())
+    plan["lm_head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    return plan
+
+
+def phi3(sequence: bool) -> Plan:
+    plan = _matrices("model.layers.*.", (), ("self_attn.o_proj", "mlp.down_proj"), {})
+    plan["model.layers.*.self_attn.qkv_proj"] = ColwiseParallel(parts=3, use_local_output=False)  # heads as in OPT
+    plan["model.layers.*.mlp.gate_up_proj"] = ColwiseParallel(parts=2)
+    plan["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate())
+    plan["lm_head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    return plan
+
+
+def glm(sequence: bool) -> Plan:
+    plan = llama(sequence)
+    del plan["model.layers.*.mlp.gate_proj"], plan["model.layers.*.mlp.up_proj"]
+    return plan | {"model.layers.*.mlp.gate_up_proj": ColwiseParallel(parts=2)}
+
+
 # family -> whether its sequence can be cut too -> the plan
 PLANS = {
     ("llama", "styles"): lambda: llama(False),
     ("llama", "styles_sp"): lambda: llama(True),
     ("mistral", "styles"): lambda: llama(False),
     ("mistral", "styles_sp"): lambda: llama(True),
+    ("gpt2", "styles"): lambda: gpt2(False),
     ("opt", "styles"): lambda: opt(False),
+    ("phi3", "styles"): lambda: phi3(False),
+    ("glm", "styles"): lambda: glm(False),
+    ("glm", "styles_sp"): lambda: glm(True),
 }

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CheckpointError
-from ..tensor.blocks import Held, held_here
+from ..tensor.views.blocks import Held, held_here
 from . import dcp_metadata as metadata
 from . import safetensors as hugging_face
 from .background import finish_pending
@@ -206,16 +206,17 @@ def _read(targets: Mapping[str, Target], manifest: Manifest, files: Files, buffe
         own, known = target.buffers(entry.torch_dtype), dict[Any, Held]()
         for piece in sorted(held, key=lambda piece: not piece.answers):
             first = known.setdefault((piece.offset, piece.shape), piece)
+            block = target.block(own, piece)
             if first is not piece:  # in one process replicas are read once and copied
-                own[piece.member].copy_(own[first.member])
+                block.copy_(target.block(own, first))
                 continue
             boxes = list(_boxes(piece, entry))
             mapped = _mapped(target, piece, boxes, entry, files)
             if mapped is None:
-                _fill(own[piece.member], boxes, name, files)
+                _fill(block, boxes, name, files)
             else:
-                own[piece.member] = mapped
-            _account(own[piece.member], piece, boxes, name, files, sums)
+                own[piece.member] = block = mapped
+            _account(block, piece, boxes, name, files, sums)
         buffers[name] = {member: read.to(target.dtype) for member, read in own.items()}
     check_shared(targets.values(), buffers)
     return sums
@@ -233,15 +234,24 @@ def _boxes(piece: Held, entry: Entry) -> Iterator[Box]:
 
 def _mapped(target: Target, piece: Held, boxes: list[Box], entry: Entry, files: Files) -> torch.Tensor | None:
     """A block of ours as it lies in a file, if it lies in one stored block and is copied to the memory of what was asked for."""
-    if target.asked is None or target.asked.is_meta or len(boxes) != 1 or boxes[0].size != tuple(piece.shape):
+    if (
+        target.asked is None
+        or target.asked.is_meta
+        or piece.part is not None
+        or len(boxes) != 1
+        or boxes[0].size != tuple(piece.shape)
+    ):
         return None
     return files.mapped_box(entry.torch_dtype, boxes[0])
 
 
 def _fill(out: torch.Tensor, boxes: list[Box], name: str, files: Files) -> None:
     """Read one block of ours from all stored blocks that it meets."""
+    dense = out if out.is_contiguous() else out.new_empty(out.shape)
     for box in boxes:
-        files.read_box(out, box)
+        files.read_box(dense, box)
+    if dense is not out:
+        out.copy_(dense)
     left = out.numel() - sum(math.prod(box.size) for box in boxes)
     if left:
         raise CheckpointError(f"the stored blocks of {name!r} leave {left} of its elements out")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..tensor.blocks import Held, held_here, piece_of
+from ..tensor.views.blocks import Held, held_here, piece_of
 from .background import finish_pending
 from .block_io import write_box
 from .coordinator import Parts, Ranks
@@ -227,7 +227,7 @@ def _write(tensors: Mapping[str, Any], files: Iterable[_File], parts: Iterable[P
             with open(part, "r+b") as out:
                 for place in file.places:
                     for held in blocks[place.name]:
-                        piece = row_major(piece_of(tensors[place.name], held.member).detach())
+                        piece = row_major(piece_of(tensors[place.name], held).detach())
                         write_box(piece, out, file.header + place.first, place.shape, held.offset)
                         sums[place.name] = (sums.get(place.name, 0) + digest(piece, held.offset)) & MASK
                 out.flush()

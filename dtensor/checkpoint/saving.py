@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..tensor.blocks import held_here, piece_of
 from ..tensor.dtensor import DTensor
+from ..tensor.views.blocks import held_here, piece_of
 from .background import PendingSave, Staging, finish_pending, in_background
 from .block_io import Stream, append
 from .coordinator import NESTING, Parts, Ranks
@@ -135,7 +135,7 @@ def _prepared(state: Any, folder: Address, ranks: Ranks, staging: Staging[Any] |
         return error
     tensors = reduced(tensors, parts, ranks, f"saving to {folder}")
     pieces = {
-        (name, held.offset): piece_of(tensors[name], held.member).detach()
+        (name, held.offset): piece_of(tensors[name], held).detach()
         for name, blocks in held_here(tensors, ranks.rank)
         for held in blocks
         if held.answers

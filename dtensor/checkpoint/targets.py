@@ -11,8 +11,9 @@ import torch
 from ..comm import communicator_of, shards_of
 from ..layout.layout import Layout
 from ..redistribute import redistribute_local
-from ..tensor.blocks import members_here
 from ..tensor.dtensor import DTensor, wrap
+from ..tensor.views.blocks import Held, Stacked, members_here, stack_of
+from ..tensor.views.remote_view import RemoteView
 from .tree import Stored
 
 
@@ -21,16 +22,19 @@ class Target(Stored):
     """A tensor to be filled.
 
     Attributes:
-        like: a layout, or the plain tensor's shape.
+        like: a layout, that of the stack which the tensor is folded from, or the plain tensor's shape.
         device: where the values are wanted.
-        asked: the tensor that was asked for, if one was; its memory takes the values, unless it is on meta: then a new one does.
+        asked: the tensor that was asked for, if one was, or the stack that it is folded from; its memory takes the values, unless
+            it is on meta: then a new one does.
+        shown: the tensor that was asked for, where it is folded from a stack.
     """
 
     name: str
-    like: Layout | tuple[int, ...]
+    like: Layout | Stacked | tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     asked: Any = None
+    shown: Any = None
     result: Any = None
 
     @staticmethod
@@ -38,21 +42,33 @@ class Target(Stored):
         """The target that ``tensor`` is; one on ``meta`` only says what is wanted."""
         if isinstance(tensor, DTensor):
             device = torch.device(tensor._layout.mesh.device_type) if tensor.is_meta else tensor.device
+            if (found := stack_of(tensor)) is not None:
+                return Target(name, found[1], tensor.dtype, device, found[0], tensor)
             return Target(name, tensor._layout, tensor.dtype, device, tensor)
         device = torch.device("cpu") if tensor.is_meta else tensor.device
         return Target(name, tuple(tensor.shape), tensor.dtype, device, tensor)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.like.shape) if isinstance(self.like, Layout) else self.like
+        return self.like if isinstance(self.like, tuple) else tuple(self.like.shape)
+
+    @property
+    def layout(self) -> Layout | None:
+        """Of what is filled, if that is distributed."""
+        return self.like.layout if isinstance(self.like, Stacked) else self.like if isinstance(self.like, Layout) else None
 
     def buffers(self, dtype: torch.dtype) -> dict[int | None, torch.Tensor]:
         """New memory on the CPU for every piece that this process holds, as ``dtype``, in which it is stored."""
-        if not isinstance(self.like, Layout):
-            return {None: torch.empty(self.like, dtype=dtype, device="cpu")}
-        layout = self.like.reduced()
+        if self.layout is None:
+            return {None: torch.empty(self.shape, dtype=dtype, device="cpu")}
+        layout = self.layout.reduced()
         coordinates = layout.mesh.coordinates
         return {m: torch.empty(layout.local_shape(coordinates[m]), dtype=dtype, device="cpu") for m in members_here(layout)}
+
+    def block(self, buffers: dict[int | None, torch.Tensor], held: Held) -> torch.Tensor:
+        """The memory of one block among the buffers."""
+        own = buffers[held.member]
+        return own.select(self.like.dim, held.part) if isinstance(self.like, Stacked) and held.part is not None else own
 
     @property
     def problem(self) -> str | None:
@@ -70,9 +86,13 @@ class Target(Stored):
         """Hand the values over: into the memory of what was asked, or as a new tensor."""
         value = self.assembled(read, self.device)
         if self.asked is None or self.asked.is_meta:
-            self.result = value
+            self.result = value.flatten(self.like.dim, self.like.dim + 1) if isinstance(self.like, Stacked) else value
             return
-        self.result = self.asked
+        self.result = self.asked if self.shown is None else self.shown
+        if isinstance(self.asked, RemoteView):  # its pieces are computed when they are read
+            with torch.no_grad():
+                self.asked.copy_(value)
+            return
         with torch.no_grad(), torch.inference_mode() if self.asked.is_inference() else contextlib.nullcontext():
             for old, piece in zip(pieces(self.asked), pieces(value), strict=True):
                 if piece.numel():
@@ -82,9 +102,9 @@ class Target(Stored):
 
     def assembled(self, read: dict[int | None, torch.Tensor], device: torch.device) -> Any:
         """What was read, as the tensor that was asked for. A partial one takes its terms, without communication."""
-        if not isinstance(self.like, Layout):
+        if self.layout is None:
             return read[None].to(device)
-        layout, reduced = self.like.replace(dtype=self.dtype), self.like.reduced().replace(dtype=self.dtype)
+        layout, reduced = self.layout.replace(dtype=self.dtype), self.layout.reduced().replace(dtype=self.dtype)
         mesh = layout.mesh
         if read:
             local: Any = communicator_of(mesh).map(lambda member: _strided(read[member], reduced, member, device))
@@ -117,8 +137,10 @@ def _meets_itself(x: torch.Tensor) -> bool:
     return False
 
 
-def described(like: Layout | tuple[int, ...], dtype: torch.dtype) -> str:
+def described(like: Layout | Stacked | tuple[int, ...], dtype: torch.dtype) -> str:
     """A tensor in words: its dtype, shape and where it lies."""
+    if isinstance(like, Stacked):
+        return f"{like.parts} parts along dim {like.dim} of {described(like.layout, dtype)}"
     if isinstance(like, Layout):
         return repr(like.replace(dtype=dtype))
     return f"plain {str(dtype).removeprefix('torch.')}{list(like)}"

@@ -9,10 +9,25 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ..errors import CheckpointError
-from ..tensor.blocks import Held, held_here, piece_of
+from ..tensor.views.blocks import Held, held_here, piece_of, stack_of
+from ..tensor.views.remote_view import RemoteView
 
 
 def chunks(x: Any) -> list[ChunkStorageMetadata]:
+    """The blocks that are to be filled.
+
+    Raises:
+        CheckpointError: the tensor is a view that is computed when it is read: what torch writes to its blocks would be lost.
+    """
+    if isinstance(x, RemoteView) and stack_of(x) is None:
+        raise CheckpointError(
+            f"{x._layout!r} is a view of a tensor whose blocks do not show it, and torch.distributed.checkpoint fills blocks: "
+            "load into that tensor, or with dtensor.checkpoint.load"
+        )
+    return _chunks(x)
+
+
+def _chunks(x: Any) -> list[ChunkStorageMetadata]:
     """The blocks that this process holds: one with process groups, each rank's in one process."""
     if x.numel() == 0:  # it has no blocks, but torch knows a tensor by its blocks
         return [ChunkStorageMetadata(torch.Size((0,) * x.ndim), x.size())]
@@ -28,7 +43,7 @@ def write_items(x: Any, fqn: str) -> list[WriteItem]:
             type=WriteItemType.SHARD,
             tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=x.size()),
         )
-        for i, chunk in enumerate(chunks(x))
+        for i, chunk in enumerate(_chunks(x))
     ]
 
 
@@ -38,7 +53,7 @@ def shard_at(x: Any, index: MetadataIndex) -> torch.Tensor:
         return torch.empty(x.shape, dtype=x.dtype, device="cpu")
     for held in _held(x):
         if index.offset is None or held.offset == tuple(index.offset):
-            return piece_of(x, held.member).detach()
+            return piece_of(x, held).detach()
     raise CheckpointError(f"this rank holds no block of {index.fqn!r} at {index.offset}")
 
 

@@ -56,9 +56,8 @@ class Kernel:
         run: ``run(at, *args, **kwargs)`` gets the op's arguments with tensors replaced by locals, and a ``KernelContext``; it
             returns locals.
         lacking: the spec of the results that do not have the factor, one for all or one for each result.
-        collectives: how many collectives ``run`` issues; the usual number where the data decide.
-        nbytes: bytes that a rank gives to all of them together (so it receives as many where two ranks share the factor).
-            Both are prices: ``tests/rules/test_kernel_costs.py`` compares them with what is issued.
+        collectives: how many ``run`` issues, the usual number where the data decide; ``nbytes``: that a rank gives to all of them
+            (it receives as many where two share the factor). Prices, which ``tests/rules/test_kernel_costs.py`` compares.
         joint: ``run`` also computes with several of its factors sharded, by different mesh dims.
         orderless: a block may be any slices along the factor.
     """
@@ -88,6 +87,7 @@ class Factors:
         rows: the rows of the factors, where they do not follow from their positions (a user's table of placements).
         windows: ("operand" or "result", position, factor) -> the positions of the factor that this tensor holds, where not all.
         groups: factor -> the factor that counts its groups, and the argument that says which group each position belongs to.
+        orderless: factors whose blocks may be any slices, also for what computes instead of the op.
 
     Names that begin with "@" are readings of their tensor dim, each the whole of it ("@0" with what is inside it, "@0/2").
     """
@@ -102,6 +102,7 @@ class Factors:
     rows: tuple[Row, ...] = ()
     windows: Mapping[tuple[str, int, str], range] = field(default_factory=dict)
     groups: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    orderless: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +170,7 @@ class Rule:
         when: a predicate on a full choice, true only where the local ops give the right blocks.
         nonempty: letters, groups and picked dims of the notation whose blocks must all have elements, ``"*"`` of all of them,
             ``"reduced"`` of what shards are combined of, unless by sums and norms: the operator refuses to have none.
-        local_args: arguments to replace for one member: ``local_args(call, view) -> {name: value}`` (``local`` may take
-            further ones).
+        local_args: arguments to replace for one member, ``local_args(call, view) -> {name: value}``; ``local`` may have others.
         local: a function to call instead of the op, same arguments.
         run: the same with a ``KernelContext`` first, whatever row is chosen (random ops: every block of one global draw).
         answer: the value itself, from layouts alone, for operations that return no tensor (``NotImplemented``: the data decide).
@@ -276,7 +276,7 @@ def alone(dims: Dims, names: tuple[str, ...]) -> int | None:
 
 def candidates(factors: Factors, partials: Partials) -> list[Row]:
     """All rows, the ones that shard first (declaration order breaks ties)."""
-    rows = list(factors.rows)
+    rows = [*factors.rows]
     names = dict.fromkeys(name for dims in (*factors.operands, *factors.results) for dim in dims for name in dim)
     for name in names:
         if name[0] != "@" and name not in factors.whole and (row := _row_of(factors, name)) is not None:

@@ -61,7 +61,8 @@ def replacing(modules: Iterable[nn.Module], by: str) -> Iterator[None]:
     afterwards too, as replaced first. Others are not kept alive: there may be no room for both.
 
     Raises:
-        UnitError: one of them has been replaced already, where another module has it.
+        UnitError: one of them has been replaced already, where another module has it; or one that stands in several places has
+            been taken apart in one of them.
     """
     places: dict[int, list[Place]] = {}
     for at in dict.fromkeys(modules):
@@ -75,7 +76,14 @@ def replacing(modules: Iterable[nn.Module], by: str) -> Iterator[None]:
     yield
     for reference, where in old:
         parameter = reference()
-        made = next((p for p in map(_at, where) if p is not None and p is not parameter), None)
+        now = [*map(_at, where)]
+        if len(where) > 1 and None in now:
+            at, name = where[now.index(None)]
+            raise UnitError(
+                f"{name!r} of a {type(at).__name__} is another module's weight too, and {by} was told to take it apart (parts): "
+                "the two would go apart"
+            )
+        made = next((p for p in now if p is not None and p is not parameter), None)
         if parameter is not None and made is not None:
             note_replaced(parameter, by)
             for at, name in where:

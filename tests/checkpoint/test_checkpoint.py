@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import checkpoint_cases
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from case_lists import here_and_on_four
 from gloo import run_gloo
 from hypothesis import given, settings
@@ -49,3 +51,38 @@ def test_two_processes_save_and_eight_ranks_here_load(tmp_path: Path) -> None:
         load(state, tmp_path)
         checkpoint_cases.same(x, checkpoint_cases.value(13, 6))
         assert state["n"] == (2,)
+
+
+View = Callable[[torch.Tensor], torch.Tensor]
+VIEWS: list[tuple[tuple[int, ...], dt.Placement, View, bool]] = [  # of (4, 6), and whether its blocks are known from a stack's
+    ((2, 2, 6), dt.Shard(1), lambda x: x.view(4, 6), True),
+    ((4, 2, 3), dt.Shard(2), lambda x: x.view(4, 6), True),
+    ((4, 2, 6), dt.Shard(2), lambda x: x.view(4, 12)[:, ::2], False),
+    ((2, 2, 6), dt.Shard(0), lambda x: x.view(4, 6), True),
+]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(("shape", "cut", "seen", "known"), VIEWS)
+def test_views_that_blocks_do_not_show_are_filled(
+    tmp_path: Path, shape: tuple[int, ...], cut: dt.Placement, seen: View, known: bool
+) -> None:
+    value = checkpoint_cases.value(4, 6)
+    plain = torch.zeros(shape, dtype=value.dtype)
+    seen(plain).copy_(value)
+    base = dt.zeros(*shape, dtype=value.dtype, device_mesh=dt.init_device_mesh("cpu", (3,)), placements=[cut])
+    save({"x": value}, tmp_path / "ours")
+    load({"x": seen(base)}, tmp_path / "ours")
+    checkpoint_cases.same(base, plain)
+    save({"x": seen(base)}, tmp_path / "again")
+    back = torch.zeros_like(value)
+    load({"x": back}, tmp_path / "again")
+    torch.testing.assert_close(back, value)
+    base.zero_()
+    dcp.save({"x": value}, checkpoint_id=tmp_path / "torchs", no_dist=True)
+    if known:
+        dcp.load({"x": seen(base)}, checkpoint_id=tmp_path / "torchs", no_dist=True)
+        checkpoint_cases.same(base, plain)
+        return
+    with pytest.raises(dcp.CheckpointException, match=r"dtensor\.checkpoint\.load"):
+        dcp.load({"x": seen(base)}, checkpoint_id=tmp_path / "torchs", no_dist=True)

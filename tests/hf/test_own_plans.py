@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 import dtensor as dt
 from dtensor.parallel import parallelize_module
@@ -58,6 +59,16 @@ def whole(x: Any) -> list[Tensor]:
     return list(x.shards) if isinstance(x, dt.PerRank) else [x]
 
 
+def kept(model: nn.Module, label: str) -> tuple[Tensor, Any]:
+    """A parameter as the model keeps it, and its gradient as the plain model has it."""
+    owner, _, name = label.rpartition(".")
+    module: Any = model.get_submodule(owner)
+    if not is_parametrized(module, name):
+        return module._parameters[name], module._parameters[name].grad
+    seen = module.parametrizations[name]
+    return seen.original, None if seen.original.grad is None else seen[0](seen.original.grad)
+
+
 def check(name: str, ranks: int) -> None:
     plain = built(name)
     model = parallelize_module(copy.deepcopy(plain), dt.init_device_mesh("cpu", (ranks,)), "auto")
@@ -70,10 +81,12 @@ def check(name: str, ranks: int) -> None:
     found.loss.backward()
     largest = max(p.grad.abs().max() for p in plain.parameters() if p.grad is not None)
     cut = 0
-    for (label, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    for label, theirs in plain.named_parameters():
+        ours, grad = kept(model, label)
         cut += isinstance(ours, dt.DTensor) and ours.placements[0].is_shard()
-        assert (ours.grad is None) == (theirs.grad is None), label
-        for own in whole(ours.grad) if theirs.grad is not None else ():
+        assert (grad is None) == (theirs.grad is None), label
+        for own in whole(grad) if theirs.grad is not None else ():
             assert (own - theirs.grad).abs().max() < 1e-4 * largest, label
     assert cut > 8
 

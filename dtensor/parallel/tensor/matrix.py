@@ -11,10 +11,12 @@ from typing import Any, Literal
 
 from torch import nn
 
+from ...base.validation import whole
 from ...errors import StyleError
 from ...mesh.device_mesh import DeviceMesh
 from ...placement import Placement, Replicate, Shard
 from ...tensor.dtensor import DTensor
+from .stacked import lay_out_parts
 from .style import (
     ParallelStyle,
     after_forward,
@@ -69,14 +71,23 @@ class _MatrixParallel(ParallelStyle):
         self.output_layouts = (checked(output_layouts, self._default_output, "output_layouts", self),)
         self.use_local_output = use_local_output
 
+    def _lay_out(self, module: nn.Module, mesh: DeviceMesh, dim: int) -> None:
+        """The weight, of which ``dim`` is cut, and the bias."""
+        lay_out(module, "weight", mesh, Shard(dim), self.src_data_rank)
+        if behind(module, "bias"):
+            lay_out(module, "bias", mesh, self._bias, self.src_data_rank)
+
+    def _given(self, made: Any, mesh: DeviceMesh, new: bool) -> Any:
+        """What the module gives of its output ``made``; ``new``: nobody else has its memory."""
+        x = placed(made, mesh, positive(self.output_layouts[0], made.ndim))
+        return local_if(x, self.use_local_output, mesh, new=new or x is not made)
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         mesh, family = one_dim(device_mesh, self), family_of(module)
         features = _input_features(module, family)
-        lay_out(module, "weight", mesh, Shard(self._dim if family == "linear" else 1 - self._dim), self.src_data_rank)
-        if behind(module, "bias"):
-            lay_out(module, "bias", mesh, self._bias, self.src_data_rank)
+        self._lay_out(module, mesh, self._dim if family == "linear" else 1 - self._dim)
         replicate_rest(module, mesh, self.src_data_rank)
-        given, output = self.input_layouts[0], self.output_layouts[0]
+        given = self.input_layouts[0]
         wanted = Replicate() if family == "embedding" else self._default_input
 
         def prepare_input(x: Any) -> Any:
@@ -85,12 +96,8 @@ class _MatrixParallel(ParallelStyle):
 
         saves_none = type(module).forward in (nn.Linear.forward, nn.Embedding.forward) and not module._forward_hooks
 
-        def prepare_output(x: Any) -> Any:
-            made = placed(x, mesh, positive(output, x.ndim))
-            return local_if(made, self.use_local_output, mesh, new=saves_none or made is not x)
-
         before_forward(module, prepare_input)
-        after_forward(module, prepare_output)
+        after_forward(module, lambda x: self._given(x, mesh, saves_none))
         return module
 
 
@@ -101,22 +108,62 @@ class ColwiseParallel(_MatrixParallel):
         input_layouts: how a plain input lies, default ``Replicate()``.
         output_layouts: how the output shall lie, default ``Shard(-1)``: no communication in forward.
         use_local_output: return this rank's piece instead of a DTensor.
+        parts: of how many matrices of one size the weight is made by outputs: 2 where ``gate, up = fused(x).chunk(2, -1)``, 3
+            where queries, keys and values are one. Each is cut by itself: a rank has columns of all of them. What is kept is
+            their stack, ``(parts, out / parts, in)``, under ``module.parametrizations.weight``; ``module.weight`` and
+            ``state_dict()`` show the one of the model. The parts of a DTensor that is given (``chunk``, ``split``, slices) are
+            there; to read it otherwise gathers it.
 
-    >>> import dtensor as dt
+    >>> import torch, dtensor as dt
     >>> from dtensor.parallel import parallelize_module
     >>> mesh = dt.init_device_mesh("cpu", (2,))
     >>> linear = parallelize_module(torch.nn.Linear(3, 4), mesh, ColwiseParallel(use_local_output=False))
     >>> linear.weight.placements, linear(torch.ones(5, 3)).layout
     ((Shard(dim=0),), float32[5, 4] on (0=S(1)))
+    >>> fused = parallelize_module(torch.nn.Linear(3, 8), mesh, ColwiseParallel(parts=2, use_local_output=False))
+    >>> gate, up = fused(torch.ones(5, 3)).chunk(2, -1)
+    >>> gate.layout, up.layout
+    (float32[5, 4] on (0=S(1)), float32[5, 4] on (0=S(1)))
 
     Raises:
-        StyleError, MeshError, PlacementError: a module without such a weight, a mesh of several dims, layouts that are none.
+        StyleError, MeshError, PlacementError: a module without such a weight, or whose weight is not of so many parts; a mesh of
+            several dims, layouts that are none.
     """
 
     _default_input = Replicate()
     _default_output = Shard(-1)
     _dim = 0
     _bias = Shard(0)
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        parts: int = 1,
+    ) -> None:
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+        if (count := whole(parts, "ColwiseParallel(parts=)")) < 1:
+            raise StyleError(f"ColwiseParallel(parts=) counts matrices, from 1 on, got {count}")
+        self.parts = count
+
+    def _lay_out(self, module: nn.Module, mesh: DeviceMesh, dim: int) -> None:
+        if self.parts == 1:
+            super()._lay_out(module, mesh, dim)
+            return
+        lay_out_parts(module, "weight", mesh, dim, self.parts, self.src_data_rank)
+        if behind(module, "bias"):
+            lay_out_parts(module, "bias", mesh, 0, self.parts, self.src_data_rank)
+
+    def _given(self, made: Any, mesh: DeviceMesh, new: bool) -> Any:
+        """In parts each rank has its piece of each; what else is asked for is moved there."""
+        if self.parts == 1 or positive(self.output_layouts[0], made.ndim) != Shard(made.ndim - 1):
+            return super()._given(made, mesh, new)
+        if not self.use_local_output:
+            return made
+        stack = made.unflatten(-1, (self.parts, -1))
+        return local_if(placed(stack, mesh, Shard(stack.ndim - 1)), True, mesh).flatten(-2)
 
 
 class RowwiseParallel(_MatrixParallel):

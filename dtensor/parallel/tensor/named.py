@@ -21,6 +21,7 @@ from ...mesh.device_mesh import DeviceMesh
 from ...placement import Partial, Replicate, Shard
 from ...tensor.dtensor import DTensor
 from .matrix import ColwiseParallel, RowwiseParallel, SequenceParallel
+from .stacked import lay_out_parts
 from .style import ParallelStyle, after_forward, annotated, lay_out, local_if, one_dim, placed
 
 
@@ -131,6 +132,7 @@ STYLES: dict[str, Callable[[nn.Module], ParallelStyle]] = {
     "colwise": lambda _: ColwiseParallel(),
     "colwise_gather_output": lambda _: ColwiseParallel(output_layouts=Replicate()),
     "colwise_rep": lambda _: ColwiseParallel(output_layouts=Replicate()),
+    "packed_colwise": lambda _: ColwiseParallel(parts=2),
     "rowwise": lambda _: RowwiseParallel(),
     "rowwise_split_input": lambda _: RowwiseParallel(input_layouts=Replicate()),
     "rowwise_rep": lambda _: RowwiseParallel(input_layouts=Replicate()),
@@ -191,4 +193,9 @@ def cut_named(module: nn.Module, parameter: str, name: str, mesh: DeviceMesh, so
     assert own is not None
     dim = _CUTS.get(name)
     whole = dim is None or (own.ndim == 1 and name in ("rowwise", "packed_rowwise"))  # of a row-wise matrix: its bias
-    lay_out(module, parameter, mesh, Replicate() if whole or dim is None else Shard(max(dim, -own.ndim) % own.ndim), source)
+    if whole or dim is None:
+        lay_out(module, parameter, mesh, Replicate(), source)
+    elif name.startswith("packed_"):
+        lay_out_parts(module, parameter, mesh, max(dim, -own.ndim) % own.ndim, 2, source)
+    else:
+        lay_out(module, parameter, mesh, Shard(max(dim, -own.ndim) % own.ndim), source)

@@ -156,6 +156,7 @@ class Ragged(Word):
         found = self.notation(call)
         if found is None or call.get("offs") is None:
             return found
+        found = replace(found, orderless=frozenset("kmn"))
         left, _, result = _kind(call)
         if result != "gmn" or "r" not in left:
             return replace(found, groups={"r": ("g", "offs")})

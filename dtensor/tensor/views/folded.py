@@ -16,19 +16,17 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any, NamedTuple, cast
 
 import torch
 
-from ...base.caches import Bounded, nested_key, remembered
+from ...base.caches import Bounded, nested_key
 from ...comm import communicator_of
 from ...dispatch.dispatcher import dispatch
 from ...dispatch.mixed_meshes import meshes_of
 from ...dispatch.operands import laid_out
 from ...dispatch.plain_operands import replicated, taken_as_replicated
 from ...layout.layout import Layout
-from ...placement import Partial
 from ...propagation.calls import make_call
 from ...propagation.meta import NotInferable, results_of
 from ...propagation.propagate import Plan
@@ -36,9 +34,10 @@ from ...propagation.schema import Operator, operator_of
 from ...redistribute import redistribute_local
 from ...rules import lookup
 from ...rules.call import Meta
-from ...rules.rule import Factors, alone, candidates
+from ...rules.orderless import orderless
+from ...rules.rule import alone
 from ..dtensor import DTensor, wrap
-from .folded_layouts import Cuts, merged_layout, stack_layout
+from .folded_layouts import Cuts, kept_dim, merged_dim, merged_layout, stack_layout
 from .remote_view import Origin, RemoteView, is_local, plan_of
 
 _aten = torch.ops.aten
@@ -119,7 +118,7 @@ class _Placed(NamedTuple):
 
 
 _PLACED: Bounded[Any, _Placed] = Bounded(4096, "folded.placed")
-_SHAPES: Bounded[Any, list[int]] = Bounded(4096, "folded.shapes")
+_SHAPES: Bounded[Any, list[list[int]]] = Bounded(4096, "folded.shapes")
 
 
 def _key(operator: Operator, args: tuple[Any, ...]) -> Any:
@@ -163,27 +162,41 @@ def _block(stack: DTensor, first: int, last: int, merged: Layout) -> DTensor:
 
 
 def _seen_again(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A view of the folded dim in another shape is one of the stack."""
+    """A view of the folded dim in another shape is one of the stack, or of the stack in another shape."""
     one = None if kwargs or len(args) != 2 else _key(operator, args[:1])
     key = None if one is None else (*one, nested_key(args[1]))
-    shape = None if key is None else _SHAPES.get(key)
-    if shape is not None:
-        return _view(args[0]._origin.base, shape)
+    shapes = None if key is None else _SHAPES.get(key)
+    if shapes is not None:
+        return _view(args[0]._origin.base, shapes)
     folded = _folded(args[0])
     if folded is None or folded.after:
         return NotImplemented
     shape = list(plan_of(operator, args, kwargs).results[0].shape)
-    if not is_local(plan_of(operator_of(_aten.view.default), (folded.stack, shape), {})):
-        return NotImplemented
+    between = shape
+    if not _is_shown(folded.stack, between):
+        dim = kept_dim(tuple(args[0].shape), folded.dim, tuple(shape))
+        between = shape if dim is None else [*shape[:dim], *folded.sizes, *shape[dim + 1 :]]
+        if dim is None or not _is_shown(folded.stack, between):
+            return NotImplemented
+    shapes = [between] if between is shape else [between, shape]
     if key is not None:
-        _SHAPES.keep(key, shape)
-    return _view(folded.stack, shape)
+        _SHAPES.keep(key, shapes)
+    return _view(folded.stack, shapes)
 
 
-def _view(stack: DTensor, shape: list[int]) -> Any:
+def _is_shown(stack: DTensor, shape: list[int]) -> bool:
+    """Whether blocks of the stack are blocks of it in that shape."""
+    return is_local(plan_of(operator_of(_aten.view.default), (stack, shape), {}))
+
+
+def _view(stack: DTensor, shapes: list[list[int]]) -> Any:
     """The stack may be a remote view itself, which what is written must reach."""
-    view = _aten.view.default
-    return dispatch(DTensor, view, (), (stack, shape)) if type(stack) is DTensor else view(stack, shape)
+    view, counted, seen = _aten.view.default, stack.__dict__.get("_counted", stack), stack
+    for shape in shapes:
+        if seen is not stack:
+            seen.__dict__["_counted"] = counted
+        seen = dispatch(DTensor, view, (), (seen, shape)) if type(seen) is DTensor else view(seen, shape)
+    return seen
 
 
 def _turned(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -205,33 +218,25 @@ def _turned(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 # --- what is folded --------------------------------------------------------------------------------------------------------
+def folded_dim(x: RemoteView) -> tuple[int, tuple[int, ...], Cuts] | None:
+    """The dim of ``x`` that is folded, of which sizes, and how these are cut; None where it is no such view."""
+    folded = _folded(x)
+    return None if folded is None or folded.after else (folded.dim, folded.sizes, folded.cuts)
+
+
 def _folded(x: Any) -> _Folded | None:
     if not isinstance(x, RemoteView) or x._origin.pinned or x._layout.dtype.is_complex or 0 in x._layout.shape:
         return None
     origin = x._origin
     base, shape = origin.base, x._layout.shape
     before = base._layout.shape
-    if origin.shows == "all" and (at := _merged(before, shape)) is not None:
+    if origin.shows == "all" and (at := merged_dim(before, shape)) is not None:
         return _Folded(base, at, before[at : at + 1 + len(before) - len(shape)], (), at)
     inner = _folded(base)
     dim = None if inner is None else _carried(origin.plan, inner.dim, x._place)
     if inner is None or dim is None or shape[dim] != before[inner.dim]:  # a part of it
         return None
     return _Folded(inner.stack, inner.at, inner.sizes, (*inner.after, (origin, x._place)), dim)
-
-
-@remembered(4096)
-def _merged(before: tuple[int, ...], after: tuple[int, ...]) -> int | None:
-    """Where several dims become one, all others as they were.
-
-    >>> _merged((2, 3, 4), (6, 4)), _merged((2, 3, 4), (2, 12)), _merged((2, 3, 4), (4, 6))
-    (0, 1, None)
-    """
-    count = 1 + len(before) - len(after)
-    if count < 2:
-        return None
-    at = next((d for d, (one, other) in enumerate(zip_longest(before, after)) if one != other), 0)
-    return at if (*before[:at], math.prod(before[at : at + count]), *before[at + count :]) == after else None
 
 
 def _carried(plan: Plan, dim: int, place: int) -> int | None:
@@ -261,7 +266,7 @@ def _places(operator: Operator, marked: tuple[Any, Any], tensors: Sequence[Any],
     meshes = tuple(meshes_of(bound.values()))
     if len(meshes) > 1 or rule is None or operator.facts.per_element or rule.measured:
         return None
-    if rule.answer or rule.decompose or rule.run or rule.local_args:  # which may ask where a block begins
+    if rule.answer or rule.decompose or rule.local_args:  # which may ask where a block begins
         return None
     call, slots = make_call(operator, meshes[0], laid_out(operator, bound, meshes[0]))
     if rule.writes is not None and rule.writes(call):  # to what others have, not to blocks made for this call
@@ -279,20 +284,12 @@ def _places(operator: Operator, marked: tuple[Any, Any], tensors: Sequence[Any],
     operands = [factors.operands[places[_Tensor(place)]] for place in range(len(tensors))]
     names = {operand[dim] for operand, dim in zip(operands, dims, strict=True) if dim is not None}
     lengths = {x.shape[dim] for x, dim in zip(tensors, dims, strict=True) if dim is not None}
-    if len(names) != 1 or len(lengths) != 1 or not _orderless(factors, name := names.pop()):
+    if len(names) != 1 or len(lengths) != 1 or len(name := names.pop()) != 1 or not orderless(rule, factors, name[0]):
         return None
     for tensor in (*operands, *factors.results):
         if [each for each in tensor if name[0] in each] not in ([], [name]):  # a part of a dim, or of several
             return None
     return tuple(alone(operand, name) for operand in operands), tuple(alone(result, name) for result in factors.results)
-
-
-def _orderless(factors: Factors, name: tuple[str, ...]) -> bool:
-    """Whether blocks along a factor may be any slices: one factor, no kernel that asks which, nothing but a reduction over it."""
-    rows = [] if factors.rows else [row for row in candidates(factors, ()) if name == (row.factor,)]
-    monoids = [spec for row in rows for spec in row.results if isinstance(spec, Partial) and not isinstance(spec.reduce_op, str)]
-    windowed = any(key[2] == name[0] for key in factors.windows)
-    return bool(rows) and not monoids and not windowed and (rows[0].kernel is None or rows[0].kernel.orderless)
 
 
 # --- blocks as they lie, and back ------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, pairwise, product, zip_longest
 
 from ...base.caches import remembered
 from ...layout.layout import Layout
@@ -61,6 +61,32 @@ def regrouped(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...] | None:
             return None
         between += [after // before for before, after in parts]
     return tuple(between) if folded == 1 and tuple(between) != layout.shape else None
+
+
+@remembered(4096)
+def merged_dim(before: tuple[int, ...], after: tuple[int, ...]) -> int | None:
+    """Where several dims become one, all others as they were.
+
+    >>> merged_dim((2, 3, 4), (6, 4)), merged_dim((2, 3, 4), (2, 12)), merged_dim((2, 3, 4), (4, 6))
+    (0, 1, None)
+    """
+    count = 1 + len(before) - len(after)
+    if count < 2:
+        return None
+    at = next((d for d, (one, other) in enumerate(zip_longest(before, after)) if one != other), 0)
+    return at if (*before[:at], math.prod(before[at : at + count]), *before[at + count :]) == after else None
+
+
+@remembered(4096)
+def kept_dim(before: tuple[int, ...], dim: int, after: tuple[int, ...]) -> int | None:
+    """Which dim of a view of shape ``after`` is ``dim`` of what has shape ``before``, whatever becomes of others.
+
+    >>> kept_dim((6, 8), 1, (2, 3, 8)), kept_dim((6, 8, 2), 1, (6, 4, 4))
+    (2, None)
+    """
+    ahead = math.prod(before[:dim])
+    counts = enumerate(accumulate(after[:-1], operator.mul, initial=1))
+    return next((d for d, count in counts if count == ahead and after[d] == before[dim]), None)
 
 
 def _split(sizes: tuple[int, ...], cuts: Cuts) -> Split:
