@@ -120,6 +120,8 @@ class Ending(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Large:
+    """Works whose messages do not fit a socket's buffer."""
+
     works: list[dist.Work]
     handle: Any
 

@@ -52,6 +52,8 @@ def as_recorded(plan: ProgramPlan, peak: int) -> ProgramPlan:
 
 @dataclass(slots=True)
 class _Writing:
+    """What is written of a plan so far, node by node."""
+
     graph: Graph
     taken: list[Option]
     total: Total

@@ -52,6 +52,8 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class _Better:
+    """The better of two pairs of value and position: of equal values the first, NaN before all."""
+
     op: str
     is_float: bool
 
