@@ -319,3 +319,24 @@ def test_all_parameters_of_a_model_are_remembered_where_that_is_asked() -> None:
         for weight in weights:
             y = torch.tanh(y @ weight)
         assert gathers(y.sum().backward) == 0
+
+
+@pytest.mark.parametrize("record", [True, False])
+@pytest.mark.parametrize("use", [lambda v: v.sort(0)[0], lambda v: v.cumsum(0), lambda v: v.t() @ v, lambda v: v.t().sort(1)[0]])
+def test_how_long_a_view_lives_moves_nothing(use: Callable[[Any], Any], record: bool) -> None:
+    """One rank may keep it to look at."""
+
+    def run(kept: list[Any]) -> None:
+        base = dt.distribute_tensor(X, mesh(), [Shard(0)]).requires_grad_(record) * 1
+        view = base[:, :2]
+        made = use(view)
+        kept.append(view)
+        if len(kept) == 1:
+            kept.clear()
+        del view
+        loss = (made * use(base[:, :2])).sum() + use(base[:, 1:3]).sum()
+        if record:
+            loss.backward()
+
+    first: list[Any] = []
+    assert collectives(lambda: run(first)) == collectives(lambda: run([None])) > 0
