@@ -70,9 +70,8 @@ def users(x: Any) -> Any:
     """``x`` (a DTensor), whose memory the user may write to from now on without being counted."""
     own = shared(x)
     own.given = True
-    for ref in own.group[1] if own.group else ():
-        if (other := ref()) is not None:
-            other.given = True
+    for other in own.group.tensors() if own.group else ():
+        other.given = True
     return x
 
 

@@ -340,3 +340,24 @@ def test_how_long_a_view_lives_moves_nothing(use: Callable[[Any], Any], record: 
 
     first: list[Any] = []
     assert collectives(lambda: run(first)) == collectives(lambda: run([None])) > 0
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_how_long_a_tensor_of_the_same_memory_lives_moves_nothing(writes: bool) -> None:
+    def run(keeps: bool) -> list[Any]:
+        x = dt.distribute_tensor(X, mesh(), [Shard(1)]) * 1
+        view, other = x.view(-1)[3:20], x * 0  # of which ranks have no parts
+        other.data = x
+        found = [view.sin()]
+        if writes:
+            other.add_(1)
+        kept = other if keeps else None
+        del other
+        found += [view.sin(), view.cos()]
+        return [*found, x, kept]
+
+    counts = [collectives(lambda keeps=keeps: run(keeps)) for keeps in (True, False)]
+    assert counts[0] == counts[1] > 0
+    for got, expected in zip(run(False)[:-1], run(True)[:-1], strict=True):
+        torch.testing.assert_close(got.full_tensor(), expected.full_tensor())
+    torch.testing.assert_close(run(False)[1].full_tensor(), (X + writes).view(-1)[3:20].sin())
