@@ -6,10 +6,13 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
+import torch
+
 from ..base.scoped import Scoped
 from ..cost.link import link_of
 from ..layout.layout import Layout
 from ..placement import Replicate, Shard
+from .keepers import recorded
 
 PLANNED: Scoped[Callable[[], bool]] = Scoped("planned")  # asks whether a plan says where operands are to lie, and moves them
 BRINGING = ContextVar("bringing back", default=False)  # what is moved now is moved for the calls: no program asked for it
@@ -26,13 +29,15 @@ def brought(grad: Any, move: Callable[[], Any]) -> Any:
         BRINGING.reset(token)
 
 
-def bring_back(x: Any, part: bool) -> None:
+def bring_back(x: Any, part: bool) -> bool:
     """Have the gradient of ``x``, which is moved, brought to where ``x`` lies once all of its terms are there: half of what
-    adding them up everywhere moves, and the pass back meets what the pass forward left where that lies."""
+    adding them up everywhere moves, and the pass back meets what the pass forward left where that lies. Whether it has one."""
+    if not (x.requires_grad and torch.is_grad_enabled() and recorded(x)):
+        return False
     layout, known = x._layout, x.grad_fn.metadata  # of the node: what is written to in place has another
     key = "dtensor", x.output_nr
     if key in known or layout.reduced() is not layout or not any(layout.splits):
-        return
+        return True
     known[key] = True
 
     def bring(grad: Any) -> Any:
@@ -52,6 +57,7 @@ def bring_back(x: Any, part: bool) -> None:
         return brought(grad, lambda: grad.redistribute(placements=wanted.placements))
 
     x.register_hook(bring)
+    return True
 
 
 def _takes_long(wanted: Layout, have: Layout) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from ..base.torch_internals import CreationMeta, creation_meta
 from ..base.tracing import any_number_is_open, has_no_values
 from .versions import counting
 
-PARTS = "_parts"  # the attribute of a tensor by which views of the same part of it know each other
+PARTS = "_parts"  # the attribute of a tensor that has the forms of its parts
 
 
 def home_of(x: Any) -> Any:
@@ -23,20 +22,16 @@ def home_of(x: Any) -> Any:
     return root if found is None else found
 
 
-def keeper_of(x: Any, home: Any, noted: bool = False) -> Any:
-    """Which tensor stands for the memory that ``x`` shows: ``home`` if that is all of it, else the first of those that show the
-    same part of it, in whatever order of dims, and live. ``noted``: from now on that is ``x``, if there is none."""
+def keeper_of(x: Any, home: Any) -> tuple[Any, Any]:
+    """The tensor that has what is remembered of the memory that ``x`` shows, and which part of its own that is (None: all).
+
+    Views of one part, in whatever order of dims, are one value. Their base has it, since how long a view lives is no fact of the
+    program: one rank may keep it to look at, or have it in a circle that its collector has not found.
+    """
     if _same_memory(x, home):
-        return home
-    parts = home.__dict__.get(PARTS)
-    if home is not x._base or not (parts or noted) or (part := _part(x)) is None:
-        return x
-    ref = None if parts is None else parts.get(part)
-    found = None if ref is None else ref()
-    if found is None and noted:
-        alive = {key: ref for key, ref in (parts or {}).items() if ref() is not None}
-        home.__dict__[PARTS] = {**alive, part: weakref.ref(x)}
-    return x if found is None else found
+        return home, None
+    part = _part(x) if home is x._base else None
+    return (x, None) if part is None else (home, part)
 
 
 def recorded(x: Any) -> bool:

@@ -25,8 +25,9 @@ from ..propagation.schema import Operator
 from ..rules.parted import Known, Left, Parted
 from . import wrapping
 from .bind import runner_of
+from .forms import FORMS
 from .own_names import NAMES, OfThisRun, names_of
-from .settled import FORMS, NESTED, counted_versions, sums_of
+from .settled import NESTED, counted_versions, sums_of
 from .steps import Args, Keywords, Runner
 
 _FACT = "_parted"  # the attribute of a tensor whose rows are parted

@@ -14,8 +14,6 @@ moved. All of this follows from the program, so it is the same on all ranks.
 
 from __future__ import annotations
 
-import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from threading import local as per_thread
 from typing import Any, NamedTuple
@@ -35,48 +33,12 @@ from ..redistribute import Plan as Move
 from ..redistribute import plan as plan_move
 from . import wrapping
 from .brought_back import bring_back
-from .keepers import home_of, keeper_of, recorded
+from .forms import FORMS, LATELY, Forms, current_forms, forms_of
+from .keepers import PARTS, home_of, keeper_of
 from .versions import SHARED, shared, versions_of
 
 AFRESH: Scoped[object] = Scoped("afresh")  # inside, only what was moved there since is used: what ran before does not show
 Runner = Callable[[Any, Any, list[Any], dict[str, Any]], Any]
-FORMS = "_forms"  # the attribute of a tensor that has those of its memory, its views' too
-
-
-class Forms:
-    """What was moved of one memory: layout that it had -> layout that it was brought to -> local. Layouts and locals are turned
-    so that the dims stand as they lie in memory: a matrix and its transpose are one value.
-
-    Attributes:
-        recorder: who recorded it. A recording may use only what is in it.
-        versions: of the memory when it was moved; see :func:`~dtensor.dispatch.versions.versions_of`.
-    """
-
-    __slots__ = ("__weakref__", "held", "recorder", "versions")
-
-    def __init__(self, recorder: Any, versions: Any) -> None:
-        self.recorder, self.versions = recorder, versions
-        self.held: dict[Layout, dict[Layout, Any]] = {}
-
-
-class _Lately(per_thread):
-    """By mesh, what was moved last of tensors that may live for long."""
-
-    limit = 4
-
-    def __init__(self) -> None:
-        self.by_mesh: weakref.WeakKeyDictionary[Any, deque[tuple[Any, Layout, Layout]]] = weakref.WeakKeyDictionary()
-
-    def add(self, forms: Forms, source: Layout, target: Layout) -> None:
-        kept = self.by_mesh.setdefault(source.mesh, deque())
-        kept.append((weakref.ref(forms), source, target))
-        if len(kept) > self.limit:
-            ref, source, target = kept.popleft()
-            if (found := ref()) is not None:
-                found.held.get(source, {}).pop(target, None)
-
-
-_LATELY = _Lately()
 
 
 class _Nested(per_thread):
@@ -108,9 +70,8 @@ def users(x: Any) -> Any:
     """``x`` (a DTensor), whose memory the user may write to from now on without being counted."""
     own = shared(x)
     own.given = True
-    for ref in own.group[1] if own.group else ():
-        if (other := ref()) is not None:
-            other.given = True
+    for other in own.group.tensors() if own.group else ():
+        other.given = True
     return x
 
 
@@ -198,9 +159,10 @@ class _Place(NamedTuple):
 
     def add(self, found: Any) -> Any:
         ends = self.ends
-        self.held[ends.wanted] = found if ends.wanted is ends.target else found.reshape(-1)
+        held = self.forms.held.setdefault(ends.key, self.held)  # it is taken out where all that it had is gone
+        held[ends.wanted] = found if ends.wanted is ends.target else found.reshape(-1)
         if self.lasting:
-            _LATELY.add(self.forms, ends.key, ends.wanted)
+            LATELY.add(self.forms, ends.key, ends.wanted)
         return found.permute(ends.back) if ends.back else found
 
 
@@ -212,13 +174,15 @@ def _sought(x: Any, move: Move, local: Any) -> tuple[Move | None, Any, _Place | 
     home, versions = home_of(x), _countable_versions(x)
     if versions is None:
         return move, local, None
-    keeper, recorder = keeper_of(x, home, noted=True), _recorder()
-    if keeper.requires_grad and torch.is_grad_enabled() and recorded(keeper):
-        bring_back(keeper, keeper is not home)
-    parameter = home.is_leaf and home.requires_grad
-    if parameter and not _may_keep(home, keeper, recorder, versions):
+    (keeper, part), recorder = keeper_of(x, home), _recorder()
+    parameter, whole = home.is_leaf and home.requires_grad, keeper is home and part is None
+    if parameter and not (whole and _may_keep(home, recorder, versions)):
+        bring_back(home if whole else x, not whole)
         return move, local, None
-    forms, ends = _forms(keeper, recorder, versions), _ends(move.src, move.dst)
+    forms, ends = forms_of(keeper, part, recorder, versions), _ends(move.src, move.dst)
+    forms.brought = (part is not None and forms.brought) or bring_back(home if whole else x, not whole)
+    if part is not None:
+        x.__dict__[FORMS] = forms  # who has it in hand sees that something is known
     held = forms.held.setdefault(ends.key, {})
     found = held.get(ends.wanted)
     if found is None:
@@ -236,7 +200,10 @@ def sums_of(x: Any) -> frozenset[tuple[int, int | None]]:
     terms = [i for i, op in enumerate(layout.partials) if op is not None]
     if not terms or NESTED.depth:
         return frozenset()
-    forms = _current(keeper_of(x, home_of(x)), _recorder(), _countable_versions(x))
+    home = home_of(x)
+    asked = x is home or not home.__dict__.keys().isdisjoint((PARTS, FORMS))  # which part it is takes long to say
+    keeper, part = keeper_of(x, home) if asked else (x, None)
+    forms = current_forms(keeper, part, _recorder(), _countable_versions(x))
     if forms is None:
         return frozenset()
     order = _orders(layout)[0] or tuple(range(len(layout.shape)))
@@ -263,28 +230,15 @@ def _recorder() -> Any:
     return AFRESH.last(None) if AFRESH.held else None
 
 
-def _may_keep(leaf: Any, keeper: Any, recorder: Any, versions: Any) -> bool:
+def _may_keep(leaf: Any, recorder: Any, versions: Any) -> bool:
     """Whether forms of a parameter are kept, or there already: from a forward pass until its gradient arrives."""
     hook = leaf.__dict__.get("_grad_layout")
-    if hook is None or keeper is not leaf:
+    if hook is None:
         return False
     if not (REMEMBERED.held and REMEMBERED.last("") == "parameters" and torch.is_grad_enabled()):
-        return len(hook) > 1 and hook[1] is _forms(keeper, recorder, versions)
-    hook[1:] = [_forms(keeper, recorder, versions)]
+        return len(hook) > 1 and hook[1] is forms_of(leaf, None, recorder, versions)
+    hook[1:] = [forms_of(leaf, None, recorder, versions)]
     return True
-
-
-def _forms(keeper: Any, recorder: Any, versions: Any) -> Forms:
-    forms = _current(keeper, recorder, versions)
-    if forms is None:
-        forms = keeper.__dict__[FORMS] = Forms(recorder, versions)
-    return forms
-
-
-def _current(keeper: Any, recorder: Any, versions: Any) -> Forms | None:
-    """The forms that may be used: of this recorder, and of the memory as it is."""
-    forms: Forms | None = keeper.__dict__.get(FORMS)
-    return forms if forms is not None and forms.recorder is recorder and forms.versions == versions else None
 
 
 def _nearest(held: dict[Layout, Any], ends: _Ends, local: Any) -> tuple[Move, Any]:

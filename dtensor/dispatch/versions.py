@@ -23,17 +23,65 @@ class Shared:
 
     Attributes:
         given: somebody has their locals, and is not counted when writing to them.
-        counter: a tensor that has the counter.
-        group: a number, and all that are the same memory and count apart; a number, so that what one of them wrote before it
-            vanished is not forgotten.
+        counter: what has the counter, where others count apart.
+        group: all that are the same memory and count apart.
     """
 
     __slots__ = ("__weakref__", "counter", "given", "group")
 
     def __init__(self) -> None:
         self.given = False
-        self.counter: Callable[[], Any] | None = None
-        self.group: tuple[int, list[weakref.ref[Shared]]] | None = None
+        self.counter: _Counter | None = None
+        self.group: _Group | None = None
+
+
+class _Counter:
+    """Of whom torch counts the writes, ``of()`` (None: it is gone), and what it had counted when somebody asked."""
+
+    __slots__ = ("last", "of")
+
+    def __init__(self, of: Callable[[], Any]) -> None:
+        self.of, self.last = of, 0
+
+
+Members = tuple[tuple[weakref.ref[Shared], _Counter], ...]
+
+
+class _Group:
+    """All that got the same memory without being views of each other, and how often all of them together have been written to.
+
+    What those that vanished have counted stays counted: when one vanishes is no fact of the program, as one rank may keep it.
+
+    Attributes:
+        number: of this group alone.
+        state: what those have counted that vanished, and the others.
+    """
+
+    __slots__ = ("number", "state")
+
+    def __init__(self, gone: int, members: Members) -> None:
+        self.number, self.state = next(_GROUPS), (gone, members)
+
+    def writes(self) -> int | None:
+        """None: one of them counts nothing."""
+        gone, members = self.state
+        total, live = gone, []
+        for ref, counter in members:
+            x = counter.of()
+            if x is not None and x.is_inference():
+                return None
+            counter.last = counter.last + 1 if x is None else x._version
+            total += counter.last
+            if x is None or ref() is None:
+                gone += counter.last
+            else:
+                live.append((ref, counter))
+        self.state = gone, tuple(live)
+        return total
+
+    def tensors(self) -> list[Shared]:
+        """What those have in common that live."""
+        return [found for ref, _ in self.state[1] if (found := ref()) is not None]
 
 
 def shared(x: Any) -> Shared:
@@ -53,11 +101,8 @@ def versions_of(x: torch.Tensor) -> tuple[int, ...] | None:
             return -1, root._version
         except RuntimeError:  # in inference mode nobody counts
             return None
-    number, refs = found.group
-    members = [member.counter() for ref in refs if (member := ref()) is not None and member.counter is not None]
-    if any(member is not None and member.is_inference() for member in members):
-        return None
-    return (number, *[member._version for member in members if member is not None])
+    writes = found.group.writes()
+    return None if writes is None else (found.group.number, writes)
 
 
 def counting(x: Any) -> Any:
@@ -102,12 +147,17 @@ def counted_together(x: torch.Tensor, y: torch.Tensor) -> None:
     if pair[0] is pair[1]:
         return
     for one, root in zip(pair, roots, strict=True):
-        if one.counter is None:
-            one.counter, one.group = _counter(root), (0, [weakref.ref(one)])
-    members = [member for one in pair if one.group for ref in one.group[1] if (member := ref()) is not None]
-    given, group = any(member.given for member in members), (next(_GROUPS), [weakref.ref(member) for member in members])
-    for member in members:
-        member.given, member.group = given, group
+        if one.group is None:
+            one.counter = _Counter(_counter(root))
+            one.group = _Group(0, ((weakref.ref(one), one.counter),))
+    groups = dict.fromkeys(one.group for one in pair if one.group)
+    for group in groups:
+        group.writes()  # those that vanished are counted, and left behind
+    states = [group.state for group in groups]
+    made = _Group(sum(gone for gone, _ in states), tuple(member for _, members in states for member in members))
+    given = any(member.given for member in made.tensors())
+    for member in made.tensors():
+        member.given, member.group = given, made
 
 
 def pass_version_on(x: Any, root: torch.Tensor) -> None:
@@ -115,8 +165,8 @@ def pass_version_on(x: Any, root: torch.Tensor) -> None:
     found: Shared | None = x.__dict__.pop(SHARED, None)
     if found is not None:
         root.__dict__[SHARED] = found
-        if found.counter is not None and found.counter() is x:
-            found.counter = weakref.ref(root)
+        if found.counter is not None and found.counter.of() is x:
+            found.counter.of = weakref.ref(root)
 
 
 def _counter(root: Any) -> Callable[[], Any]:

@@ -319,3 +319,45 @@ def test_all_parameters_of_a_model_are_remembered_where_that_is_asked() -> None:
         for weight in weights:
             y = torch.tanh(y @ weight)
         assert gathers(y.sum().backward) == 0
+
+
+@pytest.mark.parametrize("record", [True, False])
+@pytest.mark.parametrize("use", [lambda v: v.sort(0)[0], lambda v: v.cumsum(0), lambda v: v.t() @ v, lambda v: v.t().sort(1)[0]])
+def test_how_long_a_view_lives_moves_nothing(use: Callable[[Any], Any], record: bool) -> None:
+    """One rank may keep it to look at."""
+
+    def run(kept: list[Any]) -> None:
+        base = dt.distribute_tensor(X, mesh(), [Shard(0)]).requires_grad_(record) * 1
+        view = base[:, :2]
+        made = use(view)
+        kept.append(view)
+        if len(kept) == 1:
+            kept.clear()
+        del view
+        loss = (made * use(base[:, :2])).sum() + use(base[:, 1:3]).sum()
+        if record:
+            loss.backward()
+
+    first: list[Any] = []
+    assert collectives(lambda: run(first)) == collectives(lambda: run([None])) > 0
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_how_long_a_tensor_of_the_same_memory_lives_moves_nothing(writes: bool) -> None:
+    def run(keeps: bool) -> list[Any]:
+        x = dt.distribute_tensor(X, mesh(), [Shard(1)]) * 1
+        view, other = x.view(-1)[3:20], x * 0  # of which ranks have no parts
+        other.data = x
+        found = [view.sin()]
+        if writes:
+            other.add_(1)
+        kept = other if keeps else None
+        del other
+        found += [view.sin(), view.cos()]
+        return [*found, x, kept]
+
+    counts = [collectives(lambda keeps=keeps: run(keeps)) for keeps in (True, False)]
+    assert counts[0] == counts[1] > 0
+    for got, expected in zip(run(False)[:-1], run(True)[:-1], strict=True):
+        torch.testing.assert_close(got.full_tensor(), expected.full_tensor())
+    torch.testing.assert_close(run(False)[1].full_tensor(), (X + writes).view(-1)[3:20].sin())
