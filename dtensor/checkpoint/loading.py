@@ -14,6 +14,7 @@ from ..errors import CheckpointError
 from ..tensor.views.blocks import Held, held_here
 from . import dcp_metadata as metadata
 from . import safetensors as hugging_face
+from .arranged import Arrange, arranged
 from .background import finish_pending
 from .block_io import Box, Files, RemoteFiles
 from .coordinator import Parts, Ranks
@@ -61,6 +62,7 @@ def load(
     strict: bool = True,
     convert: bool = False,
     rename: Callable[[str], str] | Mapping[str, str] | None = None,
+    arrange: Arrange | None = None,
     process_group: Any = None,
 ) -> Loaded:
     """Fill ``state`` from the checkpoint in the folder ``path``, whatever the meshes and layouts that it was saved under.
@@ -76,6 +78,9 @@ def load(
         convert: floating-point and complex tensors of another dtype are converted to the one that is asked for.
         rename: from a key in the checkpoint to the one here, or a dict of those that differ: of the dicts in it, module's and
             optimizer's among them, every key that is a string.
+        arrange: of a checkpoint that is a dict of tensors, from these to those that are asked for, by name: what it stacks,
+            joins, cuts and turns is read so, each piece by who has it. The tensors that it is given know where they are stored,
+            and have no values.
         process_group: the ranks that load together, default all.
 
     Raises:
@@ -99,6 +104,12 @@ def load(
     []
     >>> state["w"].sum()
     tensor(12., dtype=torch.bfloat16)
+    >>> dt.checkpoint.save({"0": torch.ones(2), "1": torch.zeros(2)}, folder)
+    >>> state = {"both": torch.empty(2, 2)}
+    >>> read = dt.checkpoint.load(state, folder, arrange=lambda stored: {"both": torch.stack([stored["0"], stored["1"]])})
+    >>> state["both"]
+    tensor([[1., 1.],
+            [0., 0.]])
     """
     finish_pending()
     ranks, folder = Ranks("checkpoint.load", process_group), place_of(path)
@@ -106,6 +117,8 @@ def load(
     manifest = ranks.together(what, lambda: None, lambda _: find_manifest(folder))
     if rename is not None:
         manifest = renamed(manifest, rename)
+    if arrange is not None:
+        manifest = arranged(manifest, arrange)
     where = folder.parent if hugging_face.is_file(folder) else folder
     return _fill_state(state, where, manifest, ranks, what, lambda asked: match_trees(asked, manifest, strict, convert))
 
