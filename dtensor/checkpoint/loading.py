@@ -78,9 +78,8 @@ def load(
         convert: floating-point and complex tensors of another dtype are converted to the one that is asked for.
         rename: from a key in the checkpoint to the one here, or a dict of those that differ: of the dicts in it, module's and
             optimizer's among them, every key that is a string.
-        arrange: of a checkpoint that is a dict of tensors, from these to those that are asked for, by name: what it stacks,
-            joins, cuts and turns is read so, each piece by who has it. The tensors that it is given know where they are stored,
-            and have no values.
+        arrange: of a dict of tensors, from these to those that are asked for, by name. What it stacks, joins, cuts and turns is
+            read so, each piece by who has it; the tensors that it is given have no values.
         process_group: the ranks that load together, default all.
 
     Raises:
@@ -104,12 +103,6 @@ def load(
     []
     >>> state["w"].sum()
     tensor(12., dtype=torch.bfloat16)
-    >>> dt.checkpoint.save({"0": torch.ones(2), "1": torch.zeros(2)}, folder)
-    >>> state = {"both": torch.empty(2, 2)}
-    >>> read = dt.checkpoint.load(state, folder, arrange=lambda stored: {"both": torch.stack([stored["0"], stored["1"]])})
-    >>> state["both"]
-    tensor([[1., 1.],
-            [0., 0.]])
     """
     finish_pending()
     ranks, folder = Ranks("checkpoint.load", process_group), place_of(path)
