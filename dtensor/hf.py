@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +61,41 @@ def from_pretrained(
     if isinstance(config.dtype, torch.dtype):
         model = model.to(config.dtype)
     model = materialize(distribute(model), init=_computed_again(model))
-    load(model, path)
+    load(model, path, arrange=_as_the_model_has_them(model))
     if (Path(path) / "generation_config.json").exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
     return model.eval()
+
+
+def _as_the_model_has_them(model: Any) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None:
+    """What ``transformers`` does to the tensors of a checkpoint before the model gets them: experts, one by one in files, are put
+    together, and names of older versions replaced. None where it does nothing (before version 5)."""
+    if find_spec("transformers.conversion_mapping") is None:
+        return None
+    mapping = import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
+    library = import_module("transformers.core_model_loading")
+    own = model.state_dict()
+    renamings = [each for each in mapping if isinstance(each, library.WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, library.WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+
+    def arrange(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        collected: dict[str, Any] = {}
+        for key in sorted(stored, key=library.dot_natural_key):
+            name, pattern = library.rename_source_key(key, renamings, converters, model.base_model_prefix, own)
+            if name not in own:
+                found[key] = stored[key]
+            elif pattern is None:
+                found[name] = stored[key]
+            else:
+                converter = collected.setdefault(name, copy.deepcopy(by_pattern[pattern]))
+                converter.add_tensor(name, key, pattern, stored[key])
+        for name, converter in collected.items():
+            found |= converter.convert(name, model=model, config=model.config)
+        return found
+
+    return arrange
 
 
 def _computed_again(model: Any) -> Callable[[nn.Module], None]:

@@ -14,6 +14,7 @@ from ..errors import CheckpointError
 from ..tensor.views.blocks import Held, held_here
 from . import dcp_metadata as metadata
 from . import safetensors as hugging_face
+from .arranged import Arrange, arranged
 from .background import finish_pending
 from .block_io import Box, Files, RemoteFiles
 from .coordinator import Parts, Ranks
@@ -61,6 +62,7 @@ def load(
     strict: bool = True,
     convert: bool = False,
     rename: Callable[[str], str] | Mapping[str, str] | None = None,
+    arrange: Arrange | None = None,
     process_group: Any = None,
 ) -> Loaded:
     """Fill ``state`` from the checkpoint in the folder ``path``, whatever the meshes and layouts that it was saved under.
@@ -76,6 +78,8 @@ def load(
         convert: floating-point and complex tensors of another dtype are converted to the one that is asked for.
         rename: from a key in the checkpoint to the one here, or a dict of those that differ: of the dicts in it, module's and
             optimizer's among them, every key that is a string.
+        arrange: of a dict of tensors, from these to those that are asked for, by name. What it stacks, joins, cuts and turns is
+            read so, each piece by who has it; the tensors that it is given have no values.
         process_group: the ranks that load together, default all.
 
     Raises:
@@ -106,6 +110,8 @@ def load(
     manifest = ranks.together(what, lambda: None, lambda _: find_manifest(folder))
     if rename is not None:
         manifest = renamed(manifest, rename)
+    if arrange is not None:
+        manifest = arranged(manifest, arrange)
     where = folder.parent if hugging_face.is_file(folder) else folder
     return _fill_state(state, where, manifest, ranks, what, lambda asked: match_trees(asked, manifest, strict, convert))
 

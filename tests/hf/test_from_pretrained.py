@@ -17,6 +17,7 @@ from dtensor.parallel import fully_shard, parallelize_module
 
 transformers = pytest.importorskip("transformers")
 
+from halves import some  # noqa: E402
 from tiny import first, trained  # noqa: E402
 
 MESH = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -105,6 +106,33 @@ def test_what_it_writes_transformers_reads(saved: tuple[Path, Any], tmp_path: Pa
     checkpoint.save_safetensors(model, tmp_path / "again")
     plain.config.save_pretrained(tmp_path / "again")
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "again")
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), plain.parameters(), strict=True))
+
+
+EXPERTS: dict[str, dict[str, Any]] = {  # in files each expert by itself, and gate apart from up
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 6, "decoder_sparse_step": 1},
+}
+
+
+@pytest.mark.parametrize("name", some(list(EXPERTS)))
+@pytest.mark.parametrize("distribute", ["auto", "fully"])
+def test_experts_are_put_together_of_their_files(name: str, distribute: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    kind = getattr(transformers, f"{name}ForCausalLM")
+    plain = kind(kind.config_class(**SIZES | EXPERTS[name] | {"tie_word_embeddings": False})).eval()
+    plain.save_pretrained(tmp_path / "saved")
+    cut = fully if distribute == "fully" else lambda model: parallelize_module(model, MESH["dp"], "auto")
+    model = from_pretrained(tmp_path / "saved", cut)
+    kept = [p for label, p in model.named_parameters() if "gate_up_proj" in label]
+    assert kept
+    assert all(p.layout.max_local_nbytes == p.layout.nbytes // 2 for p in kept)
+    tokens = torch.randint(1, 64, (2, 5), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(first(model(tokens).logits), plain(tokens).logits, rtol=1e-4, atol=1e-5)
+    checkpoint.save_safetensors(model, tmp_path / "again")
+    plain.config.save_pretrained(tmp_path / "again")
+    again = kind.from_pretrained(tmp_path / "again")
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), plain.parameters(), strict=True))
 
 

@@ -18,6 +18,7 @@ from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 from ...errors import StyleError
 from ...mesh.device_mesh import DeviceMesh
 from ...placement import Shard
+from ...tensor.composites.stacked import serve_indexing
 from ...tensor.distribute import distribute_at, distribute_tensor
 from ...tensor.dtensor import DTensor
 from ...tensor.replaced import note_replaced
@@ -53,6 +54,7 @@ def lay_out_parts(module: nn.Module, name: str, mesh: DeviceMesh, dim: int, part
         )
     if own.shape[dim] % parts:
         raise StyleError(f"{name!r} of {type(module).__name__} has {own.shape[dim]} positions along dim {dim}: no {parts} parts")
+    serve_indexing()
     module._parameters[name] = nn.Parameter(own.detach(), own.requires_grad)  # torch sets it to the stack; others have the old
     register_parametrization(module, name, _Stacked(dim, parts))
     held: Any = module.parametrizations[name]  # type: ignore[index]  # a dict of modules

@@ -8,12 +8,11 @@ moves nothing. So where every part is of whole positions, that is how they are t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..views.folded import folded_dim
 from ..views.remote_view import RemoteView
@@ -58,58 +57,60 @@ def split(x: Any, size: int, dim: int = 0) -> Any:
     return split_with_sizes(x, [min(size, whole - start) for start in range(0, whole, size)], dim)
 
 
-def _getitem(x: Any, index: Any) -> Any:
-    """``x[..., a:b]`` likewise, and ``x[i]``, whatever is taken of dims before the folded one; all other indices are torch's."""
-    found = folded_dim(x)
-    taken = None if found is None or found[2][0] is not None else _by_dim(index, x.ndim)
-    if found is None or taken is None or not all(map(_all, taken[found[0] + 1 :])):
-        return super(RemoteView, x).__getitem__(index)
-    dim, whole = found[0], x.shape[found[0]]
-    each, ahead, part = whole // found[1][0], taken[:dim], taken[dim]
-    start, end, _ = part.indices(whole) if isinstance(part, slice) and _plain(part) else (0, 0, 1)
-    after = _dims_of(ahead)
-    if start >= end or start % each or end % each or after is None:
-        return super(RemoteView, x).__getitem__(index)
-    stack = x.unflatten(dim, (-1, each))
-    if not all(map(_all, ahead)):
-        stack = stack[tuple(ahead)]
-    return _part(stack, after, start // each, end // each) if end - start < whole else stack.flatten(after, after + 1)
-
-
-def _by_dim(index: Any, ndim: int) -> list[Any] | None:
-    """What is taken of each dim; None where an index does not go dim by dim."""
-    items = list(index) if isinstance(index, tuple) else [index]
-    if any(not (item is ... or type(item) in (int, slice) or _names_rows(item)) for item in items):
+def _ahead(x: Any, dim: int) -> tuple[int, Any] | None:
+    """The folded dim of ``x`` and its stack, where ``dim`` stands before it and positions are whole; None elsewhere."""
+    found = folded_dim(x) if type(x) is RemoteView else None
+    if found is None or found[2][0] is not None or not -x.ndim <= dim < x.ndim or dim % x.ndim >= found[0]:
         return None
-    dots = [place for place, item in enumerate(items) if item is ...]
-    if len(dots) > 1 or len(items) - len(dots) > ndim:
-        return None
-    place = dots[0] if dots else len(items)
-    return [*items[:place], *[_ALL] * (ndim - len(items) + len(dots)), *items[place + 1 :]]
+    return found[0], x.unflatten(found[0], (found[1][0], -1))
 
 
-def _all(item: Any) -> bool:
-    return isinstance(item, slice) and item == _ALL
+def slice_of(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+    """As torch's, of positions of the stack or of a dim before it; NotImplemented elsewhere."""
+    if type(x) is not RemoteView or not all(each is None or type(each) is int for each in (start, end)):
+        return NotImplemented
+    if (ahead := _ahead(x, dim)) is not None:
+        at, stack = ahead
+        return torch.ops.aten.slice.Tensor(stack, dim % x.ndim, start, end, step).flatten(at, at + 1)
+    if step != 1 or not -x.ndim <= dim < x.ndim:
+        return NotImplemented
+    first, last, _ = slice(start, end).indices(x.shape[dim])
+    found = _positions(x, dim, (first, last)) if first < last else None
+    if found is None:
+        return NotImplemented
+    at, each, (first, last) = found
+    return _part(x.unflatten(at, (-1, each)), at, first, last)
 
 
-def _names_rows(item: Any) -> bool:
-    return isinstance(item, Tensor) and item.dtype in (torch.int64, torch.int32)
+def select(x: Any, dim: int, index: int) -> Any:
+    """As torch's, of a dim before the folded one; NotImplemented elsewhere."""
+    ahead = _ahead(x, dim)
+    if ahead is None:
+        return NotImplemented
+    at, stack = ahead
+    return stack.select(dim % x.ndim, index).flatten(at - 1, at)
 
 
-def _dims_of(items: Sequence[Any]) -> int | None:
-    """How many dims are left of those that items are taken of; None where tensors name positions of several."""
-    tensors = [item for item in items if isinstance(item, Tensor)]
-    numbers = sum(type(item) is int for item in items)
-    if len(tensors) > 1 or (tensors and numbers):
-        return None
-    return len(items) - numbers - len(tensors) + sum(item.ndim for item in tensors)
+def index(x: Any, indices: Sequence[Any]) -> Any:
+    """As torch's, where one tensor of integers names positions of a dim before the folded one; NotImplemented elsewhere."""
+    named = [dim for dim, each in enumerate(indices) if each is not None]
+    ahead = _ahead(x, named[0]) if len(named) == 1 and indices[named[0]].dtype in (torch.int64, torch.int32) else None
+    if ahead is None:
+        return NotImplemented
+    at = ahead[0] - 1 + indices[named[0]].ndim
+    return torch.ops.aten.index.Tensor(ahead[1], indices).flatten(at, at + 1)
 
 
-def _plain(part: slice) -> bool:
-    return all(each is None or type(each) is int for each in (part.start, part.stop)) and part.step in (None, 1)
-
-
-_ALL = slice(None)
 recomposed("aten::split.Tensor", split)
 recomposed("aten::split_with_sizes", split_with_sizes)
-RemoteView.__getitem__ = _getitem  # type: ignore[method-assign]  # below a class, which knows no other views than itself
+_INDEXING: dict[str, Callable[..., Any]] = {
+    "aten::slice.Tensor": slice_of,
+    "aten::select.int": select,
+    "aten::index.Tensor": index,
+}
+
+
+def serve_indexing() -> None:
+    """From now on slices and indices are taken so too: once some parameter is kept as a stack, since all programs would pay."""
+    while _INDEXING:
+        recomposed(*_INDEXING.popitem())

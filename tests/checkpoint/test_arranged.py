@@ -1,0 +1,79 @@
+"""Checkpoints whose tensors are put together otherwise while they are read: stacked, joined, cut and turned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import checkpoint_cases
+import pytest
+import torch
+from torch import Tensor
+
+import dtensor as dt
+from dtensor.checkpoint import load, save, save_safetensors
+from dtensor.errors import CheckpointError
+
+Made = Callable[[Tensor, Tensor], Tensor]  # of (4, 6) and (4, 6)
+MADE: dict[str, Made] = {
+    "stack": lambda x, y: torch.stack([x, y]),
+    "inner stack": lambda x, y: torch.stack([x, y], -1),
+    "join": lambda x, y: torch.cat([x, y, x], 1),
+    "transposed": lambda x, y: torch.cat([x.t(), y.transpose(0, -1)]),
+    "turned": lambda x, y: torch.stack([x, y]).permute(2, 0, 1).contiguous(),
+    "gates": lambda x, y: torch.cat([torch.stack([x, y]), torch.stack([y, x])], dim=1),
+    "halves": lambda x, y: torch.cat([x.chunk(2, 1)[1], y.split([2, 4], 1)[1], x[:, 1:3]], -1),
+    "rows": lambda x, y: torch.stack([*x.unbind(), y[2], y.select(0, -1)]),
+    "part of a turned stack": lambda x, y: torch.stack([x, y], 1).transpose(0, 2)[2:5, 1],
+    "in another shape": lambda x, y: torch.stack([x.view(2, 12), y.reshape(2, -1)]),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_is_made_is_read(name: str, tmp_path: Path) -> None:
+    made, mesh = MADE[name], dt.init_device_mesh("cpu", (3,))
+    x, y = checkpoint_cases.value(4, 6), checkpoint_cases.value(4, 6) + 100
+    save({"x": dt.distribute_tensor(x, mesh, [dt.Shard(1)]) if name != "in another shape" else x, "y": y}, tmp_path / "ours")
+    save_safetensors({"x": x, "y": y}, tmp_path / "other")
+    expected = made(x, y)
+    for folder in ("ours", "other"):
+        for dim in range(expected.ndim):
+            into = dt.zeros(*expected.shape, dtype=x.dtype, device_mesh=mesh, placements=[dt.Shard(dim)])
+            read = load({"made": into}, tmp_path / folder, arrange=lambda stored: {"made": made(stored["x"], stored["y"])})
+            checkpoint_cases.same(into, expected)
+            assert read.bytes_read == expected.nbytes
+
+
+def test_names_alone_keep_what_verifies_them(tmp_path: Path) -> None:
+    x = checkpoint_cases.value(4, 6)
+    save({"x": x}, tmp_path)
+    (file,) = [each for each in tmp_path.iterdir() if each.name.startswith("__0_") and not each.stem.endswith("v")]
+    data = bytearray(file.read_bytes())
+    data[data.index(x.numpy().tobytes()) + 5] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match="corrupted"):
+        load({"y": torch.zeros_like(x)}, tmp_path, arrange=lambda stored: {"y": stored["x"]})
+
+
+REFUSED: dict[str, tuple[Made, str]] = {
+    "values": (lambda x, y: x + y, "does something else"),
+    "another dtype": (lambda x, y: x.half(), "keep their dtype"),
+    "steps": (lambda x, y: x[::2], "step 1"),
+    "a shape of what is turned": (lambda x, y: x.t().reshape(4, 6), "another shape"),
+    "what is not of it": (lambda x, y: torch.zeros(4, 6), "no tensors of the checkpoint"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_needs_values_is_refused(name: str, tmp_path: Path) -> None:
+    made, said = REFUSED[name]
+    x = checkpoint_cases.value(4, 6)
+    save({"x": x, "y": x}, tmp_path)
+    with pytest.raises(CheckpointError, match=said):
+        load({"x": torch.zeros_like(x)}, tmp_path, arrange=lambda stored: {"x": made(stored["x"], stored["y"])})
+
+
+def test_only_a_dict_of_tensors_is_arranged(tmp_path: Path) -> None:
+    save({"x": torch.zeros(2), "step": 3}, tmp_path)
+    with pytest.raises(CheckpointError, match="a dict of tensors"):
+        load({"x": torch.zeros(2)}, tmp_path, arrange=dict)
