@@ -16,7 +16,7 @@ from .base.modes import implicit_replication
 from .checkpoint import load
 from .errors import CheckpointError, MeshError, PlacementError
 from .mesh.device_mesh import as_mesh
-from .parallel.tensor.parallelize import submodules_at
+from .parallel.tensor.parallelize import parameters_at, submodules_at
 from .tensor.dtensor import DTensor
 from .tensor.materialize import materialize
 
@@ -205,7 +205,10 @@ def adapted_plan(model: Any) -> dict[str, str]:
     names = {module: name for name, module in base.named_modules()}
     plan = {}
     for path, style in styles.items():
-        for module in submodules_at(base, path):
+        found = submodules_at(base, path)
+        if not found and parameters_at(base, path):  # of the experts of a mixture, which are cut by themselves
+            plan[path] = style
+        for module in found:
             name = names[module]
             factor = _CUT_OF_LOW_RANK.get(style.split("_")[0])
             if not hasattr(module, "base_layer"):

@@ -101,3 +101,18 @@ def test_what_is_not_known_says_so(plain: Any) -> None:
         adapted_plan(nn.Linear(2, 2))
     with pytest.raises((MixedTensorError, RuntimeError), match="plain tensor"):
         fully(adapted(plain)).load_state_dict(adapted(plain).state_dict())
+
+
+def test_experts_of_an_adapted_mixture_are_cut_as_its_plan_says() -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_local_experts": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+    torch.manual_seed(0)
+    plain = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads)).eval()
+    plain = peft.get_peft_model(plain, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model = copy.deepcopy(plain)
+    parallelize_module(model.get_base_model(), MESH["tp"], adapted_plan(model))
+    experts = [p for name, p in model.named_parameters() if "experts" in name]
+    assert [p.layout.max_local_nbytes * 2 for p in experts] == [p.layout.nbytes for p in experts]
+    tokens = torch.randint(1, 64, (2, 5), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(first(model(tokens).logits), plain(tokens).logits, rtol=1e-4, atol=1e-5)
