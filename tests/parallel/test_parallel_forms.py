@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import dtensor as dt
 from dtensor.comm import Communicator, Pending
+from dtensor.comm.binding import Reduction
 from dtensor.errors import MeshError
 from dtensor.parallel import RowwiseParallel, fully_shard, parallelize_module, replicate
 
@@ -243,25 +244,30 @@ def _all_reduces_and_backwards(layers: int = 4) -> list[str]:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     found: list[str] = []
-    plain = Communicator.all_reduce
+    plain = Communicator.bind_all_reduce
 
-    def all_reduce(self: Any, x: Any, mesh_dims: Any, op: Any = "sum") -> Pending[Any]:
-        number = sum(what.startswith("started") for what in found)
-        found.append(f"started {number}")
-        pending = plain(self, x, mesh_dims, op)
+    def bind_all_reduce(self: Any, mesh_dims: Any, op: Any, dtype: Any) -> Reduction:
+        run = plain(self, mesh_dims, op, dtype).run
 
-        def wait() -> Any:
-            found.append(f"waited {number}")
-            return pending.wait()
+        def told(x: Any) -> Pending[Any]:
+            number = sum(what.startswith("started") for what in found)
+            found.append(f"started {number}")
+            pending = run(x)
 
-        return Pending(wait)
+            def wait() -> Any:
+                found.append(f"waited {number}")
+                return pending.wait()
+
+            return Pending(wait)
+
+        return Reduction(told)
 
     x = dt.map_ranks(lambda at: torch.ones(2, 4, dtype=torch.float64, requires_grad=True), mesh=mesh)
     for k, layer in enumerate(model):  # seen when their gradients are asked for, the last one first
         layer.register_full_backward_hook(lambda *_, k=k: found.append(f"layer {k}"))
     out = model(x)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Communicator, "all_reduce", all_reduce)
+        patch.setattr(Communicator, "bind_all_reduce", bind_all_reduce)
         out.sum().backward()
     assert sorted(what for what in found if "waited" in what) == [f"waited {k}" for k in range(layers)]
     return found

@@ -79,7 +79,9 @@ class Lent:
         self._versions: list[int] = []  # while they are away
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """And these."""
+        """And these. Those that nobody has any more are forgotten."""
+        if not self._versions:
+            self._tensors = [ref for ref in self._tensors if ref() is not None]
         self._tensors += map(TensorWeakRef, tensors)
 
     def away(self) -> None:

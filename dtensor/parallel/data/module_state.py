@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,13 +21,13 @@ from .buffers import Buffers
 from .gradient_node import ANCHOR, Column, Gathered
 from .layouts import Axes
 from .param_group import LATER, Group
-from .policy import MixedPrecisionPolicy, cast
+from .policy import MixedPrecisionPolicy
 from .saved_tensors import watched
 from .schedule import Schedule
 from .ties import follow_state_dicts
 from .transforms import Place, as_one_tensor, put_back, put_differentiable
 from .unreduced import Unreduced
-from .uses import Pass, Use, tensors_in, used_beside, used_for_parts
+from .uses import Pass, Use, Views, nothing_left, tensors_in, used_beside, used_for_parts
 
 _AT_ONCE = 2**62  # autograd runs later nodes first; this one as soon as its gradients are there, as it does with leaves
 _ATTRIBUTE = "_data_parallel_unit"
@@ -67,7 +68,7 @@ class Unit:
         self._to_run: set[nn.Module] = set()
         self._standing: list[Place] = []
         self._pass, self._expected = Pass(), set[Use]()  # this pass, and its uses whose gradients have not come
-        self._views: dict[int, tuple[Use | None, list[Any]]] = {}  # group -> gathered parameters of this pass
+        self._views, self._left = Views(), nothing_left  # of this pass; and of one whose forward is over
         for module in self.modules:
             module.__dict__[_ATTRIBUTE] = self
             module.register_forward_pre_hook(_before, prepend=True, with_kwargs=True)
@@ -90,7 +91,7 @@ class Unit:
         if functorch_active():
             self._standing = put_differentiable(self.groups, schedule.distributed is not None)
             self.buffers.enter(schedule.distributed is not None)
-            return self._cast_inputs(args, kwargs)
+            return self.policy.cast_inputs((args, kwargs))
         if not self._to_run:
             self._to_run = set(self.modules)
         forwards = outermost or not schedule.in_backward()
@@ -109,33 +110,30 @@ class Unit:
         self.buffers.enter(schedule.distributed is not None)
         if not self.gathers_in_backward and self._watch is None:
             self._watch = watched(self.groups)
-        return self._cast_inputs(args, kwargs)
-
-    def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        dtype = self.policy.param_dtype
-        return (args, kwargs) if dtype is None or not self.policy.cast_forward_inputs else cast((args, kwargs), dtype)
+        return self.policy.cast_inputs((args, kwargs))
 
     def after_forward(self, module: nn.Module, output: Any) -> Any:
         """Sharded parameters in place again; gathered ones freed, to be gathered again when the gradient comes."""
         schedule = self.schedule
         if schedule is None:  # forward was refused
             return output
-        schedule.depth -= 1
+        schedule.depth, views = schedule.depth - 1, self._views
+        if not schedule.depth and not schedule.in_backward():
+            schedule.leave()
         if functorch_active():
             put_back(self._standing)
             self._standing = []
             self.buffers.leave()
-            output = output if self.policy.output_dtype is None else cast(output, self.policy.output_dtype)
+            output = self.policy.cast_output(output)
             return as_one_tensor(output) if not schedule.depth else output
         self._end_watch()
         self._to_run.discard(module)
-        if self.policy.output_dtype is not None:
-            output = cast(output, self.policy.output_dtype)
+        output = self.policy.cast_output(output)
         if schedule.in_backward():  # a forward pass recomputed: backward needs the values next
             return output
         self.buffers.leave()
         self.put_parameters()
-        returns = self._expect_gradients(output) if torch.is_grad_enabled() else True
+        returns = self._expect_gradients(output, views) if torch.is_grad_enabled() else True
         if not self._to_run and returns:
             self._release_after_forward()
         return output
@@ -152,12 +150,13 @@ class Unit:
             return self._scheduled().depth == 0 and torch.is_grad_enabled()
         return self.keep_after_forward
 
-    def _expect_gradients(self, output: Any) -> bool:
+    def _expect_gradients(self, output: Any, views: Views) -> bool:
         """Gather again as soon as a gradient of ``output`` arrives. False: nothing would tell us."""
-        uses = [use for use, _ in self._views.values() if use is not None]
+        uses = [use for use, _ in views.values() if use is not None]
         tensors = [x for x in tensors_in(output) if x.requires_grad]
         for piece in (piece for x in tensors for piece in shards_of(x)):
-            piece.register_hook(functools.partial(_before_backward, self, uses))
+            given = getattr(piece.grad_fn, "receiver", None) is self  # a gathered value itself: its node would hold the views
+            piece.register_hook(functools.partial(self.before_backward, uses, Views() if given else views))
         return bool(tensors) or not uses
 
     def places(self) -> list[tuple[nn.Module, str]]:
@@ -220,8 +219,9 @@ class Unit:
 
     def put_values(self, distributed: DeviceMesh | None = None) -> None:
         """Gathered parameters where the module has them."""
+        left = self._left() or Views()
         for k, group in enumerate(self.groups):
-            found = self._views.get(k)
+            found = self._views.get(k) or left.get(k)
             if found is None or (torch.is_grad_enabled() and found[0] is None):
                 found = self._views[k] = self._applied(group, distributed)
             group.placed = True
@@ -249,9 +249,9 @@ class Unit:
         used_beside(self.groups, self.schedule)
 
     # --- backward ------------------------------------------------------------------------------------------------
-    def before_backward(self, uses: Sequence[Use]) -> None:
+    def before_backward(self, uses: Sequence[Use], views: Views, _: Tensor) -> None:
         """A gradient of this unit's output has arrived: the values that forward saw are needed."""
-        schedule = self._scheduled()
+        schedule, self._views = self._scheduled(), views
         schedule.expect_end()
         looked = {}
         for use in uses:
@@ -266,7 +266,7 @@ class Unit:
         following = self.before_in_backward
         if following is None:
             after = schedule.next_backward(self)
-            following = [] if after is None or not after._expected or not after.gathers_in_backward else [after]
+            following = [after] if after is not None and after._expected and after.gathers_in_backward else []
         for unit in following:
             unit.start_gather()
 
@@ -304,24 +304,28 @@ class Unit:
     # --- iterations ----------------------------------------------------------------------------------------------
     def begin(self) -> None:
         """A forward pass starts: new graph, new gathered tensors."""
-        self._views, self._expected, self._pass, self.unreduced.expected = {}, set(), Pass(), False
+        self._views, self._left, self._expected, self._pass = Views(), nothing_left, set(), Pass()
+        self.unreduced.expected = False
+
+    def leave(self) -> None:
+        """It is over. From here on what it leads to has its views."""
+        self._views, self._left = Views(), weakref.ref(self._views)
 
     def end(self) -> None:
         """Backward has ended. What it retained a graph for that it did not run is needed by the pass that will."""
-        self._views, self._to_run = {}, set()
+        self._views, self._left, self._to_run = Views(), nothing_left, set()
         retains = graph_task() != -1 and graph_stays()
         self.buffers.leave()
         for group in self.groups:
-            live = group.live.items()
-            group.live = {use: LATER for use, began in live if not use.ran and (retains or began == LATER)}
+            group.live = {u: LATER for u, began in group.live.items() if not u.ran and (retains or began == LATER)}
             group.put_parameters()
             if not (self.keep_after_backward or group.live or (retains and self.unreduced.defers)):
                 group.free()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy starts between passes: what a pass has gathered and recorded stays with the original."""
-        none = dict.fromkeys(("_watch", "schedule", "awaited"))
-        return self.__dict__ | none | {"_views": {}, "_to_run": set(), "_expected": set(), "_pass": Pass()}
+        fresh = {"_views": Views(), "_left": nothing_left, "_to_run": set(), "_expected": set(), "_pass": Pass()}
+        return self.__dict__ | fresh | dict.fromkeys(("_watch", "schedule", "awaited"))
 
     def reset(self) -> None:
         """After a pass that raised: sharded parameters in place, nothing held, nothing awaited."""
@@ -344,7 +348,3 @@ def _before(module: nn.Module, args: Any, kwargs: Any) -> Any:
 def _after(module: nn.Module, args: Any, output: Any) -> Any:
     unit = unit_of(module)
     return output if unit is None else unit.after_forward(module, output)
-
-
-def _before_backward(unit: Unit, uses: Sequence[Use], grad: Tensor) -> None:
-    unit.before_backward(uses)

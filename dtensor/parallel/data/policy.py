@@ -38,6 +38,14 @@ class MixedPrecisionPolicy:
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
 
+    def cast_inputs(self, given: Any) -> Any:
+        """What a module is given, as it computes with it."""
+        return given if self.param_dtype is None or not self.cast_forward_inputs else _cast(given, self.param_dtype)
+
+    def cast_output(self, output: Any) -> Any:
+        """What a module gives, as it is handed on."""
+        return output if self.output_dtype is None else _cast(output, self.output_dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class OffloadPolicy:
@@ -134,7 +142,7 @@ class ShardPlacementResult:
     mesh_info: Any
 
 
-def cast(values: Any, dtype: torch.dtype) -> Any:
+def _cast(values: Any, dtype: torch.dtype) -> Any:
     """``values`` with their floating-point tensors in ``dtype``."""
 
     def one(x: Any) -> Any:

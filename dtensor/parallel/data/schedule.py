@@ -30,6 +30,9 @@ class Unit(Protocol):
     def begin(self) -> None:
         """A forward pass starts."""
 
+    def leave(self) -> None:
+        """It is over."""
+
     def flush(self) -> None:
         """A backward pass has ended: what waits is sent."""
 
@@ -75,6 +78,11 @@ class Schedule:
         self.last, self.order = self.order, []
         for unit in self.units:
             unit.begin()
+
+    def leave(self) -> None:
+        """The forward pass is over."""
+        for unit in self.units:
+            unit.leave()
 
     def ran(self, unit: Any) -> None:
         """A unit's forward starts."""

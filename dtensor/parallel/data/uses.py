@@ -105,3 +105,13 @@ class Use:
     of: Pass
     ran: bool = False
     through: bool = False
+
+
+class Views(dict[int, tuple[Use | None, list[Any]]]):
+    """The gathered parameters of a pass, by group. Once its forward is over, hooks of what it leads to have them: held by the
+    unit they would hold the graph, and that the unit, in a circle that no collector sees."""
+
+
+def nothing_left() -> Views | None:
+    """In place of a weak reference to some."""
+    return None
