@@ -836,6 +836,23 @@ def test_a_list_of_dtensors_becomes_a_tensor_of_their_values(whole: torch.Tensor
         assert torch.equal(made, expected)
 
 
+@pytest.mark.filterwarnings("ignore:.*in beta.*:UserWarning")
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, i: x.index_select(0, i),
+        lambda x, i: x.take(i),
+        lambda x, i: x.put(i, x[0, :3]),
+        lambda x, i: x.index_add(0, i, x[:3]),
+        lambda x, i: x.index_reduce(0, i, x[:3], "prod"),
+    ],
+)
+def test_plain_indices_meet_a_dtensor(fn: Any) -> None:
+    whole, index = value(5, 6), torch.tensor([4, 0, 2])
+    for placement in (R, Shard(0), Shard(1)):
+        assert torch.equal(fn(dt.distribute_tensor(whole, MESH, [placement]), index).full_tensor(), fn(whole, index))
+
+
 def test_plain_indices_under_vmap_meet_a_dtensor() -> None:
     whole, rows, columns = value(5, 6), torch.arange(4), torch.arange(3)
     x = dt.distribute_tensor(whole, MESH, [Shard(0)])

@@ -19,7 +19,7 @@ aten = torch.ops.aten
 reads("embedding", TABLE)
 reads("index_select", ROWS, plain=("index",))
 reads("gather", ELEMENTS)
-reads("take", FLAT, aten.index.Tensor)
+reads("take", FLAT, aten.index.Tensor, plain=("index",))
 
 
 # --- advanced indexing ---

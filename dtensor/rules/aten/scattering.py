@@ -43,7 +43,7 @@ def rows_multiply(choice: Choice) -> bool:
     return not all(1 in choice.sizes(f"d{d}") for d in others)
 
 
-writes("index_reduce", ROWS, alone, when=rows_multiply)
+writes("index_reduce", ROWS, alone, when=rows_multiply, plain=("index",))
 
 
 # --- elements of the flattened tensor ---
@@ -51,7 +51,7 @@ def put_in_dims(x: Tensor, indices: Any, source: Tensor, accumulate: bool) -> Te
     return aten.index_put(x, indices, source.reshape(indices[0].shape), accumulate)
 
 
-writes("put", FLAT, may_accumulate, put_in_dims)
+writes("put", FLAT, may_accumulate, put_in_dims, plain=("index",))
 
 
 # --- advanced indexing ---
