@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import dtensor as dt
 from dtensor.parallel import fully_shard
@@ -105,3 +107,35 @@ def test_passes_without_backward_are_forgotten() -> None:
         model(dt.per_rank([torch.ones(1, 4), torch.ones(1, 4)]))
     (group,) = model.__dict__["_data_parallel_unit"].groups
     assert len(group.whole.lent._tensors) <= 8  # those of two passes, of two ranks
+
+
+class Given(nn.Module):
+    """Gives its weight, or parts of it."""
+
+    def __init__(self, give: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.weight, self.give = nn.Parameter(torch.arange(512.0).view(2, 256)), give
+
+    def forward(self, x: Any) -> Any:
+        return self.give(self.weight)
+
+
+@pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.parametrize(
+    "give", [lambda w: w, lambda w: w.t(), lambda w: {"row": w[1], "all": [w * 2]}, lambda w: w.detach()], ids=str
+)
+def test_what_a_unit_gives_of_its_weight_stays(give: Callable[[Any], Any], backward: bool) -> None:
+    model: Any = nn.Sequential(Given(give))
+    plain = copy.deepcopy(model)
+    fully_shard(model[0], mesh=MESH)
+    fully_shard(model, mesh=MESH)
+    x = torch.ones(1)
+    given, expected = (tree_leaves(one(at)) for one, at in ((model, dt.per_rank([x, x])), (plain, x)))
+    if backward and given[0].requires_grad:
+        sum(part.square().sum() for part in given).backward()
+        sum(part.square().sum() for part in expected).backward()
+        torch.testing.assert_close(model[0].weight.grad.full_tensor(), plain[0].weight.grad)
+    model(dt.per_rank([x, x]))
+    for part, like in zip(given, expected, strict=True):
+        for shard in part.shards:
+            assert torch.equal(shard, like)

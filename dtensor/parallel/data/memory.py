@@ -30,7 +30,7 @@ class Memory:
             self._inside.setdefault(storage._cdata, (x, storage.nbytes()))
 
     def __contains__(self, x: Tensor) -> bool:
-        return x.untyped_storage()._cdata in self._inside
+        return x.layout is torch.strided and x.untyped_storage()._cdata in self._inside
 
     def take(self) -> None:
         """All of it is there, with whatever was in it if it was not given back."""

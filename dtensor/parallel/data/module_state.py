@@ -22,7 +22,7 @@ from .gradient_node import ANCHOR, Column, Gathered
 from .layouts import Axes
 from .param_group import LATER, Group
 from .policy import MixedPrecisionPolicy
-from .saved_tensors import watched
+from .saved_tensors import outlasting, watched
 from .schedule import Schedule
 from .ties import follow_state_dicts
 from .transforms import Place, as_one_tensor, put_back, put_differentiable
@@ -128,7 +128,7 @@ class Unit:
             return as_one_tensor(output) if not schedule.depth else output
         self._end_watch()
         self._to_run.discard(module)
-        output = self.policy.cast_output(output)
+        output = self.policy.cast_output(outlasting(output, self.groups))
         if schedule.in_backward():  # a forward pass recomputed: backward needs the values next
             return output
         self.buffers.leave()

@@ -1,6 +1,8 @@
-"""What autograd saves of a unit's gathered parameters, where backward is not to gather them: nothing, or an error says so.
+"""Who has a unit's gathered parameters when their memory is given back: freed values keep their tensors, but what reads them
+would compute with whatever is there, or end the process.
 
-Freed values keep their tensors but not their memory; a backward that reads them would compute with whatever is there.
+What autograd saves of them, where backward is not to gather them, is nothing, or an error says so; what the unit gives of them
+(a weight, a view of one) is a copy.
 """
 
 from __future__ import annotations
@@ -12,11 +14,14 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ...base.torch_internals import is_traceable_wrapper_subclass
-from ...comm import shards_of
+from ...base.torch_internals import is_traceable_wrapper_subclass, tree_map
+from ...comm import PerRank, shards_of
 from ...errors import DTensorError
 from ...tensor.dtensor import DTensor
+from ...tensor.views.remote_view import RemoteView
+from .memory import Memory
 from .param_group import Group
+from .uses import tensors_in
 
 
 class _Freed:
@@ -28,14 +33,36 @@ class _Freed:
 
 def watched(groups: Sequence[Group]) -> ExitStack:
     """From now until it is closed, saved parts of the groups' gathered values are kept out of the graph."""
-    gathered = [group.whole.memory for group in groups if not group.borrows]
+    gathered = _gathered(groups)
 
     def pack(x: Tensor) -> Any:
-        return _Freed(tuple(x.shape)) if any(part in memory for part in _parts(x) for memory in gathered) else x
+        return _Freed(tuple(x.shape)) if _lies_in(gathered, x) else x
 
     stack = ExitStack()
     stack.enter_context(saved_tensors_hooks(pack, _unpack))
     return stack
+
+
+def outlasting(output: Any, groups: Sequence[Group]) -> Any:
+    """What a module gives, with copies of what lies in the groups' gathered values."""
+    gathered = _gathered(groups)
+    if not any(_lies_in(gathered, x) for x in tensors_in(output)):
+        return output
+    return tree_map(
+        lambda x: x.clone() if isinstance(x, Tensor) and _lies_in(gathered, x) else x,
+        output,
+        is_leaf=lambda x: isinstance(x, PerRank),
+    )
+
+
+def _gathered(groups: Sequence[Group]) -> list[Memory]:
+    return [group.whole.memory for group in groups if not group.borrows]
+
+
+def _lies_in(gathered: Sequence[Memory], x: Any) -> bool:
+    while isinstance(x, RemoteView):  # its pieces are computed when they are read
+        x = x._origin.base
+    return any(part in memory for part in _parts(x) for memory in gathered)
 
 
 def _parts(x: Any) -> Iterator[Tensor]:
