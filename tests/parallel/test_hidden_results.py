@@ -121,9 +121,7 @@ class Given(nn.Module):
 
 
 @pytest.mark.parametrize("backward", [True, False])
-@pytest.mark.parametrize(
-    "give", [lambda w: w, lambda w: w.t(), lambda w: {"row": w[1], "all": [w * 2]}, lambda w: w.detach()], ids=str
-)
+@pytest.mark.parametrize("give", [lambda w: w, lambda w: w.t(), lambda w: {"row": w[1], "all": [w * 2]}, lambda w: w.detach()])
 def test_what_a_unit_gives_of_its_weight_stays(give: Callable[[Any], Any], backward: bool) -> None:
     model: Any = nn.Sequential(Given(give))
     plain = copy.deepcopy(model)
