@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..base.memory_order import contiguous_stride
-from ..base.torch_internals import make_wrapper_subclass
+from ..base.torch_internals import make_wrapper_subclass, tree_map
 from ..errors import CheckpointError
 from .manifest import Block, Entry, Manifest
 from .tree import Stored, decode, encode
@@ -61,13 +61,18 @@ class _Placed(Tensor):
             raise CheckpointError(
                 f"tensors of a checkpoint are stacked, joined, cut and turned before they are read; {func} does something else"
             )
-        shown = func(*_on_meta(args), **_on_meta(kwargs or {}))
+        given, named = tree_map(lambda x: _on_meta(x) if isinstance(x, _Placed) else x, (args, kwargs or {}))
+        shown = func(*given, **named)
         found = how(*args, **{name: value for name, value in (kwargs or {}).items() if name == "dim"})
         if isinstance(shown, Tensor):
             if shown.dtype != (args[0] if isinstance(args[0], Tensor) else args[0][0]).dtype:
                 raise CheckpointError("tensors of a checkpoint keep their dtype until they are read")
             return _made(shown, found)
         return [_made(each, own) for each, own in zip(shown, found, strict=True)]
+
+
+def _on_meta(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 
 def _of(entry: Entry) -> Tensor:
@@ -80,17 +85,6 @@ def _made(shown: Tensor, blocks: Blocks) -> Tensor:
     return made
 
 
-def _on_meta(value: Any) -> Any:
-    match value:
-        case _Placed():
-            return torch.empty(value.shape, dtype=value.dtype, device="meta")
-        case list() | tuple():
-            return type(value)(map(_on_meta, value))
-        case dict():
-            return {key: _on_meta(item) for key, item in value.items()}
-    return value
-
-
 # --- what becomes of blocks --------------------------------------------------------------------------------------------------
 def _same(x: Any, *_: Any) -> Blocks:
     return x._blocks
@@ -100,26 +94,22 @@ def _stride(block: Block) -> tuple[int, ...]:
     return block.stride or contiguous_stride(block.shape)
 
 
+def _with_dims(blocks: Blocks, of: Callable[[tuple[int, ...], int], tuple[int, ...]]) -> Blocks:
+    """Blocks whose offsets, shapes and strides are what ``of`` gives of them; it is told what a new dim has there."""
+    return tuple(
+        replace(block, offset=of(block.offset, 0), shape=of(block.shape, 1), stride=of(_stride(block), 1), digest=None)
+        for block in blocks
+    )
+
+
 def _unsqueezed(x: Any, dim: int) -> Blocks:
     d = dim % (x.ndim + 1)
-
-    def of(block: Block) -> Block:
-        offset, shape, stride = (
-            (*old[:d], new, *old[d:]) for old, new in ((block.offset, 0), (block.shape, 1), (_stride(block), 1))
-        )
-        return replace(block, offset=offset, shape=shape, stride=stride, digest=None)
-
-    return tuple(map(of, x._blocks))
+    return _with_dims(x._blocks, lambda old, new: (*old[:d], new, *old[d:]))
 
 
 def _ordered(x: Any, dims: Sequence[int]) -> Blocks:
     order = [d % x.ndim for d in dims]
-
-    def of(block: Block) -> Block:
-        offset, shape, stride = (tuple(old[d] for d in order) for old in (block.offset, block.shape, _stride(block)))
-        return replace(block, offset=offset, shape=shape, stride=stride, digest=None)
-
-    return tuple(map(of, x._blocks))
+    return _with_dims(x._blocks, lambda old, _: tuple(old[d] for d in order))
 
 
 def _swapped(x: Any, one: int = 0, other: int = 1) -> Blocks:
@@ -128,20 +118,24 @@ def _swapped(x: Any, one: int = 0, other: int = 1) -> Blocks:
     return _ordered(x, order)
 
 
-def _joined(parts: Sequence[Any], dim: int = 0, sets: Iterable[Blocks] | None = None, ndim: int | None = None) -> Blocks:
-    d = dim % (ndim or parts[0].ndim)
-    lengths = [1 if ndim else part.shape[d] for part in parts]
+def _side_by_side(parts: Iterable[tuple[Blocks, int]], d: int) -> Blocks:
+    """Blocks of parts, one behind the other along a dim: with each part how long it is."""
     found: list[Block] = []
-    for start, blocks in zip(accumulate(lengths, initial=0), sets or [part._blocks for part in parts], strict=False):
-        found += [
-            replace(block, offset=(*block.offset[:d], block.offset[d] + start, *block.offset[d + 1 :]), digest=None)
-            for block in blocks
-        ]
+    start = 0
+    for blocks, length in parts:
+        for block in blocks:
+            offset = (*block.offset[:d], block.offset[d] + start, *block.offset[d + 1 :])
+            found.append(replace(block, offset=offset, digest=None))
+        start += length
     return tuple(found)
 
 
+def _joined(parts: Sequence[Any], dim: int = 0) -> Blocks:
+    return _side_by_side([(part._blocks, part.shape[dim]) for part in parts], dim % parts[0].ndim)
+
+
 def _stacked(parts: Sequence[Any], dim: int = 0) -> Blocks:
-    return _joined(parts, dim, [_unsqueezed(part, dim) for part in parts], parts[0].ndim + 1)
+    return _side_by_side([(_unsqueezed(part, dim), 1) for part in parts], dim % (parts[0].ndim + 1))
 
 
 def _sliced(x: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Blocks:
@@ -162,14 +156,8 @@ def _sliced(x: Any, dim: int = 0, start: int | None = None, end: int | None = No
 
 
 def _picked(x: Any, dim: int, index: int) -> Blocks:
-    d = dim % x.ndim
-    place = index % x.shape[d]
-
-    def of(block: Block) -> Block:
-        offset, shape, stride = ((*old[:d], *old[d + 1 :]) for old in (block.offset, block.shape, _stride(block)))
-        return replace(block, offset=offset, shape=shape, stride=stride)
-
-    return tuple(map(of, _sliced(x, d, place, place + 1)))
+    d, place = dim % x.ndim, index % x.shape[dim]
+    return _with_dims(_sliced(x, d, place, place + 1), lambda old, _: (*old[:d], *old[d + 1 :]))
 
 
 def _reshaped(x: Any, shape: Sequence[int]) -> Blocks:

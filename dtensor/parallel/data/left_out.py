@@ -39,7 +39,7 @@ def check_left_out(group: Group, gradients: Mapping[int, Column]) -> None:
     by_mesh: dict[DeviceMesh, list[tuple[Managed, Column]]] = {}
     for i, column in gradients.items():
         m = group.managed[i]
-        if m.stored.mesh is not m.axes.mesh and m.inside is None and not m.seen_alike and m.stored.mesh != m.axes.mesh:
+        if m.inside is None and not m.seen_alike and m.stored.mesh != m.axes.mesh:
             by_mesh.setdefault(m.stored.mesh, []).append((m, column))
     if group.axes.mesh.device_type != "meta":
         for mesh, asked in by_mesh.items():

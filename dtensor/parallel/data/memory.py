@@ -150,12 +150,11 @@ class Spare:
 
     def ones(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """So many ones, that nobody writes to; made there: a copy from the host would wait."""
-        found = self._ones.get((count, dtype, device))
-        if found is None or ACTIVE:
-            found = torch.ones(count, dtype=dtype, device=device)
-            if not ACTIVE:
-                self._ones[count, dtype, device] = found
-        return found
+        key = count, dtype, device
+        if ACTIVE or key not in self._ones:
+            made = torch.ones(count, dtype=dtype, device=device)
+            return made if ACTIVE else self._ones.setdefault(key, made)
+        return self._ones[key]
 
     def give_back(self, row: Tensor) -> None:
         """Nobody reads it any more."""

@@ -220,7 +220,7 @@ class Group:
             self._sent, join = self._extended.inputs(there), torch.cat
         if not self.axes.shard:
             return Pending.of(None)
-        make = lambda: self.comm.map(lambda member, *own: self._sending(member).parts_of(own), *(self._sent or locals_))  # noqa: E731
+        make = functools.partial(self.comm.map, lambda at, *own: self._sending(at).parts_of(own), *(self._sent or locals_))
         parts = make() if self._sent else self._parts.of(locals_, now, make)
         row = self.comm.map(lambda member, *own: self._sending(member).row(own, device, join), *parts)
         if host is not None:

@@ -60,8 +60,9 @@ def lay_out_parts(module: nn.Module, name: str, mesh: DeviceMesh, dim: int, part
     held: Any = module.parametrizations[name]  # type: ignore[index]  # a dict of modules
     distribute_at(held._parameters, "original", mesh, [Shard(dim + 1)], source)
     note_replaced(own, "parallelize_module")
-    module.register_state_dict_post_hook(_as_one)
-    module.register_load_state_dict_pre_hook(_in_parts)
+    if len(_stacks(module, "")) == 1:  # they look after all that it has
+        module.register_state_dict_post_hook(_as_one)
+        module.register_load_state_dict_pre_hook(_in_parts)
 
 
 def _stacks(module: nn.Module, prefix: str) -> list[tuple[str, str, _Stacked]]:

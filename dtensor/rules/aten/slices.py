@@ -46,7 +46,7 @@ class Window(Word):
         side, _, place = self.of.partition(" ")
         made = Factors((dims,) * len(call.operands), (dims,), sizes, windows={(side, int(place or 0), f"d{d}"): window})
         shown = (len(window) if k == d else size for k, size in enumerate(sizes.values()))
-        return put_back(call, made, *shown) if self.of == "operand 0" else made
+        return put_back(self.of, call, made, *shown)
 
 
 def sliced(call: Call, size: int) -> range:
@@ -67,10 +67,11 @@ def fits(call: Call, *size: int) -> None:
         )
 
 
-def put_back(call: Call, made: Factors, *size: int) -> Factors:
-    """The factors where a gradient is put back, which may be one that expands to the size of its place: then all is whole."""
+def put_back(of: str, call: Call, made: Factors, *size: int) -> Factors:
+    """The factors; where a gradient is put back ("operand 0"), which may be one that expands to the size of its place, all is
+    whole."""
     given = call.shape(0)
-    if given == size:
+    if of != "operand 0" or given == size:
         return made
     dims = made.operands[0][len(size) - len(given) :]
     return Factors((dims,), made.results, made.sizes, whole=frozenset(made.sizes))
@@ -180,8 +181,7 @@ class Picked(Word):
         for k in positions:
             tensors[side][k] = tuple(rest)
         found = Factors(tuple(tensors["operand"]), tuple(tensors["result"]), sizes, kernels=kernels, windows=windows)
-        shown = (size for k, size in enumerate(full) if k != d)
-        return put_back(call, found, *shown) if self.of == "operand 0" else found
+        return put_back(self.of, call, found, *(size for k, size in enumerate(full) if k != d))
 
     def own(self) -> tuple[Any, ...]:
         return () if self.number is None else (self.number,)
@@ -272,8 +272,7 @@ class Diagonal(Word):
         side, _, place = self.of.partition(" ")
         windows = {(side, int(place or 0), f"d{rows}"): window}
         found = Factors(operands, results, sizes, frozenset({f"d{columns}"}), windows=windows)
-        shown = (*(sizes[f"d{d}"] for d in others), len(window))
-        return put_back(call, found, *shown) if self.of == "operand 0" else found
+        return put_back(self.of, call, found, *(sizes[f"d{d}"] for d in others), len(window))
 
 
 def local_diagonal(call: Call, at: LocalView) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from .recomposed import recomposed
 def _positions(x: Any, dim: int, ends: Sequence[int]) -> tuple[int, int, list[int]] | None:
     """The dim, how many elements of it are one position, and where parts that end there end in positions; None where a part is
     not of whole positions, or positions are cut."""
-    found = folded_dim(x) if type(x) is RemoteView else None
+    found = folded_dim(x)
     if found is None or not -x.ndim <= dim < x.ndim or dim % x.ndim != found[0]:
         return None
     dim, sizes, cuts = found
