@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypedDict, Unpack, cast
 
 import torch
 
@@ -26,7 +26,17 @@ from ..redistribute import redistribute_local
 from .dtensor import DTensor, wrap
 
 
-def zeros(*size: Any, **options: Any) -> DTensor:
+class Options(TypedDict, total=False):
+    """What all factories take by keyword beside the size."""
+
+    dtype: torch.dtype | None
+    layout: torch.layout
+    requires_grad: bool
+    device_mesh: Any
+    placements: Sequence[Placement] | None
+
+
+def zeros(*size: Any, **options: Unpack[Options]) -> DTensor:
     """Filled with zeros; options as in ``torch.zeros``, no communication.
 
     Raises:
@@ -40,7 +50,7 @@ def zeros(*size: Any, **options: Any) -> DTensor:
     return _filled(torch.zeros, size, **options)
 
 
-def ones(*size: Any, **options: Any) -> DTensor:
+def ones(*size: Any, **options: Unpack[Options]) -> DTensor:
     """Filled with ones; options as in ``torch.ones``, no communication.
 
     Raises:
@@ -54,7 +64,7 @@ def ones(*size: Any, **options: Any) -> DTensor:
     return _filled(torch.ones, size, **options)
 
 
-def empty(*size: Any, **options: Any) -> DTensor:
+def empty(*size: Any, **options: Unpack[Options]) -> DTensor:
     """Uninitialised; options as in ``torch.empty``, no communication.
 
     Raises:
@@ -68,7 +78,7 @@ def empty(*size: Any, **options: Any) -> DTensor:
     return _filled(torch.empty, size, **options)
 
 
-def full(size: Sequence[int], fill_value: Any, **options: Any) -> DTensor:
+def full(size: Sequence[int], fill_value: Any, **options: Unpack[Options]) -> DTensor:
     """Filled with ``fill_value``; options as in ``torch.full``, no communication.
 
     Raises:
@@ -82,7 +92,7 @@ def full(size: Sequence[int], fill_value: Any, **options: Any) -> DTensor:
     return _filled(lambda shape, **kwargs: torch.full(shape, fill_value, **kwargs), (size,), **options)
 
 
-def linspace(start: Any, end: Any, steps: int, **options: Any) -> DTensor:
+def linspace(start: Any, end: Any, steps: int, **options: Unpack[Options]) -> DTensor:
     """``steps`` numbers from ``start`` to ``end`` in equal steps, bit for bit those of ``torch.linspace``; both ends numbers or
     tensors of one element.
 
@@ -98,7 +108,7 @@ def linspace(start: Any, end: Any, steps: int, **options: Any) -> DTensor:
     return _spaced(torch.linspace, start, end, steps, **options)
 
 
-def logspace(start: Any, end: Any, steps: int, base: float = 10.0, **options: Any) -> DTensor:
+def logspace(start: Any, end: Any, steps: int, base: float = 10.0, **options: Unpack[Options]) -> DTensor:
     """``base`` to the powers that :func:`linspace` gives, bit for bit those of ``torch.logspace``.
 
     No communication, but for an end that is a DTensor; each rank makes the whole for a moment.
@@ -113,7 +123,7 @@ def logspace(start: Any, end: Any, steps: int, base: float = 10.0, **options: An
     return _spaced(partial(torch.logspace, base=base), start, end, steps, **options)
 
 
-def rand(*size: Any, **options: Any) -> DTensor:
+def rand(*size: Any, **options: Unpack[Options]) -> DTensor:
     """Uniform on [0, 1): the values that ``torch.rand`` gives on one device for the same seed, whatever the layout.
 
     (Those of one device under ``random_mode("counter")`` are other ones, and as independent of the layout.)
@@ -133,7 +143,7 @@ def rand(*size: Any, **options: Any) -> DTensor:
     return _drawn(torch.rand, size, **options)
 
 
-def randn(*size: Any, **options: Any) -> DTensor:
+def randn(*size: Any, **options: Unpack[Options]) -> DTensor:
     """Standard normal: the values that ``torch.randn`` gives on one device for the same seed, whatever the layout.
 
     No communication.
@@ -162,7 +172,7 @@ def _filled(fill: Any, size: Any, **options: Any) -> DTensor:
     return _in_blocks(blocks, fill, size, **options)
 
 
-def _spaced(space: Any, start: Any, end: Any, steps: int, **options: Any) -> DTensor:
+def _spaced(space: Any, start: Any, end: Any, steps: int, **options: Unpack[Options]) -> DTensor:
     """No number of torch's follows from its place alone, to the last bit: a process makes all, and each rank keeps its own."""
     start, end = (x.item() if isinstance(x, torch.Tensor) else x for x in (start, end))
 
