@@ -19,8 +19,8 @@ from .policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from .waiting import units_of
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
-_DEFAULT_PRECISION = MixedPrecisionPolicy()
-_DEFAULT_OFFLOAD = OffloadPolicy()
+DEFAULT_PRECISION = MixedPrecisionPolicy()
+DEFAULT_OFFLOAD = OffloadPolicy()
 
 
 def fully_shard(
@@ -29,8 +29,8 @@ def fully_shard(
     mesh: Any = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: ShardPlacement | None = None,
-    mp_policy: MixedPrecisionPolicy = _DEFAULT_PRECISION,
-    offload_policy: OffloadPolicy = _DEFAULT_OFFLOAD,
+    mp_policy: MixedPrecisionPolicy = DEFAULT_PRECISION,
+    offload_policy: OffloadPolicy = DEFAULT_OFFLOAD,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> M:

@@ -128,12 +128,12 @@ class Unit:
             return as_one_tensor(output) if not schedule.depth else output
         self._end_watch()
         self._to_run.discard(module)
-        output = self.policy.cast_output(outlasting(output, self.groups))
+        output, tensors = outlasting(self.policy.cast_output(output), self.groups)
         if schedule.in_backward():  # a forward pass recomputed: backward needs the values next
             return output
         self.buffers.leave()
         self.put_parameters()
-        returns = self._expect_gradients(output, views) if torch.is_grad_enabled() else True
+        returns = self._expect_gradients(tensors, views) if torch.is_grad_enabled() else True
         if not self._to_run and returns:
             self._release_after_forward()
         return output
@@ -150,14 +150,14 @@ class Unit:
             return self._scheduled().depth == 0 and torch.is_grad_enabled()
         return self.keep_after_forward
 
-    def _expect_gradients(self, output: Any, views: Views) -> bool:
-        """Gather again as soon as a gradient of ``output`` arrives. False: nothing would tell us."""
+    def _expect_gradients(self, outputs: Sequence[Tensor], views: Views) -> bool:
+        """Gather again as soon as a gradient of one of these arrives. False: nothing would tell us."""
         uses = [use for use, _ in views.values() if use is not None]
-        tensors = [x for x in tensors_in(output) if x.requires_grad]
-        for piece in (piece for x in tensors for piece in shards_of(x)):
+        pieces = [piece for x in outputs if x.requires_grad for piece in shards_of(x)]
+        for piece in pieces:
             given = getattr(piece.grad_fn, "receiver", None) is self  # a gathered value itself: its node would hold the views
             piece.register_hook(functools.partial(self.before_backward, uses, Views() if given else views))
-        return bool(tensors) or not uses
+        return bool(pieces) or not uses
 
     def places(self) -> list[tuple[nn.Module, str]]:
         """The modules and names where this unit's parameters stand."""
@@ -170,7 +170,7 @@ class Unit:
         settings = [getattr(group.settings, name) for group in self.groups for name in group.settings.__slots__]
         unreduced = self.unreduced.sync, self.unreduced.in_order, self.unreduced.defers
         neighbours = [group.neighbours for group in self.groups]
-        waiting = [self.unreduced.held, *(group.scattered for group in self.groups)]
+        waiting = [kept for group in self.groups for kept in (group.held, group.scattered)]
         return [*own, self.reductions_under_way, *explicit, *neighbours, *settings, *unreduced, *waiting]
 
     def tie(self) -> None:
@@ -334,7 +334,6 @@ class Unit:
         self.unreduced.forget()
         self._expected = set()
         for group in self.groups:
-            group.scattered.clear()
             group.live.clear()
             group.free()
         self.end()

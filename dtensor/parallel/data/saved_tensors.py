@@ -43,16 +43,17 @@ def watched(groups: Sequence[Group]) -> ExitStack:
     return stack
 
 
-def outlasting(output: Any, groups: Sequence[Group]) -> Any:
-    """What a module gives, with copies of what lies in the groups' gathered values."""
-    gathered = _gathered(groups)
-    if not any(_lies_in(gathered, x) for x in tensors_in(output)):
-        return output
-    return tree_map(
+def outlasting(output: Any, groups: Sequence[Group]) -> tuple[Any, list[Tensor]]:
+    """What a module gives, with copies of what lies in the groups' gathered values; and the tensors in it."""
+    gathered, found = _gathered(groups), tensors_in(output)
+    if not any(_lies_in(gathered, x) for x in found):
+        return output, found
+    made = tree_map(
         lambda x: x.clone() if isinstance(x, Tensor) and _lies_in(gathered, x) else x,
         output,
         is_leaf=lambda x: isinstance(x, PerRank),
     )
+    return made, tensors_in(made)
 
 
 def _gathered(groups: Sequence[Group]) -> list[Memory]:
