@@ -24,7 +24,7 @@ from ..base.nested import leaves
 from ..base.told import Together
 from ..base.torch_internals import TensorBase
 from ..errors import CaptureError
-from .graph import Step, Var
+from .graph import Step, Var, mapped
 
 
 class Number(float):
@@ -151,7 +151,7 @@ class Numbers:
         if not chosen:
             return args, kwargs
         places = iter(range(len(found)))
-        return _replaced(args, places, chosen), {key: _replaced(value, places, chosen) for key, value in kwargs.items()}
+        return mapped((args, kwargs), lambda x: chosen.get(next(places), x) if isinstance(x, float) else x)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -264,26 +264,11 @@ def _floats(args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[int, tuple[str 
     return enumerate(pair for pair in labelled if isinstance(pair[1], float))
 
 
-def _replaced(value: Any, places: Iterator[int], chosen: dict[int, Var]) -> Any:
-    """``value`` with variables for some of its floats, by their numbers in the walk."""
-    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        items = [_replaced(item, places, chosen) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    if isinstance(value, float):
-        return chosen.get(next(places), value)
-    return value
-
-
 def _operators() -> None:
-    def forward(fn: Any) -> Any:
+    def beside(fn: Any, reflected: bool = False) -> Any:
         def run(self: Number, other: Any) -> Any:
-            return self.numbers.compute(fn, self, other) if isinstance(other, (int, float)) else NotImplemented
-
-        return run
-
-    def reflected(fn: Any) -> Any:
-        def run(self: Number, other: Any) -> Any:
-            return self.numbers.compute(fn, other, self) if isinstance(other, (int, float)) else NotImplemented
+            pair = (other, self) if reflected else (self, other)
+            return self.numbers.compute(fn, *pair) if isinstance(other, (int, float)) else NotImplemented
 
         return run
 
@@ -301,8 +286,8 @@ def _operators() -> None:
 
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
         fn = getattr(operator, name)
-        setattr(Number, f"__{name}__", forward(fn))
-        setattr(Number, f"__r{name}__", reflected(fn))
+        setattr(Number, f"__{name}__", beside(fn))
+        setattr(Number, f"__r{name}__", beside(fn, reflected=True))
     for name in ("neg", "pos", "abs"):
         setattr(Number, f"__{name}__", alone(getattr(operator, name)))
     decisive = ("lt", "le", "gt", "ge", "eq", "ne", "bool", "int", "float", "round", "trunc", "floor", "ceil", "hash", "divmod")

@@ -25,7 +25,7 @@ from ..dispatch.local_op import spelling
 from ..errors import CaptureError
 from ..propagation.schema import operator_of
 from ..tensor.dtensor import DTensor
-from .graph import Ranks, Step, Var
+from .graph import Ranks, Step, Var, mapped
 from .keeping import Keeping
 from .numbers import Numbers
 from .reads import Unvarying, World, decides, refuse
@@ -206,20 +206,15 @@ class Recorder(Keeping, TorchDispatchMode):
 
     def taken(self, value: Any) -> Any:
         """``value`` with variables in place of tensors."""
-        if isinstance(value, torch.Tensor):
-            if isinstance(value, PerRank):
-                return Ranks(tuple(self._known(shard) for shard in value.shards))
-            return self._known(value)
-        if isinstance(value, Pending):
-            return self._pending[id(value)][1]
-        if isinstance(value, (list, tuple)):
-            items = [self.taken(item) for item in value]
-            return items if isinstance(value, list) else type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-        if isinstance(value, dict):
-            return {key: self.taken(item) for key, item in value.items()}
-        if isinstance(value, slice):
-            return slice(self.taken(value.start), self.taken(value.stop), self.taken(value.step))
-        return value
+
+        def one(x: Any) -> Any:
+            if isinstance(x, PerRank):
+                return Ranks(tuple(self._known(shard) for shard in x.shards))
+            if isinstance(x, torch.Tensor):
+                return self._known(x)
+            return self._pending[id(x)][1] if isinstance(x, Pending) else x
+
+        return mapped(value, one)
 
     def _known(self, x: torch.Tensor) -> Var:
         if isinstance(x, DTensor):
