@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ..base.by_key import by_key
 from ..base.nested import leaves
 from ..base.told import Together
 from ..base.torch_internals import TensorBase
@@ -231,17 +232,12 @@ class _Frame:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.numbers = [x for x in leaves((args, kwargs)) if type(x) is Number]
         self.followed: set[int] = set()
-        self._by_bits: dict[str, list[tuple[str | None, Any]]] = {}
-        for _, (label, x) in _floats(args, kwargs):
-            self._by_bits.setdefault(plain(x).hex(), []).append((label, x))
+        self._by_bits = by_key((plain(x).hex(), (label, x)) for _, (label, x) in _floats(args, kwargs))
 
     def match(self, found: dict[int, tuple[str | None, Any]]) -> dict[int, Var]:
         """Which of an operation's floats are which numbers: by keyword, or in order; none where that leaves a doubt."""
         chosen: dict[int, Var] = {}
-        by_bits: dict[str, list[int]] = {}
-        for place, (_, x) in found.items():
-            by_bits.setdefault(x.hex(), []).append(place)
-        for bits, places in by_bits.items():
+        for bits, places in by_key((x.hex(), place) for place, (_, x) in found.items()).items():
             mine = self._by_bits.get(bits, [])
             if len(mine) != len(places) or not any(type(x) is Number for _, x in mine):
                 continue

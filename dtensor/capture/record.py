@@ -13,11 +13,12 @@ from ..base import nested
 from ..base.torch_internals import autocast_enabled, pytree
 from ..errors import CaptureError
 from ..tensor.dtensor import DTensor
+from ..tensor.views.blocks import locals_of
 from .graph import Step, Var
 from .leaf_gradients import Leaves, arrived, leaves_of, without_hooks
 from .memory import apart, copied, counts, detached, own, stand_in
 from .numbers import Number, plain
-from .program import Backward, Form, Program, joined, locals_of
+from .program import Backward, Form, Program, joined
 from .recorder import Recorder
 from .replay import Recorded, kind_of
 from .results import ARG, ENV, GRAD, Base, Given, Sorter, kept

@@ -20,11 +20,12 @@ from ..base import nested
 from ..base.generators import default_generator, state_now
 from ..base.recording import ACTIVE
 from ..base.torch_internals import AccumulateGrad, TensorBase, TorchDispatchMode, autograd_node, current_dispatch_modes
-from ..comm import Pending, PerRank, shards_of
+from ..comm import Pending, PerRank
 from ..dispatch.local_op import spelling
 from ..errors import CaptureError
 from ..propagation.schema import operator_of
 from ..tensor.dtensor import DTensor
+from ..tensor.views.blocks import locals_of
 from .graph import Ranks, Step, Var, mapped
 from .keeping import Keeping
 from .numbers import Numbers
@@ -201,8 +202,7 @@ class Recorder(Keeping, TorchDispatchMode):
 
     def made(self, x: torch.Tensor) -> bool:
         """Whether memory of a tensor is known, so that the tape has been given or makes it."""
-        local = x._local if isinstance(x, DTensor) else x
-        return all(shard.untyped_storage()._cdata in self._bases for shard in shards_of(local))
+        return all(local.untyped_storage()._cdata in self._bases for local in locals_of(x))
 
     def taken(self, value: Any) -> Any:
         """``value`` with variables in place of tensors."""

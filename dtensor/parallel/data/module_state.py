@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from .policy import MixedPrecisionPolicy
 from .saved_tensors import outlasting, watched
 from .schedule import Schedule
 from .ties import follow_state_dicts
-from .transforms import Place, as_one_tensor, put_back, put_differentiable
+from .transforms import as_one_tensor, put_differentiable
 from .unreduced import Unreduced
 from .uses import Pass, Use, Views, nothing_left, tensors_in, used_beside, used_for_parts
 
@@ -66,7 +67,7 @@ class Unit:
         self.before_in_forward: list[Unit] | None = None  # explicit prefetching
         self.before_in_backward: list[Unit] | None = None
         self._to_run: set[nn.Module] = set()
-        self._standing: list[Place] = []
+        self._standing = ExitStack()  # parameters under transforms
         self._pass, self._expected = Pass(), set[Use]()  # this pass, and its uses whose gradients have not come
         self._views, self._left = Views(), nothing_left  # of this pass; and of one whose forward is over
         for module in self.modules:
@@ -121,8 +122,7 @@ class Unit:
         if not schedule.depth and not schedule.in_backward():
             schedule.leave()
         if functorch_active():
-            put_back(self._standing)
-            self._standing = []
+            self._standing.close()
             self.buffers.leave()
             output = self.policy.cast_output(output)
             return as_one_tensor(output) if not schedule.depth else output

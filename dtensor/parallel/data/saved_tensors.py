@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...base.torch_internals import is_traceable_wrapper_subclass, tree_map
-from ...comm import PerRank, shards_of
+from ...comm import PerRank
 from ...errors import DTensorError
-from ...tensor.dtensor import DTensor
+from ...tensor.views.blocks import locals_of
 from ...tensor.views.remote_view import RemoteView
 from .memory import Memory
 from .param_group import Group
@@ -68,7 +68,7 @@ def _lies_in(gathered: Sequence[Memory], x: Any) -> bool:
 
 def _parts(x: Any) -> Iterator[Tensor]:
     """The plain tensors that one is made of here."""
-    for shard in shards_of(x._local if isinstance(x, DTensor) else x):
+    for shard in locals_of(x):
         if is_traceable_wrapper_subclass(shard):
             for name in shard.__tensor_flatten__()[0]:  # type: ignore[attr-defined]  # such have it
                 yield from _parts(getattr(shard, name))
