@@ -257,7 +257,7 @@ class Unit:
         for use in uses:
             looked[use.group] = use.group.check_unchanged(use.stamp)
             if use not in use.group.live:
-                use.group.live[use], use.ran = schedule.backward_pass(), False
+                use.group.live[use], use.ran = graph_task(), False
         if self.gathers_in_backward:
             self.gather(looked)
             with torch.enable_grad():  # parts of the forward pass may be run again, see torch.utils.checkpoint
@@ -277,7 +277,7 @@ class Unit:
         schedule = self._scheduled()
         schedule.expect_end()
         reduced = (self.unreduced.give if asked else self.unreduced.receive)(schedule, group, gradients, distributed is None)
-        use.ran, use.through = True, group.live.get(use, LATER) in (LATER, schedule.backward_pass())
+        use.ran, use.through = True, group.live.get(use, LATER) in (LATER, graph_task())
         self._expected.discard(use)
         self._release(use)
         return reduced

@@ -24,19 +24,12 @@ from .param_group import Group
 from .uses import tensors_in
 
 
-class _Freed:
-    """Stands for a gathered parameter, or a part of one, that some operation saved for backward."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.shape = shape
-
-
 def watched(groups: Sequence[Group]) -> ExitStack:
     """From now until it is closed, saved parts of the groups' gathered values are kept out of the graph."""
     gathered = _gathered(groups)
 
     def pack(x: Tensor) -> Any:
-        return _Freed(tuple(x.shape)) if _lies_in(gathered, x) else x
+        return tuple(x.shape) if _lies_in(gathered, x) else x
 
     stack = ExitStack()
     stack.enter_context(saved_tensors_hooks(pack, _unpack))
@@ -77,9 +70,9 @@ def _parts(x: Any) -> Iterator[Tensor]:
 
 
 def _unpack(saved: Any) -> Any:
-    if isinstance(saved, _Freed):
+    if not isinstance(saved, Tensor):  # but the shape of what was a parameter, or a part of one
         raise DTensorError(
-            f"backward needs a parameter, or a part of one, of shape {saved.shape}, of a unit that is not gathered in backward; "
+            f"backward needs a parameter, or a part of one, of shape {saved}, of a unit that is not gathered in backward; "
             "leave set_unshard_in_backward(False) out there"
         )
     return saved
