@@ -70,8 +70,7 @@ class CodeReads(Notes):
         """What is set of a library that the function has something of."""
         for name, state in SETTINGS.items():
             if (module == name or module.startswith(name + ".")) and self._first(state):
-                self._note(state(), f"{path}, settings of {name}")
-                self._watch.state(state, self.key[-1])
+                self._note_state(state, f"{path}, settings of {name}")
 
     def _asks(self, module: str, names: Iterable[str], path: str) -> None:
         """Whether these functions of a module tell how torch is set."""
@@ -99,8 +98,7 @@ class CodeReads(Notes):
             if names.whole:
                 self._spaces[id(space)] = space, path
         if names.kinds and self._first(abc.get_cache_token):
-            self._note(abc.get_cache_token(), f"{path} classes that are registered")
-            self._watch.state(abc.get_cache_token, self.key[-1])
+            self._note_state(abc.get_cache_token, f"{path} classes that are registered")
         self._named(space, names.variables, f"{path} global ")
         every: dict[str, Any] = cast(Any, fn).__builtins__  # not all typesheds have it
         self._builtins(every, [name for name in names.variables if name not in space], path)
@@ -158,9 +156,7 @@ class CodeReads(Notes):
         known = [name for name in names if (id(module), name) not in self._read and any(name in table for table in tables)]
         if known:
             self._read.update((id(module), name) for name in known)
-            state = functools.partial(_answered, module, known)
-            self._note(state(), path)
-            self._watch.state(state, self.key[-1])
+            self._note_state(functools.partial(_answered, module, known), path)
 
     def _module(self, module: types.ModuleType, loose: bool) -> None:
         self._far.discard(id(module))
@@ -210,8 +206,7 @@ class CodeReads(Notes):
             self._walk()
         if "cache_info" in self._attributes_named:
             for cache in self._caches:
-                self._note(cache.cache_info(), "how often a cache was asked")
-                self._watch.state(cache.cache_info, self.key[-1])
+                self._note_state(cache.cache_info, "how often a cache was asked")
         for kind in list(dict.fromkeys(base for one in self._others for base in one.__mro__[:-1])):
             self._methods(kind)
 

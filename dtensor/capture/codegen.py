@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..base.by_key import by_key
 from ..base.torch_internals import OpOverload
 from ..comm import PerRank, communicator_of
 from ..dispatch.wrapping import wrap_local
@@ -69,20 +70,16 @@ class Source:
                 yield f"del {', '.join(gone)}"
 
     def _step(self, step: Step) -> Iterator[str]:
-        call = self._call(step)
-        match step.out:
-            case Var():
-                yield f"{self._var(step.out)} = {call}"
-            case Ranks(items):
-                yield f"{', '.join(map(self._var, items))}, = {call}.shards"
-            case tuple() as out if any(True for _ in step.outputs):
-                if all(isinstance(item, (Var, type(None))) for item in out):
-                    yield f"{', '.join('_' if item is None else self._var(item) for item in out)}, = {call}"
-                else:
-                    yield f"r = {call}"
-                    yield from self._taken_apart(out, "r")
-            case _:
-                yield call
+        call, out = self._call(step), step.out
+        if not any(True for _ in step.outputs):
+            yield call
+        elif not isinstance(out, tuple):
+            yield from self._taken_apart(out, call)
+        elif all(isinstance(item, (Var, type(None))) for item in out):
+            yield f"{', '.join('_' if item is None else self._var(item) for item in out)}, = {call}"
+        else:
+            yield f"r = {call}"
+            yield from self._taken_apart(out, "r")
 
     def _taken_apart(self, out: Any, name: str) -> Iterator[str]:
         match out:
@@ -160,9 +157,5 @@ def _last_uses(tape: Tape) -> dict[int, list[Var]]:
     for k, step in enumerate(tape.steps):
         for var in (*step.inputs, *step.outputs):
             last[var] = k
-    ended: dict[int, list[Var]] = {}
     wanted = {*tape.results, *tape.inputs, *tape.constants}
-    for var, k in last.items():
-        if var not in wanted:
-            ended.setdefault(k, []).append(var)
-    return ended
+    return by_key((k, var) for var, k in last.items() if var not in wanted)

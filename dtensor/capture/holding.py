@@ -17,7 +17,7 @@ from typing import Any
 import numpy
 
 from .belonging import MISSING, foreign, module_of
-from .states import CACHE, taken_from
+from .states import CACHE, RUNNING, taken_from
 
 _TELLS = 1 << 14  # of a class: the collector goes through its objects
 _SHOWING = (types.CellType, types.MappingProxyType, KeysView, ValuesView, ItemsView)  # what something else holds
@@ -100,10 +100,8 @@ def _objects(value: Any) -> list[Any]:
 
 
 def _frames(value: Any) -> list[Any]:
-    for kind, (frame, delegate) in _RUNNING.items():
-        if isinstance(value, kind) and getattr(value, frame) is not None:
-            return [*getattr(value, frame).f_locals.values(), getattr(value, delegate)]
-    return []
+    frame, delegate = (getattr(value, name) for name in RUNNING[type(value)])
+    return [] if frame is None else [*frame.f_locals.values(), delegate]
 
 
 _PASSING = (types.FrameType, types.TracebackType, types.CodeType, type(vars(abc.ABC)["_abc_impl"]))  # of no meaning, or moving
@@ -116,11 +114,6 @@ _FIXED = (
     re.Pattern,
     *_PARTS,
 )  # what holds the same for ever, or has been taken apart
-_RUNNING: dict[type, tuple[str, str]] = {
-    types.GeneratorType: ("gi_frame", "gi_yieldfrom"),
-    types.CoroutineType: ("cr_frame", "cr_await"),
-    types.AsyncGeneratorType: ("ag_frame", "ag_await"),
-}
 _CONTENTS: tuple[tuple[Any, Callable[[Any], list[Any]]], ...] = (
     (ContextVar, lambda value: [value.get(MISSING)]),
     (Context, lambda value: [x for pair in value.items() for x in pair]),
@@ -131,6 +124,6 @@ _CONTENTS: tuple[tuple[Any, Callable[[Any], list[Any]]], ...] = (
     (deque, lambda value: [value.maxlen]),
     (_SHOWING, gc.get_referents),
     (CACHE, _cached),
-    (tuple(_RUNNING), _frames),
+    (tuple(RUNNING), _frames),
     (numpy.ufunc, referents),  # one made of a function
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from operator import attrgetter
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -170,14 +170,12 @@ class Leaves:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Inside, it is seen who looks at ``.grad`` and which leaves get gradients."""
-        handles = [x.register_post_accumulate_grad_hook(self._noting(number)) for number, x in self._leaves.items()]
         self._thread = get_ident()
-        try:
-            with _Looking(self):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        with ExitStack() as stack:
+            for number, x in self._leaves.items():
+                stack.callback(x.register_post_accumulate_grad_hook(self._noting(number)).remove)
+            stack.enter_context(_Looking(self))
+            yield
 
     def _noting(self, number: int) -> Callable[[Any], None]:
         def note(_: Any) -> None:

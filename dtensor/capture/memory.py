@@ -10,8 +10,9 @@ import torch
 from ..comm import PerRank
 from ..dispatch.wrapping import wrap_local
 from ..tensor.dtensor import DTensor
+from ..tensor.views.blocks import locals_of
 from .belonging import attributes_of, bare
-from .program import joined, locals_of
+from .program import joined
 
 
 def stand_in(x: Any, locals_: tuple[torch.Tensor, ...], replaced: bool) -> Any:
@@ -52,11 +53,8 @@ def own(gradient: Any, copies: Iterator[bool]) -> Any:
 
 def apart(x: Any, y: Any) -> bool:
     """Whether two tensors have no element in common: between the first and the last of one is none of the other."""
-    for one, other in zip(locals_of(x), locals_of(y), strict=False):
-        (a, b), (c, d) = _bounds(one), _bounds(other)
-        if a < d and c < b:
-            return False
-    return True
+    pairs = zip(map(_bounds, locals_of(x)), map(_bounds, locals_of(y)), strict=False)
+    return not any(a < d and c < b for (a, b), (c, d) in pairs)
 
 
 def _bounds(x: torch.Tensor) -> tuple[int, int]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 
+from ..base.by_key import by_key
 from ..base.recording import Between
 from .watch import Watch
 
@@ -67,6 +69,11 @@ class Notes:
         self.key.append(part)
         self.paths.append(path)
 
+    def _note_state(self, state: Callable[[], Any], path: str) -> None:
+        """What ``state()`` gives, now and later."""
+        self._note(state(), path)
+        self._watch.state(state, self.key[-1])
+
     def _first(self, value: Any) -> bool:
         """Whether an object is met for the first time; from then on its address is not used again."""
         if id(value) in self._seen:
@@ -78,9 +85,7 @@ class Notes:
     def refreshed(self) -> bool:
         """Whether nothing but floats has changed; then the key is brought up to date."""
         changed = self._watch.changed_entries()
-        known: dict[tuple[int, Any], list[int]] = {}  # some are met in several ways
-        for place, (held, key) in self.floats.items():
-            known.setdefault((id(held), key), []).append(place)
+        known = by_key(((id(held), key), place) for place, (held, key) in self.floats.items())  # some are met in several ways
         if changed is None or any(entry not in known for entry in changed):
             return False
         places = [place for entry in changed for place in known[entry]]

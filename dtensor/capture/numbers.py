@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ..base.by_key import by_key
 from ..base.nested import leaves
 from ..base.told import Together
 from ..base.torch_internals import TensorBase
 from ..errors import CaptureError
-from .graph import Step, Var
+from .graph import Step, Var, mapped
 
 
 class Number(float):
@@ -151,7 +152,7 @@ class Numbers:
         if not chosen:
             return args, kwargs
         places = iter(range(len(found)))
-        return _replaced(args, places, chosen), {key: _replaced(value, places, chosen) for key, value in kwargs.items()}
+        return mapped((args, kwargs), lambda x: chosen.get(next(places), x) if isinstance(x, float) else x)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -231,17 +232,12 @@ class _Frame:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.numbers = [x for x in leaves((args, kwargs)) if type(x) is Number]
         self.followed: set[int] = set()
-        self._by_bits: dict[str, list[tuple[str | None, Any]]] = {}
-        for _, (label, x) in _floats(args, kwargs):
-            self._by_bits.setdefault(plain(x).hex(), []).append((label, x))
+        self._by_bits = by_key((plain(x).hex(), (label, x)) for _, (label, x) in _floats(args, kwargs))
 
     def match(self, found: dict[int, tuple[str | None, Any]]) -> dict[int, Var]:
         """Which of an operation's floats are which numbers: by keyword, or in order; none where that leaves a doubt."""
         chosen: dict[int, Var] = {}
-        by_bits: dict[str, list[int]] = {}
-        for place, (_, x) in found.items():
-            by_bits.setdefault(x.hex(), []).append(place)
-        for bits, places in by_bits.items():
+        for bits, places in by_key((x.hex(), place) for place, (_, x) in found.items()).items():
             mine = self._by_bits.get(bits, [])
             if len(mine) != len(places) or not any(type(x) is Number for _, x in mine):
                 continue
@@ -264,26 +260,11 @@ def _floats(args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[int, tuple[str 
     return enumerate(pair for pair in labelled if isinstance(pair[1], float))
 
 
-def _replaced(value: Any, places: Iterator[int], chosen: dict[int, Var]) -> Any:
-    """``value`` with variables for some of its floats, by their numbers in the walk."""
-    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        items = [_replaced(item, places, chosen) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    if isinstance(value, float):
-        return chosen.get(next(places), value)
-    return value
-
-
 def _operators() -> None:
-    def forward(fn: Any) -> Any:
+    def beside(fn: Any, reflected: bool = False) -> Any:
         def run(self: Number, other: Any) -> Any:
-            return self.numbers.compute(fn, self, other) if isinstance(other, (int, float)) else NotImplemented
-
-        return run
-
-    def reflected(fn: Any) -> Any:
-        def run(self: Number, other: Any) -> Any:
-            return self.numbers.compute(fn, other, self) if isinstance(other, (int, float)) else NotImplemented
+            pair = (other, self) if reflected else (self, other)
+            return self.numbers.compute(fn, *pair) if isinstance(other, (int, float)) else NotImplemented
 
         return run
 
@@ -301,8 +282,8 @@ def _operators() -> None:
 
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
         fn = getattr(operator, name)
-        setattr(Number, f"__{name}__", forward(fn))
-        setattr(Number, f"__r{name}__", reflected(fn))
+        setattr(Number, f"__{name}__", beside(fn))
+        setattr(Number, f"__r{name}__", beside(fn, reflected=True))
     for name in ("neg", "pos", "abs"):
         setattr(Number, f"__{name}__", alone(getattr(operator, name)))
     decisive = ("lt", "le", "gt", "ge", "eq", "ne", "bool", "int", "float", "round", "trunc", "floor", "ceil", "hash", "divmod")

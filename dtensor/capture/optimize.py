@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-from .graph import Ranks, Step, Tape, Var
+from .graph import Ranks, Step, Tape, Var, mapped
 
 
 def optimized(tape: Tape, lasting: frozenset[int]) -> Tape:
@@ -82,15 +82,10 @@ def _hashable(value: Any) -> Hashable:
 
 def renamed(value: Any, same: dict[Var, Var]) -> Any:
     """``value`` with other variables for some."""
-    if not same:
-        return value
-    if isinstance(value, Var):
-        return same.get(value, value)
-    if isinstance(value, Ranks):
-        return Ranks(tuple(same.get(var, var) for var in value.items))
-    if isinstance(value, (list, tuple)):
-        items = [renamed(item, same) for item in value]
-        return items if isinstance(value, list) else type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, dict):
-        return {key: renamed(item, same) for key, item in value.items()}
-    return value
+
+    def one(x: Any) -> Any:
+        if isinstance(x, Ranks):
+            return Ranks(tuple(same.get(var, var) for var in x.items))
+        return same.get(x, x) if isinstance(x, Var) else x
+
+    return mapped(value, one) if same else value

@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import increment_version
 
+from ..base.by_key import by_key
 from ..base.torch_internals import pytree
-from ..comm import PerRank, communicator_of, shards_of
+from ..comm import PerRank, communicator_of
 from ..dispatch.local_op import below_autograd
 from ..dispatch.wrapping import wrap_local
 from ..layout.layout import Layout
 from ..tensor.dtensor import DTensor
+from ..tensor.views.blocks import locals_of
 from .buckets import BYTES, bucketed
 from .codegen import Source
 from .graph import Step, Tape, Var
@@ -51,12 +53,6 @@ class Form(NamedTuple):
     def of(given: Given, x: Any, locals_: tuple[Var, ...], strides: tuple[tuple[int, ...], ...]) -> Form:
         distributed = isinstance(x, DTensor)
         return Form(given, distributed, isinstance(x._local if distributed else x, PerRank), locals_, strides)
-
-
-def locals_of(x: Any) -> tuple[torch.Tensor, ...]:
-    """The local tensors that this process holds of a tensor."""
-    local = x._local if isinstance(x, DTensor) else x
-    return shards_of(local)
 
 
 def as_recorded(x: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
@@ -232,13 +228,8 @@ class Program:
         lasting = frozenset(self._storages())
         tape = self._shortened(Tape(inputs, self.steps, results + saved, self.constants), lasting)
         tape.inputs = inputs
-        by_storage: dict[int, list[Given | int]] = {}
-        for form in self.forms:
-            for var in form.locals:
-                by_storage.setdefault(var.storage, []).append(form.given)
-        for number, base in enumerate(self.bases):
-            for var in base.locals:
-                by_storage.setdefault(var.storage, []).append(number)
+        given: list[tuple[int, Given | int]] = [(var.storage, form.given) for form in self.forms for var in form.locals]
+        by_storage = by_key([*given, *((var.storage, k) for k, base in enumerate(self.bases) for var in base.locals)])
         watched = tuple(dict.fromkeys(owner for var in saved for owner in by_storage.get(var.storage, ())))
         backwards = {key: (one, picking([*map(saved.index, one.needed)])) for key, one in self.backwards.items()}
         return Compiled(Source("forward", tape, self.bases), watched, backwards)

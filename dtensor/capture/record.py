@@ -13,11 +13,12 @@ from ..base import nested
 from ..base.torch_internals import autocast_enabled, pytree
 from ..errors import CaptureError
 from ..tensor.dtensor import DTensor
+from ..tensor.views.blocks import locals_of
 from .graph import Step, Var
 from .leaf_gradients import Leaves, arrived, leaves_of, without_hooks
 from .memory import apart, copied, counts, detached, own, stand_in
 from .numbers import Number, plain
-from .program import Backward, Form, Program, joined, locals_of
+from .program import Backward, Form, Program, joined
 from .recorder import Recorder
 from .replay import Recorded, kind_of
 from .results import ARG, ENV, GRAD, Base, Given, Sorter, kept
@@ -57,11 +58,12 @@ class Recording:
 
     def _give(self, given: Given, x: Any) -> None:
         own = locals_of(x)
-        shown = [self._shown(given, local) for local in own]
-        self.real[given], self.vars[given] = x, tuple(var for _, var in shown)
-        self.strides[given] = tuple(local.stride() for local, _ in shown)
-        replaced = any(local is not mine for (local, _), mine in zip(shown, own, strict=True))
-        locals_ = self.shown[given] = tuple(local for local, _ in shown)
+        locals_, self.vars[given] = self._alone(own)
+        self.real[given], self.shown[given] = x, locals_
+        self.strides[given] = tuple(local.stride() for local in locals_)
+        shared = {self.recorder.storage_of(mine) for local, mine in zip(locals_, own, strict=True) if local is not mine}
+        if replaced := bool(shared):
+            self.copied[given] = shared
         if given.kind == ARG:
             self.seen[given] = stand_in(x, locals_, replaced)
             return
@@ -75,16 +77,17 @@ class Recording:
             self._restore.append((x, x._local))
             x._local = joined(locals_, x._layout)._local
 
-    def _shown(self, given: Given, local: torch.Tensor) -> tuple[torch.Tensor, Var]:
-        """A local and its variable; a copy where its memory is another input's too, since at a replay it may not be."""
-        var = self.recorder.given(local)
-        if var is None:
-            storage = self.recorder.storage_of(local)
-            local = copied(local)
+    def _alone(self, own: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], tuple[Var, ...]]:
+        """Locals and their variables; copies where their memory is something else's too, since at a replay it may not be."""
+        found = []
+        for local in own:
             var = self.recorder.given(local)
-            self.copied.setdefault(given, set()).add(storage)
-        assert var is not None
-        return local, var
+            if var is None:
+                local = copied(local)
+                var = self.recorder.given(local)
+            assert var is not None
+            found.append((local, var))
+        return tuple(local for local, _ in found), tuple(var for _, var in found)
 
     # --- the run -------------------------------------------------------------------------------------------------------
     def run(self, way: AbstractContextManager[Any], together: int) -> tuple[Any, Program | None, str | None]:
@@ -321,18 +324,10 @@ class Recording:
     def _incoming(self, grad: Any) -> tuple[Any, tuple[Var, ...]]:
         """A gradient, with memory that nothing else has, and its variables."""
         own = locals_of(grad)
-        shown = []
-        for local in own:
-            var = self.recorder.given(local)
-            if var is None:
-                local = copied(local)
-                var = self.recorder.given(local)
-            assert var is not None
-            shown.append((local, var))
-        if all(local is mine for (local, _), mine in zip(shown, own, strict=True)):
-            return grad, tuple(var for _, var in shown)
-        layout = grad._layout if isinstance(grad, DTensor) else None
-        return joined(tuple(local for local, _ in shown), layout), tuple(var for _, var in shown)
+        locals_, variables = self._alone(own)
+        if all(local is mine for local, mine in zip(locals_, own, strict=True)):
+            return grad, variables
+        return joined(locals_, grad._layout if isinstance(grad, DTensor) else None), variables
 
     def _backward(self, shown: list[Any], grads: tuple[Any, ...], steps: list[Step], gradients: list[Any]) -> Backward:
         incoming = tuple(() if pair is None else pair[1] for pair in shown)

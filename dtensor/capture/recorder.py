@@ -20,12 +20,13 @@ from ..base import nested
 from ..base.generators import default_generator, state_now
 from ..base.recording import ACTIVE
 from ..base.torch_internals import AccumulateGrad, TensorBase, TorchDispatchMode, autograd_node, current_dispatch_modes
-from ..comm import Pending, PerRank, shards_of
+from ..comm import Pending, PerRank
 from ..dispatch.local_op import spelling
 from ..errors import CaptureError
 from ..propagation.schema import operator_of
 from ..tensor.dtensor import DTensor
-from .graph import Ranks, Step, Var
+from ..tensor.views.blocks import locals_of
+from .graph import Ranks, Step, Var, mapped
 from .keeping import Keeping
 from .numbers import Numbers
 from .reads import Unvarying, World, decides, refuse
@@ -201,25 +202,19 @@ class Recorder(Keeping, TorchDispatchMode):
 
     def made(self, x: torch.Tensor) -> bool:
         """Whether memory of a tensor is known, so that the tape has been given or makes it."""
-        local = x._local if isinstance(x, DTensor) else x
-        return all(shard.untyped_storage()._cdata in self._bases for shard in shards_of(local))
+        return all(local.untyped_storage()._cdata in self._bases for local in locals_of(x))
 
     def taken(self, value: Any) -> Any:
         """``value`` with variables in place of tensors."""
-        if isinstance(value, torch.Tensor):
-            if isinstance(value, PerRank):
-                return Ranks(tuple(self._known(shard) for shard in value.shards))
-            return self._known(value)
-        if isinstance(value, Pending):
-            return self._pending[id(value)][1]
-        if isinstance(value, (list, tuple)):
-            items = [self.taken(item) for item in value]
-            return items if isinstance(value, list) else type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-        if isinstance(value, dict):
-            return {key: self.taken(item) for key, item in value.items()}
-        if isinstance(value, slice):
-            return slice(self.taken(value.start), self.taken(value.stop), self.taken(value.step))
-        return value
+
+        def one(x: Any) -> Any:
+            if isinstance(x, PerRank):
+                return Ranks(tuple(self._known(shard) for shard in x.shards))
+            if isinstance(x, torch.Tensor):
+                return self._known(x)
+            return self._pending[id(x)][1] if isinstance(x, Pending) else x
+
+        return mapped(value, one)
 
     def _known(self, x: torch.Tensor) -> Var:
         if isinstance(x, DTensor):

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from ..base.recording import Between
-from ..comm import PerRank, shards_of
+from ..comm import PerRank
 from ..errors import CaptureError
 from ..layout.layout import Layout
 from ..tensor.dtensor import DTensor
+from ..tensor.views.blocks import locals_of
 from ..tensor.views.remote_view import RemoteView
 from .belonging import VALUES
 from .graph import Var
@@ -127,7 +128,7 @@ class Sorter:
         return shared
 
     def _vars(self, x: Any) -> tuple[Var, ...]:
-        found = tuple(self.recorder.find(shard) for shard in shards_of(x._local if isinstance(x, DTensor) else x))
+        found = tuple(map(self.recorder.find, locals_of(x)))
         if any(var is None for var in found):
             raise CaptureError(
                 "capture: the function returns a tensor that was not made by it nor given to it; pass it as an argument"

@@ -76,18 +76,6 @@ def chosen() -> tuple[Any, ...]:
     return (*map(call, _CHOSEN),)
 
 
-def _of_torch() -> Any:
-    return [ask() for ask in _TORCHS]
-
-
-def _of_numpy() -> Any:
-    return repr(numpy.geterr()), numpy.getbufsize(), repr(numpy.get_printoptions())
-
-
-def _of_decimal() -> Any:
-    return repr(decimal.getcontext())
-
-
 _HANDLERS, _FILTERS, _LEVEL = attrgetter("handlers"), attrgetter("filters"), attrgetter("level")
 _LOGGER = attrgetter("name", "level", "disabled", "propagate", "parent")
 
@@ -110,37 +98,21 @@ def _of_logging() -> Any:
     return logging.root.manager.disable, [*map(_LOGGER, held)], handlers, [*map(_LEVEL, handlers[1])], filters
 
 
-def _of_warnings() -> Any:
-    return tuple(map(id, warnings.filters))
-
-
 def _of_threading() -> Any:
     here = threading.current_thread()
     return threading.get_ident(), here.name, here.daemon, threading.active_count()
 
 
-def _of_copy() -> Any:
-    return tuple((id(kind), id(reduce)) for kind, reduce in copyreg.dispatch_table.items())
-
-
-def _of_trees() -> Any:
-    return len(pytree.SUPPORTED_NODES)
-
-
-def _of_distributed() -> Any:
-    return world.default_pg  # which tells who and how many
-
-
 # By the module that code names, or of whose objects it has one.
 SETTINGS: dict[str, Callable[[], Any]] = {
     "_thread": _of_threading,
-    "copy": _of_copy,
-    "decimal": _of_decimal,
+    "copy": lambda: tuple((id(kind), id(reduce)) for kind, reduce in copyreg.dispatch_table.items()),
+    "decimal": lambda: repr(decimal.getcontext()),
     "logging": _of_logging,
-    "numpy": _of_numpy,
+    "numpy": lambda: (repr(numpy.geterr()), numpy.getbufsize(), repr(numpy.get_printoptions())),
     "threading": _of_threading,
-    "torch.backends": _of_torch,
-    "torch.distributed": _of_distributed,
-    "torch.utils._pytree": _of_trees,
-    "warnings": _of_warnings,
+    "torch.backends": lambda: [ask() for ask in _TORCHS],
+    "torch.distributed": lambda: world.default_pg,  # which tells who and how many
+    "torch.utils._pytree": lambda: len(pytree.SUPPORTED_NODES),
+    "warnings": lambda: tuple(map(id, warnings.filters)),
 }

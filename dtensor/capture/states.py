@@ -28,7 +28,11 @@ CACHE = type(functools.cache(len))
 _CTYPES = ctypes.Structure.__mro__[1]  # what ctypes lays out in memory
 _UNTOLD: Any = object.__reduce__
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
-_RUNNING = {types.GeneratorType: "gi_frame", types.CoroutineType: "cr_frame", types.AsyncGeneratorType: "ag_frame"}
+RUNNING = {  # by type the attributes that have the frame, and what it waits for
+    types.GeneratorType: ("gi_frame", "gi_yieldfrom"),
+    types.CoroutineType: ("cr_frame", "cr_await"),
+    types.AsyncGeneratorType: ("ag_frame", "ag_await"),
+}
 _HASH = ("hashlib", "md5", "sha1", "sha2", "sha256", "sha512", "sha3", "blake2")
 
 
@@ -62,7 +66,7 @@ def _state_of(value: Any) -> Callable[[Any], Any] | None:
         if isinstance(value, kind):
             return state
     kind = type(value)
-    if kind in _RUNNING:
+    if kind in RUNNING:
         return _running
     if hasattr(kind, "hexdigest") and module_of(kind).strip("_").startswith(_HASH):
         return lambda value: value.hexdigest()
@@ -113,7 +117,7 @@ def _logger(value: logging.Logger) -> Any:
 
 
 def _running(value: Any) -> Any:
-    frame = getattr(value, _RUNNING[type(value)])
+    frame = getattr(value, RUNNING[type(value)][0])
     return None if frame is None else frame.f_lasti
 
 
@@ -153,7 +157,7 @@ def _flat(value: Any) -> Iterator[Any]:
 def taken_from(value: Any) -> list[Any] | None:
     """The objects that an iterator of compiled code takes from; None of anything else."""
     kind = type(value)
-    if kind in _RUNNING or not isinstance(value, Iterator) or not foreign(kind) or hasattr(value, "__dict__"):
+    if kind in RUNNING or not isinstance(value, Iterator) or not foreign(kind) or hasattr(value, "__dict__"):
         return None
     return None if isinstance(value, tuple(known for known, _ in _STATES)) else _position(value)[1]
 

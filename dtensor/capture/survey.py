@@ -177,8 +177,7 @@ class Environment(CodeReads):
                 return
             raise
         if state is not None:
-            self._note(state(), path)
-            self._watch.state(state, self.key[-1])
+            self._note_state(state, path)
         if now is not None:
             if isinstance(value, CACHE):  # whose state tells
                 self._caches.append(value)

@@ -20,7 +20,7 @@ from ..base.memory_order import contiguous_stride
 from ..base.torch_internals import make_wrapper_subclass, tree_map
 from ..errors import CheckpointError
 from .manifest import Block, Entry, Manifest
-from .tree import Stored, decode, encode
+from .tree import Stored, encode
 
 Arrange = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 Blocks = tuple[Block, ...]
@@ -35,7 +35,7 @@ def arranged(manifest: Manifest, arrange: Arrange) -> Manifest:
         CheckpointError: the checkpoint holds more than a dict of tensors; ``arrange`` computes with values, or gives what is not
             of the checkpoint.
     """
-    tree = decode(manifest.tree, {name: Stored(name) for name in manifest.tensors})
+    tree = manifest.nested()
     if not isinstance(tree, dict) or not all(isinstance(value, Stored) for value in tree.values()):
         raise CheckpointError("a checkpoint is arranged where it is a dict of tensors and nothing else")
     made = arrange({name: _of(manifest.tensors[value.name]) for name, value in tree.items()})

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, TypeVar
+from typing import Any
 
 import torch
-
-T = TypeVar("T", bound=Hashable)
 
 
 class PendingSave:
@@ -62,7 +60,7 @@ def finish_pending() -> None:
             warnings.warn(f"an earlier save in the background has failed: {error}", stacklevel=3)
 
 
-class Staging(Generic[T]):
+class Staging:
     """Memory for copies of what is saved in the background. It is kept: new memory costs more than the copy.
 
     Copies from an accelerator go to pinned memory, in the order of its current stream: the program goes on at once, and what it
@@ -70,10 +68,10 @@ class Staging(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._kept: dict[T, torch.Tensor] = {}
+        self._kept: dict[Any, torch.Tensor] = {}
         self._copied: list[torch.Event] = []
 
-    def copies(self, pieces: Mapping[T, torch.Tensor]) -> dict[T, torch.Tensor]:
+    def copies(self, pieces: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
         """Row-major copies on the CPU, complete after :meth:`wait`; those that were made before are written over."""
         self._kept = {
             key: self._room(self._kept.get(key), piece).copy_(piece, non_blocking=True) for key, piece in pieces.items()

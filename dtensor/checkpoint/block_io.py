@@ -6,6 +6,7 @@ import io
 import math
 import mmap
 import os
+import struct
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -91,8 +92,7 @@ def record_at(window: Window, key: str) -> int:
     if found.compress_type != zipfile.ZIP_STORED:
         raise CheckpointError("a saved tensor is compressed; only uncompressed ones can be read in parts")
     window.seek(found.header_offset + 26)  # the local header: 30 bytes, then a name and padding whose lengths stand here
-    lengths = window.read(4)
-    return found.header_offset + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+    return found.header_offset + 30 + sum(struct.unpack("<HH", window.read(4)))
 
 
 class Box(NamedTuple):

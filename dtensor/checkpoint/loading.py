@@ -113,18 +113,16 @@ def load(
     if arrange is not None:
         manifest = arranged(manifest, arrange)
     where = folder.parent if hugging_face.is_file(folder) else folder
-    return _fill_state(state, where, manifest, ranks, what, lambda asked: match_trees(asked, manifest, strict, convert))
+    return _fill_state(state, where, manifest, ranks, what, strict, convert)
 
 
-def _fill_state(
-    state: Any, folder: Address, manifest: Manifest, ranks: Ranks, what: str, match: Callable[[Expanded], Matched]
-) -> Loaded:
+def _fill_state(state: Any, folder: Address, manifest: Manifest, ranks: Ranks, what: str, strict: bool, convert: bool) -> Loaded:
     """Compare what all ranks ask for; read and verify it; change the state."""
     found: list[tuple[Expanded, Matched]] = []
 
     def matched() -> Parts:
         expanded = expand(state, manifest.tensors)
-        found.append((expanded, match(expanded)))
+        found.append((expanded, match_trees(expanded, manifest, strict, convert)))
         return found[0][1].parts
 
     ranks.alike(what, matched, lambda: None)

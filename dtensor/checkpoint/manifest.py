@@ -16,7 +16,7 @@ from ..base.memory_order import contiguous_stride
 from ..errors import CheckpointError
 from .files import check_name, present, read_regular, replace_file, sha256, size_of, strict_json
 from .remote import Address
-from .tree import decode, dtype_of
+from .tree import Stored, decode, dtype_of
 
 NAME = "manifest.json"
 _FORMAT = "dtensor checkpoint 1"
@@ -75,6 +75,10 @@ class Manifest:
     beside: tuple[str, ...] = field(default=())
     links: bool = False
     notes: Any = None
+
+    def nested(self) -> Any:
+        """The state's tree, with the places of its tensors."""
+        return decode(self.tree, {name: Stored(name) for name in self.tensors})
 
     def write(self, folder: Address) -> None:
         """Put it into ``folder``, in place of an older one: one atomic rename."""

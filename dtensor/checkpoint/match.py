@@ -13,7 +13,7 @@ from .coordinator import Parts
 from .manifest import Manifest
 from .stateful import Expanded, Install, check_groups
 from .targets import Target, described
-from .tree import Path, Stored, decode, has_tensors, mapped, name_of
+from .tree import Path, Stored, has_tensors, mapped, name_of
 
 _MOST = 6  # keys that an error lists
 
@@ -50,7 +50,7 @@ def match_trees(asked: Expanded, manifest: Manifest, strict: bool, convert: bool
     Raises:
         CheckpointError: other shapes, dtypes or kinds; under ``strict`` missing or unexpected keys.
     """
-    stored = decode(manifest.tree, {name: Stored(name) for name in manifest.tensors})
+    stored = manifest.nested()
     result = Matched(convert=convert)
     result.tree = _match(asked.tree, stored, (), manifest, result)
     if result.wrong:

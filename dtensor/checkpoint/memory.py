@@ -10,7 +10,8 @@ import torch
 
 from ..comm.rows import flat_bytes
 from ..errors import CheckpointError
-from .targets import Target, pieces
+from ..tensor.views.blocks import locals_of
+from .targets import Target
 
 Read = Mapping[str, dict[int | None, torch.Tensor]]
 _ALIGNED = 16  # bytes: no element is larger
@@ -36,11 +37,11 @@ def check_shared(targets: Iterable[Target], read: Read) -> None:
         CheckpointError: the values contradict each other.
     """
     for group in _groups(targets):
-        names = list(dict.fromkeys(span.target.name for span in group))
-        values = {name: pieces(_target(group, name).assembled(read[name], torch.device("cpu"))) for name in names}
+        named = {span.target.name: span.target for span in group}
+        values = {name: locals_of(target.assembled(read[name], torch.device("cpu"))) for name, target in named.items()}
         if not _agree(group, [values[span.target.name][span.number] for span in group]):
             raise CheckpointError(
-                f"{' and '.join(map(repr, names[:6]))} lie on one memory here and have different values in the checkpoint: "
+                f"{' and '.join(map(repr, list(named)[:6]))} lie on one memory here and have different values in the checkpoint: "
                 "give each a tensor of its own (x.clone())"
             )
 
@@ -61,11 +62,7 @@ def _identity(target: Target) -> object:
     x = target.asked
     if x is None or not x.is_meta:
         return target
-    return target.like, x.dtype, tuple((_place(piece), piece.shape, piece.stride()) for piece in pieces(x))
-
-
-def _target(group: list[_Span], name: str) -> Target:
-    return next(span.target for span in group if span.target.name == name)
+    return target.like, x.dtype, tuple((_place(piece), piece.shape, piece.stride()) for piece in locals_of(x))
 
 
 def _place(piece: torch.Tensor) -> tuple[tuple[object, ...], int]:
@@ -79,7 +76,7 @@ def _groups(targets: Iterable[Target]) -> Iterator[list[_Span]]:
     """The spans that meet others."""
     spans: dict[tuple[object, ...], list[_Span]] = {}
     for target in targets:
-        for number, piece in enumerate(pieces(target.asked) if target.asked is not None else ()):
+        for number, piece in enumerate(locals_of(target.asked) if target.asked is not None else ()):
             if piece.numel():
                 space, begin = _place(piece)
                 last = sum((n - 1) * step for n, step in zip(piece.shape, piece.stride(), strict=True))
@@ -103,7 +100,7 @@ def _agree(group: list[_Span], values: list[torch.Tensor]) -> bool:
     )
     views = []
     for span, value in zip(group, values, strict=True):
-        piece = pieces(span.target.asked)[span.number]
+        piece = locals_of(span.target.asked)[span.number]
         at = (span.begin - start) // piece.element_size()
         view = torch.empty(0, dtype=piece.dtype, device="cpu").set_(memory.untyped_storage(), at, piece.shape, piece.stride())
         stored = value.conj().resolve_conj() if piece.is_conj() else value

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import CheckpointError
 from .manifest import Entry, Manifest
-from .tree import Path, Stored, decode, encode, name_of
+from .tree import Path, Stored, encode, name_of
 
 
 def renamed(manifest: Manifest, rename: Callable[[str], str] | Mapping[str, str]) -> Manifest:
@@ -39,7 +39,7 @@ def renamed(manifest: Manifest, rename: Callable[[str], str] | Mapping[str, str]
                 return items if isinstance(tree, list) else tuple(items)
         return tree
 
-    tree = visit(decode(manifest.tree, {name: Stored(name) for name in manifest.tensors}), ())
+    tree = visit(manifest.nested(), ())
     return replace(manifest, tensors=tensors, tree=encode(tree))
 
 

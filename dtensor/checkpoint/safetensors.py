@@ -29,7 +29,7 @@ from .remote import Address, local_of
 from .saving import parts_of, reduced, row_major, with_values
 from .stateful import expand
 from .transaction import in_two_steps
-from .tree import named_tensors
+from .tree import Stored, encode, named_tensors
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -70,7 +70,7 @@ def _joined(folder: Address, files: Mapping[str, set[str] | None]) -> Manifest:
         if wanted - entries.keys():
             raise CheckpointError(f"{folder / file} lacks {sorted(wanted - entries.keys())[:4]}, which {INDEX} says are in it")
         tensors |= {name: entry for name, entry in entries.items() if name in wanted}
-    manifest = Manifest(tensors, {"!": "dict", "v": [[name, {"!": "tensor", "v": name}] for name in tensors]}, sizes, links=True)
+    manifest = Manifest(tensors, encode({name: Stored(name) for name in tensors}), sizes, links=True)
     check_entries(manifest, folder)
     return manifest
 

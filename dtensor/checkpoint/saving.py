@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ..base.by_key import by_key
 from ..errors import CheckpointError
 from ..tensor.dtensor import DTensor
 from ..tensor.views.blocks import held_here, piece_of
@@ -37,28 +38,19 @@ _OURS = re.compile(r"__\d+_\w+\.distcp")
 
 
 @dataclass(frozen=True, slots=True)
-class _Write:
-    """A block to be written: the first rank's share is told from its name, offset and shape alone."""
-
-    name: str
-    offset: tuple[int, ...]
-    data: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class _Job:
     """A save with nothing left to ask of the tensors.
 
     Attributes:
         encoded, values: the state's plain tree as JSON, and with tensors that only say shape and dtype.
-        writes: this rank's blocks.
+        writes: this rank's blocks, by the name of their tensor and where they begin in it.
         parts: what must be alike on all ranks.
     """
 
     encoded: Any
     values: Any
     entries: dict[str, Entry]
-    writes: list[_Write]
+    writes: dict[tuple[str, tuple[int, ...]], torch.Tensor]
     parts: Parts
 
 
@@ -111,9 +103,7 @@ def save(state: Any, path: str | os.PathLike[str], *, async_op: bool = False, pr
     return start(state, place_of(path), Ranks("checkpoint.save", process_group, apart=async_op), Staging() if async_op else None)
 
 
-def start(
-    state: Any, folder: Address, ranks: Ranks, staging: Staging[Any] | None, beside: Beside = Beside()
-) -> PendingSave | None:
+def start(state: Any, folder: Address, ranks: Ranks, staging: Staging | None, beside: Beside = Beside()) -> PendingSave | None:
     """Save as :func:`save` does; in the background if there is ``staging`` for what this rank writes."""
     job = _prepared(state, folder, ranks, staging, beside.notes)
     if staging is None:
@@ -123,7 +113,7 @@ def start(
 
 
 # --- the parts of a save ---------------------------------------------------------------------------------------------------
-def _prepared(state: Any, folder: Address, ranks: Ranks, staging: Staging[Any] | None, notes: Any) -> _Job | Exception:
+def _prepared(state: Any, folder: Address, ranks: Ranks, staging: Staging | None, notes: Any) -> _Job | Exception:
     """Everything that needs the tensors; what is wrong is told when the ranks meet."""
     try:
         tree = expand(state).tree
@@ -140,8 +130,7 @@ def _prepared(state: Any, folder: Address, ranks: Ranks, staging: Staging[Any] |
         for held in blocks
         if held.answers
     }
-    copies = staging.copies(pieces) if staging is not None else {key: row_major(piece) for key, piece in pieces.items()}
-    writes = [_Write(name, offset, copy) for (name, offset), copy in copies.items()]
+    writes = staging.copies(pieces) if staging is not None else {key: row_major(piece) for key, piece in pieces.items()}
     return _Job(encoded, _without_tensors(tree), entries, writes, parts)
 
 
@@ -236,12 +225,12 @@ def _written(job: _Job, file: Address) -> list[tuple[str, Block, Stream]]:
     if not job.writes:
         return []
     with ThreadPoolExecutor(1) as aside:
-        digests = aside.map(lambda write: digest(write.data, write.offset), job.writes)
+        digests = aside.map(digest, job.writes.values(), [offset for _, offset in job.writes])
         with written(file) as out:
-            streams = [append(out, write.data) for write in job.writes]
+            streams = [append(out, data) for data in job.writes.values()]
         return [
-            (write.name, Block(write.offset, tuple(write.data.shape), file.name, stream.at, found), stream)
-            for write, stream, found in zip(job.writes, streams, digests, strict=True)
+            (name, Block(offset, tuple(data.shape), file.name, stream.at, found), stream)
+            for ((name, offset), data), stream, found in zip(job.writes.items(), streams, digests, strict=True)
         ]
 
 
@@ -250,10 +239,8 @@ def _commit(job: _Job, folder: Address, shares: list[list[tuple[str, Block, Stre
     from . import dcp_metadata as metadata  # imports torch.distributed.checkpoint, which takes a second
 
     everything = [item for share in shares for item in share]
-    blocks: dict[str, list[Block]] = {name: [] for name in job.entries}
-    for name, block, _ in everything:
-        blocks[name].append(block)
-    entries = {name: Entry(entry.shape, entry.dtype, tuple(blocks[name])) for name, entry in job.entries.items()}
+    blocks = by_key((name, block) for name, block, _ in everything)
+    entries = {name: Entry(entry.shape, entry.dtype, tuple(blocks.get(name, ()))) for name, entry in job.entries.items()}
     values = folder / f"__0_{token}v.distcp"
     metadata_file = metadata.encode(
         job.values, entries, {(name, block.offset): stream for name, block, stream in everything}, values

@@ -73,7 +73,7 @@ class Manager:
             raise CheckpointError(f"every={every} and keep={keep} are at least 1, best={best!r} is 'min', 'max' or None")
         self.path, self.every, self.keep, self.best = place_of(path), every, keep, best
         self._group = process_group
-        self._staging: Staging[Any] | None = Staging() if async_op else None
+        self._staging: Staging | None = Staging() if async_op else None
         self._pending: PendingSave | None = None
         self._left_behind: set[int] = set()  # steps later than the one that was gone back to
         self._metrics: dict[int, float | None] = {}

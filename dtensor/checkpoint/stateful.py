@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..base.by_key import by_key
 from ..errors import CheckpointError
 from ..tensor.dtensor import DTensor
 from .manifest import Entry
@@ -67,9 +68,7 @@ def expand(state: Any, stored: Mapping[str, Entry] | None = None) -> Expanded:
 # --- modules ---------------------------------------------------------------------------------------------------------------
 def _tied(module: nn.Module) -> list[list[str]]:
     """The names of each parameter that has several."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+    names = by_key((id(parameter), name) for name, parameter in module.named_parameters(remove_duplicate=False))
     return [each for each in names.values() if len(each) > 1]
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ..comm import communicator_of, shards_of
+from ..comm import communicator_of
 from ..layout.layout import Layout
 from ..redistribute import redistribute_local
 from ..tensor.dtensor import DTensor, wrap
-from ..tensor.views.blocks import Held, Stacked, members_here, stack_of
+from ..tensor.views.blocks import Held, Stacked, locals_of, members_here, stack_of
 from ..tensor.views.remote_view import RemoteView
 from .tree import Stored
 
@@ -94,7 +94,7 @@ class Target(Stored):
                 self.asked.copy_(value)
             return
         with torch.no_grad(), torch.inference_mode() if self.asked.is_inference() else contextlib.nullcontext():
-            for old, piece in zip(pieces(self.asked), pieces(value), strict=True):
+            for old, piece in zip(locals_of(self.asked), locals_of(value), strict=True):
                 if piece.numel():
                     old.detach().copy_(piece)
         if isinstance(self.asked, DTensor) and not self.asked.is_inference():
@@ -119,12 +119,6 @@ def _strided(piece: torch.Tensor, layout: Layout, member: int | None, device: to
     if piece.stride() == stride or piece.numel() < 2:
         return piece.to(device)
     return torch.empty_strided(piece.shape, stride, dtype=piece.dtype, device=device).copy_(piece)
-
-
-def pieces(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors in this process that ``x`` is made of."""
-    local: Any = x._local if isinstance(x, DTensor) else x
-    return shards_of(local)
 
 
 def _meets_itself(x: torch.Tensor) -> bool:

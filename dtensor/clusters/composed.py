@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count
 
+from ..base.by_key import by_key
 from ..base.caches import remembered
 from ..errors import PlanError
 from .cluster import Cluster, Degrees, all_degrees
@@ -185,9 +186,8 @@ def best(model: Transformer, cluster: Cluster, ranks: int, sequence: int, batch:
 
     Cost: it communicates nothing; host time, below a minute for 16,384 ranks.
     """
-    families: dict[tuple[int, ...], list[Degrees]] = {}
-    for degrees in all_degrees(model, ranks, cluster.profile.ranks_per_host, sequence, batch):
-        families.setdefault(_family(degrees), []).append(degrees)
+    ways = all_degrees(model, ranks, cluster.profile.ranks_per_host, sequence, batch)
+    families = by_key((_family(degrees), degrees) for degrees in ways)
     queue: list[tuple[float, int, int, Estimate]] = []  # by what a step takes at least; how sure that is
     numbers = count()
 

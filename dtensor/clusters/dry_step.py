@@ -11,6 +11,7 @@ from bisect import bisect
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ def dry_step(part: str, model: Transformer, mesh: DeviceMesh, sequence: int, mic
     fully_shard(module, mesh=mesh[_SPREAD].flatten("spread"), reshard_after_forward=False, mp_policy=_MASTER)
     optimizer = torch.optim.AdamW(module.parameters(), foreach=True)
     seen, ran, at = _Seen(mesh), [], [0]
-    with seen:
+    with seen.listening, seen.operators:
         for p in module.parameters():
             seen.holdings.given(p)
         for last in (False, False, True):
@@ -147,18 +148,9 @@ class _Seen:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.device, self.holdings = device_of(mesh), Holdings()
-        self._work, self._listening = Work(), listening(self._heard)
+        self._work, self.listening = Work(), listening(self._heard)
         self._barriers: list[int] = []
-        self._operators = Operators(self.holdings, lambda: (NOWHERE, "", ""), lambda: True)
-
-    def __enter__(self) -> _Seen:
-        self._listening.__enter__()
-        self._operators.__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._operators.__exit__(*exception)
-        self._listening.__exit__(*exception)
+        self.operators = Operators(self.holdings, lambda: (NOWHERE, "", ""), lambda: True)
 
     def _heard(self, event: Event) -> None:
         mesh = event.mesh
@@ -171,8 +163,8 @@ class _Seen:
     def done(self) -> Work:
         """What was done since this was asked before."""
         done, self._work = self._work, Work()
-        calls = sorted((call for one in self._operators.operations for call in one.calls), key=lambda call: call.start)
-        self._operators.operations.clear()
+        calls = sorted((call for one in self.operators.operations for call in one.calls), key=lambda call: call.start)
+        self.operators.operations.clear()
         kept = self._kept(calls)
         for call in calls:
             if call.flops:
@@ -204,7 +196,5 @@ class _Seen:
 
     def held(self) -> list[int]:
         """Bytes held at each moment."""
-        totals = [sum(store.before for store in self.holdings.stores)]
-        for _, _, more in self.holdings.log:
-            totals.append(totals[-1] + more)
-        return totals
+        before = sum(store.before for store in self.holdings.stores)
+        return [*accumulate((more for _, _, more in self.holdings.log), initial=before)]

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ..base.by_key import by_key
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Partial
@@ -94,10 +95,8 @@ def _boxes_of_layout(layout: Layout) -> Boxes:
         return Boxes(repr(layout), (), remark="no elements")
     if count > MOST:
         return Boxes(repr(layout), (), remark=f"{count:,} blocks of up to {layout.max_local_nbytes:,} B")
-    held: dict[tuple[int, ...], list[int]] = {}
-    for rank, coordinate in zip(layout.mesh.ranks, layout.mesh.coordinates, strict=True):
-        if all(layout.local_shape(coordinate)):
-            held.setdefault(layout.local_offset(coordinate), []).append(rank)
+    ranks_at = zip(layout.mesh.coordinates, layout.mesh.ranks, strict=True)
+    held = by_key((layout.local_offset(at), rank) for at, rank in ranks_at if all(layout.local_shape(at)))
     cells = {}
     for index in itertools.product(*(range(len(dim)) for dim in dims)):
         block = [dim[i] for dim, i in zip(dims, index, strict=True)]
@@ -118,12 +117,9 @@ def _boxes_of_mesh(mesh: DeviceMesh) -> Boxes:
     title = f"mesh of {mesh.device_type}: " + ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
     if mesh.size() > MOST:
         return Boxes(title, (), remark=f"{mesh.size():,} ranks")
-    held: dict[tuple[int, ...], list[int]] = {}
-    for rank, coordinate in zip(mesh.ranks, mesh.coordinates, strict=True):
-        held.setdefault(coordinate, []).append(rank)
     cells = {
         at: Box(tuple(sorted(ranks)), ", ".join(f"{name} {k}" for name, k in zip(names, at, strict=True)))
-        for at, ranks in held.items()
+        for at, ranks in by_key(zip(mesh.coordinates, mesh.ranks, strict=True)).items()
     }
     named = [[Interval(f"{name} {k}", 1) for k in range(size)] for name, size in zip(names, mesh.shape, strict=True)]
     return Boxes(title, tuple(_panels(named, cells)), remark=_KINDS[mesh.kind])

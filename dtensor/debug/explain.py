@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -179,11 +180,7 @@ def in_words(count: int | None) -> str:
 
 def _alike(movements: Sequence[Movement]) -> Iterator[str]:
     """What was moved with its reasons; what a line does many times, as in a loop, is told once."""
-    texts: dict[tuple[str, ...], int] = {}
-    for movement in movements:
-        text = tuple(_told(movement))
-        texts[text] = texts.get(text, 0) + 1
-    for (head, *rest), count in texts.items():
+    for (head, *rest), count in Counter(tuple(_told(movement)) for movement in movements).items():
         yield head + (f"  ({count} times)" if count > 1 else "")
         yield from rest
 

@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from ..base.by_key import by_key
 from ..base.callers import NOWHERE, Place
 from ..errors import ArgumentError
 from ..plan import PlannedCall, ProgramPlan, Sharding
@@ -114,12 +115,8 @@ def _placements(found: Sharding) -> str:
 
 def _planned(calls: Sequence[PlannedCall]) -> list[Told]:
     """By the user's line, in order of first use."""
-    found: dict[str, list[PlannedCall]] = {}
-    for call in calls:
-        if call.moves:
-            found.setdefault(call.line, []).append(call)
     told = []
-    for line, own in found.items():
+    for line, own in by_key((call.line, call) for call in calls if call.moves).items():
         file, _, number = line.rpartition(":")
         text = tuple(row.removeprefix("  ") for call in own for row in str(call).splitlines())
         told.append(Told(Place(file, int(number)) if file else NOWHERE, sum(m.nbytes for call in own for m in call.moves), text))
@@ -129,9 +126,7 @@ def _planned(calls: Sequence[PlannedCall]) -> list[Told]:
 # --- lines of code ------------------------------------------------------------------------------------------------------
 def _listing(told: Iterable[Told]) -> str:
     """The program's lines near those that move something, file by file, each with its bytes and what it moves."""
-    files: dict[str, list[Told]] = {}
-    for each in told:
-        files.setdefault(each.place.file, []).append(each)
+    files = by_key((each.place.file, each) for each in told)
     most = max((each.nbytes for own in files.values() for each in own), default=0)
     if not files:
         return "<p>Nothing is moved.</p>"
@@ -142,9 +137,7 @@ def _listing(told: Iterable[Told]) -> str:
 
 
 def _rows(file: str, told: Sequence[Told], most: int) -> Iterator[str]:
-    by_number: dict[int, list[Told]] = {}
-    for each in told:
-        by_number.setdefault(each.place.number, []).append(each)
+    by_number = by_key((each.place.number, each) for each in told)
     source = linecache.getlines(file) if file else []
     near = {number for at in by_number for number in range(max(at - _AROUND, 1), min(at + _AROUND, len(source)) + 1)}
     shown = sorted({*near, *by_number})

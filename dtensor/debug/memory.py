@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -109,17 +110,17 @@ def memory_of(holdings: Holdings, result: Any = None, gathered: bool = False) ->
     lines = lines_at_peak(holdings, max(found, key=lambda rank: found[rank][0]))
     if gathered:
         found = {rank: one for each in told_by_all(holdings, found) for rank, one in each.items()}
-    peaks, kinds_of = {rank: one[0] for rank, one in found.items()}, {rank: one[1] for rank, one in found.items()}
-    return Memory(peaks, kinds_of, {rank: one[2] for rank, one in found.items()}, lines, result)
+    peaks, kinds_of, timeline = (dict(zip(found, column, strict=True)) for column in zip(*found.values(), strict=True))
+    return Memory(peaks, kinds_of, timeline, lines, result)
 
 
 def lines_at_peak(holdings: Holdings, rank: int) -> tuple[tuple[Place, int], ...]:
     """The lines that made what a rank holds at its peak, most bytes first."""
-    sizes: dict[Place, int] = {}
+    sizes: Counter[Place] = Counter()
     for store, size in holdings.held_at(rank, holdings.peak(rank)[1]):
         if store.place.file:
-            sizes[store.place] = sizes.get(store.place, 0) + size
-    return tuple(sorted(sizes.items(), key=lambda item: -item[1]))
+            sizes[store.place] += size
+    return tuple(sizes.most_common())
 
 
 def _timeline(holdings: Holdings, rank: int) -> tuple[Moment, ...]:

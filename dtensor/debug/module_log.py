@@ -22,25 +22,22 @@ def _nowhere() -> bool:
     return False
 
 
-class _Stray:
-    """What a copy of a module gets for a hook of ours: it takes itself away."""
-
-    def __call__(self, module: nn.Module, *_: Any) -> None:
-        for number in [number for number, hook in module._forward_hooks.items() if hook is self]:
-            del module._forward_hooks[number], module._forward_hooks_always_called[number]
-
-
 class _Leaving:
-    """The end of a module's forward. A module may be copied or pickled meanwhile: the log is no part of it."""
+    """The end of a module's forward. A module may be copied or pickled meanwhile: the log is no part of it, and the hook that a
+    copy gets takes itself away."""
 
-    def __init__(self, log: ModuleLog) -> None:
+    def __init__(self, log: ModuleLog | None = None) -> None:
         self._log = log
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
-        self._log.left(module)
+        if self._log is not None:
+            self._log.left(module)
+            return
+        for number in [number for number, hook in module._forward_hooks.items() if hook is self]:
+            del module._forward_hooks[number], module._forward_hooks_always_called[number]
 
     def __reduce__(self) -> Any:
-        return _Stray, ()
+        return _Leaving, ()
 
 
 class ModuleLog:
@@ -102,11 +99,8 @@ class ModuleLog:
 
     def record(self, event: Event) -> None:
         in_backward = graph_task() != -1
-        where = ("all modules", "backward") if in_backward else (self._innermost(), "forward")
+        where = ("all modules", "backward") if in_backward else (self.running() or "outside", "forward")
         self.collectives.setdefault(where, Counter())[event.kind] += 1
-
-    def _innermost(self) -> str:
-        return self.running() or "outside"
 
     def running(self) -> str:
         """The innermost module that runs here; "" if none does."""
@@ -120,9 +114,8 @@ class ModuleLog:
 
     def inclusive(self) -> dict[str, dict[str, Counter[str]]]:
         """Collectives by module and phase, a module's with those of its parts; "Global" has all, and all of backward's."""
-        found: dict[str, dict[str, Counter[str]]] = {"Global": {"forward": Counter(), "backward": Counter()}}
-        for name in self._seen:
-            found[name] = {"forward": Counter(), "backward": Counter()}
+        found: dict[str, dict[str, Counter[str]]]
+        found = {name: {"forward": Counter(), "backward": Counter()} for name in ("Global", *self._seen)}
         for (name, phase), counts in self.collectives.items():
             found["Global"][phase].update(counts)
             for module in found:

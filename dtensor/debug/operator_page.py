@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ..base.by_key import by_key
 from ..base.nested import mapped
 from ..base.torch_internals import all_schemas, has_kernel
 from ..placement import Partial, Replicate
@@ -79,10 +80,8 @@ class Entry:
 
 def page(measured: Mapping[str, Any] | None = None) -> str:
     """The page. ``measured``: what ``benchmarks/gather_share.py --summary`` wrote."""
-    shared: dict[Entry, list[str]] = defaultdict(list)
-    for name, rule in sorted(rules().items()):
-        if name.startswith("aten::"):
-            shared[entry_of(name, rule)].append(name.removeprefix("aten::"))
+    own = [(name, rule) for name, rule in sorted(rules().items()) if name.startswith("aten::")]
+    shared = by_key((entry_of(name, rule), name.removeprefix("aten::")) for name, rule in own)
     parts = [HEAD.format(version=_version())]
     if measured is not None:
         parts.append(_share(measured))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from ..base.by_key import by_key
 from ..base.callers import Place
 from ..base.nested import tensors
 from ..base.torch_internals import FakeTensor, OpOverload, TorchDispatchMode, graph_task, has_kernel
@@ -36,7 +37,7 @@ _COUNTED_AS = {
     getattr(torch.ops.aten, f"{_ATTENTION}_for_cpu{way}"): getattr(torch.ops.aten, _ATTENTION + way) for way in ("", "_backward")
 }
 _ASIDE = ("profiler", "prim")  # namespaces of operators that compute nothing
-Asked = Callable[[], tuple[Place, str, str]]  # the user's line, the phase, the module
+Origin = Callable[[], tuple[Place, str, str]]  # the user's line, the phase, the module
 
 
 @dataclass(slots=True, eq=False)
@@ -88,10 +89,7 @@ class Operation:
     calls: list[LocalCall] = field(default_factory=list)
 
     def by_rank(self) -> dict[int | None, list[LocalCall]]:
-        found: dict[int | None, list[LocalCall]] = {}
-        for call in self.calls:
-            found.setdefault(call.rank, []).append(call)
-        return found
+        return by_key((call.rank, call) for call in self.calls)
 
     @property
     def flops(self) -> int:
@@ -125,7 +123,7 @@ class Operators(TorchDispatchMode):
     supports_higher_order_operators = True
     looks_on = True
 
-    def __init__(self, holdings: Holdings, asked: Asked, records: Callable[[], bool]) -> None:
+    def __init__(self, holdings: Holdings, asked: Origin, records: Callable[[], bool]) -> None:
         super().__init__()
         self.operations: list[Operation] = []
         self.holdings, self.asked, self.records = holdings, asked, records

@@ -13,9 +13,9 @@ import os
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -25,7 +25,7 @@ from .operators import LocalCall, Operation
 from .seen import Movement, Record
 
 COMPUTE, COMMUNICATION = 0, 1  # tracks
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 
 
 @entering
@@ -65,10 +65,10 @@ def save(record: Record, began: int, path: str | os.PathLike[str]) -> None:
         Path(path).write_text(json.dumps({"traceEvents": merged, "displayTimeUnit": "ms"}))
 
 
-def events_of(record: Record, began: int) -> Iterator[Event]:
+def events_of(record: Record, began: int) -> Iterator[TraceEvent]:
     """Of the ranks that are here; ``began``: when, in nanoseconds of ``time.perf_counter_ns``. Times are in microseconds."""
     ranks = record.holdings.everyone()
-    clock = _Estimated(record) if _is_dry(record) else _Measured(began)
+    clock = _estimated(record) if _is_dry(record) else _measured(record, began)
     for rank in ranks:
         yield _named(rank, None, f"rank {rank}")
         yield _named(rank, COMPUTE, "compute")
@@ -82,55 +82,49 @@ def events_of(record: Record, began: int) -> Iterator[Event]:
     for operation in record.operations:
         for call in operation.calls:
             for rank in ranks if call.rank is None else (call.rank,):
-                yield _span(rank, COMPUTE, call.operator, *clock.of_call(operation, call), _about(operation, call))
+                yield _span(rank, COMPUTE, call.operator, *clock.spans[id(call)], _about(operation, call))
     for rank in ranks:
         yield from _memory(record, rank, clock)
 
 
 # --- when ---------------------------------------------------------------------------------------------------------------
-class _Measured:
-    """As the clock of this process has it; spans are (beginning, duration)."""
+class _Clock(NamedTuple):
+    """When things were, in microseconds.
 
-    def __init__(self, began: int) -> None:
-        self._began = began
+    Attributes:
+        spans: by call or collective its beginning, and how long it was; what runs meanwhile overlaps a collective.
+        at: of a moment of ``time.perf_counter_ns``.
+    """
 
-    def of_call(self, operation: Operation, call: LocalCall) -> tuple[float, float]:
-        return self._span(call.start, call.end)
-
-    def of_movement(self, movement: Movement) -> tuple[float, float]:
-        """From when it was issued to its end; what runs meanwhile overlaps it."""
-        return self._span(movement.spans[0][0], movement.spans[-1][1]) if movement.spans else (0.0, 0.0)
-
-    def of_entry(self, when: int) -> float:
-        return (when - self._began) / 1e3
-
-    def _span(self, start: int, end: int) -> tuple[float, float]:
-        return (start - self._began) / 1e3, (end - start) / 1e3
+    spans: dict[int, tuple[float, float]]
+    at: Callable[[int], float]
 
 
-class _Estimated:
+def _measured(record: Record, began: int) -> _Clock:
+    """As the clock of this process has it."""
+    ran: list[tuple[Any, int, int]] = [(call, call.start, call.end) for one in record.operations for call in one.calls]
+    ran += [(one, one.spans[0][0], one.spans[-1][1]) for one in record.movements if one.spans]
+    spans = {id(one): ((start - began) / 1e3, (end - start) / 1e3) for one, start, end in ran}
+    return _Clock(spans, lambda when: (when - began) / 1e3)
+
+
+def _estimated(record: Record) -> _Clock:
     """One after the other, each as long as estimated."""
+    ran: list[tuple[int, Any, float]] = [
+        (call.start, call, one.estimated(call)) for one in record.operations for call in one.calls
+    ]
+    ran += [(one.spans[0][0], one, one.seconds) for one in record.movements if one.spans]
+    spans, marks, now = {}, [], 0.0  # marks: when something began in truth, and how late it is when it has ended
+    for start, one, seconds in sorted(ran, key=lambda item: item[0]):
+        spans[id(one)] = now, seconds * 1e6
+        now += seconds * 1e6
+        marks.append((start, now))
 
-    def __init__(self, record: Record) -> None:
-        self._spans: dict[int, tuple[float, float]] = {}
-        self._marks: list[tuple[int, float]] = []  # when something began in truth, and how late it is when it has ended
-        calls = [(call.start, call, operation.estimated(call)) for operation in record.operations for call in operation.calls]
-        moved = [(one.spans[0][0], one, one.seconds) for one in record.movements if one.spans]
-        now = 0.0
-        for start, one, seconds in sorted([*calls, *moved], key=lambda item: item[0]):
-            self._spans[id(one)] = now, seconds * 1e6
-            now += seconds * 1e6
-            self._marks.append((start, now))
+    def at(when: int) -> float:
+        after = bisect_right(marks, when, key=lambda mark: mark[0])
+        return marks[after - 1][1] if after else 0.0
 
-    def of_call(self, operation: Operation, call: LocalCall) -> tuple[float, float]:
-        return self._spans[id(call)]
-
-    def of_movement(self, movement: Movement) -> tuple[float, float]:
-        return self._spans.get(id(movement), (0.0, 0.0))
-
-    def of_entry(self, when: int) -> float:
-        after = bisect_right(self._marks, when, key=lambda mark: mark[0])
-        return self._marks[after - 1][1] if after else 0.0
+    return _Clock(spans, at)
 
 
 def _is_dry(record: Record) -> bool:
@@ -138,26 +132,24 @@ def _is_dry(record: Record) -> bool:
     return any(mesh is not None and mesh.kind == "dry_run" for mesh in meshes)
 
 
-def _later(event: Event, microseconds: float) -> Event:
+def _later(event: TraceEvent, microseconds: float) -> TraceEvent:
     return {**event, "ts": event["ts"] + microseconds} if "ts" in event else event
 
 
 # --- events -------------------------------------------------------------------------------------------------------------
-def _named(rank: int, track: int | None, name: str) -> Event:
+def _named(rank: int, track: int | None, name: str) -> TraceEvent:
     what, thread = ("process_name", COMPUTE) if track is None else ("thread_name", track)
     return {"ph": "M", "pid": rank, "tid": thread, "name": what, "args": {"name": name}}
 
 
-def _span(rank: int, track: int, name: str, start: float, duration: float, about: dict[str, Any]) -> Event:
+def _span(rank: int, track: int, name: str, start: float, duration: float, about: dict[str, Any]) -> TraceEvent:
     cat = "communication" if track == COMMUNICATION else "compute"
     return {"ph": "X", "pid": rank, "tid": track, "ts": start, "dur": duration, "name": name, "cat": cat, "args": about}
 
 
-def _collective(
-    movement: Movement, group: tuple[int, ...], here: list[int], number: int, clock: _Measured | _Estimated
-) -> Iterator[Event]:
+def _collective(movement: Movement, group: tuple[int, ...], here: list[int], number: int, clock: _Clock) -> Iterator[TraceEvent]:
     """On each rank of a group that is here, with an arrow from the first of the group to the others."""
-    start, duration = clock.of_movement(movement)
+    start, duration = clock.spans.get(id(movement), (0.0, 0.0))
     about = {
         "operator": movement.operator,
         "line": movement.place.line,
@@ -194,8 +186,8 @@ def _about(operation: Operation, call: LocalCall) -> dict[str, Any]:
     }
 
 
-def _memory(record: Record, rank: int, clock: _Measured | _Estimated) -> Iterator[Event]:
+def _memory(record: Record, rank: int, clock: _Clock) -> Iterator[TraceEvent]:
     log = record.holdings.log
     for count, held in record.holdings.over_time(rank):
-        when = clock.of_entry(log[count - 1][0]) if count else 0.0
+        when = clock.at(log[count - 1][0]) if count else 0.0
         yield {"ph": "C", "pid": rank, "tid": COMPUTE, "ts": when, "name": "memory", "args": dict(held)}

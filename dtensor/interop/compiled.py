@@ -100,14 +100,6 @@ def _substitute(module: Any) -> None:
     changed("torch.Tensor.__coerce_same_metadata_as_tangent__")
 
 
-def _mesh_and_placements(x: Any) -> Any:
-    return x._placed
-
-
-def _own_layout(x: Any) -> Any:
-    return x._layout
-
-
 def _itself(x: Any) -> Any:
     """Of a plain tensor, or a DTensor: no transform of ``torch.func`` hides it, and it is this rank's alone."""
     if isinstance(x, PerRank):
@@ -198,10 +190,6 @@ def _flex_attention(*given: Any, **options: Any) -> None:
     )
 
 
-def _as_given(x: Any) -> Any:
-    return x
-
-
 def _mesh(mesh: Any = None) -> DeviceMesh:
     """``as_mesh`` as the compiler sees it."""
     if not isinstance(mesh, DeviceMesh):
@@ -237,14 +225,14 @@ _IN_GRAPH: tuple[Any, ...] = (_placed, _distributed, laid, as_local, *[made for 
 _SEEN_AS: dict[Any, Any] = {
     **{function: seen_as for function, (_, seen_as) in _MADE.items()},
     as_mesh: _mesh,
-    constant_of_graph: _as_given,
+    constant_of_graph: lambda x: x,
     distribute_tensor: _distribute_tensor,
     distribute_module: _distribute_module,
     DTensor.from_local: _from_local,
     **dict.fromkeys((explicit, implicit_replication, remember), _mode),
     seen: _itself,
-    placed_of: _mesh_and_placements,
-    layout_of: _own_layout,
+    placed_of: lambda x: x._placed,
+    layout_of: lambda x: x._layout,
     each_rank: _itself,
     shards_of: _alone,
 }

@@ -28,7 +28,8 @@ _LIBRARIES: list[torch.library.Library] = []
 def teach_lookers() -> None:
     """Have them see what DTensors do, once there may be some, or when they are imported."""
     before_use(partial(when_imported, "torch.utils._debug_mode", _teach_debug_mode))
-    before_use(partial(when_imported, "torch.distributed.tensor.debug._comm_mode", _teach_comm_debug_mode))
+    teach = partial(_teach, where="torch.distributed.tensor.debug.CommDebugMode", taken_down=_nothing, shows_ranges=False)
+    before_use(partial(when_imported, "torch.distributed.tensor.debug._comm_mode", teach))
 
 
 def _teach_debug_mode(module: ModuleType) -> None:
@@ -38,10 +39,6 @@ def _teach_debug_mode(module: ModuleType) -> None:
         mode._record_call(call(func, args, kwargs, mode.call_depth, stack=mode.record_stack_trace))
 
     _teach(module, "torch.utils._debug_mode.DebugMode", _nothing if call is None else taken_down, True)
-
-
-def _teach_comm_debug_mode(module: ModuleType) -> None:
-    _teach(module, "torch.distributed.tensor.debug.CommDebugMode", _nothing, False)
 
 
 def _nothing(mode: Any, func: Any, args: Any, kwargs: Any) -> None: ...

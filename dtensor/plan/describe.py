@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..base.by_key import by_key
 from ..layout.layout import Layout
 from ..placement import Monoid
 from ..propagation.row_table import texts_of
@@ -61,13 +62,11 @@ class _Writing:
     held: Held
     others: list[Options]
     told: set[tuple[int, Form]] = field(default_factory=set)  # forms that are there
-    drops: dict[int, list[tuple[int, Form]]] = field(default_factory=dict)  # by node, forms that it is the last to use
+    drops: dict[int, list[tuple[int, Form]]] = field(init=False)  # by node, forms that it is the last to use
 
     def __post_init__(self) -> None:
-        for key, pieces in self.held.pieces.items():
-            for piece in pieces:
-                users = [node for node in piece.uses if self.graph.nodes[node].kind in _RUN]
-                self.drops.setdefault(max(users or piece.uses), []).append(key)
+        uses = [(key, piece.uses) for key, pieces in self.held.pieces.items() for piece in pieces]
+        self.drops = by_key((max([n for n in own if self.graph.nodes[n].kind in _RUN] or own), key) for key, own in uses)
 
     def call(self, node: Node) -> PlannedCall:
         option = self.taken[node.number]

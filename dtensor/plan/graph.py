@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -122,10 +123,8 @@ class Graph:
     @property
     def mesh(self) -> DeviceMesh | None:
         """The mesh of most calls; what lies on others is not planned."""
-        counts: dict[DeviceMesh, int] = {}
-        for value in self.values:
-            counts[value.layout.mesh] = counts.get(value.layout.mesh, 0) + 1
-        return max(counts, key=lambda mesh: counts[mesh]) if counts else None
+        counts = Counter(value.layout.mesh for value in self.values)
+        return counts.most_common(1)[0][0] if counts else None
 
     def users(self) -> list[list[tuple[Node, int]]]:
         """For each value the nodes that take it, and as which operand."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ..base.by_key import by_key
 from ..base.caches import remembered
 from ..layout.layout import Layout
 from ..redistribute import VIEWS
@@ -141,10 +142,8 @@ class Memory:
                 _add(profile, self.born[number], reach[number], self.size(number, made))
         profile = np.cumsum(profile[:-1])
         again = _let_go(profile, gaps, self.limit)
-        split: dict[tuple[int, Form], set[int]] = {}
-        for gap in again:
-            split.setdefault(gap.key, set()).add(gap.after)
-        pieces = {key: _joined(found, split.get(key, set())) for key, found in pieces.items()}
+        split = by_key((gap.key, gap.after) for gap in again)
+        pieces = {key: _joined(found, split.get(key, ())) for key, found in pieces.items()}
         moment = int(profile.argmax())
         seconds = sum(move_seconds(*gap.move) for gap in again)
         return Held(int(profile[moment]), moment, pieces, seconds, sum(plan_move(*gap.move).bytes for gap in again))
@@ -190,7 +189,7 @@ def _pieces(uses: list[tuple[int, int]]) -> list[Piece]:
     return found
 
 
-def _joined(pieces: list[Piece], let_go: set[int]) -> list[Piece]:
+def _joined(pieces: list[Piece], let_go: Sequence[int]) -> list[Piece]:
     """Pieces that are held as one: between which the form is not let go."""
     found = [pieces[0]]
     for i, piece in enumerate(pieces[1:]):

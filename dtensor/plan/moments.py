@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from ..base.by_key import by_key
 from .classes import Classes
 from .memory import Memory, copies
 from .options import Form
@@ -89,10 +90,7 @@ class Moments:
         return [flow for use in sorted(uses) for flow in flows.get(use, ())]
 
     def _by_form(self, value: int, uses: Uses) -> dict[tuple[int, Form], list[int]]:
-        found: dict[tuple[int, Form], list[int]] = {}
-        for source, form, flow in self._flows(value, uses):
-            found.setdefault((source, form), []).append(flow)
-        return found
+        return by_key(((source, form), flow) for source, form, flow in self._flows(value, uses))
 
     def _most(self, variables: Sequence[int]) -> int:
         """A variable that is no less than any of these."""

@@ -56,14 +56,9 @@ def eager_options(graph: Graph) -> list[Option]:
 
 def _unread(graph: Graph) -> frozenset[int]:
     """The views of which nothing but parts was asked that were found in what they are views of."""
-    users: dict[int, list[Node]] = {}
-    for node in graph.nodes:
-        for number in node.operands:
-            if number is not None:
-                users.setdefault(number, []).append(node)
-    unread: set[int] = set()
+    users, unread = graph.users(), set[int]()
     for value in reversed(graph.values):
-        asking = users.get(value.number, ()) if value.producer.view and not value.kept else ()
+        asking = [node for node, _ in users[value.number]] if value.producer.view and not value.kept else []
         if asking and all(all(number in unread for number in node.results) or _found(graph, node) for node in asking):
             unread.add(value.number)
     return frozenset(unread)

@@ -142,13 +142,15 @@ class ProgramPlan:
 
 
 def _call_of(read: dict[str, Any]) -> PlannedCall:
-    moves = tuple(
-        PlannedMove(**{**move, "source": tuple(move["source"]), "target": tuple(move["target"])}) for move in read["moves"]
-    )
-    operands = tuple(tuple(map(tuple, path)) for path in read["operands"])
-    lists = {"rows": tuple(read["rows"]), "operands": operands, "moves": moves}
-    lists["drops"] = tuple((place, tuple(form)) for place, form in read["drops"])
-    return PlannedCall(**{**read, **lists})
+    moves = tuple(PlannedMove(**_frozen(move)) for move in read.pop("moves"))
+    return PlannedCall(**_frozen(read), moves=moves)
+
+
+def _frozen(read: Any) -> Any:
+    """What JSON gives, its lists as tuples."""
+    if isinstance(read, dict):
+        return {name: _frozen(value) for name, value in read.items()}
+    return tuple(map(_frozen, read)) if isinstance(read, list) else read
 
 
 # --- placements as text -------------------------------------------------------------------------------------------------

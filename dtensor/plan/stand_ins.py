@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -34,7 +35,7 @@ class StandIns:
         self.parameters: dict[str, DTensor] = {}
         self._made: dict[int, tuple[Any, DTensor]] = {}
         self._ours: set[int] = set()
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
 
     @property
     def all(self) -> list[DTensor]:
@@ -69,8 +70,7 @@ class StandIns:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
 
     def _enter_module(self, prefix: str, module: nn.Module) -> None:
         for path, part in module.named_modules(remove_duplicate=False):
@@ -79,17 +79,17 @@ class StandIns:
                 for key, x in before.items():
                     if x is not None and id(x) not in self._ours:
                         own[key] = self.of(x)
-                        self._undo.append(lambda own=own, key=key, x=x: own.__setitem__(key, x))  # type: ignore[misc]
+                        self._undo.callback(own.__setitem__, key, x)
                     if own[key] is not None:
                         self.parameters[f"{prefix}{path}{'.' if path else ''}{key}"] = own[key]
 
     def _enter_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         state, groups = optimizer.state, [group["params"] for group in optimizer.param_groups]
-        self._undo.append(lambda: setattr(optimizer, "state", state))
+        self._undo.callback(setattr, optimizer, "state", state)
         optimizer.state = defaultdict(dict, {self.of(p): tree_map(self._of_state, own) for p, own in state.items()})
         for group, params in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = [self.of(p) for p in params]
-            self._undo.append(lambda group=group, params=params: group.__setitem__("params", params))  # type: ignore[misc]
+            self._undo.callback(group.__setitem__, "params", params)
 
     def _of_state(self, x: Any) -> Any:
         """Numbers, as counters of steps, are copied: the program counts on."""

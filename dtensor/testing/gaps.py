@@ -145,10 +145,7 @@ def _right_results(variant: Variant, mesh: DeviceMesh, placements: Combination, 
         if len(pieces) != len(mesh.members):
             return set()
         choices.append(list(_placements_of(pieces, whole)))
-    found: set[tuple[Placement, ...]] = {()}
-    for options in choices:
-        found = {(*first, option) for first in found for option in options}
-    return found if expected else set()
+    return set(itertools.product(*choices)) if expected else set()
 
 
 def _called(variant: Variant, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import mmap
 import os
 from pathlib import Path
+from struct import Struct
 
 TEXT = 1 << 18  # bytes for texts that are kept: the oldest give way
-_HEAD = 12  # bytes before each: its place among all that were ever kept, its length
+_HEAD = Struct("<QI")  # before each: its place among all that were ever kept, its length
 _LONGEST = 2000
 _CHANGING = 5  # texts that are written over: each has a place of its own before all others
 
@@ -20,7 +21,7 @@ class Page:
 
     def __init__(self, path: Path | None, count: int, *, ours: bool) -> None:
         self._start = 8 * count
-        self._kept = self._start + _CHANGING * (_HEAD + _LONGEST)
+        self._kept = self._start + _CHANGING * (_HEAD.size + _LONGEST)
         size = self._kept + TEXT
         if path is None:
             self._map = mmap.mmap(-1, size)
@@ -39,7 +40,7 @@ class Page:
         if found is not None and (not found or found >= self._end - TEXT):
             return found
         data = text.encode()[:_LONGEST]
-        length, round_ = _HEAD + len(data), self._end // TEXT
+        length, round_ = _HEAD.size + len(data), self._end // TEXT
         if self._end % TEXT + length > TEXT:  # none goes over the edge
             self._end = (round_ + 1) * TEXT
         found, self._end = self._end, self._end + length
@@ -51,22 +52,20 @@ class Page:
 
     def put(self, place: int, text: str) -> int:
         """The place of ``text``: over what stood there; 0 if it is empty."""
-        self._write(self._start + place * (_HEAD + _LONGEST), place + 1, text.encode()[:_LONGEST])
+        self._write(self._start + place * (_HEAD.size + _LONGEST), place + 1, text.encode()[:_LONGEST])
         return place + 1 if text else 0
 
     def _write(self, at: int, place: int, data: bytes) -> None:
-        head = place.to_bytes(8, "little") + len(data).to_bytes(4, "little")
-        self._map[at : at + _HEAD + len(data)] = head + data
+        self._map[at : at + _HEAD.size + len(data)] = _HEAD.pack(place, len(data)) + data
 
     def text(self, place: int) -> str:
         """The text of that place; empty where it has given way."""
         if not 0 < place <= _CHANGING and place < TEXT:
             return ""
-        at = self._start + (place - 1) * (_HEAD + _LONGEST) if place < TEXT else self._kept + place % TEXT
-        found, length = (int.from_bytes(self._map[at + begin : at + end], "little") for begin, end in ((0, 8), (8, _HEAD)))
-        if found != place:
-            return ""
-        return self._map[at + _HEAD : at + _HEAD + min(length, _LONGEST)].decode(errors="replace")
+        at = self._start + (place - 1) * (_HEAD.size + _LONGEST) if place < TEXT else self._kept + place % TEXT
+        found, length = _HEAD.unpack_from(self._map, at)
+        at += _HEAD.size
+        return self._map[at : at + min(length, _LONGEST)].decode(errors="replace") if found == place else ""
 
 
 def _create(path: Path, size: int) -> None:

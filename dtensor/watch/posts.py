@@ -60,7 +60,8 @@ class Posts:
         if self._told[1] == news and time.monotonic() - self._told[0] < _OFTEN_S:
             return
         self._told, self._beat = (time.monotonic(), news), self._beat + 1
-        self._set(str(self._rank), json.dumps(post._replace(beat=self._beat)))
+        with suppress(RuntimeError):  # the process that keeps the store may be gone
+            self._store.set(f"{self._key}/{self._rank}", json.dumps(post._replace(beat=self._beat)))
 
     def of(self, rank: int) -> Post | None:
         """The last post of a rank, if it has told anything."""
@@ -86,10 +87,6 @@ class Posts:
         """The verdict of another host, if there is one."""
         text = self._get("verdict")
         return None if text is None else json.loads(text)
-
-    def _set(self, name: str, text: str) -> None:
-        with suppress(RuntimeError):
-            self._store.set(f"{self._key}/{name}", text)
 
     def _get(self, name: str) -> str | None:
         """What stands there; None if nothing does, or it was asked just now."""

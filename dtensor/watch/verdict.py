@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from ..base.by_key import by_key
 from .board import COUNT, ERROR, ERROR_COUNT, ERROR_LINE, FAILED, LEFT, STATE, Board, ring_page
 from .chain import lengths_in, unfitting
 from .levels import Level
@@ -90,9 +91,7 @@ def unfit_words(
 
 def differing_words(number: int, said: dict[int, Said]) -> Verdict:
     """The same of what each rank has told."""
-    groups: dict[int, list[int]] = {}
-    for rank, (hashed, *_) in sorted(said.items()):
-        groups.setdefault(hashed, []).append(rank)
+    groups = by_key((own.hash, rank) for rank, own in sorted(said.items()))
     by_size = sorted(groups.values(), key=lambda members: (-len(members), members))
     listed = {tuple(each): said[each[0]].words for each in by_size}
     before = _BEFORE if Level.now == "watch" and len(by_size) > 1 and len(set(listed.values())) == 1 else ""
@@ -151,9 +150,7 @@ def _met_last(page: Page) -> bool:
 def stuck(waiting: dict[int, str]) -> Verdict:
     """That ranks wait for each other, each in another place."""
     words = ["no rank can go on: each waits for one that waits elsewhere"]
-    places: dict[str, list[int]] = {}
-    for rank, where in sorted(waiting.items()):
-        places.setdefault(where, []).append(rank)
+    places = by_key((where, rank) for rank, where in sorted(waiting.items()))
     words += _listed({tuple(members): where for where, members in places.items()})
     return {"kind": "differs", "words": "\n".join(words)}
 

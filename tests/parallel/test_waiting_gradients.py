@@ -80,6 +80,19 @@ def test_who_clears_some_parameters_leaves_the_others() -> None:
     assert gradients(model) == [None, 3]
 
 
+def test_a_copy_has_none_of_what_waits_in_the_original() -> None:
+    """As copies of plain parameters have no ``.grad``. They did, and clearing gradients did not find them."""
+    model = fully_shard(Sum(), mesh=LINE)
+    model.set_requires_gradient_sync(False)
+    model(numbers(100)).sum().backward()
+    other = copy.deepcopy(model)
+    assert not other.get_pending_gradients()
+    other.set_requires_gradient_sync(True)
+    other(numbers(1)).sum().backward()
+    assert gradients(other) == [1, 1]
+    assert len(model.get_pending_gradients()) == 2
+
+
 @pytest.mark.parametrize("to_none", [False, True])
 @pytest.mark.parametrize("all_of_it", [False, True])
 def test_a_unit_of_several_modules_is_cleared_by_module(to_none: bool, all_of_it: bool) -> None:

@@ -144,7 +144,7 @@ class _Aside:
 def gather_rows(axes: Axes, by: AllGather, lengths_of: Lengths, row: Any) -> Pending[Any]:
     """The rows of all group positions, one behind the other; ``lengths_of(member)``: theirs."""
     comm, device, dtype = communicator_of(axes.mesh), torch.device(axes.mesh.device_type), row.dtype
-    handle, order = _torch_group(axes)
+    _, order = _torch_group(axes)
 
     def sent(member: int, x: Tensor) -> Tensor:
         most = max(lengths_of(member))
@@ -158,20 +158,14 @@ def gather_rows(axes: Axes, by: AllGather, lengths_of: Lengths, row: Any) -> Pen
         each, flat = lengths_of(member), got.view(-1)
         return joined([flat.narrow(0, order[k] * max(each), n) for k, n in enumerate(each)])
 
-    source, output = comm.map(sent, row), comm.map(room)
-
-    def issue() -> Pending[Any]:
-        work = issuing(by)(output_tensor=output, input_tensor=source, group=handle, async_op=True)
-        return _ended(work, lambda: comm.map(rows, output))
-
     each = max(max(lengths_of(member)) for member in axes.mesh.members) * dtype.itemsize
-    return _reported("all_gather", axes, each, issue)
+    return _run("all_gather", axes, by, comm.map(sent, row), comm.map(room), rows, each)
 
 
 def scatter_row(axes: Axes, by: ReduceScatter, op: str, lengths_of: Lengths, row: Any) -> Pending[Any]:
     """Position k's part of the rows, reduced; ``lengths_of(member)``: of the parts."""
     comm, device, dtype = communicator_of(axes.mesh), torch.device(axes.mesh.device_type), row.dtype
-    handle, order = _torch_group(axes)
+    _, order = _torch_group(axes)
 
     def sent(member: int, own: Tensor) -> Tensor:
         each = lengths_of(member)
@@ -186,23 +180,29 @@ def scatter_row(axes: Axes, by: ReduceScatter, op: str, lengths_of: Lengths, row
         position = axes.mesh.members_of(axes.shard, member).index(member)
         return got.view(-1)[: lengths_of(member)[position]]
 
-    source, output = comm.map(sent, row), comm.map(room)
-    reduction = dist.ReduceOp.AVG if op == "avg" else dist.ReduceOp.SUM
+    output, reduction = comm.map(room), dist.ReduceOp.AVG if op == "avg" else dist.ReduceOp.SUM
+    return _run("reduce_scatter", axes, by, comm.map(sent, row), output, mine, output.nbytes, op=reduction)
+
+
+def _run(kind: str, axes: Axes, by: Any, source: Any, output: Any, take: Any, nbytes: int, **options: Any) -> Pending[Any]:
+    """What ``take(member, output)`` gives when a user's primitive has filled it. It is one collective of ours, of ``nbytes`` from
+    each rank, whatever it issues."""
+    mesh, size, comm = axes.mesh, axes.mesh.size_of(axes.shard), communicator_of(axes.mesh)
 
     def issue() -> Pending[Any]:
-        work = issuing(by)(output_tensor=output, input_tensor=source, group=handle, op=reduction, async_op=True)
-        return _ended(work, lambda: comm.map(mine, output))
+        handle, _ = _torch_group(axes)
+        work = issuing(by)(output_tensor=output, input_tensor=source, group=handle, async_op=True, **options)
 
-    return _reported("reduce_scatter", axes, output.nbytes, issue)
+        def wait() -> Any:
+            if work is not None:
+                work.wait()
+            return comm.map(take, output)
 
+        return Pending(wait)
 
-def _reported(kind: str, axes: Axes, nbytes: int, issue: Callable[[], Pending[Any]]) -> Pending[Any]:
-    """A collective by a user's primitive is one of ours, of ``nbytes`` from each rank, whatever it issues."""
     if not listeners:
         return issue()
-    mesh, size = axes.mesh, axes.mesh.size_of(axes.shard)
-    held = communicator_of(mesh).held
-    groups = dict.fromkeys(tuple(mesh.ranks[k] for k in mesh.members_of(axes.shard, member)) for member in held)
+    groups = dict.fromkeys(tuple(mesh.ranks[k] for k in mesh.members_of(axes.shard, member)) for member in comm.held)
     return reporting(Event(kind, axes.shard, size, (size - 1) * nbytes, mesh, groups=tuple(groups)), issue)
 
 
@@ -220,15 +220,6 @@ def _torch_group(axes: Axes) -> tuple[Any, list[int]]:
         return None, list(range(axes.mesh.size_of(axes.shard)))
     group = program_group_of(axes.mesh, axes.shard)
     return group.handle, list(range(group.size)) if group.order is None else list(group.order)
-
-
-def _ended(work: Any, finish: Callable[[], Any]) -> Pending[Any]:
-    def wait() -> Any:
-        if work is not None:
-            work.wait()
-        return finish()
-
-    return Pending(wait)
 
 
 # --- memory of the process group's ---------------------------------------------------------------------------------------

@@ -27,8 +27,9 @@ from ...errors import LayoutError, UnsupportedOperationError
 from ...mesh.derive import picked
 from ...redistribute.executor import inside
 from ...redistribute.rows import Rows
+from ...tensor.views.blocks import locals_of
 from .layouts import Axes
-from .parameters import HOOKS, Managed, is_extended, shards_in
+from .parameters import HOOKS, Managed, is_extended
 from .policy import MixedPrecisionPolicy
 
 Told = list[tuple[torch.dtype, tuple[int, ...]]]
@@ -45,7 +46,7 @@ class Extensions:
         self, managed: Sequence[Managed], axes: Axes, policy: MixedPrecisionPolicy, dtypes: Sequence[torch.dtype]
     ) -> None:
         self._managed, self._axes, self._policy, self._dtypes = list(managed), axes, policy, list(dtypes)
-        self._own = [any(map(is_extended, shards_in(m.parameter))) for m in managed]
+        self._own = [any(map(is_extended, locals_of(m.parameter))) for m in managed]
         self._mesh = axes.mesh._derive(*picked(axes.mesh, axes.shard))
         self._told: dict[int, list[Told]] = {}  # by member: of each parameter's inputs
         self._order: list[tuple[int, int]] = []  # entries: parameter and number of the input, wider dtypes first
@@ -203,7 +204,7 @@ class Extensions:
 
 
 def _first_of_each(managed: Sequence[Managed]) -> list[Tensor]:
-    return [x for m in managed for x in shards_in(m.parameter)[:1]]
+    return [x for m in managed for x in locals_of(m.parameter)[:1]]
 
 
 def _pre(mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> None:

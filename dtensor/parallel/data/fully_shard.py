@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from ...base.by_key import by_key
 from ...errors import ContradictionError, UnitError
 from .buffers import Buffers
 from .fsdp_module import FSDPModule, neighbours_of, state_of
@@ -19,8 +20,8 @@ from .policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from .waiting import units_of
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
-_DEFAULT_PRECISION = MixedPrecisionPolicy()
-_DEFAULT_OFFLOAD = OffloadPolicy()
+DEFAULT_PRECISION = MixedPrecisionPolicy()
+DEFAULT_OFFLOAD = OffloadPolicy()
 
 
 def fully_shard(
@@ -29,8 +30,8 @@ def fully_shard(
     mesh: Any = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: ShardPlacement | None = None,
-    mp_policy: MixedPrecisionPolicy = _DEFAULT_PRECISION,
-    offload_policy: OffloadPolicy = _DEFAULT_OFFLOAD,
+    mp_policy: MixedPrecisionPolicy = DEFAULT_PRECISION,
+    offload_policy: OffloadPolicy = DEFAULT_OFFLOAD,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> M:
@@ -99,9 +100,7 @@ def _unit(
     axes = among(axes, modules)
     managed = adopt(modules, axes, ignored, "fully_shard", where)
     buffers = Buffers([below for one in modules for below in one.modules()], axes)
-    by_axes: dict[Axes, list[Managed]] = {axes: []}
-    for m in managed:
-        by_axes.setdefault(m.axes, []).append(m)
+    by_axes: dict[Axes, list[Managed]] = {axes: []} | by_key((m.axes, m) for m in managed)
     unit = Unit(modules, [Group(own, each, policy) for each, own in by_axes.items()], buffers, axes, policy)
     for group in unit.groups:
         group.neighbours = neighbours_of(group.axes, reshard_after_forward)

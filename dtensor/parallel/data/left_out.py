@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ...base.by_key import by_key
 from ...base.recording import aside
 from ...base.tracing import has_no_values
 from ...comm import communicator_of, shards_of
@@ -36,13 +37,10 @@ def check_left_out(group: Group, gradients: Mapping[int, Column]) -> None:
     Raises:
         PlacementError: they are not, on any rank of the mesh.
     """
-    by_mesh: dict[DeviceMesh, list[tuple[Managed, Column]]] = {}
-    for i, column in gradients.items():
-        m = group.managed[i]
-        if m.inside is None and not m.seen_alike and m.stored.mesh != m.axes.mesh:
-            by_mesh.setdefault(m.stored.mesh, []).append((m, column))
+    pairs = [(group.managed[i], column) for i, column in gradients.items()]
+    unknown = [(m, column) for m, column in pairs if m.inside is None and not m.seen_alike and m.stored.mesh != m.axes.mesh]
     if group.axes.mesh.device_type != "meta":
-        for mesh, asked in by_mesh.items():
+        for mesh, asked in by_key((pair[0].stored.mesh, pair) for pair in unknown).items():
             _check(group, mesh, asked)
 
 

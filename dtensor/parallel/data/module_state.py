@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from .policy import MixedPrecisionPolicy
 from .saved_tensors import outlasting, watched
 from .schedule import Schedule
 from .ties import follow_state_dicts
-from .transforms import Place, as_one_tensor, put_back, put_differentiable
+from .transforms import as_one_tensor, put_differentiable
 from .unreduced import Unreduced
 from .uses import Pass, Use, Views, nothing_left, tensors_in, used_beside, used_for_parts
 
@@ -66,7 +67,7 @@ class Unit:
         self.before_in_forward: list[Unit] | None = None  # explicit prefetching
         self.before_in_backward: list[Unit] | None = None
         self._to_run: set[nn.Module] = set()
-        self._standing: list[Place] = []
+        self._standing = ExitStack()  # parameters under transforms
         self._pass, self._expected = Pass(), set[Use]()  # this pass, and its uses whose gradients have not come
         self._views, self._left = Views(), nothing_left  # of this pass; and of one whose forward is over
         for module in self.modules:
@@ -121,19 +122,18 @@ class Unit:
         if not schedule.depth and not schedule.in_backward():
             schedule.leave()
         if functorch_active():
-            put_back(self._standing)
-            self._standing = []
+            self._standing.close()
             self.buffers.leave()
             output = self.policy.cast_output(output)
             return as_one_tensor(output) if not schedule.depth else output
         self._end_watch()
         self._to_run.discard(module)
-        output = self.policy.cast_output(outlasting(output, self.groups))
+        output, tensors = outlasting(self.policy.cast_output(output), self.groups)
         if schedule.in_backward():  # a forward pass recomputed: backward needs the values next
             return output
         self.buffers.leave()
         self.put_parameters()
-        returns = self._expect_gradients(output, views) if torch.is_grad_enabled() else True
+        returns = self._expect_gradients(tensors, views) if torch.is_grad_enabled() else True
         if not self._to_run and returns:
             self._release_after_forward()
         return output
@@ -150,14 +150,14 @@ class Unit:
             return self._scheduled().depth == 0 and torch.is_grad_enabled()
         return self.keep_after_forward
 
-    def _expect_gradients(self, output: Any, views: Views) -> bool:
-        """Gather again as soon as a gradient of ``output`` arrives. False: nothing would tell us."""
+    def _expect_gradients(self, outputs: Sequence[Tensor], views: Views) -> bool:
+        """Gather again as soon as a gradient of one of these arrives. False: nothing would tell us."""
         uses = [use for use, _ in views.values() if use is not None]
-        tensors = [x for x in tensors_in(output) if x.requires_grad]
-        for piece in (piece for x in tensors for piece in shards_of(x)):
+        pieces = [piece for x in outputs if x.requires_grad for piece in shards_of(x)]
+        for piece in pieces:
             given = getattr(piece.grad_fn, "receiver", None) is self  # a gathered value itself: its node would hold the views
             piece.register_hook(functools.partial(self.before_backward, uses, Views() if given else views))
-        return bool(tensors) or not uses
+        return bool(pieces) or not uses
 
     def places(self) -> list[tuple[nn.Module, str]]:
         """The modules and names where this unit's parameters stand."""
@@ -170,7 +170,7 @@ class Unit:
         settings = [getattr(group.settings, name) for group in self.groups for name in group.settings.__slots__]
         unreduced = self.unreduced.sync, self.unreduced.in_order, self.unreduced.defers
         neighbours = [group.neighbours for group in self.groups]
-        waiting = [self.unreduced.held, *(group.scattered for group in self.groups)]
+        waiting = [kept for group in self.groups for kept in (group.held, group.scattered)]
         return [*own, self.reductions_under_way, *explicit, *neighbours, *settings, *unreduced, *waiting]
 
     def tie(self) -> None:
@@ -257,7 +257,7 @@ class Unit:
         for use in uses:
             looked[use.group] = use.group.check_unchanged(use.stamp)
             if use not in use.group.live:
-                use.group.live[use], use.ran = schedule.backward_pass(), False
+                use.group.live[use], use.ran = graph_task(), False
         if self.gathers_in_backward:
             self.gather(looked)
             with torch.enable_grad():  # parts of the forward pass may be run again, see torch.utils.checkpoint
@@ -277,7 +277,7 @@ class Unit:
         schedule = self._scheduled()
         schedule.expect_end()
         reduced = (self.unreduced.give if asked else self.unreduced.receive)(schedule, group, gradients, distributed is None)
-        use.ran, use.through = True, group.live.get(use, LATER) in (LATER, schedule.backward_pass())
+        use.ran, use.through = True, group.live.get(use, LATER) in (LATER, graph_task())
         self._expected.discard(use)
         self._release(use)
         return reduced
@@ -334,7 +334,6 @@ class Unit:
         self.unreduced.forget()
         self._expected = set()
         for group in self.groups:
-            group.scattered.clear()
             group.live.clear()
             group.free()
         self.end()

@@ -48,7 +48,7 @@ class Host:
     def fetched(self, x: Tensor) -> tuple[Tensor, Callable[[], Any]]:
         """A flat copy of ``x`` in host memory, and what is to be called before it is read."""
         if not self.pinned or x.device.type == "cpu":
-            return x.cpu(), _nothing
+            return x.cpu(), lambda: None
         made = pinned_memory(x.numel(), x.dtype)
         made.copy_(x, non_blocking=True)
         event = torch.Event(x.device)
@@ -59,7 +59,3 @@ class Host:
 def pinned_memory(numel: int, dtype: torch.dtype) -> Tensor:
     """Memory that devices copy from and to by themselves; torch gives it to somebody else only when they are done."""
     return torch.empty(numel, dtype=dtype, pin_memory=True, device="cpu")
-
-
-def _nothing() -> None:
-    """It is there."""

@@ -52,7 +52,8 @@ class Group:
         placed: the values stand where the parameters do.
         settings: how its collectives run.
         neighbours: who keep parts between forward and backward instead of freeing all.
-        scattered: reduce-scattered gradients that wait to be summed over replicas.
+        held, scattered: gradients that wait to join those of a later pass: by parameter, not reduced; and by what was
+            reduce-scattered together and how, to be summed over replicas.
         whose: its name in what ranks compare: blocks of a model have rows of one length, and would be taken for each other.
     """
 
@@ -62,6 +63,7 @@ class Group:
         self.managed: list[Managed] = []
         self.live, self.placed = dict[Any, int](), False
         self.neighbours: Neighbours | None = None
+        self.held: dict[int, Any] = Between()
         self.scattered: dict[Any, Any] = Between()
         self.whole = Whole()
         self._rows: dict[int, Rows] = {}
@@ -145,23 +147,16 @@ class Group:
         """Which parameter each flat output belongs to."""
         found = self._owners.get(distributed)
         if found is None:
-            found = [i for i, m in enumerate(self.managed) for _ in range(self.outputs_of(m, distributed))]
-            self._owners[distributed] = found
+            outputs = [self.pieces if layout is None else 1 for layout in self._layouts_inside(distributed)]
+            found = self._owners[distributed] = [i for i, count in enumerate(outputs) for _ in range(count)]
         return found
-
-    def outputs_of(self, m: Managed, distributed: DeviceMesh | None) -> int:
-        """How many of the flat outputs belong to a parameter."""
-        return 1 if distributed is not None or m.inside is not None else self.pieces
 
     def regrouped(self, flat: Sequence[Tensor], distributed: DeviceMesh | None) -> list[Any]:
         """Flat outputs, one item per parameter again."""
         if not self.comm.holds_all:
             return list(flat)
-        result, items = [], iter(flat)
-        for m, layout in zip(self.managed, self._layouts_inside(distributed), strict=True):
-            own = [next(items) for _ in range(self.outputs_of(m, distributed))]
-            result.append(self.comm.local(own) if layout is None else own[0])
-        return result
+        items, layouts = iter(flat), self._layouts_inside(distributed)
+        return [self.comm.local([next(items) for _ in range(self.pieces)]) if x is None else next(items) for x in layouts]
 
     def put_parameters(self) -> None:
         """The sharded parameters where the modules have gathered ones."""

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
 from ...base.composed import part_by_part
 from ...base.torch_internals import is_traceable_wrapper_subclass
-from ...comm import Communicator, PerRank, communicator_of, shards_of
+from ...comm import Communicator, PerRank, communicator_of
 from ...dispatch.transformed import has_tangent
 from ...errors import ContradictionError, MeshError, PlacementError, UnsupportedOperationError
 from ...layout.layout import Layout
@@ -28,6 +28,7 @@ from ...mesh.device_mesh import DeviceMesh, as_mesh
 from ...placement import Shard
 from ...tensor.dtensor import DTensor, wrap
 from ...tensor.replaced import note_replaced
+from ...tensor.views.blocks import locals_of
 from .layouts import Axes, cutting
 from .policy import ShardPlacementResult
 from .ties import around_units, managed_by, shared_with
@@ -209,11 +210,6 @@ def _followed(x: Tensor) -> bool:
     return x.requires_grad or has_tangent(x)
 
 
-def shards_in(parameter: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that a parameter, distributed or not, is made of here."""
-    return shards_of(parameter._local if isinstance(parameter, DTensor) else parameter)
-
-
 def is_extended(x: Tensor) -> bool:
     """Whether a tensor has the two methods.
 
@@ -230,7 +226,7 @@ def of_first(comm: Communicator, local: Any, mesh_dims: Sequence[int]) -> Any:
     """The first rank's value everywhere. Of a tensor made of several, part by part; other extended ones stay each rank's."""
 
     def sent(part: Any) -> Any:
-        return part if any(map(is_extended, shards_in(part))) else comm.broadcast(part, mesh_dims).wait()
+        return part if any(map(is_extended, locals_of(part))) else comm.broadcast(part, mesh_dims).wait()
 
     return part_by_part(sent, local)
 
@@ -262,7 +258,7 @@ def _own_part(parameter: Any, axes: Axes, whole: Layout, layout: Layout) -> Any:
     """This rank's block of the value that the first data-parallel rank has."""
     local = parameter._local if isinstance(parameter, DTensor) else parameter.detach()
     comm, mesh = communicator_of(axes.mesh), whole.mesh
-    if parameter.is_meta and not any(is_extended(x) or is_traceable_wrapper_subclass(x) for x in shards_in(parameter)):
+    if parameter.is_meta and not any(is_extended(x) or is_traceable_wrapper_subclass(x) for x in locals_of(parameter)):
         return comm.map(
             lambda member: torch.empty(layout.local_shape(mesh.coordinates[member]), dtype=layout.dtype, device="meta")
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
@@ -14,7 +14,7 @@ from .buffers import Buffers
 from .comm_hook import CommHook, Reducer
 from .custom_collectives import AllGather, ReduceScatter
 from .fsdp_module import FSDPModule, state_of
-from .fully_shard import add_methods, check_offload, check_policy, outermost
+from .fully_shard import DEFAULT_OFFLOAD, DEFAULT_PRECISION, M, add_methods, check_offload, check_policy, outermost
 from .layouts import Axes, copying
 from .module_state import Unit
 from .param_group import Group
@@ -22,9 +22,6 @@ from .parameters import Managed, adopt, among, onto_one_mesh
 from .policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from .waiting import units_of
 
-M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
-_DEFAULT_PRECISION = MixedPrecisionPolicy()
-_DEFAULT_OFFLOAD = OffloadPolicy()
 _MEBIBYTE = 1024 * 1024
 _FIRST_BUCKET_BYTES = _MEBIBYTE  # the first gradients of backward start to travel early
 # Nothing overlaps the last bucket's all-reduce, so it has a third of all at most; smaller ones take longer than they hide.
@@ -84,8 +81,8 @@ def replicate(
     module: M,
     mesh: Any = None,
     *,
-    mp_policy: MixedPrecisionPolicy = _DEFAULT_PRECISION,
-    offload_policy: OffloadPolicy = _DEFAULT_OFFLOAD,
+    mp_policy: MixedPrecisionPolicy = DEFAULT_PRECISION,
+    offload_policy: OffloadPolicy = DEFAULT_OFFLOAD,
     bucket_cap_mb: float | None = None,
     broadcast_buffers: bool = True,
     ignored_modules: Iterable[nn.Module] = (),

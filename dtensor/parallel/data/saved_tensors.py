@@ -15,20 +15,13 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...base.torch_internals import is_traceable_wrapper_subclass, tree_map
-from ...comm import PerRank, shards_of
+from ...comm import PerRank
 from ...errors import DTensorError
-from ...tensor.dtensor import DTensor
+from ...tensor.views.blocks import locals_of
 from ...tensor.views.remote_view import RemoteView
 from .memory import Memory
 from .param_group import Group
 from .uses import tensors_in
-
-
-class _Freed:
-    """Stands for a gathered parameter, or a part of one, that some operation saved for backward."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.shape = shape
 
 
 def watched(groups: Sequence[Group]) -> ExitStack:
@@ -36,23 +29,24 @@ def watched(groups: Sequence[Group]) -> ExitStack:
     gathered = _gathered(groups)
 
     def pack(x: Tensor) -> Any:
-        return _Freed(tuple(x.shape)) if _lies_in(gathered, x) else x
+        return tuple(x.shape) if _lies_in(gathered, x) else x
 
     stack = ExitStack()
     stack.enter_context(saved_tensors_hooks(pack, _unpack))
     return stack
 
 
-def outlasting(output: Any, groups: Sequence[Group]) -> Any:
-    """What a module gives, with copies of what lies in the groups' gathered values."""
-    gathered = _gathered(groups)
-    if not any(_lies_in(gathered, x) for x in tensors_in(output)):
-        return output
-    return tree_map(
+def outlasting(output: Any, groups: Sequence[Group]) -> tuple[Any, list[Tensor]]:
+    """What a module gives, with copies of what lies in the groups' gathered values; and the tensors in it."""
+    gathered, found = _gathered(groups), tensors_in(output)
+    if not any(_lies_in(gathered, x) for x in found):
+        return output, found
+    made = tree_map(
         lambda x: x.clone() if isinstance(x, Tensor) and _lies_in(gathered, x) else x,
         output,
         is_leaf=lambda x: isinstance(x, PerRank),
     )
+    return made, tensors_in(made)
 
 
 def _gathered(groups: Sequence[Group]) -> list[Memory]:
@@ -67,7 +61,7 @@ def _lies_in(gathered: Sequence[Memory], x: Any) -> bool:
 
 def _parts(x: Any) -> Iterator[Tensor]:
     """The plain tensors that one is made of here."""
-    for shard in shards_of(x._local if isinstance(x, DTensor) else x):
+    for shard in locals_of(x):
         if is_traceable_wrapper_subclass(shard):
             for name in shard.__tensor_flatten__()[0]:  # type: ignore[attr-defined]  # such have it
                 yield from _parts(getattr(shard, name))
@@ -76,9 +70,9 @@ def _parts(x: Any) -> Iterator[Tensor]:
 
 
 def _unpack(saved: Any) -> Any:
-    if isinstance(saved, _Freed):
+    if not isinstance(saved, Tensor):  # but the shape of what was a parameter, or a part of one
         raise DTensorError(
-            f"backward needs a parameter, or a part of one, of shape {saved.shape}, of a unit that is not gathered in backward; "
+            f"backward needs a parameter, or a part of one, of shape {saved}, of a unit that is not gathered in backward; "
             "leave set_unshard_in_backward(False) out there"
         )
     return saved

@@ -106,12 +106,7 @@ class Schedule:
 
     # --- backward ------------------------------------------------------------------------------------------------
     def in_backward(self) -> bool:
-        return self.backward_pass() != -1
-
-    @staticmethod
-    def backward_pass() -> int:
-        """Which pass of autograd's runs here; -1: none does."""
-        return graph_task()
+        return graph_task() != -1
 
     def expect_end(self) -> None:
         """Have :meth:`end` run when the backward pass under way has ended."""

@@ -5,9 +5,8 @@ of operations that any transform differentiates, gathered into memory that lives
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
-
-from torch import nn
 
 from ...base.torch_internals import tree_map
 from ...comm import PerRank, shards_of
@@ -21,22 +20,15 @@ from .extensions import Extensions
 from .param_group import Group
 from .parameters import Managed
 
-Place = tuple[nn.Module, str, Any]
 
-
-def put_differentiable(groups: Sequence[Group], distributed: bool) -> list[Place]:
-    """Gathered values in the parameters' places, each by a collective of its own; and what stood there."""
-    values = [(m, _whole(group, m, distributed)) for group in groups for m in group.managed]
-    stood = [(at, name, at._parameters[name]) for m, _ in values for at, name in m.places]
+def put_differentiable(groups: Sequence[Group], distributed: bool) -> ExitStack:
+    """Gathered values in the parameters' places, each by a collective of its own, until it is closed."""
+    values, stood = [(m, _whole(group, m, distributed)) for group in groups for m in group.managed], ExitStack()
     for m, value in values:
+        for at, name in m.places:
+            stood.callback(at._parameters.__setitem__, name, at._parameters[name])
         m.put(value)
     return stood
-
-
-def put_back(stood: Sequence[Place]) -> None:
-    """What stood in the parameters' places."""
-    for at, name, x in stood:
-        at._parameters[name] = x
 
 
 def as_one_tensor(output: Any) -> Any:

@@ -1,18 +1,25 @@
-"""A unit's gradients that are not reduced yet, and when they are: at once, in order, at the end of backward, or in a later."""
+"""A unit's gradients that are not reduced yet, and when they are: at once, in order, at the end of backward, or in a later.
+
+A plain program has what its passes without synchronisation have come to in ``.grad``, where the optimizer finds it. Here that
+is none until gradients are reduced: an accumulation that was given up would join the next step. Torch asks nobody when an
+optimizer clears gradients, so its method is replaced once there may be something held.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Container, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
-from ...base.recording import Between
+from ...base.told import changed
 from ...comm import shards_of
 from ...errors import UnsupportedOperationError
 from ...tensor.dtensor import wrap
-from .cleared import expect_holders, note_holding
 from .gradient_node import Column
 from .gradients import Reduction, add, quiet, reductions, to_be_added
 from .param_group import Group
@@ -21,27 +28,27 @@ from .schedule import Schedule
 
 
 class Unreduced:
-    """Gradients by group and parameter.
+    """When the gradients of a unit's groups are reduced; what waits stands with each group, by parameter.
 
     Attributes:
         sync: reduce in backward; otherwise gradients are held, unsharded, for a later one.
         in_order: reduce groups in their order, also those that this rank did not use.
         defers: reduce when backward has ended, also if this rank did not reach the unit.
         expected: gathered values were recorded in this pass.
-        held: those of backward passes without sync, by group and parameter.
     """
 
     def __init__(self, groups: Sequence[Group], dtype: torch.dtype | None) -> None:
-        expect_holders()
+        _expect_holders()
         self._groups, self._dtype = groups, dtype
         self.sync, self.in_order, self.defers, self.expected = True, False, False, False
-        self.held: dict[tuple[int, int], Column] = Between()
         self.forget()
 
     def forget(self) -> None:
-        """Drop them."""
-        self.held.clear()
-        self._ready: list[list[dict[int, Column]]] = [[] for _ in self._groups]  # what waits for groups before it, or for the end
+        """Drop what waits."""
+        for group in self._groups:
+            group.held.clear()
+            group.scattered.clear()
+        self._ready: list[list[dict[int, Column]]] = [[] for _ in self._groups]  # what waits for groups before it
         self._turn = 0
 
     def give(self, schedule: Schedule, group: Group, gradients: dict[int, Column], average: bool) -> dict[Tensor, Tensor]:
@@ -66,19 +73,17 @@ class Unreduced:
 
     def receive(self, schedule: Schedule, group: Group, gradients: dict[int, Column], average: bool) -> dict[Tensor, Tensor]:
         """A group's gradients have come: autograd gets none of them."""
-        k = self._groups.index(group)
-        if self.held:
-            gradients = {i: add(self.held.pop((k, i), None), column) for i, column in gradients.items()}
+        if group.held:
+            gradients = {i: add(group.held.pop(i, None), column) for i, column in gradients.items()}
         if not self.sync or self.defers:
             gradients = {i: to_be_added(column, self._dtype) for i, column in gradients.items()}
         if not (self.sync and group.settings.all_reduces):
-            note_holding(self)
-        if not self.sync:
-            self.held.update({(k, i): column for i, column in gradients.items()})
-        elif self.in_order or self.defers:
-            self._ready[k].append(gradients)
-            if self.in_order:
-                self._send(schedule, average)
+            _HOLDING.add(self)
+        if self.sync and self.in_order:
+            self._ready[self._groups.index(group)].append(gradients)
+            self._send(schedule, average)
+        elif not self.sync or self.defers:
+            group.held.update(gradients)
         else:
             schedule.reducing(reductions(group, gradients, average, schedule.spare))
         quiet([group.managed[i].parameter for i in gradients])
@@ -97,46 +102,35 @@ class Unreduced:
         if self.sync and self.in_order:
             while self._turn or any(self._ready):
                 if not self._ready[self._turn]:
-                    self._ready[self._turn].append(self._nothing(self._turn))
+                    self._ready[self._turn].append(_all_of(self._groups[self._turn]))
                 self._send(schedule, average)
         elif self.sync and self.defers and self.expected:
-            for k, group in enumerate(self._groups):
-                gradients = self._nothing(k)
-                for found in self._ready[k]:
-                    gradients = {i: add(found.get(i), column) for i, column in gradients.items()}
-                self._ready[k] = []
-                schedule.reducing(reductions(group, gradients, average, schedule.spare))
-
-    def _nothing(self, k: int) -> dict[int, Column]:
-        """What this rank has of a group that its backward did not reach: what is held of passes before."""
-        group = self._groups[k]
-        trainable = [i for i, m in enumerate(group.managed) if m.parameter.requires_grad]
-        return {i: add(self.held.pop((k, i), None), (None,) * group.pieces) for i in trainable}
+            for group in self._groups:
+                schedule.reducing(reductions(group, _all_of(group), average, schedule.spare))
 
     # --- what waits --------------------------------------------------------------------------------------------------
     def waiting(self) -> dict[nn.Parameter, tuple[Any, Any]]:
         """By parameter: the gradient of the whole that is held, and the block that is not summed over replicas."""
-        held, blocks = dict[int, Any](), dict[int, Any]()
-        for k, group in enumerate(self._groups):
+        found: dict[nn.Parameter, tuple[Any, Any]] = {}
+        for group in self._groups:
+            some = {i: column for i, column in group.held.items() if any(grad is not None for grad in column)}
+            held = {i: _shown(group, group.managed[i], column) for i, column in some.items()}
+            blocks = dict[int, Any]()
             for (chosen, _), (flat, _) in group.scattered.items():
                 split = group.comm.map(lambda member, x, g=group, c=chosen: g.rows(member).split(c, x), flat)
-                blocks |= {id(group.managed[i].parameter): x for i, x in zip(chosen, split[:-1], strict=True)}
-            for i, m in enumerate(group.managed):
-                column = self.held.get((k, i), ())
-                if any(grad is not None for grad in column):
-                    held[id(m.parameter)] = _shown(group, m, column)
-        parameters = [m.parameter for group in self._groups for m in group.managed]
-        found = {p: (held.get(id(p)), blocks.get(id(p))) for p in parameters}
-        return {p: pair for p, pair in found.items() if any(x is not None for x in pair)}
+                blocks |= zip(chosen, split[:-1], strict=True)
+            waits = sorted(held.keys() | blocks.keys())
+            found |= {group.managed[i].parameter: (held.get(i), blocks.get(i)) for i in waits}
+        return found
 
     def drop(self, parameters: Container[int], to_none: bool) -> None:
         """Clear what waits for parameters with these ids: it is none, or zeros."""
-        for k, group in enumerate(self._groups):
+        for group in self._groups:
             chosen = [i for i, m in enumerate(group.managed) if id(m.parameter) in parameters]
-            for i in chosen:
-                column = self.held.pop((k, i), None)
-                if column is not None and not to_none:
-                    self.held[k, i] = tuple(None if grad is None else torch.zeros_like(grad) for grad in column)
+            for i in [i for i in chosen if i in group.held]:
+                column = group.held.pop(i)
+                if not to_none:
+                    group.held[i] = tuple(None if grad is None else torch.zeros_like(grad) for grad in column)
             for key, (flat, missing) in list(group.scattered.items()):
                 gone = [at for at, i in enumerate(key[0]) if i in chosen]
                 if to_none and len(gone) == len(key[0]):
@@ -151,22 +145,32 @@ class Unreduced:
     def reduce(self, schedule: Schedule) -> None:
         """What waits is reduced, over replicas too, and arrives."""
         average = schedule.distributed is None
-        for k, group in enumerate(self._groups):
-            settings, nothing = group.settings, (None,) * group.pieces
-            waits = {i: column for i in range(len(group.managed)) if (column := self.held.pop((k, i), None)) is not None}
-            if self.in_order or self.defers:  # a rank may hold nothing of what others do
-                waits = {i: add(waits.get(i), nothing) for i, m in enumerate(group.managed) if m.parameter.requires_grad}
-            before, settings.all_reduces = settings.all_reduces, True
+        for group in self._groups:
+            some_may_not = self.in_order or self.defers  # a rank may hold nothing of what others do
+            waits = _all_of(group) if some_may_not else {i: group.held.pop(i) for i in sorted(group.held)}
+            settings, before = group.settings, group.settings.all_reduces
+            settings.all_reduces = True
             try:
                 if waits:
                     schedule.reducing(reductions(group, waits, average, schedule.spare))
                     schedule.settle()
                 for (chosen, _), (flat, _) in list(group.scattered.items()):
-                    dtype = shards_of(flat)[0].dtype
-                    schedule.reducing([Reduction(group, dict.fromkeys(chosen, nothing), dtype, average, schedule.spare)])
+                    nothing, dtype = dict.fromkeys(chosen, _none_of(group)), shards_of(flat)[0].dtype
+                    schedule.reducing([Reduction(group, nothing, dtype, average, schedule.spare)])
                     schedule.settle()
             finally:
                 settings.all_reduces = before
+
+
+def _none_of(group: Group) -> Column:
+    """A gradient that no member here has."""
+    return (None,) * group.pieces
+
+
+def _all_of(group: Group) -> dict[int, Column]:
+    """What is held of all trainable parameters of a group, from now on here alone; of many of them nothing may be."""
+    trainable = [i for i, m in enumerate(group.managed) if m.parameter.requires_grad]
+    return {i: add(group.held.pop(i, None), _none_of(group)) for i in trainable}
 
 
 def _shown(group: Group, m: Managed, column: Column) -> Any:
@@ -186,3 +190,31 @@ def _without(group: Group, member: int, chosen: Sequence[int], flat: Tensor, gon
         if to_none:
             flags[at] = 0
     return flat
+
+
+# --- cleared with ``.grad`` ---------------------------------------------------------------------------------------------
+_HOLDING: WeakSet[Unreduced] = WeakSet()  # what may hold gradients that ``.grad`` does not show yet
+_told = False
+
+
+def _expect_holders() -> None:
+    """There may be some. From the first unit on: a recording shall end with the method that it began with."""
+    global _told
+    if _told:
+        return
+    _told, of_torch = True, Optimizer.zero_grad
+
+    @functools.wraps(of_torch)
+    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+        of_torch(self, set_to_none)
+        if _HOLDING:
+            clear({id(parameter) for group in self.param_groups for parameter in group["params"]}, set_to_none)
+
+    Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]  # see interop.changes
+    changed("torch.optim.optimizer.Optimizer.zero_grad")
+
+
+def clear(parameters: Container[int], to_none: bool) -> None:
+    """What anybody holds for parameters with these ids is none, or zeros."""
+    for unreduced in list(_HOLDING):
+        unreduced.drop(parameters, to_none)

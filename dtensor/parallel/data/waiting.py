@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .cleared import clear
 from .module_state import Unit, unit_of
+from .unreduced import clear
 
 
 class WaitingGradients:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...base.by_key import by_key
 from ...base.nested import mapped
 from ...base.recording import ACTIVE, current
 from ...comm import communicator_of, shards_of
@@ -148,16 +149,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     def _parts_of(self, parameters: Iterable[Tensor]) -> list[nn.Parameter]:
         """What the inner optimizer works on: one behind the other in memory, as they are sent after a step."""
         made = [self._part(p) for p in parameters]
-        kinds: dict[Any, list[Any]] = {}
-        for one in self._parts[len(self._parts) - len(made) :]:
-            row_major = all(shard.is_contiguous() for shard in shards_of(one.part._local))
-            if one.state is not one.stored and row_major and not one.part.is_meta:
-                kinds.setdefault((one.state.mesh, one.state.dtype), []).append(one.part)
-        for (mesh, _), parts in kinds.items():
+        cut = [one for one in self._parts[len(self._parts) - len(made) :] if one.state is not one.stored and not one.part.is_meta]
+        rows = [one for one in cut if all(shard.is_contiguous() for shard in shards_of(one.part._local))]
+        for (mesh, _), parts in by_key(((one.state.mesh, one.state.dtype), one.part) for one in rows).items():
             comm = communicator_of(mesh)
             if comm.held:
-                rows = comm.map(_behind_one_another, *[part._local for part in parts])
-                for part, local in zip(parts, rows, strict=True):
+                joined = comm.map(_behind_one_another, *[part._local for part in parts])
+                for part, local in zip(parts, joined, strict=True):
                     part._local = local
         return made
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -80,18 +80,14 @@ def context_parallel(
     if mesh.size() == 1:
         yield
         return
-    put_back = []
-    try:
+    with ExitStack() as stack:
         for buffer, dim in zip(buffers, dims, strict=True):
             whole = buffer._local if isinstance(buffer, DTensor) else buffer.detach()
             undo = _replace(buffer, order.part_of(mesh, whole, dim))
             if id(buffer) not in kept:
-                put_back.append(undo)
-        with AroundTheRing(mesh, order):
-            yield
-    finally:
-        for undo in reversed(put_back):
-            undo()
+                stack.callback(undo)
+        stack.enter_context(AroundTheRing(mesh, order))
+        yield
 
 
 def context_parallel_unshard(

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ...base.by_key import by_key
 from ...base.modes import implicit_replication
 from ...errors import PlacementError
 from ...mesh.device_mesh import DeviceMesh
@@ -170,12 +171,8 @@ def styled(module: nn.Module) -> None:
 
 def run_along(root: nn.Module, mesh: DeviceMesh) -> None:
     """Modules without a style that share a parameter with one that has take and give tensors that all ranks have alike."""
-    holders: dict[Any, list[nn.Module]] = {}
-    for module in root.modules():
-        for parameter in module._parameters.values():
-            if isinstance(parameter, DTensor):
-                holders.setdefault(parameter, []).append(module)
-    for modules in holders.values():
+    standing = [(parameter, module) for module in root.modules() for parameter in module._parameters.values()]
+    for modules in by_key(pair for pair in standing if isinstance(pair[0], DTensor)).values():
         bare = [module for module in modules if "_runs_along" not in module.__dict__]
         for module in bare if len(bare) < len(modules) else ():
             module.__dict__["_runs_along"] = _Experts.around(module, mesh)

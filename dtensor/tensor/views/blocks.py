@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...comm import PerRank, communicator_of
+from ...comm import PerRank, communicator_of, shards_of
 from ...errors import CheckpointError
 from ...layout.layout import Layout
 from ...redistribute.intervals import blocks
@@ -64,6 +64,11 @@ class Stacked:
         for part in range(self.parts):
             start = part * inside + offset[dim + 1]
             yield (*offset[:dim], start, *offset[dim + 2 :]), (*shape[:dim], *shape[dim + 1 :])
+
+
+def locals_of(x: Any) -> tuple[torch.Tensor, ...]:
+    """The tensors in this process that ``x`` is made of, distributed or not."""
+    return shards_of(x._local if isinstance(x, DTensor) else x)
 
 
 def stack_of(x: Any) -> tuple[DTensor, Stacked] | None:
