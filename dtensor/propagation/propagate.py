@@ -135,9 +135,12 @@ def _by_rule(
         return None
     reshapes = operator.reshapes
     kept = {} if reshapes else _kept(operator, call, slots)
-    chosen = choose(rule, factors, call, kept)
+    planned = call.as_wanted()
+    chosen = choose(rule, factors, planned, kept)
     if chosen is None:
         return None
+    if planned is not call:
+        chosen = replace(chosen, choice=replace(chosen.choice, call=call))
     moves = tuple(
         (slot, plan_move(have, need))
         for slot, have, need in zip(slots, call.operands, chosen.operands, strict=True)

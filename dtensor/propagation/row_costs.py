@@ -85,6 +85,8 @@ def ranked(
                     cost = min([cost, *[_from_sum(at, target, call.operands[i], mesh_dim) for at in call.sums(i, mesh_dim)]])
                 shared = call.passed(i, mesh_dim) and not isinstance(target, Partial)  # by this use and those to come
                 cost = moving[i, target, part] = cost / 2 if shared else cost
+            if target != current[i] and call.wanted(i):  # and back, when the next wants it so
+                seconds += _move(target, current[i], call.operands[i], mesh_dim)
             seconds += cost
             changes += cost > 0
             gathers += cost > LOCAL_STEP and isinstance(current[i], int) and isinstance(target, Replicate)
