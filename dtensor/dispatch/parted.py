@@ -166,8 +166,9 @@ def by_facts(
                 pattern = _pattern(operator, operator.bind(args, kwargs))
                 break
         runner = runners.get(pattern)
-        if runner is None:
-            runner = runners.keep(pattern, again(args, kwargs))
+        if runner is None:  # of a view whose base was moved more is known than it has in hand
+            pattern = _pattern(operator, operator.bind(args, kwargs))
+            runner = runners.get(pattern) or runners.keep(pattern, again(args, kwargs))
         return runner(args, kwargs, local_args, local_kwargs)
 
     return run

@@ -26,7 +26,8 @@ from ..dispatch.versions import versions_of
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..propagation.calls import places_of
-from ..propagation.choose import Chosen, choose
+from ..propagation.choose import choose
+from ..propagation.chosen import Chosen
 from ..propagation.propagate import Plan
 from ..propagation.schema import Operator, operator_of
 from ..rules.call import Call

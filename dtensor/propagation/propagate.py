@@ -23,7 +23,8 @@ from ..rules.parted import NOTHING, Known
 from ..rules.registry import lookup
 from ..rules.rule import Rule
 from .calls import Slot, make_call
-from .choose import Chooser, Chosen, choose
+from .choose import Chooser, choose
+from .chosen import Chosen
 from .meta import NotInferable, asked_with_outs, results_of
 from .schema import Operator
 

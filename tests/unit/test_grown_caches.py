@@ -1,4 +1,4 @@
-"""What is put beside a cache goes where the cache was wanted: for each token that moves which is new, however long the cache is."""
+"""What is put beside a cache goes where the cache was wanted: each token moves what is new, however long the cache is."""
 
 from __future__ import annotations
 
