@@ -42,6 +42,7 @@ from .own_names import may_show_names, showing
 from .parted import by_facts, leaving, passing
 from .plain_operands import agree_on_declared, through_copies
 from .steps import Runner
+from .wanted import lasting
 from .wrapping import wrap_local, wrap_view
 
 PLANS: Shared[tuple[Any, ...], Any] = Shared(each=1024, together=8192)  # per operator, of all operators
@@ -290,7 +291,7 @@ def _planned(
         found = bind(plan, operator, args, kwargs)
         found = _VIEWING(plan, operator, found) if operator.is_view or operator.reshapes else found
         found = showing(runner_of(found, operator), plan) if may_show_names(plan, operator) else found
-        return plan, passing(leaving(found, plan, operator), plan, operator)
+        return plan, lasting(passing(leaving(found, plan, operator), plan, operator), plan, operator)
 
 
 def _conditional(

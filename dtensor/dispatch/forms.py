@@ -10,10 +10,23 @@ from collections import deque
 from threading import local as per_thread
 from typing import Any
 
+from ..base.recording import ACTIVE, current
+from ..base.scoped import Scoped
 from ..layout.layout import Layout
 from .keepers import PARTS
 
+AFRESH: Scoped[object] = Scoped("afresh")  # inside, only what was moved there since is used: what ran before does not show
+WANTED = "_wanted"  # the attribute of a tensor that was moved
 FORMS = "_forms"  # the attribute of a tensor that has those of its memory, its views' too
+
+
+class OfThisRun:
+    """What neither copies nor files of a tensor take along."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return set, ()
 
 
 class Forms:
@@ -60,6 +73,13 @@ class Lately(per_thread):
 LATELY = Lately()
 
 
+def recording() -> Any:
+    """Who records, and has what is moved for itself."""
+    if ACTIVE and (recorder := current()) is not None:
+        return recorder
+    return AFRESH.last(None) if AFRESH.held else None
+
+
 def forms_of(keeper: Any, part: Any, recorder: Any, versions: Any) -> Forms:
     """The forms of a part of what the tensor shows (None: of all), which may be used or added to."""
     forms = current_forms(keeper, part, recorder, versions)
@@ -78,3 +98,18 @@ def current_forms(keeper: Any, part: Any, recorder: Any, versions: Any) -> Forms
     """The forms that may be used: of this recorder, and of the memory as it is."""
     forms: Forms | None = keeper.__dict__.get(FORMS) if part is None else (keeper.__dict__.get(PARTS) or {}).get(part)
     return forms if forms is not None and forms.recorder is recorder and forms.versions == versions else None
+
+
+class Wanted(OfThisRun):
+    """The layout that it was moved to, and who recorded that."""
+
+    __slots__ = ("layout", "recorder")
+
+    def __init__(self, layout: Layout, recorder: Any) -> None:
+        self.layout, self.recorder = layout, recorder
+
+
+def note_wanted(x: Any, layout: Layout) -> None:
+    """That ``x`` was moved there; of terms others know (``settled.sums_of``)."""
+    if not (x._layout.is_partial or layout.is_partial):
+        x.__dict__[WANTED] = Wanted(layout, recording())

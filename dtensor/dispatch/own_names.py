@@ -20,18 +20,10 @@ from ..layout.splits import Split
 from ..propagation.propagate import Plan
 from ..propagation.schema import Operator
 from . import wrapping
+from .forms import OfThisRun
 from .settled import Runner, counted_versions
 
 NAMES = "_names"  # the attribute of a tensor of positions
-
-
-class OfThisRun:
-    """What neither copies nor files of a tensor take along."""
-
-    __slots__ = ()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return set, ()
 
 
 class Names(OfThisRun):

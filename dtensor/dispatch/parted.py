@@ -25,10 +25,11 @@ from ..propagation.schema import Operator
 from ..rules.parted import Known, Left, Parted
 from . import wrapping
 from .bind import runner_of
-from .forms import FORMS
-from .own_names import NAMES, OfThisRun, names_of
+from .forms import FORMS, WANTED, OfThisRun
+from .own_names import NAMES, names_of
 from .settled import NESTED, counted_versions, sums_of
 from .steps import Args, Keywords, Runner
+from .wanted import grown, wanted_of
 
 _FACT = "_parted"  # the attribute of a tensor whose rows are parted
 _OWNERSHIPS = "_ownerships"  # of one that says whose rows are whose
@@ -131,10 +132,11 @@ def facts_of_call(operator: Operator, bound: Mapping[str, Any]) -> dict[Slot, Kn
                 own = fact.ownership
                 source = next((other for other, y in bound.items() if y is own.ends), None)
                 parted = Parted(fact.dim, numbers.setdefault(id(own), len(numbers)), own.split, source)
+            wanted = wanted_of(x) if operator.facts.joins and grown(x, value) else None
             known = names_of(x)
             names = known.columns[0] if known is not None and len(known.columns) == 1 else None
-            if parted is not None or sums or type(passed) is Passed or names is not None:
-                found[name, index] = Known(parted, sums, passed if type(passed) is Passed else frozenset(), names)
+            if parted is not None or sums or type(passed) is Passed or names is not None or wanted is not None:
+                found[name, index] = Known(parted, sums, passed if type(passed) is Passed else frozenset(), names, wanted)
     return found
 
 
@@ -143,11 +145,12 @@ def by_facts(
     found: Layout | Runner, plan: Plan, operator: Operator, bound: Mapping[str, Any], again: Callable[[Args, Keywords], Runner]
 ) -> Layout | Runner:
     """``found`` where as much is known of the operands as of these, else what ``again`` plans, once."""
-    if plan.chosen is None or not (_asks_names(plan) or any("sum" in layout.partials for layout in plan.call.operands)):
+    joins, operands = operator.facts.joins, plan.call.operands
+    if plan.chosen is None or not (_asks_names(plan) or any("sum" in x.partials or (joins and any(x.splits)) for x in operands)):
         return found
     runners: Bounded[Any, Runner] = Bounded(16)
     runners.keep(_pattern(operator, bound), runner_of(found, operator))
-    tensor, lasting = wrapping.TENSOR, frozenset((_FACT,) if operator.is_view else (_FACT, FORMS, _PASSED, NAMES))
+    tensor, lasting = wrapping.TENSOR, frozenset((_FACT,) if operator.is_view else (_FACT, FORMS, _PASSED, NAMES, WANTED))
 
     def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
         pattern: tuple[Any, ...] = ()
@@ -157,13 +160,15 @@ def by_facts(
                 known = not lasting.isdisjoint(value.__dict__)
             else:
                 listed = (kind is list or kind is tuple) and tensor in map(type, value)
-                known = listed and any(type(x) is tensor and not lasting.isdisjoint(x.__dict__) for x in value)
+                some = [x for x in value if type(x) is tensor] if listed else ()
+                known = any(not lasting.isdisjoint(x.__dict__) or (joins and x._base is not None) for x in some)
             if known:
                 pattern = _pattern(operator, operator.bind(args, kwargs))
                 break
         runner = runners.get(pattern)
-        if runner is None:
-            runner = runners.keep(pattern, again(args, kwargs))
+        if runner is None:  # of a view whose base was moved more is known than it has in hand
+            pattern = _pattern(operator, operator.bind(args, kwargs))
+            runner = runners.get(pattern) or runners.keep(pattern, again(args, kwargs))
         return runner(args, kwargs, local_args, local_kwargs)
 
     return run

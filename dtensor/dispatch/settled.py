@@ -24,7 +24,6 @@ from ..base.caches import remembered
 from ..base.memory_order import memory_order, outermost_first
 from ..base.modes import REMEMBERED
 from ..base.recording import ACTIVE, current
-from ..base.scoped import Scoped
 from ..base.tracing import under_way
 from ..layout.layout import Layout
 from ..placement import Replicate
@@ -33,11 +32,10 @@ from ..redistribute import Plan as Move
 from ..redistribute import plan as plan_move
 from . import wrapping
 from .brought_back import bring_back
-from .forms import FORMS, LATELY, Forms, current_forms, forms_of
+from .forms import FORMS, LATELY, Forms, current_forms, forms_of, note_wanted, recording
 from .keepers import PARTS, home_of, keeper_of
 from .versions import SHARED, shared, versions_of
 
-AFRESH: Scoped[object] = Scoped("afresh")  # inside, only what was moved there since is used: what ran before does not show
 Runner = Callable[[Any, Any, list[Any], dict[str, Any]], Any]
 
 
@@ -174,7 +172,8 @@ def _sought(x: Any, move: Move, local: Any) -> tuple[Move | None, Any, _Place | 
     home, versions = home_of(x), _countable_versions(x)
     if versions is None:
         return move, local, None
-    (keeper, part), recorder = keeper_of(x, home), _recorder()
+    (keeper, part), recorder = keeper_of(x, home), recording()
+    note_wanted(x, move.dst)
     parameter, whole = home.is_leaf and home.requires_grad, keeper is home and part is None
     if parameter and not (whole and _may_keep(home, recorder, versions)):
         bring_back(home if whole else x, not whole)
@@ -203,7 +202,7 @@ def sums_of(x: Any) -> frozenset[tuple[int, int | None]]:
     home = home_of(x)
     asked = x is home or not home.__dict__.keys().isdisjoint((PARTS, FORMS))  # which part it is takes long to say
     keeper, part = keeper_of(x, home) if asked else (x, None)
-    forms = current_forms(keeper, part, _recorder(), _countable_versions(x))
+    forms = current_forms(keeper, part, recording(), _countable_versions(x))
     if forms is None:
         return frozenset()
     order = _orders(layout)[0] or tuple(range(len(layout.shape)))
@@ -221,13 +220,6 @@ def sums_of(x: Any) -> frozenset[tuple[int, int | None]]:
 def _countable_versions(x: Any) -> tuple[int, ...] | None:
     """As :func:`counted_versions`; None also where nothing is to be remembered."""
     return None if REMEMBERED.held and REMEMBERED.last("") == "nothing" else counted_versions(x)
-
-
-def _recorder() -> Any:
-    """Who records, and has what is moved for itself."""
-    if ACTIVE and (recorder := current()) is not None:
-        return recorder
-    return AFRESH.last(None) if AFRESH.held else None
 
 
 def _may_keep(leaf: Any, recorder: Any, versions: Any) -> bool:

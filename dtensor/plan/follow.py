@@ -22,7 +22,8 @@ from ..dispatch.plain_operands import through_copies
 from ..dispatch.versions import versions_of
 from ..dispatch.wrapping import wrap_local
 from ..propagation.calls import places_of
-from ..propagation.choose import Chosen, choose, declared, realized
+from ..propagation.choose import choose, declared, realized
+from ..propagation.chosen import Chosen
 from ..propagation.row_table import by_text
 from ..propagation.schema import Operator, operator_of
 from ..redistribute import execute

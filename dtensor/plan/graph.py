@@ -11,7 +11,8 @@ from typing import Any, Literal
 from ..comm.events import Event
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
-from ..propagation.choose import Chosen, declared
+from ..propagation.choose import declared
+from ..propagation.chosen import Chosen
 from ..propagation.row_table import Line
 from ..redistribute import Step
 from ..rules.call import Call

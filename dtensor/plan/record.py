@@ -17,16 +17,17 @@ from ..base.torch_internals import OpOverload, TorchDispatchMode, autograd_node,
 from ..comm.events import Event, listening, steps_under_way
 from ..dispatch.brought_back import BRINGING
 from ..dispatch.dispatcher import run_chosen
+from ..dispatch.forms import AFRESH
 from ..dispatch.mixed_meshes import across_places, meshes_of
 from ..dispatch.operands import plan_of_bound
 from ..dispatch.parted import facts_of_call
 from ..dispatch.plain_operands import through_copies
-from ..dispatch.settled import AFRESH
 from ..dispatch.versions import versions_of
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..propagation.calls import places_of
-from ..propagation.choose import Chosen, choose
+from ..propagation.choose import choose
+from ..propagation.chosen import Chosen
 from ..propagation.propagate import Plan
 from ..propagation.schema import Operator, operator_of
 from ..rules.call import Call

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ..base.symbols import has_symbols
@@ -19,39 +19,16 @@ from ..redistribute.intervals import largest, missing
 from ..rules.call import Call, Kind, Meta
 from ..rules.compound import NotBlocks, composed, cut_in
 from ..rules.facts import facts_of
-from ..rules.parted import Left
 from ..rules.rule import Along, Choice, Dims, Factors, R, Row, Rule, Spec, stands
 from ..rules.windows import covering, windowed
 from ..rules.work import work_of
+from .by_owner import by_owner
+from .chosen import Chosen
 from .parted_rows import fits, left_parted, parted_lines
 from .row_costs import free_rows, ranked
 from .row_table import Table, spelled, table_of, where_of
 
 _TRIES = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """A choice with the layouts that follow from it.
-
-    Attributes:
-        kernel_row: the row whose kernel runs (one of them, if a joint kernel has several factors).
-        by_numbers: for other kinds of numbers it may be another choice.
-        left: of which results it is known that their rows are parted.
-    """
-
-    choice: Choice
-    operands: tuple[Layout, ...]
-    results: tuple[Layout | None, ...]
-    kernel_row: Row | None = None
-    by_numbers: bool = False
-    left: tuple[Left, ...] = ()
-
-    @property
-    def kernel_splits(self) -> dict[str, Split]:
-        """How the kernel's factors are cut."""
-        names = {row.factor for row in self.choice.rows if row.kernel is not None}
-        return {name: split for name, split in self.choice.splits.items() if name in names}
 
 
 # How a row is chosen on each mesh dim: ``choose``, or (in ``dtensor.testing``) rows that are asked for.
@@ -77,6 +54,8 @@ def _may_differ(call: Call, chosen: Chosen) -> bool:
 
 def _cheapest(rule: Rule, table: Table, factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen | None:
     apart, chosen = _in_place(rule, table, factors, call, kept)
+    if chosen is None or any(made is not None and made.is_partial for made in chosen.results):
+        chosen = by_owner(rule, factors, call) or chosen
     if chosen is not None:  # what the search below would come to first
         return chosen
     priced = _priced(rule, table, factors, call, kept, apart)

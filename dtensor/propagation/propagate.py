@@ -23,7 +23,8 @@ from ..rules.parted import NOTHING, Known
 from ..rules.registry import lookup
 from ..rules.rule import Rule
 from .calls import Slot, make_call
-from .choose import Chooser, Chosen, choose
+from .choose import Chooser, choose
+from .chosen import Chosen
 from .meta import NotInferable, asked_with_outs, results_of
 from .schema import Operator
 
@@ -135,9 +136,12 @@ def _by_rule(
         return None
     reshapes = operator.reshapes
     kept = {} if reshapes else _kept(operator, call, slots)
-    chosen = choose(rule, factors, call, kept)
+    planned = call.as_wanted()
+    chosen = choose(rule, factors, planned, kept)
     if chosen is None:
         return None
+    if planned is not call:
+        chosen = replace(chosen, choice=replace(chosen.choice, call=call))
     moves = tuple(
         (slot, plan_move(have, need))
         for slot, have, need in zip(slots, call.operands, chosen.operands, strict=True)

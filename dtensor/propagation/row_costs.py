@@ -80,11 +80,7 @@ def ranked(
                 continue
             cost = moving.get((i, target, part))
             if cost is None:
-                cost = _move(current[i], target, call.operands[i], mesh_dim, part)
-                if not isinstance(target, Partial):
-                    cost = min([cost, *[_from_sum(at, target, call.operands[i], mesh_dim) for at in call.sums(i, mesh_dim)]])
-                shared = call.passed(i, mesh_dim) and not isinstance(target, Partial)  # by this use and those to come
-                cost = moving[i, target, part] = cost / 2 if shared else cost
+                cost = moving[i, target, part] = _brought(call, i, current[i], target, mesh_dim, part)
             seconds += cost
             changes += cost > 0
             gathers += cost > LOCAL_STEP and isinstance(current[i], int) and isinstance(target, Replicate)
@@ -109,6 +105,18 @@ def ranked(
         priced.append(((seconds if ranks > 1 else 0.0, invented, changes, _memory(line, nbytes, part), line.order), row))
     priced.sort(key=lambda item: item[0])
     return priced
+
+
+def _brought(call: Call, i: int, source: Where, target: Where, mesh_dim: int, part: float) -> float:
+    """Seconds to have an operand where a row wants it."""
+    layout = call.operands[i]
+    cost = _move(source, target, layout, mesh_dim, part)
+    if target != source and call.wanted(i):
+        cost += _move(target, source, layout, mesh_dim)  # and what becomes of it back again
+    if isinstance(target, Partial):
+        return cost
+    cost = min([cost, *[_from_sum(at, target, layout, mesh_dim) for at in call.sums(i, mesh_dim)]])
+    return cost / 2 if call.passed(i, mesh_dim) else cost  # by this use and those to come
 
 
 def _lasting(factors: Factors, current: Sequence[Where]) -> set[int]:

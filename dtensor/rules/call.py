@@ -101,6 +101,18 @@ class Call:
         own = self.known[operand] if self.known else None
         return None if own is None else own.names
 
+    def as_wanted(self) -> Call:
+        """The call with the operands for which that is known where operators wanted them."""
+        wanted = [None if own is None else own.wanted for own in self.known]
+        if not any(wanted):
+            return self
+        return replace(self, operands=tuple([at or x for at, x in zip(wanted, self.operands, strict=True)]))
+
+    def wanted(self, operand: int) -> bool:
+        """Whether an operator had an operand moved, so that others will."""
+        own = self.known[operand] if self.known else None
+        return own is not None and own.wanted is not None
+
     @property
     def fixed(self) -> frozenset[int]:
         """Positions of operands that stay as they are: numbers and 0-d plain tensors. Plain tensors with dims can be cut."""

@@ -39,6 +39,7 @@ class Facts:
         per_element: it works on each element of its lists by itself.
         each: the operator whose rule each element follows, where it has none of its own.
         flat: it reads its lists as flat memory, in the strides of the first.
+        joins: its result has its operands side by side: more of what the largest is.
         touches: the memory that it reads and writes: of operands too, of results alone, or none (what is made and left as it is).
         stores: autograd calls it when it stores a gradient, or does not where nobody else holds a reference: ranks may differ.
     """
@@ -55,6 +56,7 @@ class Facts:
     per_element: bool = False
     each: str | None = None
     flat: bool = False
+    joins: bool = False
     touches: Literal["all", "results", "nothing"] = "all"
     stores: bool = False
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from ..layout.layout import Layout
 from ..layout.splits import Split
 
 
@@ -42,12 +43,14 @@ class Known:
             these sums are cut, None if they are whole.
         passed: mesh dims over which it is in terms that another operation has passed on.
         names: of a vector of positions that is cut, how some dim is cut of which each rank's are in its own block.
+        wanted: what an operator had it moved to.
     """
 
     parted: Parted | None = None
     sums: frozenset[tuple[int, int | None]] = frozenset()
     passed: frozenset[int] = frozenset()
     names: Split | None = None
+    wanted: Layout | None = None
 
 
 NOTHING: Mapping[Any, Known] = MappingProxyType({})  # by argument and position in a list

@@ -15,7 +15,8 @@ from ..base.torch_internals import TorchDispatchMode, resolve_packet
 from ..dispatch.dispatcher import run_chosen
 from ..dispatch.operands import plan_for
 from ..plan.graph import Asked
-from ..propagation.choose import Chooser, Chosen, declared, realized
+from ..propagation.choose import Chooser, declared, realized
+from ..propagation.chosen import Chosen
 from ..propagation.propagate import composite
 from ..propagation.row_table import Where, by_text
 from ..propagation.schema import Operator, operator_of

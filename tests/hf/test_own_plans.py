@@ -69,9 +69,10 @@ def kept(model: nn.Module, label: str) -> tuple[Tensor, Any]:
     return seen.original, None if seen.original.grad is None else seen[0](seen.original.grad)
 
 
-def check(name: str, ranks: int) -> None:
-    plain = built(name)
-    model = parallelize_module(copy.deepcopy(plain), dt.init_device_mesh("cpu", (ranks,)), "auto")
+def check(name: str, ranks: int, whole_experts: bool = False) -> None:
+    plain: Any = built(name)
+    plan = {**plain._tp_plan, **plain._ep_plan} if whole_experts else "auto"
+    model = parallelize_module(copy.deepcopy(plain), dt.init_device_mesh("cpu", (ranks,)), plan)
     tokens = torch.randint(64, (2, 7), generator=torch.Generator().manual_seed(1))
     expected = plain(tokens, labels=tokens)
     found = model(tokens, labels=tokens)
@@ -95,3 +96,8 @@ def check(name: str, ranks: int) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_by_its_own_plan(name: str) -> None:
     check(name, 2)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_mixture_by_its_plan_of_whole_experts() -> None:
+    check("Mixtral", 2, whole_experts=True)

@@ -361,3 +361,22 @@ def test_how_long_a_tensor_of_the_same_memory_lives_moves_nothing(writes: bool) 
     for got, expected in zip(run(False)[:-1], run(True)[:-1], strict=True):
         torch.testing.assert_close(got.full_tensor(), expected.full_tensor())
     torch.testing.assert_close(run(False)[1].full_tensor(), (X + writes).view(-1)[3:20].sin())
+
+
+def test_a_plan_that_counts_on_a_form_serves_nobody_else() -> None:
+    """A view of what was moved knows more than it has in hand: what is planned with that is not for others."""
+    there = dt.distribute_tensor(torch.ones(120, 250), mesh(), [Shard(0)])
+    few = dt.distribute_tensor(torch.ones(120, 1), mesh(), [Replicate()])
+
+    def terms() -> torch.Tensor:
+        left, right = torch.ones(120, 63), torch.ones(63, 250)
+        return dt.distribute_tensor(left, mesh(), [Shard(1)]) @ dt.distribute_tensor(right, mesh(), [Shard(0)])
+
+    def placed(x: torch.Tensor) -> Any:
+        return (x * few).placements  # type: ignore[attr-defined]  # a DTensor
+
+    one, other = terms(), terms()
+    one * there, other * there
+    assert placed(one) == (Shard(0),)
+    placed(other.t().t())
+    assert placed(terms()) == (Replicate(),)

@@ -2,25 +2,23 @@
 
 Inside of such a model tensors are local: between a column-wise and a row-wise matrix each rank has some of the heads. What stands
 there with parameters that all ranks share, or with parameters of its own that are cut, gets them as local tensors, and their
-gradients are added up. Experts are computed on the whole: their weights stay DTensors while they run.
+gradients are added up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from ...base.by_key import by_key
-from ...base.modes import implicit_replication
 from ...errors import PlacementError
 from ...mesh.device_mesh import DeviceMesh
 from ...placement import Partial, Replicate, Shard
 from ...tensor.dtensor import DTensor
+from .experts import Divided, InParts, OnTheWhole
 from .matrix import ColwiseParallel, RowwiseParallel, SequenceParallel
 from .stacked import lay_out_parts
 from .style import ParallelStyle, after_forward, annotated, lay_out, local_if, one_dim, placed
@@ -62,43 +60,13 @@ class _LocalParameters(ParallelStyle):
         return module
 
 
-class _Experts(ParallelStyle):
-    """The module computes with DTensors, the tokens the same on all ranks, and gives local tensors."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self.around(module, one_dim(device_mesh, self))
-        return module
-
-    @staticmethod
-    def around(module: nn.Module, mesh: DeviceMesh) -> list[RemovableHandle]:
-        """The hooks that do so."""
-        running: list[ExitStack] = []
-
-        def whole(x: Any) -> Any:
-            return annotated(x, mesh, Replicate()) if isinstance(x, torch.Tensor) else x
-
-        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            running.append(ExitStack())
-            running[-1].enter_context(implicit_replication())  # what it makes of shapes alone is the same on all ranks
-            return tuple(map(whole, args)), {name: whole(value) for name, value in kwargs.items()}
-
-        def leave(*_: Any) -> None:
-            running.pop().close()
-
-        return [
-            module.register_forward_pre_hook(enter, with_kwargs=True),
-            module.register_forward_hook(leave, always_call=True),
-            after_forward(module, lambda x: local_if(placed(x, mesh, Replicate()), True, mesh) if isinstance(x, DTensor) else x),
-        ]
-
-
 class _Terms(ParallelStyle):
     """Each rank's output is a term of it; of a module that has cut parameters itself it is known by computing with DTensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         mesh = one_dim(device_mesh, self)
         if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
-            return _Experts()._apply(module, mesh)
+            return OnTheWhole()._apply(module, mesh)
         after_forward(module, lambda x: local_if(placed(annotated(x, mesh, Partial()), mesh, Replicate()), True, mesh, new=True))
         return module
 
@@ -143,12 +111,14 @@ STYLES: dict[str, Callable[[nn.Module], ParallelStyle]] = {
     "replicate": lambda _: _Nothing(),
     "replicated_with_grad_allreduce": lambda _: _LocalParameters(replicated=True),
     "local_params": lambda _: _LocalParameters(replicated=False),
-    "moe_tp_experts": lambda _: _Experts(),
-    "moe_identity_expert": lambda _: _Nothing(),
+    "moe_tp_experts": lambda _: InParts(),
+    "moe_identity_expert": lambda _: Divided(),
+    "ep_dispatch_experts": lambda _: OnTheWhole(),
     "all_reduce": lambda _: _Terms(),
     "mla_kv_a_proj": _shared_tail,
 }
 _CUTS = {"colwise": -2, "packed_colwise": -2, "rowwise": -1, "packed_rowwise": -1, "embedding_rowwise": 0, "embedding_colwise": 1}
+_CUTS |= {"grouped_gemm": 0}  # whole experts on each rank
 
 
 def style_named(name: str, root: nn.Module) -> ParallelStyle:
@@ -175,7 +145,7 @@ def run_along(root: nn.Module, mesh: DeviceMesh) -> None:
     for modules in by_key(pair for pair in standing if isinstance(pair[0], DTensor)).values():
         bare = [module for module in modules if "_runs_along" not in module.__dict__]
         for module in bare if len(bare) < len(modules) else ():
-            module.__dict__["_runs_along"] = _Experts.around(module, mesh)
+            module.__dict__["_runs_along"] = OnTheWhole.around(module, mesh)
 
 
 def cut_named(module: nn.Module, parameter: str, name: str, mesh: DeviceMesh, source: int | None) -> None:

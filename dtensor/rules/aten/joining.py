@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...placement import Partial
 from ..call import Call
+from ..facts import fact
 from ..kernels import At, KernelContext
 from ..rule import ANY_PARTIAL, LINEAR_PARTIAL, Dims, Factors, Kernel, LocalView, Shapes, own_factors
 from ..verbs import blockwise, kernel_rule, view
@@ -87,6 +88,7 @@ def stacked(tensors: Sequence[Tensor], dim: int = 0, there: slice | None = None,
 
 
 view("cat", joined, partials=whole_beside_terms, shapes=joined_shapes)
+fact("cat", joins=True)
 view("stack", Picked("operands"), partials=whole_beside_terms, shapes=stacked_shapes, local_args=local_stack, local=stacked)
 
 

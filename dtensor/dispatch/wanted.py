@@ -1,0 +1,55 @@
+"""Where operators wanted a tensor that was not there: those to come want what it grows to so, too.
+
+A cache that lies by channels, where attention wants whole heads, would be gathered for each token, all of it. What is put beside
+it is little: the result lies where it is wanted, and only what is new moves (``Facts.joins``, ``Call.as_wanted``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..layout.layout import Layout
+from ..propagation.propagate import Plan
+from ..propagation.schema import Operator
+from . import wrapping
+from .bind import runner_of
+from .forms import WANTED, Wanted, note_wanted, recording
+from .steps import Args, Keywords, Runner
+
+
+def grown(x: Any, joined: Any) -> bool:
+    """Whether a tensor is more than half of all that is joined."""
+    if type(x) is not wrapping.TENSOR or not isinstance(joined, Sequence):
+        return False
+    return bool(2 * x._layout.numel > sum([y.numel() for y in joined]))
+
+
+def wanted_of(x: Any) -> Layout | None:
+    """Where an operator wanted ``x``, or the tensor of which it shows some positions."""
+    base = None if WANTED in x.__dict__ else x._base
+    found = (x if base is None else base).__dict__.get(WANTED)
+    if type(found) is not Wanted or found.recorder is not recording():
+        return None
+    own, at = x._layout, found.layout
+    if base is None:
+        return at if at.shape == own.shape else None
+    if own.splits != base._layout.splits or own.partials != base._layout.partials:
+        return None
+    cut = [split for split, n, m in zip((*own.splits, *at.splits), own.shape * 2, at.shape * 2, strict=True) if n != m and split]
+    return None if cut else Layout.from_splits(own.mesh, at.splits, at.partials, own.shape, own.stride, own.dtype)
+
+
+def lasting(found: Layout | Runner, plan: Plan, operator: Operator) -> Layout | Runner:
+    """``found``, whose result lies where it is wanted."""
+    if plan.chosen is None or not any(own is not None and own.wanted is not None for own in plan.call.known):
+        return found
+    runner = runner_of(found, operator)
+
+    def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
+        made = runner(args, kwargs, local_args, local_kwargs)
+        if type(made) is wrapping.TENSOR:
+            note_wanted(made, made._layout)
+        return made
+
+    return run
