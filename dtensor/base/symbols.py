@@ -259,6 +259,14 @@ def for_one_size(values: Iterable[Any]) -> None:
     _compile_anew([value for value in values if type(value) is OpenSize])
 
 
+def only_told(values: Iterable[Any], told: Iterable[Any]) -> None:
+    """Have the program compiled anew, with numbers for symbols among ``values`` and ``told`` that no number of ``told`` is: torch
+    gives graphs those symbols which are a size of an argument, and a view may have others, of what it is a view of."""
+    told = [value for value in sizes(told) if type(value) is OpenSize]
+    known = {value.node.expr for value in told if value.node.expr.is_symbol}
+    for_one_size(value for value in (*values, *told) if type(value) is OpenSize and not value.node.expr.free_symbols <= known)
+
+
 def _compile_anew(closed: list[OpenSize]) -> None:
     if closed:
         _CLOSED.add(set().union(*[_sources(value._expr, value) for value in closed]))

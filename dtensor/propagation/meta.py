@@ -18,7 +18,7 @@ import torch
 from ..base.caches import Bounded
 from ..base.memory_order import dense_in, memory_order
 from ..base.nested import listed
-from ..base.symbols import fake_mode_of, sizes
+from ..base.symbols import fake_mode_of, size_of, sizes
 from ..base.torch_internals import FakeTensorMode, UnsupportedFakeTensorException
 from ..layout.layout import Layout
 from ..rules.call import Call, Meta
@@ -333,7 +333,7 @@ def _to_meta(value: Any, device: torch.device | None = META) -> Any:
 
 def _meta_of(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        start: Any = value.storage_offset() * value.itemsize  # a symbol where sizes are
+        start = size_of(value.storage_offset() * value.itemsize)
         return Meta(sizes(value.shape), sizes(value.stride()), value.dtype, start)
     if isinstance(value, (list, tuple)):
         return [_meta_of(item) for item in value]

@@ -43,7 +43,7 @@ class Plan:
         rule, chosen: what the rule said; None unless ``how == "rule"`` on a single call.
         answer: the value itself, for ``"answer"``.
         by_numbers: the plan holds for numbers of the same :class:`Kind` only.
-        starts: of views, whose sizes are no symbols, the bytes from where the first operand begins to where each of them does.
+        starts: of views the bytes from where the first operand begins to where each of them does.
     """
 
     how: Literal["rule", "answer", "decompose", "gather"]
@@ -304,8 +304,8 @@ def gather(operator: Operator, call: Call, slots: tuple[Slot, ...], metas: tuple
 
 
 def _starts(operator: Operator, call: Call) -> tuple[int, ...]:
-    """Of views the bytes from where the first operand begins to where each of them does; none where sizes are symbols."""
-    if not operator.is_view or operator.reshapes or call.operands[0].sized:
+    """Of views the bytes from where the first operand begins to where each of them does."""
+    if not operator.is_view or operator.reshapes:
         return ()
     return tuple([meta.start for meta in call.results if meta is not None])
 

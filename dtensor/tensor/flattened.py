@@ -20,8 +20,8 @@ from torch.nn import Parameter
 from ..base import torch_internals
 from ..base.memory_order import dense_in
 from ..base.modes import EXPLICIT, IMPLICIT_REPLICATION
-from ..base.symbols import for_one_size, sizes, still_open
-from ..base.torch_internals import graph_task
+from ..base.symbols import for_one_size, only_told, sizes, still_open
+from ..base.torch_internals import FakeTensor, graph_task
 from ..base.tracing import counted_before, has_no_values, is_counted, is_written, kept
 from ..dispatch import wrapping
 from ..dispatch.wrapping import wrap_local
@@ -107,6 +107,8 @@ def flatten(x: Any) -> tuple[list[str], Constants]:
     known = vars(piece)
     if layout.sized:
         still_open((*layout.shape, *layout.stride))
+        if type(piece) is FakeTensor and x._base is not None:
+            only_told((*layout.shape, *layout.stride), (*piece.shape, *piece.stride(), piece.storage_offset()))
         if x.requires_grad and _GIVEN in known and is_written(piece):
             for_one_size((*layout.shape, *layout.stride))  # torch 2.13 does not count the symbols that come with such a result
     if "_dynamo_dynamic_indices" in known:  # torch marks pieces, too: see Marked

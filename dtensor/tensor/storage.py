@@ -10,9 +10,11 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..base.torch_internals import FakeTensor
 from ..errors import UnsupportedOperationError
 
 _MEMORY = "_memory"  # one for as long as the tensor lives: programs compare storages to see who shares memory
+_BEGINNING = "_beginning_at"  # of a storage that stands for memory to come: those of what begins within it
 
 
 class HiddenStorage(torch.UntypedStorage):
@@ -35,8 +37,10 @@ class HiddenStorage(torch.UntypedStorage):
 
 
 def storage_of(x: Any) -> torch.UntypedStorage:
-    """The storage of a DTensor; of one whose sizes are symbols, torch's own, which is traced and not read."""
-    own = torch.Tensor.untyped_storage(x)
+    """The storage of a DTensor; of one that is traced, torch's own, which is not read, or for an argument that of its memory."""
+    own, argument = torch.Tensor.untyped_storage(x), _stood_for(x)
+    if argument is not None:
+        return argument
     if not isinstance(own.nbytes(), int) or own.device.type == "meta":
         return own
     made: HiddenStorage | None = x.__dict__.get(_MEMORY)
@@ -44,3 +48,29 @@ def storage_of(x: Any) -> torch.UntypedStorage:
         made = x.__dict__[_MEMORY] = HiddenStorage(own.nbytes(), device="meta")
         made.device = own.device
     return made
+
+
+def _stood_for(x: Any) -> torch.UntypedStorage | None:
+    """Where the memory of an argument of a program begins that is traced: arguments of which one is written must be known to be
+    views of each other, which torch asks their storages. Pieces that lie side by side in one memory share none: what begins
+    where another does is a view of it, or what it is a view of."""
+    base = x if x._base is None else x._base
+    piece = base._root if hasattr(type(base), "_root") else base._local
+    if type(piece) is not FakeTensor or not piece.numel():
+        return None
+    memory, start = piece.untyped_storage(), piece.storage_offset()
+    start = start if isinstance(start, int) else start.node.hint
+    if start:
+        return memory.__dict__.setdefault(_BEGINNING, {}).setdefault(start, HiddenStorage(0, device="meta"))
+    beginning = _Beginning(0, device="meta")
+    beginning.memory = memory
+    return beginning
+
+
+class _Beginning(HiddenStorage):
+    """Taken for ``memory``, as which the piece itself is known; but of no size, which may be a symbol there."""
+
+    memory: torch.UntypedStorage
+
+    def _weak_ref(self) -> Any:
+        return self.memory._weak_ref()

@@ -25,6 +25,36 @@ def refused_writes(mesh: dt.DeviceMesh) -> None:
         torch.compile(lambda v: v.mul_(2), backend="aot_eager", fullgraph=True)(x[0])
 
 
+def doubled(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x.mul_(2).sum() + y.sum()
+
+
+def refused_writes_to_shared_memory(mesh: dt.DeviceMesh) -> None:
+    """What is written to one argument shows in another, which a graph of two arguments would not know."""
+    torch._dynamo.reset()
+    x = dt.distribute_tensor(torch.ones(6, 6), mesh, [Shard(0)])
+    part = dt.distribute_tensor(torch.ones(8, 6), mesh, [Shard(1)])[2:]
+    for written, read in ((x, x.detach()), (x, x.t()), (x, x.to_local()), (part[:4], part[2:]), (x.to_local(), x), (x, x[0])):
+        for dynamic in (False, True):
+            with pytest.raises(Exception, match=r"(?s)aliased inputs that are mutated.*|.*input mutations"):
+                torch.compile(doubled, backend="aot_eager", fullgraph=True, dynamic=dynamic)(written, read)
+    for written, read in ((x[:3], x[3:]), (x, x), *_side_by_side(mesh)):
+        expected = doubled(written.clone(), read.full_tensor()) if read is not written else 4 * x.sum()
+        for dynamic in (False, True):
+            torch._dynamo.reset()
+            found = torch.compile(doubled, backend="aot_eager", fullgraph=True, dynamic=dynamic)(written, read)
+            assert found.full_tensor().equal(expected.full_tensor()), (written, read)
+            written.div_(2)
+
+
+def _side_by_side(mesh: dt.DeviceMesh) -> list[tuple[DTensor, DTensor]]:
+    """Tensors whose pieces lie one after the other in one memory, as those of a bucket do."""
+    bucket = torch.ones(30)
+    pieces = [bucket[i : i + 6].view(2, 3) for i in range(0, 30, 6)]
+    x, y, z, *_ = (DTensor.from_local(piece, mesh, [Shard(0)], shape=(4, 3)) for piece in pieces)
+    return [(x, y), (y, z), (z, x)]
+
+
 def refused_backward_passes(mesh: dt.DeviceMesh) -> None:
     model = fully_shard(Block(), mesh=mesh)
     with compiled_autograd._enable(torch.compile(backend="eager")), pytest.raises(Exception, match="leave its backward pass"):
@@ -88,7 +118,7 @@ def refused(mesh: dt.DeviceMesh) -> None:
 
 def on_processes() -> None:
     mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    for refusals in (refused, refused_writes, refused_modes, refused_exports, refused_backward_passes):
+    for refusals in (refused, refused_writes, refused_writes_to_shared_memory, refused_modes, refused_exports, refused_backward_passes):
         refusals(mesh)
 
 

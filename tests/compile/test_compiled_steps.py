@@ -140,6 +140,23 @@ def marked_sizes(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     return found
 
 
+def views_that_begin_elsewhere(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
+    """Parts of one tensor, of several sizes, as batches are of a data set."""
+    found: list[Any] = []
+    for where in (Shard(0), Shard(1), Replicate()):
+        x = dt.distribute_tensor(torch.randn(9, 6), mesh, [where]).requires_grad_()
+        for options in ({"dynamic": True}, {}):
+            options = {"recompile_limit": 32, **options}
+            run = how(lambda v: (v[1:].exp() + v[:-1]).sum(1), fullgraph=True, **options)
+            parts = [*x.split(3), *x.split(4)[1:], x[2:, 1:], *x.t().chunk(2), x.view(3, 3, 6).select(1, 1)]
+            outs = [run(part) for part in parts if part.shape[0] > 1]
+            torch.cat(outs).sum().backward()
+            written = [how(lambda v: v.mul_(2), fullgraph=True, **options)(part) for part in x.detach().split(4)]
+            found += [*outs, *written, x.grad, x.detach().clone()]
+            x.grad = None
+    return found
+
+
 def numbers_that_change(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     """A plan that is made while a number is a symbol is one for that number: plain torch says what comes out, here and later."""
     whole = torch.arange(64.0).view(8, 8)
@@ -406,6 +423,7 @@ PROGRAMS = [
     dropout_in_training,
     sizes_and_layouts,
     marked_sizes,
+    views_that_begin_elsewhere,
     many_sizes,
     numbers_that_change,
     equal_meshes,
