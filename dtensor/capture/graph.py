@@ -89,15 +89,15 @@ def variables(value: Any) -> Iterator[Var]:
         yield from variables((value.start, value.stop, value.step))
 
 
-def mapped(value: Any, one: Callable[[Any], Any]) -> Any:
+def substituted(value: Any, one: Callable[[Any], Any]) -> Any:
     """A nested value with ``one(x)`` for everything in it that is no list, tuple, dict or slice."""
     if isinstance(value, (list, tuple)):
-        items = [mapped(item, one) for item in value]
+        items = [substituted(item, one) for item in value]
         return items if isinstance(value, list) else type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if isinstance(value, dict):
-        return {key: mapped(item, one) for key, item in value.items()}
+        return {key: substituted(item, one) for key, item in value.items()}
     if isinstance(value, slice):
-        return slice(*[mapped(part, one) for part in (value.start, value.stop, value.step)])
+        return slice(*[substituted(part, one) for part in (value.start, value.stop, value.step)])
     return one(value)
 
 

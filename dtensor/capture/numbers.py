@@ -25,7 +25,7 @@ from ..base.nested import leaves
 from ..base.told import Together
 from ..base.torch_internals import TensorBase
 from ..errors import CaptureError
-from .graph import Step, Var, mapped
+from .graph import Step, Var, substituted
 
 
 class Number(float):
@@ -152,7 +152,7 @@ class Numbers:
         if not chosen:
             return args, kwargs
         places = iter(range(len(found)))
-        return mapped((args, kwargs), lambda x: chosen.get(next(places), x) if isinstance(x, float) else x)
+        return substituted((args, kwargs), lambda x: chosen.get(next(places), x) if isinstance(x, float) else x)
 
     @contextmanager
     def running(self) -> Iterator[None]:

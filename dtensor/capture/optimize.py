@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-from .graph import Ranks, Step, Tape, Var, mapped
+from .graph import Ranks, Step, Tape, Var, substituted
 
 
 def optimized(tape: Tape, lasting: frozenset[int]) -> Tape:
@@ -88,4 +88,4 @@ def renamed(value: Any, same: dict[Var, Var]) -> Any:
             return Ranks(tuple(same.get(var, var) for var in x.items))
         return same.get(x, x) if isinstance(x, Var) else x
 
-    return mapped(value, one) if same else value
+    return substituted(value, one) if same else value

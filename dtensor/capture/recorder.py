@@ -26,7 +26,7 @@ from ..errors import CaptureError
 from ..propagation.schema import operator_of
 from ..tensor.dtensor import DTensor
 from ..tensor.views.blocks import locals_of
-from .graph import Ranks, Step, Var, mapped
+from .graph import Ranks, Step, Var, substituted
 from .keeping import Keeping
 from .numbers import Numbers
 from .reads import Unvarying, World, decides, refuse
@@ -214,7 +214,7 @@ class Recorder(Keeping, TorchDispatchMode):
                 return self._known(x)
             return self._pending[id(x)][1] if isinstance(x, Pending) else x
 
-        return mapped(value, one)
+        return substituted(value, one)
 
     def _known(self, x: torch.Tensor) -> Var:
         if isinstance(x, DTensor):
