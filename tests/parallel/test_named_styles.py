@@ -205,6 +205,7 @@ def test_experts_whose_matrices_are_cut(width: int, bias: bool) -> None:
     check_experts(width, bias)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_experts_on_process_groups() -> None:
     run_gloo(check_experts, 3, 12, False)

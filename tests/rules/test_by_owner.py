@@ -109,6 +109,7 @@ def _all() -> None:
         assert moved(program, mesh, [Shard(0)]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_on_process_groups() -> None:
     run_gloo(_all, 3)
