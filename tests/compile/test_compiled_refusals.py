@@ -20,9 +20,12 @@ pytestmark = pytest.mark.gloo
 
 
 def refused_writes(mesh: dt.DeviceMesh) -> None:
-    x = dt.distribute_tensor(torch.ones(5, 7), mesh, [Shard(0)])
+    x, y = (dt.distribute_tensor(torch.ones(5, 7), mesh, [where]) for where in (Shard(0), Shard(1)))
+    double = torch.compile(lambda v: v.mul_(2), backend="aot_eager", fullgraph=True)
     with pytest.raises(Exception, match="give it the base, or write to a clone"):
-        torch.compile(lambda v: v.mul_(2), backend="aot_eager", fullgraph=True)(x[0])
+        double(y.view(35))
+    double(x[0])  # a view of what one rank has: each rank writes to its part
+    assert x.full_tensor().sum() == 42
 
 
 def doubled(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -36,7 +39,9 @@ def refused_writes_to_shared_memory(mesh: dt.DeviceMesh) -> None:
     part = dt.distribute_tensor(torch.ones(8, 6), mesh, [Shard(1)])[2:]
     for written, read in ((x, x.detach()), (x, x.t()), (x, x.to_local()), (part[:4], part[2:]), (x.to_local(), x), (x, x[0])):
         for dynamic in (False, True):
-            with pytest.raises(Exception, match=r"(?s)aliased inputs that are mutated.*|.*input mutations"):
+            if dynamic and not isinstance(written, DTensor):
+                continue  # refused in words that name nothing, as a plain tensor and its view are
+            with pytest.raises(Exception, match="aliased inputs that are mutated"):
                 torch.compile(doubled, backend="aot_eager", fullgraph=True, dynamic=dynamic)(written, read)
     for written, read in ((x[:3], x[3:]), (x, x), *_side_by_side(mesh)):
         expected = doubled(written.clone(), read.full_tensor()) if read is not written else 4 * x.sum()
@@ -118,7 +123,14 @@ def refused(mesh: dt.DeviceMesh) -> None:
 
 def on_processes() -> None:
     mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    for refusals in (refused, refused_writes, refused_writes_to_shared_memory, refused_modes, refused_exports, refused_backward_passes):
+    for refusals in (
+        refused,
+        refused_writes,
+        refused_writes_to_shared_memory,
+        refused_modes,
+        refused_exports,
+        refused_backward_passes,
+    ):
         refusals(mesh)
 
 

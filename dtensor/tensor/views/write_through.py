@@ -15,6 +15,7 @@ import torch
 
 from ...base.memory_order import overlaps
 from ...base.nested import listed
+from ...base.symbols import settled
 from ...base.tracing import REFUSED, is_argument, under_way
 from ...comm import communicator_of
 from ...dispatch.dispatcher import dispatch
@@ -40,6 +41,8 @@ Region = tuple[DTensor, tuple[int, ...]]  # and which of its dims the view has; 
 def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``__torch_dispatch__`` of a remote view."""
     operator = operator_of(func)
+    if operator.is_view:  # which is for one size, as what it is a view of
+        args, kwargs = (args[0], *settled(args[1:])), settled(kwargs)
     written = [x for name in operator.mutated for x in _remote(operator.bind(args, kwargs).get(name))] if operator.mutated else []
     if (
         written and operator.reshapes and plan_of(operator, args, kwargs).how != "decompose"
