@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from ..dispatch.wrapping import KNOWN
+
 MISSING = object()  # where there is nothing; nothing else is it
 
 VALUES = (
@@ -30,24 +32,7 @@ _FOREIGN = frozenset({"torch", "dtensor", "numpy", "builtins"} | set(sys.stdlib_
 _OWN = frozenset({"abc", "builtins", "importlib", "inspect", "logging", "re", "typing"})  # whose objects are their own affair
 _STANDARD = frozenset(sys.stdlib_module_names) - _OWN
 _TORCHS_DATA = ("torch.amp", "torch.distributions", "torch.nn", "torch.optim", "torch.utils.data")
-_LIBRARYS = frozenset(
-    {
-        "_apart",
-        "_begins",
-        "_counted",
-        "_forms",
-        "_grad_layout",
-        "_is_param",
-        "_left",
-        "_own_uses",
-        "_ownerships",
-        "_parted",
-        "_passed",
-        "_parts",
-        "_shared",
-        "_shown",
-    }
-)  # attributes of tensors that are ours
+_LIBRARYS = KNOWN | {"_begins"}  # attributes of tensors that are ours, and tell of no other tensor
 _INSTALLED = tuple({sysconfig.get_path(name) + "/" for name in ("purelib", "platlib", "stdlib")})
 _TORCHS = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 

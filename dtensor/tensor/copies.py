@@ -10,31 +10,13 @@ import torch
 from ..base.told import changed
 from ..comm import PerRank, communicator_of, per_rank
 from ..dispatch.transformed import below_transforms
-from ..dispatch.wrapping import wrap_local
+from ..dispatch.wrapping import IDENTITY, KNOWN, wrap_local
 from ..errors import DTensorError, UnsupportedOperationError
 from ..layout.layout import Layout, restore_layout
 from ..mesh.device_mesh import restore_mesh
 from ..placement import Partial, Replicate, Shard
 
-_OWN = frozenset(
-    [
-        "_is_param",
-        "_grad_layout",
-        "_own_uses",
-        "_apart",
-        "_counted",
-        "_origin",
-        "_place",
-        "_pending",
-        "_data_parallel",
-        "_forms",
-        "_parts",
-        "_shared",
-        "_shown",
-        "_left",
-        "_memory",
-    ]
-)
+_OURS = (IDENTITY | KNOWN) - {"_begins"}  # a copy begins where it did
 
 
 def shallow(x: Any) -> Any:
@@ -114,7 +96,7 @@ def _dress(made: Any, like: Any) -> None:
 
 def _marks(x: Any) -> dict[str, Any]:
     """What users hung on it, which travels with copies as a plain tensor's does."""
-    return {name: value for name, value in x.__dict__.items() if name not in _OWN}
+    return {name: value for name, value in x.__dict__.items() if name not in _OURS}
 
 
 # What a saved DTensor is made of: values only, so that torch.load(weights_only=True) reads it.

@@ -1,0 +1,30 @@
+"""What the library hangs on tensors is known by name: captured programs, copies and files pass over it."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+import dtensor as dt
+from dtensor import DTensor, Shard
+from dtensor.dispatch.wrapping import IDENTITY, KNOWN
+
+
+def test_all_attributes_that_operations_leave_are_known() -> None:
+    mesh = dt.init_device_mesh("cpu", (3,))
+    before = {id(x) for x in gc.get_objects() if isinstance(x, DTensor)}
+    x = dt.distribute_tensor(torch.randn(7, 6), mesh, [Shard(0)])
+    w = dt.distribute_tensor(torch.randn(6, 6), mesh, [Shard(0)]).requires_grad_()
+    kept = [x @ w, x.t() @ x, x[2:5], x.view(7, 2, 3), x.unsqueeze(1).expand(7, 4, 6), torch.cat([x, x @ w])]
+    rows = (x[:, 0] > 0).nonzero()
+    kept += [rows, x[rows[:, 0]], x.index_add(0, rows[:, 0], x[rows[:, 0]]), x.redistribute(placements=[Shard(1)], async_op=True)]
+    kept += [x.softmax(0).sum(), *x.unbind(1), x.detach(), w.data]
+    (x @ w).relu().square().sum().backward()
+    x[1:3].add_(1.0)
+    kept += [w.grad, x @ w]
+    made = [y for y in gc.get_objects() if isinstance(y, DTensor) and id(y) not in before]
+    assert len(made) >= len(kept)
+    left = {name for y in made for name in y.__dict__}
+    assert left <= {"_local", "_layout"} | IDENTITY | KNOWN
+    assert {"_names", "_grad_layout", "_wanted"} <= left
