@@ -260,11 +260,16 @@ def for_one_size(values: Iterable[Any]) -> None:
 
 
 def only_told(values: Iterable[Any], told: Iterable[Any]) -> None:
-    """Have the program compiled anew, with numbers for symbols among ``values`` and ``told`` that no number of ``told`` is: torch
-    gives graphs those symbols which are a size of an argument, and a view may have others, of what it is a view of."""
+    """Have the program compiled anew, with numbers for symbols among ``values`` and ``told`` that no number of ``told`` is, but
+    a size of what an argument is a view of: torch gives graphs the sizes of their arguments alone."""
     told = [value for value in sizes(told) if type(value) is OpenSize]
     known = {value.node.expr for value in told if value.node.expr.is_symbol}
-    for_one_size(value for value in (*values, *told) if type(value) is OpenSize and not value.node.expr.free_symbols <= known)
+    for_one_size(value for value in (*values, *told) if type(value) is OpenSize and _of_a_base(value.node, known))
+
+
+def _of_a_base(node: Any, known: set[Any]) -> bool:
+    names = [_sources(symbol, node) for symbol in node.expr.free_symbols - known]
+    return any(all("._base" in name or "<" in name for name in each) for each in names)  # or made while a view was made again
 
 
 def _compile_anew(closed: list[OpenSize]) -> None:
