@@ -6,7 +6,7 @@ that is set to it, typed storages, sharing. This one lies on the meta device, so
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 
@@ -53,11 +53,14 @@ def storage_of(x: Any) -> torch.UntypedStorage:
 def _stood_for(x: Any) -> torch.UntypedStorage | None:
     """Where the memory of an argument of a program begins that is traced: arguments of which one is written must be known to be
     views of each other, which torch asks their storages. Pieces that lie side by side in one memory share none: what begins
-    where another does is a view of it, or what it is a view of."""
+    where another does is a view of it, or what it is a view of. A rank that has nothing of it is told by what it is a view of
+    alone: where its piece begins, the next one does."""
     base = x if x._base is None else x._base
     piece = base._root if hasattr(type(base), "_root") else base._local
-    if type(piece) is not FakeTensor or not piece.numel():
+    if type(piece) is not FakeTensor:
         return None
+    if not piece.numel():
+        return cast(torch.UntypedStorage, base.__dict__.setdefault(_MEMORY, HiddenStorage(0, device="meta")))
     memory, start = piece.untyped_storage(), piece.storage_offset()
     start = start if isinstance(start, int) else start.node.hint
     if start:

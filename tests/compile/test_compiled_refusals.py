@@ -37,7 +37,9 @@ def refused_writes_to_shared_memory(mesh: dt.DeviceMesh) -> None:
     torch._dynamo.reset()
     x = dt.distribute_tensor(torch.ones(6, 6), mesh, [Shard(0)])
     part = dt.distribute_tensor(torch.ones(8, 6), mesh, [Shard(1)])[2:]
-    for written, read in ((x, x.detach()), (x, x.t()), (x, x.to_local()), (part[:4], part[2:]), (x.to_local(), x), (x, x[0])):
+    few = dt.distribute_tensor(torch.ones(1, 6), mesh, [Shard(0)])  # one rank has nothing, and refuses as the others do
+    pairs = [(x, x.detach()), (x, x.t()), (x, x.to_local()), (part[:4], part[2:]), (x.to_local(), x), (x, x[0])]
+    for written, read in (*pairs, (few, few.t()), (few[:, :4], few[:, 2:])):
         for dynamic in (False, True):
             if dynamic and not isinstance(written, DTensor):
                 continue  # refused in words that name nothing, as a plain tensor and its view are
