@@ -7,6 +7,7 @@ set up, and what ranks tell each other of the shapes of their tensors. With nobo
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
@@ -63,6 +64,16 @@ def current() -> Recorder | None:
         if here in ACTIVE:
             return None if here.paused else cast(Recorder, here)
     return None
+
+
+def weakly(recorder: Any) -> weakref.ref[Any] | None:
+    """Who recorded something (None: nobody), for what it leaves on tensors that outlive it: a recorder has all that it met."""
+    return None if recorder is None else weakref.ref(recorder)
+
+
+def recorded_by(who: weakref.ref[Any] | None, recorder: Any) -> bool:
+    """Whether this is who recorded it; nobody is, when that one is gone."""
+    return recorder is None if who is None else recorder is not None and who() is recorder
 
 
 def site(fn: Callable[P, T]) -> Callable[P, T]:

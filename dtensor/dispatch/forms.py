@@ -10,7 +10,7 @@ from collections import deque
 from threading import local as per_thread
 from typing import Any
 
-from ..base.recording import ACTIVE, current
+from ..base.recording import ACTIVE, current, recorded_by, weakly
 from ..base.scoped import Scoped
 from ..layout.layout import Layout
 from .keepers import PARTS
@@ -35,14 +35,14 @@ class Forms:
 
     Attributes:
         brought: whether the gradient of who was moved first is brought back; that of a later view of the part may pass there.
-        recorder: who recorded it. A recording may use only what is in it.
+        recorder: who recorded it, weakly. A recording may use only what is in it.
         versions: of the memory when it was moved; see :func:`~dtensor.dispatch.versions.versions_of`.
     """
 
     __slots__ = ("__weakref__", "brought", "held", "recorder", "versions")
 
     def __init__(self, recorder: Any, versions: Any) -> None:
-        self.recorder, self.versions, self.brought = recorder, versions, False
+        self.recorder, self.versions, self.brought = weakly(recorder), versions, False
         self.held: dict[Layout, dict[Layout, Any]] = {}
 
     def drop(self, source: Layout, target: Layout) -> None:
@@ -97,16 +97,16 @@ def forms_of(keeper: Any, part: Any, recorder: Any, versions: Any) -> Forms:
 def current_forms(keeper: Any, part: Any, recorder: Any, versions: Any) -> Forms | None:
     """The forms that may be used: of this recorder, and of the memory as it is."""
     forms: Forms | None = keeper.__dict__.get(FORMS) if part is None else (keeper.__dict__.get(PARTS) or {}).get(part)
-    return forms if forms is not None and forms.recorder is recorder and forms.versions == versions else None
+    return forms if forms is not None and forms.versions == versions and recorded_by(forms.recorder, recorder) else None
 
 
 class Wanted(OfThisRun):
-    """The layout that it was moved to, and who recorded that."""
+    """The layout that it was moved to, and who recorded that, weakly."""
 
     __slots__ = ("layout", "recorder")
 
     def __init__(self, layout: Layout, recorder: Any) -> None:
-        self.layout, self.recorder = layout, recorder
+        self.layout, self.recorder = layout, weakly(recorder)
 
 
 def note_wanted(x: Any, layout: Layout) -> None:

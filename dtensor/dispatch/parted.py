@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..base.caches import Bounded
-from ..base.recording import current
+from ..base.recording import current, recorded_by, weakly
 from ..base.torch_internals import tree_leaves
 from ..comm import communicator_of
 from ..layout.layout import Layout
@@ -55,19 +55,21 @@ class Ownership(OfThisRun):
         ends: where each group ends, a tensor that is the same on all ranks; ``versions``: of it.
         split: how the groups are cut.
         layout, dim: of a tensor with these rows; other mesh dims may cut them.
-        recorder: who recorded it. A recording may use only what is in it.
+        recorder: who recorded it, weakly. A recording may use only what is in it.
     """
 
     __slots__ = ("_own", "dim", "ends", "layout", "recorder", "split", "versions")
 
     def __init__(self, ends: Any, split: Split, layout: Layout, dim: int) -> None:
         self.ends, self.split, self.layout, self.dim = ends, split, layout, dim
-        self.versions, self.recorder = counted_versions(ends), current()
+        self.versions, self.recorder = counted_versions(ends), weakly(current())
         self._own: Any = None
 
     def holds(self) -> bool:
         """Whether it may be relied on, here and now."""
-        return self.recorder is current() and self.versions is not None and self.versions == counted_versions(self.ends)
+        return (
+            recorded_by(self.recorder, current()) and self.versions is not None and self.versions == counted_versions(self.ends)
+        )
 
     def others(self) -> Any:
         """On each rank whether a row of its block is another's."""

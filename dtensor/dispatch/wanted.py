@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..base.recording import recorded_by
 from ..layout.layout import Layout
 from ..propagation.propagate import Plan
 from ..propagation.schema import Operator
@@ -29,7 +30,7 @@ def wanted_of(x: Any) -> Layout | None:
     """Where an operator wanted ``x``, or the tensor of which it shows some positions."""
     base = None if WANTED in x.__dict__ else x._base
     found = (x if base is None else base).__dict__.get(WANTED)
-    if type(found) is not Wanted or found.recorder is not recording():
+    if type(found) is not Wanted or not recorded_by(found.recorder, recording()):
         return None
     own, at = x._layout, found.layout
     if base is None:

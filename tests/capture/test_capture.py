@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 import dtensor as dt
 from dtensor import DTensor, Partial, PerRank, Replicate, Shard
 from dtensor.capture import capture
+from dtensor.capture.recorder import Recorder
 from dtensor.errors import CaptureError, LayoutError, MixedTensorError
 
 MESH, THREE, GRID = mesh_of(2), mesh_of(3), mesh_of(2, 2)
@@ -593,3 +595,18 @@ def test_replays_compare_gradients_of_one_tensor_that_ranks_use() -> None:
         apart = DTensor.from_local(dt.per_rank([torch.ones(3), torch.zeros(3)]), mesh, [Replicate()])
         with pytest.raises(LayoutError, match="differs between ranks"):
             f(apart)
+
+
+def test_nothing_of_a_recording_stays_but_its_program() -> None:
+    """What is known of tensors that outlive a recording, parameters and buffers, has nothing of who recorded it."""
+    mesh = dt.init_device_mesh("cpu", (2,))
+    weight, buffer = (dt.distribute_tensor(torch.randn(6, 6), mesh, [Shard(0)]) for _ in range(2))
+    weight.requires_grad_()
+    before = {id(one) for one in gc.get_objects() if type(one) is Recorder}
+    f = dt.capture(lambda x: (x @ weight @ buffer).square().mean())
+    for _ in range(3):
+        weight.grad = None
+        f(dt.distribute_tensor(torch.randn(8, 6), mesh, [Shard(0)])).backward()
+    gc.collect()
+    assert f.cache_info().replayed >= 1
+    assert not [one for one in gc.get_objects() if type(one) is Recorder and id(one) not in before]
