@@ -1,7 +1,8 @@
 """Torch's own way from a kernel of ours on, before torch 2.13.
 
-Where a subclass of tensors enters, torch takes down the thread's state, and what takes the subclass to Python looks for it. A
-kernel that stands there in its place takes down nothing: so another operator is entered first, in which the first one goes on.
+Where a tensor enters that is taken to Python (a subclass; under a mode any), torch takes down the thread's state, and looks for
+it there. A kernel that stands there in its place takes down nothing: so another operator is entered first, in which the first one
+goes on.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from ...base.nested import tensors
 from ...base.told import changed
+from ...base.torch_internals import count_dispatch_modes
 
 
 class _Waiting(per_thread):
@@ -31,9 +33,10 @@ _LIBRARY: list[torch.library.Library] = []  # what it declares lasts as long as 
 
 
 def entered(going_on: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What ``going_on(*args, **kwargs)`` gives, inside of an operator on the subclass among the tensors of these."""
-    subclass = next((x for x in tensors([args, kwargs]) if type(x) is not Tensor), None)
-    if subclass is None:
+    """What ``going_on(*args, **kwargs)`` gives, inside of an operator on one of their tensors that is taken to Python."""
+    mode, own = count_dispatch_modes() > 0, Tensor.__torch_dispatch__
+    taken = next((x for x in tensors([args, kwargs]) if mode or type(x).__torch_dispatch__ is not own), None)
+    if taken is None:
         return going_on(*args, **kwargs)
     if not _LIBRARY:
         library = torch.library.Library("dtensor", "FRAGMENT")
@@ -43,7 +46,7 @@ def entered(going_on: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         _LIBRARY.append(library)
         changed("torch.ops.dtensor")
     _WAITING.calls.append(partial(going_on, *args, **kwargs))
-    torch.ops.dtensor.enter(subclass)
+    torch.ops.dtensor.enter(taken)
     return _WAITING.results.pop()
 
 
