@@ -20,15 +20,6 @@ WANTED = "_wanted"  # the attribute of a tensor that was moved
 FORMS = "_forms"  # the attribute of a tensor that has those of its memory, its views' too
 
 
-class OfThisRun:
-    """What neither copies nor files of a tensor take along."""
-
-    __slots__ = ()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return set, ()
-
-
 class Forms:
     """What was moved of one memory: layout that it had -> layout that it was brought to -> local. Layouts and locals are turned
     so that the dims stand as they lie in memory: a matrix and its transpose are one value.
@@ -100,7 +91,7 @@ def current_forms(keeper: Any, part: Any, recorder: Any, versions: Any) -> Forms
     return forms if forms is not None and forms.versions == versions and recorded_by(forms.recorder, recorder) else None
 
 
-class Wanted(OfThisRun):
+class Wanted:
     """The layout that it was moved to, and who recorded that, weakly."""
 
     __slots__ = ("layout", "recorder")

@@ -20,13 +20,12 @@ from ..layout.splits import Split
 from ..propagation.propagate import Plan
 from ..propagation.schema import Operator
 from . import wrapping
-from .forms import OfThisRun
 from .settled import Runner, counted_versions
 
 NAMES = "_names"  # the attribute of a tensor of positions
 
 
-class Names(OfThisRun):
+class Names:
     """By column of a tensor of places how the dim is cut that they are positions of (None: a rank may name others')."""
 
     __slots__ = ("columns", "versions")

@@ -25,7 +25,7 @@ from ..propagation.schema import Operator
 from ..rules.parted import Known, Left, Parted
 from . import wrapping
 from .bind import runner_of
-from .forms import FORMS, WANTED, OfThisRun
+from .forms import FORMS, WANTED
 from .own_names import NAMES, names_of
 from .settled import NESTED, counted_versions, sums_of
 from .steps import Args, Keywords, Runner
@@ -36,10 +36,19 @@ _OWNERSHIPS = "_ownerships"  # of one that says whose rows are whose
 _PASSED = "_passed"  # of one whose terms an operator has passed on
 
 
-class Passed(OfThisRun, frozenset[int]):
+class Passed(frozenset[int]):
     """Mesh dims over which an operator has left terms of a tensor's terms."""
 
     __slots__ = ()
+
+
+class OfThisRun:
+    """What neither copies nor files take along of a plain tensor that has it."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return set, ()
 
 
 class Ownerships(OfThisRun, dict[Any, "Ownership"]):
@@ -92,7 +101,7 @@ class Ownership(OfThisRun):
         return before if first + count == ends.shape[0] else before | (rows >= ends[first + count - 1])
 
 
-class Fact(OfThisRun):
+class Fact:
     """That the rows of a tensor along ``dim`` are parted, as long as its versions are these.
 
     Attributes:
@@ -169,7 +178,7 @@ def by_facts(
                 break
         runner = runners.get(pattern)
         if runner is None:  # of a view whose base was moved more is known than it has in hand
-            pattern = _pattern(operator, operator.bind(args, kwargs))
+            pattern = pattern or _pattern(operator, operator.bind(args, kwargs))
             runner = runners.get(pattern) or runners.keep(pattern, again(args, kwargs))
         return runner(args, kwargs, local_args, local_kwargs)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -58,22 +56,26 @@ class InParts(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        mesh, running = one_dim(device_mesh, self), list[_Run]()
+        mesh, running = one_dim(device_mesh, self), list[tuple[ExitStack, bool]]()
 
         def enter(own: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            running.append(run := _Run())
-            stacks = _stacks(own, mesh)
-            if stacks is None or any(isinstance(seen(x), DTensor) for x in (*args, *kwargs.values())):
-                run.mode.enter_context(implicit_replication())
+            stacks = None if any(isinstance(seen(x), DTensor) for x in (*args, *kwargs.values())) else _stacks(own, mesh)
+            stack = ExitStack()
+            running.append((stack, stacks is not None))
+            if stacks is None:
+                stack.enter_context(implicit_replication())
                 return _each(_whole, mesh, args, kwargs)
-            run.swap(stacks)
+            for (owner, name), parameter in stacks.items():
+                places: dict[str, Any] = owner._parameters
+                stack.callback(places.__setitem__, name, parameter)
+                places[name] = parameter.to_local()
             return _each(_shared, mesh, args, kwargs)
 
         def leave(*_: Any) -> None:
-            running.pop().close()
+            running.pop()[0].close()
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
-        after_forward(module, lambda x: _added(annotated(x, mesh, Partial()) if running[-1].kept else x, mesh))
+        after_forward(module, lambda x: _added(annotated(x, mesh, Partial()) if running[-1][1] else x, mesh))
         module.register_forward_hook(leave, always_call=True)
         return module
 
@@ -89,24 +91,6 @@ class Divided(ParallelStyle):
 
         module.register_forward_pre_hook(enter)
         return module
-
-
-@dataclass
-class _Run:
-    """One pass through a module: what is entered, and the parameters in whose place local tensors stand."""
-
-    mode: ExitStack = field(default_factory=ExitStack)
-    kept: list[tuple[nn.Module, str, DTensor]] = field(default_factory=list)
-
-    def swap(self, stacks: Mapping[tuple[nn.Module, str], DTensor]) -> None:
-        self.kept = [(owner, name, own) for (owner, name), own in stacks.items()]
-        for owner, name, own in self.kept:
-            owner._parameters[name] = own.to_local()  # type: ignore[assignment]  # no parameter
-
-    def close(self) -> None:
-        for owner, name, own in self.kept:
-            owner._parameters[name] = own  # type: ignore[assignment]  # which it is
-        self.mode.close()
 
 
 def _stacks(module: nn.Module, mesh: DeviceMesh) -> dict[tuple[nn.Module, str], DTensor] | None:

@@ -59,7 +59,7 @@ def split(x: Any, size: int, dim: int = 0) -> Any:
 
 def _ahead(x: Any, dim: int) -> tuple[int, Any] | None:
     """The folded dim of ``x`` and its stack, where ``dim`` stands before it and positions are whole; None elsewhere."""
-    found = folded_dim(x) if type(x) is RemoteView else None
+    found = folded_dim(x)
     if found is None or found[2][0] is not None or not -x.ndim <= dim < x.ndim or dim % x.ndim >= found[0]:
         return None
     return found[0], x.unflatten(found[0], (found[1][0], -1))

@@ -15,7 +15,6 @@ from ...layout.layout import Layout
 from ...redistribute.intervals import blocks
 from ..dtensor import DTensor
 from .folded import folded_dim
-from .remote_view import RemoteView
 
 Offset = tuple[int, ...]
 Shape = tuple[int, ...]
@@ -73,7 +72,7 @@ def locals_of(x: Any) -> tuple[torch.Tensor, ...]:
 
 def stack_of(x: Any) -> tuple[DTensor, Stacked] | None:
     """The stack that ``x`` is a view of, and how ``x`` lies by it; None where it lies as its layout says."""
-    found = folded_dim(x) if type(x) is RemoteView else None
+    found = folded_dim(x)
     if found is None or len(found[1]) != 2 or found[2][0] is not None or type(stack := x._origin.base) is not DTensor:
         return None
     return stack, Stacked(stack._layout, found[0])

@@ -218,8 +218,8 @@ def _turned(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 # --- what is folded --------------------------------------------------------------------------------------------------------
-def folded_dim(x: RemoteView) -> tuple[int, tuple[int, ...], Cuts] | None:
-    """The dim of ``x`` that is folded, of which sizes, and how these are cut; None where it is no such view."""
+def folded_dim(x: Any) -> tuple[int, tuple[int, ...], Cuts] | None:
+    """The dim of a view that is folded, of which sizes, and how these are cut; None where it is no such view."""
     folded = _folded(x)
     return None if folded is None or folded.after else (folded.dim, folded.sizes, folded.cuts)
 
