@@ -9,9 +9,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from pictures import with_pictures  # noqa: E402  (MkDocs runs this file by its path)
+from pictures import with_pictures
 
-import dtensor  # noqa: E402
+import dtensor
 
 # Search rank of pages, 1 if not listed: the guide to a word comes before pages that use it often.
 BOOSTS = {
