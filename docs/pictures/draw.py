@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 
 import dtensor as dt
+from dtensor.debug.boxes import boxes_of
+from dtensor.debug.svg import svg_of
 
 COLORS = ("#f6b8b0", "#b5e0c0", "#b7cdf2", "#f3dd9a")  # one for each rank
 GRAY, DARK, LINE = "#e9edf2", "#1c2430", "#44505f"
@@ -158,7 +160,23 @@ def _two_ranks(drawing: Drawing, x: float, y: float, how: str) -> None:
         drawing.box(x, y, 110, 80, GRAY, "ranks 0, 1")
 
 
+def layout_picture(shape: tuple[int, ...], placements: list[dt.Placement]) -> str:
+    """The library's own drawing of a layout on a 2 x 2 mesh, on a light card."""
+    mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    picture = svg_of(boxes_of(dt.Layout.of(mesh, placements, shape))).replace("currentColor", DARK)
+    head, end, body = picture.partition(">")
+    return f'{head}{end}<rect width="100%" height="100%" rx="8" fill="#fbfcfe"/>{body}\n'
+
+
 if __name__ == "__main__":
     here = Path(__file__).parent
+    rows, columns, whole = dt.Shard(0), dt.Shard(1), dt.Replicate()
+    for name, shape, placements in (
+        ("rows_on_dp", (5, 3), [rows, whole]),
+        ("rows_and_columns", (5, 4), [rows, columns]),
+        ("batch_on_dp", (8, 17), [rows, whole]),
+        ("weight_on_tp", (128, 32), [whole, rows]),
+    ):
+        (here / f"{name}.svg").write_text(layout_picture(shape, placements))
     for name, draw in (("uneven_layout", uneven_layout), ("operator_call", operator_call), ("rule_factors", rule_factors)):
         (here / f"{name}.svg").write_text(draw().svg())
