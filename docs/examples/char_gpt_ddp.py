@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpt_model import loss_of
-from one_device import compare, model, text
+from one_device import compare, model, needs, text
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -82,6 +82,7 @@ def alone(epochs: int) -> list[float]:
 
 
 def main() -> None:
+    needs(4)
     mesh = dt.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     folder: list[Any] = [tempfile.mkdtemp() if mesh.get_rank() == 0 else None]
     if dist.is_initialized():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 from gpt_model import loss_of
-from one_device import compare, mean, mine, model, text, train
+from one_device import compare, mean, mine, model, needs, text, train
 
 import dtensor as dt
 from dtensor.experimental import context_parallel
@@ -19,6 +19,7 @@ from dtensor.fsdp import fully_shard
 
 
 def main() -> None:
+    needs(4)
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     batches, losses = text(steps=4, size=4), []
     sharded = fully_shard(model(), mesh=mesh.flatten("dp_cp"))

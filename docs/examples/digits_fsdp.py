@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from one_device import compare
+from one_device import compare, needs
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -87,6 +87,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=4)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    needs(2)
     mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     model = net()
     for unit in units_by_size(model, 1000):

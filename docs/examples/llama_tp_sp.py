@@ -9,7 +9,7 @@ part of the vocabulary, of which cross-entropy is computed as it lies. The model
 from __future__ import annotations
 
 from gpt_model import loss_of
-from one_device import compare, mean, model, text, train
+from one_device import compare, mean, model, needs, text, train
 
 import dtensor as dt
 from dtensor import Replicate, Shard
@@ -43,6 +43,7 @@ PLAN: dict[str, ParallelStyle] = {
 
 
 def main() -> None:
+    needs(4)
     mesh = dt.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     batches = text(steps=8, size=4)
     sharded = parallelize_module(model(), mesh["tp"], PLAN)

@@ -14,7 +14,7 @@ import sys
 import torch
 import torch.distributed as dist
 from gpt_model import GPT, Config, loss_of, rotary_angles
-from one_device import CONFIG, compare, mean, mine, model, text, train
+from one_device import CONFIG, compare, mean, mine, model, needs, text, train
 from torch import nn
 
 import dtensor as dt
@@ -64,6 +64,7 @@ def measure(mesh: dt.DeviceMesh) -> None:
 
 
 def main() -> None:
+    needs(2)
     mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     if "--billion" in sys.argv:
         measure(mesh)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from gpt_model import GPT, loss_of
 from llama_tp_sp import PLAN
-from one_device import compare, mean, mine, model, text, train
+from one_device import compare, mean, mine, model, needs, text, train
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
@@ -49,6 +49,7 @@ class Stage(nn.Module):
 
 
 def main() -> None:
+    needs(8)
     mesh = dt.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
     if mesh.kind == "in_process":
         sys.exit("a pipeline needs processes: torchrun --nproc-per-node 8 docs/examples/pipeline_3d.py")

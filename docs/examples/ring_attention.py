@@ -9,7 +9,7 @@ alike passes blocks of keys around, and no rank ever holds more of the sequence 
 from __future__ import annotations
 
 from gpt_model import loss_of
-from one_device import compare, model, text, train
+from one_device import compare, model, needs, text, train
 
 import dtensor as dt
 from dtensor import Shard
@@ -17,6 +17,7 @@ from dtensor.debug import CommDebugMode
 
 
 def main() -> None:
+    needs(4)
     mesh = dt.init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
     batches = text(steps=6, size=1)
     distributed = [[dt.distribute_tensor(x, mesh, [Shard(1)]) for x in batch] for batch in batches]

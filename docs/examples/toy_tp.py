@@ -9,7 +9,7 @@ under sequence parallelism each has its own rows, which are gathered before the 
 from __future__ import annotations
 
 import torch
-from one_device import Batch, compare, mean, mine, train
+from one_device import Batch, compare, mean, mine, needs, train
 from torch import Tensor, nn
 
 import dtensor as dt
@@ -32,6 +32,7 @@ def loss_of(out: Tensor, target: Tensor) -> Tensor:
 
 
 def main() -> None:
+    needs(4)
     mesh = dt.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     batches = data(steps=6)
     alone = train(toy(), batches, loss_of)

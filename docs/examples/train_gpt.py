@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpt_model import GPT, Config, loss_of
+from one_device import needs
 from torch import Tensor, nn
 
 import dtensor as dt
@@ -118,6 +119,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
 
+    needs(4)
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     first = mesh.get_rank() == 0
     say: Callable[..., None] = print if first else lambda *_: None

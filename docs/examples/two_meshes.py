@@ -9,7 +9,7 @@ every rank runs all lines, and has nothing to compute where it holds no part. Gr
 from __future__ import annotations
 
 from gpt_model import GPT, loss_of
-from one_device import compare, model, text, train
+from one_device import compare, model, needs, text, train
 from torch import Tensor, nn
 
 import dtensor as dt
@@ -52,6 +52,7 @@ class OnTwoMeshes(nn.Module):
 
 
 def main() -> None:
+    needs(4)
     everywhere = dt.init_device_mesh("cpu", (4,))
     first, second = dt.DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",)), dt.DeviceMesh("cpu", [2, 3], mesh_dim_names=("tp",))
     batches = text(steps=6, size=4)

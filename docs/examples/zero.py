@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import torch
 from gpt_model import loss_of
-from one_device import compare, mean, mine, model, text, train
+from one_device import compare, mean, mine, model, needs, text, train
 
 import dtensor as dt
 from dtensor.parallel import ZeroRedundancyOptimizer, replicate
 
 
 def main() -> None:
+    needs(4)
     mesh = dt.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     batches = text(steps=8, size=8)
     replicated = replicate(model(), mesh)
