@@ -160,6 +160,26 @@ def _two_ranks(drawing: Drawing, x: float, y: float, how: str) -> None:
         drawing.box(x, y, 110, 80, GRAY, "ranks 0, 1")
 
 
+def layers() -> Drawing:
+    """The layers of the package, lowest at the bottom; imports go down only."""
+    drawing = Drawing(760, 382, "The layers of the package; imports go down only")
+    rows = (
+        ("extensions", "checkpoint  plan  capture  testing  debug  clusters  sharding_spec", COLORS[0]),
+        ("models", "parallel/tensor  parallel/data", COLORS[0]),
+        ("tensor", "tensor  tensor/views  tensor/composites  interop", COLORS[3]),
+        ("dispatch", "dispatch: plan cache, steps", COLORS[3]),
+        ("planning", "rules  rules/aten  redistribute  propagation  cost  random", COLORS[2]),
+        ("values, collectives", "mesh  layout  comm  ranks  placement", COLORS[1]),
+        ("base", "errors  base  watch", COLORS[1]),
+    )
+    for i, (name, folders, color) in enumerate(rows):
+        drawing.text(176, 46 + 46 * i, name, "end", mono=False, bold=True)
+        drawing.box(190, 24 + 46 * i, 520, 38, color, folders)
+    drawing.arrow((730, 30), (730, 334))
+    drawing.text(450, 366, "a file imports from its own folder and from layers below", mono=False)
+    return drawing
+
+
 def layout_picture(shape: tuple[int, ...], placements: list[dt.Placement]) -> str:
     """The library's own drawing of a layout on a 2 x 2 mesh, on a light card."""
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -178,5 +198,10 @@ if __name__ == "__main__":
         ("weight_on_tp", (128, 32), [whole, rows]),
     ):
         (here / f"{name}.svg").write_text(layout_picture(shape, placements))
-    for name, draw in (("uneven_layout", uneven_layout), ("operator_call", operator_call), ("rule_factors", rule_factors)):
+    for name, draw in (
+        ("uneven_layout", uneven_layout),
+        ("operator_call", operator_call),
+        ("rule_factors", rule_factors),
+        ("layers", layers),
+    ):
         (here / f"{name}.svg").write_text(draw().svg())

@@ -49,7 +49,7 @@ def register_sharding(
 def register_sharding(op: Any, notation: str | by | None = None, *, samples: Sequence[Any] = (), **words: Any) -> Any:
     """Declare how ``op`` may be sharded: by notation, in one call; or, without one, as a decorator of a table of placements.
 
-    The notation and its words are those of the library's own rules (``docs/rules.md`` has the table). A rule that the library has
+    The notation and its words are those of the library's own rules (``docs/sharding_rules.md`` has the table). A rule that the library has
     for the op is replaced until :func:`unregister_sharding`. Check yours with ``dtensor.testing.verify_rule(op)``.
 
     Args:
