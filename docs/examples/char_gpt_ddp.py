@@ -1,9 +1,9 @@
-"""A character GPT trained by data parallelism, with a data loader, snapshots and resuming: minGPT's trainer, in one short file.
+"""A character GPT trained by data parallelism, with a data loader, snapshots and resume: minGPT's trainer in one file.
 
     python docs/examples/char_gpt_ddp.py          or          torchrun --nproc-per-node 4 docs/examples/char_gpt_ddp.py
 
-The trainer runs an epoch, is thrown away, and another one resumes from the snapshot and runs the second. One device reads the
-same batches: their order does not depend on the number of ranks.
+The trainer runs one epoch and is discarded. Another trainer resumes from the snapshot and runs the second epoch. One device
+reads the same batches, because their order does not depend on the number of ranks.
 """
 
 from __future__ import annotations

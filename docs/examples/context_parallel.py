@@ -1,10 +1,9 @@
 """Long sequences with models on local tensors, as torchtitan's programs are written: FSDP over ranks that share sequences.
 
-    python docs/examples/context_parallel.py    or    torchrun --nproc-per-node 4 docs/examples/context_parallel.py
+    python docs/examples/context_parallel.py          or          torchrun --nproc-per-node 4 docs/examples/context_parallel.py
 
-Each rank of ``dp`` has batches of its own; the ranks of ``cp`` share a batch, each has an early and a late part of its
-sequences, and attention passes keys around. Parameters are cut over all ranks, and their gradients are those of the mean of all
-losses.
+Each rank of ``dp`` has its own batches. The ranks of ``cp`` share a batch: each has an early and a late part of its sequences,
+and attention sends keys around a ring. Parameters are sharded over all ranks. Their gradients are those of the mean loss.
 """
 
 from __future__ import annotations

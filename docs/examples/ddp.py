@@ -1,4 +1,4 @@
-"""Distributed data parallelism: whole parameters everywhere, gradients averaged in buckets while backward runs.
+"""Distributed data parallelism: replicated parameters, gradients averaged in buckets during the backward pass.
 
 python docs/examples/ddp.py          or          torchrun --nproc-per-node 4 docs/examples/ddp.py
 """

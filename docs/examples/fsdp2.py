@@ -2,7 +2,7 @@
 
     python docs/examples/fsdp2.py          or          torchrun --nproc-per-node 2 docs/examples/fsdp2.py
 
-After half of the steps the model and the optimizer are saved, and a second model, built anew, goes on from there.
+After half of the steps the model and the optimizer are saved. A second model, built anew, continues from there.
 """
 
 from __future__ import annotations

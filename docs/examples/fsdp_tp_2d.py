@@ -2,8 +2,8 @@
 
     python docs/examples/fsdp_tp_2d.py          or          torchrun --nproc-per-node 4 docs/examples/fsdp_tp_2d.py
 
-A weight is cut over "tp" first, then each tensor-parallel part over "dp": the placements say so by their level. Each "dp" rank
-has its own part of the batch; gradients are averaged by one reduce-scatter per block.
+A weight is sharded over "tp" first, then each tensor-parallel shard over "dp"; the placements say so by their level. Each
+"dp" rank has its own part of the batch. One reduce-scatter for each block averages the gradients.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hybrid sharded data parallelism over tensor parallelism: parameters copied over one mesh dim, cut over the two others.
+"""Hybrid sharded data parallelism over tensor parallelism: parameters replicated over one mesh dim, sharded over two.
 
 python docs/examples/hsdp_3d.py          or          torchrun --nproc-per-node 8 docs/examples/hsdp_3d.py
 """

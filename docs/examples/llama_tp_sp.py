@@ -2,8 +2,8 @@
 
     python docs/examples/llama_tp_sp.py          or          torchrun --nproc-per-node 4 docs/examples/llama_tp_sp.py
 
-Between blocks each rank holds a part of the sequence; inside, a part of the heads and of the hidden features; of the logits a
-part of the vocabulary, of which cross-entropy is computed as it lies. The model (gpt_model.py) is plain torch.
+Between blocks each rank has a part of the sequence. Inside a block it has a part of the heads and of the hidden features. Logits
+are sharded over the vocabulary, and cross-entropy is computed without gathering them. The model (gpt_model.py) is plain PyTorch.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def model() -> GPT:
 
 
 def mine(x: Tensor, mesh: dt.DeviceMesh, *names: str) -> Tensor:
-    """Each rank's part of a batch, cut along its first dim over the named mesh dims: a ``per_rank`` tensor in one process."""
+    """Return each rank's part of a batch, sharded along dim 0 over the named mesh dims: a ``PerRank`` tensor in one process."""
     dims = [mesh.dim_index(name) for name in names]
     parts = x.chunk(math.prod(mesh.shape[dim] for dim in dims))
 

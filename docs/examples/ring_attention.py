@@ -1,9 +1,9 @@
-"""Context parallelism for long sequences: every rank has a part of the sequence, keys and values travel around the ring.
+"""Context parallelism for long sequences: every rank has a part of the sequence, keys and values go around a ring.
 
     python docs/examples/ring_attention.py          or          torchrun --nproc-per-node 4 docs/examples/ring_attention.py
 
-The model is plain torch. Its tokens are cut along time, its parameters are copied; attention of queries and keys that are cut
-alike passes blocks of keys around, and no rank ever holds more of the sequence than its own block and the one that arrives.
+The model is plain PyTorch. Tokens are sharded along time, parameters are replicated. Attention with queries and keys sharded in
+the same way sends blocks of keys around. A rank holds only its own block of the sequence and the one that arrives.
 """
 
 from __future__ import annotations

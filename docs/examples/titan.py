@@ -1,9 +1,9 @@
-"""Two dims of parallelism, recomputed activations and a schedule of learning rates: how torchtitan trains a Llama.
+"""Two dims of parallelism, activation checkpointing and a learning-rate schedule: how torchtitan trains a Llama.
 
     python docs/examples/titan.py          or          torchrun --nproc-per-node 4 docs/examples/titan.py
 
-In its order: tensor and sequence parallelism by a plan, activation checkpointing of each block, then each block fully sharded.
-Gradients are accumulated over two microbatches of a step, and clipped by their global norm.
+The order is torchtitan's: tensor and sequence parallelism by a plan, activation checkpointing of each block, then each block
+fully sharded. Gradients are accumulated over two microbatches and clipped by their global norm.
 """
 
 from __future__ import annotations
