@@ -129,7 +129,7 @@ class Origin:
 
     @property
     def shows(self) -> str | None:
-        """See :class:`Facts`."""
+        """Return the trait ``Facts.shows`` of the operator (``dtensor.rules.facts``)."""
         return facts_of(self.operator.func).shows
 
 
