@@ -13,6 +13,7 @@ from torch import nn
 from ..base.extensions import pictured
 from ..base.modes import implicit_replication
 from ..base.torch_internals import tree_leaves, tree_map
+from ..base.units import bytes_text, seconds_text
 from ..errors import ArgumentError, PlanError
 from ..mesh.create import dry_run_of
 from ..mesh.device_mesh import DeviceMesh
@@ -62,8 +63,8 @@ class Sharding:
 
     def __str__(self) -> str:
         head = (
-            f"on a mesh of {'x'.join(map(str, self.mesh))}: {self.seconds * 1e3:.3f} ms a step, {self.nbytes:,} B received and "
-            f"{self.memory / 2**30:.2f} GiB held per rank"
+            f"on a mesh of {'x'.join(map(str, self.mesh))}: {seconds_text(self.seconds)} a step, {bytes_text(self.nbytes)} "
+            f"received and peak memory {bytes_text(self.memory)} per rank"
         )
         lines = [f"  {name}: {', '.join(spelled(places))}" for name, places in self.placements.items()]
         return "\n".join([head, *lines, *(f"  batch {i}: {', '.join(spelled(places))}" for i, places in enumerate(self.batch))])
@@ -176,8 +177,8 @@ def _found(program: _Program, start: list[Option], memory: float, seconds: float
     plan, taken = min(plans, key=lambda made: (max(made[0].peak_bytes, memory), made[0].seconds))
     if plan.peak_bytes > memory:
         raise PlanError(
-            f"auto_shard: the least memory found is {plan.peak_bytes:,} B per rank, in {plan.peak_at}, "
-            f"more than memory={memory:,.0f}"
+            f"auto_shard: no placements within memory={memory:,.0f} bytes per rank were found; the smallest peak is "
+            f"{plan.peak_bytes:,} bytes, in {plan.peak_at}. Use a larger mesh, a smaller batch or more memory="
         )
 
     def places(number: int | None, ndim: int = mesh.ndim) -> Places:

@@ -168,6 +168,7 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str], tmp_path
     assert "690 of 989 TFLOP/s, 80 GB at 3000 GB/s; nodes of 8: inside 360 GB/s, between 40 GB/s" in lines[1]
     assert len(lines) == 6
     assert len({len(line) for line in lines[2:]}) == 1
+    assert lines[2].split()[:4] == ["mesh", "recomputed", "step", "s"]
     assert not plot or drawn.stat().st_size > 1000
 
 
