@@ -120,7 +120,7 @@ def _boxes_of_layout(layout: Layout) -> Boxes:
 def _boxes_of_mesh(mesh: DeviceMesh) -> Boxes:
     """Return the ranks of a mesh by coordinate; for a submesh, the ranks of all submeshes along the other mesh dims."""
     names = mesh.named(range(mesh.ndim))
-    title = f"mesh of {mesh.device_type}: " + ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
+    title = f"{mesh.device_type} mesh: " + ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
     if mesh.size() > MOST:
         return Boxes(title, (), remark=f"{mesh.size():,} ranks")
     cells = {

@@ -210,7 +210,7 @@ def _recorded(what: Any, mesh: DeviceMesh, example: Any, loss: Any, optimizer_by
                 run()
         recorder.finish()
         if recorder.graph.mesh is None:
-            raise PlanError("auto_shard: the step uses no module that it names, is bound to or is given")
+            raise PlanError("auto_shard: the step uses no module that it refers to, is a method of, or gets as an argument")
         named = {**there.parameters, **there.states}
         for x in [*there.all, *named.values()]:
             if (number := _number(recorder, x)) is not None:
@@ -231,7 +231,9 @@ def _loss_of(made: Any, loss: Any) -> torch.Tensor:
         return loss(made)
     found = getattr(made, "loss", made)
     if not isinstance(found, torch.Tensor):
-        raise ArgumentError("auto_shard: the model gives no loss; pass loss=, a function from its result to a number")
+        raise ArgumentError(
+            "auto_shard: the model does not return a loss; pass loss=, a function from the result of the model to a scalar"
+        )
     return found if not found.ndim else found.float().mean()
 
 

@@ -57,7 +57,7 @@ def planned(
     made, graph = recorded(step, args, kwargs)
     mesh = graph.mesh
     if mesh is None:
-        raise PlanError("plan: the program has no calls on DTensors")
+        raise PlanError("plan: the program calls no operator on a DTensor")
     return made, agreed(mesh, lambda: plan_of(graph, seconds, memory))
 
 

@@ -133,7 +133,7 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_what_never_fits_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "llama3-405b", "--ranks", "8", "--batch", "8"]) == 2
-    assert "no tp x cp x pp x dp of 8 ranks" in capsys.readouterr().err
+    assert "no layout tp x cp x pp x dp of 8 ranks" in capsys.readouterr().err
 
 
 @pytest.mark.slow

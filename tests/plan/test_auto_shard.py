@@ -99,7 +99,7 @@ def test_weights_are_cut_where_memory_binds() -> None:
     cut = [sum(sizes[name] for name, places in way.placements.items() if places != (R,)) for way in (bound, free)]
     assert cut[0] > cut[1]
     assert bound.seconds >= free.seconds
-    with pytest.raises(dt.errors.PlanError, match="least memory"):
+    with pytest.raises(dt.errors.PlanError, match="the smallest peak is"):
         found(2048, 64, 512, memory=1000.0)
 
 

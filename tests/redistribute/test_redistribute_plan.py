@@ -274,7 +274,7 @@ def test_means_of_integers_are_refused_with_a_remedy() -> None:
 
 
 def test_complex_numbers_have_no_maximum() -> None:
-    with pytest.raises(LayoutError, match="no order"):
+    with pytest.raises(LayoutError, match="not ordered"):
         planned(mesh_of(2), [Partial("max")], [R], dtype=torch.complex64)
 
 

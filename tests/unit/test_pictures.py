@@ -111,9 +111,9 @@ def test_a_terminal_gets_colours_and_a_file_gets_text(
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.delenv("COLORTERM", raising=False)
-    visualize_sharding(MESH)  # in 8 colors: 46 is cyan, 43 yellow
+    visualize_sharding(MESH["dp", "tp"])  # in 8 colors: 46 is cyan, 43 yellow
     said = capsys.readouterr().out
-    assert re.search("\x1b\\[30;46m +0 +\x1b\\[0m\x1b\\[30;43m +1 ", said), said
+    assert re.search("\x1b\\[30;46m +0, 6 +\x1b\\[0m\x1b\\[30;43m +1, 7 ", said), said
     monkeypatch.setenv("NO_COLOR", "1")
     visualize_sharding(x)
     assert "\x1b" not in capsys.readouterr().out

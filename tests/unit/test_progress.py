@@ -30,14 +30,9 @@ class Lines:
         pass
 
 
-@pytest.fixture
-def stderr(monkeypatch: pytest.MonkeyPatch) -> Lines:
-    lines = Lines()
-    monkeypatch.setattr(sys, "stderr", lines)
-    return lines
-
-
-def test_long_work_reports_how_much_is_done(stderr: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_work_reports_how_much_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = Lines()
+    monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setattr(module, "_FIRST", 0.0)
     monkeypatch.setattr(module, "_NEXT", 0.001)
     done = []
@@ -49,7 +44,9 @@ def test_long_work_reports_how_much_is_done(stderr: Lines, monkeypatch: pytest.M
     assert "verifying: 2 of 3, 0 s\n" in stderr.text
 
 
-def test_short_work_reports_nothing(stderr: Lines) -> None:
+def test_short_work_reports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = Lines()
+    monkeypatch.setattr(sys, "stderr", stderr)
     assert list(progress(range(3), 3, "verifying")) == [0, 1, 2]
     with pytest.raises(ZeroDivisionError), reporting(lambda: "planning"):
         _ = 1 / 0
