@@ -248,8 +248,8 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
         if entry.operator.name == "c10d::broadcast_" and not wrapper and _replicated(args[0]):
             return _broadcast
         raise UnsupportedOperationError(
-            f"{entry.operator.name} of a DTensor: collectives of torch.distributed combine what the ranks hold, and a DTensor "
-            f"is one value; use x.redistribute(placements=...), or give it the piece: x.to_local(){wrapper}"
+            f"{entry.operator.name} got a DTensor, but collectives of torch.distributed take local tensors; "
+            f"use x.redistribute(placements=...), or pass the local tensor: x.to_local(){wrapper}"
         )
     if tracing.under_way():
         args = tuple([stand_in(value, i in entry.scalar_positions) for i, value in enumerate(args)])

@@ -381,7 +381,7 @@ def _as_made(plan: Plan, layout: Any, value: Any) -> Any:
             ("nested", "keep the padding (enable_nested_tensor=False)") if value.is_nested else ("sparse", "pass sparse=False")
         )
         raise UnsupportedOperationError(
-            f"{plan.call.func} would give a {kind} tensor, which no DTensor is; {other}, or use x.full_tensor()"
+            f"{plan.call.func} would return a {kind} tensor, which is not supported as a DTensor; {other}, or use x.full_tensor()"
         )
     if plan.how == "gather" or layout is None:
         layout = _whole(plan, value)  # the local is the global one, whatever planning knew of it
@@ -408,8 +408,8 @@ def resized_to(target: Any, value: Any) -> Any:
     """
     if target._base is not None and target.numel():
         raise UnsupportedOperationError(
-            f"out= is a view of shape {tuple(target.shape)} and the result has shape {tuple(value.shape)}: a view is not resized "
-            "in the memory of its base; give one of the result's shape, or a tensor of its own"
+            f"out= is a view of shape {tuple(target.shape)}, the result has shape {tuple(value.shape)}, and a "
+            "view cannot be resized; pass an out= of the shape of the result, or one that is not a view"
         )
     target.data = value
     return target

@@ -109,8 +109,8 @@ def run_outside_mesh(plan: Plan, operator: Operator, form: Form) -> Runner | Non
             return plan.rule.absent
         if _DATA_DECIDES.intersection(plan.call.func.tags):
             raise UnsupportedOperationError(
-                f"{operator.name} depends on data, of which this rank, outside of {plan.call.mesh!r}, has none; "
-                "redistribute first"
+                f"{operator.name} depends on values, and this rank has none because it is not part of "
+                f"{plan.call.mesh!r}; redistribute to a mesh with this rank first"
             )
         given = (x.device for x in (*local_args, *local_kwargs.values()) if isinstance(x, torch.Tensor))
         device = kwargs.get("device") or next(given, None)

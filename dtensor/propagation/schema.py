@@ -88,7 +88,7 @@ class Operator:
             found = getattr(packet, overload)
             if tuple(a.name for a in found._schema.arguments) == self.names and _kinds(found) == _kinds(self.func):
                 return found
-        raise NotImplementedError(f"{self.name} has no form that gives a new tensor")
+        raise NotImplementedError(f"{self.name} has no out-of-place variant")
 
     def call(self, bound: dict[str, Any], func: Any = None) -> Any:
         """Call the overload (or ``func``, a function with its signature but for ``out=``) with arguments by name."""
@@ -130,7 +130,7 @@ class Form:
         """Where an argument stands that was given."""
         place = self.given(name)
         if place is None:
-            raise LookupError(f"{self.operator.name}: {name} was left out")
+            raise LookupError(f"{self.operator.name}: the argument {name} was not passed")
         return place
 
     @property

@@ -257,8 +257,8 @@ def _restriding(operator: Operator, plan: Plan) -> Runner:
             if offset is not None and x._begins:
                 if offset < x._begins:
                     raise LayoutError(
-                        f"as_strided from {offset} of a view that begins at {x._begins}: torch.inference_mode() does not tell of "
-                        "what tensor it is a view; call as_strided of that one"
+                        f"as_strided from offset {offset} of a view that starts at offset {x._begins}: under "
+                        "torch.inference_mode() the base of the view is unknown; call as_strided on the base"
                     )
                 found = plan_of(operator, args, {})
             if not own_strides(found.call):
