@@ -208,11 +208,11 @@ def test_comm_debug_mode_counts_its_block_and_nests() -> None:
     assert outer.get_comm_counts()["broadcast"] == 0
     assert inner.get_comm_bytes()["all_gather"] == 2 * 2 * 16
     assert [line.split() for line in str(outer).splitlines()] == [
-        ["collective", "over", "ranks", "count", "bytes", "received", "per", "rank"],
-        ["all_reduce", "dp", "2", "1", "16"],
-        ["all_gather", "tp", "3", "2", "64"],
-        ["all_reduce", "dp+tp", "6", "1", "27"],
-        ["total", "4", "107"],
+        ["collective", "over", "ranks", "count", "received", "per", "rank"],
+        ["all_reduce", "dp", "2", "1", "16", "B"],
+        ["all_gather", "tp", "3", "2", "64", "B"],
+        ["all_reduce", "dp+tp", "6", "1", "27", "B"],
+        ["total", "4", "107", "B"],
     ]
 
 

@@ -134,7 +134,7 @@ NAMED = dtensor.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 PREPARE = dtensor.parallel.PrepareModuleInput(input_layouts=dtensor.Shard(0), desired_input_layouts=dtensor.Replicate())
 SAID: dict[str, tuple[type[Exception], Any]] = {
     "two mesh dims have the same name": (RuntimeError, lambda: dtensor.DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("a", "a"))),
-    "needs . mesh_dim_names": (
+    "needs 1 mesh_dim_names": (
         RuntimeError,
         lambda: dtensor.init_device_mesh("cpu", (4,), mesh_dim_names=("a", "b")),
     ),
