@@ -1,9 +1,9 @@
-"""A character GPT trained by data parallelism, with a data loader, snapshots and resuming: minGPT's trainer, in one short file.
+"""A character GPT trained by data parallelism, with a data loader, snapshots and resume: minGPT's trainer in one file.
 
     python docs/examples/char_gpt_ddp.py          or          torchrun --nproc-per-node 4 docs/examples/char_gpt_ddp.py
 
-The trainer runs an epoch, is thrown away, and another one resumes from the snapshot and runs the second. One device reads the
-same batches: their order does not depend on the number of ranks.
+The trainer runs one epoch and is discarded. Another trainer resumes from the snapshot and runs the second epoch. One device
+reads the same batches, because their order does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpt_model import loss_of
-from one_device import compare, model, text
+from one_device import compare, model, needs, text
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -82,6 +82,7 @@ def alone(epochs: int) -> list[float]:
 
 
 def main() -> None:
+    needs(4)
     mesh = dt.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     folder: list[Any] = [tempfile.mkdtemp() if mesh.get_rank() == 0 else None]
     if dist.is_initialized():

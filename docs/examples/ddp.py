@@ -1,4 +1,4 @@
-"""Distributed data parallelism: whole parameters everywhere, gradients averaged in buckets while backward runs.
+"""Distributed data parallelism: replicated parameters, gradients averaged in buckets during the backward pass.
 
 python docs/examples/ddp.py          or          torchrun --nproc-per-node 4 docs/examples/ddp.py
 """
@@ -6,13 +6,14 @@ python docs/examples/ddp.py          or          torchrun --nproc-per-node 4 doc
 from __future__ import annotations
 
 from gpt_model import loss_of
-from one_device import compare, mean, mine, model, text, train
+from one_device import compare, mean, mine, model, needs, text, train
 
 import dtensor as dt
 from dtensor.parallel import replicate
 
 
 def main() -> None:
+    needs(4)
     mesh = dt.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     batches = text(steps=8, size=8)
     losses = train(

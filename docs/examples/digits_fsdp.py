@@ -2,9 +2,9 @@
 
     python docs/examples/digits_fsdp.py          or          torchrun --nproc-per-node 2 docs/examples/digits_fsdp.py
 
-The digits are scikit-learn's (1,797 of 8 x 8 pixels; `pip install 'dtensor[examples]'`). The batch is a DTensor cut over the
-ranks, so the loss is that of the whole batch, and dropout draws what one device draws: in float64 the losses are equal, not
-only alike. The last batch of an epoch is uneven. Units are chosen by size, as `size_based_auto_wrap_policy` does.
+The digits are scikit-learn's (1,797 of 8 x 8 pixels; `pip install 'dtensor[examples]'`). The batch is a DTensor, sharded over
+the ranks, so the loss is that of the global batch. Dropout has the values of one device, so losses in float64 are equal. The
+last batch of an epoch is uneven. Units are chosen by size, as `size_based_auto_wrap_policy` does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from one_device import compare
+from one_device import compare, needs
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -58,7 +58,7 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def run(model: nn.Module, epochs: int, mesh: dt.DeviceMesh | None = None) -> tuple[list[float], float]:
-    """(mean loss of every epoch, accuracy on what was not trained with). The loop does not care where tensors lie."""
+    """(mean loss of every epoch, accuracy on what was not trained with). The loop does not depend on placements."""
     images, labels, test_images, test_labels = digits()
     given: Any = (lambda x: x) if mesh is None else lambda x: dt.distribute_tensor(x, mesh, [Shard(0)])
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
@@ -87,6 +87,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=4)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    needs(2)
     mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     model = net()
     for unit in units_by_size(model, 1000):
@@ -94,9 +95,9 @@ def main() -> None:
     losses, accuracy = run(model, options.epochs, mesh)
     alone_losses, alone_accuracy = run(net(), options.epochs)
     if mesh.get_rank() == 0:
-        whole = sum(p.layout.nbytes for p in model.parameters())
+        total = sum(p.layout.nbytes for p in model.parameters())
         held = sum(p.layout.max_local_nbytes for p in model.parameters())
-        print(f"parameters: {whole / 1024:.0f} KiB, of which one rank holds {held / 1024:.0f} KiB")
+        print(f"parameters: {total / 1024:.0f} KiB, of which one rank holds {held / 1024:.0f} KiB")
         print(f"accuracy: {accuracy:.4f} on the mesh, {alone_accuracy:.4f} on one device")
     compare("digits", losses, alone_losses, tolerance=1e-6)
     if abs(accuracy - alone_accuracy) > 0.01:

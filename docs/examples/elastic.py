@@ -1,4 +1,4 @@
-"""Training that comes back: killed anywhere and started again, on as many ranks as there are, with the losses of one long run.
+"""Elastic training: killed anywhere and restarted on any number of ranks, with the losses of one long run.
 
 python docs/examples/elastic.py     or     torchrun --standalone --nproc-per-node 4 --max-restarts 9 docs/examples/elastic.py
 """

@@ -2,7 +2,7 @@
 
     python docs/examples/fsdp2.py          or          torchrun --nproc-per-node 2 docs/examples/fsdp2.py
 
-After half of the steps the model and the optimizer are saved, and a second model, built anew, goes on from there.
+After half of the steps the model and the optimizer are saved. A second model, built anew, continues from there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from gpt_model import loss_of
 from meta_start import started
-from one_device import CONFIG, Batch, compare, mean, mine, model, text
+from one_device import CONFIG, Batch, compare, mean, mine, model, needs, text
 from torch import nn
 
 import dtensor as dt
@@ -54,6 +54,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Batc
 
 
 def main() -> None:
+    needs(2)
     mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     batches = text(steps=STEPS, size=8)
     folder: list[Any] = [tempfile.mkdtemp() if mesh.get_rank() == 0 else None]

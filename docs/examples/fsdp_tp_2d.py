@@ -2,15 +2,15 @@
 
     python docs/examples/fsdp_tp_2d.py          or          torchrun --nproc-per-node 4 docs/examples/fsdp_tp_2d.py
 
-A weight is cut over "tp" first, then each tensor-parallel part over "dp": the placements say so by their level. Each "dp" rank
-has its own part of the batch; gradients are averaged by one reduce-scatter per block.
+A weight is sharded over "tp" first, then each tensor-parallel shard over "dp"; the placements say so by their level. Each
+"dp" rank has its own part of the batch. One reduce-scatter for each block averages the gradients.
 """
 
 from __future__ import annotations
 
 from gpt_model import loss_of
 from llama_tp_sp import PLAN
-from one_device import compare, mean, mine, model, text, train
+from one_device import compare, mean, mine, model, needs, text, train
 
 import dtensor as dt
 from dtensor import Replicate
@@ -18,6 +18,7 @@ from dtensor.parallel import fully_shard, parallelize_module
 
 
 def main() -> None:
+    needs(4)
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     batches = text(steps=8, size=4)
     sharded = parallelize_module(model(), mesh["tp"], PLAN)

@@ -1,4 +1,4 @@
-"""Hybrid sharded data parallelism over tensor parallelism: parameters copied over one mesh dim, cut over the two others.
+"""Hybrid sharded data parallelism over tensor parallelism: parameters replicated over one mesh dim, sharded over two.
 
 python docs/examples/hsdp_3d.py          or          torchrun --nproc-per-node 8 docs/examples/hsdp_3d.py
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from gpt_model import loss_of
 from llama_tp_sp import PLAN
-from one_device import compare, mean, mine, model, text, train
+from one_device import compare, mean, mine, model, needs, text, train
 
 import dtensor as dt
 from dtensor import Replicate
@@ -15,6 +15,7 @@ from dtensor.parallel import fully_shard, parallelize_module
 
 
 def main() -> None:
+    needs(8)
     mesh = dt.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("ddp", "fsdp", "tp"))
     batches = text(steps=4, size=8)
     sharded = parallelize_module(model(), mesh["tp"], PLAN)

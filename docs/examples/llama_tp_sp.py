@@ -2,14 +2,14 @@
 
     python docs/examples/llama_tp_sp.py          or          torchrun --nproc-per-node 4 docs/examples/llama_tp_sp.py
 
-Between blocks each rank holds a part of the sequence; inside, a part of the heads and of the hidden features; of the logits a
-part of the vocabulary, of which cross-entropy is computed as it lies. The model (gpt_model.py) is plain torch.
+Between blocks each rank has a part of the sequence. Inside a block it has a part of the heads and of the hidden features. Logits
+are sharded over the vocabulary, and cross-entropy is computed without gathering them. The model (gpt_model.py) is plain PyTorch.
 """
 
 from __future__ import annotations
 
 from gpt_model import loss_of
-from one_device import compare, mean, model, text, train
+from one_device import compare, mean, model, needs, text, train
 
 import dtensor as dt
 from dtensor import Replicate, Shard
@@ -43,6 +43,7 @@ PLAN: dict[str, ParallelStyle] = {
 
 
 def main() -> None:
+    needs(4)
     mesh = dt.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     batches = text(steps=8, size=4)
     sharded = parallelize_module(model(), mesh["tp"], PLAN)

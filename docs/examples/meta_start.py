@@ -1,9 +1,9 @@
-"""Starting on the meta device: a model that is never whole anywhere, with the values of one device.
+"""Start on the meta device: a model that is never complete anywhere, with the values of one device.
 
     python docs/examples/meta_start.py          or          torchrun --nproc-per-node 2 docs/examples/meta_start.py
     torchrun --nproc-per-node 2 docs/examples/meta_start.py --billion      one billion parameters in bfloat16, memory only
 
-The second form builds a model too large to be comfortable, and prints what one rank holds and the peak of its memory on the way.
+The second command builds a large model, and prints what one rank holds and its peak memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import torch
 import torch.distributed as dist
 from gpt_model import GPT, Config, loss_of, rotary_angles
-from one_device import CONFIG, compare, mean, mine, model, text, train
+from one_device import CONFIG, compare, mean, mine, model, needs, text, train
 from torch import nn
 
 import dtensor as dt
@@ -35,7 +35,7 @@ def init(module: nn.Module, config: Config) -> None:
 
 
 def started(config: Config, mesh: dt.DeviceMesh, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Built on meta, cut over ``mesh``, then given memory and values unit by unit."""
+    """Build on meta, shard over ``mesh``, then materialize unit by unit."""
     with torch.device("meta"):
         made = GPT(config).to(dtype)
     for block in made.blocks:
@@ -55,15 +55,16 @@ def measure(mesh: dt.DeviceMesh) -> None:
     made = started(BILLION, mesh, torch.bfloat16)
     after = peak()
     held = sum(p.to_local().untyped_storage().nbytes() for p in made.parameters()) / 2**20
-    whole = sum(p.numel() for p in made.parameters())
+    count = sum(p.numel() for p in made.parameters())
     largest = max(p.numel() for p in made.parameters()) * 2 / 2**20
     if mesh.get_rank() == 0:
-        print(f"{whole / 1e9:.3f} billion parameters, {whole * 2 / 2**20:.0f} MiB in bfloat16, {mesh.size()} ranks")
+        print(f"{count / 1e9:.3f} billion parameters, {count * 2 / 2**20:.0f} MiB in bfloat16, {mesh.size()} ranks")
         print(f"a rank holds {held:.0f} MiB; its memory grew by {after - before:.0f} MiB at the peak")
         print(f"(the largest parameter, of which a whole one is drawn at a time, has {largest:.0f} MiB)")
 
 
 def main() -> None:
+    needs(2)
     mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     if "--billion" in sys.argv:
         measure(mesh)

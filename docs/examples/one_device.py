@@ -1,8 +1,10 @@
-"""What the examples share: data, a training loop, and the losses of one device beside those of the mesh."""
+"""What the examples share: data, a training loop, and the losses of one device compared with those of the mesh."""
 
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections.abc import Callable, Sequence
 from pydoc_data.topics import topics
 from typing import Any
@@ -16,6 +18,20 @@ import dtensor as dt
 
 Batch = tuple[Tensor, Tensor]
 CONFIG = Config(vocabulary=128, context=32, width=32, heads=4, layers=2)
+
+
+def needs(count: int) -> None:
+    """Raise unless this program has ``count`` ranks: a launcher's processes, or ranks of this process without a launcher.
+
+    Raises:
+        SystemExit: the launcher started another number of processes. The message has the command to type.
+    """
+    started = int(os.environ.get("WORLD_SIZE", count))
+    if started != count:
+        script = os.path.relpath(sys.argv[0])
+        raise SystemExit(
+            f"{script} needs {count} processes and has {started}; start it as: torchrun --nproc-per-node {count} {script}"
+        )
 
 
 def text(steps: int, size: int) -> list[Batch]:
@@ -33,7 +49,7 @@ def model() -> GPT:
 
 
 def mine(x: Tensor, mesh: dt.DeviceMesh, *names: str) -> Tensor:
-    """Each rank's part of a batch, cut along its first dim over the named mesh dims: a ``per_rank`` tensor in one process."""
+    """Return each rank's part of a batch, sharded along dim 0 over the named mesh dims: a ``PerRank`` tensor in one process."""
     dims = [mesh.dim_index(name) for name in names]
     parts = x.chunk(math.prod(mesh.shape[dim] for dim in dims))
 

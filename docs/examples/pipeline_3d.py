@@ -1,8 +1,8 @@
-"""Three dims of parallelism: torch's pipeline over stages that are fully sharded and tensor parallel.
+"""Three dims of parallelism: PyTorch's pipeline over stages that are fully sharded and tensor parallel.
 
     torchrun --nproc-per-node 8 docs/examples/pipeline_3d.py
 
-The mesh is ("pp", "dp", "tp") = (2, 2, 2). Each pipeline stage is a part of the model on its own ranks; between stages
+The mesh is ("pp", "dp", "tp") = (2, 2, 2). Each pipeline stage is a part of the model on its own ranks. Between stages
 torch.distributed.pipelining sends local tensors: this rank's part of the sequence.
 """
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from gpt_model import GPT, loss_of
 from llama_tp_sp import PLAN
-from one_device import compare, mean, mine, model, text, train
+from one_device import compare, mean, mine, model, needs, text, train
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
@@ -31,15 +31,15 @@ class Stage(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, whole: GPT, index: int) -> None:
+    def __init__(self, model: GPT, index: int) -> None:
         super().__init__()
-        half = len(whole.blocks) // 2
-        self.embedding = whole.embedding if index == 0 else nn.Identity()
-        self.blocks = whole.blocks[:half] if index == 0 else whole.blocks[half:]
-        self.norm = nn.Identity() if index == 0 else whole.norm
-        self.head = nn.Identity() if index == 0 else whole.head
-        self.register_buffer("cos", whole.cos, persistent=False)
-        self.register_buffer("sin", whole.sin, persistent=False)
+        half = len(model.blocks) // 2
+        self.embedding = model.embedding if index == 0 else nn.Identity()
+        self.blocks = model.blocks[:half] if index == 0 else model.blocks[half:]
+        self.norm = nn.Identity() if index == 0 else model.norm
+        self.head = nn.Identity() if index == 0 else model.head
+        self.register_buffer("cos", model.cos, persistent=False)
+        self.register_buffer("sin", model.sin, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embedding(x)
@@ -49,6 +49,7 @@ class Stage(nn.Module):
 
 
 def main() -> None:
+    needs(8)
     mesh = dt.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
     if mesh.kind == "in_process":
         sys.exit("a pipeline needs processes: torchrun --nproc-per-node 8 docs/examples/pipeline_3d.py")

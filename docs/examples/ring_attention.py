@@ -1,15 +1,15 @@
-"""Context parallelism for long sequences: every rank has a part of the sequence, keys and values travel around the ring.
+"""Context parallelism for long sequences: every rank has a part of the sequence, keys and values go around a ring.
 
     python docs/examples/ring_attention.py          or          torchrun --nproc-per-node 4 docs/examples/ring_attention.py
 
-The model is plain torch. Its tokens are cut along time, its parameters are copied; attention of queries and keys that are cut
-alike passes blocks of keys around, and no rank ever holds more of the sequence than its own block and the one that arrives.
+The model is plain PyTorch. Tokens are sharded along time, parameters are replicated. Attention with queries and keys sharded in
+the same way sends blocks of keys around. A rank holds only its own block of the sequence and the one that arrives.
 """
 
 from __future__ import annotations
 
 from gpt_model import loss_of
-from one_device import compare, model, text, train
+from one_device import compare, model, needs, text, train
 
 import dtensor as dt
 from dtensor import Shard
@@ -17,6 +17,7 @@ from dtensor.debug import CommDebugMode
 
 
 def main() -> None:
+    needs(4)
     mesh = dt.init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
     batches = text(steps=6, size=1)
     distributed = [[dt.distribute_tensor(x, mesh, [Shard(1)]) for x in batch] for batch in batches]

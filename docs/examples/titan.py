@@ -1,9 +1,9 @@
-"""Two dims of parallelism, recomputed activations and a schedule of learning rates: how torchtitan trains a Llama.
+"""Two dims of parallelism, activation checkpointing and a learning-rate schedule: how torchtitan trains a Llama.
 
     python docs/examples/titan.py          or          torchrun --nproc-per-node 4 docs/examples/titan.py
 
-In its order: tensor and sequence parallelism by a plan, activation checkpointing of each block, then each block fully sharded.
-Gradients are accumulated over two microbatches of a step, and clipped by their global norm.
+The order is torchtitan's: tensor and sequence parallelism by a plan, activation checkpointing of each block, then each block
+fully sharded. Gradients are accumulated over two microbatches and clipped by their global norm.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from gpt_model import GPT, loss_of
 from llama_tp_sp import PLAN
-from one_device import Batch, compare, mean, mine, model, text
+from one_device import Batch, compare, mean, mine, model, needs, text
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.lr_scheduler import LambdaLR
@@ -55,6 +55,7 @@ def train(model: nn.Module, batches: list[Batch], mesh: dt.DeviceMesh | None) ->
 
 
 def main() -> None:
+    needs(4)
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     batches = text(steps=STEPS, size=8)
     losses = train(parallel(model(), mesh), batches, mesh)

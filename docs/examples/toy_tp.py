@@ -2,14 +2,14 @@
 
     python docs/examples/toy_tp.py          or          torchrun --nproc-per-node 4 docs/examples/toy_tp.py
 
-Both cut the first matrix by its outputs and the second by its inputs. Under tensor parallelism all ranks have the same batch;
-under sequence parallelism each has its own rows, which are gathered before the first matrix and reduced apart after the second.
+Both shard the first matrix by outputs and the second by inputs. Under tensor parallelism all ranks have the same batch. Under
+sequence parallelism each has its own rows, which are gathered before the first matrix and reduce-scattered after the second.
 """
 
 from __future__ import annotations
 
 import torch
-from one_device import Batch, compare, mean, mine, train
+from one_device import Batch, compare, mean, mine, needs, train
 from torch import Tensor, nn
 
 import dtensor as dt
@@ -32,11 +32,12 @@ def loss_of(out: Tensor, target: Tensor) -> Tensor:
 
 
 def main() -> None:
+    needs(4)
     mesh = dt.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     batches = data(steps=6)
     alone = train(toy(), batches, loss_of)
-    whole = parallelize_module(toy(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    same = train(whole, batches, loss_of, value=lambda loss: mean(loss, mesh))
+    sharded = parallelize_module(toy(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    same = train(sharded, batches, loss_of, value=lambda loss: mean(loss, mesh))
     plan = {"0": ColwiseParallel(input_layouts=Shard(0)), "2": RowwiseParallel(output_layouts=Shard(0), use_local_output=False)}
     rows = parallelize_module(toy(), mesh, plan)
 

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 docs/examples/train_gpt.py     # four processes, the same losses
 
 The model (gpt_model.py) is plain torch, and so are the optimizer and the training step. Only `distribute` below knows of
-a mesh: parameters lie over "tp" as PLAN says and are copied over "dp"; the batch is split over "dp". Afterwards the same
+a mesh: parameters are sharded over "tp" by PLAN and replicated over "dp"; the batch is sharded over "dp". Afterwards the same
 model is trained on one device with the same batches, and the two losses are compared at every step.
 """
 
@@ -21,14 +21,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpt_model import GPT, Config, loss_of
+from one_device import needs
 from torch import Tensor, nn
 
 import dtensor as dt
 from dtensor import Replicate, Shard
 from dtensor.debug import CommDebugMode
 
-# How each parameter lies over "tp"; what is not listed is replicated. The weight of nn.Linear is (outputs, inputs):
-# Shard(0) gives each rank some of the outputs, Shard(1) some of the inputs, hence one term of every output's sum.
+# The placement of each parameter over "tp"; what is not listed is replicated. The weight of nn.Linear is (outputs, inputs):
+# Shard(0) gives each rank some of the outputs, Shard(1) some of the inputs, and so one addend of every output.
 PLAN = {
     "embedding.weight": Shard(0),  # by token
     "*.query.weight": Shard(0),  # by head
@@ -40,7 +41,7 @@ PLAN = {
     "*.down.weight": Shard(1),
     "head.weight": Shard(0),  # by token: no rank ever holds all logits of a position
 }
-# The modules whose output is such a sum. It is added up at once, since more than one operation reads it.
+# The modules with such a partial output. It is reduced at once, since more than one operator reads it.
 SUMMED = ("embedding", "*.out", "*.down")
 TOLERANCE = 1e-5  # float32: sums over ranks round otherwise, and each step starts where the last one ended
 
@@ -118,6 +119,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
 
+    needs(4)
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     first = mesh.get_rank() == 0
     say: Callable[..., None] = print if first else lambda *_: None
@@ -160,9 +162,9 @@ def show_layouts(model: nn.Module, inputs: Any, say: Callable[..., None]) -> Non
     for name, value in [("inputs", inputs), *((name, parameters[name]) for name in shown)]:
         blocks = " ".join("x".join(map(str, value.layout.local_shape(at))) for at in value.device_mesh.coordinates)
         say(f"  {name:33} {value.layout!r:40} {blocks}")
-    whole = sum(p.layout.nbytes for p in parameters.values())
+    total = sum(p.layout.nbytes for p in parameters.values())
     held = sum(p.layout.max_local_nbytes for p in parameters.values())
-    say(f"  parameters: {whole / 1024:.0f} KiB, of which one rank holds {held / 1024:.0f} KiB")
+    say(f"  parameters: {total / 1024:.0f} KiB, of which one rank holds {held / 1024:.0f} KiB")
 
 
 def show_communication(model: nn.Module, batch: tuple[Any, Any], say: Callable[..., None]) -> None:

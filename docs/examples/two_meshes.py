@@ -1,15 +1,15 @@
-"""A model whose halves live on different ranks: what goes from one to the other is redistributed to the other mesh.
+"""A model with halves on different ranks: activations are redistributed from one mesh to the other.
 
     python docs/examples/two_meshes.py          or          torchrun --nproc-per-node 4 docs/examples/two_meshes.py
 
 The first half is data parallel over ranks 0 and 1, the second one tensor parallel over ranks 2 and 3. It remains one program:
-every rank runs all lines, and has nothing to compute where it holds no part. Gradients cross back by the same exchange.
+every rank runs all lines, and computes nothing where it has no local tensor. Gradients return by the same exchange.
 """
 
 from __future__ import annotations
 
 from gpt_model import GPT, loss_of
-from one_device import compare, model, text, train
+from one_device import compare, model, needs, text, train
 from torch import Tensor, nn
 
 import dtensor as dt
@@ -29,12 +29,12 @@ PLAN = {
 class OnTwoMeshes(nn.Module):
     """The blocks of a model, the first half on one mesh and the others on another."""
 
-    def __init__(self, whole: GPT, first: dt.DeviceMesh, second: dt.DeviceMesh) -> None:
+    def __init__(self, model: GPT, first: dt.DeviceMesh, second: dt.DeviceMesh) -> None:
         super().__init__()
-        half = len(whole.blocks) // 2
-        self.second, self.cos, self.sin = second, whole.cos, whole.sin
-        self.early = nn.ModuleList([whole.embedding, *whole.blocks[:half]])
-        self.late = nn.ModuleDict({"blocks": whole.blocks[half:], "norm": whole.norm, "head": whole.head})
+        half = len(model.blocks) // 2
+        self.second, self.cos, self.sin = second, model.cos, model.sin
+        self.early = nn.ModuleList([model.embedding, *model.blocks[:half]])
+        self.late = nn.ModuleDict({"blocks": model.blocks[half:], "norm": model.norm, "head": model.head})
         dt.distribute_module(self.early, first)
         dt.distribute_module(parallelize_module(self.late, second, PLAN), second)
 
@@ -52,6 +52,7 @@ class OnTwoMeshes(nn.Module):
 
 
 def main() -> None:
+    needs(4)
     everywhere = dt.init_device_mesh("cpu", (4,))
     first, second = dt.DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",)), dt.DeviceMesh("cpu", [2, 3], mesh_dim_names=("tp",))
     batches = text(steps=6, size=4)

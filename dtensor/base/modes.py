@@ -45,7 +45,7 @@ def switches() -> tuple[bool, bool, str]:
 def implicit_replication() -> Iterator[None]:
     """Inside, plain tensors mixed with DTensors count as replicated: every rank must hold the same value.
 
-    Threads and tasks each enter it for themselves; so for all modes (see docs/design.md).
+    Threads and tasks each enter it for themselves; so for all modes (see docs/architecture.md).
 
     >>> import torch, dtensor as dt
     >>> x = dt.ones(4, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)])

@@ -161,7 +161,7 @@ class Recorder(Keeping, TorchDispatchMode):
 
     # --- sites ---------------------------------------------------------------------------------------------------------
     def site(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``fn(*args, **kwargs)``, one step; see :mod:`dtensor.recording`."""
+        """``fn(*args, **kwargs)``, one step; see :class:`~dtensor.base.recording.Recorder`."""
         step = Step(fn, self.taken(args), self.taken(kwargs), None, keep=True, site=True, within=self._where)
         result = self.aside(fn, args, kwargs)
         self._append(step, result, {}, [])

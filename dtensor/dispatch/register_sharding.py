@@ -49,8 +49,8 @@ def register_sharding(
 def register_sharding(op: Any, notation: str | by | None = None, *, samples: Sequence[Any] = (), **words: Any) -> Any:
     """Declare how ``op`` may be sharded: by notation, in one call; or, without one, as a decorator of a table of placements.
 
-    The notation and its words are those of the library's own rules (``docs/rules.md`` has the table). A rule that the library has
-    for the op is replaced until :func:`unregister_sharding`. Check yours with ``dtensor.testing.verify_rule(op)``.
+    The notation and its words are those of the library's own rules (table: ``docs/sharding_rules.md``). A rule that the library
+    has for the op is replaced until :func:`unregister_sharding`. Check yours with ``dtensor.testing.verify_rule(op)``.
 
     Args:
         op: an overload, ``torch.ops.aten.add.Tensor``; an operator that has one signature, ``torch.ops.mylib.halve``; what

@@ -1,7 +1,7 @@
 """From an operator and global arguments to a :class:`Plan`: what to move, what to run on locals, what comes out.
 
 In this order: the rule of the operator, with the cheapest row per mesh dim; its decomposition; gathering every operand
-(announced, see ``fallback``). Pure: nothing here depends on the rank, so all ranks plan alike.
+(announced, see :func:`gather`). Pure: nothing here depends on the rank, so all ranks plan alike.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Plan:
         write_back: return value -> the move that brings it to the layout of the argument that it is written into.
         rule, chosen: what the rule said; None unless ``how == "rule"`` on a single call.
         answer: the value itself, for ``"answer"``.
-        by_numbers: the plan holds for numbers of the same :class:`Kind` only.
+        by_numbers: the plan holds for numbers of the same :class:`~dtensor.rules.call.Kind` only.
         starts: of views the bytes from where the first operand begins to where each of them does.
     """
 

@@ -103,11 +103,23 @@ Place = int | str  # where an argument stands in a call: by position, or by name
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Which arguments a call was given: the first ``count`` by position, others by name. Calls that share a plan share it."""
+    """Which arguments a call was given: the first ``count`` by position, others by name. Calls that share a plan share it.
+
+    ``reordered``: arguments that may stand by position were given by name; this is the form after they are put in order.
+    """
 
     operator: Operator
     count: int
     named: frozenset[str]
+    reordered: bool = False
+
+    @classmethod
+    def of(cls, operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Form:
+        """Return the form of a call, its arguments put in order."""
+        if not any(name in kwargs for name in operator.names[len(args) : operator.positional]):
+            return cls(operator, len(args), frozenset(kwargs))
+        ordered, named = operator.in_order(args, kwargs)
+        return cls(operator, len(ordered), frozenset(named), True)
 
     def given(self, name: str) -> Place | None:
         """Where an argument stands; None: it was left out."""

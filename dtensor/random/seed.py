@@ -1,4 +1,4 @@
-"""Random numbers that do not depend on the mesh or the placements (see ``rules.draw`` for how)."""
+"""Random numbers that do not depend on the mesh or the placements (``random/draw.py`` says how)."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from .planner import plan as plan_of
 from .routes import gather_traffic, gathered, routes, traffic
 from .step import AllGather, AllReduce, Exchange, Once, Plan, ReduceScatter, Repeat, Slice, Spread, Step, described, place
 
-Local = Any  # a torch.Tensor, or a PerRank of them (docs/design.md)
+Local = Any  # a torch.Tensor, or a PerRank of them (docs/architecture.md)
 
 
 def redistribute_local(local: Local, src: Layout, dst: Layout) -> Local:

@@ -3,7 +3,7 @@
 A chain has up to four stages; the stages that do nothing vanish:
 
 1. *slice*: mesh dims that hold copies and split the destination keep their part only, so that less is moved and reduced;
-2. *reduce*: terms that do not stay are reduced, innermost first (:mod:`.reduction`), each reduction as an all-reduce or as
+2. *reduce*: terms that do not stay are reduced, innermost first (:mod:`.partials`), each reduction as an all-reduce or as
    a reduce-scatter over the mesh dims that split the destination, or over all of them;
 3. *move*: the blocks of the value go where they belong, in one slice, all-gather or exchange;
 4. *spread*: the value becomes terms of the partial mesh dims of the destination.

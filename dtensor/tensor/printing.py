@@ -1,6 +1,7 @@
-"""How the values of a DTensor print: piece by piece, and nothing is sent for it.
+"""Printing of a DTensor: the text of its local tensors, without communication.
 
-Where torch would print corners only, one piece's are enough: of the others the shapes are shown.
+Replicas with equal text print once. Of a tensor so large that torch prints its corners only, one local tensor is printed,
+and the shapes of the others.
 """
 
 from __future__ import annotations
@@ -13,31 +14,41 @@ import torch
 from ..comm import communicator_of, shards_of
 from ..dispatch.transformed import below_transforms
 from ..layout.layout import Layout
+from ..placement import Replicate
 
 
 def pieces(x: Any) -> str:
-    """Every piece that this process holds, one labelled line (or block) a rank; of large ones the first, and all shapes."""
-    mesh = x._layout.mesh
+    """Return the text of the local tensors that this process has: a labeled block for each rank, or for equal replicas."""
+    mesh, placements = x._layout.mesh, x._layout.placements
     if mesh.kind == "dry_run":
         return ""
-    ranks = mesh.ranks if communicator_of(mesh).holds_all else [mesh.get_rank()]
+    here = mesh.ranks if communicator_of(mesh).holds_all else [mesh.get_rank()]  # which may be outside of the mesh
+    coordinates = mesh.coordinates if len(here) > 1 else [()]
+    split = [dim for dim, placement in enumerate(placements) if placement != Replicate()]  # sharded or partial
+    blocks: dict[tuple[Any, ...], list[int]] = {}  # (coordinate over these mesh dims, text) -> ranks
     with below_transforms():
-        lines = [f"\n  rank {rank}: {_indented(piece)}" for rank, piece in zip(ranks, shards_of(x._local), strict=True)]
+        for rank, at, shard in zip(here, coordinates, shards_of(x._local), strict=True):
+            blocks.setdefault((*(at[dim : dim + 1] for dim in split), _body(shard)), []).append(rank)
+    lines = ["\n" + _labeled(ranks, text) for (*_, text), ranks in blocks.items()]
     summary = next((line for line in lines if "..." in line), None)  # torch leaves elements out
-    return "".join(lines) if summary is None else f"{summary}\n  pieces: {_shapes(x._layout)}"
+    return "".join(lines) if summary is None else f"{summary}\n  shapes: {_shapes(x._layout)}"
 
 
 def _shapes(layout: Layout) -> str:
-    """``ranks 0-2 [3, 4], rank 3 [1, 4]``."""
+    """Return the local shapes, ``ranks 0-2 [3, 4], rank 3 [1, 4]``."""
     ranks: dict[tuple[int, ...], list[int]] = {}
     for rank, coordinate in zip(layout.mesh.ranks, layout.mesh.coordinates, strict=True):
         ranks.setdefault(tuple(layout.local_shape(coordinate)), []).append(rank)
-    spans = {shape: f"rank{'' if len(held) == 1 else 's'} {spans_of(sorted(held))}" for shape, held in ranks.items()}
-    return ", ".join(f"{held} {list(shape)}" for shape, held in spans.items())
+    return ", ".join(f"{_ranks(held)} {list(shape)}" for shape, held in ranks.items())
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Return ``rank 3`` or ``ranks 0-2, 5``."""
+    return f"rank{'' if len(ranks) == 1 else 's'} {spans_of(sorted(ranks))}"
 
 
 def spans_of(ranks: Sequence[int]) -> str:
-    """Ranks in order, runs of them as ``0-2, 5``."""
+    """Return sorted ``ranks`` as text, with consecutive ranks as spans: ``0-2, 5``."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and spans[-1][1] == rank - 1:
@@ -47,7 +58,13 @@ def spans_of(ranks: Sequence[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
 
 
-def _indented(piece: torch.Tensor) -> str:
-    text = repr(piece.detach())
-    body = text[text.index("(") + 1 : text.rindex(")")]
-    return body.replace("\n" + " " * len("tensor("), "\n" + " " * len("  rank 0: "))
+def _body(shard: torch.Tensor) -> str:
+    """Return what ``repr`` shows between the parentheses of ``tensor(...)``."""
+    text = repr(shard.detach())
+    return text[text.index("(") + 1 : text.rindex(")")]
+
+
+def _labeled(ranks: Sequence[int], body: str) -> str:
+    """Return ``body`` behind the label of its ranks, with its lines aligned."""
+    label = f"  {_ranks(ranks)}: "
+    return label + body.replace("\n" + " " * len("tensor("), "\n" + " " * len(label))

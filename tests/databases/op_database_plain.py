@@ -1,6 +1,6 @@
 """The database's samples with a plain tensor in every place, beside DTensors: refused alike on all ranks, or right.
 
-A *place* is the position of a tensor among a sample's arguments. The law is written in ``docs/design.md``.
+A *place* is the position of a tensor among a sample's arguments. The law is written in ``docs/architecture.md``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -71,6 +73,21 @@ def test_in_one_process() -> None:
 def test_digits_in_one_process() -> None:
     for ours, theirs in losses(printed_by(sys.executable, str(EXAMPLES / "digits_fsdp.py"), *arguments("digits_fsdp"))):
         assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("ddp", "pipeline_3d"))) for name in NAMES]
+)
+def test_another_number_of_processes_is_an_error_with_the_command(name: str) -> None:
+    """Needs no processes: the launcher's environment says how many there are."""
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parents[1]), "WORLD_SIZE": "3", "RANK": "0"}
+    script = EXAMPLES / f"{name}.py"
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, check=False)
+    assert ended.returncode == 1
+    assert (
+        f"{name}.py needs {NAMES[name]} processes and has 3; start it as: torchrun --nproc-per-node {NAMES[name]} "
+        in ended.stderr
+    )
 
 
 @pytest.mark.gloo

@@ -210,14 +210,15 @@ def test_a_large_tensor_prints_one_summary_and_the_shapes_of_its_pieces() -> Non
     text = repr(x)
     assert text.count("...") <= 3 + 4  # of one piece
     assert text.startswith("DTensor(float32[90, 50] on (0=S(0), 1=S(0))\n  rank 0: [[")
-    assert text.endswith("\n  pieces: ranks 0, 2 [23, 50], ranks 1, 3 [22, 50])")
+    assert text.endswith("\n  shapes: ranks 0, 2 [23, 50], ranks 1, 3 [22, 50])")
     assert "rank 1:" not in text
     assert len(text) < 800
     small = dt.distribute_tensor(torch.arange(6.0), mesh, [S0, R])
-    assert [f"rank {rank}:" in repr(small) for rank in range(4)] == [True] * 4
-    assert "pieces" not in repr(small)
+    assert "ranks 0-1: [0., 1., 2.]" in repr(small)
+    assert "ranks 2-3: [3., 4., 5.]" in repr(small)
+    assert "shapes" not in repr(small)
     alike = dt.ones(2000, device_mesh=dt.init_device_mesh("cpu", (4,)), placements=[R])
-    assert repr(alike).endswith("pieces: ranks 0-3 [2000])")
+    assert repr(alike).endswith("shapes: ranks 0-3 [2000])")
 
 
 def test_a_module_that_is_copied_or_saved_meanwhile_is_itself() -> None:

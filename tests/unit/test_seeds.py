@@ -1,4 +1,4 @@
-"""The figures that the source documents print (SEEDS.md), out of our code."""
+"""Figures that the documents of the seed projects print, computed by this library."""
 
 from __future__ import annotations
 

@@ -763,6 +763,27 @@ def test_print_shows_every_ranks_piece() -> None:
     assert str(x) == repr(x) == f"{x}"
 
 
+def test_print_shows_equal_replicas_once() -> None:
+    rows = dt.distribute_tensor(torch.arange(3), MESH_22, [Shard(0), R])
+    assert repr(rows) == "DTensor(int64[3] on (dp=S(0), tp=R)\n  ranks 0-1: [0, 1]\n  ranks 2-3: [2])"
+    columns = dt.distribute_tensor(torch.arange(6).reshape(2, 3), MESH_22, [R, Shard(1)])
+    assert repr(columns) == (
+        "DTensor(int64[2, 3] on (dp=R, tp=S(1))\n  ranks 0, 2: [[0, 1],\n               [3, 4]]\n  ranks 1, 3: [[2],\n"
+        "               [5]])"
+    )
+
+
+def test_print_shows_replicas_apart_that_differ() -> None:
+    drifted = DTensor.from_local(dt.per_rank([torch.ones(1), torch.zeros(1)]), MESH, [R])
+    assert repr(drifted) == "DTensor(float32[1] on (0=R)\n  rank 0: [1.]\n  rank 1: [0.])"
+
+
+def test_print_shows_each_shard_and_addend_of_equal_values() -> None:
+    for placement in (Shard(0), Partial()):
+        equal = DTensor.from_local(dt.per_rank([torch.ones(1), torch.ones(1)]), MESH, [placement])
+        assert repr(equal).count("\n  rank ") == 2
+
+
 def test_print_tells_about_gradients() -> None:
     x = dt.ones(2, device_mesh=MESH, requires_grad=True)
     assert "requires_grad=True" in repr(x)

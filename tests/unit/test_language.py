@@ -1,0 +1,228 @@
+"""The language of pages, error messages and docstrings: the words of docs/concepts.md, and short sentences.
+
+Pages are checked completely. Code is checked by counts: each constant of ``AT_MOST`` is the present count, and may only fall.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = {str(page.relative_to(ROOT)): page for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]}
+MODULES = sorted((ROOT / "dtensor").rglob("*.py"))
+NOT_CONVERTED = {  # pages with sentences of the old style; no page may join
+    "SECURITY.md",
+    "docs/capture.md",
+    "docs/checkpoint.md",
+    "docs/clusters.md",
+    "docs/compile.md",
+    "docs/debugging.md",
+    "docs/how_to/from_jax.md",
+    "docs/measurements/README.md",
+    "docs/measurements/capture.md",
+    "docs/measurements/checkpoint.md",
+    "docs/measurements/dispatch.md",
+    "docs/measurements/gpu.md",
+    "docs/measurements/operators.md",
+    "docs/measurements/program_cost.md",
+    "docs/measurements/random.md",
+    "docs/measurements/redistribution.md",
+    "docs/measurements/training.md",
+    "docs/ops.md",
+    "docs/parallel.md",
+    "docs/plan.md",
+    "docs/porting.md",
+    "docs/reliability.md",
+    "docs/sharding_spec.md",
+}
+AT_MOST = {
+    "banned words in error messages": 74,
+    "docstrings that open without a verb": 666,
+    "modules that do not name their file": 174,
+    "functions in more than 3 modules": 49,
+    "references that lead nowhere": 0,
+}
+PARAGRAPH, CELL, SENTENCE, CODE = 100, 40, 30, 84  # most words, words, words, columns
+OPENINGS = ("What ", "Who", "The same", "It ", "Its ", "Of ", "That ", "As ", "Those ", "One ", "Some ")
+
+_FENCE = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<text>.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
+_ITEM = re.compile(r"^(?:\s*[-*] |\s*\d+\. )", re.MULTILINE)
+
+
+def banned() -> re.Pattern[str]:
+    """Return a pattern of the words on the left of the list in docs/concepts.md."""
+    lines = re.search(r"```words\n(.*?)```", PAGES["docs/concepts.md"].read_text(), re.DOTALL)[1].splitlines()
+    words = [word.strip() for line in lines for word in line.partition("->")[0].split(",")]
+    return re.compile(rf"(?<![\w-])({'|'.join(sorted(map(re.escape, words), key=len, reverse=True))})(?![\w-])", re.IGNORECASE)
+
+
+BANNED = banned()
+
+
+def without_code(text: str) -> str:
+    """Return a line or paragraph without inline code, link targets and HTML tags."""
+    return re.sub(r"<[^>]*>", "", re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "`x`", text)))
+
+
+def problems(page: str, longest: int = PARAGRAPH) -> Iterator[str]:
+    """Yield each banned word, long paragraph, long cell, long sentence and long code line, with its line number."""
+    for fence in _FENCE.finditer(page):
+        if fence["kind"].split()[:1] in (["python"], ["sh"], ["bash"]):
+            first = page.count("\n", 0, fence.start()) + 2
+            for number, line in enumerate(fence["text"].splitlines(), first):
+                if len(line) > CODE:
+                    yield f"{number}: code of {len(line)} columns"
+    prose = _FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), page)
+    for number, line in enumerate(prose.splitlines(), 1):
+        yield from (f"{number}: {found[0]!r} is no word of docs/concepts.md" for found in BANNED.finditer(without_code(line)))
+        if line.startswith("|"):
+            yield from (f"{number}: a cell of {len(cell.split())} words" for cell in line.split("|") if len(cell.split()) > CELL)
+    for block in re.finditer(r"(?:^(?![|#>\n<]).+\n?)+", prose, re.MULTILINE):
+        number = prose.count("\n", 0, block.start()) + 1
+        for paragraph in map(without_code, _ITEM.split(block[0])):
+            if len(paragraph.split()) > longest:
+                yield f"{number}: a paragraph of {len(paragraph.split())} words"
+            for sentence in re.split(r"(?<=[.!?:])\s+", paragraph):
+                if len(sentence.split()) > SENTENCE:
+                    yield f"{number}: a sentence of {len(sentence.split())} words: {sentence[:60]}"
+
+
+@pytest.mark.parametrize("name", sorted(PAGES.keys() - NOT_CONVERTED))
+def test_page_is_in_plain_language(name: str) -> None:
+    assert not list(problems(PAGES[name].read_text(), 60 if name == "README.md" else PARAGRAPH))
+
+
+def test_pages_that_are_converted_leave_the_list() -> None:
+    assert not [name for name in NOT_CONVERTED & PAGES.keys() if not list(problems(PAGES[name].read_text()))]
+
+
+def test_problems_are_found() -> None:
+    words, cell = "word " * 31, "word " * 41
+    page = (
+        f"The peer lies.\n\n{words}\n\n{'word. ' * 101}\n\n| {cell} |\n\n```python\n{'x' * 85}\n```\n```text\n{'x' * 85}\n```\n"
+    )
+    found = list(problems(page))
+    assert [problem.partition(":")[0] for problem in found] == ["10", "1", "1", "7", "3", "5"]
+    assert not list(problems("A `peer` in code, and [a link](peer.md).\n"))
+
+
+# --- code -----------------------------------------------------------------------------------------------------------
+TREES = {path: ast.parse(path.read_text()) for path in MODULES}
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef) and (text := ast.get_docstring(node)):
+            yield node.lineno, text
+
+
+def messages(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the constant text of each ``raise Error(...)``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            for part in ast.walk(node.exc):
+                if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                    yield part.lineno, part.value
+
+
+def banned_in_messages() -> Iterator[str]:
+    for path, tree in TREES.items():
+        for line, text in messages(tree):
+            yield from (f"{path}:{line} {found[0]!r}" for found in BANNED.finditer(re.sub(r"`[^`]*`", "", text)))
+
+
+def openings() -> Iterator[str]:
+    for path, tree in TREES.items():
+        yield from (f"{path}:{line} {text.splitlines()[0]}" for line, text in docstrings(tree) if text.startswith(OPENINGS))
+
+
+def modules_without_their_name() -> Iterator[str]:
+    """Yield modules with a first paragraph that has no word of the file's name (of the folder's, for a package)."""
+    for path, tree in TREES.items():
+        first = (ast.get_docstring(tree) or "").partition("\n\n")[0].lower()
+        name = path.parent.name if path.stem == "__init__" else path.stem
+        if path.stem != "__main__" and not any(word.rstrip("s")[:6] in first for word in name.split("_") if len(word) > 2):
+            yield f"{path}: {first}"
+
+
+def repeated_functions() -> Iterator[str]:
+    modules: dict[str, list[Path]] = {}
+    for path, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef):
+                modules.setdefault(node.name, []).append(path)
+    yield from (f"{name}: {len(paths)} modules" for name, paths in modules.items() if len(set(paths)) > 3)
+
+
+def attribute_exists(target: str) -> bool:
+    """Return True if a dotted name is a module, or an attribute behind one."""
+    parts = target.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:count]))
+        except ImportError:
+            continue
+        for part in parts[count:]:
+            if not hasattr(found, part):
+                return False
+            found = getattr(found, part)
+        return True
+    return False
+
+
+def leads_somewhere(role: str, path: Path, module: str) -> bool:
+    """Return True if a cross-reference is a name of its module or folder, a public name, or relative to its package."""
+    name = role.lstrip(".")
+    dots = len(role) - len(name)
+    if dots:
+        package = module.split(".") if path.stem == "__init__" else module.split(".")[:-1]
+        return attribute_exists(".".join([*package[: len(package) - dots + 1], name]))
+    if attribute_exists(name) or any(attribute_exists(f"{room}.{name}") for room in (module, "dtensor", "dtensor.parallel")):
+        return True
+    return name.split(".")[-1] in names_of(path.parent)
+
+
+@functools.cache
+def names_of(folder: Path) -> set[str]:
+    """Return the names of all functions and classes of a folder."""
+    trees = [tree for path, tree in TREES.items() if path.parent == folder]
+    return {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+
+
+def dangling() -> Iterator[str]:
+    """Yield references to files, and to functions and classes by role, that do not exist."""
+    files = [path for folder in ("dtensor", "tests", "docs", "benchmarks") for path in (ROOT / folder).rglob("*.*")]
+    tails = {"/".join(path.parts[-n:]) for path in [*files, *ROOT.glob("*.*")] for n in (1, 2, 3, 4)}
+    for path in [*MODULES, *PAGES.values()]:
+        text = path.read_text()
+        for found in re.finditer(r"`{1,2}((?:[\w.]+/)*\w+\.(?:py|md))\b", text):
+            name = found[1].removeprefix("./").removeprefix("../")
+            is_example = name in ("train.py", "script.py") or name.startswith(("my/", "~"))
+            if name not in tails and not is_example and path.suffix == ".py":
+                yield f"{path}: {name}"
+        if path.suffix == ".py" and path.stem != "__main__":
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            roles = re.findall(r":(?:func|class|meth|mod|attr|data):`~?([\w.]+)`", text)
+            yield from (f"{path}: {role}" for role in roles if not leads_somewhere(role, path, module))
+
+
+COUNTED = {
+    "banned words in error messages": banned_in_messages,
+    "docstrings that open without a verb": openings,
+    "modules that do not name their file": modules_without_their_name,
+    "functions in more than 3 modules": repeated_functions,
+    "references that lead nowhere": dangling,
+}
+
+
+@pytest.mark.parametrize("kind", COUNTED)
+def test_counts_only_fall(kind: str) -> None:
+    found = list(COUNTED[kind]())
+    assert len(found) <= AT_MOST[kind], "\n".join(found)
