@@ -298,7 +298,7 @@ def test_state_of_an_optimizer_from_another_mesh_is_refused_with_what_brings_it_
     with torch.no_grad():
         params[1].copy_(params[0].redistribute(params[1].device_mesh, [Shard(0)]))
     optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
-    with pytest.raises(MeshError, match=r"saved under another mesh.*s\.redistribute\(p\.device_mesh, p\.placements\)"):
+    with pytest.raises(MeshError, match=r"saved on another mesh.*s\.redistribute\(p\.device_mesh, p\.placements\)"):
         optimizers[1].step()
     optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))  # the step was counted
     for p, state in optimizers[1].state.items():
