@@ -146,7 +146,7 @@ SAID: dict[str, tuple[type[Exception], Any]] = {
     "an empty list of groups": (ValueError, lambda: dtensor.DeviceMesh.from_group([], "cpu", torch.arange(0))),
     "takes leaf tensors": (RuntimeError, lambda: dtensor.distribute_tensor(torch.ones(2, requires_grad=True) * 2, MESH)),
     "the DTensor is on": (ValueError, lambda: dtensor.distribute_tensor(dtensor.zeros(2, device_mesh=MESH), NAMED)),
-    "nobody calls it": (
+    "without a forward of its own": (
         ValueError,
         lambda: dtensor.fsdp.fully_shard(torch.nn.ModuleList([torch.nn.Linear(2, 2)]), mesh=NAMED["dp"]),
     ),
@@ -156,7 +156,7 @@ SAID: dict[str, tuple[type[Exception], Any]] = {
             torch.ones(1), torch.ones(1)
         ),
     ),
-    "has no parameter `weight` of two dims": (
+    "has no 2-d parameter `weight`": (
         NotImplementedError,
         lambda: dtensor.parallel.parallelize_module(torch.nn.ReLU(), NAMED["tp"], dtensor.parallel.ColwiseParallel()),
     ),
