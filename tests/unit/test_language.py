@@ -23,7 +23,6 @@ NOT_CONVERTED = {  # pages with sentences of the old style; no page may join
     "docs/checkpoint.md",
     "docs/clusters.md",
     "docs/compile.md",
-    "docs/debugging.md",
     "docs/how_to/from_jax.md",
     "docs/measurements/README.md",
     "docs/measurements/capture.md",
