@@ -29,7 +29,7 @@ import dtensor
 from dtensor.base.recording import ACTIVE, current
 from dtensor.comm import backends, reductions, transfer
 from dtensor.comm.binding import Binding
-from dtensor.dispatch import bind
+from dtensor.dispatch import program
 from dtensor.redistribute import batch, executor
 
 MOST = 1.01
@@ -65,7 +65,7 @@ def without_door() -> Iterator[None]:
     """What is bound and run in here has no door."""
     taken = [patch.object(Binding, "_issuing", unreported)]
     taken += [patch.object(executor, "_collective", unasked), patch.object(reductions, "all_reduction", native)]
-    taken += [patch.object(module, "because", lambda cause, fn: fn) for module in (bind, batch)]
+    taken += [patch.object(module, "because", lambda cause, fn: fn) for module in (program, batch)]
     for module in (transfer, reductions):
         names = [name for name in vars(module) if hasattr(getattr(backends, name, None), "__wrapped__")]
         taken += [patch.object(module, name, getattr(module, name).__wrapped__) for name in names]

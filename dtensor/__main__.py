@@ -1,8 +1,4 @@
-"""``explain script.py`` tells what a program moves, line by line, ``trace script.py`` writes it over time, ``plan script.py``
-tells how it should run, ``plan MODEL`` how a known model lies on a cluster, ``bench`` what redistributions and operators take
-here, ``doctor`` looks at the machine, ``verify [module] [pattern]`` verifies rules, ``calibrate`` measures collectives, ``ops``
-lists operators, ``ranks`` tells what the ranks of a job did last.
-"""
+"""Command line: ``dtensor`` or ``python -m dtensor``, with one subcommand for each tool."""
 
 from __future__ import annotations
 
@@ -10,19 +6,26 @@ import argparse
 import importlib.util
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from . import __version__
 from .base.on_ranks import on_ranks
 from .base.progress import progress
+from .base.tables import print_table
 from .clusters import MODELS
 from .clusters import command as cluster_plan
 from .cost import calibrate
+from .cost.profile import is_calibrated
 from .debug import bench, doctor, script
 from .debug.operator_page import measured_in, page
-from .errors import ArgumentError, RuleError
+from .errors import ArgumentError, DTensorError
 from .redistribute import moves
 from .rules import rules
 from .testing.asked import rules_asked
@@ -30,13 +33,19 @@ from .testing.samples import samples_of, without_sample
 from .testing.verify import Report, verify_rule
 from .watch import reading
 
+Run = Callable[[argparse.Namespace], "int | Callable[[], int]"]
+
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit status: 2 where what is asked for means nothing or needs what is not installed; of ``verify`` 1 if some rule is
-    wrong, lacks placements or has no sample.
+    """Run the command and return its exit status: 2 for arguments without a meaning or a missing extra.
+
+    ``verify`` returns 1 if a rule is wrong, lacks placements or has no sample. A script that is run returns its own status, and
+    its exceptions are raised unchanged.
     """
-    parser = argparse.ArgumentParser(prog="python -m dtensor", description=__doc__)
-    commands = parser.add_subparsers(dest="command")
+    program = "python -m dtensor" if os.path.basename(sys.argv[0]) == "__main__.py" else "dtensor"
+    parser = argparse.ArgumentParser(prog=program, description="Tools for programs that use dtensor.")
+    parser.add_argument("--version", action="version", version=f"dtensor {__version__}, torch {torch.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for add in (_explain, _trace, _plan, _bench, _doctor, _ranks, _verify, _calibrate, _ops):
         add(commands)
     options = parser.parse_args(argv)
@@ -44,93 +53,129 @@ def main(argv: list[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        return int(options.run(options))
-    except (ArgumentError, RuleError) as error:
-        print(f"python -m dtensor {options.command}: {error}", file=sys.stderr)
+        status = options.run(options)
+    except DTensorError as error:
+        print(f"{program} {options.command}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # as of "dtensor ops | head"
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return int(status() if callable(status) else status)
 
 
-def needs(module: str, extra: str, what: str) -> None:
-    """Asks for what is optional before work starts.
-
-    Raises:
-        ArgumentError: it is not installed.
-    """
-    if importlib.util.find_spec(module) is None:
-        raise ArgumentError(f"{what} needs {module}; pip install 'dtensor[{extra}]'")
-
-
-# --- scripts ------------------------------------------------------------------------------------------------------------
-def _script(commands: Any, name: str, what: str, run: Callable[..., int]) -> argparse.ArgumentParser:
-    command: argparse.ArgumentParser = commands.add_parser(name, help=f"run a script and {what} (also under torchrun -m)")
-    command.add_argument("script", type=Path, metavar="SCRIPT.py")
-    command.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+def _add(commands: Any, name: str, about: str, run: Run | None, *examples: str) -> argparse.ArgumentParser:
+    """Add a subcommand with its help and examples."""
+    command: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=about,
+        description=f"{about[0].upper()}{about[1:]}.",
+        epilog="\n  ".join(["example:" if len(examples) == 1 else "examples:", *examples]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     command.set_defaults(run=run)
     return command
 
 
+def needs(module: str, extra: str, what: str) -> None:
+    """Raise an error if an optional package is missing, before work starts.
+
+    Raises:
+        ArgumentError: ``module`` is not installed.
+    """
+    if importlib.util.find_spec(module) is None:
+        raise ArgumentError(f"{what} needs {module}, which is not installed; run pip install 'dtensor[{extra}]'")
+
+
+# --- scripts ------------------------------------------------------------------------------------------------------------
+def _add_script(commands: Any, name: str, about: str, run: Run, *examples: str) -> argparse.ArgumentParser:
+    command = _add(commands, name, about, run, *examples)
+    command.add_argument("script", type=Path, metavar="SCRIPT.py")
+    command.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
+    return command
+
+
+def _add_html(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--html", type=script.writable, metavar="FILE", help="also write a page with the lines of the script")
+
+
 def _explain(commands: Any) -> None:
-    def run(options: argparse.Namespace) -> int:
-        return script.explained(script.asked(options.script), options.arguments, options.html)
+    def run(options: argparse.Namespace) -> Callable[[], int]:
+        path = script.asked(options.script)
+        return lambda: script.explained(path, options.arguments, options.html)
 
-    _html(_script(commands, "explain", "tell what it moves, computes and holds, by line", run))
-
-
-def _html(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--html", type=script.writable, metavar="FILE", help="also as a page: the script's lines beside what they move"
-    )
+    about = "run a script and report what it communicates, computes and holds, by line"
+    examples = ("dtensor explain train.py --steps 1", "torchrun --nproc-per-node 4 -m dtensor explain --html page.html train.py")
+    _add_html(_add_script(commands, "explain", about, run, *examples))
 
 
 def _trace(commands: Any) -> None:
-    def run(options: argparse.Namespace) -> int:
-        return script.traced(script.asked(options.script), options.arguments, options.output)
+    def run(options: argparse.Namespace) -> Callable[[], int]:
+        path = script.asked(options.script)
+        return lambda: script.traced(path, options.arguments, options.output)
 
-    command = _script(commands, "trace", "write what it does, over time, for Perfetto and chrome://tracing", run)
-    command.add_argument("--output", type=script.writable, default="trace.json", metavar="FILE", help="default trace.json")
+    about = "run a script and write a trace of it, for https://ui.perfetto.dev or chrome://tracing"
+    examples = ("dtensor trace train.py", "torchrun --nproc-per-node 4 -m dtensor trace --output step.json.gz train.py")
+    command = _add_script(commands, "trace", about, run, *examples)
+    name = "trace.json.gz"
+    command.add_argument(
+        "--output", type=script.writable, default=name, metavar="FILE", help=f"default: {name}; without .gz it is not compressed"
+    )
 
 
 def _plan(commands: Any) -> None:
-    def run(options: argparse.Namespace) -> int:
+    def run(options: argparse.Namespace) -> int | Callable[[], int]:
         if options.script.name in MODELS:
-            parser = argparse.ArgumentParser(prog=f"python -m dtensor plan {options.script}")
+            about = "Plan a training step on a cluster."
+            parser = argparse.ArgumentParser(prog=f"dtensor plan {options.script}", description=about)
             cluster_plan.add_options(parser)
             chosen = parser.parse_args(options.arguments)
             if chosen.plot is not None:
                 needs("matplotlib", "plot", "--plot")
             return cluster_plan.main(options.script.name, chosen)
+        if not options.script.is_file() and not options.script.suffix:
+            raise ArgumentError(f"{options.script} is neither a script nor a known model{_near_models(options.script.name)}")
+        path = script.asked(options.script)
         needs("scipy", "plan", "plan")
-        return script.planned(script.asked(options.script), options.arguments, options.html, options.json)
+        return lambda: script.planned(path, options.arguments, options.html, options.json)
 
-    command = _script(commands, "plan", "tell how its calls together should run, by line", run)
-    command.epilog = (
-        f"In place of a script {', '.join(MODELS)}: ways to lay a training step of it over a cluster (plan MODEL --help)."
+    about = "run a script and plan the strategies of all its operators together; or plan a known model on a cluster"
+    examples = (
+        "dtensor plan --json plan.json train.py    # then dt.capture(step, plan=dt.ProgramPlan.load('plan.json'))",
+        "dtensor plan llama3-8b --ranks 64         # options: dtensor plan llama3-8b --help",
+        f"models: {', '.join(MODELS)}",
     )
-    _html(command)
-    command.add_argument(
-        "--json", type=script.writable, metavar="FILE", help="the plan, for capture(plan=ProgramPlan.load(FILE))"
-    )
+    command = _add_script(commands, "plan", about, run, *examples)
+    _add_html(command)
+    command.add_argument("--json", type=script.writable, metavar="FILE", help="also write the plan as JSON")
+
+
+def _near_models(name: str) -> str:
+    near = [model for model in MODELS if name and name.lower() in model] or get_close_matches(name, MODELS)
+    return f"; did you mean {' or '.join(near)}?" if near else f"; known models: {', '.join(MODELS)}"
 
 
 # --- measuring ----------------------------------------------------------------------------------------------------------
 def _bench(commands: Any) -> None:
-    command = commands.add_parser("bench", help="measure redistributions or operators on processes of this machine (gloo)")
-    kinds = command.add_subparsers(dest="kind", required=True)
-    moved = kinds.add_parser(
-        "redistribute", help="beside what plans are made by; benchmarks/redistribute.py of the repository compares with torch's"
+    command = _add(
+        commands,
+        "bench",
+        "measure redistributions or operators on processes of this machine (gloo)",
+        None,
+        'dtensor bench redistribute --mesh 3x2 --size 1MB --pairs "S0->S1,R" "P->R" --plot times.png',
+        "dtensor bench dispatch --only add mm",
     )
-    moved.add_argument("--mesh", default="4", help="as 4 or 3x2")
-    moved.add_argument("--size", nargs="+", default=["1MB"], help="of the float32 tensor, as 64KB, or its shape, as 1031x1021")
-    moved.add_argument("--pairs", nargs="+", metavar="PAIR", help='as "S0->S1,R": a placement for each mesh dim, else R')
-    moved.set_defaults(run=_redistribute)
-    called = kinds.add_parser(
-        "dispatch", help="host time beside plain torch's; benchmarks/dispatch.py of the repository compares with torch's DTensor"
-    )
+    kinds = command.add_subparsers(dest="kind", required=True, metavar="KIND")
+    about = "measure redistributions and compare them with the cost model"
+    moved = _add(kinds, "redistribute", about, _redistribute, 'dtensor bench redistribute --mesh 3x2 --pairs "S0->S1,R"')
+    moved.add_argument("--mesh", default="4", help="shape of the mesh, such as 4 or 3x2 (default: 4)")
+    moved.add_argument("--size", nargs="+", default=["1MB"], help="of the float32 tensor: bytes (64KB) or a shape (1031x1021)")
+    moved.add_argument("--pairs", nargs="+", metavar="PAIR", help='such as "S0->S1,R": a placement for each mesh dim, else R')
+    about = "measure the host time of operators and compare it with plain torch"
+    called = _add(kinds, "dispatch", about, _dispatch, "dtensor bench dispatch --only add mm")
     called.add_argument("--only", nargs="+", choices=list(bench.OPERATORS), default=list(bench.OPERATORS), metavar="OPERATOR")
-    called.set_defaults(run=_dispatch)
     for each in (moved, called):
-        each.add_argument("--json", action="store_true", help="rows as JSON on stdout instead of the table")
-        each.add_argument("--plot", type=script.writable, metavar="FILE", help="as png, svg or pdf")
+        each.add_argument("--json", action="store_true", help="print rows as JSON on stdout instead of a table")
+        each.add_argument("--plot", type=script.writable, metavar="FILE", help="also draw a plot: png, svg or pdf (extra: plot)")
 
 
 def _redistribute(options: argparse.Namespace) -> int:
@@ -140,22 +185,27 @@ def _redistribute(options: argparse.Namespace) -> int:
         for pair in pairs:
             bench.pair_of(pair, mesh, len(shape))
     rows = on_ranks(math.prod(mesh), bench.moves_on_ranks, mesh, shapes, pairs)
-    return _shown(options, rows, len(shapes) * len(pairs), bench.moved_head(mesh), bench.moved_line)
+    status = _shown(options, rows, len(shapes) * len(pairs))
+    if not is_calibrated():
+        print(
+            "this machine is not calibrated: predictions use built-in constants; run dtensor calibrate to measure it",
+            file=sys.stderr,
+        )
+    return status
 
 
 def _dispatch(options: argparse.Namespace) -> int:
-    rows = on_ranks(2, bench.calls_on_ranks, options.only)
-    return _shown(options, rows, len(options.only), bench.CALLED_HEAD, bench.called_line)
+    return _shown(options, on_ranks(2, bench.calls_on_ranks, options.only), len(options.only))
 
 
-def _shown(options: argparse.Namespace, rows: Iterator[Any], count: int, head: str, line: Callable[[Any], str]) -> int:
+def _shown(options: argparse.Namespace, rows: Iterator[Any], count: int) -> int:
     if options.plot:
         needs("matplotlib", "plot", "--plot")
-    found = list(progress(rows, count, options.kind))
+    found = list(progress(rows, count, f"measuring {options.kind}"))
     if options.json:
         print(json.dumps(bench.as_json(found), indent=1))
     else:
-        print(head, *map(line, found), sep="\n")
+        print_table(bench.table_of(found), numbers=True)
     if options.plot:
         bench.plot(found, options.plot)
         print(f"written to {options.plot}", file=sys.stderr)
@@ -163,67 +213,75 @@ def _shown(options: argparse.Namespace, rows: Iterator[Any], count: int, head: s
 
 
 def _calibrate(commands: Any) -> None:
-    command = commands.add_parser("calibrate", help="measure collectives on this machine; plans are made by what is found")
-    command.add_argument("--ranks", type=int, default=4, help="processes to start, unless torchrun has started us")
+    about = "measure collectives and compute on this machine, for the cost model"
+    command = _add(commands, "calibrate", about, _calibrated, "dtensor calibrate --ranks 4")
+    command.add_argument("--ranks", type=int, default=4, help="processes to start, unless torchrun started this one (default: 4)")
     command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     command.add_argument("--output", type=Path, default=None, help="default: $DTENSOR_PROFILE or ~/.cache/dtensor/profile.json")
-    command.add_argument("--seconds", type=float, default=0.05, help="for each of about fifty measurements")
-    command.set_defaults(run=_calibrated)
+    command.add_argument("--seconds", type=float, default=0.05, help="of each of about fifty measurements (default: 0.05)")
 
 
 def _calibrated(options: argparse.Namespace) -> int:
     path, profile = calibrate.run(moves, options.ranks, options.device, options.output, options.seconds)
     if script.first():
-        print(calibrate.table(profile, "nccl" if options.device == "cuda" else "gloo"))
+        for title, rows in calibrate.report(profile, "nccl" if options.device == "cuda" else "gloo"):
+            print(title)
+            print_table(rows, numbers=True)
         print(f"written to {path}")
     return 0
 
 
-# --- what is there ------------------------------------------------------------------------------------------------------
+# --- state --------------------------------------------------------------------------------------------------------------
 def _doctor(commands: Any) -> None:
-    command = commands.add_parser("doctor", help="versions, backends, what is changed of torch, and whether processes can talk")
-    command.set_defaults(run=lambda options: doctor.main())
+    about = "report versions, backends and patches on torch, and test whether processes can communicate"
+    _add(commands, "doctor", about, lambda options: doctor.main(), "dtensor doctor")
 
 
 def _ranks(commands: Any) -> None:
     def run(options: argparse.Namespace) -> int:
-        print(reading.told(options.folder, options.last))
+        try:
+            print(reading.told(options.folder, options.last))
+        except FileNotFoundError as error:
+            raise ArgumentError(str(error)) from None
         return 0
 
-    command = commands.add_parser("ranks", help="what the ranks of a job of this host did last, also after they were killed")
-    command.add_argument("folder", type=Path, nargs="?", help="dtensor-ranks-... in /dev/shm; default the newest")
-    command.add_argument("--last", type=int, default=20, help="how many things of each rank")
-    command.set_defaults(run=run)
+    about = "report the last operations of each rank of a job on this host, also after the ranks were killed"
+    command = _add(commands, "ranks", about, run, "dtensor ranks --last 5")
+    command.add_argument("folder", type=Path, nargs="?", help="dtensor-ranks-... in /dev/shm (default: the newest)")
+    command.add_argument("--last", type=int, default=20, help="operations of each rank (default: 20)")
 
 
 def _ops(commands: Any) -> None:
-    command = commands.add_parser("ops", help="how every operator is served, as the page docs/ops.md")
+    def run(options: argparse.Namespace) -> int:
+        print(page(measured_in(options.measured)), end="")
+        return 0
+
+    about = "print how each operator is implemented, as the page docs/ops.md"
+    command = _add(commands, "ops", about, run, "dtensor ops > docs/ops.md")
     command.add_argument(
-        "--measured", type=Path, default=Path("benchmarks/gather_share.json"), help="by benchmarks/gather_share.py"
+        "--measured",
+        type=Path,
+        default=Path("benchmarks/gather_share.json"),
+        help="output of benchmarks/gather_share.py (default: benchmarks/gather_share.json)",
     )
-    command.set_defaults(run=_page)
-
-
-def _page(options: argparse.Namespace) -> int:
-    print(page(measured_in(options.measured)), end="")
-    return 0
 
 
 def _verify(commands: Any) -> None:
-    command = commands.add_parser("verify", help="run operators under many placements and compare with plain torch")
+    about = "run operators under many placements and compare the results with plain torch"
+    examples = ('dtensor verify "*softmax*"', "dtensor verify my.module::halve")
+    command = _add(commands, "verify", about, _verified, *examples)
     command.add_argument(
         "words",
         nargs="*",
         metavar="MODULE | FILE.py | PATTERN",
-        help='names as of fnmatch ("mm", "*softmax*", "mylib::*"), modules to import first (their rules, if nothing else is '
-        "named), or both (my.module::halve); default all rules",
+        help='operator names or fnmatch patterns (mm, "*softmax*", "mylib::*"); modules to import first, whose rules are '
+        "verified if nothing else is named; or both (my.module::halve). Default: all rules",
     )
-    command.add_argument("--limit", type=int, default=60, help="placements per sample, variant and mesh")
-    command.add_argument("--budget", type=int, default=None, help="cases per rule, a random part of them")
+    command.add_argument("--limit", type=int, default=60, help="placements per sample, variant and mesh (default: 60)")
+    command.add_argument("--budget", type=int, default=None, help="cases per rule, chosen at random (default: all)")
     command.add_argument("--seed", type=int, default=0)
-    command.add_argument("--missing", action="store_true", help="also look for placements that need no communication")
-    command.add_argument("--device", default="cpu", help="where to run: a device type")
-    command.set_defaults(run=_verified)
+    command.add_argument("--missing", action="store_true", help="also search for placements that need no communication")
+    command.add_argument("--device", default="cpu", help="device type to run on (default: cpu)")
 
 
 def _verified(options: argparse.Namespace) -> int:
@@ -233,7 +291,7 @@ def _verified(options: argparse.Namespace) -> int:
     given["look_for_missing"] = options.missing
     reports = []
     for name in progress(names, len(names), "verifying"):
-        if name in unsampled or not samples_of(name):  # of operators that have no kernel on a CPU there are none
+        if name in unsampled or not samples_of(name):  # operators without a CPU kernel have no samples
             continue
         reports.append(verify_rule(name, **given))
         if not reports[-1]:

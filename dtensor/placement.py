@@ -50,9 +50,9 @@ class Placement:
         own = [name for name, value in vars(cls).items() if callable(value) and name not in ("__repr__", "__str__")]
         if own and not cls.__module__.startswith(_HERE):
             raise PlacementError(
-                f"{cls.__name__}: placements are Shard, Replicate and Partial, and what a subclass does otherwise would be "
-                f"passed over ({', '.join(own)}); a reduction of your own is Partial(Monoid(name, combine, identity, "
-                "finalize)), blocks are Shard(dim, sizes=...)"
+                f"{cls.__name__}: subclasses of placements are not supported, because overridden methods "
+                f"({', '.join(own)}) would not be called. For a reduction use Partial(Monoid(name, combine, "
+                "identity, finalize)), for uneven shards Shard(dim, sizes=...)"
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
@@ -94,7 +94,7 @@ class Shard(Placement):
             try:
                 sizes = tuple(map(operator.index, self.sizes))
             except TypeError:
-                raise PlacementError(f"Shard sizes are whole numbers, one per rank, got {self.sizes!r}") from None
+                raise PlacementError(f"Shard sizes are ints, one per rank, got {self.sizes!r}") from None
             if any(size < 0 for size in sizes):
                 raise PlacementError(f"Shard sizes must be non-negative, got {sizes}")
             object.__setattr__(self, "sizes", sizes)

@@ -1,4 +1,4 @@
-"""A function on processes of its own, one for each rank: for what the command line measures and tries."""
+"""Run a function on new processes, one for each rank: used by the measurements and tests of the command line."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from ..errors import DTensorError
 def on_ranks(
     ranks: int, rows: Callable[..., Iterator[Any]], *args: Any, seconds: float = 600.0, device_type: str = "cpu"
 ) -> Iterator[Any]:
-    """What ``rows(*args)`` yields on the first of ``ranks`` processes, as it comes; all of them run it.
+    """Run ``rows(*args)`` on ``ranks`` processes and yield what it yields on rank 0, as it arrives.
 
     Args:
-        rows: of a module, a generator; so that processes can import it.
-        device_type: of their group: gloo, or NCCL for ``"cuda"``.
-        seconds: the longest that all of them together may take; what is left of them is ended.
+        rows: a generator function of a module, so that processes can import it.
+        device_type: the group is gloo, or NCCL for ``"cuda"``.
+        seconds: time limit; processes that still run then are killed.
 
     Raises:
-        DTensorError: a process fails, dies or does not end in time; its error stands in the message.
+        DTensorError: a process raises, dies or does not end in time. The message has its error.
     """
     context = multiprocessing.get_context("spawn")
     said: Any = context.Queue()

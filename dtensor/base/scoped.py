@@ -161,7 +161,10 @@ class Entering:
 
     def __enter__(self) -> None:
         if self._made is not None:
-            raise RuntimeError("this block has been entered before; call the function that gave it once for each")
+            raise RuntimeError(
+                "this context manager was entered before and can be entered once; call the function that "
+                "returned it again for each `with`"
+            )
         self._made = self._make()
         self._made.__enter__()
 
@@ -172,7 +175,8 @@ class Entering:
     def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
         if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
             raise ArgumentError(
-                f"{fn.__name__} is a generator: decorated, it would leave the block before it runs; enter it inside with `with`"
+                f"{fn.__name__} is a generator function; as a decorator the block would end before the generator "
+                f"runs. Use `with` inside of {fn.__name__} instead"
             )
         if inspect.iscoroutinefunction(fn):
 

@@ -37,7 +37,7 @@ class OpenSize(torch.SymInt):
         """
         found = self._program()
         if found is None:
-            raise DTensorError(f"the size {self._expr} of a compiled program is asked for outside of it")
+            raise DTensorError(f"the symbolic size {self._expr} of a compiled program has no value outside of that program")
         return found
 
     @property

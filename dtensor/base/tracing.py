@@ -110,8 +110,8 @@ def not_in_graph(x: Any, what: str) -> None:
     tracer = _graph_of_wholes() if count_dispatch_modes() else None
     if tracer is not None and x in tracer.tensor_tracker:
         raise UnsupportedOperationError(
-            f"{what} inside of make_fx (torch.func.linearize): the graph takes DTensors as they are, and this is no operator on "
-            "one; do it outside, or use torch.compile or dtensor.capture"
+            f"{what} inside of make_fx (torch.func.linearize) is not supported: the graph contains DTensors, "
+            "and this is not an operator on a DTensor. Do it outside, or use torch.compile or dtensor.capture"
         )
 
 
@@ -170,7 +170,9 @@ def kept_object(name: str) -> Any:
     """What has that name."""
     process, where = name.split()
     if process != _PROCESS:
-        raise DTensorError("a program that another process compiled: its meshes are not here")
+        raise DTensorError(
+            "this compiled program was made by another process, and its meshes do not exist in this one; compile it here"
+        )
     return _OBJECTS[int(where)]
 
 

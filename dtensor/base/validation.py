@@ -22,7 +22,7 @@ def whole(value: Any, what: str) -> int:
     """
     found = index_of(value)
     if found is None:
-        raise ArgumentError(f"{what} takes whole numbers, got {value!r}")
+        raise ArgumentError(f"{what} takes ints, got {value!r}")
     return found
 
 
@@ -42,7 +42,7 @@ def index_of(value: Any) -> int | None:
 def wholes(values: Any, what: str) -> tuple[int, ...]:
     """A sequence of whole numbers as a tuple."""
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
-        raise ArgumentError(f"{what} takes a sequence of whole numbers, got {values!r}")
+        raise ArgumentError(f"{what} takes a sequence of ints, got {values!r}")
     return tuple(whole(value, what) for value in values)
 
 
@@ -59,7 +59,7 @@ def element_type(dtype: Any) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ArgumentError(f"dtype takes a torch.dtype, got {dtype!r}; write torch.float32, for example")
     if dtype in _QUANTIZED:
-        raise UnsupportedOperationError(f"{dtype} is no dtype of a distributed tensor; distribute x.dequantize() or x.int_repr()")
+        raise UnsupportedOperationError(f"a DTensor cannot have dtype {dtype}; distribute x.dequantize() or x.int_repr()")
     return dtype
 
 
@@ -68,9 +68,10 @@ def refuse_foreign(tensor: torch.Tensor, what: str) -> None:
     kind = type(tensor)
     if kind is not torch.Tensor and hasattr(kind, "device_mesh") and not hasattr(tensor, "_layout"):
         raise MixedTensorError(
-            f"{what} got a {kind.__name__} of {kind.__module__.removesuffix('._api')} on {tensor.device_mesh}, where DTensors "  # type: ignore[attr-defined]
-            "of dtensor and plain tensors are known; import both from one library, or hand over the rank's piece: "
-            "dtensor.DTensor.from_local(x.to_local(), mesh, placements, shape=x.shape, stride=x.stride())"
+            f"{what} got a {kind.__name__} of {kind.__module__.removesuffix('._api')} on "
+            f"{tensor.device_mesh}, but takes DTensors of dtensor and plain tensors. Import both from one "
+            "library, or pass the local tensor: dtensor.DTensor.from_local(x.to_local(), mesh, placements, "
+            "shape=x.shape, stride=x.stride())"
         )
 
 
@@ -84,6 +85,6 @@ def strided(tensor: Any, what: str, sparse: bool = False) -> torch.Tensor:
     if tensor.is_nested or (tensor.layout is not torch.strided and not sparse):
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         raise UnsupportedOperationError(
-            f"{what} takes strided tensors, got a {kind} one; give x.to_dense(), or its parts one by one"
+            f"{what} takes strided tensors, got a {kind} one; pass x.to_dense(), or its component tensors one by one"
         )
     return tensor

@@ -199,8 +199,9 @@ class Captured(Generic[P, T]):
     def _full(self, *args: P.args, **kwargs: P.kwargs) -> T:
         if not self._plain:
             warnings.warn(
-                f"capture: {self.__name__} was recorded {self._limit} times for different shapes, layouts, numbers or modes; "  # type: ignore[attr-defined]
-                "other calls run uncaptured. Pass changing numbers as 0-d tensors, or capture(fn, limit=...)",
+                f"capture: {self.__name__} was recorded {self._limit} times for different shapes, layouts, "
+                "numbers or modes. Further calls run without a recording. Pass numbers that change as 0-d "
+                "tensors, or raise the limit: capture(fn, limit=...)",
                 stacklevel=3,
             )
         self._plain += 1
@@ -236,8 +237,9 @@ class Captured(Generic[P, T]):
             self._tries += 1
             if self._tries >= TRIES:
                 raise CaptureError(
-                    f"capture: {changed or 'a variable on another rank'} changes in each of {TRIES} calls: a replay would not "
-                    "change it. Keep it out of the captured function, or in a tensor that is written to in place"
+                    f"capture: {changed or 'a variable on another rank'} changed in each of {TRIES} calls, and a "
+                    "replay would not change it. Keep it out of the captured function, or store it in a tensor that "
+                    "is written to in place"
                 )
         return result
 

@@ -194,8 +194,8 @@ class _Looking(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _MEMORY and of_user(_asking()):
             raise CaptureError(
-                f"capture: the function asks for {_named(func)} of a tensor, which another call or rank has other ones of; ask "
-                "outside of the captured function"
+                f"capture: the function reads {_named(func)} of a tensor, which differs between calls or ranks; "
+                "read it outside of the captured function"
             )
         if func in _LOOKS:
             self._leaves.touched = True

@@ -108,8 +108,9 @@ class Numbers:
             return
         if x.read:
             raise CaptureError(
-                f"capture: a float that was read from a tensor with .item() goes to {how}, where a replay could not follow it; "
-                "compute with the 0-d tensor itself (torch.where for choices), or read it outside of the captured function"
+                f"capture: a float that was read from a tensor with .item() is used by {how}, where a replay "
+                "would use the old value. Compute with the 0-d tensor itself (torch.where for choices), or read "
+                "it outside of the captured function"
             )
         self.guarded |= x.places
 

@@ -40,7 +40,9 @@ class Plans:
         if given != "program" and not isinstance(given, ProgramPlan):
             raise ArgumentError(f'capture takes plan="program" or a ProgramPlan, got {given!r}')
         if given != "program" and memory is not None:
-            raise ArgumentError('capture takes memory= for plans that it makes: plan="program", or give dt.plan(memory=)')
+            raise ArgumentError(
+                'capture takes memory= only with plan="program"; for a ProgramPlan pass the limit to dt.plan(memory=)'
+            )
         self._given = given if isinstance(given, ProgramPlan) else None
         self._memory = math.inf if memory is None else memory
         self._found: dict[Any, ProgramPlan] = {}
@@ -72,7 +74,9 @@ class Plans:
             return True
         if self._given is not None or self._left.get(key, 0) == TRIES - 1:
             warnings.warn(
-                f"capture: the program is not the one that was planned, and runs without a plan: {following.left}", stacklevel=6
+                "capture: the program differs from the one that was planned, and runs without the plan from here "
+                f"on: {following.left}",
+                stacklevel=6,
             )
         self._left[key] = self._left.get(key, 0) + 1
         self._found.pop(key, None)

@@ -80,9 +80,9 @@ def refuse(what: str, within: str = "") -> CaptureError:
     """The error for a read of values."""
     inside = f" (in {within})" if within and within != what else ""
     return CaptureError(
-        f"capture: {what}{inside} reads a tensor's values into Python or lets them decide a shape, so its outcome would be "
-        "frozen in the tape; return the tensor and read it outside of the captured function, or write the choice with "
-        "torch.where and masks"
+        f"capture: {what}{inside} reads the values of a tensor into Python, or makes a shape depend on "
+        "them, so a replay would use the recorded values. Return the tensor and read it outside of the "
+        "captured function, or write the choice with torch.where and masks"
     )
 
 
@@ -178,9 +178,10 @@ class World:
 
     def _refusal(self, fn: Any) -> CaptureError:
         return CaptureError(
-            f"capture: the function calls {_shown(fn)}, compiled code that may give something else at the next call (the time, a "
-            "file's content), which a replay would not see; call it outside and pass what it gives, or declare that it depends "
-            f"on its arguments alone: capture(fn, trusted=[{_module_of(fn)!r}])"
+            f"capture: the function calls {_shown(fn)}, compiled code that may return something else at the "
+            "next call (the time, the content of a file), and a replay would not see that. Call it outside "
+            "and pass its result, or declare that it depends on its arguments only: capture(fn, "
+            f"trusted=[{_module_of(fn)!r}])"
         )
 
     def _is_closed(self, fn: Any) -> bool:

@@ -142,7 +142,7 @@ class Recording:
             if x._layout is not before[given][0] or given.kind != ENV or x.requires_grad or given in self.copied:
                 raise CaptureError(
                     f"capture: the function changes the shape or the data of {self._named(given)} (x.data = ..., "
-                    "x.t_()), which a replay cannot; make a new tensor"
+                    "x.t_()), and a replay cannot do that; make a new tensor"
                 )
         self.rebound = [given.number for given in moved]
 
@@ -158,8 +158,8 @@ class Recording:
         except RuntimeError as error:
             if "a leaf Variable that requires grad" in str(error) or "a view of a leaf Variable" in str(error):
                 raise CaptureError(
-                    "capture: the function writes in place to an argument that requires grad, which a replay could not show to "
-                    f"autograd; write to x.clone() ({error})"
+                    "capture: the function writes in place to an argument that requires grad, and autograd would not "
+                    f"see that in a replay; write to x.clone() ({error})"
                 ) from error
             raise
 
@@ -231,25 +231,25 @@ class Recording:
         for given, x in ((given, x) for given, x in self.seen.items() if given.kind == ARG):
             if x.grad is not None and x is not self.real[given]:
                 raise CaptureError(
-                    f"capture: the function runs a backward pass that gives {self._named(given)} a gradient; take it with "
-                    "torch.autograd.grad and return it, or make the tensor a variable of the function"
+                    f"capture: the function runs a backward pass that sets the .grad of {self._named(given)}. Compute "
+                    "the gradient with torch.autograd.grad and return it, or make the tensor a variable of the "
+                    "function"
                 )
             if x.grad_fn is not None or x.requires_grad != self.real[given].requires_grad:
                 raise CaptureError(
-                    f"capture: the function writes values with a gradient to {self._named(given)}; return them instead"
+                    f"capture: the function writes values that require grad to {self._named(given)}; return them instead"
                 )
 
     def _check_mutated(self, given: Given) -> None:
         x = self.real[given]
         if any(not apart(self.real[other], x) for other in self._beside(given)):
             raise CaptureError(
-                f"capture: the function writes to {self._named(given)}, which shares its memory with another tensor that it "
-                "is given; pass copies"
+                f"capture: the function writes to {self._named(given)}, which shares its memory with another input; pass copies"
             )
         if isinstance(x, DTensor) and type(x) is not DTensor:
             raise CaptureError(
-                f"capture: the function writes to {self._named(given)}, a view whose elements lie on other ranks than its "
-                "base's; write to the base"
+                f"capture: the function writes to {self._named(given)}, a view with elements on other ranks than "
+                "those of its base; write to the base"
             )
 
     def _beside(self, given: Given) -> Iterator[Given]:
@@ -266,8 +266,8 @@ class Recording:
         for given, x in self.seen.items():
             if given.kind == ENV and x.requires_grad and not x.is_leaf and id(x.grad_fn) in reached:
                 raise CaptureError(
-                    f"capture: the function reads {self._named(given)}, which was computed from tensors with gradients; pass "
-                    "it as an argument"
+                    f"capture: the function reads {self._named(given)}, which has an autograd graph from outside of "
+                    "the function; pass it as an argument"
                 )
         self._check_delivered(reached)
         return tuple(given for given, x in self.seen.items() if x.requires_grad and x.is_leaf and id(x) in reached)
@@ -278,9 +278,9 @@ class Recording:
         for x in reached.values():
             if isinstance(x, torch.Tensor) and id(x) not in known and not self.recorder.made(x):
                 raise CaptureError(
-                    "capture: the function returns results with gradients for tensors that capture cannot find (units of "
-                    "fully_shard and replicate deliver their parameters' by themselves); capture the whole step, its backward() "
-                    "in it, or call the function under torch.no_grad()"
+                    "capture: the function returns results that require grad because of tensors that capture cannot "
+                    "find (units of fully_shard and replicate reduce the gradients of their parameters themselves). "
+                    "Capture the whole step including backward(), or call the function under torch.no_grad()"
                 )
 
     def _linked(self, program: Program, bases: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -72,8 +72,8 @@ class Recorder(Keeping, TorchDispatchMode):
             ACTIVE.remove(self)
         if drawn != _python_draws():
             raise CaptureError(
-                "capture: the function draws random numbers from Python or numpy, and a replay would use the same ones again; "
-                "draw outside and pass a 0-d tensor, or draw with torch"
+                "capture: the function uses random numbers of Python or numpy, and a replay would use the same "
+                "ones again. Generate them outside and pass a 0-d tensor, or use torch"
             )
         self._check_generators("at the end of the captured function")
 
@@ -121,9 +121,10 @@ class Recorder(Keeping, TorchDispatchMode):
         within = self._where
         if "c10d" in func.namespace:  # also of functional ones it is not seen who waits
             raise CaptureError(
-                f"capture: the function calls {func}, and what torch's collectives do with memory and when is not told to who "
-                "records; use redistribute (to another mesh too), or call it outside of the captured function: of a pipeline "
-                "capture what its stages compute, not its schedule"
+                f"capture: the function calls {func}, and a recording cannot see which memory a torch.distributed "
+                "collective reads and writes, or when. Use redistribute (also to another mesh), or call it "
+                "outside of the captured function. For a pipeline, capture the computation of its stages, not "
+                "the schedule"
             )
         if func is aten._local_scalar_dense.default and self.numbers.reading and args[0].is_floating_point():
             self.numbers.last = self.number()
@@ -218,7 +219,7 @@ class Recorder(Keeping, TorchDispatchMode):
 
     def _known(self, x: torch.Tensor) -> Var:
         if isinstance(x, DTensor):
-            raise CaptureError(f"capture: {self.within[-1:]} hands a DTensor to a function of local tensors")
+            raise CaptureError(f"capture: {self.within[-1:]} passes a DTensor to a function of local tensors")
         key = _key(x)
         found = self._vars.get(key)
         if found is not None:
@@ -226,9 +227,9 @@ class Recorder(Keeping, TorchDispatchMode):
         base = self._bases.get(key[0])
         if base is None:
             raise CaptureError(
-                f"capture: {self.within[-1] if self.within else 'the function'} uses a tensor of shape {tuple(x.shape)} and "
-                f"{x.dtype} that capture cannot find among the arguments and the variables of the function, so no replay "
-                "could see it change; pass it as an argument"
+                f"capture: {self.within[-1] if self.within else 'the function'} uses a tensor of shape "
+                f"{tuple(x.shape)} and dtype {x.dtype} that capture cannot find among the arguments and the "
+                "variables of the function, so a replay would not see new values of it; pass it as an argument"
             )
         _, storage, var, dtype = base
         if dtype != x.dtype or x.is_conj() or x.is_neg():
@@ -308,9 +309,9 @@ class Recorder(Keeping, TorchDispatchMode):
         _, state = self._generators.get(id(generator), (None, None))
         if state is not None and not bool((state == state_now(generator)).all()):
             raise CaptureError(
-                f"capture: the state of the random generator was set between two draws ({what}): a replay would not set it; call "
-                "manual_seed, fork_rng and set_rng_state outside of the captured function (torch.utils.checkpoint takes "
-                "preserve_rng_state=False)"
+                f"capture: the state of the random generator was set between two random operators ({what}), and a "
+                "replay would not set it. Call manual_seed, fork_rng and set_rng_state outside of the captured "
+                "function (torch.utils.checkpoint takes preserve_rng_state=False)"
             )
 
     def _check_generators(self, what: str) -> None:
@@ -330,7 +331,9 @@ def _python_draws() -> tuple[Any, ...]:
 
 def _key(x: torch.Tensor) -> tuple[Any, ...]:
     if x.layout is not torch.strided:
-        raise CaptureError(f"capture: a tensor of layout {x.layout} is not recorded; use dense tensors in the captured function")
+        raise CaptureError(
+            f"capture: a tensor of layout {x.layout} cannot be recorded; use dense tensors in the captured function"
+        )
     return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()
 
 

@@ -47,8 +47,9 @@ def refuse_graph() -> None:
     """The tape of a backward pass has no gradients of its own."""
     if torch.is_grad_enabled():
         raise CaptureError(
-            "capture: backward with create_graph=True asks for a graph of the backward pass, and a captured function cannot be "
-            "differentiated twice; call the function itself, which is f.fn, or capture one that contains torch.autograd.grad"
+            "capture: backward(create_graph=True) needs a graph of the backward pass, but a captured "
+            "function is differentiable once. Call the uncaptured function, which is f.fn, or capture a "
+            "function that contains torch.autograd.grad"
         )
 
 
@@ -73,8 +74,8 @@ def _nearest(compiled: Compiled, grads: Any) -> tuple[Any, Any]:
             ]
             return key, moved
     raise CaptureError(
-        "capture: the backward pass gets gradients of other results than the recorded ones; call backward in the same way each "
-        "time, or forget the recordings with .clear() before it changes"
+        "capture: the backward pass gets gradients of other results than the recorded one. Call backward "
+        "in the same way each time, or drop the recordings with .clear() before it changes"
     )
 
 

@@ -111,8 +111,8 @@ class Sorter:
         known = self.storages | {var.storage for base in self.bases for var in base.locals}
         if any(var.storage in known for var in found):
             raise CaptureError(
-                "capture: the function gives one of its variables memory that another tensor has too (x.data = y); write to it "
-                "in place: x.copy_(y)"
+                "capture: the function makes one of its variables share memory with another tensor (x.data = y); "
+                "write to it in place: x.copy_(y)"
             )
         return self._base(x, found)
 
@@ -131,7 +131,7 @@ class Sorter:
         found = tuple(map(self.recorder.find, locals_of(x)))
         if any(var is None for var in found):
             raise CaptureError(
-                "capture: the function returns a tensor that was not made by it nor given to it; pass it as an argument"
+                "capture: the function returns a tensor that is neither an argument nor computed by it; pass it as an argument"
             )
         return found  # type: ignore[return-value]  # none is None
 
@@ -144,8 +144,8 @@ class Sorter:
             if isinstance(leaf, VALUES) or leaf is Ellipsis:
                 return Constant(leaf)
             raise CaptureError(
-                f"capture: the function returns a {type(leaf).__name__}, which a replay cannot make again; return tensors, "
-                "numbers and containers of them"
+                f"capture: the function returns a {type(leaf).__name__}, and a replay cannot make a new one; "
+                "return tensors, numbers and containers of them"
             )
         if id(leaf) in self.given:
             return self.given[id(leaf)]

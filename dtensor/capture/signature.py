@@ -96,7 +96,8 @@ def described(x: torch.Tensor, argument: bool = False) -> Any:
     if isinstance(x, PerRank):
         if argument:
             raise CaptureError(
-                "capture: an argument is the local tensors of ranks; pass a DTensor: DTensor.from_local(x, mesh, placements)"
+                "capture: an argument is a PerRank tensor (the local tensors of all ranks); pass a DTensor: "
+                "DTensor.from_local(x, mesh, placements)"
             )
         return tuple(described(shard) for shard in x.shards)
     return x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_conj(), x.is_neg(), x.is_inference()

@@ -131,8 +131,9 @@ def _position(value: Any) -> tuple[Any, list[Any]]:
         _, *found = value.__reduce__()
     except TypeError:
         raise CaptureError(
-            f"capture: the function can reach a {type(value).__name__}, an iterator that does not tell where it stands, so a "
-            "replay could not see it move on; keep it out of the captured function and pass what it gives as an argument"
+            f"capture: the function can reach a {type(value).__name__}, an iterator without a readable "
+            "position, so a replay would not notice that it advanced. Keep it out of the captured function "
+            "and pass its items as arguments"
         ) from None
     state: list[Any] = []
     held: list[Any] = []

@@ -103,8 +103,8 @@ class Environment(CodeReads):
             value.__class__  # noqa: B018  which some answer by code of their own
         except Exception as error:
             raise CaptureError(
-                f"capture: {path} has attributes that only its own code knows ({type(error).__name__} where its class is asked "
-                "for), so what it holds cannot be guarded; keep it out of the captured function"
+                f"capture: {path} has attributes that capture cannot read ({type(error).__name__} when its class "
+                "is read), so it cannot check them for changes; keep it out of the captured function"
             ) from error
         if isinstance(value, torch.Tensor):
             number = self._numbers.setdefault(id(value), len(self.tensors))

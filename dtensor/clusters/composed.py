@@ -208,7 +208,8 @@ def best(model: Transformer, cluster: Cluster, ranks: int, sequence: int, batch:
             push(sure + 1, better)
     if not found:
         raise PlanError(
-            f"no tp x cp x pp x dp of {ranks} ranks with {batch} sequences of {sequence} fits into {cluster.memory:,.0f} B"
+            f"no layout tp x cp x pp x dp of {ranks} ranks with {batch} sequences of {sequence} tokens fits "
+            f"into {cluster.memory / 1e9:,.0f} GB per rank"
         )
     return found
 

@@ -103,8 +103,8 @@ def compared(mesh: DeviceMesh, what: str, said: Sequence[str], problem: Exceptio
         return
     ranks = mesh.ranks_here()
     raise LayoutError(
-        f"{what}: rank {ranks[other]} holds {said[other]}, rank {ranks[0]} holds {said[0]}; "
-        f"all ranks of {mesh!r} give the same arguments"
+        f"{what}: arguments differ between ranks: {said[other]} on rank {ranks[other]}, {said[0]} on rank "
+        f"{ranks[0]}; pass the same arguments on all ranks of {mesh!r}"
     ) from problem
 
 
@@ -120,6 +120,6 @@ def same_on_all(mesh: DeviceMesh, value: torch.Tensor, what: str) -> None:
     digest = hashlib.blake2b(content(value), digest_size=16).hexdigest()
     if not told_by_all(mesh, f"{tuple(value.shape)} {value.dtype} {digest}").same:
         raise MixedTensorError(
-            f"{what} mixes DTensors with a plain tensor of shape {tuple(value.shape)} that differs between ranks; "
-            "distribute what it was made from with distribute_tensor(t, mesh, placements)"
+            f"{what} mixes DTensors with a plain tensor of shape {tuple(value.shape)} that differs between "
+            "ranks; distribute its source with distribute_tensor(t, mesh, placements)"
         )

@@ -157,7 +157,7 @@ _TAG = 3570  # messages between two ranks arrive in the order sent, so one tag s
 def row_major(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """``x`` without history, its memory being its elements in order; a copy only where it is not."""
     if x.shape != shape:
-        raise LayoutError(f"a local tensor of shape {tuple(x.shape)} where its layout says {tuple(shape)}")
+        raise LayoutError(f"a local tensor has shape {tuple(x.shape)}, but its layout says {tuple(shape)}")
     x = x.detach() if x.requires_grad else x
     return dense(x) if not x.is_contiguous() or x.is_conj() or x.is_neg() else x
 

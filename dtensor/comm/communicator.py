@@ -184,7 +184,7 @@ class Communicator(Binding):
         """``x`` of group position ``source``; the others' ``x`` tells only shape and dtype."""
         dims, size = tuple(mesh_dims), self.group_size(mesh_dims)
         if not 0 <= source < size:
-            raise MeshError(f"broadcast from group position {source} of a group of {size}; use 0 .. {size - 1}")
+            raise MeshError(f"broadcast from group rank {source} in a group of {size} ranks; use 0 to {size - 1}")
         if not self.held or size == 1:
             return Pending.of(self._own(x))
         shapes = self._each(lambda _, piece: tuple(piece.shape), x)
@@ -267,4 +267,4 @@ def _said(lengths: Iterable[Sequence[int]], whose: str) -> str:
 def same_in_group(shapes: dict[int, Any]) -> None:
     """Refuses terms of a reduction that differ in shape, by member."""
     if len(set(shapes.values())) > 1:
-        raise LayoutError(f"the terms of a reduction must have one shape on all ranks, members hold {shapes}")
+        raise LayoutError(f"all ranks must pass tensors of the same shape to a reduction, got {shapes}")

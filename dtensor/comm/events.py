@@ -17,6 +17,7 @@ import torch
 from ..base.scoped import Scoped
 from ..base.torch_internals import count_dispatch_modes, profiler_enabled
 from ..base.tracing import shows_ranges
+from ..base.units import bytes_text
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Monoid
 from .fold import Op
@@ -53,7 +54,7 @@ class Event:
     groups: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
-        return f"{self.kind} over {self.over or 'a group'}, {self.group_size} ranks, {self.bytes:,} B"
+        return f"{self.kind} over {self.over or 'a group'}, {self.group_size} ranks, {bytes_text(self.bytes)}"
 
     @property
     def over(self) -> str:

@@ -57,13 +57,15 @@ def check_reduction(op: Op, dtype: torch.dtype) -> None:
     if isinstance(op, Monoid):
         return
     if op not in REDUCE_OPS:
-        raise UnsupportedOperationError(f"no reduction is called {op!r}; use one of {REDUCE_OPS} or a Monoid")
+        raise UnsupportedOperationError(f"{op!r} is not a reduction; use one of {REDUCE_OPS} or a Monoid")
     if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
         raise UnsupportedOperationError(
-            f"the average of {dtype} values is not a {dtype}; reduce with 'sum', or convert: x.to(torch.float32)"
+            f"the average of {dtype} values is not defined as {dtype}; reduce with 'sum', or convert: x.to(torch.float32)"
         )
     if op in ("max", "min") and dtype.is_complex:
-        raise UnsupportedOperationError(f"{dtype} has no {op}: complex numbers are not ordered; reduce x.abs() instead")
+        raise UnsupportedOperationError(
+            f"{op} is not defined for {dtype}: complex numbers are not ordered; reduce x.abs() instead"
+        )
 
 
 def dense(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -87,8 +87,9 @@ def _gathered(group: Group, route: Any, said: str) -> Run:
 def refusing_part() -> Run:
     """Between meshes whose ranks, together, have no process group of their own."""
     raise UnsupportedOperationError(
-        "a redistribution between meshes, of which neither has all the ranks, inside torch.compile: a collective in a graph "
-        "needs a process group of just these ranks; let the graph break there (fullgraph=False), or redistribute outside of it"
+        "a redistribution between two meshes inside torch.compile needs a process group of their ranks, "
+        "and neither mesh has all of them. Allow a graph break here (fullgraph=False), or redistribute "
+        "outside of the compiled function"
     )
 
 

@@ -121,5 +121,7 @@ def broadcast(shape: Shape, size: int, source: int, mine: int) -> Route:
 def announced(piece: Tensor, shape: Shape, member: int) -> Tensor:
     """``piece``, of the shape that others were told: a wrong one would be read as another. Two empty tensors carry the same."""
     if tuple(piece.shape) != tuple(shape) and (piece.numel() or math.prod(shape)):
-        raise LayoutError(f"member {member} holds a piece of shape {tuple(piece.shape)} where {tuple(shape)} was announced")
+        raise LayoutError(
+            f"rank {member} of the group has a local tensor of shape {tuple(piece.shape)}, but announced {tuple(shape)}"
+        )
     return piece

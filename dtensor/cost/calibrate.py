@@ -1,4 +1,4 @@
-"""``python -m dtensor calibrate``: measures collectives and computing on this machine, and fits what plans are made by.
+"""Calibration (``dtensor calibrate``): measure collectives and compute on this machine, and fit the constants of the cost model.
 
 Every collective runs through the engine's own executor (which is handed in: it plans by what is measured here), so what is
 measured is the algorithm that will be used. The model,
@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ..base.on_ranks import on_ranks
 from ..base.progress import progress
+from ..base.units import seconds_text
 from ..errors import MeshError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
@@ -94,7 +95,7 @@ def measure(moves: Moves, device_type: str, seconds: float = 0.05) -> Profile:
     """
     ranks, world = range(dist.get_world_size()), dist.get_world_size()
     if world < 2:
-        raise MeshError("calibration needs at least two ranks; start it with `python -m dtensor calibrate --ranks 4`")
+        raise MeshError("calibration needs at least 2 ranks, this group has 1; run `python -m dtensor calibrate --ranks 4`")
     per_host = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     backend = backend_of(dist.group.WORLD, device_type)
     links: dict[str, Link] = {}
@@ -137,7 +138,7 @@ def _multiplied(dtype: torch.dtype, device_type: str, seconds: float) -> float:
 def _link(moves: Moves, groups: Sequence[Sequence[int]], device_type: str, seconds: float) -> Link:
     memory = _copied(device_type, seconds)
     asked = list(product(groups, COLLECTIVES, _SIDES))
-    shown = progress(asked, len(asked), "measuring") if dist.get_rank() == 0 else iter(asked)
+    shown = progress(asked, len(asked), "calibrating") if dist.get_rank() == 0 else iter(asked)
     taken = [_sample(moves, kind, group, side, device_type, memory, seconds) for group, kind, side in shown]
     samples = [sample for sample in taken if sample is not None]
     rates = {kind: fit([sample for sample in samples if sample.kind == kind]) for kind in COLLECTIVES}
@@ -198,7 +199,7 @@ def run(moves: Moves, ranks: int, device_type: str, path: Path | None, seconds: 
     """
     path = path or profile_path()
     if path is None:
-        raise MeshError("DTENSOR_PROFILE is off: give a path, `python -m dtensor calibrate --output FILE`")
+        raise MeshError("DTENSOR_PROFILE is off, so no path is known; run `python -m dtensor calibrate --output FILE`")
     if dist.is_torchelastic_launched():
         dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
         if device_type == "cuda":
@@ -232,19 +233,19 @@ def _told(moves: Moves, device_type: str, seconds: float) -> Iterator[str]:
     yield measure(moves, device_type, seconds).dumps()
 
 
-def table(profile: Profile, backend: str) -> str:
-    """The constants of one backend, and of computing, as a person reads them."""
-    lines = [f"{'':16} {'latency':>10} {'per peer':>10} {'bandwidth':>10}"]
+def report(profile: Profile, backend: str) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
+    """Yield titles and tables of a profile: each link of one backend, then each device."""
     for where, links in (("", profile.links), (" between hosts", profile.between_hosts)):
         link = links.get(backend)
         if link is not None:
-            lines += [f"{backend}{where}, local copies {link.memory / 1e9:.2f} GB/s"]
-            lines += [
-                f"  {kind:14} {rate.latency * 1e6:7.1f} us {rate.per_peer * 1e6:7.1f} us {rate.bandwidth / 1e9:5.2f} GB/s"
+            rows = [
+                (kind, seconds_text(rate.latency), seconds_text(rate.per_peer), f"{rate.bandwidth / 1e9:.2f} GB/s")
                 for kind in COLLECTIVES
                 for rate in [getattr(link, kind)]
             ]
+            title = f"{backend}{where}; local copies {link.memory / 1e9:.2f} GB/s"
+            yield title, [("collective", "latency", "per other rank", "bandwidth"), *rows]
     for device in profile.devices.values():
-        rates = ", ".join(f"{kind} {rate / 1e9:.4g}" for kind, rate in device.flops.items())
-        lines += [f"{device.name}: GFLOP/s {rates}; memory {device.memory / 1e9:.4g} GB/s; launch {device.launch * 1e6:.1f} us"]
-    return "\n".join(lines)
+        rates = [(f"{kind} matrix products", f"{rate / 1e9:,.4g} GFLOP/s") for kind, rate in device.flops.items()]
+        rest = [("memory", f"{device.memory / 1e9:,.4g} GB/s"), ("kernel launch", seconds_text(device.launch))]
+        yield device.name, [("", "measured"), *rates, *rest]

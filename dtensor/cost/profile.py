@@ -101,7 +101,7 @@ class Profile:
         """
         read = json.loads(text)
         if not isinstance(read, dict) or read.get("format") != FORMAT:
-            raise ValueError(f"no profile of format {FORMAT}")
+            raise ValueError(f"not a profile of format {FORMAT}")
         links, between = (_links(read.get(key, {})) for key in ("links", "between_hosts"))
         ranks_per_host = read.get("ranks_per_host", 0)
         if not isinstance(ranks_per_host, int) or ranks_per_host < 0:
@@ -135,7 +135,7 @@ def _latency(value: Any) -> float:
 
 # --- which one holds ------------------------------------------------------------------------------------------------------
 def profile_path() -> Path | None:
-    """Where this process reads its profile; None if told to use the built-in constants."""
+    """Return the path of this machine's profile; None if ``DTENSOR_PROFILE`` is ``off``."""
     given = os.environ.get("DTENSOR_PROFILE")
     if given is not None:
         return None if given in ("", "off") else Path(given)
@@ -143,8 +143,14 @@ def profile_path() -> Path | None:
     return (Path(cache) if cache else Path.home() / ".cache") / "dtensor" / "profile.json"
 
 
+def is_calibrated() -> bool:
+    """Return True if ``dtensor calibrate`` has measured this machine and the result is used."""
+    path = profile_path()
+    return path is not None and path.is_file()
+
+
 def read_profile() -> Profile:
-    """This machine's profile. A file that cannot be read is told once and left aside."""
+    """Return this machine's profile. Warns and returns the built-in one if the file cannot be read."""
     path = profile_path()
     if path is None or not path.is_file():
         return BUILT_IN
@@ -152,8 +158,8 @@ def read_profile() -> Profile:
         return Profile.loads(path.read_text())
     except (OSError, ValueError) as error:
         warnings.warn(
-            f"{path} is no profile of a machine ({error}): built-in constants are used; "
-            "run `python -m dtensor calibrate` to measure them again",
+            f"the machine profile {path} cannot be read ({error}), so costs are estimated with built-in constants; "
+            "run `python -m dtensor calibrate` to measure this machine again",
             stacklevel=2,
         )
         return BUILT_IN

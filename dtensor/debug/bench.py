@@ -1,4 +1,4 @@
-"""``python -m dtensor bench``: what redistributions and operators take on processes, beside the model and plain torch."""
+"""Benchmarks (``dtensor bench``): time of redistributions and operators on processes, compared with the cost model and torch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..base.units import bytes_text, seconds_text
 from ..cost.calibrate import slowest
 from ..errors import ArgumentError
 from ..layout.layout import Layout
@@ -28,29 +29,29 @@ _SECONDS = 0.04  # that each round of a case lasts
 MOST_RANKS = 64
 
 
-# --- what is asked ------------------------------------------------------------------------------------------------------
+# --- arguments ---------------------------------------------------------------------------------------------------------
 def mesh_of(text: str) -> Shape:
-    """``"3x2"`` as a shape.
+    """Return the shape that ``"3x2"`` means.
 
     Raises:
-        ArgumentError: it is no shape of a mesh, or one of more processes than a machine takes.
+        ArgumentError: ``text`` is not a shape, or has more ranks than one machine starts.
 
     >>> mesh_of("3x2")
     (3, 2)
     """
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text):
-        raise ArgumentError(f"{text!r} is no mesh; write its shape, as 4 or 3x2")
+        raise ArgumentError(f"{text!r} is not the shape of a mesh; write for example 4 or 3x2")
     shape = tuple(map(int, text.split("x")))
     if not 2 <= math.prod(shape) <= MOST_RANKS:
-        raise ArgumentError(f"a mesh of {text} has {math.prod(shape)} ranks; from 2 to {MOST_RANKS} processes are started")
+        raise ArgumentError(f"a mesh of {text} has {math.prod(shape)} ranks, but bench starts from 2 to {MOST_RANKS} processes")
     return shape
 
 
 def shape_of(text: str) -> Shape:
-    """``"1MB"`` as the shape of a nearly square float32 matrix, or ``"1031x1021"`` as it is.
+    """Return the shape of a nearly square float32 matrix of ``"1MB"``, or the shape ``"1031x1021"``.
 
     Raises:
-        ArgumentError: it is neither.
+        ArgumentError: ``text`` is neither.
 
     >>> shape_of("1MB"), shape_of("6x7x8")
     ((512, 512), (6, 7, 8))
@@ -59,23 +60,25 @@ def shape_of(text: str) -> Shape:
         return tuple(map(int, text.split("x")))
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]?)i?B?", text, re.IGNORECASE)
     if found is None or not (elements := int(float(found[1]) * _UNITS[found[2].upper()]) // 4):
-        raise ArgumentError(f"{text!r} is no size; write bytes, as 64KB, 1MB or 0.5GB (powers of 1024), or a shape, as 1031x1021")
+        raise ArgumentError(
+            f"{text!r} is not a size; write bytes, such as 64KB or 1MB (powers of 1024), or a shape, such as 1031x1021"
+        )
     rows = math.isqrt(elements)
     return rows, elements // rows
 
 
 def pair_of(text: str, mesh: Shape, ndim: int) -> tuple[Places, Places]:
-    """``"S0->S1,R"``: from and to, a placement for each mesh dim; those left out replicate.
+    """Return source and target placements of ``"S0->S1,R"``. Mesh dims that are left out are replicated.
 
     Raises:
-        ArgumentError: it is no pair, or does not fit the mesh or the tensor.
+        ArgumentError: ``text`` is not a pair, or does not fit the mesh or the tensor.
 
     >>> pair_of("S0->S1,P", (3, 2), 2)
     ((Shard(dim=0), Replicate()), (Shard(dim=1), Partial(sum)))
     """
     sides = text.replace(" ", "").split("->")
     if len(sides) != 2:
-        raise ArgumentError(f"{text!r} is no pair; write SOURCE->TARGET, as 'S0->S1,R' (quoted)")
+        raise ArgumentError(f"{text!r} is not a redistribution; write SOURCE->TARGET, such as 'S0->S1,R' (in quotes)")
     source, target = (_places(side, mesh, ndim) for side in sides)
     return source, target
 
@@ -83,19 +86,19 @@ def pair_of(text: str, mesh: Shape, ndim: int) -> tuple[Places, Places]:
 def _places(side: str, mesh: Shape, ndim: int) -> Places:
     words = side.split(",")
     if len(words) > len(mesh):
-        raise ArgumentError(f"{side!r} has {len(words)} placements for a mesh of {len(mesh)} dims")
+        raise ArgumentError(f"{side!r} has {len(words)} placements for a mesh of {len(mesh)} mesh dims")
     return (*(_place(word, ndim) for word in words), *(Replicate(),) * (len(mesh) - len(words)))
 
 
 def _place(word: str, ndim: int) -> Placement:
     found = re.fullmatch(r"R|S\(?(?P<dim>\d+)\)?|P(?:\((?P<op>\w+)\))?", word)
     if found is None or (found["dim"] and int(found["dim"]) >= ndim) or (found["op"] and found["op"] not in REDUCE_OPS):
-        raise ArgumentError(f"{word!r} is no placement of a tensor of {ndim} dims: R, S0 to S{ndim - 1}, P or P(max)")
+        raise ArgumentError(f"{word!r} is not a placement of a tensor with {ndim} dims; write R, S0 to S{ndim - 1}, P or P(max)")
     return Replicate() if word == "R" else Shard(int(found["dim"])) if found["dim"] else Partial(found["op"] or "sum")
 
 
 def usual_pairs(mesh: Shape) -> list[str]:
-    """What is measured where no pairs are given: each kind of movement over one mesh dim, and over all."""
+    """Return the default pairs: each kind of redistribution over one mesh dim, and over all."""
     kinds = ("S0->R", "S0->S1", "P->R", "P->S0", "R->S0")
     everywhere = [",".join([a] * len(mesh)) + "->" + ",".join([b] * len(mesh)) for a, b in (kind.split("->") for kind in kinds)]
     return list(dict.fromkeys([*kinds, *everywhere]))
@@ -104,7 +107,7 @@ def usual_pairs(mesh: Shape) -> list[str]:
 # --- redistribute -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """One redistribution of a float32 tensor: what the plan says of it, and what it took on the slowest rank (a median)."""
+    """One redistribution of a float32 tensor: its plan, and the median time of the slowest rank."""
 
     mesh: Shape
     pair: str
@@ -121,7 +124,7 @@ class Moved:
 
 
 def moves_on_ranks(mesh_shape: Shape, shapes: Sequence[Shape], pairs: Sequence[str]) -> Iterator[Moved]:
-    """On each rank: one row per pair and shape. What a rank gets is compared with its block first."""
+    """Run on each rank: yield one row per pair and shape, after a comparison of the result with the expected shard."""
     mesh = DeviceMesh("cpu", torch.arange(math.prod(mesh_shape)).view(mesh_shape))
     for shape in shapes:
         for pair in pairs:
@@ -139,13 +142,13 @@ def _compare(got: DTensor, whole: torch.Tensor, pair: str) -> None:
     wrong: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(wrong, not torch.equal(got.full_tensor(), whole))
     if any(wrong):
-        raise ArgumentError(f"{pair} gives other values; please report it with the mesh and the shape")
+        raise ArgumentError(f"{pair} gives wrong values; please report it with the mesh and the shape")
 
 
 # --- dispatch -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Called:
-    """Seconds of one call: of plain torch on a rank's block, and of the same on DTensors, nothing being communicated."""
+    """Seconds of one call without communication: plain torch on local tensors, and the same call on DTensors."""
 
     name: str
     plain: float
@@ -153,7 +156,7 @@ class Called:
 
 
 Tensor = torch.Tensor
-OPERATORS: dict[str, Callable[[Tensor, Tensor, Tensor], object]] = {  # of a tensor cut by rows, one like it, and a whole one
+OPERATORS: dict[str, Callable[[Tensor, Tensor, Tensor], object]] = {  # arguments: two tensors sharded by rows, one replicated
     "add": lambda x, y, w: x + y,
     "mul_": lambda x, y, w: y.mul_(1.0),
     "relu": lambda x, y, w: torch.relu(x),
@@ -170,7 +173,7 @@ OPERATORS: dict[str, Callable[[Tensor, Tensor, Tensor], object]] = {  # of a ten
 
 
 def calls_on_ranks(names: Sequence[str]) -> Iterator[Called]:
-    """On each of two ranks: one row per operator, blocks of 8 x 8 numbers."""
+    """Run on each of two ranks: yield one row per operator, for shards of 8 x 8 numbers."""
     mesh = DeviceMesh("cpu", dist.get_world_size())
     torch.set_num_threads(1)
     local = [torch.randn(8, 8) for _ in range(3)]
@@ -189,43 +192,57 @@ def calls_on_ranks(names: Sequence[str]) -> Iterator[Called]:
             yield Called(name, plain, distributed)
 
 
-# --- what is shown ------------------------------------------------------------------------------------------------------
-def moved_head(mesh: Shape) -> str:
-    columns = f"{'collectives':>11} {'B received':>13} {'peak B':>13} {'predicted':>10} {'measured':>10}"
-    return f"mesh {'x'.join(map(str, mesh)):22} {columns}"
-
-
-def moved_line(row: Moved) -> str:
-    measured = f"{row.predicted * 1e3:7.3f} ms {row.seconds * 1e3:7.3f} ms"
-    return f"{row.name:27} {row.collectives:11} {row.bytes:13,} {row.peak:13,} {measured}"
-
-
-CALLED_HEAD = f"{'us per call':16} {'plain':>8} {'dtensor':>8} {'added':>8}"
-
-
-def called_line(row: Called) -> str:
-    return f"{row.name:16} {row.plain * 1e6:8.1f} {row.ours * 1e6:8.1f} {(row.ours - row.plain) * 1e6:8.1f}"
+# --- report -------------------------------------------------------------------------------------------------------------
+def table_of(rows: Sequence[Moved | Called]) -> list[tuple[str, ...]]:
+    """Return the rows of a table, the head first."""
+    moved = [
+        (
+            row.name,
+            str(row.collectives),
+            bytes_text(row.bytes),
+            bytes_text(row.peak),
+            seconds_text(row.predicted),
+            seconds_text(row.seconds),
+        )
+        for row in rows
+        if isinstance(row, Moved)
+    ]
+    if moved:
+        return [("redistribution", "collectives", "received", "peak memory", "predicted", "measured"), *moved]
+    called = [
+        (row.name, seconds_text(row.plain), seconds_text(row.ours), seconds_text(row.ours - row.plain))
+        for row in rows
+        if isinstance(row, Called)
+    ]
+    return [("operator", "torch", "dtensor", "overhead"), *called]
 
 
 def as_json(rows: Sequence[Moved | Called]) -> list[dict[str, Any]]:
-    """Rows as JSON takes them."""
+    """Return the rows as dictionaries for JSON."""
     return [asdict(row) for row in rows]
 
 
 def plot(rows: Sequence[Moved | Called], path: Path) -> None:
-    """Bars of what was measured beside what the model predicts, or beside plain torch."""
-    import matplotlib as mpl  # optional: only pictures need it
+    """Write a dot plot of measured times and the times they are compared with, the fastest on top."""
+    from matplotlib.figure import Figure  # an extra
 
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    moved, plain = ("predicted", "plain torch")
-    pairs = [(r.name, r.seconds, r.predicted, moved) if isinstance(r, Moved) else (r.name, r.ours, r.plain, plain) for r in rows]
-    names, ours, others, labels = zip(*pairs[::-1], strict=True)
+    if moved := [row for row in rows if isinstance(row, Moved)]:
+        mesh = "x".join(map(str, moved[0].mesh))
+        title, other = f"Redistributions of float32 tensors on a mesh of {mesh} processes (gloo)", "predicted by the cost model"
+        points = [(row.seconds, row.predicted, row.name) for row in moved]
+    else:
+        title, other = "Host time of one operator call, without communication", "plain torch"
+        points = [(row.ours, row.plain, row.name) for row in rows if isinstance(row, Called)]
+    ours, others, names = zip(*sorted(points), strict=True)
+    figure = Figure(figsize=(9, 0.35 * len(names) + 1.8), layout="constrained")
+    axes = figure.subplots()
     places = range(len(names))
-    figure, axes = pyplot.subplots(figsize=(8, 0.4 * len(names) + 1.2), layout="constrained")
-    axes.barh([p - 0.2 for p in places], [t * 1e6 for t in others], height=0.4, label=labels[0], color="lightgrey")
-    axes.barh([p + 0.2 for p in places], [t * 1e6 for t in ours], height=0.4, label="measured", color="steelblue")
-    axes.set(yticks=list(places), yticklabels=names, xlabel="microseconds", xscale="log")
-    axes.legend()
+    axes.hlines(places, *zip(*map(sorted, zip(ours, others, strict=True)), strict=True), color="lightgrey", zorder=1)
+    axes.scatter(ours, places, label="dtensor, measured", color="steelblue", zorder=3)
+    axes.scatter(others, places, label=other, facecolors="white", edgecolors="dimgrey", zorder=2)
+    axes.set(xlabel="seconds (logarithmic)", xscale="log", title=title)
+    axes.set_yticks(list(places), names)
+    axes.invert_yaxis()
+    axes.grid(axis="x", alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=120)

@@ -1,18 +1,18 @@
-"""A layout or a mesh as boxes: which piece of each dim every box covers, who holds it, and in which colour it is drawn.
+"""Boxes of a layout or a mesh: the interval of each dim that a box covers, the ranks that hold it, and its color.
 
-A block is a product of intervals, one for each tensor dim, whatever the nesting, and a mesh dim cuts one tensor dim: so boxes
-fill a grid of as many dims as the tensor has. The last two dims are a panel's rows and columns; the others number panels.
+A shard is a product of intervals, one for each tensor dim, so boxes fill a grid with as many dims as the tensor. The last two
+dims are the rows and columns of a panel; each index of the other dims is a panel of its own.
 """
 
 from __future__ import annotations
 
-import colorsys
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..base.by_key import by_key
+from ..base.units import bytes_text
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Partial
@@ -20,12 +20,23 @@ from ..tensor.dtensor import DTensor
 from ..tensor.printing import spans_of
 
 MOST = 256  # boxes in a picture
-_GOLDEN = 0.381966  # of the circle of hues: neighbours in number are far apart in colour
+# Light colors for dark text, and the style of each on a terminal of 8 colors.
+COLORS = ("#a6cee3", "#fdbf6f", "#b2df8a", "#fb9a99", "#cab2d6", "#ffff99", "#c7c7c7", "#e0b98c")
+TERMINAL_STYLES = (
+    "black on cyan",
+    "black on yellow",
+    "black on green",
+    "black on red",
+    "white on magenta",
+    "black on white",
+    "white on blue",
+    "white on black",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A piece of one dim: how it is called, and how many elements it has."""
+    """An interval of one dim: its label and its number of elements."""
 
     text: str
     size: int
@@ -33,25 +44,20 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """The ranks that hold a block, and what else is to be said of it. The first rank gives the colour."""
+    """The ranks that hold a shard, a description of it, and the index of its color."""
 
     ranks: tuple[int, ...]
     about: str
+    color: int = 0
 
     @property
     def text(self) -> str:
         return spans_of(self.ranks)
 
-    @property
-    def colour(self) -> str:
-        """Light, for dark text: ``"#eeb5b5"``."""
-        parts = colorsys.hls_to_rgb(self.ranks[0] * _GOLDEN % 1.0, 0.82, 0.62)
-        return "#" + "".join(f"{round(255 * part):02x}" for part in parts)
-
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A picture of rows and columns; of a tensor with one dim a single row, of a number a single box."""
+    """A grid of boxes: a single row for a tensor with one dim, a single box for a scalar."""
 
     title: str
     rows: tuple[Interval, ...]
@@ -61,16 +67,16 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Boxes:
-    """Panels under a title; ``terms`` where boxes hold terms of the value, not the value."""
+    """Panels under a title; ``partial``: each rank holds a partial value."""
 
     title: str
     panels: tuple[Panel, ...]
-    terms: bool = False
+    partial: bool = False
     remark: str = ""
 
 
 def boxes_of(x: object) -> Boxes | None:
-    """The boxes of a tensor, a layout or a mesh; None of anything else."""
+    """Return the boxes of a tensor, a layout or a mesh; None for anything else."""
     match x:
         case DTensor():
             return _boxes_of_layout(x.layout)
@@ -82,19 +88,19 @@ def boxes_of(x: object) -> Boxes | None:
 
 
 def scaled(intervals: Sequence[Interval], most: float, least: Sequence[float]) -> list[float]:
-    """Lengths in proportion to sizes as far as each has room for its text."""
+    """Return lengths in proportion to sizes, each at least as long as its text."""
     total = sum(interval.size for interval in intervals)
     return [max(room, most * interval.size / total) for interval, room in zip(intervals, least, strict=True)]
 
 
 def _boxes_of_layout(layout: Layout) -> Boxes:
-    """The blocks of a tensor and the ranks that hold them; empty blocks, and who holds nothing else, are left out."""
+    """Return the shards of a tensor with the ranks that hold them. Empty shards are left out."""
     dims = tuple(_intervals(layout, d) for d in range(layout.ndim))
     count = math.prod(map(len, dims))
     if not count:
         return Boxes(repr(layout), (), remark="no elements")
     if count > MOST:
-        return Boxes(repr(layout), (), remark=f"{count:,} blocks of up to {layout.max_local_nbytes:,} B")
+        return Boxes(repr(layout), (), remark=f"{count:,} shards of up to {bytes_text(layout.max_local_nbytes)}")
     ranks_at = zip(layout.mesh.coordinates, layout.mesh.ranks, strict=True)
     held = by_key((layout.local_offset(at), rank) for at, rank in ranks_at if all(layout.local_shape(at)))
     cells = {}
@@ -102,19 +108,19 @@ def _boxes_of_layout(layout: Layout) -> Boxes:
         block = [dim[i] for dim, i in zip(dims, index, strict=True)]
         ranks = tuple(sorted(held[tuple(begin for begin, _ in block)]))
         where = ", ".join(f"{begin}:{stop}" for begin, stop in block)
-        shape = "x".join(str(stop - begin) for begin, stop in block) or "a number"
+        shape = "x".join(str(stop - begin) for begin, stop in block) or "scalar"
         cells[index] = Box(ranks, f"[{where}] ({shape})")
     over = zip(layout.placements, layout.mesh.named(range(layout.mesh.ndim)), strict=True)
-    terms = [f"{p} over {name}" for p, name in over if isinstance(p, Partial)]
-    remark = f"each rank holds a term: {', '.join(terms)}" if terms else ""
+    partial = [f"{p} over {name}" for p, name in over if isinstance(p, Partial)]
+    remark = f"each rank holds a partial value: {', '.join(partial)}" if partial else ""
     named = [[Interval(f"{begin}:{stop}", stop - begin) for begin, stop in dim] for dim in dims]
-    return Boxes(repr(layout), tuple(_panels(named, cells)), bool(terms), remark)
+    return Boxes(repr(layout), tuple(_panels(named, cells)), bool(partial), remark)
 
 
 def _boxes_of_mesh(mesh: DeviceMesh) -> Boxes:
-    """The ranks of a mesh by coordinate; of a part of a mesh those of all its copies."""
+    """Return the ranks of a mesh by coordinate; for a submesh, the ranks of all submeshes along the other mesh dims."""
     names = mesh.named(range(mesh.ndim))
-    title = f"mesh of {mesh.device_type}: " + ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
+    title = f"{mesh.device_type} mesh: " + ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
     if mesh.size() > MOST:
         return Boxes(title, (), remark=f"{mesh.size():,} ranks")
     cells = {
@@ -125,7 +131,7 @@ def _boxes_of_mesh(mesh: DeviceMesh) -> Boxes:
     return Boxes(title, tuple(_panels(named, cells)), remark=_KINDS[mesh.kind])
 
 
-_KINDS = {"in_process": "all ranks in this process", "process_group": "a process for each rank", "dry_run": "a dry run: no data"}
+_KINDS = {"in_process": "all ranks in this process", "process_group": "one process per rank", "dry_run": "dry run: no data"}
 
 
 def _intervals(layout: Layout, dim: int) -> list[tuple[int, int]]:
@@ -143,4 +149,17 @@ def _panels(dims: Sequence[Sequence[Interval]], cells: dict[tuple[int, ...], Box
             tuple(cells[(*before, *((i,) if len(dims) > 1 else ()), *((j,) if dims else ()))] for j in range(len(columns)))
             for i in range(len(rows))
         )
-        yield Panel(f"[{', '.join([*named, ':', ':'])}]" if named else "", tuple(rows), tuple(columns), boxes)
+        yield Panel(f"[{', '.join([*named, ':', ':'])}]" if named else "", tuple(rows), tuple(columns), _colored(boxes))
+
+
+def _colored(boxes: Sequence[Sequence[Box]]) -> tuple[tuple[Box, ...], ...]:
+    """Give boxes the color of their first rank, or the next one that no neighbor has."""
+    found: list[list[Box]] = []
+    for i, line in enumerate(boxes):
+        found.append([])
+        for j, box in enumerate(line):
+            above = found[i - 1][max(j - 1, 0) : j + 2] if i else []
+            taken = {neighbor.color for neighbor in (*found[i][-1:], *above)}
+            free = (k % len(COLORS) for k in itertools.count(box.ranks[0]))
+            found[i].append(replace(box, color=next(color for color in free if color not in taken)))
+    return tuple(map(tuple, found))

@@ -1,4 +1,4 @@
-"""``budget``: a limit on what a block or a function communicates, computes and holds."""
+"""``budget``: a limit on communication, FLOP and memory of a block or a function."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..base.scoped import entering
+from ..base.units import bytes_text, flop_text
 from ..errors import ArgumentError, BudgetError
-from .explain import by_line, in_words
+from .explain import by_line, collectives_text
 from .memory import lines_at_peak
 from .seen import Record
 
 
 class Limits(NamedTuple):
-    """What is allowed, and as well what was counted; None: not limited, not counted."""
+    """Limits, or what was counted; None: not limited, not counted."""
 
     bytes: int | None = None
     collectives: int | None = None
@@ -22,7 +23,7 @@ class Limits(NamedTuple):
 
     @property
     def computing(self) -> bool:
-        """Whether operators have to be seen."""
+        """Whether operators have to be recorded."""
         return self.flops is not None or self.memory is not None
 
 
@@ -30,34 +31,34 @@ class Limits(NamedTuple):
 def budget(
     *, bytes: int | None = None, collectives: int | None = None, flops: float | None = None, memory: int | None = None
 ) -> Iterator[None]:
-    """A ``with`` block, or a decorator of functions, that raises at its end where more was needed than allowed.
+    """Raise at the end of a ``with`` block, or of each call of a decorated function, if it exceeded a limit.
 
-    Counted is what :func:`dtensor.explain` and :func:`dtensor.memory` tell. Where the block itself raises, that is raised.
+    Counts as :func:`dtensor.explain` and :func:`dtensor.memory` do. An error of the block itself is raised unchanged.
 
     Args:
         bytes: most bytes that one rank may receive, all collectives together.
         collectives: most collectives.
-        flops: most FLOPs of one rank, as torch's ``FlopCounterMode`` counts them.
+        flops: most FLOP of one rank, as torch's ``FlopCounterMode`` counts them.
         memory: most bytes that one rank may hold at once, of tensors that the block makes or uses.
 
     Raises:
-        BudgetError: the limit, what was counted, and the lines of the program that need most.
-        ArgumentError: nothing is limited.
+        BudgetError: a limit was exceeded; the message has the counts and the lines of the program that need most.
+        ArgumentError: no limit was given.
 
     >>> import torch, dtensor as dt
     >>> x = dt.ones(4, 6, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)])
     >>> with dt.budget(bytes=0):
     ...     _ = x @ x.t()
     Traceback (most recent call last):
-    dtensor.errors.BudgetError: 48 bytes received per rank, 0 allowed; 1 collective...
+    dtensor.errors.BudgetError: 48 B received per rank, limit 0; 1 collective...
     >>> with dt.budget(flops=90):
     ...     _ = x @ x.t()
     Traceback (most recent call last):
-    dtensor.errors.BudgetError: 96 FLOPs per rank, 90 allowed...
+    dtensor.errors.BudgetError: 96 FLOP per rank, limit 90...
     """
     limits = Limits(bytes, collectives, flops, memory)
     if limits == Limits():
-        raise ArgumentError("budget limits nothing; give bytes=, collectives=, flops=, memory=, or several")
+        raise ArgumentError("budget() needs at least one limit: bytes=, collectives=, flops= or memory=")
     with Record(computing=limits.computing) as record:
         yield
     problem = excess(record, limits)
@@ -66,7 +67,7 @@ def budget(
 
 
 def counted(record: Record) -> Limits:
-    """What a block needed; of one that was not seen computing only what it communicates."""
+    """Return what a block used; without recorded operators, only its communication."""
     total, count = sum(movement.bytes for movement in record.movements), len(record.movements)
     if not record.computing:
         return Limits(total, count)
@@ -74,24 +75,24 @@ def counted(record: Record) -> Limits:
 
 
 def excess(record: Record, allowed: Limits) -> str:
-    """How a block needed more than allowed, with its lines; "" if it did not."""
+    """Return a message about the exceeded limits, with the lines of the program; "" if none was exceeded."""
     found = counted(record)
     over = {name for name, limit in allowed._asdict().items() if limit is not None and getattr(found, name) > limit}
     if not over:
         return ""
-    words = {"bytes": "bytes received per rank", "collectives": "collectives", "flops": "FLOPs per rank"}
+    units = {"bytes": " B received per rank", "collectives": " collectives", "flops": " FLOP per rank"}
     said = [
-        f"{getattr(found, name):,} {words.get(name, 'bytes held per rank')}, {getattr(allowed, name):,} allowed"
+        f"{getattr(found, name):,}{units.get(name, ' B of memory per rank')}, limit {getattr(allowed, name):,}"
         for name in Limits._fields
         if name in over
     ]
     lines: list[str] = []
     if over & {"bytes", "collectives"}:
-        said.append(f"{in_words(found.collectives)} in all")
+        said.append(f"{collectives_text(found.collectives)} in all")
         lines += map(str, sorted(by_line(record.movements), key=lambda line: -line.bytes))
     if "flops" in over:
-        lines += [f"{line.place.line}: {line.flops:,} FLOPs" for line in by_line((), record.operations) if line.flops]
+        lines += [f"{line.place.line}: {flop_text(line.flops)}" for line in by_line((), record.operations) if line.flops]
     if "memory" in over:
         most = max(record.holdings.everyone(), key=lambda rank: record.holdings.peak(rank)[0])
-        lines += [f"{place.line}: {size:,} B held at the peak" for place, size in lines_at_peak(record.holdings, most)]
+        lines += [f"{place.line}: {bytes_text(size)} at the peak" for place, size in lines_at_peak(record.holdings, most)]
     return "\n".join(["; ".join(said), *lines])

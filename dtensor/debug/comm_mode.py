@@ -10,12 +10,13 @@ from typing import Any
 import torch.distributed as dist
 
 from ..base.scoped import Block
+from ..base.tables import table_text
 from ..base.torch_internals import OpOverloadPacket
+from ..base.units import bytes_text
 from ..comm import events
 from ..comm.events import Event
 from . import functional
 from .module_log import ModuleLog
-from .visualize import table
 
 EXCHANGE = "all_gather_object"
 
@@ -147,10 +148,10 @@ class CommDebugMode:
             row = rows.setdefault((event.kind, over, str(event.group_size)), [0, 0])
             row[0] += 1
             row[1] += event.bytes
-        head = ("collective", "over", "ranks", "count", "bytes received per rank")
-        lines = [head, *((*key, str(count), f"{size:,}") for key, (count, size) in rows.items())]
-        lines.append(("total", "", "", str(self.get_total_counts()), f"{sum(event.bytes for event in self.events):,}"))
-        return table(lines)
+        head = ("collective", "over", "ranks", "count", "received per rank")
+        lines = [head, *((*key, str(count), bytes_text(size)) for key, (count, size) in rows.items())]
+        lines.append(("total", "", "", str(self.get_total_counts()), bytes_text(sum(event.bytes for event in self.events))))
+        return table_text(lines)
 
     @property
     def comm_module_counts(self) -> dict[str, dict[str, dict[Any, int]]]:
@@ -199,4 +200,4 @@ class CommDebugMode:
         return self.get_table()
 
     def __repr__(self) -> str:
-        return f"<CommDebugMode: {self.get_total_counts()} collectives, {sum(event.bytes for event in self.events):,} bytes>"
+        return f"<CommDebugMode: {self.get_total_counts()} collectives, {bytes_text(sum(event.bytes for event in self.events))}>"

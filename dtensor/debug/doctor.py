@@ -1,4 +1,4 @@
-"""``python -m dtensor doctor``: what is installed, what torch can do here, what is changed of it, and whether ranks talk."""
+"""Doctor (``dtensor doctor``): report versions, backends and patches on torch, and test communication between processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ..base.on_ranks import on_ranks
-from ..cost.profile import FORMAT
+from ..base.progress import reporting
+from ..cost.profile import FORMAT, is_calibrated
 from ..errors import DTensorError
 from ..interop.changes import CHANGES
 from ..mesh.device_mesh import DeviceMesh
@@ -24,23 +25,24 @@ _OPTIONAL = ("numpy", "scipy", "safetensors", "hypothesis", "transformers", "mat
 
 
 def report() -> Iterator[str]:
-    """Versions, backends, and the changes to torch, line by line."""
+    """Yield lines about versions, backends and patches on torch."""
     yield f"python {platform.python_version()} on {platform.system()} {platform.machine()}"
-    yield f"dtensor {sys.modules['dtensor'].__version__}, torch {torch.__version__} (profiles of format {FORMAT})"
-    yield "beside: " + ", ".join(f"{name} {_version(name)}" for name in _OPTIONAL)
+    yield f"dtensor {sys.modules['dtensor'].__version__}, torch {torch.__version__}"
+    yield f"machine profile: {'calibrated' if is_calibrated() else 'built-in constants; run dtensor calibrate'} (format {FORMAT})"
+    yield "optional packages: " + ", ".join(f"{name} {_version(name)}" for name in _OPTIONAL)
     backends = [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if _has(name)]
     yield f"process groups: {', '.join(backends) or 'none'}"
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     yield f"accelerators: {', '.join(torch.cuda.get_device_name(i) for i in range(devices)) or 'none'}"
     found = [change for change in CHANGES if change.in_force]
-    yield f"changes to torch that are in force ({len(found)} of {len(CHANGES)}):"
+    yield f"active patches on torch ({len(found)} of {len(CHANGES)}):"
     yield from (f"  {change.where}: {change.why}" for change in found)
 
 
 def self_test(seconds: float = 60.0) -> str:
-    """What goes wrong where two processes sum, gather and exchange over gloo; "" if nothing does."""
+    """Run collectives between two processes over gloo; return the problem, "" if there is none."""
     if not _has("gloo"):
-        return "torch has no gloo here: processes cannot be tried"
+        return "this torch has no gloo, so communication cannot be tested"
     try:
         return "".join(on_ranks(RANKS, _wrong, seconds=seconds))
     except DTensorError as error:
@@ -48,7 +50,7 @@ def self_test(seconds: float = 60.0) -> str:
 
 
 def _wrong() -> Iterator[str]:
-    """What a rank finds wrong with one collective of each kind; that is raised."""
+    """Run on each rank: check one collective of each kind, and raise if a result is wrong."""
     mesh = DeviceMesh("cpu", RANKS)
     x = DTensor.from_local(torch.arange(6.0).view(2, 3) + mesh.get_rank(), mesh, [Partial()], shape=(2, 3), stride=(3, 1))
     expected = 2 * torch.arange(6.0).view(2, 3) + 1
@@ -56,7 +58,7 @@ def _wrong() -> Iterator[str]:
         cut = x.redistribute(placements=[kind])
         for target in (Replicate(), Shard(0), Shard(1)):
             if not torch.equal(cut.redistribute(placements=[target]).full_tensor(), expected):
-                raise DTensorError(f"{kind} to {target} gives other numbers")
+                raise DTensorError(f"redistribution from {kind} to {target} gives wrong values")
     yield ""
 
 
@@ -72,11 +74,11 @@ def _version(name: str) -> str:
 
 
 def main() -> int:
-    """1 if processes cannot talk."""
+    """Print the report and return the exit status: 1 if processes cannot communicate."""
     for line in report():
         print(line)
     began = time.monotonic()
-    problem = self_test()
-    print(f"{RANKS} processes over gloo: {problem or f'right, in {time.monotonic() - began:.1f} s'}", flush=True)
-    sys.stdout.flush()
+    with reporting(lambda: f"testing collectives on {RANKS} processes"):
+        problem = self_test()
+    print(f"collectives on {RANKS} processes over gloo: {problem or f'correct, {time.monotonic() - began:.1f} s'}", flush=True)
     return 1 if problem else 0

@@ -1,26 +1,26 @@
-"""``explain``: what a program moves, computes and holds, by line of the user's code and by module, and why."""
+"""``explain``: report what a program communicates, computes and holds, by line of the user's code and by module, and why."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..base.by_key import by_key
 from ..base.callers import Place
 from ..base.extensions import pictured
+from ..base.tables import table_text
+from ..base.units import bytes_text, flop_text, seconds_text
 from ..redistribute.step import place as placed
-from ..redistribute.step import seconds_of
 from .memory import Memory, memory_of
 from .operators import Operation
 from .reasons import reasons
 from .seen import Movement, Record
-from .visualize import table
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What one line of the program moves and computes, forward and backward; ``str`` says why."""
+    """One line of the program: what it communicates and computes, forward and backward. ``str`` says why."""
 
     place: Place
     movements: tuple[Movement, ...]
@@ -28,24 +28,27 @@ class Line:
 
     @property
     def bytes(self) -> int:
-        """What one rank receives."""
+        """Bytes that one rank receives."""
         return sum(movement.bytes for movement in self.movements)
 
     @property
     def flops(self) -> int:
-        """Of one rank, the most over ranks for each operator."""
+        """FLOP of one rank: the most over ranks, for each operator."""
         return sum(operation.flops for operation in self.operations)
 
     def __str__(self) -> str:
-        moved = [f"{in_words(len(self.movements))}, {self.bytes:,} B"] if self.movements else []
-        computed = [f"{self.flops:,} FLOPs"] if self.flops else []
+        moved = [collectives_text(len(self.movements)), bytes_text(self.bytes)] if self.movements else []
+        computed = [flop_text(self.flops)] if self.flops else []
         head = f"{self.place.line}: {', '.join([*moved, *computed])}"
-        return "\n".join([head, *(f"  {text}" for text in _alike(self.movements))])
+        return "\n".join([head, *(f"  {text}" for text in _folded(self.movements))])
 
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """What a module moves and computes, with its parts, forward and backward; ``name`` begins with the type of the outermost."""
+    """A module with its submodules: what it communicates and computes, forward and backward.
+
+    ``name`` begins with the type of the outermost module: ``"MLP.up"``.
+    """
 
     name: str
     collectives: int
@@ -55,22 +58,22 @@ class Module:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Explanation:
-    """All collectives and operators of a run, in order, and what the function gave. ``str`` groups them by the user's line.
+    """All collectives and operators of a run, in order, and the result of the function. ``str`` groups them by the user's line.
 
     Attributes:
         movements: the collectives that ``CommDebugMode`` counts.
-        result: what the function gave.
-        exchanges: of small Python values between ranks, which are no collectives of tensors.
+        result: the return value of the function.
+        exchanges: number of exchanges of small Python values between ranks. They are not collectives of tensors.
         operations: the operators that compute something, in the order in which they ended.
-        flops: of one rank, the most over ranks.
-        memory: what is held meanwhile, on the ranks that are here; None where operators were not seen.
+        flops: FLOP of one rank, the most over ranks.
+        memory: memory of the ranks of this process during the run; None if operators were not recorded.
 
-    A record: asking it moves nothing and raises nothing.
+    A record: reading it communicates nothing and raises nothing.
 
     >>> import dtensor as dt
     >>> x = dt.ones(4, 6, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)])
-    >>> told = dt.explain(x.full_tensor)
-    >>> told.bytes, len(told.movements), told.result.shape
+    >>> found = dt.explain(x.full_tensor)
+    >>> found.bytes, len(found.movements), found.result.shape
     (48, 1, torch.Size([4, 6]))
     """
 
@@ -83,7 +86,7 @@ class Explanation:
 
     @classmethod
     def of(cls, record: Record, result: Any = None) -> Explanation:
-        """What was recorded."""
+        """Make an explanation of what was recorded."""
         moved, exchanges = tuple(record.movements), record.get_exchange_count()
         if not record.computing:
             return cls(moved, result, exchanges)
@@ -91,7 +94,7 @@ class Explanation:
 
     @property
     def bytes(self) -> int:
-        """What one rank receives, the largest over ranks for each collective."""
+        """Bytes that one rank receives: the largest over ranks, for each collective."""
         return sum(movement.bytes for movement in self.movements)
 
     @property
@@ -101,12 +104,12 @@ class Explanation:
 
     @property
     def lines(self) -> tuple[Line, ...]:
-        """By line of the user's program, in order of first use."""
+        """Lines of the user's program, in order of first use."""
         return by_line(self.movements, self.operations)
 
     @property
     def modules(self) -> tuple[Module, ...]:
-        """By module, in order of first use; what runs outside of modules is in none."""
+        """Modules, in order of first use. What runs outside of modules is in none."""
         ran = [*(one.module for one in self.operations), *(one.module for one in self.movements)]
         return tuple(map(self._module, dict.fromkeys(name for module in ran for name in _prefixes(module))))
 
@@ -115,16 +118,32 @@ class Explanation:
         computed = [one for one in self.operations if name in _prefixes(one.module)]
         return Module(name, len(moved), sum(one.bytes for one in moved), sum(one.flops for one in computed))
 
-    def __str__(self) -> str:
+    @property
+    def summary(self) -> str:
+        """One line: number of collectives, bytes received, FLOP and peak memory of one rank."""
         implicit = sum(movement.implicit for movement in self.movements)
-        told = f" ({implicit} of them because operators needed them)" if implicit else ""
-        asked = f", {self.exchanges} exchanges of small values" if self.exchanges else ""
-        head = f"{in_words(len(self.movements))}{told}, {self.bytes:,} B received per rank, about {seconds_of(self.seconds)}"
-        held = "" if self.memory is None else f"; {self.flops:,} FLOPs, {self.memory.peak:,} B held at most"
-        rows = [(one.name, f"{one.collectives}", f"{one.bytes:,}", f"{one.flops:,}") for one in self.modules]
-        modules = [table([("module", "collectives", "bytes", "FLOPs"), *rows])] if rows else []
-        told_lines = [str(line) for line in self.lines if line.movements or line.flops]
-        return "\n".join([head + asked + held, *told_lines, *modules])
+        counts = collectives_text(len(self.movements)) + (f" ({implicit} implicit)" if implicit else "")
+        moved = f"{counts}, {bytes_text(self.bytes)} received per rank, about {seconds_text(self.seconds)}"
+        exchanged = f", {self.exchanges} exchanges of small Python values" if self.exchanges else ""
+        if self.memory is None:
+            return moved + exchanged
+        return f"{moved}{exchanged}; {flop_text(self.flops)}, peak memory {bytes_text(self.memory.peak)} per rank"
+
+    @property
+    def text_by_line(self) -> str:
+        """The summary, then each line that communicates or computes, with reasons."""
+        return "\n".join([self.summary, *(str(line) for line in self.lines if line.movements or line.flops)])
+
+    @property
+    def module_table(self) -> list[tuple[str, ...]]:
+        """Rows of the table of modules, the head first; empty if no module ran."""
+        found = [one for one in self.modules if one.collectives or one.flops]
+        rows = [(one.name, f"{one.collectives}", bytes_text(one.bytes), flop_text(one.flops)) for one in found]
+        return [("module", "collectives", "received", "FLOP"), *rows] if rows else []
+
+    def __str__(self) -> str:
+        table = self.module_table
+        return "\n".join([self.text_by_line, *([table_text(table, numbers=True)] if table else [])])
 
     __repr__ = __str__
 
@@ -132,23 +151,24 @@ class Explanation:
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Run ``fn(*args, **kwargs)``, once and as it is, and tell what it moves, computes and holds, by line and by module.
+    """Run ``fn(*args, **kwargs)`` once and report what it communicates, computes and holds, by line and by module.
 
-    Every collective that :class:`dtensor.debug.CommDebugMode` counts is there with its bytes: what operators move, explicit
-    ``redistribute`` and ``full_tensor``, styles, fully sharded and replicated modules, gradients of leaves, kernels, the
-    program's own ``torch.distributed`` calls. Each has the user's line, the first one outside of this library, torch and
-    Python's own; one of a backward pass has the line of its forward operator. For what an operator needed, the rows of its
-    rule that were considered, with prices, and the redistribution to write instead.
+    The report has every collective that :class:`dtensor.debug.CommDebugMode` counts, with its bytes: implicit redistributions of
+    operators, explicit ``redistribute`` and ``full_tensor``, parallel styles, FSDP and replicated modules, gradients of leaves,
+    kernels that communicate, and the program's own ``torch.distributed`` calls. Each has the line of the user's program: the
+    innermost frame outside of this library, torch and the standard library. In a backward pass it is the line of the forward
+    operator. An implicit redistribution also has the strategies that were considered, with their estimated time, and the
+    ``redistribute`` call to write instead.
 
-    Operators have the layouts of their operands, FLOPs, estimated and measured time, line and module as well; how much each rank
-    holds is told as by :func:`dtensor.memory`. What is told is of this rank. Meanwhile torch keeps the stack of every node of
-    the graph, as its anomaly detection does (without the look for NaN): backward passes that raise say where the node was made.
+    Each operator has the layouts of its operands, FLOP, estimated and measured time, line and module. Memory is counted as by
+    :func:`dtensor.memory`. On processes the report is that of this rank. During the run torch keeps the stack of every autograd
+    node, as its anomaly detection does without the check for NaN: a backward pass that raises says where the node was made.
 
     >>> import torch, dtensor as dt
     >>> mesh = dt.init_device_mesh("cpu", (2,))
     >>> x = dt.ones(4, 6, device_mesh=mesh, placements=[dt.Shard(0)])
-    >>> told = dt.explain(lambda: (x @ x.t()).relu())
-    >>> [(m.event.kind, m.bytes) for m in told.movements]
+    >>> found = dt.explain(lambda: (x @ x.t()).relu())
+    >>> [(m.event.kind, m.bytes) for m in found.movements]
     [('all_gather', 48)]
 
     Costs what ``fn`` does, and raises what it raises.
@@ -159,7 +179,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
 
 def by_line(movements: Sequence[Movement], operations: Sequence[Operation] = ()) -> tuple[Line, ...]:
-    """Grouped by the user's line: those that move something, then those that compute, each in order of first use."""
+    """Group by the user's line: lines that communicate, then lines that only compute, each in order of first use."""
     found: dict[Place, tuple[list[Movement], list[Operation]]] = {}
     for movement in movements:
         found.setdefault(movement.place, ([], []))[0].append(movement)
@@ -169,24 +189,30 @@ def by_line(movements: Sequence[Movement], operations: Sequence[Operation] = ())
 
 
 def _prefixes(module: str) -> tuple[str, ...]:
-    """A module and those that it is part of; () outside of modules."""
+    """Return the names of a module and of the modules around it; () outside of modules."""
     parts = module.split(".") if module else []
     return tuple(".".join(parts[:k]) for k in range(1, len(parts) + 1))
 
 
-def in_words(count: int | None) -> str:
+def collectives_text(count: int | None) -> str:
+    """Return ``"1 collective"``, ``"2 collectives"``."""
     return f"{count} collective{'' if count == 1 else 's'}"
 
 
-def _alike(movements: Sequence[Movement]) -> Iterator[str]:
-    """What was moved with its reasons; what a line does many times, as in a loop, is told once."""
-    for (head, *rest), count in Counter(tuple(_told(movement)) for movement in movements).items():
-        yield head + (f"  ({count} times)" if count > 1 else "")
-        yield from rest
+def _folded(movements: Sequence[Movement]) -> Iterator[str]:
+    """Yield each collective with its reasons; those that differ only in their module, or not at all, once with their number."""
+    for (asked, what, *details), alike in by_key(((*_parts(movement),), movement) for movement in movements).items():
+        modules = list(dict.fromkeys(movement.module for movement in alike if movement.module))
+        others = f" and {len(modules) - 1} other module{'s' if len(modules) > 2 else ''}" if len(modules) > 1 else ""
+        within = f" in {modules[0]}{others}" if modules else ""
+        yield f"{asked}{within}: {what}" + (f"  ({len(alike)} times)" if len(alike) > 1 else "")
+        yield from details
 
 
-def _told(movement: Movement) -> Iterator[str]:
-    yield str(movement)
+def _parts(movement: Movement) -> Iterator[str]:
+    """Yield what asked for a collective, the collective, then the reasons."""
+    yield movement.asked
+    yield movement.what
     if movement.cause is not None:
         yield from (f"  {text}" for text in reasons(movement.cause, movement.phase == "forward"))
     else:

@@ -1,92 +1,77 @@
-"""What a notebook shows of tensors, layouts, meshes and plans; a program's lines beside what they move, as a page of its own."""
+"""HTML of tensors, layouts, meshes, plans and explanations: what a notebook shows, and pages that need no network.
+
+A plan or an explanation is shown as the program's lines, each with the bytes that it receives. Rendered with jinja2, and the code
+colored with pygments if it is installed.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import linecache
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ..base.by_key import by_key
-from ..base.callers import NOWHERE, Place
+from ..base.callers import Place
+from ..base.units import bytes_text
 from ..errors import ArgumentError
-from ..plan import PlannedCall, ProgramPlan, Sharding
+from ..plan import ProgramPlan, Sharding
 from ..plan.program_plan import spelled
 from ..tensor.dtensor import DTensor
+from . import html_templates as templates
 from .boxes import boxes_of
 from .explain import Explanation
 from .svg import svg_of
 
-_AROUND = 3  # lines of the program before and after one that moves something
-
-_STYLE = """<style>
-.dtensor { --dim: #7a7a88; --rule: #8884; --bar: #4a90d9; line-height: 1.35; }
-.dtensor h3, .dtensor h4 { margin: 0.8em 0 0.3em; font-weight: 600; }
-.dtensor table { border-collapse: collapse; width: 100%; }
-.dtensor td, .dtensor th { padding: 0 0.8em 0 0; text-align: left !important; vertical-align: top; border: 0; background: none; }
-.dtensor pre, .dtensor .code { font: 12.5px/1.45 ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace; margin: 0; }
-.dtensor .code { white-space: pre-wrap; }
-.dtensor .number, .dtensor .gap { color: var(--dim); text-align: right !important; width: 3em; }
-.dtensor .bytes { white-space: nowrap; width: 13em; }
-.dtensor .bar { display: inline-block; height: 0.7em; background: var(--bar); margin-right: 0.5em; border-radius: 2px; }
-.dtensor .moving .code { font-weight: 700; }
-.dtensor .detail pre { color: var(--dim); border-left: 2px solid var(--rule); padding-left: 0.8em; white-space: pre-wrap; }
-</style>"""
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title><style>
-:root {{ color-scheme: light dark; }}
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 75em; margin: 2em auto; padding: 0 1em; }}
-</style></head><body>
-<h1>{title}</h1>
-{body}
-</body></html>
-"""
+_AROUND = 3  # lines of the program shown before and after one that communicates
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What one line of the program moves: bytes that a rank receives, and how, line by line."""
+class CostlyLine:
+    """A line of the program that communicates: bytes that one rank receives, and lines of text about it, the first a summary."""
 
     place: Place
     nbytes: int
-    text: tuple[str, ...]
+    summary: str
+    details: tuple[str, ...]
 
 
 def html_of(x: Any) -> str:
-    """An element for a page: of a tensor, layout or mesh its picture, of a plan or an explanation the program's lines.
+    """Return an HTML element: a picture of a tensor, layout or mesh; the program's lines of a plan or an explanation.
 
     Raises:
-        ArgumentError: it is none of these.
+        ArgumentError: ``x`` is none of these.
     """
     if (boxes := boxes_of(x)) is not None:
         if not isinstance(x, DTensor):
             return svg_of(boxes)
-        return (
-            f'<div class="dtensor">{svg_of(boxes)}<details><summary>values</summary><pre>{escape(repr(x))}</pre></details></div>'
-        )
+        return _rendered(templates.PICTURE, picture=_markup(svg_of(boxes)), values=repr(x))
     match x:
         case ProgramPlan():
-            return _element(str(x).partition("\n")[0], _listing(_planned(x.calls)))
+            return _listing(x, _planned(x))
         case Sharding():
-            return _element(str(x).partition("\n")[0], _placements(x), _listing(_planned(x.plan.calls)))
+            rows = [*x.placements.items(), *((f"batch {i}", places) for i, places in enumerate(x.batch))]
+            return _listing(x, _planned(x.plan), placements=[(name, ", ".join(spelled(places))) for name, places in rows])
         case Explanation():
-            told = [Told(line.place, line.bytes, tuple(str(line).splitlines()[1:])) for line in x.lines]
-            return _element(str(x).partition("\n")[0], _listing(told))
-    raise ArgumentError(f"no picture of a {type(x).__name__}: a DTensor, Layout, DeviceMesh, plan or explanation has one")
+            return _listing(x, _explained(x), modules=x.module_table)
+    raise ArgumentError(
+        f"a {type(x).__name__} has no picture; pass a DTensor, Layout, DeviceMesh, ProgramPlan, Sharding or Explanation"
+    )
 
 
 def save_html(x: Any, path: str | Path, title: str = "") -> Path:
-    """Writes a page that needs nothing else, no network: what a notebook shows of ``x``; gives its path.
+    """Write a page that shows ``x`` as a notebook does and needs no other file and no network. Return its path.
 
-    Of a :class:`dtensor.ProgramPlan`, of what ``auto_shard`` found and of an explanation these are the program's lines beside
-    what they move. No communication; on processes one rank writes it.
+    A :class:`dtensor.ProgramPlan`, the result of ``auto_shard`` and an explanation are shown as the program's lines, each with
+    the bytes that it receives. A click opens the details. No communication; on processes call it on one rank.
 
     Args:
         x: a DTensor, Layout, DeviceMesh, plan or explanation.
-        path: of the file; its folder is there.
-        title: default the kind of ``x``.
+        path: of the file; its folder must exist.
+        title: defaults to the type of ``x``.
 
     Raises:
         ArgumentError: ``x`` has no picture.
@@ -99,63 +84,94 @@ def save_html(x: Any, path: str | Path, title: str = "") -> Path:
     (True, False)
     """
     path = Path(path)
-    path.write_text(_PAGE.format(title=escape(title or type(x).__name__), body=html_of(x)), encoding="utf-8")
+    body = _markup(html_of(x))
+    dark = _markup(_colors("github-dark", "body "))
+    text = _rendered(templates.PAGE, title=title or type(x).__name__, body=body, dark_colors=dark)
+    path.write_text(text, encoding="utf-8")
     return path
 
 
-def _element(head: str, *parts: str) -> str:
-    return f'{_STYLE}<div class="dtensor"><p>{escape(head)}</p>{"".join(parts)}</div>'
+# --- jinja2 and pygments ------------------------------------------------------------------------------------------------
+@cache
+def _template(source: str) -> Any:
+    from jinja2 import Environment  # torch depends on it
+
+    return Environment(autoescape=True, keep_trailing_newline=True).from_string(source)
 
 
-def _placements(found: Sharding) -> str:
-    rows = [*found.placements.items(), *((f"batch {i}", places) for i, places in enumerate(found.batch))]
-    cells = "".join(f"<tr><td>{escape(name)}</td><td>{escape(', '.join(spelled(places)))}</td></tr>" for name, places in rows)
-    return f"<details><summary>placements of {len(rows)} tensors</summary><table>{cells}</table></details>"
+def _rendered(source: str, **values: Any) -> str:
+    return str(_template(source).render(**values))
 
 
-def _planned(calls: Sequence[PlannedCall]) -> list[Told]:
-    """By the user's line, in order of first use."""
-    told = []
-    for line, own in by_key((call.line, call) for call in calls if call.moves).items():
-        file, _, number = line.rpartition(":")
-        text = tuple(row.removeprefix("  ") for call in own for row in str(call).splitlines())
-        told.append(Told(Place(file, int(number)) if file else NOWHERE, sum(m.nbytes for call in own for m in call.moves), text))
-    return told
+def _markup(text: str) -> Any:
+    """Mark text as HTML that jinja2 inserts unchanged."""
+    from markupsafe import Markup  # jinja2 depends on it
+
+    return Markup(text)
 
 
-# --- lines of code ------------------------------------------------------------------------------------------------------
-def _listing(told: Iterable[Told]) -> str:
-    """The program's lines near those that move something, file by file, each with its bytes and what it moves."""
-    files = by_key((each.place.file, each) for each in told)
-    most = max((each.nbytes for own in files.values() for each in own), default=0)
-    if not files:
-        return "<p>Nothing is moved.</p>"
-    return "".join(
-        f"<h3>{escape(file) or 'outside of the program'}</h3><table>{''.join(_rows(file, own, most))}</table>"
-        for file, own in files.items()
-    )
-
-
-def _rows(file: str, told: Sequence[Told], most: int) -> Iterator[str]:
-    by_number = by_key((each.place.number, each) for each in told)
-    source = linecache.getlines(file) if file else []
-    near = {number for at in by_number for number in range(max(at - _AROUND, 1), min(at + _AROUND, len(source)) + 1)}
-    shown = sorted({*near, *by_number})
-    before = shown[0] - 1
-    for number in shown:
-        if number > before + 1:
-            yield '<tr><td class="gap">⋮</td></tr>'
-        before = number
-        code = escape(source[number - 1].rstrip()) if 1 <= number <= len(source) else ""
-        own = by_number.get(number, [])
-        cells = f'<td class="number">{number or ""}</td><td class="bytes">{_bar(own, most)}</td><td class="code">{code}</td>'
-        yield f'<tr class="{"moving" if own else "still"}">{cells}</tr>'
-        for each in own:
-            yield f'<tr class="detail"><td colspan="2"></td><td><pre>{escape(chr(10).join(each.text))}</pre></td></tr>'
-
-
-def _bar(told: Sequence[Told], most: int) -> str:
-    if not told:
+@cache
+def _colors(style: str, within: str = "") -> str:
+    """Return the style sheet of colored code inside the element ``within``; "" without pygments."""
+    if importlib.util.find_spec("pygments") is None:
         return ""
-    total = sum(each.nbytes for each in told)
-    return f'<span class="bar" style="width:{5 * total / max(most, 1):.2f}em"></span>{total:,} B'
+    from pygments.formatters import HtmlFormatter
+
+    rules = HtmlFormatter(style=style).get_style_defs(f"{within}.dtensor .code").splitlines()
+    return "\n".join(rule for rule in rules if ".dtensor .code ." in rule and "background" not in rule)
+
+
+def _code_of(file: str) -> list[Any]:
+    """Return the lines of a file, colored if pygments is installed."""
+    lines = linecache.getlines(file) if file else []
+    if not lines or importlib.util.find_spec("pygments") is None:
+        return [line.rstrip() for line in lines]
+    from pygments import highlight
+    from pygments.formatters import HtmlFormatter
+    from pygments.lexers import PythonLexer
+
+    lexer = PythonLexer(stripnl=False, ensurenl=False)
+    return [_markup(line.rstrip()) for line in highlight("".join(lines), lexer, HtmlFormatter(nowrap=True)).split("\n")]
+
+
+# --- lines of the program -----------------------------------------------------------------------------------------------
+def _explained(x: Explanation) -> Iterator[CostlyLine]:
+    for line in x.lines:
+        head, *details = str(line).splitlines()
+        summary = head.removeprefix(f"{line.place.line}: ")
+        yield CostlyLine(line.place, line.bytes, summary, tuple(text.removeprefix("  ") for text in details))
+
+
+def _planned(x: ProgramPlan) -> Iterator[CostlyLine]:
+    for line in x.lines:
+        summary = line.head.removeprefix(f"{line.place.line}: ")
+        yield CostlyLine(line.place, line.nbytes, summary, tuple(line.details))
+
+
+def _listing(x: Any, lines: Iterable[CostlyLine], **more: Any) -> str:
+    """Return the first line of ``str(x)``, then file by file the program's lines near those that receive something."""
+    files = by_key((line.place.file, line) for line in lines if line.nbytes)
+    most = max((line.nbytes for own in files.values() for line in own), default=1)
+    shown = [{"name": file, "rows": list(_rows(file, own, most))} for file, own in files.items()]
+    style = _rendered(templates.STYLE, colors=_markup(_colors("default")))
+    return _rendered(templates.LISTING, style=_markup(style), head=str(x).partition("\n")[0], files=shown, **more)
+
+
+def _rows(file: str, lines: Sequence[CostlyLine], most: int) -> Iterator[dict[str, Any]]:
+    by_number = by_key((line.place.number, line) for line in lines)
+    code = _code_of(file)
+    near = {number for at in by_number for number in range(max(at - _AROUND, 1), min(at + _AROUND, len(code)) + 1)}
+    before = 0
+    for number in sorted({*near, *by_number}):
+        own = by_number.get(number, [])
+        nbytes = sum(line.nbytes for line in own)
+        yield {
+            "gap": before and number > before + 1,
+            "number": number,
+            "code": code[number - 1] if 1 <= number <= len(code) else "",
+            "size": bytes_text(nbytes),
+            "width": f"{5 * nbytes / most:.2f}",
+            "summary": "; ".join(line.summary for line in own),
+            "details": "\n".join(text for line in own for text in line.details),
+        }
+        before = number

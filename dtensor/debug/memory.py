@@ -1,4 +1,4 @@
-"""``memory``: what each rank holds while a program runs, by kind."""
+"""``memory``: report the memory of each rank while a program runs, by kind."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..base.callers import Place
+from ..base.tables import table_text
+from ..base.units import bytes_text
 from .holdings import KINDS, Holdings, told_by_all
 from .seen import Record
-from .visualize import table
 
-_LINES = 5  # shown, those that hold most
+_LINES = 5  # shown, those that allocated most
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What a rank holds: ``seconds`` after the beginning, bytes by kind."""
+    """Memory of a rank at one moment: ``seconds`` after the start, bytes by kind."""
 
     seconds: float
     kinds: dict[str, int]
 
     @property
     def bytes(self) -> int:
-        """Of all kinds."""
+        """Bytes of all kinds."""
         return sum(self.kinds.values())
 
 
@@ -33,16 +34,16 @@ class Memory:
     """Memory of a run, in bytes. ``str`` is a table of the rank that needs most.
 
     Attributes:
-        peaks: by rank the most that it holds at once.
-        kinds_of: by rank what that is, by kind: "parameters", "gradients", "optimizer state", "activations" (whatever operators
-            make), "communication buffers" (what collectives need and bring) and "other" (what was there before and is no
-            parameter: inputs, buffers).
-        timeline: by rank every change, in order.
-        lines: of the first rank here that needs most, the lines that made what it holds at its peak, and how much of it; what
-            was there before has no line.
-        result: what the function gave.
+        peaks: the peak of each rank.
+        kinds_of: the bytes of each rank at its peak, by kind: "parameters", "gradients", "optimizer state", "activations"
+            (results of operators), "communication buffers" (buffers and results of collectives) and "other" (tensors from before
+            the run that are no parameters: inputs, buffers).
+        timeline: every change on each rank, in order.
+        lines: for the first rank of this process with the highest peak, the lines that allocated what it holds then, with bytes.
+            Tensors from before the run have no line.
+        result: the return value of the function.
 
-    A record: asking it moves nothing and raises nothing.
+    A record: reading it communicates nothing and raises nothing.
 
     >>> import dtensor as dt
     >>> x = dt.ones(4, 6, device_mesh=dt.init_device_mesh("meta", (2,)), placements=[dt.Shard(0)])
@@ -59,34 +60,37 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """The largest over ranks."""
+        """The highest peak of all ranks, in bytes."""
         return max(self.peaks.values())
 
     @property
     def kinds(self) -> dict[str, int]:
-        """Of the first rank that needs most."""
+        """Bytes by kind at the peak, on the first rank with the highest peak."""
         return self.kinds_of[next(rank for rank, most in self.peaks.items() if most == self.peak)]
 
     def __str__(self) -> str:
         rank = next(rank for rank, most in self.peaks.items() if most == self.peak)
-        others = f", {min(self.peaks.values()):,} B on the one that needs least" if len(set(self.peaks.values())) > 1 else ""
-        rows = [("kind", "bytes at the peak"), *((kind, f"{size:,}") for kind, size in self.kinds.items())]
-        held = [f"  {size:,} B since {place.line}" for place, size in self.lines[:_LINES]]
-        return "\n".join([f"peak {self.peak:,} B on rank {rank} of {len(self.peaks)}{others}", table(rows), *held])
+        others = (
+            f", {bytes_text(min(self.peaks.values()))} on the rank that needs least" if len(set(self.peaks.values())) > 1 else ""
+        )
+        rows = [("kind", "at the peak"), *((kind, bytes_text(size)) for kind, size in self.kinds.items() if size)]
+        made = [f"  {bytes_text(size)} allocated at {place.line}" for place, size in self.lines[:_LINES]]
+        head = f"peak memory {bytes_text(self.peak)} on rank {rank} of {len(self.peaks)}{others}"
+        return "\n".join([head, table_text(rows, numbers=True), *made])
 
     __repr__ = __str__
 
 
 def memory(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Memory:
-    """Run ``fn(*args, **kwargs)``, once and as it is, and tell how much memory each rank holds meanwhile, and what for.
+    """Run ``fn(*args, **kwargs)`` once and report the memory of each rank during the run, by kind.
 
-    Counted is the memory of every tensor that the run makes or uses, each once, from where it is made until nobody has it; what
-    was there before counts from the beginning if the run uses it. On a mesh of ``"meta"`` nothing is allocated, and told is what
-    one rank would hold; there and with all ranks in one process, collectives need no memory but for what they bring.
-    Not counted: what a kernel allocates inside, and what ``torch.compile`` has compiled.
+    Counts the storage of every tensor that the run makes or uses, once, from its allocation until it is freed. A tensor from
+    before the run counts from the start if the run uses it. On a ``"meta"`` mesh nothing is allocated, and the report is what one
+    rank would hold. There, and with all ranks in one process, collectives need no memory except for their results. Not counted:
+    what a kernel allocates inside, and what ``torch.compile`` compiled.
 
-    On processes all ranks call it; what each found is exchanged at the end, in one exchange of Python values. It raises what
-    ``fn`` raises.
+    On processes all ranks call it, and exchange their findings at the end in one exchange of Python values. Raises what ``fn``
+    raises.
 
     >>> import torch, dtensor as dt
     >>> mesh = dt.init_device_mesh("meta", (8,))
@@ -102,7 +106,7 @@ def memory(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Memory:
 
 
 def memory_of(holdings: Holdings, result: Any = None, gathered: bool = False) -> Memory:
-    """What was held; ``gathered``: by all ranks, which all ask."""
+    """Make the report; ``gathered``: of all ranks, which all call it."""
     found = {}
     for rank in holdings.everyone():
         most, _, kinds = holdings.peak(rank)
@@ -115,7 +119,7 @@ def memory_of(holdings: Holdings, result: Any = None, gathered: bool = False) ->
 
 
 def lines_at_peak(holdings: Holdings, rank: int) -> tuple[tuple[Place, int], ...]:
-    """The lines that made what a rank holds at its peak, most bytes first."""
+    """Return the lines that allocated what a rank holds at its peak, most bytes first."""
     sizes: Counter[Place] = Counter()
     for store, size in holdings.held_at(rank, holdings.peak(rank)[1]):
         if store.place.file:

@@ -12,6 +12,7 @@ import string
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ from ..placement import Partial, Replicate
 from ..plan.graph import Asked
 from ..rules import rules
 from ..rules.call import Call
-from ..rules.registry import lookup
+from ..rules.registry import family_of, lookup
 from ..rules.rule import Along, Dims, Factors, Row, Rule, Spec, candidates
-from ..rules.served import besides, served_by
+from ..rules.served import served_by
 from ..testing.forcing import asked_for
 from ..testing.placements import mesh_of
 from ..testing.samples import Sample, samples_of
@@ -35,31 +36,76 @@ from ..testing.variants import exists, operator_named
 
 HEAD = """# Operators
 
-Written by `python -m dtensor ops` (`make docs`) for torch {version}; do not edit.
-How an operator is looked up: its rule; else a decomposition into operators that have one; else its operands are gathered, which
-is announced once and is an error under `dtensor.explicit()`.
+Find out how an operator runs: which dims may be sharded without communication, and what a call costs otherwise.
 
-The notation is that of [rules.md](rules.md), for one sample of the operator: a letter may be sharded wherever it stands; `[d]`
-and `[]` must be whole; `1` is a dim of size one; `(a b)` is one dim of two factors, `{{a, b}}` one read in several ways.
-*Sharded*: letters that may be sharded while the operator communicates nothing. *Reduced*: letters whose shards leave a partial
-result. *Kernels*: letters that cost collectives of the operator's own. *Partial operands* that pass: `operands→results`, `R` is
-whole, `finite` and `nonzero` are whole operands known to be so (integers, numbers). Overloads, in-place, `out=` and `_foreach_`
-forms go with their operator.
+`python -m dtensor ops` (`make docs`) writes this page from the registry, for torch {version}. Do not edit it.
+An operator with a rule uses it. Otherwise it is decomposed into operators with a rule. Otherwise its inputs are all-gathered,
+which warns once, and raises under `dtensor.explicit()`.
+
+Overloads, in-place, `out=` and `_foreach_` variants use the rule of their operator. [Sharding rules](sharding_rules.md) explains
+the notation, which is shown for one sample:
+
+| notation | means |
+|---|---|
+| `a` | a dim that may be sharded wherever the letter appears |
+| `[d]`, `[]` | a dim that must not be sharded |
+| `1` | a dim of size one |
+| `(a b)` | one dim made of two |
+| `{{a, b}}` | one dim that is read in several ways |
+
+| column | means |
+|---|---|
+| sharded | letters that may be sharded without communication |
+| partial results | letters that leave a partial result if they are sharded |
+| collectives | letters that cost collectives of the operator's own |
+| partial inputs | partial inputs that stay partial, `inputs→results`; `R`, `finite` and `nonzero` are replicated inputs |
 """
 
 _SERVED = {
-    "notation": "by notation: the pattern gives the factors, the operator runs on locals",
-    "combinators": "by notation and combinators of the language (folds, scans, draws, owned reads and writes)",
-    "answers": "by an answer from layouts",
-    "decompositions": "by a function of tensors, made of other operators",
-    "functions": "with a Python function of their own for factors or a kernel",
+    "notation": "notation alone: the pattern gives the factors, and the operator runs on local tensors",
+    "combinators": "notation and combinators of the rule language (reductions, scans, random draws, indexed reads and writes)",
+    "answers": "an answer from the layouts",
+    "decompositions": "a decomposition into other operators",
+    "functions": "a Python function of its own, for factors or for a kernel",
 }
 _METHOD = """
 
-{count} are served by the language alone. This is derived from each rule (`dtensor/rules/served.py`): a function that a family's
-file hands to its words counts as its own, but for the parts of folds and scans, which are mathematics on plain tensors. Beside
-factors and kernels functions of families say of these: {told}.
+The rule language alone covers {count} names. `dtensor/rules/served.py` derives this from each rule. A function that a rule
+declaration passes counts as the rule's own, except for the parts of reductions and scans, which are math on plain tensors.
 """
+FAMILIES = {
+    "pointwise": "Pointwise operators",
+    "reduction": "Reductions",
+    "extremum": "Maximum and minimum",
+    "contraction": "Matrix products",
+    "grouped": "Grouped matrix products",
+    "attention": "Attention",
+    "softmax": "Softmax",
+    "norms": "Norms",
+    "batch_norm": "Batch norm",
+    "losses": "Losses",
+    "ctc": "CTC loss",
+    "convolution": "Convolutions",
+    "pooling": "Pooling, padding and resampling",
+    "recurrent": "Recurrent layers",
+    "bags": "Embedding bags",
+    "views": "Views and reshapes",
+    "slices": "Slices and splits",
+    "joining": "Concatenation and rearrangement",
+    "indexing": "Indexed reads",
+    "scattering": "Indexed writes",
+    "segments": "Segment reductions",
+    "occurring": "Data-dependent shapes",
+    "counting": "Comparison and counting",
+    "sorting": "Sorting and selection",
+    "scan": "Scans",
+    "fft": "Fourier transforms",
+    "linalg": "Linear algebra",
+    "random": "Random numbers",
+    "creation": "Creation",
+    "decompositions": "Decomposed operators with a rule",
+}
+_NAMES_PER_CELL = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,24 +125,44 @@ class Entry:
 
 
 def page(measured: Mapping[str, Any] | None = None) -> str:
-    """The page. ``measured``: what ``benchmarks/gather_share.py --summary`` wrote."""
+    """Return the page. ``measured``: what ``benchmarks/gather_share.py --summary`` wrote."""
     own = [(name, rule) for name, rule in sorted(rules().items()) if name.startswith("aten::")]
-    shared = by_key((entry_of(name, rule), name.removeprefix("aten::")) for name, rule in own)
     parts = [HEAD.format(version=_version())]
     if measured is not None:
         parts.append(_share(measured))
     decomposed, gathered = unruled()
-    parts.append(f"## Rules\n\n{sum(map(len, shared.values()))} operator names have a rule.\n")
+    parts.append(f"## Rules\n\n{len(own)} operator names have a rule.\n")
     parts.append(_served())
-    parts.append(_table(shared))
-    parts.append(f"## Decompositions\n\n{len(decomposed)} further operators are torch's own compositions of operators above.\n")
+    parts += [_family_section(family, members) for family, members in _by_family(own)]
+    parts.append(f"## Decompositions\n\nTorch composes {len(decomposed)} further operators from those above.\n")
     parts.append(_words(decomposed))
     parts.append(
-        f"## Gathering\n\n{len(gathered)} remaining operators of torch {_version()} gather their operands; most belong to sparse,"
+        f"## Gathering\n\n{len(gathered)} remaining operators of torch {_version()} all-gather their inputs. Most are for sparse,"
     )
-    parts[-1] += " quantized or single-device kernels, or make a tensor and have no operands.\n"
+    parts[-1] += " quantized or single-device kernels, or create a tensor and have no inputs.\n"
     parts.append(_words(gathered))
     return "\n".join(parts)
+
+
+def _by_family(own: Iterable[tuple[str, Rule]]) -> list[tuple[str, list[tuple[str, Rule]]]]:
+    """Return the rules of each family, families in the order of ``FAMILIES``."""
+    members: dict[str, list[tuple[str, Rule]]] = defaultdict(list)
+    for name, rule in own:
+        members[family_of(name) or "others"].append((name, rule))
+    order = [*FAMILIES, *sorted(members.keys() - FAMILIES.keys())]
+    return [(family, members[family]) for family in order if family in members]
+
+
+def _family_section(family: str, members: Iterable[tuple[str, Rule]]) -> str:
+    """Return the heading and the table of one family."""
+    shared = by_key((entry_of(name, rule), name.removeprefix("aten::")) for name, rule in members)
+    return f"### {FAMILIES.get(family, family.capitalize())}\n\n{_table(shared)}"
+
+
+def _batched(names: Sequence[str], size: int) -> Iterator[Sequence[str]]:
+    """Yield parts of at most ``size`` names."""
+    for start in range(0, len(names), size):
+        yield names[start : start + size]
 
 
 def _version() -> str:
@@ -105,44 +171,48 @@ def _version() -> str:
 
 def _table(shared: Mapping[Entry, Sequence[str]]) -> str:
     lines = [
-        "| operators | served by | notation | sharded | reduced | kernels | partial operands |",
+        "| operators | run by | notation | sharded | partial results | collectives | partial inputs |",
         "|---|---|---|---|---|---|---|",
     ]
     ordered = sorted(shared.items(), key=lambda item: (-len(item[1]), item[1][0]))
     for entry, names in ordered:
-        lines.append("| " + " | ".join((" ".join(f"`{name}`" for name in names), *entry.cells)) + " |")
+        for part in _batched(names, _NAMES_PER_CELL):
+            lines.append("| " + " | ".join((" ".join(f"`{name}`" for name in part), *entry.cells)) + " |")
     return "\n".join(lines) + "\n"
 
 
 def _served() -> str:
-    """How many names are served in which way: ``rules.served.served_by`` of each rule."""
-    found = {name: rule for name, rule in rules().items() if name.startswith("aten::")}
-    counts = Counter(map(served_by, found.values()))
-    language = [rule for rule in found.values() if served_by(rule) in ("notation", "combinators")]
-    others = Counter(name for rule in language for name in besides(rule))
-    lines = ["| names | served |", "|---|---|", *(f"| {counts[how]} | {text} |" for how, text in _SERVED.items())]
-    return "\n".join(lines) + _METHOD.format(
-        count=len(language), told=", ".join(f"{n} {count}" for n, count in others.most_common())
-    )
+    """Return the table of how many names are served in which way (``rules.served.served_by``)."""
+    counts = Counter(served_by(rule) for name, rule in rules().items() if name.startswith("aten::"))
+    lines = ["| names | their rule is |", "|---|---|", *(f"| {counts[how]} | {text} |" for how, text in _SERVED.items())]
+    return "\n".join(lines) + _METHOD.format(count=counts["notation"] + counts["combinators"])
 
 
 def _words(names: Iterable[str]) -> str:
-    return " ".join(f"`{name}`" for name in names) + "\n"
+    """Return a table of names, by their first letter."""
+    lines = ["| | operators |", "|---|---|"]
+    for letter, group in groupby(sorted(names, key=_initial), key=_initial):
+        for part in _batched(sorted(group), _NAMES_PER_CELL):
+            lines.append(f"| {letter} | " + " ".join(f"`{name}`" for name in part) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _initial(name: str) -> str:
+    return name.lstrip("_")[:1].lower()
 
 
 def _share(measured: Mapping[str, Any]) -> str:
     lines = [
-        "## Measured\n",
-        f"`{measured['command']}`, torch {measured['torch']}: {measured['cases']} cases, each with one tensor dim sharded.\n",
+        "## How many operators avoid gathering\n",
+        f"Measured with `{measured['command']}`, torch {measured['torch']}: {measured['cases']} cases,",
+        "each with one tensor dim sharded.\n",
     ]
-    lines += ["| | entries of torch's operator database | never gather |", "|---|---|---|"]
+    lines += ["| | entries of PyTorch's operator database | never gather |", "|---|---|---|"]
     for label, total, free in measured["rows"]:
         lines.append(f"| {label} | {total} | {free} ({100 * free / total:.1f} %) |")
-    lines += ["", "Entries in which something gathers, the most used first:\n"]
-    lines += [
-        f"`{entry}` ({', '.join(names)})" + "," * (i + 1 < len(measured["remaining"]))
-        for i, (entry, names) in enumerate(measured["remaining"])
-    ]
+    lines += ["", "These entries gather for some layout, the most used first:\n"]
+    lines += ["| entry | operators that gather |", "|---|---|"]
+    lines += [f"| `{entry}` | {', '.join(names)} |" for entry, names in measured["remaining"]]
     return "\n".join(lines) + "\n"
 
 
@@ -210,7 +280,7 @@ def described(rule: Rule, factors: Factors, call: Call) -> Entry:
             ops = {str(spec.reduce_op) for spec in row.results if isinstance(spec, Partial)}
             (reduced[", ".join(sorted(ops))] if ops else sharded).append(row.factor)
     if rule.run is not None:
-        how = "draws the whole, keeps its block" if rule.kind == "random" else "kernel"
+        how = "draws the global tensor, keeps its shard" if rule.kind == "random" else "kernel"
     else:
         how = "kernel" if kernels and not sharded else "rule and kernel" if kernels else "rule"
     cost = "; ".join(f"{' '.join(names)}: {_collectives(count)}" for count, names in sorted(kernels.items()))

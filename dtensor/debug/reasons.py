@@ -1,10 +1,12 @@
-"""Why an operator moved something: the rows that were considered, with their prices, and the line to write instead."""
+"""Reasons of implicit communication: what an operator redistributed, what to write instead, and the strategies considered."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+from ..base.tables import table_text
+from ..base.units import seconds_text
 from ..dispatch.report import Cause
 from ..placement import Partial, Placement
 from ..plan.graph import Asked
@@ -13,22 +15,24 @@ from ..propagation.calls import make_call
 from ..propagation.choose import prices
 from ..propagation.propagate import propagate
 from ..propagation.row_table import spelled
-from ..redistribute.step import place, seconds_of
+from ..redistribute.step import place
 from ..rules.rule import Row
 from ..testing.reproduction import source_of
 
-SHOWN = 3  # rows on each mesh dim, and the one that was taken
+SHOWN = 3  # strategies on each mesh dim, and the chosen one
 
 
 def reasons(cause: Cause, can_be_written: bool = True) -> list[str]:
-    """Lines about one call: what was moved and what to write instead (of a backward pass nobody writes the operands), then the
-    rows by mesh dim.
+    """Return lines about one operator call: what it redistributed, what to write instead, and the strategies by mesh dim.
+
+    Args:
+        can_be_written: whether the program writes the operands; it does not in a backward pass.
     """
-    lines = [text for text in _moved(cause) if can_be_written or not text.startswith("instead")]
+    lines = [text for text in _moved(cause) if can_be_written or not text.startswith("write instead")]
     if cause.plan.how == "gather":
-        return ["no rule fits: computed whole on every rank", *lines]
+        return ["no sharding rule applies: all operands are gathered and every rank computes the full result", *lines]
     for asked in _asked(cause):
-        lines += [*(_made_otherwise(cause, asked) if can_be_written else ()), *_rows(asked)]
+        lines += [*(_made_otherwise(cause, asked) if can_be_written else ()), *_strategies(asked)]
     return lines
 
 
@@ -36,18 +40,18 @@ def _moved(cause: Cause) -> Iterator[str]:
     for (name, index), move in cause.plan.moves:
         if move.communicates:
             what = name if index is None else f"{name}[{index}]"
-            yield f"moved: {what} {move.src!r} -> {place(move.dst)}"
-            yield f"instead: {what}.redistribute(placements={source_of(list(move.dst.placements))}), once, before this line"
+            yield f"redistributed: {what} {move.src!r} -> {place(move.dst)}"
+            yield f"write instead: {what}.redistribute(placements={source_of(list(move.dst.placements))}), once, before this line"
     for (name, _), move in cause.plan.write_back:
         if move.communicates:
-            yield f"written back: {name} {place(move.src)} -> {place(move.dst)}, where the program holds it"
+            yield f"redistributed back: {name} {place(move.src)} -> {place(move.dst)}, as the tensor that is written to"
     kernel = None if cause.plan.chosen is None else cause.plan.chosen.kernel_row
     if kernel is not None and kernel.kernel is not None and kernel.kernel.collectives:
-        yield f"a kernel over the cut factor {kernel.factor!r} communicates itself"
+        yield f"the kernel of this strategy (factor {kernel.factor!r} is sharded) communicates on its own"
 
 
 def _asked(cause: Cause) -> list[Asked]:
-    """What the rule was asked for this call. Planning is pure: it is done once more, and listened to."""
+    """Return the strategies considered for this call. Planning has no side effects: it runs once more under a listener."""
     call = cause.plan.call
     if cause.plan.how != "rule" or call.mesh.size() == 1:
         return []
@@ -58,7 +62,7 @@ def _asked(cause: Cause) -> list[Asked]:
 
 
 def _made_otherwise(cause: Cause, asked: Asked) -> Iterator[str]:
-    """Operands that stayed as they are: had one of them been made in another way, nothing would move."""
+    """Yield the operand that, made with other placements, would avoid the redistribution."""
     moves = [(slot, move) for slot, move in cause.plan.moves if move.communicates]
     if len(moves) != 1 or len(cause.plan.moves) != 1:
         return
@@ -77,29 +81,30 @@ def _made_otherwise(cause: Cause, asked: Asked) -> Iterator[str]:
         what = name if index is None else f"{name}[{index}]"
         owed = any(isinstance(result, Partial) for result in made)
         yield (
-            f"or: {what} {layout!r} made with placements={source_of(placements)}: nothing moves then"
-            + (", the result is left in terms" if owed else "")
+            f"or: make {what} {layout!r} with placements={source_of(placements)}; then nothing is redistributed"
+            + (" and the result is Partial" if owed else "")
         )
 
 
-def _rows(asked: Asked) -> Iterator[str]:
+def _strategies(asked: Asked) -> Iterator[str]:
     assert asked.chosen is not None
     for mesh_dim, taken in enumerate(asked.chosen.choice.rows):
         priced = _priced(asked, mesh_dim)
         shown = [item for k, item in enumerate(priced) if k < SHOWN or item[1] == taken]
         (name,) = asked.call.mesh.named((mesh_dim,))
-        yield f"rows considered on {name} ({len(priced)}), by price of what they move now and owe:"
-        for price, row in shown:
-            yield f"  {'*' if row == taken else ' '} {_told(row, asked)}: {seconds_of(price[0])}"
+        dim = name if asked.call.mesh.mesh_dim_names else f"mesh dim {name}"
+        yield f"strategies on {dim} ({len(shown)} of {len(priced)}, * chosen), by estimated time, later reductions included:"
+        texts = [(f"{'*' if row == taken else ' '} {_told(row, asked)}", seconds_text(price[0])) for price, row in shown]
+        yield from (f"  {text}" for text in table_text(texts, numbers=True).splitlines())
 
 
 def _priced(asked: Asked, mesh_dim: int) -> list[Any]:
-    """Every row with its price, the cheapest first."""
+    """Return every strategy with its cost, cheapest first."""
     return prices(asked.rule, asked.factors, asked.call, asked.kept)[mesh_dim]
 
 
 def _wanted(row: Row, asked: Asked) -> tuple[list[Placement], list[Placement]]:
-    """What a row wants of each operand, and makes of each result."""
+    """Return the placement that a strategy needs of each operand, and the one that it gives each result."""
     given = [spelled(spec, dims) for spec, dims in zip(row.operands, asked.factors.operands, strict=True)]
     return given, [spelled(spec, dims) for spec, dims in zip(row.results, asked.factors.results, strict=True)]
 
@@ -107,4 +112,4 @@ def _wanted(row: Row, asked: Asked) -> tuple[list[Placement], list[Placement]]:
 def _told(row: Row, asked: Asked) -> str:
     """``S(0), R -> S(0)``."""
     given, made = (", ".join(map(str, side)) for side in _wanted(row, asked))
-    return f"{given} -> {made}" + (" by a kernel" if row.kernel is not None else "")
+    return f"{given} -> {made}" + (" (kernel)" if row.kernel is not None else "")

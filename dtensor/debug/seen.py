@@ -32,6 +32,7 @@ from ..base.torch_internals import (
     pop_dispatch_mode,
     push_dispatch_mode,
 )
+from ..base.units import bytes_text
 from ..comm import Pending, events
 from ..comm.events import Around, Event
 from ..cost.link import collective_seconds
@@ -92,11 +93,20 @@ class Movement:
             return 0.0
         return collective_seconds(event.mesh, event.mesh_dims, event.kind, event.bytes)
 
-    def __str__(self) -> str:
+    @property
+    def asked(self) -> str:
+        """The phase, and the operator or the function that issued it."""
+        return f"{self.phase} {self.operator}"
+
+    @property
+    def what(self) -> str:
+        """The collective: its kind, mesh dims, group size and bytes."""
         over = "direct" if self.event.direct else f"over {self.event.over}" if self.event.over else "between meshes"
+        return f"{self.event.kind} {over}, {self.event.group_size} ranks, {bytes_text(self.bytes)}"
+
+    def __str__(self) -> str:
         within = f" in {self.module}" if self.module else ""
-        size = f"{self.event.group_size} ranks, {self.bytes:,} B"
-        return f"{self.phase} {self.operator}{within}: {self.event.kind} {over}, {size}"
+        return f"{self.asked}{within}: {self.what}"
 
 
 class Record(CommDebugMode):

@@ -1,18 +1,18 @@
-"""Boxes as a drawing that needs nothing else: sizes to scale, one colour for each block."""
+"""SVG drawings of boxes: sizes to scale, neighbors in different colors, no other file needed."""
 
 from __future__ import annotations
 
 from html import escape
 
-from .boxes import Box, Boxes, Panel, scaled
+from .boxes import COLORS, Box, Boxes, Panel, scaled
 
 _WIDE, _HIGH = 420.0, 240.0  # of a panel, where its labels allow
 _LETTER, _LINE, _GAP = 7.2, 22.0, 18.0
-_LONGEST = 22  # letters in a box; what is shortened is said when the pointer rests on it
+_LONGEST = 22  # letters in a box; the tooltip has the whole text
 
 
 def svg_of(boxes: Boxes) -> str:
-    """An ``<svg>`` element: text in the colour of the page around it, boxes light with dark text."""
+    """Return an ``<svg>`` element: text in the color of the page around it, light boxes with dark text."""
     drawn, x, y, low, width = [], 0.0, 0.0, 0.0, 0.0
     row = _LINE
     for panel in boxes.panels:
@@ -28,7 +28,7 @@ def svg_of(boxes: Boxes) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{foot + 4:.0f}" '
         f'viewBox="0 0 {width:.0f} {foot + 4:.0f}" style="{style}" role="img" aria-label="{escape(boxes.title)}">'
-        f"{''.join(texts)}{''.join(_dashed(text) if boxes.terms else text for text in drawn)}</svg>"
+        f"{''.join(texts)}{''.join(_dashed(text) if boxes.partial else text for text in drawn)}</svg>"
     )
 
 
@@ -37,7 +37,7 @@ def _dashed(text: str) -> str:
 
 
 def _panel(panel: Panel) -> tuple[str, float, float]:
-    """The panel's elements, its width and its height, labels of rows and columns included."""
+    """Return the elements of a panel, its width and its height, with the labels of rows and columns."""
     left = 4 + _LETTER * max(len(interval.text) for interval in panel.rows) + (4 if panel.rows[0].text else 0)
     top = (_LINE if panel.title else 0.0) + (_LINE if panel.columns[0].text else 0.0)
     least = [
@@ -67,7 +67,7 @@ def _box(box: Box, x: float, y: float, wide: float, high: float) -> str:
     place = f'x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high:.1f}"'
     return (
         f"<g><title>{escape(box.about)} on ranks {box.text}</title>"
-        f'<rect {place} fill="{box.colour}" stroke="#444"/>'
+        f'<rect {place} fill="{COLORS[box.color]}" stroke="#444"/>'
         f"{_text(x + wide / 2, y + high / 2 + 4, _short(box.text), fill='#111')}</g>"
     )
 

@@ -1,13 +1,14 @@
-"""``trace``: what a program does, over time, as a file that Perfetto and chrome://tracing open.
+"""``trace``: write the timeline of a program as a file that Perfetto and chrome://tracing open.
 
-Each rank is a process of the trace, with a track for what it computes and one for what it communicates, and a counter of what it
-holds. Arrows join the ranks of one collective. On a dry run, which takes no time worth showing, spans are as long as estimated.
+Each rank is a process of the trace, with a track for compute, a track for communication and a counter of its memory. Arrows join
+the ranks of one collective. A dry run takes no time worth showing: its spans have the estimated duration.
 
 The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (trace events, JSON object form).
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import time
@@ -25,20 +26,22 @@ from .operators import LocalCall, Operation
 from .seen import Movement, Record
 
 COMPUTE, COMMUNICATION = 0, 1  # tracks
+_MEMORY_STEPS = 200  # a change of memory is written if it is at least this part of the peak
 TraceEvent = dict[str, Any]
 
 
 @entering
 def trace(path: str | os.PathLike[str]) -> Iterator[None]:
-    """A ``with`` block, or a decorator of functions, that writes what ran inside to ``path``: JSON of trace events.
+    """Write a trace of a ``with`` block, or of each call of a decorated function, to ``path``.
 
-    Open it in https://ui.perfetto.dev or chrome://tracing. Each operator has its layouts, FLOPs, line and module; each
-    collective its bytes, its estimated time and why it was needed. On processes all ranks enter the block, and the first writes
-    one file for all: what each has seen is exchanged at the end, once. The clocks are those of the hosts. Where the block
-    raises, nothing is written, as other ranks might not come to the exchange.
+    The file is JSON of trace events, compressed with gzip if ``path`` ends in ``.gz``. Open it in https://ui.perfetto.dev or
+    chrome://tracing. Each operator has its layouts, FLOP, line and module. Each collective has its bytes, its estimated time and
+    the operator that needed it. On processes all ranks enter the block and rank 0 writes one file for all, after one exchange at
+    the end. Times are those of the hosts' clocks. If the block raises, nothing is written, because other ranks might not take
+    part in the exchange.
 
-    With all ranks in one process their operators run one after the other, and are shown so. On a mesh of ``"meta"`` time is
-    what the profile of the machine estimates: a rank computes or communicates, never both.
+    With all ranks in one process the operators of the ranks run one after the other, and are shown so. On a ``"meta"`` mesh times
+    are estimated by the cost model, and a rank never computes and communicates at the same time.
 
     >>> import json, pathlib, tempfile, dtensor as dt
     >>> x = dt.ones(4, 6, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)])
@@ -56,17 +59,18 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def save(record: Record, began: int, path: str | os.PathLike[str]) -> None:
-    """Writes what was recorded since ``began``, of all ranks; all of them call it, and the first writes."""
+    """Write what all ranks recorded since ``began``. All ranks call it, and rank 0 writes."""
     events = list(events_of(record, began))
     told = told_by_all(record.holdings, (time.time_ns() - time.perf_counter_ns() + began, events))
     if len(told) == 1 or dist.get_rank() == 0:
         first = min(start for start, _ in told)
         merged = [_later(event, (start - first) / 1e3) for start, each in told for event in each]
-        Path(path).write_text(json.dumps({"traceEvents": merged, "displayTimeUnit": "ms"}))
+        text = json.dumps({"traceEvents": merged, "displayTimeUnit": "ms"}, separators=(",", ":")).encode()
+        Path(path).write_bytes(gzip.compress(text, mtime=0) if str(path).endswith(".gz") else text)
 
 
 def events_of(record: Record, began: int) -> Iterator[TraceEvent]:
-    """Of the ranks that are here; ``began``: when, in nanoseconds of ``time.perf_counter_ns``. Times are in microseconds."""
+    """Yield the events of this process's ranks; ``began``: the start, in nanoseconds of ``time.perf_counter_ns``."""
     ranks = record.holdings.everyone()
     clock = _estimated(record) if _is_dry(record) else _measured(record, began)
     for rank in ranks:
@@ -148,7 +152,7 @@ def _span(rank: int, track: int, name: str, start: float, duration: float, about
 
 
 def _collective(movement: Movement, group: tuple[int, ...], here: list[int], number: int, clock: _Clock) -> Iterator[TraceEvent]:
-    """On each rank of a group that is here, with an arrow from the first of the group to the others."""
+    """Yield a span for each rank of this process in the group, and arrows from the first rank of the group to the others."""
     start, duration = clock.spans.get(id(movement), (0.0, 0.0))
     about = {
         "operator": movement.operator,
@@ -157,14 +161,14 @@ def _collective(movement: Movement, group: tuple[int, ...], here: list[int], num
         "phase": movement.phase,
         "group": list(group),
         "bytes": movement.bytes,
-        "estimated_us": movement.seconds * 1e6,
+        "estimated_us": round(movement.seconds * 1e6, 3),
         "steps": [str(step) for step in movement.steps],
     }
     kind = movement.event.kind
     for rank in here:
         yield _span(rank, COMMUNICATION, kind, start, duration, about)
     dry = movement.event.mesh is not None and movement.event.mesh.kind == "dry_run"
-    for other in () if dry else group[1:]:  # an arrow has one end: each is one of its own
+    for other in () if dry else group[1:]:  # an arrow has one end, so each pair of ranks has its own
         flow = {"name": kind, "cat": "collective", "id": f"{'-'.join(map(str, group))}/{number}/{other}", "tid": COMMUNICATION}
         if group[0] in here:
             yield {**flow, "ph": "s", "pid": group[0], "ts": start}
@@ -182,12 +186,23 @@ def _about(operation: Operation, call: LocalCall) -> dict[str, Any]:
         "phase": operation.phase,
         "flops": call.flops,
         "bytes": call.bytes,
-        "estimated_us": operation.estimated(call) * 1e6,
+        "estimated_us": round(operation.estimated(call) * 1e6, 3),
     }
 
 
 def _memory(record: Record, rank: int, clock: _Clock) -> Iterator[TraceEvent]:
-    log = record.holdings.log
-    for count, held in record.holdings.over_time(rank):
+    """Yield the memory of a rank by kind: changes of at least a 200th of the peak, the peak itself and the end."""
+    log, (peak, _, _) = record.holdings.log, record.holdings.peak(rank)
+    least, written = max(peak / _MEMORY_STEPS, 1), -peak
+
+    def counter(count: int, held: Counter[str]) -> TraceEvent:
         when = clock.at(log[count - 1][0]) if count else 0.0
-        yield {"ph": "C", "pid": rank, "tid": COMPUTE, "ts": when, "name": "memory", "args": dict(held)}
+        return {"ph": "C", "pid": rank, "tid": COMPUTE, "ts": when, "name": "memory", "args": dict(held)}
+
+    last: tuple[int, Counter[str]] = (0, Counter())
+    for last in record.holdings.over_time(rank):
+        total = last[1].total()
+        if abs(total - written) >= least or total == peak != written:
+            written = total
+            yield counter(*last)
+    yield counter(*last)

@@ -1,36 +1,37 @@
-"""``visualize_sharding``: which ranks hold which block of a DTensor, as coloured boxes or as text."""
+"""``visualize_sharding``: show which ranks hold which shard of a DTensor, as colored boxes or as text."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
+from ..base.tables import table_text
 from ..errors import ArgumentError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..tensor.dtensor import DTensor
-from .boxes import Box, Boxes, Panel, boxes_of, scaled
+from .boxes import COLORS, TERMINAL_STYLES, Box, Boxes, Panel, boxes_of, scaled
 from .svg import svg_of
 
 _WIDE, _HIGH = 56, 9  # letters and lines of a panel, where its labels allow
 
 
 def visualize_sharding(dtensor: DTensor | Layout | DeviceMesh, header: str = "", use_rich: bool | None = None) -> None:
-    """Shows the blocks of a tensor and the ranks that hold each, or the ranks of a mesh.
+    """Show the shards of a tensor and the ranks that hold each, or the ranks of a mesh.
 
-    In a notebook a drawing; in a terminal coloured boxes to scale, where ``rich`` is installed; else text: a grid of up to two
-    dims, a line per block of more. No communication; every rank shows the same, so programs with a process per rank call it on
-    one of them.
+    A notebook shows a drawing. A terminal shows colored boxes to scale if ``rich`` is installed; 8 colors are enough. Everything
+    else gets text: a grid for up to two tensor dims, one line per shard for more. No communication. Every rank shows the same, so
+    a program with one process per rank calls it on one of them.
 
     Args:
-        dtensor: of any rank and size; nested orders, uneven and empty blocks are shown as they are.
+        dtensor: a DTensor, Layout or DeviceMesh.
         header: a line above.
-        use_rich: True: coloured boxes wherever the output goes; False: text; None: as above.
+        use_rich: True: colored boxes wherever the output goes; False: text; None: as described above.
 
     Raises:
-        ArgumentError: it has no sharding; or ``use_rich=True`` without rich (``pip install 'dtensor[terminal]'``).
+        ArgumentError: ``dtensor`` has no sharding, or ``use_rich=True`` without rich (``pip install 'dtensor[terminal]'``).
 
     >>> mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     >>> dt.debug.visualize_sharding(dt.zeros(5, 4, device_mesh=mesh, placements=[dt.Shard(0), dt.Replicate()]))
@@ -41,7 +42,9 @@ def visualize_sharding(dtensor: DTensor | Layout | DeviceMesh, header: str = "",
     boxes = boxes_of(dtensor)
     if boxes is None:
         kind = type(dtensor).__name__
-        raise ArgumentError(f"visualize_sharding takes a DTensor, got {kind}; make one with distribute_tensor()")
+        raise ArgumentError(
+            f"visualize_sharding takes a DTensor, Layout or DeviceMesh, got {kind}; make a DTensor with distribute_tensor()"
+        )
     if use_rich and not _has_rich():
         raise ArgumentError("use_rich=True needs rich; pip install 'dtensor[terminal]'")
     notebook = _notebook() if use_rich is None else None
@@ -61,31 +64,35 @@ def _has_rich() -> bool:
 
 
 def _notebook() -> Any:
-    """IPython's display module where a notebook runs us."""
+    """Return IPython's display module in a notebook, else None."""
     shell = sys.modules.get("IPython")
     running = None if shell is None else shell.get_ipython()
     return None if running is None or not hasattr(running, "kernel") else sys.modules["IPython"].display
 
 
-# --- coloured -----------------------------------------------------------------------------------------------------------
+# --- colored ------------------------------------------------------------------------------------------------------------
 def _printed(boxes: Boxes, force: bool) -> None:
     from rich.console import Console  # optional
     from rich.text import Text
 
-    colours: Literal["truecolor", "auto"] = "truecolor" if force else "auto"
-    console = Console(file=sys.stdout, force_terminal=force or None, color_system=colours, highlight=False)
+    colors: Literal["truecolor", "auto"] = "truecolor" if force else "auto"
+    console = Console(file=sys.stdout, force_terminal=force or None, color_system=colors, highlight=False)
+    if console.color_system is None:  # NO_COLOR, TERM=dumb
+        print(boxes_text(boxes))
+        return
+    styles = TERMINAL_STYLES if console.color_system == "standard" else [f"#111111 on {color}" for color in COLORS]
     console.print(Text(boxes.title, style="bold"))
     for panel in boxes.panels:
         if panel.title:
             console.print(Text(panel.title))
-        for line in _lines(panel):
+        for line in _lines(panel, styles):
             console.print(Text.assemble(*line), no_wrap=True, overflow="ignore", crop=False)
     if boxes.remark:
         console.print(Text(boxes.remark, style="italic"))
 
 
-def _lines(panel: Panel) -> list[list[tuple[str, str]]]:
-    """Pieces of text with their styles, line by line."""
+def _lines(panel: Panel, styles: Sequence[str]) -> list[list[tuple[str, str]]]:
+    """Return pieces of text with their styles, line by line."""
     left = max(len(row.text) for row in panel.rows) + 1
     least = [max(len(column.text), *(len(line[j].text) for line in panel.boxes)) + 2 for j, column in enumerate(panel.columns)]
     widths = list(map(round, scaled(panel.columns, _WIDE, least)))
@@ -99,28 +106,22 @@ def _lines(panel: Panel) -> list[list[tuple[str, str]]]:
             middle = k == high // 2
             lines.append([((row.text if middle else "").rjust(left - 1) + " ", "")])
             for box, wide in zip(boxes, widths, strict=True):
-                lines[-1].append(((box.text if middle else "").center(wide), f"#111111 on {box.colour}"))
+                lines[-1].append(((box.text if middle else "").center(wide), styles[box.color]))
     return lines
 
 
 # --- as text ------------------------------------------------------------------------------------------------------------
 def boxes_text(boxes: Boxes) -> str:
-    """A grid; of more than two dims a line per block."""
+    """Return a grid, or one line per shard for more than two dims."""
 
     def held(box: Box) -> str:
-        return ", ".join(map(str, box.ranks)) + (" (partial)" if boxes.terms else "")
+        return ", ".join(map(str, box.ranks)) + (" (partial)" if boxes.partial else "")
 
     if not boxes.panels:
         return boxes.remark
     if len(boxes.panels) > 1 or boxes.panels[0].title:
-        return table([[box.about.partition(" (")[0], held(box)] for p in boxes.panels for line in p.boxes for box in line])
+        return table_text([[box.about.partition(" (")[0], held(box)] for p in boxes.panels for line in p.boxes for box in line])
     (panel,) = boxes.panels
     body = [[row.text, *(held(box) for box in line)] for row, line in zip(panel.rows, panel.boxes, strict=True)]
     rows = [["", *(column.text for column in panel.columns)], *body] if panel.columns[0].text else body
-    return table(rows if panel.rows[0].text else [row[1:] for row in rows])
-
-
-def table(rows: Sequence[Sequence[str]], put: Callable[[str, int], str] = str.ljust) -> str:
-    """Rows of cells, columns below each other; ``put``: where cells stand in columns but the first."""
-    first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join([row[0].ljust(first), *map(put, row[1:], others)]).rstrip() for row in rows)
+    return table_text(rows if panel.rows[0].text else [row[1:] for row in rows])

@@ -31,18 +31,15 @@ from ..rules.facts import rule_of_each
 from ..rules.registry import lookup
 from ..watch.levels import Level
 from . import wrapping
-from .bind import bind, runner_of
-from .conditions import by_kinds, floats_by_default, under_default_dtype
 from .counted import Notes, counting, failed
+from .frame import Runner
 from .keys import AS_IT_IS, settle, sized_of, stand_in, static, static_list
 from .local_op import local_function
 from .mixed_meshes import across_places, meshes_of
 from .operands import plan_of_bound
-from .own_names import may_show_names, showing
-from .parted import by_facts, leaving, passing
 from .plain_operands import agree_on_declared, through_copies
-from .steps import Runner
-from .wanted import lasting
+from .program import bind_program, runner_of
+from .variants import with_variants
 from .wrapping import wrap_local, wrap_view
 
 PLANS: Shared[tuple[Any, ...], Any] = Shared(each=1024, together=8192)  # per operator, of all operators
@@ -72,11 +69,7 @@ _ENTRIES: dict[int, Entry] = {}
 _CHANGING = RLock()  # who adds or drops entries; those who look one up read a dictionary
 
 
-def _as_found(plan: Any, operator: Any, found: Any) -> Any:
-    return found
-
-
-_VIEWING: Any = _as_found  # replaced by tensor/views/remote_view.py
+_VIEWING: Any = lambda plan, operator: (None, None)  # noqa: E731  # replaced by tensor/views/remote_view.py
 _IN_INFERENCE = torch.is_inference_mode_enabled
 _modes = count_dispatch_modes
 _LIBRARY: torch.library.Library | None = None
@@ -85,8 +78,8 @@ _COLLECTIVES = frozenset(
 )  # gathered, they would count twice
 
 
-def install_views(viewing: Callable[[Plan, Operator, Layout | Runner], Layout | Runner]) -> None:
-    """Tell dispatch how view operations run whose results cannot be views of the local."""
+def install_views(viewing: Callable[[Plan, Operator], tuple[Runner | None, Runner | None]]) -> None:
+    """Set how view operators run if their results cannot be views of local tensors: always, or if the local operator refuses."""
     global _VIEWING
     _VIEWING = viewing
 
@@ -255,8 +248,8 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
         if entry.operator.name == "c10d::broadcast_" and not wrapper and _replicated(args[0]):
             return _broadcast
         raise UnsupportedOperationError(
-            f"{entry.operator.name} of a DTensor: collectives of torch.distributed combine what the ranks hold, and a DTensor "
-            f"is one value; use x.redistribute(placements=...), or give it the piece: x.to_local(){wrapper}"
+            f"{entry.operator.name} got a DTensor, but collectives of torch.distributed take local tensors; "
+            f"use x.redistribute(placements=...), or pass the local tensor: x.to_local(){wrapper}"
         )
     if tracing.under_way():
         args = tuple([stand_in(value, i in entry.scalar_positions) for i, value in enumerate(args)])
@@ -270,53 +263,32 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
     special = across_places(operator, bound, meshes) or through_copies(operator, bound)
     if special is not None:
         return _kept(entry, signature, special)
-    plan, found = _planned(operator, args, kwargs, bound, meshes)
-    agree_on_declared(operator, bound, plan)
-    found = _conditional(plan, found, operator, args, kwargs, bound)
-    if floats_by_default(plan):
-        found = under_default_dtype(runner_of(found, operator), partial(_anew, entry, signature))
-    return _kept(entry, signature, found)
+    replan = partial(_plan, operator)
+    plan, program = replan(args, kwargs, bound, meshes)
+    return _kept(entry, signature, with_variants(plan, program, operator, args, kwargs, replan))
 
 
-def _planned(
+def _plan(
     operator: Operator,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    bound: dict[str, Any],
-    meshes: Sequence[DeviceMesh],
+    bound: dict[str, Any] | None = None,
+    meshes: Sequence[DeviceMesh] | None = None,
     choose: Chooser = choose,
 ) -> tuple[Plan, Layout | Runner]:
+    """Plan a call and bind its program. This is the only way into planning, for a cache miss and for a variant of a key.
+
+    Args:
+        bound, meshes: the arguments by name and the meshes of the operands, where the caller has them.
+    """
+    bound = operator.bind(args, kwargs) if bound is None else bound
+    meshes = tuple(meshes_of(bound.values())) if meshes is None else meshes
     with tracing.aside():
         plan = plan_of_bound(operator, bound, meshes, choose)
-        found = bind(plan, operator, args, kwargs)
-        found = _VIEWING(plan, operator, found) if operator.is_view or operator.reshapes else found
-        found = showing(runner_of(found, operator), plan) if may_show_names(plan, operator) else found
-        return plan, lasting(passing(leaving(found, plan, operator), plan, operator), plan, operator)
-
-
-def _conditional(
-    plan: Plan, found: Layout | Runner, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], bound: dict[str, Any]
-) -> Layout | Runner:
-    """``found`` for calls like this one: in the kinds of their numbers, and in what is known of their operands."""
-    found = _by_numbers(plan, found, operator, args, kwargs)
-    return by_facts(found, plan, operator, bound, partial(_for_facts, operator))
-
-
-def _by_numbers(
-    plan: Plan, found: Layout | Runner, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Layout | Runner:
-    return by_kinds(runner_of(found, operator), args, kwargs, partial(_for_numbers, operator)) if plan.by_numbers else found
-
-
-def _for_numbers(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runner:
-    bound = operator.bind(args, kwargs)
-    return runner_of(_planned(operator, args, kwargs, bound, tuple(meshes_of(bound.values())))[1], operator)
-
-
-def _for_facts(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runner:
-    bound = operator.bind(args, kwargs)
-    plan, found = _planned(operator, args, kwargs, bound, tuple(meshes_of(bound.values())))
-    return runner_of(_by_numbers(plan, found, operator, args, kwargs), operator)
+        whole, if_refused = _VIEWING(plan, operator) if operator.is_view or operator.reshapes else (None, None)
+        program = bind_program(plan, operator, args, kwargs, whole, if_refused)
+    agree_on_declared(operator, bound, plan)
+    return plan, program
 
 
 def _kept(entry: Entry, signature: tuple[Any, ...], found: Layout | Runner) -> Layout | Runner:
@@ -325,16 +297,10 @@ def _kept(entry: Entry, signature: tuple[Any, ...], found: Layout | Runner) -> L
     return found
 
 
-def _anew(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any], *local: Any) -> Any:
-    entry.plans.pop(signature, None)
-    return runner_of(_miss(entry, signature, args, kwargs), entry.operator)(args, kwargs, *local)
-
-
 def run_chosen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], choose: Chooser) -> Any:
     """The results of one call whose rows ``choose`` picks. The plan is made anew and not kept."""
     operator = operator_of(func)
-    bound = operator.bind(args, kwargs)
-    _, found = _planned(operator, args, kwargs, bound, tuple(meshes_of(bound.values())), choose)
+    _, found = _plan(operator, args, kwargs, choose=choose)
     local_args = [static(value, [], False) for value in args]
     local_kwargs = {name: static(value, [], False) for name, value in kwargs.items()}
     return runner_of(found, operator)(args, kwargs, local_args, local_kwargs)

@@ -17,24 +17,28 @@ from ..comm import PerRank, communicator_of
 from ..layout.layout import Layout
 from ..propagation.propagate import Plan
 from ..propagation.schema import Form, Operator
-from .steps import Before
+from .frame import Frame, Step
 
 
-def in_memory_order(plan: Plan, operator: Operator, form: Form) -> list[Before]:
-    """Operands in the memory order of their layouts: what was moved (a slice is a view), and what is not written to."""
+def order_inputs_in_memory(plan: Plan, operator: Operator, form: Form) -> Step | None:
+    """Copy local operands whose memory order differs from that of their layouts, where the rule asks for it
+    (``Rule.as_laid_out``): slices, and redistributed operands."""
+    if plan.rule is None or not plan.rule.as_laid_out:
+        return None
     moved = {slot for slot, _ in plan.moves}
     single = {name: x for name, x in plan.call.arguments.items() if isinstance(x, Layout) and name not in operator.mutated}
     single |= {name: x for name, x in zip(plan.call.names, plan.operands, strict=True) if (name, None) in moved}
     places = [(form.place(name), _strides_of(x)) for name, x in single.items() if x.ndim > 1]
+    if not places:
+        return None
 
-    def step(args: Any, kwargs: Any, local_args: list[Any], local_kwargs: dict[str, Any]) -> None:
+    def step(frame: Frame) -> None:
         for place, strides in places:
-            given: Any = local_args if isinstance(place, int) else local_kwargs
-            local = given[place]
+            local = frame.local(place)
             if type(local) is not torch.Tensor or local.stride() != strides[0]:
-                given[place] = _ordered(local, strides)
+                frame.put_local(place, _ordered(local, strides))
 
-    return [step] if places else []
+    return step
 
 
 def _strides_of(layout: Layout) -> list[Stride]:

@@ -150,7 +150,10 @@ def _number(value: Any, name: str, ranked: bool) -> Any:
         return local
     first = local.shards[0]
     if not layout.mesh.spans_root and not all(shard.equal(first) for shard in local.shards):
-        raise MeshError(f"{name}: a number on {layout.mesh!r}, whose copies differ, would be written to a plain tensor")
+        raise MeshError(
+            f"{name}: a 0-d tensor on {layout.mesh!r}, with values that differ between the submeshes, would "
+            "be written to a plain tensor"
+        )
     return first
 
 
@@ -184,8 +187,8 @@ def _check(name: str, values: Sequence[Any], home: DeviceMesh) -> None:
 def apart(name: str, meshes: Iterable[DeviceMesh]) -> MeshError:
     """What is raised where operands live on several meshes that do not go together."""
     return MeshError(
-        f"{name}: operands live on different meshes: {', '.join(map(repr, meshes))}; "
-        f"bring them to one with x.redistribute(mesh, placements){loaded_elsewhere(sys._getframe())}"
+        f"{name}: operands are on different meshes: {', '.join(map(repr, meshes))}; redistribute them to "
+        f"one mesh with x.redistribute(mesh, placements){loaded_elsewhere(sys._getframe())}"
     )
 
 
@@ -224,7 +227,9 @@ def _whole(value: Any, name: str) -> Any:
     if layout.is_replicated:
         return value._local
     if MODES.explicit:
-        raise ImplicitCommunicationError(f"{name} would gather an operand of another mesh, {layout!r}, under explicit()")
+        raise ImplicitCommunicationError(
+            f"{name} would all-gather an operand of another mesh, {layout!r}, under explicit(); redistribute it before"
+        )
     return run_move(plan_move(layout, layout.whole()), value._local)
 
 
@@ -258,7 +263,9 @@ def _told(local: Any, mesh: DeviceMesh, home: DeviceMesh, name: str) -> Any:
     if not mesh_dims or not comm.held:
         return local
     if MODES.explicit:
-        raise ImplicitCommunicationError(f"{name} would compare the copies of a number on {mesh!r} under explicit()")
+        raise ImplicitCommunicationError(
+            f"{name} would compare the values of a 0-d tensor on {mesh!r} under explicit(), which communicates"
+        )
     shape = tuple(local.shape)
     copies = comm.all_gather(local, mesh_dims, lambda member: shape).wait()
     comm.map(lambda _, *rows: _alike(rows, name, mesh), *copies)
@@ -274,8 +281,9 @@ def _alike(rows: Sequence[torch.Tensor], name: str, mesh: DeviceMesh) -> None:
     for row in rows[1:]:
         if not torch.allclose(row, first, rtol=rounding, atol=0.0, equal_nan=True):
             raise MeshError(
-                f"{name}: the copies of {mesh!r} hold different numbers, {first.tolist()} and {row.tolist()}, so all ranks "
-                "together have none; reduce them over the other mesh dims first, or use them on that mesh only"
+                f"{name}: the values on submeshes of {mesh!r} differ, {first.tolist()} and {row.tolist()}, so "
+                "there is no single value for all ranks. Reduce them over the other mesh dims first, or use them "
+                "on that mesh only"
             )
 
 

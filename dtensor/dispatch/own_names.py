@@ -18,9 +18,10 @@ from ..base.tracing import under_way
 from ..layout.layout import Layout
 from ..layout.splits import Split
 from ..propagation.propagate import Plan
-from ..propagation.schema import Operator
+from ..propagation.schema import Form, Operator
 from . import wrapping
-from .settled import Runner, counted_versions
+from .frame import Frame, Step
+from .settled import counted_versions
 
 NAMES = "_names"  # the attribute of a tensor of positions
 
@@ -47,29 +48,25 @@ def note_names(x: Any, columns: tuple[Split | None, ...]) -> None:
         x.__dict__[NAMES] = Names(columns, counted_versions(x))
 
 
-def may_show_names(plan: Plan, operator: Operator) -> bool:
-    """Whether a plan gives views of what may be places, each rank of its own."""
+def propagate_local_indices(plan: Plan, operator: Operator, form: Form) -> Step | None:
+    """Pass on to views, column by column, that an index tensor refers to this rank's own shard only."""
     if not operator.is_view or plan.how != "rule" or not plan.starts or plan.moves or plan.communicates:
-        return False
+        return None
     first = plan.call.operands[0]
-    return first.dtype is torch.int64 and bool(first.splits) and first.splits[0] is not None
-
-
-def showing(found: Runner, plan: Plan) -> Runner:
-    """``found``, of whose views is known what is of the columns that they show."""
-    rows = plan.call.operands[0].shape[0]
+    if first.dtype is not torch.int64 or not first.splits or first.splits[0] is None:
+        return None
+    rows = first.shape[0]
     layouts = [layout for layout in tree_leaves(plan.results) if isinstance(layout, Layout)]
 
-    def run(args: Any, kwargs: Any, local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
-        made = found(args, kwargs, local_args, local_kwargs)
-        known = names_of(args[0]) if NAMES in args[0].__dict__ else None
+    def step(frame: Frame) -> None:
+        base = frame.args[0]
+        known = names_of(base) if NAMES in base.__dict__ else None
         if known is not None:
-            for x, layout, start in zip(tree_leaves(made), layouts, plan.starts, strict=True):
+            for x, layout, start in zip(tree_leaves(frame.output), layouts, plan.starts, strict=True):
                 if len(columns := _shown(known.columns, layout, start // layout.dtype.itemsize, rows)) == 1:
                     note_names(x, columns)
-        return made
 
-    return run
+    return step
 
 
 def _shown(columns: tuple[Split | None, ...], layout: Layout, start: int, rows: int) -> tuple[Split | None, ...]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from ..base.caches import Bounded
 from ..base.recording import current, recorded_by, weakly
 from ..base.torch_internals import tree_leaves
 from ..comm import communicator_of
@@ -21,14 +20,13 @@ from ..layout.splits import Split
 from ..propagation.calls import Slot
 from ..propagation.parted_rows import SUM
 from ..propagation.propagate import Plan
-from ..propagation.schema import Operator
+from ..propagation.schema import Form, Operator
 from ..rules.parted import Known, Left, Parted
 from . import wrapping
-from .bind import runner_of
 from .forms import FORMS, WANTED
+from .frame import Args, Frame, Keywords, Step
 from .own_names import NAMES, names_of
 from .settled import NESTED, counted_versions, sums_of
-from .steps import Args, Keywords, Runner
 from .wanted import grown, wanted_of
 
 _FACT = "_parted"  # the attribute of a tensor whose rows are parted
@@ -151,38 +149,42 @@ def facts_of_call(operator: Operator, bound: Mapping[str, Any]) -> dict[Slot, Kn
     return found
 
 
-# --- running ------------------------------------------------------------------------------------------------------------
-def by_facts(
-    found: Layout | Runner, plan: Plan, operator: Operator, bound: Mapping[str, Any], again: Callable[[Args, Keywords], Runner]
-) -> Layout | Runner:
-    """``found`` where as much is known of the operands as of these, else what ``again`` plans, once."""
-    joins, operands = operator.facts.joins, plan.call.operands
-    if plan.chosen is None or not (_asks_names(plan) or any("sum" in x.partials or (joins and any(x.splits)) for x in operands)):
-        return found
-    runners: Bounded[Any, Runner] = Bounded(16)
-    runners.keep(_pattern(operator, bound), runner_of(found, operator))
-    tensor, lasting = wrapping.TENSOR, frozenset((_FACT,) if operator.is_view else (_FACT, FORMS, _PASSED, NAMES, WANTED))
+# --- planning and running with facts ------------------------------------------------------------------------------------
+def depends_on_facts(plan: Plan, operator: Operator) -> bool:
+    """Return True if other facts of the operands may give another plan."""
+    joins = operator.facts.joins
+    return plan.chosen is not None and (
+        _asks_names(plan) or any("sum" in x.partials or (joins and any(x.splits)) for x in plan.call.operands)
+    )
 
-    def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
-        pattern: tuple[Any, ...] = ()
+
+def quick_facts(operator: Operator) -> Callable[[Args, Keywords], tuple[Any, ...]]:
+    """Make the function that returns the facts of a call's operands as a key; () at once if no operand carries any.
+
+    A view whose base was redistributed has facts without an attribute that says so: :func:`all_facts` finds these, too.
+    """
+    tensor, joins = wrapping.TENSOR, operator.facts.joins
+    attributes = frozenset((_FACT,) if operator.is_view else (_FACT, FORMS, _PASSED, NAMES, WANTED))
+
+    def facts(args: Args, kwargs: Keywords) -> tuple[Any, ...]:
         for value in (*args, *kwargs.values()) if kwargs else args:
             kind = type(value)
             if kind is tensor:
-                known = not lasting.isdisjoint(value.__dict__)
+                known = not attributes.isdisjoint(value.__dict__)
             else:
                 listed = (kind is list or kind is tuple) and tensor in map(type, value)
                 some = [x for x in value if type(x) is tensor] if listed else ()
-                known = any(not lasting.isdisjoint(x.__dict__) or (joins and x._base is not None) for x in some)
+                known = any(not attributes.isdisjoint(x.__dict__) or (joins and x._base is not None) for x in some)
             if known:
-                pattern = _pattern(operator, operator.bind(args, kwargs))
-                break
-        runner = runners.get(pattern)
-        if runner is None:  # of a view whose base was moved more is known than it has in hand
-            pattern = pattern or _pattern(operator, operator.bind(args, kwargs))
-            runner = runners.get(pattern) or runners.keep(pattern, again(args, kwargs))
-        return runner(args, kwargs, local_args, local_kwargs)
+                return all_facts(operator, args, kwargs)
+        return ()
 
-    return run
+    return facts
+
+
+def all_facts(operator: Operator, args: Args, kwargs: Keywords) -> tuple[Any, ...]:
+    """Return the facts of a call's operands as a key."""
+    return tuple(facts_of_call(operator, operator.bind(args, kwargs)).items())
 
 
 def _asks_names(plan: Plan) -> bool:
@@ -191,57 +193,67 @@ def _asks_names(plan: Plan) -> bool:
     return any(row.kernel is not None for row in plan.chosen.choice.factors.rows)
 
 
-def _pattern(operator: Operator, bound: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(facts_of_call(operator, bound).items())
-
-
-def leaving(found: Layout | Runner, plan: Plan, operator: Operator) -> Layout | Runner:
-    """``found``, of whose results is known what the plan says."""
+def read_row_ownership(plan: Plan, operator: Operator, form: Form) -> Step | None:
+    """Read, before the call writes to anything, the row ownership of operands that results inherit."""
     if plan.chosen is None or not plan.chosen.left:
-        return found
-    runner = runner_of(found, operator)
+        return None
+    slots = _slots(plan)
+    inherited = [None if left.operand is None else slots[left.operand] for left in plan.chosen.left]
+
+    def step(frame: Frame) -> None:
+        bound = operator.bind(frame.args, frame.kwargs)
+        frame.ownerships = [None if slot is None else fact_of(_at(bound, *slot)) for slot in inherited]
+
+    return step
+
+
+def attach_row_ownership(plan: Plan, operator: Operator, form: Form) -> Step | None:
+    """Attach to each result that the plan predicts to have disjoint rows which rank owns each row.
+
+    Where the plan says so, the rows of other ranks are set to zero.
+    """
+    if plan.chosen is None or not plan.chosen.left:
+        return None
     lefts, layouts = plan.chosen.left, [layout for layout in plan.chosen.results if layout is not None]
-    slots = [(name, plan.call.names[:i].count(name)) for i, name in enumerate(plan.call.names)]
     written = bool(operator.mutated)
 
-    def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
-        bound = operator.bind(args, kwargs)
-        facts = [None if left.operand is None else fact_of(_at(bound, *slots[left.operand])) for left in lefts]
-        made = runner(args, kwargs, local_args, local_kwargs)
-        results = [x for x in tree_leaves(made) if isinstance(x, torch.Tensor)]
-        for left, fact in zip(lefts, facts, strict=True):
+    def step(frame: Frame) -> None:
+        bound = operator.bind(frame.args, frame.kwargs)
+        results = [x for x in tree_leaves(frame.output) if isinstance(x, torch.Tensor)]
+        for left, fact in zip(lefts, frame.ownerships, strict=True):
             x = results[left.result]
             if fact is not None:
                 own, versions = fact.ownership, fact.versions if operator.is_view else counted_versions(x)
             else:
-                assert left.operand is None  # what was planned with is known still
+                assert left.operand is None  # the plan was made with the operand's fact, which still holds
                 own, versions = _ownership(bound[left.source], left, layouts[left.result]), counted_versions(x)
             if left.masked:
                 _mask(x, left.dim, own.others())
             x.__dict__[_FACT] = Fact(own, left.dim, None if written and NESTED.depth else versions, written)
-        return made
 
-    return run
+    return step
 
 
-def passing(found: Layout | Runner, plan: Plan, operator: Operator) -> Layout | Runner:
-    """``found``, with which operands are known that have passed terms on."""
+def _slots(plan: Plan) -> list[tuple[str, int]]:
+    """Return for each operand the name of its argument and its position among the operands of that name."""
+    return [(name, plan.call.names[:i].count(name)) for i, name in enumerate(plan.call.names)]
+
+
+def mark_deferred_reductions(plan: Plan, operator: Operator, form: Form) -> Step | None:
+    """Mark partial operands that this operator left unreduced; the cost model expects a later reduction of the result."""
     if plan.chosen is None or operator.is_view or operator.mutated:
-        return found
-    given = [(operator.names.index(name), name, passed) for name, passed in _passed(plan)]
+        return None
+    given = [(place, passed) for name, passed in _passed(plan) if (place := form.given(name)) is not None]
     if not given:
-        return found
-    runner, tensor = runner_of(found, operator), wrapping.TENSOR
+        return None
+    tensor = wrapping.TENSOR
 
-    def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
-        made = runner(args, kwargs, local_args, local_kwargs)
-        for position, name, passed in given:
-            x = args[position] if position < len(args) else kwargs.get(name)
-            if type(x) is tensor:
+    def step(frame: Frame) -> None:
+        for place, passed in given:
+            if type(x := frame.given(place)) is tensor:
                 x.__dict__[_PASSED] = passed
-        return made
 
-    return run
+    return step
 
 
 def _passed(plan: Plan) -> Iterator[tuple[str, Passed]]:

@@ -68,14 +68,14 @@ def _read(
 ) -> tuple[list[Placement], list[Placement]]:
     """The placements of all operands and of all results, of which ``written`` may be given as inputs, too."""
     if not isinstance(row, (list, tuple)) or len(row) != 2:
-        raise _Misfit(f"a row is a pair, {_FORM}")
+        raise _Misfit(f"a strategy is a pair, {_FORM}")
     outputs = _checked(_outputs(row[0], call, len(results)), results)
     inputs, outs = _inputs(row[1], call, written)
     if outs and [p for p in outs if p is not None] not in ([], outputs):
         raise _Misfit(f"out= tensors are the outputs, {outputs}, and cannot be placed otherwise; leave them out")
     placed = _checked(inputs, operands)
     if all(isinstance(placement, Replicate) for placement in placed) and not all(map(_as_computed, outputs)):
-        raise _Misfit("no input is sharded or partial, so every rank computes the whole output: write Replicate() for it")
+        raise _Misfit("no input is sharded or partial, so every rank computes the full output: write Replicate() for it")
     return placed, outputs
 
 
@@ -88,7 +88,9 @@ def _checked(placements: Sequence[Any], shapes: Sequence[Sequence[int]]) -> list
     checked = [normalize([placement], 1, len(shape))[0] for placement, shape in zip(placements, shapes, strict=True)]
     for placement in checked:
         if isinstance(placement, Shard) and (placement.sizes is not None or placement.level is not None):
-            raise _Misfit(f"a row says which dim is sharded, not how it is cut: write Shard({placement.dim}) for {placement!r}")
+            raise _Misfit(
+                f"a strategy names the dim that is sharded, not the shard sizes: write Shard({placement.dim}) for {placement!r}"
+            )
     return checked
 
 
@@ -97,7 +99,7 @@ def _outputs(given: Any, call: Call, count: int) -> list[Any]:
     listed = [str(r.type).startswith("List") for r in call.func._schema.returns if "Tensor" in str(r.type)]
     if _alone(given):
         if len(listed) != 1:
-            raise _Misfit(f"{given!r} stands alone for {len(listed)} outputs; write a list with a placement for each")
+            raise _Misfit(f"one placement, {given!r}, is given for {len(listed)} outputs; write a list with a placement for each")
         given = [given]
     if len(given) == len(call.func._schema.returns) > len(listed):  # None for what is no tensor
         given = [item for item in given if item is not None]
@@ -122,7 +124,9 @@ def _inputs(given: Any, call: Call, written: int) -> tuple[list[Any], list[Any]]
     if _alone(given):
         holding = [k for k, value in enumerate(values) if _layouts(value)]
         if len(holding) != 1:
-            raise _Misfit(f"{given!r} stands alone for {len(holding)} tensor inputs; write a list with one for each argument")
+            raise _Misfit(
+                f"one placement, {given!r}, is given for {len(holding)} tensor inputs; write a list with one for each argument"
+            )
         given = [given if k == holding[0] else None for k in range(len(values))]
     given = list(given or ())
     given, outs = given[: len(arguments)], given[len(arguments) :]
@@ -140,14 +144,16 @@ def _of_argument(argument: Any, value: Any, placed: Any, number: bool) -> list[A
     listed = isinstance(value, (list, tuple)) and "Tensor" in str(argument.type)
     if not _layouts(value):
         if "Tensor" not in str(argument.type) and placed not in (None, Replicate()):
-            raise _Misfit(f"{placed!r} stands where {argument.name} does, which is no tensor: write None, one for each argument")
+            raise _Misfit(f"{placed!r} is given for {argument.name}, which is not a tensor: write None for it")
         return [Replicate()] * number
     several = placed if listed and isinstance(placed, (list, tuple)) else [placed] * (len(value) if listed else 1)
     if listed and len(several) != len(value):
-        raise _Misfit(f"{len(several)} placements for {argument.name}, which holds {len(value)} tensors")
+        raise _Misfit(f"{len(several)} placements for {argument.name}, which is a list of {len(value)} tensors")
     found = [p for p, item in zip(several, value if listed else [value], strict=True) if isinstance(item, Layout)]
     if None in found:
-        raise _Misfit(f"no placement for the tensor {argument.name}: write Replicate() where it must be whole")
+        raise _Misfit(
+            f"there is no placement for the tensor {argument.name}: write Replicate() if the operator needs the full tensor"
+        )
     return found
 
 
@@ -181,7 +187,8 @@ def _factor(
         times = size // base if base else 1
         if size != base * times:
             raise _Misfit(
-                f"it shards dims of {base} and {size} elements together, which do not divide; leave the row out for these"
+                f"it shards dims of sizes {base} and {size} together, which are not multiples of each other; "
+                "leave this strategy out for these sizes"
             )
         inside = f"{label}/{times}"
         sizes[inside] = times

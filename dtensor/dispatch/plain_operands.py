@@ -94,9 +94,9 @@ def admit(value: torch.Tensor, name: str, position: int | None, operator: Operat
     # results under the mode take the whole value
     if name in operator.mutated and not (number or (anything and name in operator.outs)):
         raise MixedTensorError(
-            f"{operator.name} would write a DTensor's value into the plain tensor {name!r}; "
-            "make it distributed first with distribute_tensor(t, mesh, [Replicate()] * mesh.ndim), or, if every rank holds "
-            "the same, use `with dtensor.implicit_replication():`"
+            f"{operator.name} would write the value of a DTensor into the plain tensor {name!r}. Distribute "
+            "it first with distribute_tensor(t, mesh, [Replicate()] * mesh.ndim), or, if it is the same on "
+            "every rank, use `with dtensor.implicit_replication():`"
         )
     if not is_number(value) and not anything and (isinstance(value, PerRank) or name not in declared(operator)):
         raise MixedTensorError(
@@ -175,8 +175,8 @@ def laid_out_alike(value: torch.Tensor, x: Any) -> Any:
     """
     if not MODES.implicit_replication or isinstance(value, PerRank):
         raise LayoutError(
-            "x.data = ... of a DTensor takes a DTensor; use distribute_tensor(t, x.device_mesh, x.placements), or, "
-            "where t is the same on every rank, `with dtensor.implicit_replication():`"
+            "x.data = t needs a DTensor t if x is a DTensor; use distribute_tensor(t, x.device_mesh, "
+            "x.placements), or, if t is the same on every rank, `with dtensor.implicit_replication():`"
         )
     with torch.no_grad():
         return replicated(value, x._layout.mesh).redistribute(placements=x.placements)

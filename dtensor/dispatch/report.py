@@ -7,6 +7,7 @@ import warnings
 from dataclasses import dataclass
 
 from ..base.callers import users_frame
+from ..base.units import bytes_text
 from ..errors import GatherWarning
 from ..propagation.propagate import Plan
 from ..propagation.schema import Operator
@@ -33,8 +34,9 @@ def announce(plan: Plan, name: str) -> None:
     moved = sum(move.bytes for _, move in plan.moves)
     layouts = ", ".join(map(repr, plan.call.operands))
     warnings.warn(
-        f"{name} has no sharding rule that fits ({layouts}): every rank gathers its operands, receiving {moved} bytes. "
-        "Redistribute to Replicate() yourself, or declare a rule with dtensor.register_sharding.",
+        f"{name} has no sharding rule for {layouts}: every rank all-gathers the operands "
+        f"({bytes_text(moved)} received per rank) and computes the full result. Redistribute to "
+        "Replicate() explicitly, or declare a rule with dtensor.register_sharding.",
         GatherWarning,
         stacklevel=_users_frame(),
     )
@@ -54,7 +56,7 @@ def describe(plan: Plan) -> str:
     lines += [f"  write {slot[0]} back: {move}" for slot, move in plan.write_back]
     kernel = None if plan.chosen is None else plan.chosen.kernel_row
     if kernel is not None and kernel.kernel is not None:
-        lines.append(f"  a kernel over the sharded factor {kernel.factor!r}: {kernel.kernel.collectives} collectives of its own")
+        lines.append(f"  a kernel with the sharded factor {kernel.factor!r}: {kernel.kernel.collectives} collectives of its own")
     if plan.how == "gather":
-        lines.append("  no rule fits: computed whole on every rank")
+        lines.append("  no sharding rule applies: every rank computes the full result")
     return "\n".join(lines)

@@ -27,6 +27,7 @@ from ..base.recording import ACTIVE, current
 from ..base.tracing import under_way
 from ..layout.layout import Layout
 from ..placement import Replicate
+from ..propagation.schema import Operator
 from ..redistribute import Exchange, execute, execute_many
 from ..redistribute import Plan as Move
 from ..redistribute import plan as plan_move
@@ -35,8 +36,6 @@ from .brought_back import bring_back
 from .forms import FORMS, LATELY, Forms, current_forms, forms_of, note_wanted, recording
 from .keepers import PARTS, home_of, keeper_of
 from .versions import SHARED, shared, versions_of
-
-Runner = Callable[[Any, Any, list[Any], dict[str, Any]], Any]
 
 
 class _Nested(per_thread):
@@ -73,18 +72,17 @@ def users(x: Any) -> Any:
     return x
 
 
-def sharing(found: Layout | Runner) -> Runner:
-    """What ``found`` does, which gives the memory of its argument again, of which autograd does not say so (``detach``)."""
+_ALIASES = frozenset((torch.ops.aten.detach.default, torch.ops.aten.view.dtype))
 
-    def detached(args: Any, kwargs: Any, local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
-        if isinstance(found, Layout):
-            made = wrapping.wrap_view(local_args[0], found, args[0])
-        else:
-            made = found(args, kwargs, local_args, local_kwargs)
-        made.__dict__[SHARED] = shared(args[0])
-        return made
 
-    return detached
+def share_versions(view: Any, base: Any) -> None:
+    """Count writes to ``view`` and ``base`` together: ``view`` is the same memory, and autograd does not record it as a view."""
+    view.__dict__[SHARED] = shared(base)
+
+
+def aliases_unseen(operator: Operator) -> bool:
+    """Return True if the result is a view of the operand that autograd does not record as one."""
+    return operator.func in _ALIASES
 
 
 def counted_versions(x: Any) -> tuple[int, ...] | None:

@@ -1,7 +1,7 @@
-"""The steps of a bound plan, and what runs them: Move and Rewrite, Call, WriteBack, Wrap.
+"""Steps: the passes that prepare the arguments of a local call, write results back, and wrap them.
 
-Calls that find a plan have the form of the one that it was bound for: as many arguments by position, the same by name. So a
-step knows where its argument stands (a :data:`Place`), and what was left out is a constant.
+Each function here is a pass of :data:`dtensor.dispatch.program.PASSES`: from the plan, the operator and the signature of the call
+it makes one step, or None where nothing has to be done.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.autograd.graph import increment_version
 
 from ..base.modes import EXPLICIT
 from ..base.nested import tensors
+from ..comm import communicator_of
 from ..errors import ImplicitCommunicationError, UnsupportedOperationError
 from ..layout.layout import Layout
 from ..propagation.propagate import Plan
@@ -26,78 +27,36 @@ from ..redistribute import execute as run_move
 from ..redistribute import execute_many as run_moves
 from ..redistribute import plan as plan_move
 from ..rules.kernels import Measured
+from .apart import apart, memory_of
+from .frame import Args, Frame, Keywords, Step, results_of
+from .local_call import has_own_function, is_kernel
 from .own_names import note_names
 from .report import announce, describe
-from .settled import moved_together, one_by_one
+from .settled import aliases_unseen, moved, moved_together, one_by_one, share_versions
 from .versions import shared
 from .wrapping import wrap_local, wrap_view
 
-Args = tuple[Any, ...]
-Keywords = dict[str, Any]
-Runner = Callable[[Args, Keywords, list[Any], Keywords], Any]  # the user's arguments, then the same with locals for DTensors
-Before = Callable[[Args, Keywords, list[Any], Keywords], None]
-After = Callable[[Args, Keywords, list[Any], Keywords, Any], None]
-Finish = Callable[[Args, Keywords, Any], Any]
-Given = Sequence[tuple[Any, Any]]  # places (slices of them) and the constants that stand there
-
-
-def running(
-    before: Sequence[Before], given: Given, call: Callable[..., Any], after: Sequence[After], finish: Layout | Finish | None
-) -> Runner:
-    """What runs a bound plan. ``finish``: the layout of the one new tensor that comes out; None where the first argument does."""
-    only, other = (finish, None) if isinstance(finish, Layout) else (None, finish)
-
-    def straight(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
-        for where, value in given:
-            local_args[where] = value
-        made = call(*local_args, **local_kwargs)
-        if only is not None:
-            return wrap_local(made, only)
-        return args[0] if other is None else other(args, kwargs, made)
-
-    def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
-        for step in before:
-            step(args, kwargs, local_args, local_kwargs)
-        for where, value in given:
-            local_args[where] = value
-        made = call(*local_args, **local_kwargs)
-        for write in after:
-            write(args, kwargs, local_args, local_kwargs, made)
-        if only is not None:
-            return wrap_local(made, only)
-        return args[0] if other is None else other(args, kwargs, made)
-
-    return run if before or after else straight
-
-
-def viewing(given: Given, call: Callable[..., Any], layout: Layout, start: int) -> Runner:
-    """The same of a call that gives one view of the first argument's local, which begins so many bytes after that does."""
-
-    def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
-        for where, value in given:
-            local_args[where] = value
-        return wrap_view(call(*local_args, **local_kwargs), layout, args[0], start)
-
-    return run
-
-
-def at(place: Place, positional: Any, keywords: Keywords) -> Any:
-    """The argument at a place."""
-    return positional[place] if isinstance(place, int) else keywords[place]
-
-
-def put(place: Place, local_args: list[Any], local_kwargs: Keywords, value: Any) -> None:
-    if isinstance(place, int):
-        local_args[place] = value
-    else:
-        local_kwargs[place] = value
-
 
 # --- before the call ----------------------------------------------------------------------------------------------------
-def refusing(plan: Plan, operator: Operator) -> Before:
-    """Under ``explicit()`` nothing is communicated; an operator that gathers says so, once."""
+def order_arguments(plan: Plan, operator: Operator, form: Form) -> Step | None:
+    """Put arguments that were given by name, and may stand by position, in their positions."""
+    if not form.reordered:
+        return None
 
-    def step(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> None:
+    def step(frame: Frame) -> None:
+        given, frame.kwargs = operator.in_order(frame.args, frame.kwargs)
+        frame.args = tuple(given)
+        frame.local_args, frame.local_kwargs = operator.in_order(frame.local_args, frame.local_kwargs)
+
+    return step
+
+
+def check_explicit(plan: Plan, operator: Operator, form: Form) -> Step | None:
+    """Raise under ``explicit()`` if the plan communicates; warn, once for each operator, if it gathers all operands."""
+    if not plan.communicates:
+        return None
+
+    def step(frame: Frame) -> None:
         if EXPLICIT.held and EXPLICIT:
             raise ImplicitCommunicationError(f"{operator.name} would communicate under explicit():\n{describe(plan)}")
         if plan.how == "gather":
@@ -106,50 +65,23 @@ def refusing(plan: Plan, operator: Operator) -> Before:
     return step
 
 
-def moving(plan: Plan, operator: Operator, form: Form) -> Before:
-    """Operands redistributed: where several move, together.
+def split_aliased_lists(plan: Plan, operator: Operator, form: Form) -> Step | None:
+    """Run a list operator one element at a time if elements share memory: an element must not be redistributed before an earlier
+    element was written to it."""
+    if not operator.mutated or all(index is None for (_, index), _ in plan.moves):
+        return None
 
-    What is written to, or seen by a view, is moved for this call alone.
-    """
-    places = [(form.place(name), index, move) for (name, index), move in plan.moves]
-    written = operator.mutated.union(name for (name, _), _ in plan.write_back)
-    own = {form.place(name) for (name, index), _ in plan.moves if index is not None or operator.is_view or name in written}
-    if sum(index is not None for _, index, _ in places) > 1:
-        together: Callable[..., list[Any]] = _of_lists
-    elif sum(move.communicates for *_, move in places) > 1:
-        together = moved_together
-    else:
-        together = one_by_one
-
-    def step(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> None:
-        asked = []
-        for place, index, move in places:
-            local = at(place, local_args, local_kwargs)
-            x = None if place in own else at(place, args, kwargs)
-            asked.append((x, move, local if index is None else local[index]))
-        for (place, index, _), there in zip(places, together(asked), strict=True):
-            if index is None:
-                put(place, local_args, local_kwargs, there)
-            else:
-                at(place, local_args, local_kwargs)[index] = there
+    def step(frame: Frame) -> bool:
+        if not in_one_memory(operator, frame.args, frame.kwargs):
+            return False
+        in_turn(operator, frame.args, frame.kwargs)
+        return True
 
     return step
 
 
-def taking_turns(operator: Operator, together: Runner) -> Runner:
-    """What ``together`` does with lists, one element after the other where it has to be: a later one would be moved before an
-    earlier one wrote to it."""
-
-    def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
-        if in_one_memory(operator, args, kwargs):
-            return in_turn(operator, args, kwargs)
-        return together(args, kwargs, local_args, local_kwargs)
-
-    return run
-
-
 def in_one_memory(operator: Operator, args: Args, kwargs: Keywords) -> bool:
-    """Whether two elements of a call's lists are views of one tensor, or it, and one of them is written to."""
+    """Return True if two elements of a call's lists share memory, as a tensor and its view, and one of them is written to."""
     first: dict[int, int] = {}
     written: set[int] = set()
     several: set[int] = set()
@@ -165,7 +97,7 @@ def in_one_memory(operator: Operator, args: Args, kwargs: Keywords) -> bool:
 
 
 def in_turn(operator: Operator, args: Args, kwargs: Keywords) -> None:
-    """A call that takes lists and gives nothing, for one element after the other."""
+    """Call a list operator that returns nothing once for each element, in order."""
     count = max(len(x) for x in (*args, *kwargs.values()) if isinstance(x, (list, tuple)))
 
     def of(index: int, x: Any) -> Any:
@@ -175,72 +107,225 @@ def in_turn(operator: Operator, args: Args, kwargs: Keywords) -> None:
         operator.func(*[of(k, x) for x in args], **{name: of(k, x) for name, x in kwargs.items()})
 
 
-def _of_lists(asked: Sequence[tuple[Any, Move, Any]]) -> list[Any]:
-    """Elements of lists, as of foreach operators, in few collectives."""
-    return run_moves([move for _, move, _ in asked], [local for *_, local in asked]).wait()
+def redistribute_inputs(plan: Plan, operator: Operator, form: Form) -> Step | None:
+    """Redistribute operands to the layouts of the plan, several operands together.
 
+    An operand that is written to, or that a view is taken of, is redistributed for this call alone; others through the cache.
+    """
+    if not plan.moves:
+        return None
+    places = [(form.place(name), index, move) for (name, index), move in plan.moves]
+    written = operator.mutated.union(name for (name, _), _ in plan.write_back)
+    own = {form.place(name) for (name, index), _ in plan.moves if index is not None or operator.is_view or name in written}
+    if len(places) == 1 and type(places[0][0]) is int and places[0][1] is None:
+        return _redistribute_one(*places[0], cached=not own)
+    if sum(index is not None for _, index, _ in places) > 1:
+        together: Callable[..., list[Any]] = _redistribute_elements
+    elif sum(move.communicates for *_, move in places) > 1:
+        together = moved_together
+    else:
+        together = one_by_one
 
-# --- after the call -----------------------------------------------------------------------------------------------------
-def into_locals(operator: Operator, form: Form) -> After:
-    """What a kernel computed for arguments written in place, written there (kernels return new locals)."""
-    owners = [(k, form.place(name)) for k, name in enumerate(operator.returns) if name is not None and name not in operator.outs]
-
-    def step(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords, made: Any) -> None:
-        produced = as_tuple(made, operator)
-        for k, place in owners:
-            assign(at(place, local_args, local_kwargs), produced[k])
+    def step(frame: Frame) -> None:
+        asked = []
+        for place, index, move in places:
+            local = frame.local(place)
+            x = None if place in own else frame.given(place)
+            asked.append((x, move, local if index is None else local[index]))
+        for (place, index, _), there in zip(places, together(asked), strict=True):
+            if index is None:
+                frame.put_local(place, there)
+            else:
+                frame.local(place)[index] = there
 
     return step
 
 
-def written_back(plan: Plan, operator: Operator, form: Form, kernel: bool) -> After:
-    """What was written, in the layout of the user's tensors and in them.
+def _redistribute_one(place: int, index: None, move: Move, cached: bool) -> Step:
+    """Make the step for the usual case: one positional operand."""
 
-    It is a result where the operator returns what it writes to (what a kernel returns lies in its local by now), else a local.
+    def step(frame: Frame) -> None:
+        local_args = frame.local_args
+        local_args[place] = moved(frame.args[place] if cached else None, move, local_args[place])
+
+    return step
+
+
+def _redistribute_elements(asked: Sequence[tuple[Any, Move, Any]]) -> list[Any]:
+    """Redistribute elements of lists, as foreach operators take them, in few collectives."""
+    return run_moves([move for _, move, _ in asked], [local for *_, local in asked]).wait()
+
+
+def allocate_outputs(plan: Plan, operator: Operator, form: Form) -> Step | None:
+    """Allocate local tensors for ``out=`` results; a later step copies them to the user's tensors, in their layouts.
+
+    Kernels and functions of rules return new tensors: for them the ``out=`` arguments are dropped.
     """
+    if not operator.outs:
+        return None
+    if has_own_function(plan):
+
+        def drop(frame: Frame) -> None:
+            for name in operator.outs:
+                frame.local_kwargs.pop(name, None)
+
+        return drop
+    layouts = {name: plan.results[operator.returns.index(name)] if plan.results else None for name in operator.outs}
+
+    def allocate(frame: Frame) -> None:
+        for name, layout in layouts.items():
+            frame.local_kwargs[name] = _allocated(layout, frame.local_kwargs[name], operator.seeded)
+
+    return allocate
+
+
+def _allocated(layout: Layout | None, like: Any, seeded: bool) -> Any:
+    """Return empty local tensors of ``layout``: row-major, since some kernels read their memory so, except for random numbers,
+    whose values follow from the memory order."""
+    if not isinstance(layout, Layout):
+        return torch.empty_like(like).resize_(0)
+    coordinates = layout.mesh.coordinates
+
+    def empty(member: int, x: torch.Tensor) -> torch.Tensor:
+        return layout.block_beside(x, member) if seeded else x.new_empty(layout.local_shape(coordinates[member]))
+
+    return communicator_of(layout.mesh).map(empty, like)
+
+
+# --- after the call -----------------------------------------------------------------------------------------------------
+def copy_aliased_results(plan: Plan, operator: Operator, form: Form) -> Step | None:
+    """Copy results that share memory with a redistributed operand: that copy may be cached, and users write to results."""
+    moved = [(form.place(name), index) for (name, index), move in plan.moves if move.communicates]
+    if not moved or operator.is_view or operator.mutated:
+        return None
+
+    def step(frame: Frame) -> None:
+        given: set[int] = set()
+        for place, index in moved:
+            x = frame.local(place)
+            given.update(memory_of(x if index is None else x[index]))
+        given.discard(0)
+        made = frame.made
+        frame.made = type(made)(apart(x, given) for x in made) if isinstance(made, (tuple, list)) else apart(made, given)
+
+    return step
+
+
+def write_into_locals(plan: Plan, operator: Operator, form: Form) -> Step | None:
+    """Write what a kernel returned for arguments that are written in place into their local tensors."""
+    if not is_kernel(plan) or operator.facts.flat or not operator.mutated.difference(operator.outs):
+        return None
+    owners = [(k, form.place(name)) for k, name in enumerate(operator.returns) if name is not None and name not in operator.outs]
+
+    def step(frame: Frame) -> None:
+        produced = results_of(frame.made, operator)
+        for k, place in owners:
+            assign(frame.local(place), produced[k])
+
+    return step
+
+
+def write_back(plan: Plan, operator: Operator, form: Form) -> Step | None:
+    """Redistribute what was written to the layouts of the user's tensors, and copy it into them.
+
+    The value is a result where the operator returns what it writes to, and a kernel has not written it into the local tensor;
+    else it is the local argument.
+    """
+    if not plan.write_back:
+        return None
+    kernel = is_kernel(plan) and not operator.facts.flat
     places = []
     for (name, index), move in plan.write_back:
         returned = index is None and name in operator.returns and not (kernel and name not in operator.outs)
         place = operator.returns.index(name) if returned else None
         places.append((form.place(name), index, place, not plan.results and name in operator.outs, move))
 
-    def step(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords, made: Any) -> None:
-        produced = as_tuple(made, operator)
+    def step(frame: Frame) -> None:
+        produced = results_of(frame.made, operator)
         for place, index, k, shape_is_data, move in places:
-            target, local = at(place, args, kwargs), at(place, local_args, local_kwargs) if k is None else produced[k]
+            target, local = frame.given(place), frame.local(place) if k is None else produced[k]
             if index is not None:
                 target, local = target[index], local[index]
-            if not shape_is_data or local.shape == target.shape:  # else it takes the shape, in the end
+            if not shape_is_data or local.shape == target.shape:  # else wrap_outputs gives the target the result's shape
                 assign(target, run_move(move, local.to(move.src.dtype)))  # a rule's own function gives its own dtype
 
     return step
 
 
-def counted(operator: Operator, form: Form) -> After:
-    """Writes to lists are counted here: torch's own count comes from the operators that it runs on each element."""
+def bump_versions(plan: Plan, operator: Operator, form: Form) -> Step | None:
+    """Count writes to the elements of lists: torch bumps version counters in the operators that it runs on each element."""
+    if not (operator.facts.per_element and operator.mutated):
+        return None
     places = [place for name in sorted(operator.mutated) if (place := form.given(name)) is not None]
 
-    def step(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords, made: Any) -> None:
+    def step(frame: Frame) -> None:
         for place in places:
-            written = at(place, args, kwargs)
+            written = frame.given(place)
             if isinstance(written, (list, tuple)):
                 try:
                     increment_version(written)
-                except RuntimeError:  # nobody counts for inference tensors
+                except RuntimeError:  # inference tensors have no version counter
                     increment_version([tensor for tensor in written if not tensor.is_inference()])
 
     return step
 
 
-# --- what comes out -----------------------------------------------------------------------------------------------------
-def as_tuple(made: Any, operator: Operator) -> tuple[Any, ...]:
-    """The results one by one."""
-    count = len(operator.returns)
-    return () if count == 0 else (made,) if count == 1 else tuple(made)
+# --- results ------------------------------------------------------------------------------------------------------------
+Finish = Callable[[Args, Keywords, Any], Any]
 
 
-def finishing(plan: Plan, operator: Operator, form: Form) -> Layout | Finish | None:
-    """From what the call gave to what the user gets; see :func:`running`."""
+class WrapOutputs:
+    """The step that turns the results of the local call into what the user gets.
+
+    Attributes:
+        layout: the layout of the result, if it is one tensor and wrapping it is all there is to do; else None.
+        start: where that is a view of the first argument, its distance in bytes from the argument's first element.
+        output: a function of the user's arguments, keywords and the local results.
+    """
+
+    __slots__ = ("layout", "output", "start")
+
+    def __init__(self, output: Finish, layout: Layout | None = None, start: int | None = None) -> None:
+        self.output, self.layout, self.start = output, layout, start
+
+    @classmethod
+    def of_one(cls, layout: Layout) -> WrapOutputs:
+        """Wrap the only result, a new tensor."""
+        return cls(lambda args, kwargs, made: wrap_local(made, layout), layout)
+
+    @classmethod
+    def of_view(cls, layout: Layout, start: int, shares: bool = False) -> WrapOutputs:
+        """Wrap the only result, a view of the first argument; ``shares``: autograd does not record it as a view."""
+        if not shares:
+            return cls(lambda args, kwargs, made: wrap_view(made, layout, args[0], start), layout, start)
+
+        def output(args: Args, kwargs: Keywords, made: Any) -> Any:
+            view = wrap_view(made, layout, args[0], start)
+            share_versions(view, args[0])
+            return view
+
+        return cls(output)
+
+    def __call__(self, frame: Frame) -> None:
+        frame.output = self.output(frame.args, frame.kwargs, frame.made)
+
+
+def wrap_outputs(plan: Plan, operator: Operator, form: Form) -> WrapOutputs:
+    """Wrap local results as DTensors, return written arguments, resize ``out=`` tensors."""
+    shares = aliases_unseen(operator)
+    if plan.starts and plan.how == "rule":
+        layouts = plan.results[0]
+        if isinstance(layouts, Layout):
+            return WrapOutputs.of_view(layouts, plan.starts[0], shares)
+        return WrapOutputs(_wrap_views(layouts, plan.starts))
+    finish = _finish(plan, operator, form)
+    if isinstance(finish, Layout):
+        return WrapOutputs.of_view(finish, 0, shares) if shares else WrapOutputs.of_one(finish)
+    return WrapOutputs(finish or (lambda args, kwargs, made: args[0]))
+
+
+def _finish(plan: Plan, operator: Operator, form: Form) -> Layout | Finish | None:
+    """Return the layout of the only new result, or a function that makes the output; None if that is the first argument."""
     returns = operator.returns
     if not returns:
         return lambda args, kwargs, made: None
@@ -257,11 +342,8 @@ def finishing(plan: Plan, operator: Operator, form: Form) -> Layout | Finish | N
     return lambda args, kwargs, made: tuple([one(args, kwargs, value) for one, value in zip(each, made, strict=True)])
 
 
-def finishing_views(layouts: Layout | list[Layout], starts: tuple[int, ...]) -> Finish:
-    """The same for views of the first argument's local, which begin so many bytes after that does."""
-    if isinstance(layouts, Layout):
-        layout, start = layouts, starts[0]
-        return lambda args, kwargs, made: wrap_view(made, layout, args[0], start)
+def _wrap_views(layouts: list[Layout], starts: tuple[int, ...]) -> Finish:
+    """Wrap views of the first argument; ``starts``: bytes from the argument's first element to the first element of each."""
     return lambda args, kwargs, made: list(map(wrap_view, made, layouts, repeat(args[0]), starts))
 
 
@@ -270,7 +352,7 @@ def _one_result(plan: Plan, operator: Operator, form: Form, owner: str | None, l
         return _given_out(plan, form.place(owner), layout)
     if owner is not None:
         place = form.place(owner)
-        return lambda args, kwargs, value: at(place, args, kwargs)
+        return lambda args, kwargs, value: _given(place, args, kwargs)
     if plan.how == "rule" and isinstance(layout, list) and all(isinstance(item, Layout) for item in layout):
         return lambda args, kwargs, value: list(map(wrap_local, value, layout))
     if plan.how == "rule" and plan.results and layout is None:  # some kernels give gradients that nobody asked for, on some ranks
@@ -278,6 +360,10 @@ def _one_result(plan: Plan, operator: Operator, form: Form, owner: str | None, l
     if plan.how == "rule" and isinstance(layout, Layout):
         return lambda args, kwargs, value: wrap_local(value, layout)
     return lambda args, kwargs, value: _as_made(plan, layout, value)
+
+
+def _given(place: Place, args: Args, kwargs: Keywords) -> Any:
+    return args[place] if isinstance(place, int) else kwargs[place]
 
 
 def _as_made(plan: Plan, layout: Any, value: Any) -> Any:
@@ -295,7 +381,7 @@ def _as_made(plan: Plan, layout: Any, value: Any) -> Any:
             ("nested", "keep the padding (enable_nested_tensor=False)") if value.is_nested else ("sparse", "pass sparse=False")
         )
         raise UnsupportedOperationError(
-            f"{plan.call.func} would give a {kind} tensor, which no DTensor is; {other}, or use x.full_tensor()"
+            f"{plan.call.func} would return a {kind} tensor, which is not supported as a DTensor; {other}, or use x.full_tensor()"
         )
     if plan.how == "gather" or layout is None:
         layout = _whole(plan, value)  # the local is the global one, whatever planning knew of it
@@ -322,8 +408,8 @@ def resized_to(target: Any, value: Any) -> Any:
     """
     if target._base is not None and target.numel():
         raise UnsupportedOperationError(
-            f"out= is a view of shape {tuple(target.shape)} and the result has shape {tuple(value.shape)}: a view is not resized "
-            "in the memory of its base; give one of the result's shape, or a tensor of its own"
+            f"out= is a view of shape {tuple(target.shape)}, the result has shape {tuple(value.shape)}, and a "
+            "view cannot be resized; pass an out= of the shape of the result, or one that is not a view"
         )
     target.data = value
     return target
@@ -333,7 +419,7 @@ def _given_out(plan: Plan, place: Place, layout: Layout | None) -> Finish:
     """An ``out=`` tensor of another shape than the result becomes what the result is, as in torch."""
 
     def finish(args: Args, kwargs: Keywords, value: Any) -> Any:
-        target, have = at(place, args, kwargs), layout or _whole(plan, value)
+        target, have = _given(place, args, kwargs), layout or _whole(plan, value)
         if target.shape == have.shape:
             return target
         if hasattr(target, "_layout"):

@@ -187,7 +187,7 @@ def _opened(x: torch.Tensor) -> torch.Tensor:
     """What is below the old ``vmap``, the batch in front."""
     below = remove_batch_dim(x, _LEVEL, 1, 0)
     if is_legacy_batched(below):
-        raise UnsupportedOperationError("gradients of a DTensor in batches (is_grads_batched=True) that are batches again")
+        raise UnsupportedOperationError("nested batched gradients of a DTensor (is_grads_batched=True) are not supported")
     return below
 
 
@@ -217,9 +217,13 @@ def constant(x: torch.Tensor) -> torch.Tensor:
             while (transform := current_transform()).level() > transform_level(x):
                 levels.enter_context(transform.lower())
             if is_functorch_batched(x):
-                raise UnsupportedOperationError("a tensor that vmap maps goes through DTensor.from_local(x, mesh, placements)")
+                raise UnsupportedOperationError(
+                    "a tensor inside vmap becomes a DTensor with DTensor.from_local(x, mesh, placements)"
+                )
             if x.requires_grad or has_tangent(x):
-                raise LayoutError("a tensor that torch.func differentiates goes through DTensor.from_local(x, mesh, placements)")
+                raise LayoutError(
+                    "a tensor inside torch.func.grad becomes a DTensor with DTensor.from_local(x, mesh, placements)"
+                )
             x = functorch_unwrapped(x)
     return x
 

@@ -12,11 +12,10 @@ from typing import Any
 from ..base.recording import recorded_by
 from ..layout.layout import Layout
 from ..propagation.propagate import Plan
-from ..propagation.schema import Operator
+from ..propagation.schema import Form, Operator
 from . import wrapping
-from .bind import runner_of
 from .forms import WANTED, Wanted, note_wanted, recording
-from .steps import Args, Keywords, Runner
+from .frame import Frame, Step
 
 
 def grown(x: Any, joined: Any) -> bool:
@@ -41,16 +40,14 @@ def wanted_of(x: Any) -> Layout | None:
     return None if cut else Layout.from_splits(own.mesh, at.splits, at.partials, own.shape, own.stride, own.dtype)
 
 
-def lasting(found: Layout | Runner, plan: Plan, operator: Operator) -> Layout | Runner:
-    """``found``, whose result lies where it is wanted."""
+def propagate_preferred_layout(plan: Plan, operator: Operator, form: Form) -> Step | None:
+    """Note that the result has the layout that operators preferred for the operand that it extends."""
     if plan.chosen is None or not any(own is not None and own.wanted is not None for own in plan.call.known):
-        return found
-    runner = runner_of(found, operator)
+        return None
 
-    def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
-        made = runner(args, kwargs, local_args, local_kwargs)
+    def step(frame: Frame) -> None:
+        made = frame.output
         if type(made) is wrapping.TENSOR:
             note_wanted(made, made._layout)
-        return made
 
-    return run
+    return step

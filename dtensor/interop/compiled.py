@@ -185,8 +185,9 @@ def _mode(*given: Any, **options: Any) -> None:
 
 def _flex_attention(*given: Any, **options: Any) -> None:
     raise UnsupportedOperationError(
-        "flex_attention of DTensors: its score_mod and block_mask ask for indices in the whole tensor; where batch or heads are "
-        "cut and they do not ask for theirs: local_map(flex_attention, [Shard(1)], ([Shard(1)],) * 3, device_mesh=mesh)(q, k, v)"
+        "flex_attention does not take DTensors: score_mod and block_mask use global indices. If only "
+        "batch or heads are sharded, and score_mod and block_mask do not use the index of a sharded dim, "
+        "use local_map(flex_attention, [Shard(1)], ([Shard(1)],) * 3, device_mesh=mesh)(q, k, v)"
     )
 
 

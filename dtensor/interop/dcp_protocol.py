@@ -21,8 +21,9 @@ def chunks(x: Any) -> list[ChunkStorageMetadata]:
     """
     if isinstance(x, RemoteView) and stack_of(x) is None:
         raise CheckpointError(
-            f"{x._layout!r} is a view of a tensor whose blocks do not show it, and torch.distributed.checkpoint fills blocks: "
-            "load into that tensor, or with dtensor.checkpoint.load"
+            f"{x._layout!r} is a view with elements on other ranks than those of its base, and "
+            "torch.distributed.checkpoint loads into local tensors; load into the base, or use "
+            "dtensor.checkpoint.load"
         )
     return _chunks(x)
 
@@ -54,7 +55,7 @@ def shard_at(x: Any, index: MetadataIndex) -> torch.Tensor:
     for held in _held(x):
         if index.offset is None or held.offset == tuple(index.offset):
             return piece_of(x, held).detach()
-    raise CheckpointError(f"this rank holds no block of {index.fqn!r} at {index.offset}")
+    raise CheckpointError(f"this rank has no shard of {index.fqn!r} at offset {index.offset}")
 
 
 def _held(x: Any) -> list[Held]:
@@ -65,8 +66,8 @@ def _held(x: Any) -> list[Held]:
     """
     if x._layout.is_partial:
         raise CheckpointError(
-            f"{x._layout!r} is not reduced: call x.redistribute(placements=...) before torch.distributed.checkpoint gets it, "
-            "or use dtensor.checkpoint, which does so"
+            f"{x._layout!r} is Partial; call x.redistribute(placements=...) before you pass it to "
+            "torch.distributed.checkpoint, or use dtensor.checkpoint, which reduces it"
         )
     ((_, held),) = held_here({"": x}, 0)
     return list({piece.offset: piece for piece in reversed(held)}.values())[::-1]

@@ -32,7 +32,7 @@ def to_dlpack(tensor: Tensor, **options: Any) -> Any:
     if isinstance(tensor, DTensor):
         return tensor.__dlpack__(**options)
     if isinstance(tensor, PerRank):
-        raise LayoutError("the tensors of several ranks have no one memory: give one of x.shards away")
+        raise LayoutError("a PerRank tensor is several tensors, without one memory to export; pass one of x.shards")
     return _of_memory(tensor, **options)
 
 

@@ -72,7 +72,7 @@ def _nested(shards: list[tuple[int, Shard]], dim: int) -> list[tuple[int, Shard]
         return shards
     if sorted(level for level in levels if level is not None) != list(range(len(shards))):
         raise PlacementError(
-            f"{len(shards)} mesh dims split tensor dim {dim}: give each Shard a different level in "
+            f"{len(shards)} mesh dims shard tensor dim {dim}: give each Shard a different level in "
             f"0..{len(shards) - 1}, or none of them; got levels {levels}"
         )
     return sorted(shards, key=lambda item: item[1].level or 0)
@@ -95,7 +95,8 @@ def _leaf_sizes(levels: list[tuple[int, Shard]], dim: int, size: int) -> tuple[i
             blocks = given * len(blocks)
         else:
             raise PlacementError(
-                f"Shard({dim}, sizes={given}) does not cut {blocks} over {count} ranks: give {count} sizes that sum to the dim"
+                f"Shard({dim}, sizes={given}) does not shard {blocks} over {count} ranks: pass {count} sizes that "
+                "sum to the size of the dim"
             )
     if sum(blocks) != size:
         raise PlacementError(

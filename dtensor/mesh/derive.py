@@ -19,7 +19,7 @@ def sliced(mesh: Geometry, names: str | tuple[str, ...]) -> tuple[Dims, Names]:
     known, root = mesh.mesh_dim_names, mesh._root
     wanted = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, (tuple, list)) else ()
     if not wanted or not all(isinstance(name, str) for name in wanted) or len(set(wanted)) != len(wanted):
-        raise MeshError(f"mesh[{names!r}]: name one or several different mesh dims of {known}")
+        raise MeshError(f"mesh[{names!r}] needs one or several different mesh dims of {known}")
     dims = []
     for name in wanted:
         if known is not None and name in known:
@@ -27,7 +27,7 @@ def sliced(mesh: Geometry, names: str | tuple[str, ...]) -> tuple[Dims, Names]:
         elif name in root.flattened and mesh._is_root:
             dims.append(root.flattened[name])
         elif known is None:
-            raise MeshDimError(f"{mesh!r} has no mesh dim {name!r}: it was made without mesh_dim_names, by which dims are picked")
+            raise MeshDimError(f"{mesh!r} has no mesh dim {name!r}: it was made without mesh_dim_names")
         else:
             raise MeshDimError(f"Invalid mesh_dim_name: {mesh!r} has no mesh dim {name!r}; its dims are {known}")
     used = [d for group in dims for d in group]
@@ -45,9 +45,7 @@ def flattened(mesh: Geometry, name: str | None, backend_override: Any = None) ->
     root, dims = mesh._root, tuple(d for group in mesh._dims for d in group)
     asked = backends_of({0: backend_override}, (1,), None)
     if asked and name is None:
-        raise MeshError(
-            f"flatten(backend_override=...) of {mesh!r}, whose dims have no names: give mesh_dim_name, to be known by"
-        )
+        raise MeshError(f"flatten(backend_override=...) needs mesh_dim_name=, because the mesh dims of {mesh!r} have no names")
     if name is None:
         return (dims,), None
     if asked and name not in root.named and name not in root.flattened:
@@ -65,9 +63,12 @@ def unflattened(
     """See ``DeviceMesh.unflatten``. The new mesh is a root of its own: the old one has no dims to pick the new ones from."""
     at, sizes, root = mesh.dim_index(dim), tuple(sizes), mesh._root
     if math.prod(sizes) != mesh.shape[at] or any(size < 1 for size in sizes):
-        raise MeshError(f"mesh dim {dim!r} of {mesh!r} has {mesh.shape[at]} ranks, which are not split into {sizes}")
+        raise MeshError(f"mesh dim {dim!r} of {mesh!r} has {mesh.shape[at]} ranks and cannot be unflattened to {sizes}")
     if (mesh.mesh_dim_names is None) != (names is None) or (names is not None and len(names) != len(sizes)):
-        raise MeshError(f"dims of {mesh!r} are named {mesh.mesh_dim_names}, the {len(sizes)} new ones {names}: name all or none")
+        raise MeshError(
+            f"the mesh dims of {mesh!r} have the names {mesh.mesh_dim_names} and the {len(sizes)} new ones "
+            f"{names}: name all or none"
+        )
     group = mesh._dims[at]
     rest = [d for d in range(len(root.shape)) if d not in group]
     before = len([d for d in rest if d < min(group)])
@@ -100,7 +101,7 @@ def concatenated(meshes: Sequence[Geometry]) -> tuple[Dims, Names]:
     dims = tuple(dims for mesh in meshes for dims in mesh._dims)
     used = [d for group in dims for d in group]
     if any(mesh._root.key != meshes[0]._root.key for mesh in meshes) or len(set(used)) != len(used):
-        raise MeshError(f"only slices of one mesh without a dim in common can be put together, got {list(meshes)}")
+        raise MeshError(f"only submeshes of one mesh with different mesh dims can be concatenated, got {list(meshes)}")
     named = all(mesh.mesh_dim_names is not None for mesh in meshes)
     return dims, tuple(name for mesh in meshes for name in mesh.mesh_dim_names or ()) if named else None
 

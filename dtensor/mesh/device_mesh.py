@@ -204,7 +204,7 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
         """A mesh over existing process groups: one group, or a list with one group per mesh dim and ``mesh`` given."""
         groups = list(group) if isinstance(group, (list, tuple)) else [group]
         if mesh is None and groups != [group]:
-            raise MeshError("from_group with several groups needs mesh=, the ranks as an n-d array")
+            raise MeshError("from_group with several groups needs mesh=, the ranks as an n-d array, with one dim for each group")
         if not groups:
             raise MeshError("from_group got an empty list of groups; give one for each mesh dim")
         mesh = dist.get_process_group_ranks(group) if mesh is None else mesh

@@ -115,7 +115,9 @@ def _ranks(mesh: Any) -> Any:
     except ValueError:  # rows of different lengths
         array = np.asarray(None)
     if array.size and array.dtype.kind not in "iu":
-        raise MeshError(f"a mesh is an array of ranks, all rows alike in length, got {mesh!r}; write [[0, 1], [2, 3]]")
+        raise MeshError(
+            f"a mesh is an array of ranks with rows of equal length, got {mesh!r}; write for example [[0, 1], [2, 3]]"
+        )
     return array.astype(int)
 
 
@@ -129,15 +131,15 @@ def make_root(device_type: str, mesh: Any, names: Sequence[str] | None) -> Root:
     device_type, array = device_type_of(device_type), _ranks(mesh)
     ranks = tuple(int(rank) for rank in array.reshape(-1))
     if not ranks or len(set(ranks)) != len(ranks) or min(ranks) < 0:
-        raise MeshError(f"mesh ranks must be non-empty and distinct, and count from 0, got {array.tolist()}")
+        raise MeshError(f"mesh ranks must be distinct ints from 0 on, at least one, got {array.tolist()}")
     if names is not None:
         names = tuple(names)
         if not all(isinstance(name, str) for name in names):
             raise MeshError(f"mesh_dim_names are strings, one per mesh dim, got {names}")
         if len(names) != array.ndim:
-            raise MeshError(f"a mesh of shape {array.shape} takes as many mesh_dim_names as it has dims, got {names}")
+            raise MeshError(f"a mesh of shape {array.shape} needs {array.ndim} mesh_dim_names, got {names}")
         if len(set(names)) != len(names):
-            raise MeshError(f"two mesh dims have one name: mesh_dim_names={names}")
+            raise MeshError(f"two mesh dims have the same name: mesh_dim_names={names}")
     kind: Kind = "in_process"
     world = None
     if device_type == "meta":
@@ -147,7 +149,7 @@ def make_root(device_type: str, mesh: Any, names: Sequence[str] | None) -> Root:
         kind, world = "process_group", dist.group.WORLD
         if max(ranks) >= dist.get_world_size():
             size = dist.get_world_size()
-            raise MeshError(f"the mesh has rank {max(ranks)}, and the world {size} ranks")
+            raise MeshError(f"the mesh has rank {max(ranks)}, but the world has {size} ranks, 0 to {size - 1}")
         for tell in LAID_OUT:
             tell()
     named: dict[str, tuple[int, ...]] = {name: (dim,) for dim, name in enumerate(names or ())}

@@ -13,6 +13,7 @@ from torch import nn
 from ..base.extensions import pictured
 from ..base.modes import implicit_replication
 from ..base.torch_internals import tree_leaves, tree_map
+from ..base.units import bytes_text, seconds_text
 from ..errors import ArgumentError, PlanError
 from ..mesh.create import dry_run_of
 from ..mesh.device_mesh import DeviceMesh
@@ -62,8 +63,8 @@ class Sharding:
 
     def __str__(self) -> str:
         head = (
-            f"on a mesh of {'x'.join(map(str, self.mesh))}: {self.seconds * 1e3:.3f} ms a step, {self.nbytes:,} B received and "
-            f"{self.memory / 2**30:.2f} GiB held per rank"
+            f"on a mesh of {'x'.join(map(str, self.mesh))}: {seconds_text(self.seconds)} a step, {bytes_text(self.nbytes)} "
+            f"received and peak memory {bytes_text(self.memory)} per rank"
         )
         lines = [f"  {name}: {', '.join(spelled(places))}" for name, places in self.placements.items()]
         return "\n".join([head, *lines, *(f"  batch {i}: {', '.join(spelled(places))}" for i, places in enumerate(self.batch))])
@@ -176,8 +177,8 @@ def _found(program: _Program, start: list[Option], memory: float, seconds: float
     plan, taken = min(plans, key=lambda made: (max(made[0].peak_bytes, memory), made[0].seconds))
     if plan.peak_bytes > memory:
         raise PlanError(
-            f"auto_shard: the least memory found is {plan.peak_bytes:,} B per rank, in {plan.peak_at}, "
-            f"more than memory={memory:,.0f}"
+            f"auto_shard: no placements within memory={memory:,.0f} bytes per rank were found; the smallest peak is "
+            f"{plan.peak_bytes:,} bytes, in {plan.peak_at}. Use a larger mesh, a smaller batch or more memory="
         )
 
     def places(number: int | None, ndim: int = mesh.ndim) -> Places:
@@ -209,7 +210,7 @@ def _recorded(what: Any, mesh: DeviceMesh, example: Any, loss: Any, optimizer_by
                 run()
         recorder.finish()
         if recorder.graph.mesh is None:
-            raise PlanError("auto_shard: the step uses no module that it names, is bound to or is given")
+            raise PlanError("auto_shard: the step uses no module that it refers to, is a method of, or gets as an argument")
         named = {**there.parameters, **there.states}
         for x in [*there.all, *named.values()]:
             if (number := _number(recorder, x)) is not None:
@@ -230,7 +231,9 @@ def _loss_of(made: Any, loss: Any) -> torch.Tensor:
         return loss(made)
     found = getattr(made, "loss", made)
     if not isinstance(found, torch.Tensor):
-        raise ArgumentError("auto_shard: the model gives no loss; pass loss=, a function from its result to a number")
+        raise ArgumentError(
+            "auto_shard: the model does not return a loss; pass loss=, a function from the result of the model to a scalar"
+        )
     return found if not found.ndim else found.float().mean()
 
 

@@ -38,7 +38,7 @@ def described(graph: Graph, classes: Classes, taken: Sequence[Option], eager: Se
         total.seconds(taken) + held.seconds,
         total.bytes(taken) + held.nbytes,
         held.peak,
-        f"{peak.name}{' (backward)' if peak.backward else ''} {peak.line}".rstrip(),
+        f"{peak.name}{' (backward)' if peak.backward else ''}{f' at {peak.line}' if peak.line else ''}",
         total.local_seconds(eager) + sum(heard_seconds(event, steps, mesh) for event, steps in graph.heard),
         sum(event.bytes for event, _ in graph.heard),
     )
@@ -108,7 +108,8 @@ class _Writing:
             cost = plan_move(source, target)
             if cost.communicates:
                 producer = self.graph.values[number or 0].producer
-                what = f"{producer.name} {list(source.shape)}"
+                origin = "an input" if producer.kind == "input" else f"the result of {producer.name}"
+                what = f"{origin} {list(source.shape)}"
                 ends: tuple[Spelled, Spelled] = spelled(source.placements), spelled(target.placements)
                 found.append(PlannedMove(what, *ends, cost.bytes, move_seconds(source, target)))
         return found

@@ -57,7 +57,7 @@ def planned(
     made, graph = recorded(step, args, kwargs)
     mesh = graph.mesh
     if mesh is None:
-        raise PlanError("plan: the program has no calls on DTensors")
+        raise PlanError("plan: the program calls no operator on a DTensor")
     return made, agreed(mesh, lambda: plan_of(graph, seconds, memory))
 
 
@@ -86,8 +86,9 @@ def plan_of(graph: Graph, seconds: float = _SECONDS, memory: float = math.inf) -
         return as_recorded(found, peak)  # whose operators share more than a plan knows to
     if found.peak_bytes > memory:
         raise PlanError(
-            f"plan: the least peak found is {found.peak_bytes:,} B per rank, in {found.peak_at}, more than "
-            f"memory={memory:,.0f}: cut parameters or the batch further, or see what auto_shard finds"
+            f"plan: no plan within memory={memory:,.0f} bytes per rank was found; the smallest peak is "
+            f"{found.peak_bytes:,} bytes, in {found.peak_at}. "
+            "Shard parameters or the batch over more mesh dims, or use dt.auto_shard"
         )
     return found
 

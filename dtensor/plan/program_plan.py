@@ -1,4 +1,4 @@
-"""``ProgramPlan``: what each call of a program does, what that costs, and why: a value that prints itself and goes to JSON."""
+"""Program plan: the strategy of each operator call of a program, its cost and the reason. It prints itself and saves to JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..base.by_key import by_key
+from ..base.callers import NOWHERE, Place
 from ..base.extensions import pictured
+from ..base.units import bytes_text, seconds_text
 from ..errors import ArgumentError
 from ..placement import Partial, Placement, Replicate, Shard
 
@@ -19,7 +22,7 @@ Spelled = tuple[str, ...]  # placements as text, one for each mesh dim
 
 @dataclass(frozen=True, slots=True)
 class PlannedMove:
-    """A value that changes its placements: between which, the bytes that a rank receives, seconds."""
+    """A planned redistribution: the value, its placements before and after, bytes that one rank receives, estimated seconds."""
 
     what: str
     source: Spelled
@@ -28,22 +31,23 @@ class PlannedMove:
     seconds: float
 
     def __str__(self) -> str:
-        return f"{self.what}: {_joined(self.source)} -> {_joined(self.target)}, {self.nbytes:,} B, {self.seconds * 1e6:,.0f} us"
+        cost = f"{bytes_text(self.nbytes)}, {seconds_text(self.seconds)}"
+        return f"{self.what}: {_joined(self.source)} -> {_joined(self.target)}, {cost}"
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedCall:
-    """One call.
+    """One operator call.
 
     Attributes:
-        name, key: which operator, with what: a run that differs does not follow the plan from there on.
-        kind: ``"call"``, ``"fixed"`` (it chooses for itself) or ``"parts"`` (a decomposition; its parts follow).
-        rows: per mesh dim the row of the operator's rule.
-        operands: for each operand the placements that it passes on its way to the call; () as it lies.
-        drops: operands and the forms of them that are let go after the call.
-        line: the user's source line; ``backward``: it is that of the forward call.
-        moves: what is moved for it, and for nobody before it.
-        runner_up, extra: the next best rows, and by how many seconds they lose.
+        name, key: the operator and its arguments. A run that differs does not follow the plan from there on.
+        kind: ``"call"``, ``"fixed"`` (the call chooses for itself) or ``"parts"`` (a decomposition; its parts follow).
+        rows: the strategy of the operator's rule, for each mesh dim.
+        operands: for each operand the placements that it is redistributed to, in order; () if it stays as it is.
+        drops: operands with the redistributed copies that are freed after the call.
+        line: the user's source line; ``backward``: True if the line is that of the forward call.
+        moves: redistributions that no earlier call has made.
+        runner_up, extra: the next best strategy, and how many seconds longer the program takes with it.
     """
 
     name: str
@@ -59,24 +63,62 @@ class PlannedCall:
     extra: float = 0.0
 
     def __str__(self) -> str:
-        rows = f" [{' & '.join(self.rows)}]" if self.rows else ""
-        why = f"\n    next best: {self.runner_up}, {self.extra * 1e6:+,.0f} us" if self.runner_up else ""
-        moves = "".join(f"\n    {move}" for move in self.moves)
-        return f"  {self.name}{' (backward)' if self.backward else ''}{rows}{moves}{why}"
+        strategy = f", strategy {strategy_text(' & '.join(self.rows))}" if self.rows else ""
+        moves = "".join(f"\n  redistributes {move}" for move in self.moves)
+        return f"{self.name}{' (backward)' if self.backward else ''}{strategy}{moves}"
+
+    def next_best(self, extras: Sequence[float]) -> str:
+        """Return a line about the next best strategy of calls that are otherwise equal; "" if there is none."""
+        if not self.runner_up:
+            return ""
+        least, most = (f"{extra:+.0f}"[0] + seconds_text(abs(extra)) for extra in (min(extras), max(extras)))
+        return f"  next best strategy: {strategy_text(self.runner_up)}, {least if least == most else f'{least} to {most}'}"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLine:
+    """The redistributions that a plan makes for one line of the program. ``str`` shows equal calls once, with their number."""
+
+    place: Place
+    calls: tuple[PlannedCall, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one rank receives."""
+        return sum(move.nbytes for call in self.calls for move in call.moves)
+
+    @property
+    def head(self) -> str:
+        """The line, the number of redistributions and their bytes."""
+        count = sum(len(call.moves) for call in self.calls)
+        return f"{self.place.line}: {count} redistribution{'' if count == 1 else 's'}, {bytes_text(self.nbytes)}"
+
+    @property
+    def details(self) -> list[str]:
+        """Lines about the calls."""
+        found = []
+        for text, own in by_key(((str(call), call.runner_up), call) for call in self.calls).items():
+            head, *moves = text[0].splitlines()
+            times = f"  ({len(own)} times)" if len(own) > 1 else ""
+            found += [head + times, *moves, own[0].next_best([call.extra for call in own])]
+        return [text for text in found if text]
+
+    def __str__(self) -> str:
+        return "\n".join([self.head, *(f"  {text}" for text in self.details)])
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramPlan:
-    """How a program runs on a mesh.
+    """The plan of a program on a mesh.
 
     Attributes:
         mesh: the shape of the mesh.
         calls: every operator call, in order.
-        seconds, nbytes: predicted: time of a step, and bytes that one rank receives.
-        peak_bytes: most that a rank holds at once of what the step takes, makes and keeps; ``peak_at``: the call at which.
-        eager_seconds, eager_nbytes: the same for the program without a plan, its moves shared as a plan shares them.
+        seconds, nbytes: estimated time of a step, and bytes that one rank receives in it.
+        peak_bytes: peak memory of one rank in bytes: inputs, results and cached copies; ``peak_at``: the call of the peak.
+        eager_seconds, eager_nbytes: the same without a plan. Redistributed copies are shared as the plan shares them.
 
-    A record: making it costs what ``plan`` says, asking it nothing. ``loads`` raises ``ArgumentError`` for what is no plan.
+    A record: reading it costs nothing. ``loads`` raises ``ArgumentError`` for text that is not a plan.
 
     >>> import torch, dtensor as dt
     >>> x = dt.ones(4, 6, device_mesh=dt.init_device_mesh("meta", (2,)), placements=[dt.Shard(0)])
@@ -96,26 +138,24 @@ class ProgramPlan:
 
     def __str__(self) -> str:
         head = (
-            f"{len(self.calls)} calls on a mesh of {'x'.join(map(str, self.mesh))}: {self.seconds * 1e3:.3f} ms, "
-            f"{self.nbytes:,} B received per rank (without a plan {self.eager_seconds * 1e3:.3f} ms, {self.eager_nbytes:,} B); "
-            f"at most {self.peak_bytes:,} B held per rank, in {self.peak_at}"
+            f"{len(self.calls)} calls on a mesh of {'x'.join(map(str, self.mesh))}: {seconds_text(self.seconds)}, "
+            f"{bytes_text(self.nbytes)} received per rank (without a plan {seconds_text(self.eager_seconds)}, "
+            f"{bytes_text(self.eager_nbytes)}); peak memory {bytes_text(self.peak_bytes)} per rank, in {self.peak_at}"
         )
-        lines = [head]
-        where = None
-        for call in self.calls:
-            if call.moves:
-                if call.line != where:
-                    where = call.line
-                    lines.append(where or "(no line of the user's)")
-                lines.append(str(call))
-        return "\n".join(lines)
+        return "\n".join([head, *map(str, self.lines)])
+
+    @property
+    def lines(self) -> tuple[PlannedLine, ...]:
+        """Lines of the program that redistribute something, in order of first use."""
+        found = by_key((call.line, call) for call in self.calls if call.moves)
+        return tuple(PlannedLine(_place_of(line), tuple(own)) for line, own in found.items())
 
     __repr__ = __str__
 
     _repr_html_ = pictured
 
     def dumps(self) -> str:
-        """The plan as JSON."""
+        """Return the plan as JSON."""
         return json.dumps({"format": FORMAT, **asdict(self)})
 
     def save(self, path: str | Path) -> None:
@@ -124,20 +164,20 @@ class ProgramPlan:
 
     @classmethod
     def loads(cls, text: str) -> ProgramPlan:
-        """The plan in ``text``.
+        """Return the plan that ``text`` contains.
 
         Raises:
-            ArgumentError: it is no plan of this format.
+            ArgumentError: ``text`` is not a plan of this format.
         """
         read = json.loads(text)
         if not isinstance(read, dict) or read.pop("format", None) != FORMAT:
-            raise ArgumentError(f"no plan of format {FORMAT}")
+            raise ArgumentError(f"this is not a plan of format {FORMAT}; make one with dt.plan(...).save(path)")
         calls = tuple(_call_of(call) for call in read.pop("calls"))
         return cls(mesh=tuple(read.pop("mesh")), calls=calls, **read)
 
     @classmethod
     def load(cls, path: str | Path) -> ProgramPlan:
-        """The plan in a file."""
+        """Return the plan in a file."""
         return cls.loads(Path(path).read_text())
 
 
@@ -147,7 +187,7 @@ def _call_of(read: dict[str, Any]) -> PlannedCall:
 
 
 def _frozen(read: Any) -> Any:
-    """What JSON gives, its lists as tuples."""
+    """Convert the lists of parsed JSON to tuples."""
     if isinstance(read, dict):
         return {name: _frozen(value) for name, value in read.items()}
     return tuple(map(_frozen, read)) if isinstance(read, list) else read
@@ -155,7 +195,7 @@ def _frozen(read: Any) -> Any:
 
 # --- placements as text -------------------------------------------------------------------------------------------------
 def spelled(placements: Iterable[Placement]) -> Spelled:
-    """Placements as text.
+    """Return placements as text.
 
     >>> spelled((Shard(0, level=1), Partial(), Replicate()))
     ('S(0@1)', 'P(sum)', 'R')
@@ -167,7 +207,7 @@ _SHARD = re.compile(r"S\((\d+)(?::([\d+]+))?(?:@(\d+))?\)")
 
 
 def placements_of(words: Sequence[str]) -> tuple[Placement, ...]:
-    """What :func:`spelled` gave, read back.
+    """Return the placements that :func:`spelled` wrote.
 
     >>> placements_of(("S(1:3+2)", "R"))
     (Shard(dim=1, sizes=(3, 2)), Replicate())
@@ -182,10 +222,27 @@ def _read(word: str) -> Placement:
         return Partial(word[2:-1])
     found = _SHARD.fullmatch(word)
     if found is None:
-        raise ArgumentError(f"{word!r} in a plan is no placement")
+        raise ArgumentError(f"the plan has {word!r} where a placement is expected, such as S(0), R or P(sum)")
     dim, sizes, level = found.groups()
     blocks = None if sizes is None else tuple(map(int, sizes.split("+")))
     return Shard(int(dim), blocks, None if level is None else int(level))
+
+
+_REDUCED = re.compile(r"(?<![\w(])(?!R\b|S\(|by\b|owners\b)([A-Za-z]\w*)")
+
+
+def strategy_text(texts: str) -> str:
+    """Return strategies as text with the placements that users write.
+
+    >>> strategy_text("R,S(0) -> sum & S(1),R -> S(1)")
+    'R, S(0) -> P(sum) & S(1), R -> S(1)'
+    """
+    return _REDUCED.sub(r"P(\1)", texts).replace(",", ", ")
+
+
+def _place_of(line: str) -> Place:
+    file, _, number = line.rpartition(":")
+    return Place(file, int(number)) if file else NOWHERE
 
 
 def _joined(words: Spelled) -> str:

@@ -183,7 +183,7 @@ def _write_back(
                 continue  # it takes the result's shape, and with it the result's layout
             raise LayoutError(
                 f"{operator.name} would change the shape of the tensor it writes to from {tuple(target.shape)} to "
-                f"{tuple(result.shape)}, which a distributed tensor cannot do in place; use the out-of-place operation"
+                f"{tuple(result.shape)}, which a DTensor cannot do in place; use the out-of-place operator"
             )
         if owner in operator.outs or owner in moved or not target.same_data(result):
             moves.append(((owner, None), plan_move(result.replace(dtype=target.dtype, stride=target.stride), target)))  # type: ignore[arg-type]

@@ -88,7 +88,7 @@ class Operator:
             found = getattr(packet, overload)
             if tuple(a.name for a in found._schema.arguments) == self.names and _kinds(found) == _kinds(self.func):
                 return found
-        raise NotImplementedError(f"{self.name} has no form that gives a new tensor")
+        raise NotImplementedError(f"{self.name} has no out-of-place variant")
 
     def call(self, bound: dict[str, Any], func: Any = None) -> Any:
         """Call the overload (or ``func``, a function with its signature but for ``out=``) with arguments by name."""
@@ -103,11 +103,23 @@ Place = int | str  # where an argument stands in a call: by position, or by name
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Which arguments a call was given: the first ``count`` by position, others by name. Calls that share a plan share it."""
+    """Which arguments a call was given: the first ``count`` by position, others by name. Calls that share a plan share it.
+
+    ``reordered``: arguments that may stand by position were given by name; this is the form after they are put in order.
+    """
 
     operator: Operator
     count: int
     named: frozenset[str]
+    reordered: bool = False
+
+    @classmethod
+    def of(cls, operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Form:
+        """Return the form of a call, its arguments put in order."""
+        if not any(name in kwargs for name in operator.names[len(args) : operator.positional]):
+            return cls(operator, len(args), frozenset(kwargs))
+        ordered, named = operator.in_order(args, kwargs)
+        return cls(operator, len(ordered), frozenset(named), True)
 
     def given(self, name: str) -> Place | None:
         """Where an argument stands; None: it was left out."""
@@ -118,7 +130,7 @@ class Form:
         """Where an argument stands that was given."""
         place = self.given(name)
         if place is None:
-            raise LookupError(f"{self.operator.name}: {name} was left out")
+            raise LookupError(f"{self.operator.name}: the argument {name} was not passed")
         return place
 
     @property

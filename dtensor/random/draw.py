@@ -200,8 +200,9 @@ def synchronize(mesh: DeviceMesh, how: str = "a draw") -> None:
 def _synchronize(mesh: DeviceMesh, how: str) -> None:
     if tracing.under_way() and mesh.kind == "process_group":
         raise UnsupportedOperationError(
-            "these random numbers of a DTensor inside torch.compile: a graph has no step that draws them; draw them outside, or "
-            "let the graph break there (fullgraph=False)"
+            "this random operator on a DTensor is not supported inside torch.compile: a graph has no "
+            "operator that generates its shards. Generate the numbers outside, or allow a graph break "
+            "(fullgraph=False)"
         )
     comm = communicator_of(mesh)
     if not comm.talks:

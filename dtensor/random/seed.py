@@ -49,7 +49,8 @@ def _agree(seed: int, mesh: DeviceMesh) -> None:
     if not told_by_all(mesh, repr(seed)).same:
         seeds = comm.all_gather_object(seed, tuple(range(mesh.ndim)))
         raise MeshError(
-            f"manual_seed: the ranks of {mesh!r} were given seeds {seeds}: pass the same one, or a mesh of those alike"
+            f"manual_seed: ranks of {mesh!r} passed different seeds, {seeds}: pass the same seed on all "
+            "ranks, or a mesh of ranks with the same seed"
         )
     mesh._root.seeded = set(mesh.group_id(range(mesh.ndim)))  # between the copies of a submesh seeds may differ
 
@@ -83,5 +84,5 @@ def random_mode(mode: str) -> Iterator[None]:
 
 def _known(mode: str) -> str:
     if mode not in MODES:
-        raise ValueError(f"random mode {mode!r} is none of {MODES}")
+        raise ValueError(f"random mode {mode!r} is not one of {MODES}")
     return mode

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..base.caches import remembered
+from ..base.units import bytes_text, seconds_text
 from ..comm import Pending, communicator_of
 from ..comm.binding import Run
 from ..comm.regions import Box, Route, Transfer
@@ -28,7 +29,7 @@ from ..placement import Monoid, Partial, Placement, Replicate, Shard
 from .executor import Local, execute
 from .intervals import blocks
 from .planner import plan
-from .step import Plan, described, place, seconds_of
+from .step import Plan, described, place
 
 
 @dataclass(eq=False)
@@ -78,7 +79,7 @@ class Crossing:
     def __str__(self) -> str:
         return (
             f"exchange among {len(self.ranks)} ranks: {place(self.before)} -> {place(self.after)}, "
-            f"{self.bytes:,} B/rank, {seconds_of(self.seconds)}"
+            f"{bytes_text(self.bytes)}/rank, {seconds_text(self.seconds)}"
         )
 
     @cached_property
@@ -154,7 +155,7 @@ class Transit:
 
     def __str__(self) -> str:
         steps = [*self.leaving.steps, self.crossing, *self.entering.steps]
-        cost = f"{self.bytes:,} B received per rank, {seconds_of(self.cost)}"
+        cost = f"{bytes_text(self.bytes)} received per rank, {seconds_text(self.cost)}"
         head = f"{described(self.src)} -> {place(self.dst)}, another mesh: {cost}"
         return "\n".join([head, *(f"  {k}. {step}" for k, step in enumerate(steps, 1))])
 

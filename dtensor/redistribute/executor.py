@@ -135,7 +135,7 @@ def _bind(comm: Communicator, step: Step) -> Bound:
         case AllGather() | Exchange():
             return _collective(comm, _transfer(comm, step), step)
         case _:
-            raise TypeError(f"{step} is no step of a plan")
+            raise TypeError(f"{step} is not a step of a redistribution plan")
 
 
 def _transfer(comm: Communicator, step: AllGather | Exchange) -> Run:

@@ -184,11 +184,12 @@ def _only(layout: Layout, op: Op) -> bool:
 def _check_dtype(op: Op | None, src: Layout, dst: Layout) -> None:
     if op == "avg" and not (src.dtype.is_floating_point or src.dtype.is_complex):
         raise LayoutError(
-            f"{src!r} -> {dst!r}: the mean of {src.dtype} terms is no {src.dtype}; use Partial('sum'), or .to(torch.float64)"
+            f"{src!r} -> {dst!r}: the average of {src.dtype} values is not defined as {src.dtype}; use "
+            "Partial('sum'), or .to(torch.float64)"
         )
     if op in ("max", "min") and src.dtype.is_complex:
         raise LayoutError(
-            f"{src!r} -> {dst!r}: complex numbers have no order; reduce torch.view_as_real(x), or use Partial('sum')"
+            f"{src!r} -> {dst!r}: complex numbers are not ordered; reduce torch.view_as_real(x), or use Partial('sum')"
         )
 
 
@@ -198,6 +199,7 @@ def _check_monoids(src: Layout, dst: Layout, kept: set[int], entering: tuple[int
             continue  # without finalize every term is a value; alone, terms move about unfinished
         if i in entering or (i in kept and kept.intersection(_run(src, i)) != kept.intersection(_run(dst, i))):
             raise LayoutError(
-                f"{src!r} -> {dst!r}: a value does not become a term of {op.name!r} again, whose finalize() would run twice; "
-                "redistribute to Replicate(), or give the Monoid no finalize and apply it afterwards"
+                f"{src!r} -> {dst!r}: a reduced value cannot become Partial({op.name!r}) again, because "
+                "finalize() would run twice. Redistribute to Replicate(), or leave finalize out of the Monoid "
+                "and apply it afterwards"
             )

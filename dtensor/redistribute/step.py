@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
+from ..base.units import bytes_text, seconds_text
 from ..layout.layout import Layout
 from .partials import Op
 
@@ -43,7 +44,7 @@ class Step:
 
     def __str__(self) -> str:
         over = f" over {_names(self.before, self.mesh_dims)}" if self.mesh_dims else ""
-        cost = f", {self.bytes:,} B/rank, {seconds_of(self.seconds)}" if self.mesh_dims else ", local"
+        cost = f", {bytes_text(self.bytes)}/rank, {seconds_text(self.seconds)}" if self.mesh_dims else ", local"
         return f"{self._what()}{over}: {place(self.before)} -> {place(self.after)}{cost}"
 
     def _what(self) -> str:
@@ -200,7 +201,8 @@ class Plan:
         if not self.steps:
             return head + "nothing to do"
         count = f"{self.collectives} collective{'' if self.collectives == 1 else 's'}"
-        head += f"{count}, {self.bytes:,} B received per rank, peak {self.peak_bytes:,} B, {seconds_of(self.cost)}"
+        head += f"{count}, {bytes_text(self.bytes)} received per rank, "
+        head += f"peak {bytes_text(self.peak_bytes)}, {seconds_text(self.cost)}"
         return "\n".join([head, *(f"  {k}. {step}" for k, step in enumerate(self.steps, 1))])
 
     __repr__ = __str__
@@ -221,8 +223,3 @@ def place(layout: Layout) -> str:
     """Placements by mesh dim."""
     names = layout.mesh.mesh_dim_names
     return "(" + ", ".join(f"{names[i]}={p}" if names else str(p) for i, p in enumerate(layout.placements)) + ")"
-
-
-def seconds_of(seconds: float) -> str:
-    """Seconds as a person reads them."""
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"

@@ -6,6 +6,7 @@ package is declarations.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from threading import RLock
 from typing import Any
@@ -17,6 +18,7 @@ from ..errors import RuleError
 from .rule import Rule
 
 _RULES: dict[str, Rule] = {}
+_FAMILIES: dict[str, str] = {}  # operator -> the module of dtensor.rules.aten that declares its rule
 _TAGGED: dict[Any, Rule] = {}
 _SEEDED = frozenset({torch.Tag.nondeterministic_seeded})
 _reading = RLock()
@@ -49,7 +51,26 @@ def register(names: str, rule: Rule) -> Rule:
         if full in _RULES:
             raise RuleError(f"{full} has a rule already; unregister it first")
         _RULES[full] = rule
+        if (family := _declaring_family()) is not None:
+            _FAMILIES[full] = family
     return rule
+
+
+def _declaring_family() -> str | None:
+    """Return the module name below ``dtensor.rules.aten`` that is calling, or None if a program declares the rule."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        package, _, module = frame.f_globals.get("__name__", "").partition(".rules.aten.")
+        if package == "dtensor" and module:
+            return module.partition(".")[0]
+        frame = frame.f_back  # type: ignore[assignment]  # None in the outermost frame
+    return None
+
+
+def family_of(name: str) -> str | None:
+    """Return the operator family (``"pooling"``) of a rule of the library, by its full name (``"aten::avg_pool2d"``)."""
+    read_all()
+    return _FAMILIES.get(name)
 
 
 def register_tagged(tag: Any, rule: Rule) -> None:

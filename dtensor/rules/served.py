@@ -58,11 +58,3 @@ def has_kernels(item: Any) -> bool:
 def _of_family(item: Any) -> bool:
     module = getattr(item, "__module__", None) or ""
     return not module.startswith(_LANGUAGE) or module.startswith(f"{_LANGUAGE}.aten")
-
-
-BESIDES = ("partials", "when", "local", "local_args", "metas", "answer")
-
-
-def besides(rule: Rule) -> tuple[str, ...]:
-    """What else a family's functions say of an operator, beside factors and kernels."""
-    return tuple(name for name in BESIDES if own_functions(getattr(rule, name)))

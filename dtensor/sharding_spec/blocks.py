@@ -63,13 +63,13 @@ def layout_of_boxes(
             held.setdefault(rank, []).append(cell)
     boxes = [box_of(held.get(rank, ())) for rank in mesh.ranks]
     if held.keys() - set(mesh.ranks) or any(box is None for box in boxes):
-        raise PlacementError(f"{wrong}: its ranks are {sorted(held)}, each with one box of elements")
+        raise PlacementError(f"{wrong}: its ranks are {sorted(held)}, and each must hold one contiguous block of elements")
     splits = []
     for dim in range(len(shape)):
         intervals = [(box[dim] if box else (0, 0)) for box in boxes]
         found = _split_of(mesh, intervals, shape[dim])
         if found is False:
-            raise PlacementError(f"{wrong}: no order of its mesh dims cuts tensor dim {dim} as {intervals}")
+            raise PlacementError(f"{wrong}: no order of its mesh dims shards tensor dim {dim} as {intervals}")
         splits.append(found)
     return Layout.from_splits(mesh, splits, [None] * mesh.ndim, tuple(shape), None, dtype)  # type: ignore[arg-type]  # no False
 

@@ -102,7 +102,7 @@ def single_split(dim: int, placements: Sequence[Any], shard_sizes: Sequence[int]
     if not isinstance(dim, int) or isinstance(dim, bool):
         raise PlacementError(f"single_split: the split dim is an int, got {dim!r}")
     if isinstance(placements, str) or not len(placements):
-        raise PlacementError(f"single_split: give a list of places, one for each shard, got {placements!r}")
+        raise PlacementError(f"single_split: pass a list of device placements, one for each shard, got {placements!r}")
     sizes = None if shard_sizes is None else tuple(int(size) for size in shard_sizes)
     if sizes is not None and (len(sizes) != len(placements) or min(sizes) < 0):
         raise PlacementError(f"single_split: {len(sizes)} shard_sizes {list(sizes)} for {len(placements)} shards")
@@ -127,9 +127,9 @@ def mesh(placements: Any, shard_sizes: Sequence[Sequence[int] | None] | None = N
     try:
         array = np.asarray(placements.tolist() if hasattr(placements, "tolist") else placements, dtype=object)
     except ValueError as error:
-        raise PlacementError(f"mesh: the array of places is ragged: {placements!r}") from error
+        raise PlacementError(f"mesh: the array of device placements is ragged: {placements!r}") from error
     if array.size == 0 or array.ndim == 0 or any(isinstance(each, (list, tuple)) for each in array.reshape(-1)):
-        raise PlacementError(f"mesh: give an n-d array of places, all rows of one length, got {placements!r}")
+        raise PlacementError(f"mesh: pass an n-d array of device placements with rows of equal length, got {placements!r}")
     sizes = None if shard_sizes is None else tuple(None if s is None else tuple(int(n) for n in s) for s in shard_sizes)
     if sizes is not None:
         fits = len(sizes) == array.ndim and all(s is None or len(s) == n for s, n in zip(sizes, array.shape, strict=True))
@@ -150,7 +150,7 @@ def whole(*placements: Any) -> Whole:
     whole('rank:0|rank:1')
     """
     if not placements:
-        raise PlacementError("whole: give one or several places")
+        raise PlacementError("whole: pass one or several device placements")
     return Whole(tuple(place for each in placements for place in replicas_of(each)))
 
 
@@ -197,7 +197,7 @@ def spec_of(layout: Layout) -> Spec:
     No communication.
     """
     if layout.is_partial:
-        raise PlacementError(f"{layout!r} is not reduced: no spec says where a value is that no place has")
+        raise PlacementError(f"{layout!r} is Partial, and no sharding spec describes partial values; reduce it first")
     counts = [1 if split is None else len(split.sizes) for split in layout.splits]
     shards: dict[tuple[int, ...], list[Place]] = {}
     for member, rank in enumerate(layout.mesh.ranks):
@@ -238,4 +238,6 @@ def from_data(data: Any) -> Any:
             return composite({name: from_data(item) for name, item in named.items()})
         case str() | int():
             return Whole(replicas_of(data))
-    raise PlacementError(f"{data!r} is no spec: write a place, or one of single_split, mesh, composite with their arguments")
+    raise PlacementError(
+        f"{data!r} is not a sharding spec: write a device placement, or one of single_split, mesh, composite with their arguments"
+    )

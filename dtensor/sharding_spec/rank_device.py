@@ -43,7 +43,8 @@ class Place:
         device = None if found is None else found["device"] or found["alone"]
         if found is None or (device is not None and not _is_device(device)):
             raise MeshError(
-                f'{said!r} is no place; write "rank:0/cuda:0", "rank:1/cpu", "rank:2", "cuda:1", a rank or a torch.device'
+                f'{said!r} is not a device placement; write "rank:0/cuda:0", "rank:1/cpu", "rank:2", "cuda:1", a '
+                "rank or a torch.device"
             )
         if found["rank"] is not None:
             return Place(int(found["rank"]), device)

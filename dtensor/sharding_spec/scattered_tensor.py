@@ -266,7 +266,10 @@ def one_spec(said: Any) -> Spec:
     """The spec of one tensor that a user said in any spelling."""
     spec = spec_of(said) if isinstance(said, Layout) else as_spec(said)
     if not isinstance(spec, Spec):
-        raise PlacementError(f"{spec!r} is for modules, one tensor takes single_split, mesh or a place; see dtensor.shard_model")
+        raise PlacementError(
+            f"{spec!r} is for modules; for one tensor use single_split, mesh or a device placement "
+            "(dtensor.shard_model takes modules)"
+        )
     return spec
 
 

@@ -98,7 +98,7 @@ def _asked(module: nn.Module, said: Any, mesh: DeviceMesh | None) -> dict[str, A
         placed = {name: item for name, item in said.items() if _is_placements(item)}
         said = {name: item for name, item in said.items() if name not in placed}
         if placed and mesh is None:
-            raise MeshError("shard_model: placements need the mesh that they speak of; give mesh=")
+            raise MeshError("shard_model: placements need a mesh; pass mesh=")
     found: dict[str, Asked] = {}
     spec = as_spec(said) if said else None
     unused = {key for key, _ in spec.specs} if isinstance(spec, Composite) else set()
@@ -119,7 +119,7 @@ def _asked(module: nn.Module, said: Any, mesh: DeviceMesh | None) -> dict[str, A
             else:
                 found[name][key] = _for_part(spec, x)
     if unused:
-        raise PlacementError(f"{sorted(unused)} fit no parameter of {type(module).__name__}; its names are {_names(module)}")
+        raise PlacementError(f"{sorted(unused)} match no parameter of {type(module).__name__}; its names are {_names(module)}")
     return found
 
 
@@ -150,7 +150,7 @@ def _common_mesh(asked: dict[str, Asked]) -> DeviceMesh:
     """The finest mesh of a spec that has all places, else the 1-d mesh of all of them."""
     specs = list(dict.fromkeys(spec for own in asked.values() for spec in own.values() if spec is not None))
     if not specs:
-        raise PlacementError("shard_model: the spec fits none of the module's parameters")
+        raise PlacementError("shard_model: the spec matches no parameter of the module")
     ranks = [set(members_of(spec.places).values()) for spec in specs]
     everywhere = [spec for spec, each in zip(specs, ranks, strict=True) if each == set().union(*ranks)]
     if everywhere:
@@ -172,7 +172,9 @@ def _finest(specs: Iterable[Any]) -> DeviceMesh:
     """The mesh with the most dims among those that the specs make themselves: the others can be said on it, or on none."""
     meshes = [layout.mesh for layout in map(_own_layout, specs) if layout is not None]
     if not meshes:
-        raise PlacementError("shard_model: a spec deals a place blocks that are not adjacent; a parameter's piece is one block")
+        raise PlacementError(
+            "shard_model: a spec gives one device several shards that are not adjacent; a local parameter is one contiguous block"
+        )
     return max(meshes, key=lambda mesh: mesh.ndim)
 
 

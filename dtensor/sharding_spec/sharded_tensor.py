@@ -152,7 +152,7 @@ def _along_each_dim(layout: Layout, source: int) -> int:
     """
     coordinate = layout.mesh.coordinates[source] if source < len(layout.mesh.coordinates) else ()
     if len(set(coordinate)) != 1:
-        raise PlacementError(f"src_rank={source}: give 0, or a rank that has one index along all dims of {layout.mesh!r}")
+        raise PlacementError(f"src_rank={source}: pass 0, or a rank with the same index along all dims of {layout.mesh!r}")
     return coordinate[0]
 
 

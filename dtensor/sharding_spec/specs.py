@@ -110,7 +110,9 @@ class Spec:
         """
         layout = self.layout(shape)
         if layout is None:
-            raise PlacementError(f"{self!r} gives a place several blocks that are not adjacent: no placements say that")
+            raise PlacementError(
+                f"{self!r} gives one device several shards that are not adjacent, which no placements can describe"
+            )
         return layout.mesh, layout.placements
 
 
@@ -118,7 +120,9 @@ def _sizes(spec: Spec, dim: int, size: int, count: int, given: tuple[int, ...] |
     if given is None:
         return chunk_sizes(size, (count,))
     if len(given) != count or sum(given) != size:
-        raise PlacementError(f"{spec!r}: shard_sizes {list(given)} do not cut tensor dim {dim} of {size} into {count} blocks")
+        raise PlacementError(
+            f"{spec!r}: shard_sizes {list(given)} do not split tensor dim {dim} of size {size} into {count} shards"
+        )
     return given
 
 
@@ -210,7 +214,7 @@ def replicas_of(said: Any) -> Replicas:
     parts = said.split("|") if isinstance(said, str) else [said]
     found = tuple(Place.of(part) for part in parts)
     if len(set(found)) != len(found):
-        raise MeshError(f"{said!r} names a place twice")
+        raise MeshError(f"{said!r} has a device placement twice")
     return found
 
 

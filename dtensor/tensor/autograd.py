@@ -331,7 +331,7 @@ def _share(layout: Layout) -> int:
     for op in layout.partials:
         if op not in (None, "sum", "avg"):
             raise UnsupportedOperationError(
-                f"the gradient of the pieces of {layout!r} is not defined by the pieces alone; "
-                "call .redistribute(placements=[Replicate()] * mesh.ndim) before using the value"
+                f"the gradient of the local tensors of {layout!r} is not defined by the local tensors alone; call "
+                ".redistribute(placements=[Replicate()] * mesh.ndim) before you use the value"
             )
     return math.prod(layout.mesh.shape[i] for i, op in enumerate(layout.partials) if op == "avg")

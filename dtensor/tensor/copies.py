@@ -64,14 +64,15 @@ def restore_tensor(
     """A DTensor of what ``member`` had (None: a rank outside of the mesh, or a file that does not say)."""
     comm = communicator_of(layout.mesh)
     if isinstance(local, PerRank) != comm.holds_all:
-        held = "all ranks' pieces" if isinstance(local, PerRank) else "one rank's piece"
-        where = f"a DTensor with {held}, but {layout.mesh!r} has kind {layout.mesh.kind!r} here"
-        raise DTensorError(f"{where}: restore it in processes like those that sent it, or send x.full_tensor()")
+        held = "the local tensors of all ranks" if isinstance(local, PerRank) else "one rank's local tensor"
+        where = f"the pickled DTensor has {held}, but {layout.mesh!r} has kind {layout.mesh.kind!r} here"
+        raise DTensorError(f"{where}: unpickle it in processes with the same ranks, or send x.full_tensor()")
     if member is not None and comm.held and not _same_piece(layout, member, comm.held[0]):
         sent, here = (layout.mesh.ranks[each] for each in (member, comm.held[0]))
         raise DTensorError(
-            f"rank {sent}'s piece of a DTensor, {layout!r}, came to rank {here}, whose piece is another: send x.full_tensor(), "
-            "or save with dtensor.checkpoint.save (torch.save keeps one rank's piece)"
+            f"the local tensor of rank {sent} of a DTensor, {layout!r}, was unpickled on rank {here}, which "
+            "has another shard: send x.full_tensor(), or save with dtensor.checkpoint.save (torch.save "
+            "stores one rank's shard)"
         )
     made: Any = wrap_local(local, layout)
     made.__dict__.update(marks or {})

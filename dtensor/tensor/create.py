@@ -218,12 +218,12 @@ def _prepare(size: Any, placements: Any, device_mesh: Any, options: dict[str, An
     shape = sizes_of(size[0] if len(size) == 1 and isinstance(size[0], Iterable) else size, "the size of a tensor")
     requires_grad = bool(options.pop("requires_grad", False))
     if options.pop("layout", torch.strided) != torch.strided:
-        raise PlacementError("distributed tensors are strided; leave layout= out")
+        raise PlacementError("only layout=torch.strided is supported for DTensors; leave layout= out")
     dtype = options.pop("dtype", None)
     if options:
         raise ArgumentError(
-            f"unexpected keyword arguments {sorted(options)}; besides the size there are device_mesh, placements, dtype, "
-            f"requires_grad (the mesh says the device)"
+            f"unexpected keyword arguments {sorted(options)}; supported besides the size: device_mesh, "
+            "placements, dtype, requires_grad (the device is that of the mesh)"
         )
     dtype = fill((0,), device="cpu", dtype=dtype).dtype  # torch's own error, where there is no such number
     layout = Layout.of(mesh, placements, shape, None, dtype)

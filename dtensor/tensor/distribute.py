@@ -73,7 +73,7 @@ def distribute_tensor(
     if (own := layout_of(tensor)) is not None:
         if own.mesh != mesh:
             raise MeshError(
-                f"distribute_tensor: the DTensor lives on {own.mesh!r}, not on {mesh!r}; call x.redistribute(mesh, placements)"
+                f"distribute_tensor: the DTensor is on {own.mesh!r}, not on {mesh!r}; call x.redistribute(mesh, placements)"
             )
         if not isinstance(tensor, DTensor):
             return cast(DTensor, laid(tensor, own.whole().placements if placements is None else placements))
@@ -136,8 +136,8 @@ def _sent_in_graph(tensor: torch.Tensor, layout: Layout, placements: Any, source
         made = distribute_tensor(given, wanted.mesh, placements, src_data_rank=source)
         if made._layout != wanted:
             raise LayoutError(
-                f"distribute_tensor: rank {source} holds {made._layout!r}, for which this rank's compiled program was not made: "
-                f"{wanted!r}; give tensors that lie alike (.contiguous())"
+                f"distribute_tensor: rank {source} passed {made._layout!r}, but the compiled program of this rank "
+                f"expects {wanted!r}; pass tensors with the same strides on all ranks (.contiguous())"
             )
         return made._local
 
@@ -147,7 +147,7 @@ def _sent_in_graph(tensor: torch.Tensor, layout: Layout, placements: Any, source
 def _layout_of(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> Layout:
     if not strided(tensor, "distribute_tensor").is_leaf or has_tangent(tensor):
         raise LayoutError(
-            "distribute_tensor takes leaf tensors; a computed value goes through DTensor.from_local(value, mesh, placements)"
+            "distribute_tensor takes leaf tensors; for a computed tensor use DTensor.from_local(value, mesh, placements)"
         )
     dense = torch.empty_like(shards_of(tensor)[0], device="meta").stride()  # as of a clone: the layout describes dense memory
     return Layout.of(mesh, placements, tensor.shape, dense, tensor.dtype)
@@ -219,7 +219,7 @@ def _position(mesh: DeviceMesh, source: int) -> int:
     source = whole(source, "src_data_rank")
     if any(not 0 <= source < size for size in mesh.shape):
         raise MeshError(
-            f"src_data_rank={source} is not an index along every dim of {mesh!r}; use 0, or None to cut each rank's own copy"
+            f"src_data_rank={source} is not an index along every dim of {mesh!r}; use 0, or None to shard each rank's own copy"
         )
     return mesh.index_over(range(mesh.ndim), (source,) * mesh.ndim)
 
@@ -254,7 +254,9 @@ def distribute_module(
     """
     mesh = as_mesh(device_mesh)
     if not isinstance(module, nn.Module):
-        raise ArgumentError(f"distribute_module takes an nn.Module, got {type(module).__name__}; see distribute_tensor")
+        raise ArgumentError(
+            f"distribute_module takes an nn.Module, got {type(module).__name__}; for a tensor use distribute_tensor"
+        )
     for given, what in ((partition_fn, "partition_fn"), (input_fn, "input_fn"), (output_fn, "output_fn")):
         if given is not None and not callable(given):
             raise ArgumentError(f"distribute_module: {what} takes a function, got {given!r}")
@@ -281,7 +283,9 @@ def _with_module(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
             inspect.signature(fn).bind(None, None)
         except TypeError:
             raise ArgumentError(f"{name} takes (module, values, mesh), not {inspect.signature(fn)}") from None
-        warnings.warn(f"Deprecating {name}(values, mesh): let it take (module, values, mesh)", FutureWarning, stacklevel=3)
+        warnings.warn(
+            f"{name}(values, mesh) is deprecated; write a function of (module, values, mesh)", FutureWarning, stacklevel=3
+        )
         return lambda _, values, mesh: fn(values, mesh)
     except ValueError:  # no signature to be had
         pass

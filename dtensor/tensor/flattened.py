@@ -41,27 +41,30 @@ class Flatten:
             return self.flatten
         if is_exporting() and torch_internals.export_trace._EXPORT_MODULE_HIERARCHY is not None:
             raise UnsupportedOperationError(
-                "torch.export of a model of DTensors: an exported program has no form for them; export it before its parameters "
-                "are distributed, or use torch.compile"
+                "torch.export does not support DTensors; export the model before its parameters are distributed, "
+                "or use torch.compile"
             )
         getattr(x, self.piece)  # one that is on its way arrives, and is a DTensor from now on
         if x._layout.mesh.kind != "process_group":
             if torch_internals.TracingContext.try_get() is not None:
                 _say_once()
                 raise torch_internals.Unsupported(ALL_RANKS)
-            raise AttributeError(f"a tensor on {x._layout.mesh!r} is not one piece: torch.compile does not look into it")
+            raise AttributeError(
+                f"a DTensor on {x._layout.mesh!r} has several local tensors in this process, which torch.compile does not support"
+            )
         return MethodType(self.flatten, x)
 
 
 ALL_RANKS = (
-    "with all ranks in this process, and in a dry run, DTensors are not compiled: the graph breaks at each operation on them; "
-    "start a process for each rank, or use dtensor.capture"
+    "torch.compile needs one process per rank: with all ranks in this process, and in a dry run, the "
+    "graph breaks at each operator on a DTensor. Start the program with torchrun, or use "
+    "dtensor.capture"
 )
 
 
 @cache
 def _say_once() -> None:
-    warnings.warn(f"torch.compile: {ALL_RANKS}", stacklevel=2)
+    warnings.warn(ALL_RANKS, stacklevel=2)
 
 
 class Marked:
@@ -133,7 +136,7 @@ def unflatten(pieces: dict[str, torch.Tensor], constants: Constants, size: Seque
         if before is not None and is_written(before):
             local.requires_grad_()  # then torch counts it among the results, as what it is a piece of
     if has_no_values(local) and not _fits(layout, sizes(local.shape)):
-        raise DTensorError(f"a piece of sizes {tuple(local.shape)} of {layout!r}")
+        raise DTensorError(f"a local tensor of shape {tuple(local.shape)} does not fit {layout!r}")
     return wrap_local(local if (task := graph_task()) < 0 else _own(local, task), layout)
 
 

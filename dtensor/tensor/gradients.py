@@ -143,8 +143,8 @@ class _Batch:
             return
         if any(_versions(grad, local) != versions for grad, local, versions in self.sent):
             raise DTensorError(
-                "the gradient of a leaf was written to in place before it was complete: a hook of another tensor has the same "
-                "memory; have that hook return a new tensor"
+                "the gradient of a leaf was written to in place before its reduction ended: a hook of another "
+                "tensor shares its memory; return a new tensor from that hook"
             )
         grads, locals_ = [grad for grad, _, _ in self.sent], [local for _, local, _ in self.sent]
         with nullcontext() if self.departure is None else CAUSES.entered(self.departure):

@@ -44,7 +44,7 @@ def numpy(self: Any, *, force: bool = False) -> Any:
 def array(self: Any, dtype: Any = None, copy: bool | None = None) -> Any:
     """What NumPy makes of it; as NumPy asks, ``copy=False`` raises where a copy is needed, as it is here."""
     if copy is False:
-        raise ValueError("a DTensor has no memory that an array could share: leave out copy=False")
+        raise ValueError("the array of a DTensor is always a copy: leave out copy=False")
     whole = self.numpy()
     return whole if dtype is None else whole.astype(dtype)
 

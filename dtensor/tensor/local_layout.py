@@ -145,7 +145,7 @@ def _telling(shapes: Sequence[tuple[int, ...]]) -> int:
 
 def _same_dims(shapes: Sequence[tuple[int, ...]]) -> None:
     if len({len(shape) for shape in shapes}) > 1:
-        raise LayoutError(f"from_local: ranks hold pieces of different numbers of dims: {tuple(shapes)}")
+        raise LayoutError(f"from_local: local tensors of different ranks have different numbers of dims: {tuple(shapes)}")
 
 
 def measures(mesh: DeviceMesh, placements: Any) -> bool:
@@ -185,7 +185,7 @@ def _all_pieces(mesh: DeviceMesh, pieces: Sequence[torch.Tensor], told: str) -> 
     if not communicator_of(mesh).talks:
         return (mine,) * mesh.size(), (steps,) * mesh.size()
     if len(mine) > _MOST_DIMS:
-        raise LayoutError(f"from_local exchanges the sizes of up to {_MOST_DIMS} dims, got {len(mine)}; give shape=")
+        raise LayoutError(f"from_local without shape= supports up to {_MOST_DIMS} dims, got {len(mine)}; pass shape=")
     said = f"{pieces[0].dtype} under {told}"
     same, found, _ = told_by_all(mesh, said, (*mine, *steps))
     shapes, strides = (tuple(row[: len(row) // 2] for row in found), tuple(row[len(row) // 2 :] for row in found))
@@ -211,8 +211,8 @@ class Alike:
         telling = [d for d, size in enumerate(piece.shape) if size > 1]
         if len(set(shapes)) > 1 or len({_order(stride, telling) for stride in strides}) > 1:
             raise LayoutError(
-                f"torch.compile: from_local without shape= takes the pieces of all ranks for alike, and they have the shapes "
-                f"{list(shapes)} and strides {list(strides)}: give shape= and stride="
+                "torch.compile: from_local without shape= assumes equal local tensors on all ranks, but their "
+                f"shapes are {list(shapes)} and strides {list(strides)}: pass shape= and stride="
             )
 
 
@@ -236,8 +236,9 @@ def _agree(layout: Layout, shapes: Sequence[tuple[int, ...]], why: str) -> None:
         expected = layout.local_shape(mesh.coordinates[member])
         if shape != expected:
             raise LayoutError(
-                f"from_local: rank {mesh.ranks[member]} at {mesh.coordinates[member]} holds a piece of shape {shape}, but {why} "
-                f"it {expected} under {layout.placements}; pieces along one mesh dim must agree in all other dims"
+                f"from_local: rank {mesh.ranks[member]} at {mesh.coordinates[member]} has a local tensor of shape "
+                f"{shape}, but {why} it {expected} under {layout.placements}; local tensors along one mesh dim "
+                "must agree in all other dims"
             )
 
 
@@ -248,9 +249,9 @@ def _fits(layout: Layout, pieces: Sequence[torch.Tensor]) -> None:
         expected = layout.local_shape(mesh.coordinate_of(member))
         if member is not None and tuple(piece.shape) != expected:
             raise LayoutError(
-                f"from_local: rank {mesh.ranks[member]} holds a piece of shape {tuple(piece.shape)}, "
-                f"but {layout!r} gives it {expected}; "
-                "give Shard(dim, sizes=(...)) for uneven pieces, or leave shape= out to have the sizes exchanged"
+                f"from_local: rank {mesh.ranks[member]} has a local tensor of shape {tuple(piece.shape)}, but "
+                f"{layout!r} gives it {expected}; use Shard(dim, sizes=(...)) for uneven shards, or leave shape= "
+                "out so that ranks exchange their sizes"
             )
 
 
@@ -269,17 +270,15 @@ def _check(layout: Layout, pieces: Sequence[torch.Tensor]) -> None:
         member = members[position]
         for mine, others in ((kind, facts[0][0]), (_order(stride, telling), _order(facts[0][2], telling))):
             if mine != others:
-                raise LayoutError(
-                    f"from_local: rank {mesh.ranks[member]} holds {mine}, rank {mesh.ranks[members[0]]} holds {others}"
-                )
+                raise LayoutError(f"from_local: rank {mesh.ranks[member]} has {mine}, rank {mesh.ranks[members[0]]} has {others}")
         coordinate = mesh.coordinates[member]
         kept = tuple(-1 if isinstance(p, Replicate) else c for p, c in zip(layout.placements, coordinate, strict=True))
         like = first.setdefault(kept, position)
         if facts[like][3] != digest:
             raise LayoutError(
-                f"from_local: rank {mesh.ranks[member]} holds another value than rank {mesh.ranks[members[like]]}, "
-                f"but {layout.placements} says "
-                "that they are replicas; broadcast it first, or use Partial() or Shard(dim)"
+                f"from_local: the values of rank {mesh.ranks[member]} differ from those of rank "
+                f"{mesh.ranks[members[like]]}, but {layout.placements} says that they are replicas; broadcast the "
+                "tensor first, or use Partial() or Shard(dim)"
             )
 
 

@@ -132,8 +132,8 @@ def _localize(value: DTensor, position: int, wanted: Placements, grad: Placement
         if value.placements != expected:
             if not redistribute:
                 raise PlacementError(
-                    f"local_map: argument {position} is placed {value.placements}, in_placements says {expected}; "
-                    "redistribute it first or set redistribute_inputs=True"
+                    f"local_map: argument {position} has placements {value.placements}, but in_placements says "
+                    f"{expected}; redistribute it first or set redistribute_inputs=True"
                 )
             value = value.redistribute(placements=expected)
     return value.to_local(grad_placements=grad)
@@ -151,7 +151,8 @@ def _wrap_outputs(out: Any, out_placements: Any, mesh: DeviceMesh) -> Any:
             wrapped.append(value)
         elif not isinstance(value, torch.Tensor):
             raise ContradictionError(
-                f"local_map: out_placements has {placements} for an output that is no tensor, {value!r}; write None in its place"
+                f"local_map: out_placements has {placements} for an output that is not a tensor, {value!r}; write "
+                "None in its place"
             )
         else:
             wrapped.append(DTensor.from_local(value, mesh, placements))

@@ -85,8 +85,8 @@ def check_values(modules: Sequence[nn.Module], places: set[tuple[int, str]]) -> 
     if meta:
         shown = ", ".join(meta[:8]) + (f", and {len(meta) - 8} more" if len(meta) > 8 else "")
         raise DTensorError(
-            f"parameters are still on the meta device, without values: {shown}; give them values first: materialize(model), or "
-            "model.to_empty(device=...) and an initialisation of your own"
+            f"parameters are still on the meta device, without values: {shown}; initialize them first: "
+            "materialize(model), or model.to_empty(device=...) and your own initialization"
         )
 
 
@@ -121,11 +121,11 @@ def check_initialisers(module: nn.Module) -> None:
     )
     if unset:
         shown = ", ".join(unset[:8]) + (", ..." if len(unset) > 8 else "")
-        raise DTensorError(f"nothing would set {shown}: {', '.join(kinds)} without reset_parameters(). {advice}")
+        raise DTensorError(f"nothing initializes {shown}: {', '.join(kinds)} without reset_parameters(). {advice}")
     for tied in owners.values():
         if len(tied) > 1:
             raise DTensorError(
-                f"{' and '.join(tied)} are one parameter, and it is not known whose values it shall have. {advice}"
+                f"{' and '.join(tied)} are one shared parameter, and it is not known which module initializes it. {advice}"
             )
 
 

@@ -80,8 +80,8 @@ def replacing(modules: Iterable[nn.Module], by: str) -> Iterator[None]:
         if len(where) > 1 and None in now:
             at, name = where[now.index(None)]
             raise UnitError(
-                f"{name!r} of a {type(at).__name__} is another module's weight too, and {by} was told to take it apart (parts): "
-                "the two would go apart"
+                f"{name!r} of a {type(at).__name__} is also the weight of another module, and {by} would split it "
+                "(parts=), so the two would no longer be shared"
             )
         made = next((p for p in now if p is not None and p is not parameter), None)
         if parameter is not None and made is not None:
@@ -99,13 +99,17 @@ def _at(place: Place) -> Any:
 def not_alone(module: nn.Module, name: str, by: str, was: Replacement | None) -> str:
     """Why ``by`` cannot have the parameter ``name`` of ``module``."""
     both = ", or on both: fully_shard([first, second])" if by == "fully_shard" else ""
-    together, this = f"call {by} on the module that both are parts of{both}", f"{name!r} of this {type(module).__name__}"
+    together, this = f"call {by} on a module that contains both{both}", f"{name!r} of this {type(module).__name__}"
     if was is None:  # it is what took the place: of this very module
         return (
-            f"{this} belongs to a data-parallel unit already. Where that is of a module around this one, inner ones come first: "
-            f"call {by} on this one, then on that; where this one is a part of two modules, {together}"
+            f"{this} belongs to a data-parallel unit already. If that is a unit around this module, wrap "
+            f"inner modules first: call {by} on this one, then on that. If this module is a part of two "
+            f"modules, {together}"
         )
-    return f"{this} is a weight of another module too, which {was.by} has taken already: they would no longer be one; {together}"
+    return (
+        f"{this} is also a weight of another module, to which {was.by} was applied already, so the two "
+        f"would no longer be shared; {together}"
+    )
 
 
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -119,9 +123,9 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         shapes = ", ".join(str(tuple(p.shape)) for p, _ in found[:4]) + (", ..." if len(found) > 4 else "")
         by = " and ".join(dict.fromkeys(was.by for _, was in found))
         raise DTensorError(
-            f"{len(found)} of the {len(held)} parameters of this {type(optimizer).__name__} (shapes {shapes}) were replaced by "
-            f"{by}, so that its steps would not move the model's. Make the optimizer afterwards, from model.parameters(). If it "
-            "was made afterwards, a module that is not distributed has a weight in common with one that is: distribute both in "
-            "one call, or the module that both are parts of"
+            f"{len(found)} of the {len(held)} parameters of this {type(optimizer).__name__} (shapes {shapes}) "
+            f"were replaced by {by}, so its steps would not update the model. Make the optimizer afterwards, "
+            "from model.parameters(). If it was made afterwards, a module that is not distributed shares a "
+            "weight with one that is: distribute both in one call, or a module that contains both"
         )
     _CHECKED[optimizer] = asked

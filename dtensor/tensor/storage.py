@@ -24,8 +24,8 @@ class HiddenStorage(torch.UntypedStorage):
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise UnsupportedOperationError(
-            "a DTensor has no memory of its own to read, write or resize: x.to_local().untyped_storage() is that of this rank's "
-            "piece, x.full_tensor().untyped_storage() that of a copy of the whole"
+            "a DTensor has no storage of its own: use x.to_local().untyped_storage() for this rank's shard, "
+            "or x.full_tensor().untyped_storage() for a copy of the full tensor"
         )
 
     __getitem__ = __setitem__ = __reduce__ = tolist = clone = cpu = byteswap = _refuse

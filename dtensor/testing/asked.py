@@ -74,7 +74,7 @@ def rules_asked(words: Iterable[str]) -> list[str]:
     if modules and not patterns:
         declared = sorted(name for name, rule in rules().items() if before.get(name) is not rule)
         if not declared:
-            raise RuleError(f"{', '.join(modules)} declares no rule: register_sharding does")
+            raise RuleError(f"{', '.join(modules)} declares no rule; declare one with dtensor.register_sharding")
         return declared
     return list(dict.fromkeys(name for pattern in patterns or ["*"] for name in _found(pattern)))
 

@@ -71,7 +71,7 @@ def under(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], choose: Choose
     with _Picking(overload, choose) as picking:
         result = overload(*args, **kwargs)
     if not picking.met:
-        raise Undeclared(f"{overload} does not run as itself")
+        raise Undeclared(f"{overload} is decomposed into other operators and has no strategies of its own")
     return result
 
 
@@ -101,7 +101,7 @@ def _picked(rows: Sequence[str], rule: Rule, factors: Factors, call: Call, kept:
     lines = by_text(declared(rule, factors, call).lines)
     for text in rows:
         if text not in lines:
-            raise Undeclared(f"{call.func} has no row {text!r} for this call; it has {list(lines)}")
+            raise Undeclared(f"{call.func} has no strategy {text!r} for this call; it has {list(lines)}")
     chosen = realized(rule, tuple([lines[text].row_for(factors) for text in rows]), factors, call, kept)
     if chosen is None:
         raise Undeclared(f"the rule of {call.func} does not allow {' & '.join(rows)} for this call")

@@ -112,7 +112,7 @@ def verify_rule(
     """
     name = rule_name(op)
     if look_for_missing and device != "cpu":
-        raise RuleError(f"verify_rule({name!r}): what is missing is looked for on the CPU; leave out device={device!r} for that")
+        raise RuleError(f"verify_rule({name!r}): look_for_missing works on the CPU only; leave out device={device!r}")
     given = [_own(sample, plant, device) for sample in _samples(name, samples, device)]
     report, rng = Report(name), random.Random(zlib.crc32(name.encode()) + seed)
     part = budget if budget is None or rows_only else max(1, budget // 2)
@@ -143,7 +143,7 @@ def _samples(name: str, samples: Sequence[Sample] | None, device: str) -> list[S
         )
     errors = [refusal(operator_named(name.replace("::", ".")), sample) for sample in given]
     if all(errors):
-        raise RuleError(f"verify_rule({name!r}): plain torch refuses every sample: {errors[0]!r}") from errors[0]
+        raise RuleError(f"verify_rule({name!r}): plain torch raises for every sample: {errors[0]!r}") from errors[0]
     return given
 
 

@@ -99,7 +99,7 @@ def test_a_refused_step_leaves_its_units_as_they_were(unit: Any) -> None:
 def test_a_forward_pass_alone_delivers_no_gradients(unit: Any) -> None:
     layer = unit(net(), mesh=line())
     f = capture(lambda x: layer(x.to_local()).sum())
-    with pytest.raises(CaptureError, match="capture the whole step"):
+    with pytest.raises(CaptureError, match="Capture the whole step"):
         f(batch())
     with torch.no_grad():
         for _ in range(3):

@@ -92,7 +92,7 @@ def test_says_once_why_nothing_is_compiled() -> None:
         for fn in (lambda x: x * 2, lambda x: x.redistribute(placements=[Replicate()]).to_local()):
             compiled(fn)(leaf(X, Shard(0)))
             torch._dynamo.reset()
-            with pytest.raises(Exception, match=r"with all ranks in this process.*start a process for each rank"):
+            with pytest.raises(Exception, match=r"with all ranks in this process.*Start the program with torchrun"):
                 torch.compile(fn, backend="eager", fullgraph=True)(leaf(X, Shard(0)))
     assert sum("with all ranks in this process" in str(w.message) for w in said) == 1
 

@@ -192,7 +192,7 @@ def manual_seed_compares_seeds() -> None:
     if dist.is_initialized():  # in one process there is one generator
         stage = mesh.get_local_rank("dp")
         dt.manual_seed(stage, mesh["tp"])
-        with pytest.raises(MeshError, match="pass the same one"):
+        with pytest.raises(MeshError, match="pass the same seed"):
             dt.manual_seed(stage, mesh)
     dt.manual_seed(3, mesh)
     torch.manual_seed(3)

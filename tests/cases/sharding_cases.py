@@ -152,7 +152,7 @@ def specs_and_layouts_say_the_same(folder: Path) -> None:
             single_split(0, [place])
     with pytest.raises(PlacementError, match="has no dim 2"):
         single_split(2, [0]).layout((3, 4))
-    with pytest.raises(PlacementError, match="do not cut tensor dim 0 of 4"):
+    with pytest.raises(PlacementError, match="do not split tensor dim 0 of size 4"):
         single_split(0, [0, 1], [1, 2]).layout((4,))
 
 
@@ -317,7 +317,9 @@ def what_nobody_would_set_is_refused_before_anything_is_done(folder: Path) -> No
 
     spec = single_split(0, [0, 1])
     words = {
-        lambda: nn.Sequential(nn.Linear(4, 4), Bare()): r"nothing would set 1\.weight: Bare without reset_parameters.* init_fn=f",
+        lambda: nn.Sequential(
+            nn.Linear(4, 4), Bare()
+        ): r"nothing initializes 1\.weight: Bare without reset_parameters.* init_fn=f",
         Tied: "embed.weight and head.weight are one parameter",
     }
     for make, word in words.items():

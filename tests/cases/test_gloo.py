@@ -100,6 +100,10 @@ def test_a_piece_of_another_rank_is_not_taken_for_ones_own() -> None:
     for rank, (halves, quarters, whole, terms) in enumerate(run_gloo(_pieces_of_others, 4)):
         assert whole == [8] * 4
         for other in range(4):
-            assert halves[other] == 4 if other % 2 == rank % 2 else f"rank {other}'s piece" in halves[other]
-            assert quarters[other] == 2 if other == rank else f"came to rank {rank}, whose piece" in quarters[other]
+            assert halves[other] == 4 if other % 2 == rank % 2 else f"the local tensor of rank {other}" in halves[other]
+            assert (
+                quarters[other] == 2
+                if other == rank
+                else f"was unpickled on rank {rank}, which has another shard" in quarters[other]
+            )
             assert terms[other] == 8 if other % 2 == rank % 2 else "send x.full_tensor()" in terms[other]

@@ -133,7 +133,7 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_what_never_fits_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "llama3-405b", "--ranks", "8", "--batch", "8"]) == 2
-    assert "no tp x cp x pp x dp of 8 ranks" in capsys.readouterr().err
+    assert "no layout tp x cp x pp x dp of 8 ranks" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -168,6 +168,7 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str], tmp_path
     assert "690 of 989 TFLOP/s, 80 GB at 3000 GB/s; nodes of 8: inside 360 GB/s, between 40 GB/s" in lines[1]
     assert len(lines) == 6
     assert len({len(line) for line in lines[2:]}) == 1
+    assert lines[2].split()[:4] == ["mesh", "recomputed", "step", "s"]
     assert not plot or drawn.stat().st_size > 1000
 
 

@@ -312,19 +312,19 @@ def classify(name: str, outcome: Outcome) -> tuple[str, str]:
 def gathers() -> Iterator[dict[str, None]]:
     """The aten operators that run by gathering inside."""
     found: dict[str, None] = {}
-    original = dispatch.bind
+    original = dispatch.bind_program
 
-    def recording(plan: Any, operator: Any, args: Any, kwargs: Any) -> Any:
+    def recording(plan: Any, operator: Any, *rest: Any) -> Any:
         if plan.how == "gather" and plan.moves:
             found[operator.name] = None
-        return original(plan, operator, args, kwargs)
+        return original(plan, operator, *rest)
 
     dispatch.clear_plans()
-    dispatch.bind = recording
+    dispatch.bind_program = recording
     try:
         yield found
     finally:
-        dispatch.bind = original
+        dispatch.bind_program = original
 
 
 @contextmanager

@@ -356,7 +356,7 @@ def own_floats(mesh: dt.DeviceMesh) -> Tensor:
 def _options(size: int) -> list[float]:
     mesh = dp(size)
     model = wrapped(mesh)
-    with pytest.warns(UserWarning, match="no memory of its own"):
+    with pytest.warns(UserWarning, match="no storage of its own"):
         model[0].set_allocate_memory_from_process_group_for_comm(True)
     model[0].set_allocate_memory_from_process_group_for_comm(False)
     model.set_separate_reduce_scatter_group()

@@ -314,7 +314,7 @@ def test_frozen_parameters_that_were_replaced_do_not_matter() -> None:
 def test_a_tie_with_a_module_that_is_not_distributed_is_noticed() -> None:
     model, mesh = made(), dp()
     fully_shard(model.tok, mesh=mesh)
-    with pytest.raises(DTensorError, match="a module that is not distributed has a weight in common"):
+    with pytest.raises(DTensorError, match="a module that is not distributed shares a weight"):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 

@@ -12,6 +12,7 @@ from live import Live
 from torch.nn import functional as F
 
 import dtensor as dt
+from dtensor.base.units import bytes_text
 from dtensor.debug import CommDebugMode
 from dtensor.plan.follow import Following
 from dtensor.plan.make import plan_of
@@ -94,7 +95,7 @@ def test_the_peak_of_a_plan_is_that_of_its_run(way: str) -> None:
     torch.testing.assert_close(grads, expected)
     assert nbytes == plan.nbytes
     assert plan.peak_bytes == pytest.approx(peak / mesh.size(), rel=0.1)
-    assert f"{plan.peak_bytes:,} B held per rank" in str(plan)
+    assert f"peak memory {bytes_text(plan.peak_bytes)} per rank" in str(plan)
     assert dt.ProgramPlan.loads(plan.dumps()) == plan
 
 
@@ -160,7 +161,7 @@ def test_under_a_bound_forms_are_let_go_and_moved_again() -> None:
     assert bound.peak_bytes == pytest.approx(peak / mesh.size(), rel=0.1)
     assert nbytes == bound.nbytes
     assert bound.seconds >= free.seconds
-    with pytest.raises(dt.errors.PlanError, match=r"least peak found is [\d,]+ B per rank, in aten::"):
+    with pytest.raises(dt.errors.PlanError, match=r"the smallest peak is [\d,]+ bytes, in aten::"):
         dt.plan(step, memory=1000)
 
 

@@ -79,14 +79,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a bare class": ((Shard, Shard), r"is not a placement; use Shard\(dim\)"),
     "a placement in quotes": ((["S(0)"], ["S(0)"]), r"is not a placement; use Shard\(dim\)"),
     "a list for a tensor": (([Shard(0)], [[Shard(0)]]), "not a placement"),
-    "no pair": ([Shard(0)], r"a row is a pair, \(\[Shard\(0\)\], \[Shard\(0\), None\]\)"),
-    "three sides": (([Shard(0)], [Shard(0)], [Shard(0)]), "a row is a pair"),
-    "a number": (3, "a row is a pair"),
-    "sizes": (([Shard(0, sizes=(1, 3))], [Shard(0, sizes=(1, 3))]), r"not how it is cut: write Shard\(0\)"),
-    "a level": (([Shard(0, level=1)], [Shard(0, level=1)]), r"not how it is cut: write Shard\(0\)"),
-    "a shard from nowhere": (([Shard(0)], [R]), r"every rank computes the whole output: write Replicate\(\)"),
-    "a sum from nowhere": (([Partial()], [R]), r"every rank computes the whole output: write Replicate\(\)"),
-    "sizes that do not divide": (([Shard(0)], [Shard(1)]), "3 and 4 elements together"),
+    "no pair": ([Shard(0)], r"a strategy is a pair, \(\[Shard\(0\)\], \[Shard\(0\), None\]\)"),
+    "three sides": (([Shard(0)], [Shard(0)], [Shard(0)]), "a strategy is a pair"),
+    "a number": (3, "a strategy is a pair"),
+    "sizes": (([Shard(0, sizes=(1, 3))], [Shard(0, sizes=(1, 3))]), r"not the shard sizes: write Shard\(0\)"),
+    "a level": (([Shard(0, level=1)], [Shard(0, level=1)]), r"not the shard sizes: write Shard\(0\)"),
+    "a shard from nowhere": (([Shard(0)], [R]), r"every rank computes the full output: write Replicate\(\)"),
+    "a sum from nowhere": (([Partial()], [R]), r"every rank computes the full output: write Replicate\(\)"),
+    "sizes that do not divide": (([Shard(0)], [Shard(1)]), "sizes 3 and 4 together"),
 }
 
 
@@ -133,7 +133,7 @@ def test_a_placement_for_what_is_no_tensor_is_refused() -> None:
 def test_a_bare_placement_for_several_tensors_is_refused() -> None:
     op = define("scaled(Tensor x, int k, Tensor y) -> Tensor", lambda x, k, y: x * k + y)
     dt.register_sharding(op)(lambda x, k, y: [(Shard(0), Shard(0))])
-    with pytest.raises(RuleError, match="stands alone for 2 tensor inputs"):
+    with pytest.raises(RuleError, match="is given for 2 tensor inputs"):
         op(put(X, Shard(0)), 2, put(X, Shard(0)))
 
 

@@ -17,7 +17,7 @@ import dtensor as dt
 from dtensor import Replicate, Shard
 from dtensor.base.nested import filled, tensors
 from dtensor.comm import events
-from dtensor.dispatch import bind
+from dtensor.dispatch import local_call
 from dtensor.errors import RuleError
 from dtensor.propagation.propagate import Plan
 from dtensor.rules import register, rules, unregister
@@ -59,8 +59,8 @@ class Seen:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.runs: list[tuple[Plan, Kernel, list[events.Event]]] = []
-        bound = bind.kernel_of
-        monkeypatch.setattr(bind, "kernel_of", lambda plan: self._watched(plan, bound(plan)))
+        bound = local_call.kernel_of
+        monkeypatch.setattr(local_call, "kernel_of", lambda plan: self._watched(plan, bound(plan)))
 
     def _watched(self, plan: Plan, run: Callable[..., Any]) -> Callable[..., Any]:
         row = None if plan.chosen is None else plan.chosen.kernel_row

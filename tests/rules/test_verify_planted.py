@@ -256,7 +256,7 @@ def test_arguments_of_check_may_require_grad() -> None:
         ("mm", [], "has no samples"),
         ("aten::linear_backward", None, "has no samples"),
         ("planted::nothing_of_the_kind", None, "no operator"),
-        ("mm", [Sample((torch.ones(5, 6), torch.ones(5, 6)))], "refuses every sample"),
+        ("mm", [Sample((torch.ones(5, 6), torch.ones(5, 6)))], "raises for every sample"),
     ],
 )
 def test_nothing_to_try_is_an_error(name: str, samples: Any, message: str) -> None:

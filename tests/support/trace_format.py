@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ FORMAT: dict[str, dict[str, Any]] = {
 
 def events_in(path: Path) -> list[dict[str, Any]]:
     """The events of a file, which is as the format says."""
-    read = json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    read = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
     assert read["displayTimeUnit"] in ("ms", "ns")
     events: list[dict[str, Any]] = read["traceEvents"]
     starts: dict[Any, dict[str, Any]] = {}

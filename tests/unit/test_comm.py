@@ -112,7 +112,7 @@ def test_values_of_another_mesh_are_refused() -> None:
 
 
 def test_terms_of_different_shapes_are_refused() -> None:
-    with pytest.raises(LayoutError, match="one shape on all ranks"):
+    with pytest.raises(LayoutError, match="same shape to a reduction"):
         communicator_of(MESHES["(2,)"]).all_reduce(per_rank([torch.ones(3), torch.ones(1)]), (0,)).wait()
 
 

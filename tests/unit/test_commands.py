@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch_versions import needs_whole
 from trace_format import events_in
 
@@ -21,6 +27,8 @@ from dtensor.debug import bench, doctor
 from dtensor.debug.trace import COMMUNICATION
 from dtensor.errors import DTensorError
 from dtensor.interop.changes import CHANGES
+
+VERBS = ("explain", "trace", "plan", "bench", "doctor", "ranks", "verify", "calibrate", "ops")
 
 SCRIPT = """
 import sys
@@ -35,7 +43,7 @@ sys.exit(int(sys.argv[1]))
 def test_without_a_command_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     said = capsys.readouterr().out
-    assert all(command in said for command in ("explain", "trace", "plan", "bench", "doctor", "verify", "calibrate", "ops"))
+    assert all(verb in said for verb in VERBS)
 
 
 @pytest.mark.parametrize("status", [0, 3])
@@ -89,7 +97,7 @@ def test_what_a_failing_script_moved_is_told(tmp_path: Path, capsys: pytest.Capt
         main(["explain", str(script), "0"])
     assert "1 collective, 72 B" in capsys.readouterr().out
     assert main(["explain", str(tmp_path / "other.py")]) == 2
-    assert "other.py is no file" in capsys.readouterr().err
+    assert "there is no file" in capsys.readouterr().err
 
 
 EXTRA = """
@@ -122,16 +130,16 @@ def test_a_stranger_finds_the_all_gather_too_many_in_one_command(tmp_path: Path,
     said = capsys.readouterr().out
     at = 1 + EXTRA.splitlines().index("        return self.down(h)")
     for told in (
-        "1 collective (1 of them because operators needed them), 96 B received per rank",
+        "1 collective (1 implicit), 96 B received per rank",
         f"model.py:{at}  return self.down(h): 1 collective, 96 B",
         "forward aten::linear in Block.down: all_gather over tp, 2 ranks, 96 B",
-        "instead: input.redistribute(placements=[Replicate()]), once, before this line",
+        "write instead: input.redistribute(placements=[Replicate()]), once, before this line",
         f"written to {page}",
     ):
         assert told in said, said
     assert f'<td class="number">{at}</td>' in page.read_text()
-    assert "return self.down(h)" in page.read_text()
-    assert "<title>What model.py moves</title>" in page.read_text()
+    assert "return self.down(h)" in re.sub("</?span[^>]*>", "", page.read_text())
+    assert "<title>Communication of model.py</title>" in page.read_text()
     script.write_text(EXTRA.replace("[dt.Shard(0)]", "[dt.Shard(int(layer is model.down))]"))  # as it should be
     assert main(["explain", str(script)]) == 0
     assert "0 collectives, 0 B received per rank" in capsys.readouterr().out
@@ -145,23 +153,23 @@ def test_a_script_is_planned_as_a_whole(tmp_path: Path, capsys: pytest.CaptureFi
     found = dt.ProgramPlan.load(kept)
     assert said.startswith(str(found))
     assert found.nbytes <= found.eager_nbytes == 96
-    assert f"{found.nbytes:,} B received per rank" in page.read_text()
-    assert "<title>How model.py should run</title>" in page.read_text()
+    assert f"{found.nbytes} B received per rank" in page.read_text()
+    assert "<title>Plan of model.py</title>" in page.read_text()
 
 
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--mesh", "0x3"], "'0x3' is no mesh"),
-        (["--mesh", "3 x 2"], "'3 x 2' is no mesh"),
+        (["--mesh", "0x3"], "'0x3' is not the shape of a mesh"),
+        (["--mesh", "3 x 2"], "'3 x 2' is not the shape of a mesh"),
         (["--mesh", "1"], "from 2 to 64 processes"),
         (["--mesh", "100x100"], "10000 ranks"),
-        (["--size", "2 bytes"], "is no size"),
-        (["--size", "1B"], "is no size"),
+        (["--size", "2 bytes"], "is not a size"),
+        (["--size", "1B"], "is not a size"),
         (["--pairs", "S0"], "write SOURCE->TARGET"),
-        (["--mesh", "2", "--pairs", "S0->S1,R"], "2 placements for a mesh of 1 dims"),
-        (["--pairs", "S2->R"], "'S2' is no placement of a tensor of 2 dims"),
-        (["--pairs", "P(median)->R"], "no placement"),
+        (["--mesh", "2", "--pairs", "S0->S1,R"], "2 placements for a mesh of 1 mesh dims"),
+        (["--pairs", "S2->R"], "'S2' is not a placement of a tensor with 2 dims"),
+        (["--pairs", "P(median)->R"], "not a placement"),
     ],
 )
 def test_what_means_nothing_is_told_before_a_process_starts(
@@ -191,6 +199,77 @@ def _fail() -> Iterator[int]:
     yield 1 // 0
 
 
+@pytest.mark.parametrize("words", [[], ["--help"], *([verb, "--help"] for verb in VERBS), ["bench", "redistribute", "--help"]])
+def test_help_has_examples_and_no_markup(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$") if words else nullcontext():
+        main(words)
+    said = capsys.readouterr().out
+    assert "``" not in said
+    assert ":mod:" not in said
+    assert len(words) < 2 or re.search(r"\nexamples?:\n  ", said), said
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith(f"dtensor {dt.__version__}, torch {torch.__version__}")
+
+
+def test_the_console_script_is_the_same_command() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    module, _, name = project["scripts"]["dtensor"].partition(":")
+    assert getattr(importlib.import_module(module), name) is main
+
+
+@pytest.mark.parametrize(("word", "near"), [("llama", "llama3-8b"), ("mixtral", "mixtral-8x7b"), ("lama3-8b", "llama3-8b")])
+def test_a_near_model_is_named(word: str, near: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", word, "--ranks", "8"]) == 2
+    assert re.search(f"neither a script nor a known model; did you mean .*{near}", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("verb", ["explain", "trace", "plan"])
+def test_an_error_of_the_script_keeps_its_traceback(verb: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import dtensor as dt\nraise dt.errors.ArgumentError('seventeen')")
+    pytest.importorskip("scipy")
+    with pytest.raises(dt.errors.ArgumentError, match="seventeen"):
+        main([verb, str(script)])
+
+
+def test_an_uncalibrated_machine_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    row = bench.Moved((2,), "S0->R", (5, 7), 1, 70, 140, 1e-4, 2e-4)
+    monkeypatch.setattr("dtensor.__main__.on_ranks", lambda *given: iter([row]))
+    profile = tmp_path / "profile.json"
+    monkeypatch.setenv("DTENSOR_PROFILE", str(profile))
+    words = ["bench", "redistribute", "--mesh", "2", "--size", "5x7", "--pairs", "S0->R"]
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines()[1].split() == ["S0->R", "5x7", "1", "70", "B", "140", "B", "100", "us", "200", "us"]
+    assert "this machine is not calibrated" in said.err
+    profile.write_text("{}")
+    assert main(words) == 0
+    assert "calibrated" not in capsys.readouterr().err
+
+
+def test_plots_have_a_title_and_the_fastest_row_on_top(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    drawn: list[Any] = []
+    monkeypatch.setattr(figure, "savefig", lambda self, path, **given: drawn.append(self))
+    rows = [bench.Moved((2,), f"S{k}->R", (5, 7), 1, 70, 140, 1e-4, seconds) for k, seconds in enumerate((3e-4, 1e-4, 2e-4))]
+    bench.plot(rows, tmp_path / "moved.png")
+    bench.plot([bench.Called("add", 2e-6, 5e-6), bench.Called("mm", 1e-6, 4e-6)], tmp_path / "called.png")
+    for shown, best in zip(drawn, ("S1->R 5x7", "mm"), strict=True):
+        (axes,) = shown.axes
+        assert axes.get_title()
+        assert (axes.get_xscale(), len(axes.patches)) == ("log", 0)  # no bars
+        assert axes.yaxis_inverted()
+        assert axes.get_yticklabels()[0].get_text() == best
+        assert axes.get_legend() is None
+        assert len(shown.legends) == 1
+
+
 def test_sides_pairs_and_sizes_are_read() -> None:
     R, P = dt.Replicate(), dt.Partial()
     assert bench.pair_of("P(max),S(1) -> R", (2, 3), 2) == ((dt.Partial("max"), dt.Shard(1)), (R, R))
@@ -215,7 +294,7 @@ def test_redistributions_are_measured_on_any_mesh(capsys: pytest.CaptureFixture[
     assert all(row["seconds"] > 0 for row in rows)
     assert rows[2]["bytes"] == 0
     assert main(["bench", "dispatch", "--only", "add", "mm"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["us", "add", "mm"]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["operator", "add", "mm"]
 
 
 def failing(how: str) -> Iterator[int]:

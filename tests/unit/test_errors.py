@@ -55,7 +55,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "memory of a storage": (
         lambda: make(4).set_(torch.ones(4).untyped_storage(), 0, (4,)),
         UnsupportedOperationError,
-        "takes a DTensor",
+        "needs a DTensor",
     ),
     "a collective of torch's": (
         lambda: torch.ops._c10d_functional.all_reduce(make(4), "sum", "0"),
@@ -86,12 +86,12 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "an average of integers": (
         lambda: DTensor.from_local(torch.ones(3, dtype=torch.int64), MESH, [Partial("avg")]).full_tensor(),
         LayoutError,
-        r"mean of.*Partial\('sum'\)",
+        r"average of.*Partial\('sum'\)",
     ),
     "a maximum of complex numbers": (
         lambda: DTensor.from_local(torch.ones(3, dtype=torch.complex64), MESH, [Partial("max")]).full_tensor(),
         LayoutError,
-        "no order",
+        "not ordered",
     ),
     "a sparse factory": (lambda: dt.zeros(3, device_mesh=MESH, layout=torch.sparse_coo), PlacementError, "strided"),
     "an option that is none": (lambda: dt.zeros(3, device_mesh=MESH, colour=1), TypeError, "colour"),
@@ -131,13 +131,13 @@ for name, odd in ODD.items():
             "strided|dtype",
         )
 for size in ("3", 3.0, None, True, ((3,), 4)):
-    CASES[f"size {size}"] = (lambda size=size: dt.zeros(size, device_mesh=MESH), ArgumentError, "whole numbers")
-    CASES[f"random size {size}"] = (lambda size=size: dt.randn(size, device_mesh=MESH), ArgumentError, "whole numbers")
+    CASES[f"size {size}"] = (lambda size=size: dt.zeros(size, device_mesh=MESH), ArgumentError, "ints")
+    CASES[f"random size {size}"] = (lambda size=size: dt.randn(size, device_mesh=MESH), ArgumentError, "ints")
 for size in ((8, 3), "48", 8, (8.0,), (None,)):
     CASES[f"global shape {size}"] = (
         lambda size=size: DTensor.from_local(torch.ones(4), MESH, [Shard(0)], shape=size),
         DTensorError,
-        "whole numbers|piece of shape|numbers of dims",
+        "ints|piece of shape|numbers of dims",
     )
 CASES |= {
     "a negative size": (lambda: dt.zeros(-1, device_mesh=MESH), RuntimeError, "non-negative"),
@@ -148,10 +148,10 @@ CASES |= {
     ),
     "a dtype in quotes": (lambda: dt.zeros(3, device_mesh=MESH, dtype="float32"), TypeError, "dtype"),
     "a gradient's dtype in quotes": (lambda: make(4).redistribute(backward_dtype="float32"), ArgumentError, "torch.dtype"),
-    "a device": (lambda: dt.zeros(3, device_mesh=MESH, device="cpu"), TypeError, "the mesh says the device"),
+    "a device": (lambda: dt.zeros(3, device_mesh=MESH, device="cpu"), TypeError, "the device is that of the mesh"),
     "one tensor for many": (lambda: dt.redistribute_many(make(2, 2), [R]), DTensorError, "placements|DTensors"),
     "pieces too few": (lambda: DTensor.from_local(dt.per_rank([torch.ones(2)] * 3), MESH, [R]), LayoutError, "has 2 ranks"),
-    "an output that is no tensor": (lambda: dt.local_map(lambda x: 3, [R])(make(4)), PlacementError, "None in its place"),
+    "an output that is not a tensor": (lambda: dt.local_map(lambda x: 3, [R])(make(4)), PlacementError, "None in its place"),
     "an operator's name": (lambda: dt.register_sharding("aten.add"), DTensorError, "overload"),
     "no module": (lambda: dt.distribute_module(torch.ones(3), MESH), ArgumentError, "nn.Module"),
     "no function": (lambda: dt.distribute_module(torch.nn.ReLU(), MESH, input_fn="x"), ArgumentError, "input_fn"),
@@ -166,7 +166,7 @@ CASES |= {
     "a source rank in quotes": (
         lambda: dt.distribute_tensor(torch.ones(4), MESH, [R], src_data_rank="0"),
         ArgumentError,
-        "whole numbers",
+        "ints",
     ),
 }
 

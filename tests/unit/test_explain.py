@@ -152,12 +152,12 @@ def test_it_says_why_and_what_to_write_instead() -> None:
     a, b = put(value(5, 6), S0), put(value(5, 6), S1)
     (one,) = dt.explain(lambda: a + b).lines
     text = str(one)
-    (instead,) = (row for row in text.splitlines() if "instead:" in row)
-    fixed = eval(instead.partition("instead: ")[2].partition(", once")[0], {**vars(dt), "self": a, "other": b})
+    (instead,) = (row for row in text.splitlines() if "write instead:" in row)
+    fixed = eval(instead.partition("write instead: ")[2].partition(", once")[0], {**vars(dt), "self": a, "other": b})
     x, y = (fixed, b) if "self" in instead else (a, fixed)
     assert dt.explain(lambda: x + y).movements == ()
     assert text.count("* S(0), S(0) -> S(0)") + text.count("* S(1), S(1) -> S(1)") == 1
-    assert "rows considered on 0" in text
+    assert "strategies on mesh dim 0 (" in text
 
 
 def test_nothing_stays_behind_and_nobody_pays() -> None:

@@ -12,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "dtensor"
-MAX_LINES = 350  # of a file
-MAX_FUNCTION = 60  # lines of a function, its docstring counts
+MAX_LINES = 600  # of a file: one concept, whole
+MAX_FUNCTION = 80  # lines of a function, its docstring counts
 
 # From the ground up. A folder inside another is a layer of its own where it is named here; the longest name that fits counts.
 LAYERS = (

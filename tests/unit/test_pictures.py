@@ -51,7 +51,10 @@ def test_every_element_is_in_one_box_of_the_ranks_that_hold_it(
         for element in itertools.product(*(range(a, a + n) for a, n in zip(start, size, strict=True))):
             held.setdefault(element, set()).add(rank)
     assert shown == held
-    assert len({box.colour for box in drawn}) == len(drawn)
+    for panel in boxes_of(layout).panels:
+        for (i, j), (k, m) in itertools.combinations(itertools.product(range(len(panel.rows)), range(len(panel.columns))), 2):
+            if max(abs(i - k), abs(j - m)) == 1:
+                assert panel.boxes[i][j].color != panel.boxes[k][m].color
 
 
 def rects(svg: str) -> list[dict[str, float]]:
@@ -80,7 +83,7 @@ def test_what_is_too_much_or_nothing_is_said() -> None:
     assert (nothing.panels, nothing.remark) == ((), "no elements")
     large = dt.init_device_mesh("meta", (64, 32))
     many = boxes_of(dt.Layout.of(large, (S(0), S(1)), (1024, 320)))
-    assert (many.panels, many.remark) == ((), "2,048 blocks of up to 640 B")
+    assert (many.panels, many.remark) == ((), "2,048 shards of up to 640 B")
     assert MOST < 2048
     assert boxes_of(large).remark == "2,048 ranks"
     assert rects(svg_of(many)) == []
@@ -100,10 +103,21 @@ def test_a_terminal_gets_colours_and_a_file_gets_text(
     visualize_sharding(x, "x", use_rich=True)
     said = capsys.readouterr().out
     assert said.startswith("x\n")
-    assert "48;2;238;181;181" in said
+    assert "48;2;166;206;227" in said
     plain = re.sub("\x1b\\[[0-9;]*m", "", said)
     assert "0:3" in plain
     assert "0-5" in plain
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.delenv("COLORTERM", raising=False)
+    visualize_sharding(MESH["dp", "tp"])  # in 8 colors: 46 is cyan, 43 yellow
+    said = capsys.readouterr().out
+    assert re.search("\x1b\\[30;46m +0, 6 +\x1b\\[0m\x1b\\[30;43m +1, 7 ", said), said
+    monkeypatch.setenv("NO_COLOR", "1")
+    visualize_sharding(x)
+    assert "\x1b" not in capsys.readouterr().out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
     for off in (False, None):
         visualize_sharding(x, use_rich=off)
         assert capsys.readouterr().out == "     0:4\n0:3  0, 1, 2, 3, 4, 5\n3:5  6, 7, 8, 9, 10, 11\n"
@@ -146,12 +160,15 @@ def test_pages_stand_alone_and_show_the_line_beside_what_it_moves(tmp_path: Path
         assert "<h1>a &lt;title&gt;</h1>" in page
         assert not re.search(r"(src|href)=|url\(|@import|<script", page)
         if name in ("explained", "planned"):
-            assert "return x @ x.t()  # &lt;&amp;&gt;" in shown
-            assert f">{explained.bytes:,} B</td>" in shown
+            assert "# &lt;&amp;&gt;" in shown
+            assert "return x @ x.t()  # &lt;&amp;&gt;" in re.sub("</?span[^>]*>", "", shown)
+            assert f"</span>{explained.bytes} B</td>" in shown
+            assert "<details><summary>" in shown
+            assert "<details open" not in shown
             assert f"<h3>{__file__}</h3>" in shown
     assert "values" in x._repr_html_()
-    assert "Nothing is moved" in dt.explain(lambda: None)._repr_html_()
-    with pytest.raises(ArgumentError, match="no picture of a int"):
+    assert "Nothing is redistributed." in dt.explain(lambda: None)._repr_html_()
+    with pytest.raises(ArgumentError, match="a int has no picture"):
         save_html(3, tmp_path / "three.html")
 
 

@@ -66,6 +66,6 @@ def test_every_kind_of_view_is_copied_pickled_and_sent(placement: Any) -> None:
 
 def test_a_piece_where_no_group_is_says_what_to_send_instead() -> None:
     layout = scatter(X, dt.init_device_mesh("cpu", (2,)), [Shard(0)]).layout
-    with pytest.raises(DTensorError, match=r"one rank's piece.*full_tensor"):
+    with pytest.raises(DTensorError, match=r"one rank's local tensor.*full_tensor"):
         restore_tensor(X[:3], layout, False, False)
     assert restore_tensor(PerRank([X[:3], X[3:]]), layout, False, False).shape == (5, 6)

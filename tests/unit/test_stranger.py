@@ -60,7 +60,7 @@ h = model(S0, S1).up(x)
 y = h * scale  # here
 """,
         "forward aten::mul.Tensor: all_to_all over tp, 2 ranks, 48 B",
-        "or: other float32[6, 8] on (tp=S(0)) made with placements=[Shard(dim=1)]: nothing moves then",
+        "or: make other float32[6, 8] on (tp=S(0)) with placements=[Shard(dim=1)]; then nothing is redistributed",
         "placements=[S0])\nh =",
         "placements=[S1])\nh =",
     ),
@@ -71,14 +71,14 @@ h = model(S0, S1).up(x)
 y = h * scale  # here
 """,
         "forward aten::mul.Tensor: all_to_all over tp, 2 ranks, 48 B",
-        "instead: self.redistribute(placements=[Shard(dim=0)]), once, before this line",
+        "write instead: self.redistribute(placements=[Shard(dim=0)]), once, before this line",
         "y = h * scale",
         "h = h.redistribute(placements=[dt.Shard(dim=0)])\ny = h * scale",
     ),
     "weights": Extra(
         "\ny = model(S0, S0)(x)\n",
         "forward aten::linear in Block.down: all_gather over tp, 2 ranks, 96 B",
-        "or: weight float32[4, 8] on (tp=S(0)) made with placements=[Shard(dim=1)]: nothing moves then",
+        "or: make weight float32[4, 8] on (tp=S(0)) with placements=[Shard(dim=1)]; then nothing is redistributed",
         "model(S0, S0)",
         "model(S0, S1)",
     ),
@@ -89,7 +89,7 @@ logits = dt.ones(6, 8, device_mesh=mesh, placements=[S0])
 loss = F.mse_loss(logits, target)  # here
 """,
         "forward aten::mse_loss: all_to_all over tp, 2 ranks, 48 B",
-        "or: self float32[6, 8] on (tp=S(0)) made with placements=[Shard(dim=1)]: nothing moves then",
+        "or: make self float32[6, 8] on (tp=S(0)) with placements=[Shard(dim=1)]; then nothing is redistributed",
         "logits = dt.ones(6, 8, device_mesh=mesh, placements=[S0])",
         "logits = dt.ones(6, 8, device_mesh=mesh, placements=[S1])",
     ),

@@ -73,6 +73,34 @@ def test_a_block_that_raises_writes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "trace.json").exists()
 
 
+def test_a_path_that_ends_in_gz_is_compressed_and_has_the_same_events(tmp_path: Path) -> None:
+    mesh = dt.init_device_mesh("meta", (3,))
+    for name in ("trace.json", "trace.json.gz"):
+        with dt.trace(tmp_path / name):
+            step(mesh)
+    plain, compressed = tmp_path / "trace.json", tmp_path / "trace.json.gz"
+    assert len(events_in(plain)) == len(events_in(compressed)) > 0
+    assert compressed.stat().st_size < plain.stat().st_size / 4
+
+
+def test_memory_is_written_where_it_changes_visibly(tmp_path: Path) -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+
+    def program() -> None:
+        large = dt.ones(1000, 10, device_mesh=mesh)
+        for _ in range(50):  # 8 bytes each, beside 40,000
+            dt.ones(2, device_mesh=mesh) + 1
+        large + 1
+
+    found = dt.memory(program)
+    with dt.trace(tmp_path / "trace.json"):
+        program()
+    for rank in (0, 1):
+        sizes = [sum(e["args"].values()) for e in events_in(tmp_path / "trace.json") if e["ph"] == "C" and e["pid"] == rank]
+        assert (max(sizes), sizes[-1]) == (found.peaks[rank], found.timeline[rank][-1].bytes)
+        assert len(sizes) < 10
+
+
 @dt.trace("/dev/null")
 def decorated() -> dt.DTensor:
     return put(value(5, 6), S0) + put(value(5, 6), S1)

@@ -372,7 +372,7 @@ def test_strides_count_from_there_where_nobody_knows_the_base() -> None:
         x = scatter(X, dt.init_device_mesh("cpu", (2,)), placements)
         for offset in (12, 14, None):
             assert torch.equal(program(x, offset).full_tensor(), program(X, offset))
-        with pytest.raises(dt.errors.LayoutError, match="a view that begins at 12"):
+        with pytest.raises(dt.errors.LayoutError, match="a view that starts at offset 12"):
             program(x, 3)
 
 

@@ -254,7 +254,7 @@ class AroundTheRing(TorchFunctionMode):
         if attn_mask is not None or dropout_p > 0:
             raise UnsupportedOperationError(
                 "context_parallel takes attention with is_causal=, without attn_mask or dropout_p; a mask of your own goes with "
-                "DTensors whose placements cut the sequence (docs/parallel.md, Long sequences)"
+                "DTensors whose placements cut the sequence (docs/parallel/context.md)"
             )
         given = (query, key, value)
         if any(isinstance(x, DTensor) for x in given):

@@ -134,8 +134,8 @@ def held_here(tensors: Mapping[str, Any], rank: int) -> Iterator[tuple[str, list
 def _plain_shape(name: str, tensor: Any) -> Shape:
     if isinstance(tensor, PerRank):
         raise CheckpointError(
-            f"{name!r} is a per_rank tensor, whose values differ between ranks: there is no one value to save; "
-            "make it distributed first with DTensor.from_local(x, mesh, placements)"
+            f"{name!r} is a PerRank tensor with values that differ between ranks, so there is no single value "
+            "to save; make a DTensor with DTensor.from_local(x, mesh, placements)"
         )
     return tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else tuple(tensor)
 

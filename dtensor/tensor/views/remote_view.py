@@ -19,13 +19,13 @@ from ...base.caches import Bounded, nested_key
 from ...base.symbols import settled
 from ...base.torch_internals import make_wrapper_subclass
 from ...base.tracing import REFUSED
-from ...dispatch.bind import bind, runner_of
 from ...dispatch.dispatcher import dispatch, install_views
+from ...dispatch.frame import Runner
 from ...dispatch.keepers import shown_in
 from ...dispatch.keys import settle
 from ...dispatch.operands import plan_for
-from ...dispatch.settled import sharing
-from ...dispatch.steps import Runner
+from ...dispatch.program import bind_program, runner_of
+from ...dispatch.settled import aliases_unseen, share_versions
 from ...dispatch.versions import counted_together, counting, versions_of
 from ...dispatch.wrapping import begins_after
 from ...errors import LayoutError
@@ -121,7 +121,8 @@ class Origin:
         """The operation on ``base``, which has the layout that the plan was made for."""
         others = self.args[1:]
         if self.runner is None:
-            self.runner = runner_of(bind(self.plan, self.operator, (base, *others), self.kwargs), self.operator)
+            program = bind_program(self.plan, self.operator, (base, *others), self.kwargs, after=())
+            self.runner = runner_of(program, self.operator)
         local = _resolved(base._local)  # views of empty blocks are copies, which carry a conjugation out: ranks would differ
         made = self.runner((base, *others), self.kwargs, [local, *others], dict(self.kwargs))
         return list(made) if isinstance(made, (list, tuple)) else [made]
@@ -185,30 +186,18 @@ class RemoteView(DTensor):
         target._layout, target._origin, target._place = layout, origin, place
 
 
-def viewing(plan: Plan, operator: Operator, found: Layout | Runner) -> Layout | Runner:
-    """How to run the plan of a view operation: ``found`` where locals are views of locals."""
+def viewing(plan: Plan, operator: Operator) -> tuple[Runner | None, Runner | None]:
+    """Return how to run a view operator in place of its local call, and how if the local call refuses a shard's strides.
+
+    (None, None) where local results are views of local tensors.
+    """
     if plan.how in ("answer", "decompose") or not plan.results:  # without results the operator itself says what is wrong
-        return found
+        return None, None
     if operator.reshapes:
-        return _seen_anew(operator.out_of_place)
-
-    deferred = remote(operator, plan)
+        return _seen_anew(operator.out_of_place), None
     if operator.func is _AS_STRIDED or not is_local(plan) or changes(plan) or (plan.rule is not None and plan.rule.run):
-        return deferred
-    if operator.func in _UNTOLD:
-        found = sharing(found)
-    if not facts_of(operator.func).needs_strides:
-        return found
-
-    run = runner_of(found, operator)
-
-    def guarded(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
-        try:
-            return run(args, kwargs, local_args, local_kwargs)
-        except REFUSED:
-            return deferred(args, kwargs, local_args, local_kwargs)
-
-    return guarded
+        return remote(operator, plan), None
+    return None, remote(operator, plan) if facts_of(operator.func).needs_strides else None
 
 
 def remote(operator: Operator, plan: Plan) -> Runner:
@@ -224,9 +213,12 @@ def remote(operator: Operator, plan: Plan) -> Runner:
         if between is not None and type(args[0]) is DTensor:
             return _in_two_steps(args[0], operator, between, args[1])
         given = (args[0], *settled(args[1:]))  # a compiled program that is given the view makes it again
-        return views_of(Origin(args[0], operator, given, settled(kwargs) if kwargs else kwargs, plan))
+        made = views_of(Origin(args[0], operator, given, settled(kwargs) if kwargs else kwargs, plan))
+        if aliases_unseen(operator):
+            share_versions(made, args[0])
+        return made
 
-    return sharing(run) if operator.func in _UNTOLD else run
+    return run
 
 
 def _in_two_steps(x: DTensor, operator: Operator, between: tuple[int, ...], shape: Any) -> Any:
@@ -265,8 +257,8 @@ def _restriding(operator: Operator, plan: Plan) -> Runner:
             if offset is not None and x._begins:
                 if offset < x._begins:
                     raise LayoutError(
-                        f"as_strided from {offset} of a view that begins at {x._begins}: torch.inference_mode() does not tell of "
-                        "what tensor it is a view; call as_strided of that one"
+                        f"as_strided from offset {offset} of a view that starts at offset {x._begins}: under "
+                        "torch.inference_mode() the base of the view is unknown; call as_strided on the base"
                     )
                 found = plan_of(operator, args, {})
             if not own_strides(found.call):
@@ -287,7 +279,6 @@ def _restriding(operator: Operator, plan: Plan) -> Runner:
 _AS_STRIDED = torch.ops.aten.as_strided.default
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _RESHAPED = {torch.ops.aten.view.default, _UNSAFE_VIEW}
-_UNTOLD = {torch.ops.aten.detach.default, torch.ops.aten.view.dtype}  # of what they give autograd does not say that it is a view
 
 install_views(viewing)
 

@@ -66,8 +66,8 @@ def _refusal(x: DTensor, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
     cause, remedy = ("retains its", f"x = x.{instead}") if x.retains_grad else ("requires", f"x.data = x.data.{instead}")
     where = "" if x.retains_grad else " under no_grad()"
     return UnsupportedOperationError(
-        f"x.{name}({given}) of a DTensor that {cause} grad{where}: views taken of it before would get the gradients of other "
-        f"elements; write `{remedy}`"
+        f"x.{name}({given}) of a DTensor that {cause} grad{where} is not supported: earlier views of it "
+        f"would get gradients of other elements; write `{remedy}`"
     )
 
 

@@ -53,8 +53,8 @@ def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return dispatch(DTensor, func, (), args, kwargs)
     if written and under_way() and is_argument(written[0]._root):
         raise UnsupportedOperationError(
-            f"torch.compile: the function writes to an argument that is a view which every rank gathers ({operator.name} of "
-            f"{written[0]._layout!r}): give it the base, or write to a clone"
+            "torch.compile: the function writes to an argument that is a view with elements on other ranks "
+            f"({operator.name} of {written[0]._layout!r}): pass the base, or write to a clone"
         )
     if written and not operator.reshapes:
         if operator.facts.per_element and in_one_memory(operator, args, kwargs):
@@ -264,7 +264,7 @@ def _seen_whole(links: list[tuple[Origin, int]], shown: DTensor) -> DTensor:
         plan = plan_of(origin.operator, args, origin.kwargs)
         if not is_local(plan):
             raise UnsupportedOperationError(
-                f"{origin.operator.name} of {origin.layout!r} cannot be written through; write to view.clone()"
+                f"{origin.operator.name} of {origin.layout!r} is a view that cannot be written to; write to view.clone()"
             )
         shown = Origin(shown, origin.operator, args, origin.kwargs, plan).run(shown)[place]
     return shown
@@ -274,7 +274,7 @@ def _mirrored(x: DTensor, origin: Origin) -> DTensor:
     """Views commute with what is done to each element alike, unless they show parts of elements that it treats otherwise."""
     if x._layout.dtype is not origin.layout.dtype and origin.layout.dtype is not x._layout.dtype.to_real():
         seen = f"{origin.operator.name} of {x._layout!r} seen as {origin.layout.dtype}"
-        raise UnsupportedOperationError(f"{seen} cannot be written through; write to view.clone()")
+        raise UnsupportedOperationError(f"{seen} cannot be written to; write to view.clone()")
     return dense(dispatch(DTensor, origin.operator.func, (), (x,)))
 
 

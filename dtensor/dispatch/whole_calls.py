@@ -1,8 +1,7 @@
-"""Calls that run otherwise than by steps on locals: decompositions, draws alike on all ranks, ranks outside of the mesh."""
+"""Passes that run a whole call in place of the local call: a known answer, a decomposition, a rank outside the mesh."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,18 +10,35 @@ from ..comm import communicator_of
 from ..errors import UnsupportedOperationError
 from ..layout.layout import Layout
 from ..propagation.propagate import Plan
-from ..propagation.schema import Form, Operator
-from ..random.draw import from_one_state
+from ..propagation.schema import Form, Operator, Place
 from ..ranks.assign import assign
-from ..ranks.rank_values import RankValues, agreed
+from .frame import Args, Frame, Keywords, Runner, Step, results_of
+from .local_call import call_local_function
 from .settled import nested
-from .steps import Args, Before, Keywords, Runner, as_tuple, at, resized_to
+from .steps import check_explicit, resized_to
 from .wrapping import wrap_local
 
 
+def run_whole(runner: Runner) -> Step:
+    """Make the step that gets a call's output from ``runner``."""
+
+    def step(frame: Frame) -> None:
+        frame.output = runner(frame.args, frame.kwargs, frame.local_args, frame.local_kwargs)
+
+    return step
+
+
+def give_answer(plan: Plan, operator: Operator, form: Form) -> Runner | None:
+    """Return what the rule knows without running anything."""
+    answer = plan.answer
+    return (lambda args, kwargs, local_args, local_kwargs: answer) if plan.how == "answer" else None
+
+
 # --- decompositions -----------------------------------------------------------------------------------------------------
-def decomposed(plan: Plan, operator: Operator, form: Form) -> Runner:
-    """The operations that an operator is made of; a rule's own know no ``out=`` and get no plain tensors."""
+def decompose(plan: Plan, operator: Operator, form: Form) -> Runner | None:
+    """Run the operators that an operator is composed of. A rule's own decomposition takes no ``out=`` and no plain tensors."""
+    if plan.how != "decompose":
+        return None
     if plan.rule is None or plan.rule.decompose is None:
         return nested(lambda args, kwargs, local_args, local_kwargs: operator.func.decompose(*args, **kwargs))
     compose, tail = plan.rule.decompose, form.tail
@@ -43,11 +59,11 @@ def decomposed(plan: Plan, operator: Operator, form: Form) -> Runner:
 
 
 def _given_to(operator: Operator, form: Form, args: Args, kwargs: Keywords, made: Any) -> Any:
-    """What was made, in the arguments that the operator writes to and returns."""
+    """Write what a decomposition made into the arguments that the operator writes to, and return them."""
     given = []
-    for owner, value in zip(operator.returns, as_tuple(made, operator), strict=True):
+    for owner, value in zip(operator.returns, results_of(made, operator), strict=True):
         if owner is not None:
-            target = at(form.place(owner), args, kwargs)
+            target = _given(form.place(owner), args, kwargs)
             if target is not value and operator.reshapes:
                 target.data, value = value.to(target.dtype), target  # its shape and its layout, too
             elif owner in operator.outs and target.shape != value.shape:
@@ -58,7 +74,7 @@ def _given_to(operator: Operator, form: Form, args: Args, kwargs: Keywords, made
 
 
 def _distributed(value: Any, layout: Any) -> Any:
-    """An argument whose plain tensors, which all ranks hold alike, are replicated ones."""
+    """Return an argument with replicated DTensors in place of plain tensors, which are the same on all ranks."""
     if isinstance(layout, list):
         return [_distributed(item, own) for item, own in zip(value, layout, strict=True)]
     if isinstance(layout, Layout) and not hasattr(value, "_layout"):
@@ -66,47 +82,35 @@ def _distributed(value: Any, layout: Any) -> Any:
     return value
 
 
-# --- random numbers -----------------------------------------------------------------------------------------------------
-def drawn_alike(plan: Plan, operator: Operator) -> Callable[..., Any]:
-    """The op on whole operands, every rank drawing from the same generator state, which advances once; numbers that it answers
-    are those of all ranks.
-    """
-
-    def one(member: int | None, positional: Sequence[Any], keywords: Keywords) -> Any:
-        return operator.func(*positional, **keywords)
-
-    def run(*local_args: Any, **local_kwargs: Any) -> Any:
-        made = from_one_state(plan.call.mesh, local_kwargs.get("generator"), one, local_args, local_kwargs)
-        if not isinstance(made, tuple):
-            return made
-        return tuple(agreed([*value], operator.name) if isinstance(value, RankValues) else value for value in made)
-
-    return run
-
-
 # --- ranks outside of the mesh ------------------------------------------------------------------------------------------
 _DATA_DECIDES = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
-def absent(plan: Plan, operator: Operator, form: Form, before: Sequence[Before], in_step: Runner | None) -> Runner:
-    """This rank is not part of the mesh: it holds nothing, and results have no elements here.
+def run_outside_mesh(plan: Plan, operator: Operator, form: Form) -> Runner | None:
+    """Run a call on a rank outside the mesh, which has no local tensors: results have no elements there.
 
-    ``in_step``: what keeps its generator in step where the others draw.
+    Operators that draw random numbers run on the empty operands, so that this rank's generator advances as on the other ranks.
     """
+    if communicator_of(plan.call.mesh).held:
+        return None
+    check = check_explicit(plan, operator, form)
+    random = plan.rule is not None and plan.rule.kind == "random"
+    in_step = call_local_function(plan, operator, form) if random else None
     layouts = plan.results or (None,) * len(operator.returns)
     owners = [None if owner is None else form.place(owner) for owner in operator.returns]
 
     def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
-        for step in before:
-            step(args, kwargs, local_args, local_kwargs)
+        frame = Frame(args, kwargs, list(local_args), dict(local_kwargs))
+        if check is not None:
+            check(frame)
         if in_step is not None:
-            in_step(args, kwargs, list(local_args), dict(local_kwargs))
+            in_step(frame)
         if plan.rule is not None and plan.rule.absent is not None:
             return plan.rule.absent
         if _DATA_DECIDES.intersection(plan.call.func.tags):
             raise UnsupportedOperationError(
-                f"{operator.name} depends on data, of which this rank, outside of {plan.call.mesh!r}, has none; "
-                "redistribute first"
+                f"{operator.name} depends on values, and this rank has none because it is not part of "
+                f"{plan.call.mesh!r}; redistribute to a mesh with this rank first"
             )
         given = (x.device for x in (*local_args, *local_kwargs.values()) if isinstance(x, torch.Tensor))
         device = kwargs.get("device") or next(given, None)
@@ -115,7 +119,7 @@ def absent(plan: Plan, operator: Operator, form: Form, before: Sequence[Before],
             if place is None:
                 made.append(_empty(layout, device))
                 continue
-            target = at(place, args, kwargs)
+            target = _given(place, args, kwargs)
             if (
                 name in operator.outs
                 and isinstance(layout, Layout)
@@ -127,6 +131,10 @@ def absent(plan: Plan, operator: Operator, form: Form, before: Sequence[Before],
         return None if not made else made[0] if len(made) == 1 else tuple(made)
 
     return run
+
+
+def _given(place: Place, args: Args, kwargs: Keywords) -> Any:
+    return args[place] if isinstance(place, int) else kwargs[place]
 
 
 def _empty(layout: Any, device: Any) -> Any:

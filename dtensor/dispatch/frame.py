@@ -1,0 +1,60 @@
+"""Frame: one operator call while the steps of its program run, and the types of steps and runners.
+
+Calls that share a plan share their signature (:class:`~dtensor.propagation.schema.Form`): as many positional arguments, the same
+keywords. So a step knows the :data:`Place` of each argument when the program is bound, and a default is a constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..propagation.schema import Operator, Place
+
+Args = tuple[Any, ...]
+Keywords = dict[str, Any]
+# Runs one call: the user's positional arguments and keywords, then copies of both with local tensors in place of DTensors.
+Runner = Callable[[Args, Keywords, list[Any], Keywords], Any]
+
+
+class Frame:
+    """One call under way. Steps read and change it.
+
+    Attributes:
+        args, kwargs: the arguments as the user gave them.
+        local_args, local_kwargs: the same with local tensors in place of DTensors; steps redistribute and replace them here.
+        made: the result of the local call, before it is wrapped.
+        output: what the user gets.
+        ownerships: the row ownership of operands, read before the call (see :mod:`.parted`).
+    """
+
+    made: Any = None
+    output: Any = None
+    ownerships: Any = None
+
+    def __init__(self, args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> None:
+        self.args, self.kwargs, self.local_args, self.local_kwargs = args, kwargs, local_args, local_kwargs
+
+    def given(self, place: Place) -> Any:
+        """Return the user's argument at ``place``."""
+        return self.args[place] if type(place) is int else self.kwargs[place]  # type: ignore[index]
+
+    def local(self, place: Place) -> Any:
+        """Return the local form of the argument at ``place``."""
+        return self.local_args[place] if type(place) is int else self.local_kwargs[place]  # type: ignore[index]
+
+    def put_local(self, place: Place, value: Any) -> None:
+        """Replace the local form of the argument at ``place``."""
+        if isinstance(place, int):
+            self.local_args[place] = value
+        else:
+            self.local_kwargs[place] = value
+
+
+Step = Callable[[Frame], Any]  # returns True if the frame's output is complete and no later step runs
+
+
+def results_of(made: Any, operator: Operator) -> Args:
+    """Return the results of a local call as a tuple, one for each return value of ``operator``."""
+    count = len(operator.returns)
+    return () if count == 0 else (made,) if count == 1 else tuple(made)

@@ -1,0 +1,210 @@
+"""Program: what runs one planned operator call, as ordered steps.
+
+:data:`PASSES` is the one table of what may happen around the local call. Each pass is a function of the plan, the operator and
+the call's signature. It returns a step, or None where it has nothing to do. A program is the steps that remain. It is bound once,
+at the cache miss, and every later call with the same cache key runs the same steps.
+
+Where the local operator and one wrapper are all that is left, the program is the layout of the result, and dispatch runs it
+without a function of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..base.tracing import REFUSED
+from ..comm.events import because
+from ..layout.layout import Layout
+from ..propagation.propagate import Plan
+from ..propagation.schema import Form, Operator
+from .conjugation import carried_out, is_complex
+from .frame import Args, Frame, Keywords, Runner, Step
+from .laid_out import order_inputs_in_memory
+from .local_call import LocalCall, call_local_function, is_kernel
+from .local_op import local_function
+from .own_names import propagate_local_indices
+from .parted import attach_row_ownership, mark_deferred_reductions, read_row_ownership
+from .report import Cause
+from .steps import (
+    WrapOutputs,
+    allocate_outputs,
+    bump_versions,
+    check_explicit,
+    copy_aliased_results,
+    order_arguments,
+    redistribute_inputs,
+    split_aliased_lists,
+    wrap_outputs,
+    write_back,
+    write_into_locals,
+)
+from .wanted import propagate_preferred_layout
+from .whole_calls import decompose, give_answer, run_outside_mesh, run_whole
+from .wrapping import wrap_local, wrap_view
+
+Pass = Callable[[Plan, Operator, Form], Step | None]
+
+BEFORE: tuple[Pass, ...] = (
+    order_arguments,  # arguments given by name go to their positions
+    split_aliased_lists,  # run a list operator element by element if elements share memory; ends the call
+    read_row_ownership,  # before anything is written
+)
+LOCAL: tuple[Pass, ...] = (
+    check_explicit,  # raise under explicit(); warn before an operator gathers
+    redistribute_inputs,  # collectives
+    order_inputs_in_memory,  # copy operands for operators that read strides
+    allocate_outputs,  # local tensors for out= results
+    call_local_function,  # the operator, a function of its rule, or a kernel with collectives of its own
+    copy_aliased_results,  # results do not share memory with a cached redistributed operand
+    write_into_locals,  # a kernel's results, into the local tensors written in place
+    write_back,  # what was written, into the user's tensors in their layouts
+    bump_versions,  # count writes to elements of lists
+    wrap_outputs,  # local results become DTensors
+)
+AFTER: tuple[Pass, ...] = (
+    propagate_local_indices,  # these attach facts to the results: see their modules
+    attach_row_ownership,
+    mark_deferred_reductions,
+    propagate_preferred_layout,
+)
+PASSES = BEFORE + LOCAL + AFTER
+
+# Calls that run as a whole in place of the passes in LOCAL; the first that applies.
+WHOLE: tuple[Callable[[Plan, Operator, Form], Runner | None], ...] = (give_answer, decompose, run_outside_mesh)
+
+
+def bind_program(
+    plan: Plan,
+    operator: Operator,
+    args: Sequence[Any],
+    kwargs: Keywords,
+    whole: Runner | None = None,
+    if_refused: Runner | None = None,
+    after: Sequence[Pass] = AFTER,
+) -> Layout | Runner:
+    """Bind ``plan`` for calls with the signature of these arguments.
+
+    Args:
+        whole: runs the call in place of the passes in ``LOCAL`` (a view that is computed when it is read).
+        if_refused: runs the call where the local operator refuses the strides of a shard. This is the only retry.
+        after: the passes that run on the wrapped results.
+
+    Returns:
+        The layout of the result if the program is the local operator and one wrapper; else the function that runs the program.
+    """
+    form = Form.of(operator, args, kwargs)
+    if whole is None:
+        whole = next((runner for make in WHOLE if (runner := make(plan, operator, form)) is not None), None)
+        communicates = whole is None and (plan.communicates or is_kernel(plan))
+    else:
+        communicates = False
+    before, behind = _steps(BEFORE, plan, operator, form), _steps(after, plan, operator, form)
+    if whole is not None:
+        run = _run_steps([*before, run_whole(whole), *behind]) if before or behind else whole
+    else:
+        local = _steps(LOCAL, plan, operator, form)
+        call, wrap = next(x for x in local if isinstance(x, LocalCall)), local[-1]
+        assert isinstance(wrap, WrapOutputs)
+        if len(local) > 2 or before or behind:
+            at = local.index(call)
+            run = _run_local([*before, *local[:at]], call, local[at + 1 : -1], wrap, behind)
+        elif if_refused is None and _is_plain(plan, operator, call, wrap):
+            return wrap.layout  # type: ignore[return-value]  # it has one: it is plain
+        else:
+            run = _call_and_wrap(call, wrap)
+    if communicates:
+        run = because(Cause(operator, plan), run)  # collectives are reported for this operator
+    if is_complex(plan):
+        run = carried_out(run)  # lazy conjugation is carried out inside
+    return run if if_refused is None else _with_retry(run, if_refused)
+
+
+def runner_of(program: Layout | Runner, operator: Operator) -> Runner:
+    """Return ``program`` as a function."""
+    if not isinstance(program, Layout):
+        return program
+    wrap = WrapOutputs.of_view(program, 0) if operator.is_view else WrapOutputs.of_one(program)
+    return _call_and_wrap(LocalCall(local_function(operator.func)), wrap)
+
+
+def _steps(passes: Sequence[Pass], plan: Plan, operator: Operator, form: Form) -> list[Step]:
+    return [step for make in passes if (step := make(plan, operator, form)) is not None]
+
+
+def _run_steps(steps: Sequence[Step]) -> Runner:
+    """Return the function that runs ``steps`` on one frame."""
+
+    def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
+        frame = Frame(args, kwargs, local_args, local_kwargs)
+        for step in steps:
+            if step(frame):
+                break
+        return frame.output
+
+    return run
+
+
+def _run_local(
+    before: Sequence[Step], call: LocalCall, between: Sequence[Step], wrap: WrapOutputs, after: Sequence[Step]
+) -> Runner:
+    """Return the function that runs these steps, the local call and the wrapping in line: both are on every hot path."""
+    func, constants, keywords = call.func, call.constants, call.keywords
+    output = wrap.output
+
+    def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
+        frame = Frame(args, kwargs, local_args, local_kwargs)
+        for step in before:
+            if step(frame):
+                return frame.output
+        for where, value in constants:
+            frame.local_args[where] = value
+        if keywords:
+            frame.local_kwargs.update(keywords)
+        frame.made = func(*frame.local_args, **frame.local_kwargs)
+        for step in between:
+            step(frame)
+        frame.output = output(frame.args, frame.kwargs, frame.made)
+        for step in after:
+            step(frame)
+        return frame.output
+
+    return run
+
+
+def _is_plain(plan: Plan, operator: Operator, call: LocalCall, wrap: WrapOutputs) -> bool:
+    """Return True if the local operator and one wrapper, without an offset or a lazy conjugation, are the whole program."""
+    plain_call = call.func is local_function(operator.func) and not call.constants and not call.keywords
+    plain_wrap = wrap.layout is not None and not any(plan.starts)
+    return plain_call and plain_wrap and not is_complex(plan)
+
+
+def _call_and_wrap(call: LocalCall, wrap: WrapOutputs) -> Runner:
+    """Return the function that calls and wraps, without a frame: most programs are no more than that."""
+    func, constants, keywords = call.func, call.constants, call.keywords
+    layout, start, output = wrap.layout, wrap.start, wrap.output
+    if constants or keywords:
+
+        def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
+            for where, value in constants:
+                local_args[where] = value
+            if keywords:
+                local_kwargs.update(keywords)
+            return output(args, kwargs, func(*local_args, **local_kwargs))
+
+        return run
+    if layout is None:
+        return lambda args, kwargs, local_args, local_kwargs: output(args, kwargs, func(*local_args, **local_kwargs))
+    if start is None:
+        return lambda args, kwargs, local_args, local_kwargs: wrap_local(func(*local_args, **local_kwargs), layout)
+    return lambda args, kwargs, local_args, local_kwargs: wrap_view(func(*local_args, **local_kwargs), layout, args[0], start)
+
+
+def _with_retry(run: Runner, if_refused: Runner) -> Runner:
+    def retried(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
+        try:
+            return run(args, kwargs, local_args, local_kwargs)
+        except REFUSED:
+            return if_refused(args, kwargs, local_args, local_kwargs)
+
+    return retried

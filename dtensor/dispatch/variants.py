@@ -1,0 +1,108 @@
+"""Variants: the programs of one cache key, by the conditions that its plan depends on beside the key.
+
+A plan may depend on the kinds of Python numbers (0, 1, negative, ...), on facts of the operands beside their layouts, and on the
+default dtype. Most plans depend on none of these. Where one does, its cache entry is a table of programs by these conditions, and
+a call under other conditions is planned once more and added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..base.caches import Bounded
+from ..layout.layout import Layout
+from ..propagation.propagate import Plan
+from ..propagation.schema import Operator
+from ..rules.call import kind_of
+from .frame import Args, Keywords, Runner
+from .parted import all_facts, depends_on_facts, quick_facts
+from .program import runner_of
+
+_LIMIT = 64  # long lists of numbers have many kinds
+NUMBERS, FACTS, DEFAULT_DTYPE = "numbers", "facts", "default dtype"
+Replan = Callable[[Args, Keywords], tuple[Plan, Layout | Runner]]
+
+
+def conditions_of(plan: Plan, operator: Operator) -> frozenset[str]:
+    """Return what ``plan`` depends on beside its cache key."""
+    depends = {NUMBERS: plan.by_numbers, FACTS: depends_on_facts(plan, operator), DEFAULT_DTYPE: _floats_by_default(plan)}
+    return frozenset(name for name, holds in depends.items() if holds)
+
+
+def with_variants(
+    plan: Plan, program: Layout | Runner, operator: Operator, args: Args, kwargs: Keywords, replan: Replan
+) -> Layout | Runner:
+    """Return ``program`` for all calls of its cache key: itself if it depends on nothing else, else a table of variants."""
+    conditions = conditions_of(plan, operator)
+    if not conditions:
+        return program
+    table: tuple[Any, ...]  # replaced as a whole, as other threads see it
+
+    def begin() -> None:
+        nonlocal table
+        quick, full = (_key_function(operator, conditions, complete) for complete in (False, True))
+        table = Bounded(_LIMIT), quick, full
+
+    def add(program: Layout | Runner, args: Args, kwargs: Keywords) -> Any:
+        programs, _, full = table
+        return programs.keep(full(args, kwargs), runner_of(program, operator))
+
+    def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
+        nonlocal conditions
+        programs, quick, full = table
+        found = programs.get(quick(args, kwargs))
+        if found is None:
+            found = programs.get(full(args, kwargs))
+        if found is None:
+            plan, program = replan(args, kwargs)
+            if not conditions >= (depends := conditions_of(plan, operator)):
+                conditions |= depends  # this plan depends on more than the ones before
+                begin()
+            found = add(program, args, kwargs)
+        return found(args, kwargs, local_args, local_kwargs)
+
+    begin()
+    add(program, args, kwargs)
+    return run
+
+
+def _key_function(operator: Operator, conditions: frozenset[str], complete: bool) -> Callable[[Args, Keywords], Any]:
+    """Make the function that returns the value of each condition for a call; ``complete``: also facts that take long to find."""
+    parts: list[Callable[[Args, Keywords], Any]] = []
+    if FACTS in conditions:
+        parts.append((lambda args, kwargs: all_facts(operator, args, kwargs)) if complete else quick_facts(operator))
+    if NUMBERS in conditions:
+        parts.append(_number_kinds)
+    if DEFAULT_DTYPE in conditions:
+        parts.append(lambda args, kwargs: torch.get_default_dtype())
+    if len(parts) == 1:
+        return parts[0]
+    if len(parts) == 2:  # facts and numbers: a partial value and a scalar
+        first, second = parts
+        return lambda args, kwargs: (first(args, kwargs), second(args, kwargs))
+    return lambda args, kwargs: tuple([part(args, kwargs) for part in parts])
+
+
+def _number_kinds(args: Args, kwargs: Keywords) -> tuple[Any, ...]:
+    return tuple([_number_kind(value) for value in (*args, *kwargs.values())])
+
+
+def _number_kind(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple([_number_kind(item) for item in value])
+    return kind_of(value) if isinstance(value, (int, float, complex)) else None
+
+
+def _floats_by_default(plan: Plan) -> bool:
+    """Return True if results have a floating dtype that no distributed operand has: it is the default dtype."""
+    for i, layout in enumerate(plan.call.operands):
+        if _is_floating(layout) and i not in plan.call.plain:
+            return False
+    return any(_is_floating(layout) for made in plan.results for layout in (made if isinstance(made, list) else [made]))
+
+
+def _is_floating(layout: Any) -> bool:
+    return isinstance(layout, Layout) and (layout.dtype.is_floating_point or layout.is_complex)

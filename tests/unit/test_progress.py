@@ -1,0 +1,54 @@
+"""Progress of long work: lines on stderr without a terminal, nothing for short work."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import pytest
+
+from dtensor.base import progress as module
+from dtensor.base.progress import progress, reporting
+
+
+class Lines:
+    """A stderr that is no terminal and sets an event at each line."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.written = threading.Event()
+
+    def isatty(self) -> bool:
+        return False
+
+    def write(self, text: str) -> None:
+        self.text += text
+        if text.endswith("\n"):
+            self.written.set()
+
+    def flush(self) -> None:
+        pass
+
+
+def test_long_work_reports_how_much_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = Lines()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setattr(module, "_FIRST", 0.0)
+    monkeypatch.setattr(module, "_NEXT", 0.001)
+    done = []
+    for thing in progress(range(3), 3, "verifying"):
+        stderr.written.clear()
+        assert stderr.written.wait(60)  # a line arrives while this one is worked on
+        done.append(thing)
+    assert done == [0, 1, 2]
+    assert "verifying: 2 of 3, 0 s\n" in stderr.text
+
+
+def test_short_work_reports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = Lines()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    assert list(progress(range(3), 3, "verifying")) == [0, 1, 2]
+    with pytest.raises(ZeroDivisionError), reporting(lambda: "planning"):
+        _ = 1 / 0
+    assert stderr.text == ""
+    assert not [thread for thread in threading.enumerate() if thread.name == "dtensor-progress"]
