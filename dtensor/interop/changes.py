@@ -158,6 +158,20 @@ CHANGES = (
         "ranks.applied.leave_functions()",
     ),
     Change(
+        "torch.nn.modules.batchnorm.SyncBatchNorm.forward",
+        "the first tensors of all ranks, as above",
+        "it takes the statistics of all ranks; torch's asks for a process group, which ranks of one process do not have",
+        "2.11",
+        "ranks.joint_modules.leave_modules()",
+    ),
+    Change(
+        "torch.nn.modules.transformer.TransformerEncoder.forward",
+        "the first tensors of all ranks, as above",
+        "padded rows are zeros in eval(), as on processes; torch computes nested tensors for plain tensors only",
+        "2.11",
+        "ranks.joint_modules.leave_modules()",
+    ),
+    Change(
         "torch.optim.optimizer._global_optimizer_pre_hooks",
         "the first parameter that distributing a module replaces",
         "an optimizer that holds the replaced one says so (public: register_optimizer_step_pre_hook)",

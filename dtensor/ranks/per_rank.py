@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..base.autograd_keys import seen_by_autograd
 from ..base.extensions import in_use
-from ..base.nested import like
+from ..base.nested import leaves, like
 from ..base.torch_internals import OpOverload, functorch_active, make_wrapper_subclass
 from ..errors import LayoutError, MeshError, MixedTensorError, PlacementError
 from .hidden import each_rank
@@ -156,8 +156,11 @@ def over_ranks(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
             args, kwargs = _replaced(args, targets), _replaced(kwargs, targets)
         args, kwargs = _each_its_own(args, count), {name: _its_own(value, count) for name, value in kwargs.items()}
         results = [func(*own, **named) for own, named in parts(args, kwargs, count)]
-        if targets:
-            return _written_back(results, targets)
+        for x, copies in targets:
+            write_back(x, copies.shards)
+        written = [(copies.shards[0], x) for x, copies in targets]
+        if any(item is own for item in leaves(results[0]) for own, _ in written):
+            return _replaced(results[0], written)  # the plain tensors themselves are the result
     if isinstance(results[0], Tensor):
         if hasattr(results[0], "_layout"):
             what = f"{_name_of(func)} mixes a DTensor with a tensor of each rank's own"
@@ -221,13 +224,6 @@ def _replaced(value: Any, targets: Sequence[tuple[Any, Any]]) -> Any:
     if isinstance(value, dict):
         return {name: _replaced(item, targets) for name, item in value.items()}
     return like(value, [_replaced(item, targets) for item in value]) if isinstance(value, (list, tuple)) else value
-
-
-def _written_back(results: list[Any], targets: Sequence[tuple[Tensor, PerRank]]) -> Any:
-    """What the ranks have written into copies, put into the plain tensors themselves: they are the result."""
-    for x, copies in targets:
-        write_back(x, copies.shards)
-    return _replaced(results[0], [(copies.shards[0], x) for x, copies in targets])
 
 
 _SHARED = frozenset((int, float, bool, complex, type(None), torch.dtype))
