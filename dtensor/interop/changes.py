@@ -158,6 +158,20 @@ CHANGES = (
         "ranks.applied.leave_functions()",
     ),
     Change(
+        "torch.autograd.graph.register_multi_grad_hook",
+        "the first tensors of all ranks, as above",
+        "a hook over tensors of all ranks gets the gradients of all ranks together, once",
+        "2.11",
+        "ranks.joint_nodes.leave_hooks()",
+    ),
+    Change(
+        "torch.utils.module_tracker.register_multi_grad_hook",
+        "the first tensors of all ranks, as above",
+        "the same function under the name by which ModuleTracker and FlopCounterMode call it",
+        "2.11",
+        "ranks.joint_nodes.leave_hooks()",
+    ),
+    Change(
         "torch.nn.modules.batchnorm.SyncBatchNorm.forward",
         "the first tensors of all ranks, as above",
         "it takes the statistics of all ranks; torch's asks for a process group, which ranks of one process do not have",

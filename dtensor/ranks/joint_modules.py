@@ -48,8 +48,8 @@ def _encoder(
     if nested and not (torch.is_grad_enabled() and any(x.requires_grad for x in (src, *module.parameters()))):
         if any(type(x) is not nn.Parameter for x in module.parameters()):
             raise LayoutError(
-                "nn.TransformerEncoder of per_rank tensors in eval() with src_key_padding_mask= computes nested tensors, which it "
-                "does not with parameters of each rank's own; write TransformerEncoder(..., enable_nested_tensor=False)"
+                "nn.TransformerEncoder of per_rank tensors in eval() with src_key_padding_mask= computes nested tensors, which "
+                "it does not with parameters of each rank's own; write TransformerEncoder(..., enable_nested_tensor=False)"
             )
         return over_ranks(forward, (module, src, mask, src_key_padding_mask, is_causal), {})
     return forward(module, src, mask, src_key_padding_mask, is_causal)

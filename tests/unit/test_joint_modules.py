@@ -64,7 +64,7 @@ def test_sync_batch_norm_of_a_process_group_is_refused() -> None:
         model(own_batches())
 
 
-# --- TransformerEncoder ----------------------------------------------------------------------------------------------------------
+# --- TransformerEncoder ------------------------------------------------------------
 PADDED = torch.tensor([[False, False, True, True], [False, False, False, True]])
 TOKENS = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
 
