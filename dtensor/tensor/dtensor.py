@@ -171,6 +171,10 @@ class DTensor(torch.Tensor):
             grad_placements: the placements of the gradient that comes back, default ``placements`` with Partial replaced by
                 Replicate; of parameters inside units of data parallelism Partial along mesh dims that cut the unit's batch.
                 Give ``[Partial()]`` where each rank uses a replicated piece differently.
+
+        Raises:
+            LayoutError: in the backward pass, ranks find different gradients of a replicated piece and ``grad_placements`` does
+                not add them up. Processes compare them at the first such pass, see ``check_ranks``.
         """
         if observed:
             tell_looked_at(self)
@@ -186,8 +190,18 @@ class DTensor(torch.Tensor):
         return as_one(made, PerRank) if type(made) is tuple else made
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The global value as a plain tensor on every rank, with memory of its own; differentiable. Costs the redistribution to
-        ``Replicate``. On a submesh in one process, whose copies may hold different values, a ``per_rank`` tensor."""
+        """Return the global value as a plain tensor on every rank, with memory of its own; differentiable. Costs the
+        redistribution to ``Replicate``.
+
+        In one process a ``per_rank`` tensor on a submesh, whose copies may hold different values, and where ``grad_placements``
+        are ``Partial``, since each rank has a gradient of its own.
+
+        Args:
+            grad_placements: as of :meth:`to_local`. Give ``[Partial()]`` where each rank uses the value differently.
+
+        Raises:
+            LayoutError: in the backward pass, ranks find different gradients and ``grad_placements`` does not add them up.
+        """
         return to_whole(self, grad_placements)
 
     def redistribute(
