@@ -94,4 +94,5 @@ def map_ranks(fn: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: An
         with nullcontext() if runs is None else runs.run(member):
             return fn(coordinates[member], *args, **kwargs)
 
-    return handed_out(communicator.map(run, *args, **kwargs))
+    found = communicator.map(run, *args, **kwargs)
+    return handed_out(found if runs is None else runs.separated(found))

@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
+from ..base import torch_internals
 from ..base.autograd_keys import seen_by_autograd
 from ..base.extensions import in_use
 from ..base.nested import leaves, like
@@ -28,6 +30,11 @@ from .hidden import each_rank
 from .rank_values import _EACH_RANK, RankNumber, RankValues, agreed
 from .shared_reads import UsedByRanks
 from .shared_writes import write_back, written_tensors
+
+_COMPILED = (
+    "tensors of each rank are not compiled into one graph. A function that needs one (flex_attention) runs per rank: "
+    "dtensor.map_ranks(lambda at, q, k, v: flex_attention(q, k, v), q, k, v, mesh=mesh), also inside a function of local_map"
+)
 
 
 class PerRank(Tensor):
@@ -63,6 +70,8 @@ class PerRank(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_dynamo_compiling():
+            torch_internals.graph_break(msg=_COMPILED)
         joint = _JOINT.get(func)
         return over_ranks(func, args, kwargs or {}) if joint is None else joint(*args, **(kwargs or {}))
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from threading import local
 from typing import Any
 
@@ -23,11 +24,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..base.generators import default_generator, go_to, state_now
-from ..base.nested import leaves, mapped
+from ..base.nested import leaves, like, mapped
 from ..base.torch_internals import (
     AccumulateGrad,
     DisableFuncTorch,
@@ -36,7 +36,9 @@ from ..base.torch_internals import (
     single_level_functions_allowed,
 )
 from ..errors import LayoutError
-from .per_rank import shards_of
+from .per_rank import PerRank, shards_of
+from .rank_values import RankValues
+from .run_mode import RunMode
 from .shared_reads import UsedByRanks
 from .shared_writes import is_plain, statistics_written, written_tensors
 
@@ -68,7 +70,7 @@ class RankRuns:
             "numpy": _Stream(np.random.get_state, np.random.set_state),
         }
         for generator in {default_generator(torch.device("cpu")), default_generator(device)}:
-            self.watch_generator(generator)
+            self._watch_generator(generator)
 
     @contextmanager
     def run(self, rank: int) -> Iterator[None]:
@@ -77,32 +79,78 @@ class RankRuns:
             stream.restart()
         before, _RUNNING.run = _RUNNING.run, (self, rank)
         try:
-            with _Run(self, rank):
+            with RunMode(partial(self.follow, rank)):
                 yield
         finally:
             _RUNNING.run = before
         for stream in self._streams.values():
             stream.finish()
 
-    def watch_generator(self, generator: torch.Generator) -> None:
+    def separated(self, value: Any) -> Any:
+        """Return what the runs returned, with memory of its own for each rank where several ranks returned the same."""
+        if isinstance(value, PerRank):
+            shards = value.shards
+            shared = [_is_shared(x, shards[:k] + shards[k + 1 :]) for k, x in enumerate(shards)]
+            return PerRank(self._cloned(k, x) if shared[k] else x for k, x in enumerate(shards)) if any(shared) else value
+        if isinstance(value, (list, tuple)) and not isinstance(value, RankValues):
+            return like(value, [self.separated(item) for item in value])
+        return value
+
+    def _cloned(self, rank: int, x: Tensor) -> Tensor:
+        return (self.own_copy(rank, x) if torch.is_grad_enabled() else x).clone()
+
+    def follow(self, rank: int, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Return ``func(*args, **kwargs)``, which the run of ``rank`` calls.
+
+        Raises:
+            LayoutError: it uses a tensor that another rank's run wrote to, or writes to one that another rank's run has.
+        """
+        given = [*leaves((args, kwargs))]
+        for value in given:
+            if isinstance(value, torch.Generator):
+                self._watch_generator(value)
+        used = _tensors(given)
+        if func in _ACCUMULATING:
+            used += _leaves_below(used)
+        memories = [_memories(x) for x in used]
+        for x in _joined(memories):
+            self._check_use(rank, x)
+        states = [_state(x) for x in used]
+        targets, uncounted = written_tensors(func, args, kwargs), statistics_written(func, args, kwargs)
+        accessor = getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
+        if torch.is_grad_enabled() and func not in _AS_GIVEN and (not accessor or func in _VIEWS):
+            args, kwargs = mapped(lambda x: x if _among(x, targets) else self.own_copy(rank, x), (args, kwargs))
+        result = func(*args, **kwargs)
+        for x, own, state in zip(used, memories, states, strict=True):
+            if _state(x) != state or _among(x, uncounted) or (x.is_inference() and _among(x, targets)):
+                for memory in own:
+                    self._add_write(rank, memory)
+        if not accessor:
+            before = {_key(x) for x in _joined(memories)}
+            for x in _joined(map(_memories, _tensors(leaves(result)))):
+                if _key(x) not in before:
+                    self._add_made(rank, x)
+        return result
+
+    def _watch_generator(self, generator: torch.Generator) -> None:
         """Have the runs of later ranks start from the state that ``generator`` has now."""
         if generator not in self._streams:
             self._streams[generator] = _Stream(lambda: state_now(generator), lambda state: go_to(generator, state))
 
-    def check_use(self, rank: int, x: Tensor) -> None:
+    def _check_use(self, rank: int, x: Tensor) -> None:
         """Raise LayoutError if the run of another rank wrote to ``x``, which it did not make itself."""
         writer = self._writers.rank_of(x)
         if writer not in (None, rank, self._makers.rank_of(x)):
             raise LayoutError(_conflict(rank, x, writer))
 
-    def add_write(self, rank: int, x: Tensor) -> None:
+    def _add_write(self, rank: int, x: Tensor) -> None:
         """Record that the run of ``rank`` wrote to ``x``; raise LayoutError if another rank's run made it or wrote to it."""
         for other in (self._writers.rank_of(x), self._makers.rank_of(x)):
             if other not in (None, rank):
                 raise LayoutError(_conflict(rank, x, other))
         self._writers.add(rank, x)
 
-    def add_made(self, rank: int, x: Tensor) -> None:
+    def _add_made(self, rank: int, x: Tensor) -> None:
         """Record that the run of ``rank`` made the memory of ``x``."""
         if self._makers.rank_of(x) is None:
             self._makers.add(rank, x)
@@ -150,43 +198,6 @@ def function_arguments(function: Any, args: Sequence[Any]) -> Sequence[Any]:
         )
     runs, rank = _RUNNING.run
     return [runs.own_copy(rank, x) if isinstance(x, Tensor) else x for x in args]
-
-
-class _Run(TorchFunctionMode):
-    """Follows the torch functions that the run of one rank calls."""
-
-    def __init__(self, runs: RankRuns, rank: int) -> None:
-        super().__init__()
-        self._runs, self._rank = runs, rank
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        runs, rank, kwargs = self._runs, self._rank, kwargs or {}
-        given = [*leaves((args, kwargs))]
-        for value in given:
-            if isinstance(value, torch.Generator):
-                runs.watch_generator(value)
-        used = _tensors(given)
-        if func in _ACCUMULATING:
-            used += _leaves_below(used)
-        memories = [_memories(x) for x in used]
-        for x in _joined(memories):
-            runs.check_use(rank, x)
-        states = [_state(x) for x in used]
-        targets, uncounted = written_tensors(func, args, kwargs), statistics_written(func, args, kwargs)
-        accessor = getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
-        if torch.is_grad_enabled() and func not in _AS_GIVEN and (not accessor or func in _VIEWS):
-            args, kwargs = mapped(lambda x: x if _among(x, targets) else runs.own_copy(rank, x), (args, kwargs))
-        result = func(*args, **kwargs)
-        for x, own, state in zip(used, memories, states, strict=True):
-            if _state(x) != state or _among(x, uncounted) or (x.is_inference() and _among(x, targets)):
-                for memory in own:
-                    runs.add_write(rank, memory)
-        if not accessor:
-            before = {_key(x) for x in _joined(memories)}
-            for x in _joined(map(_memories, _tensors(leaves(result)))):
-                if _key(x) not in before:
-                    runs.add_made(rank, x)
-        return result
 
 
 class _Stream:
@@ -254,6 +265,19 @@ def _key(x: Tensor) -> int:
         return int(x.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return 0
+
+
+def _is_shared(x: Tensor, others: Sequence[Tensor]) -> bool:
+    """Whether the range of memory of ``x`` overlaps that of one of the others."""
+    first, last = _extent(x)
+    return any(_key(x) == _key(y) != 0 and first <= _extent(y)[1] and _extent(y)[0] <= last for y in others)
+
+
+def _extent(x: Tensor) -> tuple[int, int]:
+    """Return the offsets of the first and the last element of ``x`` in its memory; an empty range where it has none."""
+    if not x.numel():
+        return 1, 0
+    return x.storage_offset(), x.storage_offset() + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
 
 
 def _state(x: Tensor) -> Any:

@@ -129,12 +129,15 @@ class DTensor(torch.Tensor):
         stride: Sequence[int] | None = None,
         grad_placements: Sequence[Placement] | None = None,
     ) -> DTensor:
-        """The DTensor whose piece on this rank is ``local_tensor``, and stays it: they share memory; differentiable.
+        """Return the DTensor that has ``local_tensor`` as this rank's piece; differentiable.
+
+        A local tensor of one rank is the piece itself: they share memory, and a write to one shows in the other. In one process
+        that holds for the tensors of a ``per_rank([...])``. A plain tensor is shared by all ranks there, so each gets a copy.
 
         Args:
-            local_tensor: this rank's piece; with all ranks in one process a ``per_rank([...])`` (of a plain tensor every rank
-                gets a copy as its piece). One that is lazily negated (``x.conj().imag``) is computed, and shares nothing. Of a
-                rank outside the mesh it is not taken: that rank holds nothing, and gets zeros as the gradient.
+            local_tensor: this rank's piece; with all ranks in one process a ``per_rank([...])``, or a plain tensor for all. One
+                that is lazily negated (``x.conj().imag``) is computed, and shares nothing. Of a rank outside the mesh it is not
+                taken: that rank holds nothing, and gets zeros as the gradient.
             device_mesh: defaults to the mesh entered by ``with mesh:``.
             placements: default ``Replicate()`` on every mesh dim.
             run_check: compare shapes, dtypes and (for replicated mesh dims) values across ranks; names the offending rank.

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import dtensor as dt
@@ -192,6 +193,25 @@ def test_what_the_first_rank_makes_and_keeps_may_be_read() -> None:
     assert [shard[1].item() for shard in dt.map_ranks(run, mesh=MESH).shards] == [4.0, 5.0, 6.0]
 
 
+def test_what_all_ranks_return_is_a_copy_for_each() -> None:
+    shared = torch.zeros(4)
+    local, (parts, whole) = dt.map_ranks(lambda at: (shared, [shared[at[0] : at[0] + 1], shared[:2]]), mesh=MESH)
+    for x in (local, whole):
+        x.add_(1)
+        assert all(shard.eq(1).all() for shard in x.shards)
+    assert not shared.any()
+    assert parts.shards[1].data_ptr() == shared[1:].data_ptr()  # ranks' parts of it are as they are
+    x = dt.DTensor.from_local(dt.map_ranks(lambda at: shared, mesh=MESH), MESH, [dt.Replicate()])
+    assert x.add_(1).full_tensor().tolist() == [1.0] * 4
+
+
+def test_a_plain_tensor_that_all_ranks_return_has_the_gradient_that_every_rank_finds() -> None:
+    w = torch.ones(3, requires_grad=True)
+    (dt.map_ranks(lambda at: w, mesh=MESH) * dt.per_rank([torch.ones(3)] * 3)).sum().backward()
+    assert w.grad is not None
+    assert w.grad.tolist() == [1.0] * 3
+
+
 def test_normalization_that_does_not_train_writes_nothing() -> None:
     model = nn.BatchNorm1d(3).eval()
     found = dt.map_ranks(lambda at: model(torch.ones(2, 3)), mesh=MESH)
@@ -249,3 +269,35 @@ def test_the_generator_goes_on_from_where_the_first_rank_left_it() -> None:
     torch.manual_seed(2)
     dt.map_ranks(lambda at: torch.rand(4 + at[0]), mesh=MESH)
     assert torch.equal(torch.rand(1), expected[4:])
+
+
+# --- compiled functions -------------------------------------------------------------------------------------------------------
+def test_a_function_compiled_as_one_graph_runs_inside() -> None:
+    compiled = torch.compile(lambda x: x.sin() * 2, backend="eager", fullgraph=True)
+    found = dt.map_ranks(lambda at, x: compiled(x + at[0]), own_batches(), mesh=MESH)
+    for rank, shard in enumerate(found.shards):
+        assert torch.equal(shard, (BATCH + rank).sin() * 2)
+
+
+def test_a_compiled_function_of_a_plain_tensor_has_the_gradient_that_every_rank_finds() -> None:
+    w = torch.ones(3, requires_grad=True)
+    dt.map_ranks(lambda at: torch.compile(lambda: (w * 2).sum(), backend="eager")(), mesh=MESH).backward()
+    assert w.grad is not None
+    assert w.grad.tolist() == [2.0] * 3
+    whole = torch.compile(lambda: (w * 2).sum(), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"torch\.compile inside map_ranks, of tensors that require gradients"):
+        dt.map_ranks(lambda at: whole(), mesh=MESH)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_flex_attention_of_local_heads_runs_per_rank() -> None:
+    q, heads = torch.randn(1, 6, 16, 8), [dt.Shard(1)]
+    x = dt.distribute_tensor(q, MESH, heads)
+
+    def per_rank(*local: Any) -> Any:
+        return dt.map_ranks(lambda at, *own: flex_attention(*own), *local, mesh=MESH)
+
+    found = dt.local_map(per_rank, heads, (heads,) * 3, device_mesh=MESH)(x, x, x)
+    torch.testing.assert_close(found.full_tensor(), flex_attention(q, q, q))
+    with pytest.raises(Exception, match=r"tensors of each rank are not compiled into one graph. .*map_ranks"):
+        dt.local_map(flex_attention, heads, (heads,) * 3, device_mesh=MESH)(x, x, x)
