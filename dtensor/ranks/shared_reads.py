@@ -52,6 +52,7 @@ class UsedByRanks(torch.autograd.Function):
 @site  # values decide, so each replay compares those that it has
 def compare(*values: Tensor) -> None:
     """Raise LayoutError if gradients differ that ranks have of one value."""
+    values = tuple(x if x.layout is torch.strided else x.to_dense() for x in values)
     for grad in values[1:]:
         if not has_no_values(grad) and not torch.allclose(grad, values[0], *tolerance(values[0]), equal_nan=True):
             raise LayoutError(differing(grad.shape))

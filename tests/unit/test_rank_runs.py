@@ -76,6 +76,13 @@ def test_a_module_in_a_closure_has_the_gradients_that_every_rank_finds() -> None
         assert torch.equal(mine, parameter.grad)
 
 
+def test_sparse_gradients_are_what_every_rank_finds() -> None:
+    table = nn.Embedding(5, 3, sparse=True)
+    dt.map_ranks(lambda at: table(torch.tensor([1, 2, 1])).sum(), mesh=MESH).backward()
+    assert table.weight.grad is not None
+    assert table.weight.grad.to_dense()[:, 0].tolist() == [0.0, 2.0, 1.0, 0.0, 0.0]
+
+
 def test_gradients_that_differ_between_ranks_are_refused() -> None:
     w = torch.ones(3, requires_grad=True)
     loss = dt.map_ranks(lambda at: (w * (at[0] + 1)).sum(), mesh=MESH)
