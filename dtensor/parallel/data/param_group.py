@@ -30,10 +30,10 @@ from ...tensor.dtensor import wrap
 from .custom_collectives import Settings, gather_rows, scatter_row
 from .extensions import Extensions
 from .layouts import Axes
+from .managed import Managed, is_extended
 from .memory import Aliases, Lent, Memory, Whole
 from .neighbours import Neighbours
 from .offload import Host
-from .parameters import Managed, is_extended
 from .policy import MixedPrecisionPolicy
 
 LATER = -1  # no pass of autograd's has this number

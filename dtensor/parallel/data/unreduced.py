@@ -22,8 +22,8 @@ from ...errors import UnsupportedOperationError
 from ...tensor.dtensor import wrap
 from .gradient_node import Column
 from .gradients import Reduction, add, quiet, reductions, to_be_added
+from .managed import Managed
 from .param_group import Group
-from .parameters import Managed
 from .schedule import Schedule
 
 

@@ -1,0 +1,219 @@
+"""Cases of data-parallel units that run in one process and, unchanged, on four: what programs write to their parameters."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from case_lists import S0, Cases, R, by_rank, line, put, raises, square, value
+from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+import dtensor as dt
+from dtensor import DTensor
+from dtensor.errors import DTensorError, MeshError
+from dtensor.parallel import (
+    ColwiseParallel,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    RowwiseParallel,
+    fully_shard,
+    parallelize_module,
+    replicate,
+)
+
+CASES = Cases()
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 6), nn.Linear(6, 5, bias=False)).double()
+
+
+@functools.cache
+def named_square() -> dt.DeviceMesh:
+    return dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def _tensor_parallel() -> nn.Module:
+    mesh = named_square()
+    parallelize_module(model := net(), mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+WAYS: dict[str, Callable[[], Any]] = {
+    "fully_shard": lambda: fully_shard(net(), mesh=line()),
+    "offloaded": lambda: fully_shard(net(), mesh=line(), offload_policy=CPUOffloadPolicy()),
+    "copied and sharded": lambda: fully_shard(net(), mesh=square()),
+    "tensor parallel": _tensor_parallel,
+    "replicate": lambda: replicate(net(), line()),
+}
+
+
+def _part(rank: int) -> torch.Tensor:
+    """A rank's batch: ranks 0 and 1, as well as 2 and 3, have the same, since they may be tensor-parallel."""
+    return value(2, 3, seed=rank // 2) / 4
+
+
+def batch() -> torch.Tensor:
+    return by_rank(_part)
+
+
+def same_as(alone: nn.Module, model: nn.Module) -> None:
+    """The outputs on every rank, gradients and values of ``model`` are those of ``alone``, which has the mean of the losses."""
+    for x in (model, alone):
+        x.zero_grad()
+    model(batch()).square().mean().backward()
+    torch.stack([alone(_part(rank)).square().mean() for rank in range(4)]).mean().backward()
+    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        assert isinstance(ours, DTensor)
+        for x, y in ((ours.detach(), theirs.detach()), (ours.grad, theirs.grad)):
+            for piece in _pieces(x.full_tensor()):
+                torch.testing.assert_close(piece, y)
+
+
+def _pieces(x: Any) -> Any:
+    return x.shards if isinstance(x, dt.PerRank) else (x,)
+
+
+# --- values that a program gives parameters ------------------------------------------------------------------------------
+@CASES.case
+def data_with_other_placements_is_the_value_of_the_next_pass() -> None:
+    for name, make in WAYS.items():
+        for ran in (False, True):
+            model, alone = make(), net()
+            if ran:
+                model(batch())
+            where = [p.placements for p in model.parameters()]
+            for p in model.parameters():
+                p.data = (p.data * 2).redistribute(placements=[R] * p.device_mesh.ndim)
+            for p in alone.parameters():
+                p.data = p.data * 2
+            same_as(alone, model)
+            assert [p.placements for p in model.parameters()] == where, name
+
+
+@CASES.case
+def parameters_of_a_vector() -> None:
+    for make in WAYS.values():
+        model, alone = make(), net()
+        model(batch())
+        for each in (model, alone):
+            vector_to_parameters(parameters_to_vector(each.parameters()) * 2, each.parameters())
+        same_as(alone, model)
+
+
+@CASES.case
+def a_parameter_of_another_layout_in_place_of_one() -> None:
+    model, alone = fully_shard(net(), mesh=line()), net()
+    model[1].weight = nn.Parameter(put(value(5, 6) / 8, R))
+    alone[1].weight = nn.Parameter(value(5, 6) / 8)
+    same_as(alone, model)
+    assert model[1].weight.placements == (S0,)
+
+
+@CASES.case
+def another_shape_or_mesh_is_refused() -> None:
+    def with_data(model: Any, x: DTensor) -> None:
+        model[1].weight.data = x
+
+    def with_parameter(model: Any, x: DTensor) -> None:
+        model[1].weight = nn.Parameter(x)
+
+    for assign in (with_data, with_parameter):
+        for ran in (False, True):
+            for x, told in (
+                (put(value(7, 6), S0), r"float64\[7, 6\].*gathers one of float64\[5, 6\]"),
+                (put(value(5, 6), S0, R), "Mesh"),
+            ):
+                model = fully_shard(net(), mesh=line())
+                if ran:
+                    model(batch())
+                assign(model, x)
+                raises(MeshError, f"'weight' of Linear was replaced by.*{told}", lambda model=model: model(batch()))
+
+
+@CASES.case
+def a_tied_weight_replaced_in_one_place_is_refused() -> None:
+    model: Any = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)).double()
+    model[1].weight = model[0].weight
+    fully_shard(model, mesh=line())
+    model(batch())
+    model[1].weight = nn.Parameter(put(value(3, 3), S0))
+    raises(MeshError, "'weight' of Linear was replaced, but parameter 'weight' of Linear was not", lambda: model(batch()))
+
+
+# --- written while they are unsharded ---------------------------------------------------------------------------------------
+def _written(model: Any) -> None:
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+        model[1].weight[1] = 3.0
+        model[0].bias.data = model[0].bias.data + 1
+
+
+@CASES.case
+def what_is_written_to_unsharded_parameters_stays() -> None:
+    def reshard(model: Any) -> None:
+        model.reshard()
+
+    def infer(model: Any) -> None:
+        with torch.no_grad():
+            model(batch())
+
+    for make in WAYS.values():
+        for then in (reshard, infer, nn.Module.state_dict, lambda model: model(batch())):
+            model, alone = make(), net()
+            model(batch()).sum().backward()
+            model.unshard()
+            for each in (model, alone):
+                _written(each)
+            then(model)
+            same_as(alone, model)
+            same_as(alone, model)
+
+
+@CASES.case
+def what_is_not_written_to_unsharded_parameters_leaves_them() -> None:
+    for make in WAYS.values():
+        model = make()
+        before = [p._version for p in model.parameters()]
+        model.unshard()
+        out = model(batch())
+        model.reshard()
+        out.sum().backward()
+        assert [p._version for p in model.parameters()] == before
+
+
+@CASES.case
+def unsharded_parameters_of_another_dtype_keep_nothing() -> None:
+    model = fully_shard(net(), mesh=line(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
+    model.unshard()
+    with torch.no_grad():
+        model[0].weight.zero_()
+    raises(DTensorError, "'weight' of Linear was written to while it was unsharded.*cannot keep", model.reshard)
+    model.reshard()
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    model(batch())
+
+
+@CASES.case
+def parameters_written_to_between_forward_and_backward_are_refused() -> None:
+    model = fully_shard(net(), mesh=line())
+    loss = model(batch()).sum()
+    model.unshard()
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    raises(DTensorError, "written to in between", loss.backward)
+
+
+@CASES.case
+def another_shape_is_refused_under_transforms() -> None:
+    model = fully_shard(nn.Linear(3, 5, bias=False).double(), mesh=line())
+
+    def loss(w: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.func.functional_call(model, {"weight": w}, (batch(),))
+        return out.square().sum()
+
+    raises(MeshError, r"'weight' of FSDPLinear was replaced by", lambda: torch.func.grad(loss)(put(value(7, 3), S0)))
