@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from case_lists import S0, Cases, R, by_rank, line, put, raises, square, value
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils.checkpoint import checkpoint
 
 import dtensor as dt
 from dtensor import DTensor
@@ -145,6 +146,50 @@ def a_tied_weight_replaced_in_one_place_is_refused() -> None:
     raises(MeshError, "'weight' of Linear was replaced, but parameter 'weight' of Linear was not", lambda: model(batch()))
 
 
+# --- attributes ------------------------------------------------------------------------------------------------------------
+def _cut(name: str, module: nn.Module, mesh: dt.DeviceMesh) -> None:
+    if isinstance(module, nn.Linear):
+        module.weight = nn.Parameter(dt.distribute_tensor(module.weight.detach(), mesh, [S0]))  # without the attributes
+
+
+DISTRIBUTED: dict[str, Callable[[Any], Any]] = {
+    "fully_shard": lambda m: fully_shard(m, mesh=line()),
+    "replicate": lambda m: replicate(m, line()),
+    "distribute_module": lambda m: dt.distribute_module(m, line()),
+    "a partition function": lambda m: dt.distribute_module(m, line(), _cut),
+    "parallelize_module": lambda m: parallelize_module(m, line(), {"0": ColwiseParallel(), "1": RowwiseParallel()}),
+    "tensor and data parallel": lambda m: fully_shard(
+        parallelize_module(m, named_square()["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()}), mesh=named_square()["dp"]
+    ),
+}
+
+
+@CASES.case
+def attributes_of_parameters_stay() -> None:
+    for name, distribute in DISTRIBUTED.items():
+        model: Any = net().bfloat16()
+        for at, p in enumerate(model.parameters()):
+            p.no_decay, p.grad_dtype = at, torch.float32
+        distribute(model)
+        assert [(p.no_decay, p.grad_dtype) for p in model.parameters()] == [(at, torch.float32) for at in range(3)], name
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        for _ in range(2):
+            model(
+                put(value(4, 3).bfloat16(), R) if "module" in name or "function" in name else batch().bfloat16()
+            ).sum().backward()
+        assert all(p.grad.dtype is torch.float32 for p in model.parameters()), name
+
+
+@CASES.case
+def gradients_in_a_dtype_that_is_set_later() -> None:
+    for distribute in (DISTRIBUTED["fully_shard"], DISTRIBUTED["replicate"]):
+        model, alone = distribute(net()), net()
+        for each in (model, alone):
+            each[0].weight.grad_dtype = torch.float32
+        same_as(alone, model)
+        assert model[0].weight.grad.dtype is torch.float32
+
+
 # --- written while they are unsharded ---------------------------------------------------------------------------------------
 def _written(model: Any) -> None:
     with torch.no_grad():
@@ -217,3 +262,84 @@ def another_shape_is_refused_under_transforms() -> None:
         return out.square().sum()
 
     raises(MeshError, r"'weight' of FSDPLinear was replaced by", lambda: torch.func.grad(loss)(put(value(7, 3), S0)))
+
+
+# --- optimizers that step in backward -----------------------------------------------------------------------------------------
+class Chunked(nn.Module):
+    """A hidden layer, and an output layer that is called for one chunk of rows after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.hidden, self.out = nn.Linear(3, 4).double(), nn.Linear(4, 5).double()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.hidden(x)
+
+    def loss(self, x: torch.Tensor, call: Callable[..., Any] = lambda fn, *args: fn(*args)) -> Any:
+        chunks = self(x).split(1)
+        return sum(call(self.out, chunk).square().sum() for chunk in chunks)
+
+
+@CASES.case
+def an_optimizer_steps_in_backward_once_all_chunks_are_through() -> None:
+    again = functools.partial(checkpoint, use_reentrant=False)
+    for distribute in (DISTRIBUTED["fully_shard"], DISTRIBUTED["replicate"]):
+        for options in ({}, {"call": again}):
+            model, alone, calls = Chunked(), Chunked(), list[Any]()
+            distribute(model.out)
+            distribute(model)
+            for each in (model, alone):
+                for p in each.parameters():
+                    _step_in_backward(p, calls)
+            for _ in range(3):
+                calls.clear()
+                model.loss(batch(), **options).backward()
+                assert len(calls) == 4
+                torch.stack([alone.loss(_part(rank)) for rank in range(4)]).mean().backward()
+            for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+                for piece in _pieces(cast(DTensor, ours).full_tensor()):
+                    torch.testing.assert_close(piece, theirs)
+
+
+def _step_in_backward(p: nn.Parameter, calls: list[Any]) -> None:
+    optimizer = torch.optim.SGD([p], lr=0.01, momentum=0.9)
+
+    def step(own: torch.Tensor) -> None:
+        calls.append(own)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    p.register_post_accumulate_grad_hook(step)
+
+
+@CASES.case
+def hooks_of_parameters_see_the_sum_over_all_calls() -> None:
+    for distribute in (DISTRIBUTED["fully_shard"], DISTRIBUTED["replicate"]):
+        model, alone = Chunked(), Chunked()
+        distribute(model)
+        for each in (model, alone):
+            for p in each.parameters():
+                p.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+        out = sum(model(batch()).square().sum() for _ in range(2))
+        out.backward()
+        torch.stack([sum(alone(_part(rank)).square().sum() for _ in range(2)) for rank in range(4)]).mean().backward()
+        for ours, theirs in zip(model.hidden.parameters(), alone.hidden.parameters(), strict=True):
+            for piece in _pieces(cast(Any, ours.grad).full_tensor()):
+                torch.testing.assert_close(piece, theirs.grad)
+
+
+@CASES.case
+def a_backward_without_some_of_the_calls_reduces_what_came() -> None:
+    for distribute in (DISTRIBUTED["fully_shard"], DISTRIBUTED["replicate"]):
+        model, alone, calls = Chunked(), Chunked(), list[Any]()
+        distribute(model)
+        model.hidden.weight.register_post_accumulate_grad_hook(lambda p, calls=calls: calls.append(p))
+        losses = [model(batch()).square().sum() for _ in range(3)]
+        theirs = [torch.stack([alone(_part(rank)).square().sum() for rank in range(4)]).mean() for _ in range(3)]
+        for at in (0, 2):
+            losses[at].backward()
+            theirs[at].backward()
+            for piece in _pieces(cast(Any, model.hidden.weight.grad).full_tensor()):
+                torch.testing.assert_close(piece, alone.hidden.weight.grad)
+        assert len(calls) == 2

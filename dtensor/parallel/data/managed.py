@@ -137,6 +137,11 @@ class Managed:
                 self.owner.free()
                 self.owner.add([])  # whose parameters are ordered by their size
 
+    def gradient_layout(self) -> Layout:
+        """Return the layout of ``.grad``: that of the parameter, in its ``grad_dtype``."""
+        wanted = self.parameter.grad_dtype
+        return self.stored if wanted is None or wanted is self.stored.dtype else self.stored.replace(dtype=wanted)
+
     def tie(self) -> None:
         """Loading and ``to_empty`` put another tensor in each of the places: the first one's is everybody's."""
         module, name = self.places[0]

@@ -276,6 +276,7 @@ class Unit:
         """A group's local gradients (see ``Receiver``): reduced, or held for a later backward; the group freed."""
         schedule = self._scheduled()
         schedule.expect_end()
+        group.outstanding = max(0, group.outstanding - 1)
         reduced = (self.unreduced.give if asked else self.unreduced.receive)(schedule, group, gradients, distributed is None)
         use.ran, use.through = True, group.live.get(use, LATER) in (LATER, graph_task())
         self._expected.discard(use)

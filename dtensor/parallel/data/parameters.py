@@ -24,7 +24,7 @@ from ...mesh.derive import joined, on_one_root, picked, same_root
 from ...mesh.device_mesh import DeviceMesh, as_mesh
 from ...placement import Shard
 from ...tensor.dtensor import DTensor, wrap
-from ...tensor.replaced import note_replaced
+from ...tensor.replaced import Attributes, note_replaced
 from ...tensor.views.blocks import locals_of
 from .layouts import Axes, cutting
 from .managed import Managed, is_extended
@@ -104,6 +104,7 @@ def over_both(axes: Axes, x: Tensor, inside: Layout | None) -> tuple[Axes, Layou
 def _take(parameter: nn.Parameter, how: Cut) -> Managed:
     layout, whole, *_, axes = how
     made = nn.Parameter(wrap(_own_part(parameter, axes, whole, layout), layout), requires_grad=parameter.requires_grad)
+    Attributes.of(parameter).set_on(made)
     made._data_parallel = axes.kept_on  # type: ignore[attr-defined]  # a mark that survives in the parameter
     return Managed([], made, *how)
 
@@ -188,6 +189,7 @@ def _relocate(m: Managed, mesh: DeviceMesh) -> None:
         local = of_first(communicator_of(mesh), local, further)
     m.stored, m.compute = spelled_on(mesh, m.stored), spelled_on(mesh, m.compute)
     m.parameter = nn.Parameter(wrap(local, m.stored), requires_grad=old.requires_grad)
+    Attributes.of(old).set_on(m.parameter)
     m.parameter._data_parallel = old._data_parallel  # type: ignore[attr-defined]  # as _take does
     m.put(m.parameter)
     note_replaced(old, "fully_shard", m)
