@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from case_lists import S0, Cases, R, by_rank, line, put, raises, square, value
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -14,13 +15,14 @@ from torch.utils.checkpoint import checkpoint
 
 import dtensor as dt
 from dtensor import DTensor
-from dtensor.errors import DTensorError, MeshError
+from dtensor.errors import DTensorError, MeshError, UnitError
 from dtensor.parallel import (
     ColwiseParallel,
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     RowwiseParallel,
     fully_shard,
+    materialize,
     parallelize_module,
     replicate,
 )
@@ -343,3 +345,30 @@ def a_backward_without_some_of_the_calls_reduces_what_came() -> None:
             for piece in _pieces(cast(Any, model.hidden.weight.grad).full_tensor()):
                 torch.testing.assert_close(piece, alone.hidden.weight.grad)
         assert len(calls) == 2
+
+
+# --- meshes of fewer ranks ----------------------------------------------------------------------------------------------------
+def _normalized() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Linear(6, 5))
+
+
+@CASES.case
+def a_model_on_some_of_the_ranks() -> None:
+    mesh = dt.DeviceMesh("cpu", [0, 2])
+    outside = dist.is_initialized() and dist.get_rank() in (1, 3)
+    for distribute in (fully_shard, replicate):
+        for device in ("meta", "cpu"):
+            with torch.device(device):
+                model: Any = _normalized()
+            distribute(model[0], mesh=mesh)
+            distribute(model, mesh=mesh)
+            shapes = {name: tuple(x.shape) for name, x in _normalized().state_dict().items()}
+            assert {name: tuple(x.shape) for name, x in model.state_dict().items()} == shapes
+            materialize(model)
+            if outside:
+                assert all(not p.to_local().numel() for p in model.parameters())
+                raises(UnitError, "a rank that is not in this mesh.*ranks.*0, 2", lambda model=model: model(value(4, 3).float()))
+            else:
+                model(value(4, 3).float()).sum().backward()
+                assert all(p.grad.layout is p.layout for p in model.parameters())

@@ -190,7 +190,7 @@ class Unit:
             units = list(dict.fromkeys(unit for unit in below if unit is not None))
             managed = {(id(at), name) for u in units if u.axes.mesh.device_type != "meta" for at, name in u.places()}
             check_values(self.modules, managed)
-            made = Schedule(units)
+            made = Schedule(units, self.axes.mesh)
             for unit in units:
                 unit.schedule = made
         return self.schedule  # type: ignore[return-value]  # there is one now

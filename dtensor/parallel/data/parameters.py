@@ -145,12 +145,12 @@ def _own_part(parameter: Any, axes: Axes, whole: Layout, layout: Layout) -> Any:
     """This rank's block of the value that the first data-parallel rank has."""
     local = parameter._local if isinstance(parameter, DTensor) else parameter.detach()
     comm, mesh = communicator_of(axes.mesh), whole.mesh
+    if not communicator_of(mesh).held:
+        return torch.zeros(layout.local_shape(None), dtype=layout.dtype, device=local.device)
     if parameter.is_meta and not any(is_extended(x) or is_traceable_wrapper_subclass(x) for x in locals_of(parameter)):
         return comm.map(
             lambda member: torch.empty(layout.local_shape(mesh.coordinates[member]), dtype=layout.dtype, device="meta")
         )
-    if not communicator_of(mesh).held:
-        return local
     if not parameter.is_meta:
         local = local.to(axes.mesh.device_type)
         if isinstance(local, PerRank) or not comm.holds_all:
