@@ -213,8 +213,40 @@ def a_model_and_its_optimizer_load_under_other_names(folder: Path) -> None:
     found = {"steps": 0}
     assert load(found, folder, strict=False, rename={"step": "steps"}).missing_keys == []
     assert found["steps"] == 2
-    with pytest.raises(CheckpointError, match="two keys of 'the checkpoint' one name"):
+    with pytest.raises(CheckpointError, match="two values of the checkpoint the name 'same"):
         load(state, folder, rename=lambda key: "same")
+
+
+@case
+def a_dict_of_new_names_takes_dotted_names(folder: Path) -> None:
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    train(model, optimizer, None)
+    save({"model": model, "optimizer": optimizer, "more": {"list": [{"a": value(3)}], "n": 5}}, folder)
+    other = sharded(nn.Sequential(nn.ModuleDict({"inner": network()})), line(), Shard(0))
+    fresh = torch.optim.Adam(other.parameters(), lr=0.5)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    state = {"net": other, "optimizer": fresh, "more": {"list": [{"b": blank(value(3), line(), Shard(0))}]}, "n": 0}
+    names = {f"model.{name}": f"net.0.inner.{name}" for name in model.state_dict()}
+    assert load(state, folder, rename={**names, "more.list.0.a": "more.list.0.b", "more.n": "n"}).missing_keys == []
+    for p, q in zip(other.parameters(), model.parameters(), strict=True):
+        same(p, q.detach())
+        same(fresh.state[p]["exp_avg"], optimizer.state[q]["exp_avg"])
+    same(state["more"]["list"][0]["b"], value(3))  # type: ignore[index]  # nested
+    assert state["n"] == 5
+    flat = {name: torch.zeros_like(x) for name, x in model.state_dict().items()}
+    load(flat, folder, strict=False, rename={f"model.{name}": name for name in flat})
+    for name, x in flat.items():
+        same(x, model.state_dict()[name])
+    for wrong, said in (
+        ({"net.0.weight": "model.0.weight"}, r"rename matches nothing: none of \['net.0.weight'\]"),
+        ({"more.n": "more.list"}, "two values of the checkpoint the name 'more.list'"),
+        ({"model.0.weight": "model.0.bias"}, "two values of the checkpoint the name 'model.0.bias'"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            load(state, folder, strict=False, rename=wrong)
 
 
 # --- modules and optimizers -------------------------------------------------------------------------------------------------
