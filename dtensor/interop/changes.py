@@ -72,6 +72,13 @@ CHANGES = (
         "the names are kept by interop.state_dicts, which wraps them",
     ),
     Change(
+        "torch.distributed.checkpoint._state_dict_stager",
+        "its import",
+        "async_save copies the local tensors of DTensors; one method of StateDictStager, which copies attribute by attribute",
+        "2.11",
+        "the method is kept by interop.state_dicts, which wraps it",
+    ),
+    Change(
         "torch.utils.dlpack.to_dlpack",
         "import",
         "it exports memory without a check, and a DTensor has none; for a DTensor it returns x.__dlpack__()",

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..base.told import changed
 from ..errors import DTensorError, UnitError
-from .copies import marks
+from .copies import user_attributes
 
 Place = tuple[nn.Module, str]
 
@@ -53,7 +53,7 @@ class Attributes:
     def of(x: Tensor) -> Attributes:
         """Return the attributes of ``x``."""
         changed_dtype = x.is_leaf and x.grad_dtype != x.dtype
-        return Attributes(marks(x), (x.grad_dtype,) if changed_dtype else ())
+        return Attributes(user_attributes(x), (x.grad_dtype,) if changed_dtype else ())
 
     def set_on(self, made: Tensor) -> None:
         """Set them on the tensor that replaces ``x``, but for those that it has already."""
