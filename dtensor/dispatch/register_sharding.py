@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, get_overloads, overload
 
 from ..base.torch_internals import OpOverloadPacket
@@ -219,14 +219,14 @@ def _check_words(patterns: Sequence[Pattern], overload: Any, words: Mapping[str,
     sums = words.get("sums", "")
     listed = rows(partials)
     parts = listed.parts if isinstance(listed, together) else listed
-    spoken = {
+    spoken: dict[str, Set[str]] = {
         "sums": labels(sums if isinstance(sums, str) else " ".join(sums)),
         "kernels": frozenset(words.get("kernels") or ()),
         "sizes": frozenset(sizes),
         "nonempty": labels(words.get("nonempty", "")) - {"reduced"},
     }
     arguments = {argument.name for argument in arguments_given(overload)}
-    asked = {
+    asked: dict[str, Set[str]] = {
         "plain": set(words.get("plain", ())),
         "sizes": {size for size in sizes.values() if isinstance(size, str)},
         "partials": {name for part in parts if isinstance(part, (linear, one_of)) for name in part.given},
