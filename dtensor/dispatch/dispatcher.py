@@ -31,6 +31,7 @@ from ..rules.facts import rule_of_each
 from ..rules.registry import lookup
 from ..watch.levels import Level
 from . import wrapping
+from .announced import announced_call
 from .bind import bind, runner_of
 from .conditions import by_kinds, floats_by_default, under_default_dtype
 from .counted import Notes, counting, failed
@@ -251,6 +252,8 @@ def _broadcast(args: Any, kwargs: Any, local_args: Any, local_kwargs: Any) -> An
 
 def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout | Runner:
     if entry.func.namespace in _COLLECTIVES:
+        if (announced := announced_call(args[0])) is not None:
+            return announced
         wrapper = wrapped_by_torch(sys._getframe())
         if entry.operator.name == "c10d::broadcast_" and not wrapper and _replicated(args[0]):
             return _broadcast
