@@ -208,6 +208,10 @@ NAMES: dict[str, Internal] = {
     "TracingContext": Internal("torch._guards.TracingContext", "whether the compiler asks", _NONE),
     "Unsupported": Internal("torch._dynamo.exc.Unsupported", "a tensor that is not compiled says why", _NONE),
     "export_trace": Internal("torch.export._trace", "an exported program is refused, a graph captured for it is not", _NONE),
+    "CachingMode": Internal(
+        "torch.utils.checkpoint._CachingTorchDispatchMode", "gathers of parameters are hidden from checkpoint policies", _NONE
+    ),
+    "CachedMode": Internal("torch.utils.checkpoint._CachedTorchDispatchMode", "the same, in the recomputation", _NONE),
     "CheckpointPolicy": Internal(
         "torch.utils.checkpoint.CheckpointPolicy", "a collective is not computed again in a backward pass", _NONE
     ),

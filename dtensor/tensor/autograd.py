@@ -24,9 +24,11 @@ from typing import Any, cast
 import torch
 
 from ..base.caches import remembered
-from ..base.torch_internals import forward_ad, functorch_active
+from ..base.selective_checkpoint import policy_mode
+from ..base.torch_internals import forward_ad, functorch_active, is_legacy_batched
 from ..base.tracing import not_in_graph
 from ..comm import PerRank, communicator_of, shards_of
+from ..dispatch.announced import move_under_policy
 from ..dispatch.apart import apart, memory_of, unwritten
 from ..dispatch.brought_back import brought
 from ..dispatch.transformed import Transformed, alone, is_wrapped, layout_of, recorded, transformed
@@ -175,6 +177,9 @@ def move_apart(x: Any, target: Layout, async_op: bool = False) -> Any:
     """``x`` (a DTensor) under another layout, with memory of its own; no gradient recorded."""
     not_in_graph(x, "redistribute()")
     moves = None if x._layout.mesh != target.mesh else plan(x._layout, target)
+    if policy_mode() is not None:
+        made = move_under_policy(x, target, moves)
+        return tell_moved(x, made) if observed else made
     if moves is not None and not (async_op and moves.communicates):
         local = execute(moves, x._local)
         made = wrap_local(local if moves.communicates else apart(local, memory_of(x._local)), target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 import dtensor as dt
 from dtensor import DTensor, PerRank, Replicate, Shard
 from dtensor.debug import CommDebugMode
-from dtensor.errors import MeshError, PlacementError
+from dtensor.errors import MeshError, MixedTensorError, PlacementError
 from dtensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -406,6 +407,42 @@ def test_loss_parallel_takes_plain_targets_and_class_weights(dims: tuple[int, ..
     torch.testing.assert_close(loss.full_tensor(), expected)
     torch.testing.assert_close(x.grad.full_tensor(), logits.grad)
     torch.testing.assert_close(F.cross_entropy(x, targets, weight).full_tensor(), expected)  # it need not be said
+
+
+LOSSES: dict[str, tuple[bool, bool, float]] = {  # class probabilities as targets, class weights, label smoothing
+    f"{'probabilities' if soft else 'labels'}{', weights' * weighted}{', smoothing' * bool(smoothing)}": (
+        soft,
+        weighted,
+        smoothing,
+    )
+    for soft in (False, True)
+    for weighted in (False, True)
+    for smoothing in (0.0, 0.1)
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_parallel_takes_plain_operands_in_all_forms(name: str) -> None:
+    soft, weighted, smoothing = LOSSES[name]
+    plain = torch.randn(4, 7, dtype=torch.float64, requires_grad=True)
+    target = torch.rand(4, 7, dtype=torch.float64).softmax(1) if soft else torch.randint(7, (4,))
+    weight = torch.rand(7, dtype=torch.float64) if weighted else None
+    for placement, reduction in itertools.product((Shard(0), Shard(1), Replicate()), ("mean", "sum", "none")):
+        options = {"label_smoothing": smoothing, "reduction": reduction}
+        x = dt.distribute_tensor(plain.detach(), tp_mesh(), [placement]).requires_grad_()
+        with loss_parallel():
+            loss = F.cross_entropy(x, target, weight, **options)
+            loss.sum().backward()
+        expected = F.cross_entropy(plain, target, weight, **options)
+        (gradient,) = torch.autograd.grad(expected.sum(), plain)
+        torch.testing.assert_close(loss.full_tensor(), expected)
+        torch.testing.assert_close(x.grad.full_tensor(), gradient)
+
+
+def test_a_plain_target_that_needs_a_gradient_is_refused() -> None:
+    x = dt.distribute_tensor(torch.randn(4, 7), tp_mesh(), [Shard(1)])
+    with loss_parallel(), pytest.raises(MixedTensorError, match="plain tensor"):
+        F.cross_entropy(x, torch.rand(4, 7).softmax(1).requires_grad_())
 
 
 def test_cross_entropy_of_logits_sharded_over_the_vocabulary_needs_no_context() -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...base.recording import ACTIVE, Between, current
+from ...base.selective_checkpoint import hides_from_policies
 from ...comm import Communicator, Pending, communicator_of, each_shard, expect_locals, shards_of
 from ...comm.binding import Run
 from ...comm.events import because
@@ -180,6 +181,7 @@ class Group:
         """Changes whenever a parameter's value does."""
         return stamp(*[m.parameter for m in self.managed])
 
+    @hides_from_policies
     def start_gather(self, now: Stamp | None = None) -> None:
         """Issue the all-gather, unless what is gathered is still right. ``now``: the stamp, where somebody looked already."""
         if not self.managed:
@@ -250,6 +252,7 @@ class Group:
             found = self._bound[key] = bind()
         return found
 
+    @hides_from_policies
     @functools.partial(because, "gather parameters")
     def gather(self, now: Stamp | None = None) -> None:
         """The parameters, whole, in the buffer; as :meth:`start_gather`."""
@@ -298,6 +301,7 @@ class Group:
             self.free()
             self.whole.kept = kept
 
+    @hides_from_policies
     def free(self) -> None:
         """Give the gathered values' memory back."""
         self.whole.kept = None
