@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ..base.by_key import by_key
@@ -26,6 +27,7 @@ class Said(NamedTuple):
 
 
 _BEFORE = " in what was computed before this; check_ranks('strict') names the operation"
+_HASH_OF, _WHAT_OF = attrgetter("hash"), attrgetter("what")
 _GATHERING_S = 1.0  # for ranks that are about to come, so that the verdict can name who agrees with whom
 
 
@@ -64,10 +66,12 @@ def _first_operation(board: Board, found: dict[int, Entry]) -> tuple[int, dict[i
         if any(page is None for page in pages.values()):
             continue
         counts = {rank: min(page.words[0], found[rank].operations) for rank, page in pages.items() if page is not None}
-        for number in range(max(1, min(counts.values()) - DEPTH + 2), max(counts.values()) + 1):
-            done = {rank: entry_in(pages[rank], number) if number <= counts[rank] else None for rank in found}
-            if len({None if entry is None else entry.hash for entry in done.values()}) > 1:
-                return number, {rank: entry for rank, entry in done.items() if entry is not None}
+        numbers = range(max(1, min(counts.values()) - DEPTH + 2), max(counts.values()) + 1)
+        for differs in (_HASH_OF, _WHAT_OF):  # of operations without an order the hash is the same, whichever they are
+            for number in numbers:
+                done = {rank: entry_in(pages[rank], number) if number <= counts[rank] else None for rank in found}
+                if len({None if entry is None else differs(entry) for entry in done.values()}) > 1:
+                    return number, {rank: entry for rank, entry in done.items() if entry is not None}
     return None
 
 
