@@ -271,10 +271,12 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
     if special is not None:
         return _kept(entry, signature, special)
     plan, found = _planned(operator, args, kwargs, bound, meshes)
-    agree_on_declared(operator, bound, plan)
+    compared = agree_on_declared(operator, bound, plan)
     found = _conditional(plan, found, operator, args, kwargs, bound)
     if floats_by_default(plan):
         found = under_default_dtype(runner_of(found, operator), partial(_anew, entry, signature))
+    if compared and operator.mutated and plan.rule is not None and plan.rule.kind == "pointwise":
+        return found  # not kept: a plain value that is written to a DTensor is compared in every call
     return _kept(entry, signature, found)
 
 

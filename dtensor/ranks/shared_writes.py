@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.nested import listed
-from ..errors import LayoutError
+from ..errors import LayoutError, MixedTensorError
 from .assign import assign
 
 _WRITING = frozenset(("__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__", "__imod__"))
@@ -44,10 +44,20 @@ class AgreedByRanks(torch.autograd.Function):
 
 
 def written_tensors(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The plain tensors that a call writes to."""
+    """Return the plain tensors that a call with tensors of each rank's own writes to.
+
+    Raises:
+        MixedTensorError: it writes to a DTensor.
+    """
     name = getattr(func, "__name__", "").partition(".")[0]
     writes = name in _WRITING or (name.endswith("_") and not name.endswith("__"))
-    return [x for value in (*(args[:1] if writes else ()), kwargs.get("out")) for x in listed(value) if _is_plain(x)]
+    written = [x for value in (*(args[:1] if writes else ()), kwargs.get("out")) for x in listed(value)]
+    if any(hasattr(x, "_layout") for x in written):
+        raise MixedTensorError(
+            f"{name} would write a tensor of each rank's own into a DTensor, which is one value: distribute what it was made "
+            "from with distribute_tensor(t, mesh, placements), or write a DTensor: DTensor.from_local(x, mesh, placements)"
+        )
+    return [x for x in written if _is_plain(x)]
 
 
 def _is_plain(value: Any) -> bool:
