@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dtensor as dt
 from dtensor import DTensor
-from dtensor.errors import DTensorError, MeshError, MixedTensorError, UnitError
+from dtensor.errors import ArgumentError, DTensorError, MeshError, MixedTensorError, UnitError
 from dtensor.parallel import (
     ColwiseParallel,
     CPUOffloadPolicy,
@@ -476,3 +476,11 @@ def a_plain_value_that_differs_between_ranks_is_refused() -> None:
         )
     for piece in _pieces(model.running_mean.full_tensor()):
         torch.testing.assert_close(piece, torch.arange(3.0))
+
+
+# --- the arguments of PyTorch's replicate --------------------------------------------------------------------------------------
+@CASES.case
+def replicate_takes_device_mesh() -> None:
+    model, alone = replicate(net(), device_mesh=line(), bucket_cap_mb=25, gradient_as_bucket_view=True), net()
+    same_as(alone, model)
+    raises(ArgumentError, "one of mesh=, device_mesh= and process_group=", lambda: replicate(net(), line(), device_mesh=line()))
