@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ...errors import UnsupportedOperationError
+from ...errors import ArgumentError, UnsupportedOperationError
 from ...mesh.device_mesh import DeviceMesh
 from .buffers import Buffers
 from .comm_hook import CommHook, Reducer
@@ -89,6 +89,7 @@ def replicate(
     ignored_modules: Iterable[nn.Module] = (),
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    device_mesh: Any = None,
     process_group: Any = None,
     find_unused_parameters: bool = False,
     static_graph: bool = False,
@@ -110,6 +111,7 @@ def replicate(
         broadcast_buffers: otherwise buffers stay each rank's own: plain tensors.
         ignored_modules, ignored_params: left as they are.
         dp_mesh_dims: the dims of ``mesh`` to average over, by name (``replicate=``), where it has others too.
+        device_mesh: another name of ``mesh``, as of ``torch.distributed._composable.replicate``.
         process_group: a group of ``torch.distributed`` instead of a mesh.
         find_unused_parameters, static_graph: taken, as of ``DistributedDataParallel``; unused parameters are found anyway.
         gradient_as_bucket_view: ``.grad`` are views of buckets that stay, so that gradients have memory once, and always the
@@ -130,6 +132,9 @@ def replicate(
     check_policy(mp_policy)
     modules = outermost(module, "replicate")
     check_offload(offload_policy)
+    if sum(given is not None for given in (mesh, device_mesh, process_group)) > 1:
+        raise ArgumentError("replicate takes one of mesh=, device_mesh= and process_group=, which say the same")
+    mesh = mesh if device_mesh is None else device_mesh
     axes = copying(mesh if process_group is None else _mesh_over(process_group, modules), dp_mesh_dims, offload_policy)
     ignored = {p for inner in ignored_modules for p in inner.parameters()} | set(ignored_params or ())
     unit = _unit(modules, axes, ignored, mp_policy, _bytes_of(bucket_cap_mb), broadcast_buffers)
