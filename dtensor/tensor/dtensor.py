@@ -187,8 +187,8 @@ class DTensor(torch.Tensor):
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the global value as a plain tensor on every rank, with memory of its own; differentiable. Costs the
-        redistribution to ``Replicate``. ``grad_placements`` as of :meth:`to_local`. In one process a ``per_rank`` tensor where ranks
-        differ: in the value on a submesh, in the gradient under ``Partial``."""
+        redistribution to ``Replicate``. ``grad_placements`` as of :meth:`to_local`. In one process a ``per_rank`` tensor where
+        ranks differ: in the value on a submesh, in the gradient under ``Partial``."""
         return to_whole(self, grad_placements)
 
     def redistribute(
