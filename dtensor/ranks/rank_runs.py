@@ -274,7 +274,7 @@ def _is_shared(x: Tensor, others: Sequence[Tensor]) -> bool:
     return any(_key(x) == _key(y) != 0 and first <= _extent(y)[1] and _extent(y)[0] <= last for y in others)
 
 
-def _extent(x: Tensor) -> tuple[int, int]:
+def _extent(x: Tensor) -> tuple[int | torch.SymInt, int | torch.SymInt]:
     """Return the offsets of the first and the last element of ``x`` in its memory; an empty range where it has none."""
     if not x.numel():
         return 1, 0
