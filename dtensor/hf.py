@@ -112,8 +112,9 @@ def _computed_again(model: Any) -> Callable[[nn.Module], None]:
         left = [name for name, table in tables.items() if _same_as_before(table)]
         if left:
             raise CheckpointError(
-                f"{type(module).__name__} computes its buffers {left} when it is built, and {type(model).__name__}._init_weights "
-                "does not compute them again: build the model on a device and distribute it, instead of from_pretrained"
+                f"{type(module).__name__} computes its buffers {left} in its constructor, and "
+                f"{type(model).__name__}._init_weights does not compute them again; build the model on a real "
+                "device and distribute it, instead of from_pretrained"
             )
 
     return init
@@ -161,8 +162,8 @@ def prepared(trainer: Any, mesh: Any) -> Any:
     names = mesh.mesh_dim_names or ()
     if not names or not set(names) <= set(_OF_BATCHES):
         raise MeshError(
-            f"{mesh!r}: give its dims the names that accelerate knows, {', '.join(_OF_BATCHES)}, by which it tells which ranks "
-            "get the same rows of a batch"
+            f"{mesh!r} has no mesh dims with the names that accelerate uses, {', '.join(_OF_BATCHES)}; with "
+            "these names it finds which ranks get the same rows of a batch"
         )
     if mesh.kind == "process_group":
         trainer.accelerator.prepare_model = lambda model, **_: model
@@ -200,7 +201,8 @@ def adapted_plan(model: Any) -> dict[str, str]:
     styles = getattr(base, "_tp_plan", None)
     if not styles:
         raise PlacementError(
-            f"{type(base).__name__} brings no plan of its own (model._tp_plan): name its modules and their styles"
+            f"{type(base).__name__} has no tensor-parallel plan (model._tp_plan); pass a plan with the names "
+            "of its modules and their styles"
         )
     names = {module: name for name, module in base.named_modules()}
     plan = {}
@@ -215,8 +217,8 @@ def adapted_plan(model: Any) -> dict[str, str]:
                 plan[name] = style
             elif factor is None or not hasattr(module, factor):
                 raise PlacementError(
-                    f"{name!r}, whose style is {style!r}, is adapted by a {type(module).__name__}: a plan is known for matrices "
-                    "with factors of low rank (lora_A and lora_B); name its parts and their styles"
+                    f"{name!r} has the style {style!r} and is adapted by a {type(module).__name__}, but only low-rank "
+                    "adapters (lora_A and lora_B) have a known plan; pass a plan with its submodules and their styles"
                 )
             else:
                 plan[f"{name}.base_layer"] = plan[f"{name}.{factor}.*"] = style

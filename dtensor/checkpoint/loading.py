@@ -258,7 +258,7 @@ def _fill(out: torch.Tensor, boxes: list[Box], name: str, files: Files) -> None:
         out.copy_(dense)
     left = out.numel() - sum(math.prod(box.size) for box in boxes)
     if left:
-        raise CheckpointError(f"the stored blocks of {name!r} leave {left} of its elements out")
+        raise CheckpointError(f"the stored blocks of {name!r} do not cover {left} of its elements")
 
 
 def _account(read: torch.Tensor, piece: Held, boxes: list[Box], name: str, files: Files, sums: Sums) -> None:

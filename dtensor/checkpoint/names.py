@@ -30,7 +30,7 @@ def renamed(manifest: Manifest, rename: Callable[[str], str] | Mapping[str, str]
             case dict():
                 keys = {key: new(key) if isinstance(key, str) else key for key in tree}
                 if len(set(keys.values())) < len(keys):
-                    raise CheckpointError(f"rename gives two keys of {name_of(path) or 'the checkpoint'!r} one name: {keys}")
+                    raise CheckpointError(f"rename= maps two keys of {name_of(path) or 'the checkpoint'!r} to one name: {keys}")
                 return {keys[key]: visit(_listed(key, item, new), (*path, keys[key])) for key, item in tree.items()}
             case torch.Size():
                 return tree

@@ -127,7 +127,7 @@ def unregister_sharding(op: Any) -> None:
 
 def _declare_table(overloads: Sequence[Any], samples: Sequence[Any], table: Table) -> Table:
     if not callable(table):
-        raise RuleError(f"register_sharding decorates a function that returns rows, got {table!r}")
+        raise RuleError(f"register_sharding decorates a function that returns strategies, got {table!r}")
     _declare({found: _by_table(table, samples, operator_of(found).outs) for found in overloads})
     return table
 
@@ -191,10 +191,10 @@ def _overload(op: Any) -> Any:
         return found
     if isinstance(op, OpOverloadPacket):
         names = ", ".join(f"torch.ops.{getattr(op, name)}" for name in op.overloads())
-        raise RuleError(f"{op} has several signatures, each with rows of its own; register one or a list of {names}")
+        raise RuleError(f"{op} has several overloads with different signatures; register one, or a list of {names}")
     raise RuleError(
-        "register_sharding takes an operator's overload, torch.ops.aten.add.Tensor for example, or what torch.library.custom_op "
-        f"returned, got {op!r}"
+        "register_sharding takes an operator overload, such as torch.ops.aten.add.Tensor, or the result "
+        f"of torch.library.custom_op, got {op!r}"
     )
 
 

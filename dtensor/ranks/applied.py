@@ -104,8 +104,8 @@ def _forward(plain: Callable[..., Any], cls: Any, looked_up: bool, gradients: bo
     _APPLIED.noted = [*map(id, ranks)]
     if not of_ranks and not looked_up and gradients and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
         raise LayoutError(
-            f"{cls.__name__}.apply was kept from before tensors of all ranks were in use, and makes some of plain ones: "
-            f"look it up where it is called, {cls.__name__}.apply(x)"
+            f"{cls.__name__}.apply was read before PerRank tensors were in use, and does not support them; "
+            f"read it again at the call: {cls.__name__}.apply(x)"
         )
     if of_ranks and later:
         _APPLIED.joint = cls

@@ -275,7 +275,9 @@ def count_ranks(value: Any, expected: int = 0) -> int:
     if isinstance(value, (PerRank, RankValues, RankNumber)):
         count = len(value if isinstance(value, RankValues) else value.values if isinstance(value, RankNumber) else value.shards)
         if expected not in (0, count):
-            raise MeshError(f"values of {count} ranks do not go together with {expected} ranks: they belong to different meshes")
+            raise MeshError(
+                f"a value of {count} ranks and one of {expected} ranks cannot be combined: they belong to different meshes"
+            )
         return count
     for item in _items(value):
         if type(item) is PerRank and len(item.shards) == expected:
@@ -332,8 +334,9 @@ def merge(results: list[Any], leaf: Callable[[list[Any]], Any], ragged: bool = T
             return like(first, [merge(list(column), leaf, ragged) for column in columns])
         if not ragged:
             raise LayoutError(
-                f"the ranks' results have {[len(result) for result in results]} items: they cannot be one sequence; "
-                "run per-rank code with dtensor.map_ranks(lambda coordinate, x: ..., x, mesh=mesh)"
+                f"the results of the ranks have different lengths, {[len(result) for result in results]}, and "
+                "cannot be one sequence; run per-rank code with dtensor.map_ranks(lambda coordinate, x: ..., x, "
+                "mesh=mesh)"
             )
     return first if isinstance(first, (list, tuple)) and not first and not any(results) else leaf(results)
 

@@ -65,8 +65,9 @@ def write_back(target: Tensor, shards: Sequence[Tensor]) -> None:
         same = shard.shape == first.shape and bool(((shard == first) | ((shard != shard) & (first != first))).all())
         if not same:
             raise LayoutError(
-                f"the ranks write different values into one plain tensor of shape {tuple(target.shape)}: with processes each "
-                "would have its own; make it per_rank([...]), or write x = x + y instead of x += y"
+                f"the ranks write different values into one plain tensor of shape {tuple(target.shape)}; on "
+                "processes each rank would have its own tensor. Make it per_rank([...]), or write x = x + y "
+                "instead of x += y"
             )
     if target.shape != first.shape:
         target.resize_(first.shape)

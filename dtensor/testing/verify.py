@@ -67,7 +67,7 @@ class Report:
 
     def __str__(self) -> str:
         head = (
-            f"{self.name}: {self.cases} cases, {len(self.rows.forced)} of {len(self.rows.declared)} rows forced, "
+            f"{self.name}: {self.cases} cases, {len(self.rows.forced)} of {len(self.rows.declared)} strategies run, "
             f"{len(self.wrong)} wrong, {len(self.missing)} missing"
         )
         return "\n".join([head, *map(str, self.wrong), *(f"  missing {gap}" for gap in self.missing)])

@@ -300,7 +300,7 @@ def test_copies_and_pickles() -> None:
 
 
 def test_what_cannot_be_one_is_refused() -> None:
-    with pytest.raises(MeshError, match="2 ranks do not go together with 3"):
+    with pytest.raises(MeshError, match="2 ranks and one of 3 ranks cannot be combined"):
         ragged() + even()
     for wrong in ([], [1.0], [even()]):
         with pytest.raises(PlacementError, match="one plain tensor per rank"):

@@ -48,7 +48,10 @@ class Reduction:
         if self._hooked is not None:
             self._divisor = None  # it averages by itself
             if not average:
-                raise DTensorError("a communication hook averages, but the gradients of a DTensor batch's global loss are summed")
+                raise DTensorError(
+                    "communication hooks average gradients, but the gradients of a global loss of DTensors are "
+                    "summed; remove the hook"
+                )
         self._op = "avg" if average and self._divisor is None else "sum"
         if self._divisor is not None:
             says(group.axes.mesh, f"gradients divided by {self._divisor}")

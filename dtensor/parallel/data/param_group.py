@@ -92,8 +92,8 @@ class Group:
         """
         if axes != self.axes:
             raise UnitError(
-                f"a parameter that two modules have in common lies over {self.axes.mesh!r} in the inner unit, and is to lie over "
-                f"{axes.mesh!r} in the outer one; give both the same mesh and offload_policy"
+                f"a parameter that two modules share is sharded over {self.axes.mesh!r} in the inner unit and "
+                f"over {axes.mesh!r} in the outer one; use the same mesh and offload_policy for both"
             )
         self.managed.remove(one)
         one.owner = None
@@ -339,7 +339,8 @@ class Group:
         now = self._looked_up()
         if stamp != now:
             raise DTensorError(
-                "backward needs parameters as they were in forward, but one was written to in between (by an optimizer step?), "
-                "or replaced (by torch.func.functional_call?); call backward() before step(), or recompute the forward pass"
+                "backward needs the parameters of forward, but one was written to in between (by an optimizer "
+                "step?), or replaced (by torch.func.functional_call?). Call backward() before step(), or "
+                "recompute the forward pass"
             )
         return now

@@ -86,9 +86,9 @@ class Managed:
             return False
         if torch.is_grad_enabled() and not isinstance(found, nn.Parameter) and _followed(found):
             raise UnsupportedOperationError(
-                f"{name!r} of {type(module).__name__} is a parameter under data parallelism, its gradient arrives in its .grad: "
-                "torch.func.functional_call cannot give it a value that gradients or tangents are recorded of; give it "
-                "x.detach(), or use the module before fully_shard or replicate"
+                f"{name!r} of {type(module).__name__} is a parameter under data parallelism, and its gradient is "
+                "reduced into .grad, so torch.func.functional_call cannot replace it with a value that requires "
+                "grad; pass x.detach(), or use the module before fully_shard or replicate"
             )
         if not isinstance(found, DTensor) or found.placements != self.stored.placements:
             raise MeshError(
@@ -218,7 +218,7 @@ def is_extended(x: Tensor) -> bool:
     """
     found = [] if type(x) is Tensor and not x.__dict__ else [name for name in HOOKS if hasattr(x, name)]
     if len(found) == 1:
-        raise TypeError(f"{type(x).__name__} has {found[0]} alone; what is gathered needs both {' and '.join(HOOKS)}")
+        raise TypeError(f"{type(x).__name__} has {found[0]} only, but an all-gather extension needs both {' and '.join(HOOKS)}")
     return bool(found)
 
 
@@ -248,8 +248,8 @@ def _asked(parameter: nn.Parameter, where: ShardPlacement | None, axes: Axes) ->
         return 0, axes
     if not isinstance(asked, Shard) or not -parameter.ndim <= asked.dim < parameter.ndim:
         raise (ContradictionError if isinstance(asked, Shard) else PlacementError)(
-            f"shard_placement_fn gave {asked!r} for a parameter of shape {tuple(parameter.shape)}; "
-            f"return Shard(dim) with a dim below {parameter.ndim}, None for Shard(0), or a ShardPlacementResult"
+            f"shard_placement_fn returned {asked!r} for a parameter of shape {tuple(parameter.shape)}; return "
+            f"Shard(dim) with a dim below {parameter.ndim}, None for Shard(0), or a ShardPlacementResult"
         )
     return asked.dim % parameter.ndim, axes
 
@@ -320,8 +320,9 @@ def joined_mesh(dp: DeviceMesh, tp: DeviceMesh) -> DeviceMesh:
     """The mesh over the dims of both, in the order of the mesh that both are parts of."""
     if not same_root(dp, tp):
         raise MeshError(
-            f"a parameter lives on {tp!r}, which does not come from the same mesh as {dp!r}; slice both from one: "
-            "mesh = init_device_mesh(device_type, (2, 2), mesh_dim_names=('dp', 'tp')), then mesh['dp'] and mesh['tp']"
+            f"a parameter is on {tp!r}, which is not a submesh of the same mesh as {dp!r}; slice both from "
+            "one: mesh = init_device_mesh(device_type, (2, 2), mesh_dim_names=('dp', 'tp')), then mesh['dp'] "
+            "and mesh['tp']"
         )
     return dp._derive(*joined(dp, tp))
 
@@ -336,7 +337,8 @@ def beside(layout: Layout, dp: DeviceMesh) -> Layout | None:
     rest = [i for i, dims in enumerate(mesh._dims) if not (same_root(mesh, dp) and dims in dp._dims)]
     if any(not placement.is_replicate() for i, placement in enumerate(layout.placements) if i not in rest):
         raise MeshError(
-            f"a parameter is laid out over the data-parallel mesh {dp!r} already: {layout!r}; parallelize it over another dim"
+            f"a parameter is already distributed over the data-parallel mesh {dp!r}: {layout!r}; parallelize "
+            "it over another mesh dim"
         )
     if len(rest) == mesh.ndim:
         return layout

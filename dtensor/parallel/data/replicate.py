@@ -48,7 +48,7 @@ class ReplicatedModule(FSDPModule):
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Refused: whole parameters are not gathered."""
-        raise UnsupportedOperationError("a replicated module gathers nothing; leave set_custom_all_gather out")
+        raise UnsupportedOperationError("a replicated module has no all-gather; remove set_custom_all_gather")
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Refused: gradients are all-reduced."""

@@ -44,8 +44,8 @@ def _whole(group: Group, m: Managed, distributed: bool) -> Any:
     x, axes = _standing(m), group.axes
     if Extensions.among([m]):
         raise UnsupportedOperationError(
-            f"{m.places[0][1]!r} says by fsdp_pre_all_gather what of it is gathered, which transforms of torch.func cannot "
-            "follow; use the module before fully_shard"
+            f"{m.places[0][1]!r} has fsdp_pre_all_gather, which transforms of torch.func do not support; use "
+            "the module before fully_shard"
         )
     if axes.host is not None:
         x = x.to(axes.mesh.device_type)

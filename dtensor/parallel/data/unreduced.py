@@ -59,10 +59,12 @@ class Unreduced:
         """
         if not self.sync or self.in_order or self.defers or not group.settings.all_reduces or group.scattered:
             raise UnsupportedOperationError(
-                "torch.autograd.grad, backward(inputs=) and schedules that part backward in two (zero bubble, DualPipeV) ask for "
-                "gradients of parameters that replicate, or fully_shard under set_requires_gradient_sync(False), "
-                "set_requires_all_reduce(False) or set_reduce_scatter_unused_params(True), reduces later; call backward() and "
-                "read .grad, take fully_shard without these, or ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B"
+                "gradients of these parameters are reduced later, so torch.autograd.grad, backward(inputs=) and "
+                "schedules with a split backward (zero bubble, DualPipeV) cannot return them. This is so under "
+                "replicate, and under fully_shard with set_requires_gradient_sync(False), "
+                "set_requires_all_reduce(False) or set_reduce_scatter_unused_params(True). Call backward() and "
+                "read .grad, use fully_shard without these, or ScheduleGPipe, Schedule1F1B or "
+                "ScheduleInterleaved1F1B"
             )
         given: dict[Tensor, Tensor] = {}
         for reduction in reductions(group, gradients, average, schedule.spare):

@@ -56,8 +56,9 @@ class PrepareModuleInput(ParallelStyle):
         self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
         if not _alike(self.input_kwarg_layouts, self.desired_input_kwarg_layouts):
             raise PlacementError(
-                f"input_kwarg_layouts names {sorted(self.input_kwarg_layouts)}, desired_input_kwarg_layouts "
-                f"{sorted(self.desired_input_kwarg_layouts)}; give both for the same arguments, nested alike"
+                f"input_kwarg_layouts has {sorted(self.input_kwarg_layouts)}, desired_input_kwarg_layouts "
+                f"{sorted(self.desired_input_kwarg_layouts)}; pass both for the same arguments, with the same "
+                "nesting"
             )
         self.use_local_output = use_local_output
 
@@ -196,7 +197,7 @@ def _moved(x: Any, mesh: DeviceMesh, given: Layouts, wanted: Layouts, use_local:
         return like(x, moved)
     if not isinstance(x, torch.Tensor):
         raise PlacementError(
-            f"the layout {given} is for a tensor, got {_shown(x)}; give None to leave it alone, or nested layouts"
+            f"the layout {given} is given for {_shown(x)}, which is not a tensor; pass None for it, or nested layouts"
         )
     distributed = (
         brought(x, mesh, given, positive(wanted, x.ndim)) if isinstance(wanted, Placement) else annotated(x, mesh, given)
@@ -217,8 +218,8 @@ def _matched(given: Layouts, wanted: Layouts, what: str) -> tuple[tuple[Layouts,
     same = (one is None) == (other is None)
     if not same or (one is not None and other is not None and not (len(one) == len(other) and _alike(one, other))):
         raise ContradictionError(
-            f"{what}_layouts {given} and desired_{what}_layouts {wanted} must have the same length: one entry per {what}, "
-            "a Placement, None, or for a nested value a tuple or dict of such"
+            f"{what}_layouts {given} and desired_{what}_layouts {wanted} must have the same length: one entry "
+            f"per {what}, a Placement, None, or for a nested value a tuple or dict of them"
         )
     return one, other
 
@@ -245,4 +246,4 @@ def _alike(given: Any, wanted: Any) -> bool:
 def _same_number(values: Sequence[Any], layouts: Sequence[Any], what: str, side: str | None = None) -> None:
     if len(values) != len(layouts):
         law = "give one for each;" if side is None else f"{side}_layouts takes as many as the module has {side}s;"
-        raise PlacementError(f"{len(values)} {what}, but {len(layouts)} layouts: {law} None is for those to leave alone")
+        raise PlacementError(f"{len(values)} {what}, but {len(layouts)} layouts: {law} Use None for those that stay as they are")

@@ -44,8 +44,8 @@ def family_of(module: nn.Module) -> Family:
     weight = tensor_of(module, "weight")
     if weight is None or weight.ndim != 2:
         raise StyleError(
-            f"{type(module).__name__} has no parameter `weight` of two dims, so there are no columns or rows to cut; "
-            "parallelize its submodules, or define a ParallelStyle of your own"
+            f"{type(module).__name__} has no 2-d parameter `weight` with columns or rows to shard; "
+            "parallelize its submodules, or define your own ParallelStyle"
         )
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) or hasattr(module, "num_embeddings"):
         return "embedding"
@@ -145,7 +145,7 @@ class ColwiseParallel(_MatrixParallel):
     ) -> None:
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
         if (count := whole(parts, "ColwiseParallel(parts=)")) < 1:
-            raise StyleError(f"ColwiseParallel(parts=) counts matrices, from 1 on, got {count}")
+            raise StyleError(f"ColwiseParallel(parts=) takes the number of fused matrices, at least 1, got {count}")
         self.parts = count
 
     def _lay_out(self, module: nn.Module, mesh: DeviceMesh, dim: int) -> None:

@@ -49,11 +49,14 @@ def lay_out_parts(module: nn.Module, name: str, mesh: DeviceMesh, dim: int, part
     own = module._parameters.get(name)
     if own is None or isinstance(own, DTensor) or is_parametrized(module, name):
         raise StyleError(
-            f"{name!r} of {type(module).__name__} is computed from others, or distributed already: only a plain parameter is "
-            "taken apart; apply this style first"
+            f"{name!r} of {type(module).__name__} is parametrized or distributed already, but parts= needs a "
+            "plain parameter; apply this style first"
         )
     if own.shape[dim] % parts:
-        raise StyleError(f"{name!r} of {type(module).__name__} has {own.shape[dim]} positions along dim {dim}: no {parts} parts")
+        raise StyleError(
+            f"{name!r} of {type(module).__name__} has size {own.shape[dim]} along dim {dim}, which is not "
+            f"divisible into {parts} parts"
+        )
     serve_indexing()
     module._parameters[name] = nn.Parameter(own.detach(), own.requires_grad)  # torch sets it to the stack; others have the old
     register_parametrization(module, name, _Stacked(dim, parts))
