@@ -98,6 +98,11 @@ def test_pages_that_are_converted_leave_the_list() -> None:
     assert not [name for name in NOT_CONVERTED & PAGES.keys() if not list(problems(PAGES[name].read_text()))]
 
 
+def test_readme_and_changelog_are_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    assert len((ROOT / "CHANGELOG.md").read_bytes()) < 6_000
+
+
 def test_problems_are_found() -> None:
     words, cell = "word " * 31, "word " * 41
     page = (
