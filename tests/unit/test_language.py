@@ -18,9 +18,6 @@ ROOT = Path(__file__).parents[2]
 PAGES = {str(page.relative_to(ROOT)): page for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]}
 MODULES = sorted((ROOT / "dtensor").rglob("*.py"))
 NOT_CONVERTED = {  # pages with sentences of the old style; no page may join
-    "docs/checkpoint.md",
-    "docs/how_to/from_fsdp2.md",
-    "docs/measurements/README.md",
     "docs/measurements/capture.md",
     "docs/measurements/checkpoint.md",
     "docs/measurements/dispatch.md",
@@ -30,12 +27,6 @@ NOT_CONVERTED = {  # pages with sentences of the old style; no page may join
     "docs/measurements/random.md",
     "docs/measurements/redistribution.md",
     "docs/measurements/training.md",
-    "docs/ops.md",
-    "docs/parallel/fsdp.md",
-    "docs/parallel/index.md",
-    "docs/parallel/pipeline.md",
-    "docs/plan.md",
-    "docs/porting.md",
 }
 AT_MOST = {
     "banned words in error messages": 0,
