@@ -22,15 +22,13 @@ NOT_CONVERTED = {  # pages with sentences of the old style; no page may join
     "docs/measurements/checkpoint.md",
     "docs/measurements/dispatch.md",
     "docs/measurements/gpu.md",
-    "docs/measurements/operators.md",
     "docs/measurements/program_cost.md",
-    "docs/measurements/random.md",
     "docs/measurements/redistribution.md",
     "docs/measurements/training.md",
 }
 AT_MOST = {
     "banned words in error messages": 0,
-    "docstrings that open without a verb": 637,
+    "docstrings that open without a verb": 635,
     "modules that do not name their file": 167,
     "functions in more than 3 modules": 49,
     "references that lead nowhere": 0,
