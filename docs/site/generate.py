@@ -1,4 +1,4 @@
-"""Pages that are generated for the site (mkdocs-gen-files): home, the API of each module, and the example programs."""
+"""Pages that are generated for the site (mkdocs-gen-files): the API of each module, and the example programs."""
 
 from __future__ import annotations
 
@@ -71,13 +71,6 @@ def program_page(path: Path) -> tuple[str, str]:
     return text.partition("\n")[0], page
 
 
-def write_home() -> None:
-    """Write docs/site/home.md as the first page, and docs/index.md, the first page on GitHub, as ten_minutes.md."""
-    for page, source in (("ten_minutes.md", SITE.parent / "index.md"), ("index.md", SITE / "home.md")):
-        with mkdocs_gen_files.open(page, "w") as file:
-            file.write(source.read_text())
-
-
 def write_all() -> None:
     described: dict[str, str] = {}
     navigation = []
@@ -106,5 +99,4 @@ def write_all() -> None:
         file.write("\n".join(navigation) + "\n")
 
 
-write_home()
 write_all()
