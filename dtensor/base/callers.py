@@ -76,9 +76,10 @@ def wrapped_by_torch(frame: FrameType | None) -> str:
     if distributed.__file__ not in _files(frame):
         return ""
     return (
-        ". torch.nn.parallel.DistributedDataParallel takes a model of plain parameters, of which it broadcasts and "
-        "reduces each rank's own; for one with DTensors use dtensor.parallel.replicate(model, mesh) or fully_shard, and "
-        "leave it out of accelerate's prepare(), which wraps it: see dtensor.hf.prepared (docs/porting.md)"
+        ". torch.nn.parallel.DistributedDataParallel does not support DTensors: it broadcasts and "
+        "reduces plain parameters. Use dtensor.parallel.replicate(model, mesh) or fully_shard, and do "
+        "not pass the model to accelerate's prepare(), which wraps it: see dtensor.hf.prepared "
+        "(docs/porting.md)"
     )
 
 
@@ -87,9 +88,9 @@ def loaded_elsewhere(frame: FrameType | None) -> str:
     if not any(file.startswith(_OPTIMIZERS) for file in _files(frame)):
         return ""
     return (
-        ". In a step of an optimizer: state that was saved under another mesh was loaded as it was. Load it with "
-        "dtensor.checkpoint, which lays it out as the parameters are, or bring each tensor there: "
-        "`s.redistribute(p.device_mesh, p.placements)` for what optimizer.state[p] holds"
+        ". The optimizer state was saved on another mesh and loaded unchanged. Load it with "
+        "dtensor.checkpoint, which distributes it like the parameters, or redistribute each tensor of "
+        "optimizer.state[p]: `s.redistribute(p.device_mesh, p.placements)`"
     )
 
 

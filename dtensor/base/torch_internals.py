@@ -138,6 +138,9 @@ NAMES: dict[str, Internal] = {
     "functorch_unwrapped": Internal("torch._C._functorch.get_unwrapped", "the DTensor that torch.func hides", _NONE),
     "is_functorch_batched": Internal("torch._C._functorch.is_batchedtensor", "vmap hides a dim of a DTensor", _NONE),
     "is_legacy_batched": Internal("torch._C._functorch.is_legacy_batchedtensor", "a tensor under the old vmap", _NONE),
+    "single_level_functions_allowed": Internal(
+        "torch._functorch.utils.enable_single_level_autograd_function", "a custom Function below transforms of torch.func", _NONE
+    ),
     "DisableFuncTorch": Internal("torch._C._DisableFuncTorch", "constants are made below transforms of torch.func", _NONE),
     "transform_level": Internal("torch._C._functorch.maybe_get_level", "which transform of torch.func hides a tensor", _NONE),
     "current_transform": Internal(
@@ -205,6 +208,10 @@ NAMES: dict[str, Internal] = {
     "TracingContext": Internal("torch._guards.TracingContext", "whether the compiler asks", _NONE),
     "Unsupported": Internal("torch._dynamo.exc.Unsupported", "a tensor that is not compiled says why", _NONE),
     "export_trace": Internal("torch.export._trace", "an exported program is refused, a graph captured for it is not", _NONE),
+    "CachingMode": Internal(
+        "torch.utils.checkpoint._CachingTorchDispatchMode", "gathers of parameters are hidden from checkpoint policies", _NONE
+    ),
+    "CachedMode": Internal("torch.utils.checkpoint._CachedTorchDispatchMode", "the same, in the recomputation", _NONE),
     "CheckpointPolicy": Internal(
         "torch.utils.checkpoint.CheckpointPolicy", "a collective is not computed again in a backward pass", _NONE
     ),

@@ -48,7 +48,7 @@ def refuse_graph() -> None:
     if torch.is_grad_enabled():
         raise CaptureError(
             "capture: backward(create_graph=True) needs a graph of the backward pass, but a captured "
-            "function is differentiable once. Call the uncaptured function, which is f.fn, or capture a "
+            "function cannot be differentiated twice. Call the uncaptured function, which is f.fn, or capture a "
             "function that contains torch.autograd.grad"
         )
 

@@ -37,11 +37,11 @@ def arranged(manifest: Manifest, arrange: Arrange) -> Manifest:
     """
     tree = manifest.nested()
     if not isinstance(tree, dict) or not all(isinstance(value, Stored) for value in tree.values()):
-        raise CheckpointError("a checkpoint is arranged where it is a dict of tensors and nothing else")
+        raise CheckpointError("only a checkpoint that is a dict of tensors can be rearranged before it is read")
     made = arrange({name: _of(manifest.tensors[value.name]) for name, value in tree.items()})
     wrong = [name for name, value in made.items() if not isinstance(value, _Placed)]
     if wrong:
-        raise CheckpointError(f"{wrong[0]!r} is arranged of no tensors of the checkpoint")
+        raise CheckpointError(f"{wrong[0]!r} is not computed from tensors of the checkpoint")
     tensors = {
         name: Entry(tuple(x.shape), str(x.dtype).removeprefix("torch."), x._blocks)  # type: ignore[attr-defined]  # checked
         for name, x in made.items()
@@ -59,14 +59,15 @@ class _Placed(Tensor):
         how = _HOW.get(func)
         if how is None:
             raise CheckpointError(
-                f"tensors of a checkpoint are stacked, joined, cut and turned before they are read; {func} does something else"
+                "tensors of a checkpoint can be stacked, concatenated, sliced and transposed before they are "
+                f"read; {func} is not supported"
             )
         given, named = tree_map(lambda x: _on_meta(x) if isinstance(x, _Placed) else x, (args, kwargs or {}))
         shown = func(*given, **named)
         found = how(*args, **{name: value for name, value in (kwargs or {}).items() if name == "dim"})
         if isinstance(shown, Tensor):
             if shown.dtype != (args[0] if isinstance(args[0], Tensor) else args[0][0]).dtype:
-                raise CheckpointError("tensors of a checkpoint keep their dtype until they are read")
+                raise CheckpointError("tensors of a checkpoint keep their dtype until they are read; convert them afterwards")
             return _made(shown, found)
         return [_made(each, own) for each, own in zip(shown, found, strict=True)]
 
@@ -142,7 +143,7 @@ def _sliced(x: Any, dim: int = 0, start: int | None = None, end: int | None = No
     d = dim % x.ndim
     first, last, _ = slice(start, end).indices(x.shape[d])
     if step != 1:
-        raise CheckpointError("tensors of a checkpoint are cut in slices of step 1")
+        raise CheckpointError("tensors of a checkpoint can be sliced with step 1 only")
     found = []
     for block in x._blocks:
         low, high = max(first, block.offset[d]), min(last, block.offset[d] + block.shape[d])
@@ -163,7 +164,7 @@ def _picked(x: Any, dim: int, index: int) -> Blocks:
 def _reshaped(x: Any, shape: Sequence[int]) -> Blocks:
     whole = x._blocks[0] if len(x._blocks) == 1 else None
     if whole is None or _stride(whole) != contiguous_stride(whole.shape):
-        raise CheckpointError("tensors of a checkpoint are seen in another shape before they are joined, cut or turned")
+        raise CheckpointError("tensors of a checkpoint must be reshaped before they are concatenated, sliced or transposed")
     made = torch.empty(x.shape, device="meta").view(*shape).shape
     return (replace(whole, offset=(0,) * len(made), shape=tuple(made), stride=None, digest=None),)
 

@@ -57,7 +57,7 @@ def finish_pending() -> None:
         pending = _PENDING.pop(0)
         error = pending._future.exception()
         if error is not None and not pending.told:
-            warnings.warn(f"an earlier save in the background has failed: {error}", stacklevel=3)
+            warnings.warn(f"an earlier asynchronous save failed: {error}", stacklevel=3)
 
 
 class Staging:

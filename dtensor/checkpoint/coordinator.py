@@ -48,7 +48,7 @@ class Ranks:
             if apart or "gloo" not in str(dist.get_backend_config(self.group)):
                 self.group = _gloo_group(self.group, apart)
         except RankLostError as error:
-            raise CheckpointError(f"{what}: a rank was lost: {error}; nothing was changed") from error
+            raise CheckpointError(f"{what}: a rank was lost ({error}); nothing was changed") from error
 
     @property
     def coordinates(self) -> bool:

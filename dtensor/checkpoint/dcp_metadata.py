@@ -98,7 +98,10 @@ class _Reader(pickle.Unpickler):
             return lambda layout: layout
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise CheckpointError(f"the checkpoint's metadata names {module}.{name}, which is no part of one: it is not loaded")
+        raise CheckpointError(
+            f"the metadata of the checkpoint refers to {module}.{name}, which does not belong in a "
+            "checkpoint, so it is not loaded"
+        )
 
 
 def read_foreign(folder: Address) -> Manifest:
@@ -148,7 +151,9 @@ def _entry(folder: Address, name: str, said: Any, places: Mapping[Any, Any]) -> 
 def _tensor_in(file: BinaryIO, info: Any, shape: tuple[int, ...], width: int, name: str) -> tuple[int, tuple[int, ...]]:
     """Where a stream's tensor begins, and its strides."""
     if getattr(info, "transform_descriptors", None):
-        raise CheckpointError(f"{name!r} is stored through {info.transform_descriptors}: only plain streams can be read")
+        raise CheckpointError(
+            f"{name!r} is stored with the transforms {info.transform_descriptors}, but only plain streams can be read"
+        )
     window = Window(file, info.offset, info.length)
     try:
         with zipfile.ZipFile(window) as archive:
@@ -159,7 +164,7 @@ def _tensor_in(file: BinaryIO, info: Any, shape: tuple[int, ...], width: int, na
     except (zipfile.BadZipFile, StopIteration, pickle.UnpicklingError, EOFError) as error:
         raise CheckpointError(f"{name!r} is damaged in {info.relative_path} ({error})") from error
     if not isinstance(found, _Saved) or found.shape != shape:
-        raise CheckpointError(f"{name!r} in {info.relative_path} is not the tensor of shape {shape} that its metadata says it is")
+        raise CheckpointError(f"{name!r} in {info.relative_path} does not have the shape {shape} that the metadata says")
     return info.offset + record_at(window, found.key) + found.start * width, found.stride
 
 
@@ -170,7 +175,7 @@ class _Saved:
         self.key, self.start, self.shape, self.stride = key, start, tuple(shape), tuple(stride)
 
     def __setstate__(self, state: Any) -> None:
-        raise pickle.UnpicklingError("a saved tensor has a state, which is no part of one")
+        raise pickle.UnpicklingError("a saved tensor contains an object state, which does not belong in a checkpoint")
 
 
 class _TensorReader(pickle.Unpickler):
@@ -188,7 +193,9 @@ class _TensorReader(pickle.Unpickler):
                 return name
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return name
-        raise CheckpointError(f"a saved tensor names {module}.{name}, which is no part of one: it is not loaded")
+        raise CheckpointError(
+            f"a saved tensor refers to {module}.{name}, which does not belong in a checkpoint, so it is not loaded"
+        )
 
     def persistent_load(self, pid: Any) -> str:
         return str(pid[2])  # ("storage", type, key, device, elements)

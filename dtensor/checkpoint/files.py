@@ -37,7 +37,7 @@ def open_regular(path: Path, links: bool = False) -> int:
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW))
     if not stat.S_ISREG(os.fstat(handle).st_mode):  # it was exchanged since
         os.close(handle)
-        raise CheckpointError(f"{path} is no regular file")
+        raise CheckpointError(f"{path} is not a regular file")
     return handle
 
 
@@ -78,7 +78,7 @@ def check_name(name: Any, said_by: Address) -> str:
     """
     plain = isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\\", "\0"}.intersection(name)
     if not plain:
-        raise CheckpointError(f"{said_by} names {name!r}, which is not in its folder: it is not read")
+        raise CheckpointError(f"{said_by} refers to {name!r}, which is outside of its folder, so it is not read")
     return name
 
 
@@ -95,12 +95,12 @@ def strict_json(text: bytes | str, numbers: bool = True) -> Any:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            raise ValueError("a key stands twice")
+            raise ValueError("a key appears twice")
         return found
 
     def constant(name: str) -> float:
         if not numbers:
-            raise ValueError(f"{name} is no JSON")
+            raise ValueError(f"{name} is not JSON")
         return float(name)
 
     return json.loads(text, object_pairs_hook=once, parse_constant=constant)

@@ -81,18 +81,18 @@ def read_header(path: Address) -> tuple[dict[str, Entry], int]:
     with opened(path, links=True) as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(_LONGEST, size - 8):
-            raise CheckpointError(f"{path} is truncated, or no safetensors file")
+            raise CheckpointError(f"{path} is truncated, or is not a safetensors file")
         text = file.read(length)
     try:
         if not text.startswith(b"{"):
-            raise ValueError("it begins with something else than a brace")
+            raise ValueError("it does not begin with a brace")
         header = strict_json(text, numbers=False)
         digests = _digests_in(header)
         places = [_place(name, said) for name, said in header.items() if name != "__metadata__"]
         _check_places(places, size - 8 - length)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} is damaged or truncated: its header cannot be ({type(error).__name__}: {error})"
+            f"{path} is damaged or truncated: its header cannot be read ({type(error).__name__}: {error})"
         ) from error
     return {place.name: place.entry(path.name, 8 + length, digests.get(place.name)) for place in places}, size
 
@@ -100,9 +100,9 @@ def read_header(path: Address) -> tuple[dict[str, Entry], int]:
 def _place(name: str, said: Mapping[str, Any]) -> Place:
     dtype, shape, (first, last) = _NAMES[said["dtype"]], tuple(said["shape"]), said["data_offsets"]
     if len(said) != 3 or any(type(n) is not int or n < 0 for n in (*shape, first, last)):
-        raise ValueError(f"{name!r} is said to be {dict(said)}")
+        raise ValueError(f"the entry of {name!r} is {dict(said)}")
     if last - first != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{name!r}: {dtype} of shape {shape} does not take bytes {first} to {last}")
+        raise ValueError(f"{name!r}: dtype {dtype} and shape {shape} do not need bytes {first} to {last}")
     return Place(first, last, name, dtype, shape)
 
 
@@ -111,23 +111,23 @@ def _check_places(places: Iterable[Place], size: int) -> None:
     end = 0
     for place in sorted(places):
         if place.first != end:
-            raise ValueError(f"{place.name!r} begins at byte {place.first} and not at {end}, where what is before it ends")
+            raise ValueError(f"{place.name!r} begins at byte {place.first}, but the entry before it ends at byte {end}")
         end = place.last
     if end != size:
-        raise ValueError(f"it speaks of {end:,} bytes, and {size:,} are there")
+        raise ValueError(f"it describes {end:,} bytes, but the file has {size:,}")
 
 
 def _digests_in(header: Mapping[str, Any]) -> dict[str, int]:
     """The checksums that :func:`save_safetensors` put into a header; none in those of other programs."""
     said = header.get("__metadata__", {})
     if not isinstance(said, dict) or not all(isinstance(item, str) for item in said.values()):
-        raise TypeError("__metadata__ is no map of strings")
+        raise TypeError("__metadata__ is not a map of strings")
     if _DIGESTS not in said:
         return {}
     told = strict_json(said[_DIGESTS])
     digests = {name: int(value, 16) for name, value in told["tensors"].items()}
     if told["header"] != _print({name: item for name, item in header.items() if name != "__metadata__"}, digests):
         raise ValueError(
-            f"it does not fit its checksum; if another program has changed the file, remove {_DIGESTS!r} from its __metadata__"
+            f"it does not match its checksum; if another program has changed the file, remove {_DIGESTS!r} from its __metadata__"
         )
     return digests

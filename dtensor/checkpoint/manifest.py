@@ -100,7 +100,7 @@ def read_manifest(folder: Address) -> Manifest:
     if outer["format"] != _FORMAT:
         raise CheckpointError(f"{path} has the format {outer['format']!r}; this version reads {_FORMAT!r}")
     if outer["sha256"] != sha256(body.encode()):
-        raise CheckpointError(f"{path} is damaged: its checksum does not fit")
+        raise CheckpointError(f"{path} is damaged: it does not match its checksum")
     manifest = _from_json(strict_json(body), path)
     check_entries(manifest, path)
     _check_beside(manifest, folder)
@@ -125,8 +125,8 @@ def _check_beside(manifest: Manifest, folder: Address) -> None:
     path = folder / ".metadata"
     if manifest.beside and present(path) and sha256(read_regular(path)) not in manifest.beside:
         raise CheckpointError(
-            f"{path} was not written together with {NAME}: another program has saved into this folder since; "
-            f"remove the older of the two"
+            f"{path} and {NAME} were not written by the same save: another program has saved into this folder "
+            "since. Remove the older of the two"
         )
 
 
@@ -171,20 +171,20 @@ def _check_entry(entry: Entry, files: Mapping[str, int]) -> None:
     for block in entry.blocks:
         box = [(_count(a), _count(n)) for a, n in zip(block.offset, block.shape, strict=True)]
         if any(a + n > size or not n for (a, n), size in zip(box, shape, strict=True)):
-            raise ValueError(f"a block of shape {block.shape} at {block.offset} is not in shape {shape}")
+            raise ValueError(f"a block of shape {block.shape} at offset {block.offset} is outside of shape {shape}")
         stride = contiguous_stride(block.shape) if block.stride is None else [_count(step) for step in block.stride]
         last = sum((n - 1) * step for n, step in zip(block.shape, stride, strict=True))
         if _count(block.at) + (last + 1) * width > files[block.file]:
-            raise ValueError(f"its block at {block.offset} ends behind {block.file}")
+            raise ValueError(f"its block at {block.offset} ends after the end of {block.file}")
         if block.digest is not None and _count(block.digest) >= 2**64:
             raise ValueError("a digest is too large")
     if not tile(shape, [(block.offset, block.shape) for block in entry.blocks]):
-        raise ValueError(f"its blocks do not tile shape {shape}")
+        raise ValueError(f"its blocks do not cover shape {shape} exactly once")
 
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**64:
-        raise ValueError(f"{value!r} is no count")
+        raise ValueError(f"{value!r} is not a count")
     return value
 
 

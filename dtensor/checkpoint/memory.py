@@ -41,8 +41,8 @@ def check_shared(targets: Iterable[Target], read: Read) -> None:
         values = {name: locals_of(target.assembled(read[name], torch.device("cpu"))) for name, target in named.items()}
         if not _agree(group, [values[span.target.name][span.number] for span in group]):
             raise CheckpointError(
-                f"{' and '.join(map(repr, list(named)[:6]))} lie on one memory here and have different values in the checkpoint: "
-                "give each a tensor of its own (x.clone())"
+                f"{' and '.join(map(repr, list(named)[:6]))} share memory here but have different values in the "
+                "checkpoint; give each its own tensor (x.clone())"
             )
 
 

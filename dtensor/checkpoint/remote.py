@@ -124,5 +124,5 @@ def local_of(path: str | os.PathLike[str]) -> Path:
     """
     place = place_of(path)
     if isinstance(place, Remote):
-        raise CheckpointError(f"models are written to a file system, not to {path}: write to a folder and copy that")
+        raise CheckpointError(f"models are exported to a local file system, not to {path}; export to a local folder and copy it")
     return place

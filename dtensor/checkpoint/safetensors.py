@@ -68,7 +68,9 @@ def _joined(folder: Address, files: Mapping[str, set[str] | None]) -> Manifest:
         entries, sizes[file] = read_header(folder / file)
         wanted = entries.keys() if expected is None else expected
         if wanted - entries.keys():
-            raise CheckpointError(f"{folder / file} lacks {sorted(wanted - entries.keys())[:4]}, which {INDEX} says are in it")
+            raise CheckpointError(
+                f"{folder / file} does not have {sorted(wanted - entries.keys())[:4]}, which {INDEX} says are in it"
+            )
         tensors |= {name: entry for name, entry in entries.items() if name in wanted}
     manifest = Manifest(tensors, encode({name: Stored(name) for name in tensors}), sizes, links=True)
     check_entries(manifest, folder)
@@ -118,7 +120,7 @@ def save_safetensors(
     files: list[_File] = []
     parts: Parts | Exception
     try:
-        tensors = with_values(_tensors_of(state))
+        tensors = with_values(unique_tensors(state))
         files = _plan(tensors, max_shard_size)
         parts = parts_of(tensors, max_shard_size=max_shard_size)
     except Exception as error:  # told when the ranks meet
@@ -140,7 +142,7 @@ def save_safetensors(
 
 def _begin(folder: Path, files: list[_File], token: str) -> None:
     if is_model(folder):
-        raise CheckpointError(f"{folder} holds a model already; export into a new folder")
+        raise CheckpointError(f"{folder} has a model already; export into a new folder")
     for left in folder.glob(".model*.safetensors.*"):  # by an export that was killed
         left.unlink()
     _allocate(_parts(folder, files, token), files)
@@ -156,12 +158,19 @@ def _discard(parts: Iterable[Path], ranks: Ranks) -> None:
         part.unlink(missing_ok=True)
 
 
-def _tensors_of(state: Any) -> dict[str, torch.Tensor]:
+def unique_tensors(state: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of ``state`` by dotted name; parameters that a module knows by several names only by the first.
+
+    Raises:
+        CheckpointError: ``state`` has other values than tensors.
+    """
     tree = expand(state).tree
     tensors = named_tensors(tree)
     others = sorted(set(_leaves(tree)) - tensors.keys())
     if others:
-        raise CheckpointError(f"{others[:4]} are no tensors: this layout has nothing else; export the model's state dict alone")
+        raise CheckpointError(
+            f"{others[:4]} are not tensors, and this file format stores tensors only; export the state dict of the model alone"
+        )
     if isinstance(state, torch.nn.Module):
         first = dict(state.named_parameters())
         tied = {name for name, _ in state.named_parameters(remove_duplicate=False)} - first.keys()

@@ -257,7 +257,7 @@ def _commit(job: _Job, folder: Address, shares: list[list[tuple[str, Block, Stre
                 path.unlink()
         beside.done()
     except OSError as error:
-        raise CheckpointError(f"the new checkpoint is complete, but what is beside it is not in order: {error}") from error
+        raise CheckpointError(f"the new checkpoint is complete, but files next to it could not be updated: {error}") from error
 
 
 def _committed(folder: Address, token: str) -> bool:

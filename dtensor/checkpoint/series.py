@@ -70,7 +70,10 @@ class Manager:
         process_group: Any = None,
     ) -> None:
         if every < 1 or keep < 1 or best not in ("min", "max", None):
-            raise CheckpointError(f"every={every} and keep={keep} are at least 1, best={best!r} is 'min', 'max' or None")
+            raise CheckpointError(
+                f"every= and keep= must be at least 1, and best= 'min', 'max' or None; got every={every}, "
+                f"keep={keep}, best={best!r}"
+            )
         self.path, self.every, self.keep, self.best = place_of(path), every, keep, best
         self._group = process_group
         self._staging: Staging | None = Staging() if async_op else None
@@ -148,8 +151,8 @@ class Manager:
         later = [found for found in self.steps() if found > step and found not in self._left_behind]
         if later:
             raise CheckpointError(
-                f"there is a later checkpoint, of step {later[-1]}: resume() from it, go back with resume(state, step=...), "
-                "or save into another folder"
+                f"there is a later checkpoint, of step {later[-1]}: resume() from it, return to an earlier one "
+                "with resume(state, step=...), or save into another folder"
             )
 
     def _saved(self, step: int, metric: float | None) -> None:
@@ -215,7 +218,7 @@ class Manager:
         ranks = Ranks("Manager.resume", self._group)
         chosen, damaged, known = ranks.together(f"resuming from {self.path}", lambda: None, lambda _: self._last_complete(step))
         for words in damaged:
-            warnings.warn(f"passed over: {words}", stacklevel=2)
+            warnings.warn(f"skipped a damaged checkpoint: {words}", stacklevel=2)
         if chosen is None:
             return 0
         load(state, str(self._folder(chosen)), process_group=self._group, **options)
@@ -226,7 +229,7 @@ class Manager:
         """On the first rank: the step, what is wrong with later ones, and all steps."""
         steps, damaged = self.steps(), []
         if asked is not None and asked not in steps:
-            raise CheckpointError(f"no checkpoint of step {asked} is complete; there are {steps}")
+            raise CheckpointError(f"there is no complete checkpoint of step {asked}; complete steps: {steps}")
         for step in reversed(steps) if asked is None else (asked,):
             try:
                 find_manifest(self._folder(step))

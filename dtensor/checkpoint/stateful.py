@@ -164,9 +164,9 @@ def check_groups(asked: Any, found: Any, path: Path) -> None:
     ours, theirs = ([group["params"] for group in tree["param_groups"]] for tree in (asked, found))
     if ours != theirs:
         raise CheckpointError(
-            f"{name_of(path)!r}: the optimizer's parameter groups {_short(ours)} are not those of the checkpoint, "
-            f"{_short(theirs)}; make the groups in the same order, and pass the module along if it was saved along: "
-            "parameters then go by name"
+            f"{name_of(path)!r}: the parameter groups of the optimizer, {_short(ours)}, differ from those of "
+            f"the checkpoint, {_short(theirs)}. Make the groups in the same order. If the module was saved "
+            "too, pass it too: parameters are then matched by name"
         )
 
 

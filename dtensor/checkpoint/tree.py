@@ -74,7 +74,7 @@ def named_tensors(tree: Any) -> dict[str, torch.Tensor]:
     for path, tensor in leaves(tree):
         if isinstance(tensor, torch.Tensor):
             if (name := name_of(path)) in found:
-                raise CheckpointError(f"two tensors would be named {name!r}; rename one of their keys")
+                raise CheckpointError(f"two tensors would have the name {name!r}; rename one of their keys")
             found[name] = tensor
     return found
 
@@ -115,8 +115,9 @@ def encode(tree: Any, path: Path = ()) -> Any:
     if type(tree) in _SCALARS:
         return tree
     raise CheckpointError(
-        f"{name_of(path)!r} is a {type(tree).__name__}: only tensors and plain data (numbers, strings, bytes, None, lists, "
-        "tuples, sets, dicts) are saved, since nothing else can be loaded safely; save what it is made of"
+        f"{name_of(path)!r} is a {type(tree).__name__}: only tensors and plain data (numbers, strings, "
+        "bytes, None, lists, tuples, sets, dicts) are saved, because nothing else can be loaded safely; "
+        "save its contents as plain data"
     )
 
 

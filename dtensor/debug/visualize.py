@@ -77,7 +77,7 @@ def _printed(boxes: Boxes, force: bool) -> None:
 
     colors: Literal["truecolor", "auto"] = "truecolor" if force else "auto"
     console = Console(file=sys.stdout, force_terminal=force or None, color_system=colors, highlight=False)
-    if console.color_system is None:  # NO_COLOR, TERM=dumb
+    if console.color_system is None or console.no_color:  # TERM=dumb, NO_COLOR
         print(boxes_text(boxes))
         return
     styles = TERMINAL_STYLES if console.color_system == "standard" else [f"#111111 on {color}" for color in COLORS]

@@ -31,6 +31,7 @@ from ..rules.facts import rule_of_each
 from ..rules.registry import lookup
 from ..watch.levels import Level
 from . import wrapping
+from .announced import announced_call
 from .counted import Notes, counting, failed
 from .frame import Runner
 from .keys import AS_IT_IS, settle, sized_of, stand_in, static, static_list
@@ -244,6 +245,8 @@ def _broadcast(args: Any, kwargs: Any, local_args: Any, local_kwargs: Any) -> An
 
 def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout | Runner:
     if entry.func.namespace in _COLLECTIVES:
+        if args and (announced := announced_call(args[0])) is not None:
+            return announced
         wrapper = wrapped_by_torch(sys._getframe())
         if entry.operator.name == "c10d::broadcast_" and not wrapper and _replicated(args[0]):
             return _broadcast

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, overload
+import inspect
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, get_overloads, overload
 
 from ..base.torch_internals import OpOverloadPacket
-from ..errors import RuleError
+from ..errors import PlacementError, RuleError
+from ..placement import REDUCE_OPS
 from ..propagation.schema import arguments_given, operator_of, overload_of
 from ..rules.call import Call
 from ..rules.factoring import by
 from ..rules.folds import Fold
 from ..rules.notation import EACH, Pattern, is_picked, parse
 from ..rules.registry import overload_served, register, rules, unregister
-from ..rules.rule import Choice, Factors, Kernel, LocalView, Rule
+from ..rules.rows import linear, one_of, rows, together
+from ..rules.rule import Choice, Factors, Kernel, LocalView, Rule, labels, parse_partial
 from ..rules.verbs import by_pattern
 from .dispatcher import clear_plans
 from .placement_tables import Table, factors_of_table
@@ -127,7 +130,7 @@ def unregister_sharding(op: Any) -> None:
 
 def _declare_table(overloads: Sequence[Any], samples: Sequence[Any], table: Table) -> Table:
     if not callable(table):
-        raise RuleError(f"register_sharding decorates a function that returns rows, got {table!r}")
+        raise RuleError(f"register_sharding decorates a function that returns strategies, got {table!r}")
     _declare({found: _by_table(table, samples, operator_of(found).outs) for found in overloads})
     return table
 
@@ -148,37 +151,123 @@ def _by_table(table: Table, samples: Sequence[Any], outs: tuple[str, ...]) -> Ru
 
 
 def _by_words(overload: Any, notation: str | by, samples: Sequence[Any], words: dict[str, Any]) -> Rule:
-    """What is a function of the call may ask the values of numbers, as a table may."""
-    for text in (notation,) if isinstance(notation, str) else notation.table.values():
-        for one in text.split("|"):
-            _check(parse(one), overload)
+    """Return the rule of a notation. Functions of the call may read the values of numbers, as a table may."""
+    if unknown := sorted(words.keys() - _ACCEPTED):
+        raise RuleError(
+            f"register_sharding for {overload}: unexpected keyword argument {unknown[0]!r}; with a notation it takes "
+            f"{', '.join(sorted(_ACCEPTED))}"
+        )
+    texts = [notation] if isinstance(notation, str) else list(notation.table.values())
+    patterns = [parse(one) for text in texts for one in text.split("|")]
+    for pattern in patterns:
+        _check_pattern(pattern, overload)
+    _check_words(patterns, overload, words)
     kernel = words.get("kernel")
     if callable(kernel) and not isinstance(kernel, Fold):
         words = words | {"kernel": Kernel(kernel)}
     asks = any(callable(words.get(name)) for name in ("when", "local_args", "partials", "reduce"))
-    try:
-        return by_pattern(notation, kind="custom", floats_matter=asks, samples=tuple(samples), **words)
-    except TypeError as error:
-        raise RuleError(f"register_sharding for {overload}: {error}") from None
+    return by_pattern(notation, kind="custom", floats_matter=asks, samples=tuple(samples), **words)
 
 
-def _check(pattern: Pattern, overload: Any) -> None:
-    """Raises where a notation speaks of what the operator does not have."""
-    known = {argument.name: str(argument.type) for argument in arguments_given(overload)}
-    tensors = [name for name in known if name in operator_of(overload).tensors]
+_ACCEPTED = frozenset(inspect.signature(get_overloads(register_sharding)[1]).parameters) - {"op", "notation", "samples"}
+
+
+def _check_pattern(pattern: Pattern, overload: Any) -> None:
+    """Raise RuleError where a notation names what the operator lacks, or leaves out a tensor that every call has."""
+    tensors = _tensor_arguments(overload)
+    required = [name for name, kind in tensors.items() if not kind.startswith("Optional")]
+    known = {argument.name for argument in arguments_given(overload)}
     terms = (*pattern.operands, *pattern.results)
     said = {dim[0].strip("@!") for term in terms for dim in term.dims if is_picked(dim)}
-    said |= {term.name for term in pattern.operands} - {"", EACH}
-    results = [result for result in overload._schema.returns if "Tensor" in str(result.type)]
-    problem = ""
-    if lacking := sorted(said.difference(known)):
+    named = {term.name for term in pattern.operands} - {"", EACH}
+    results = _result_count(overload)
+    each = pattern.operands[0].name == EACH
+    count, problem = len(pattern.operands), ""
+    if lacking := sorted((said | named).difference(known)):
         problem = f"names {', '.join(lacking)}, which the operator does not have"
-    elif not pattern.named and len(pattern.operands) > len(tensors) and not any("List" in known[name] for name in tensors):
-        problem = f"has {len(pattern.operands)} operands, but the operator takes {len(tensors)} tensors"
-    elif results and pattern.results[0].name != EACH and len(pattern.results) != len(results):
-        problem = f"has {len(pattern.results)} results, but the operator gives {len(results)}"
+    elif not pattern.named and count > len(tensors) and not _takes_list(overload):
+        problem = f"has {count} operands, but the operator takes {len(tensors)} tensors"
+    elif not pattern.named and count < len(required):
+        problem = f"has {count} operands, but the operator takes {len(required)} tensors: {', '.join(required)}"
+    elif pattern.named and not each and (left_out := sorted(set(required) - named)):
+        problem = f"leaves out {', '.join(left_out)}: name all tensors of the operator"
+    elif results and pattern.results[0].name != EACH and len(pattern.results) != results:
+        problem = f"has {len(pattern.results)} results, but the operator gives {results}"
     if problem:
         raise RuleError(f"register_sharding for {overload}: {pattern.text!r} {problem}: {overload._schema}")
+
+
+def _tensor_arguments(overload: Any) -> dict[str, str]:
+    """Return the types of the arguments that hold tensors, by name, without ``out=``."""
+    held = operator_of(overload).tensors
+    return {argument.name: str(argument.type) for argument in arguments_given(overload) if argument.name in held}
+
+
+def _takes_list(overload: Any) -> bool:
+    return any("List" in kind for kind in _tensor_arguments(overload).values())
+
+
+def _result_count(overload: Any) -> int:
+    """Return how many results of an operator are tensors, or lists of tensors."""
+    return sum("Tensor" in str(result.type) for result in overload._schema.returns)
+
+
+def _check_words(patterns: Sequence[Pattern], overload: Any, words: Mapping[str, Any]) -> None:
+    """Raise RuleError where a keyword speaks of letters that no notation has, or of arguments that the operator lacks."""
+    letters = {name.strip("@!*.") for pattern in patterns for term in pattern.operands for dim in term.dims for name in dim}
+    sizes, partials = words.get("sizes") or {}, words.get("partials", ())
+    sums = words.get("sums", "")
+    listed = rows(partials)
+    parts = listed.parts if isinstance(listed, together) else listed
+    spoken: dict[str, Set[str]] = {
+        "sums": labels(sums if isinstance(sums, str) else " ".join(sums)),
+        "kernels": frozenset(words.get("kernels") or ()),
+        "sizes": frozenset(sizes),
+        "nonempty": labels(words.get("nonempty", "")) - {"reduced"},
+    }
+    arguments = {argument.name for argument in arguments_given(overload)}
+    asked: dict[str, Set[str]] = {
+        "plain": set(words.get("plain", ())),
+        "sizes": {size for size in sizes.values() if isinstance(size, str)},
+        "partials": {name for part in parts if isinstance(part, (linear, one_of)) for name in part.given},
+    }
+    for word, names in spoken.items():
+        if unknown := sorted(names - letters):
+            texts = " | ".join(pattern.text for pattern in patterns)
+            raise RuleError(
+                f"register_sharding for {overload}: {word}= names {', '.join(unknown)}, which {texts!r} does not have"
+            )
+    for word, names in asked.items():
+        if unknown := sorted(names - arguments):
+            raise RuleError(
+                f"register_sharding for {overload}: {word}= names {', '.join(unknown)}, which the operator does not have: "
+                f"{overload._schema}"
+            )
+    left = (words.get("reduce", "sum"), *(() if isinstance(sums, str) else sums.values()))
+    for op in (each for value in left for each in (value if isinstance(value, tuple) else (value,))):
+        if isinstance(op, str) and op not in (*REDUCE_OPS, "R"):
+            raise RuleError(f"register_sharding for {overload}: {op!r} is no reduction; use one of {', '.join(REDUCE_OPS)}")
+    for part in parts:
+        if isinstance(part, str):
+            _check_partial_row(part, overload)
+
+
+def _check_partial_row(text: str, overload: Any) -> None:
+    """Raise RuleError for a partial row that cannot be read, or that has too few or too many operands or results."""
+    tensors, results = _tensor_arguments(overload), _result_count(overload)
+    required = sum(not kind.startswith("Optional") for kind in tensors.values())
+    try:
+        parse_partial(text, text.partition("->")[0].count(",") + 1, text.partition("->")[2].count(",") + 1)
+        fits = _takes_list(overload) or any(
+            parse_partial(text, count, results) is not None for count in range(required, len(tensors) + 1)
+        )
+    except (PlacementError, RuleError) as error:
+        raise RuleError(f"register_sharding for {overload}: partials= has {text!r}: {error}") from None
+    if not fits:
+        raise RuleError(
+            f"register_sharding for {overload}: partials= has {text!r}, but the operator takes {len(tensors)} tensors and gives "
+            f"{results}: {overload._schema}"
+        )
 
 
 def _overloads(op: Any) -> list[Any]:
@@ -191,10 +280,10 @@ def _overload(op: Any) -> Any:
         return found
     if isinstance(op, OpOverloadPacket):
         names = ", ".join(f"torch.ops.{getattr(op, name)}" for name in op.overloads())
-        raise RuleError(f"{op} has several signatures, each with rows of its own; register one or a list of {names}")
+        raise RuleError(f"{op} has several overloads with different signatures; register one, or a list of {names}")
     raise RuleError(
-        "register_sharding takes an operator's overload, torch.ops.aten.add.Tensor for example, or what torch.library.custom_op "
-        f"returned, got {op!r}"
+        "register_sharding takes an operator overload, such as torch.ops.aten.add.Tensor, or the result "
+        f"of torch.library.custom_op, got {op!r}"
     )
 
 

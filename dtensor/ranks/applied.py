@@ -27,6 +27,7 @@ from ..base.torch_internals import DisableTorchFunctionSubclass
 from ..errors import LayoutError
 from .joint_function import as_tuple, joint, sets_up
 from .per_rank import _BEFORE, _JOINT, PerRank, over_ranks
+from .rank_runs import function_arguments
 
 _SIZE = torch.ops.aten.sym_size.default
 _WHERE = "torch.autograd.function.FunctionMeta.__getattribute__"
@@ -76,7 +77,7 @@ def _looked_up(cls: Any, name: str) -> Any:
 
 def _apply(cls: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     _APPLIED.looked_up = cls
-    found = plain(*args, **kwargs)
+    found = plain(*function_arguments(cls, args), **kwargs)
     return tuple(map(_apart, found)) if type(found) is tuple else _apart(found)
 
 
@@ -104,8 +105,8 @@ def _forward(plain: Callable[..., Any], cls: Any, looked_up: bool, gradients: bo
     _APPLIED.noted = [*map(id, ranks)]
     if not of_ranks and not looked_up and gradients and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
         raise LayoutError(
-            f"{cls.__name__}.apply was kept from before tensors of all ranks were in use, and makes some of plain ones: "
-            f"look it up where it is called, {cls.__name__}.apply(x)"
+            f"{cls.__name__}.apply was read before PerRank tensors were in use, and does not support them; "
+            f"read it again at the call: {cls.__name__}.apply(x)"
         )
     if of_ranks and later:
         _APPLIED.joint = cls

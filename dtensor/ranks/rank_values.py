@@ -27,7 +27,7 @@ class RankValues(tuple[Any, ...]):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
-            raise AttributeError(f"values of each rank have no {name} of their own")
+            raise AttributeError(f"a value of each rank has no attribute {name!r}")
         of = operator.attrgetter(name)
         if not all(map(callable, map(of, self))):
             return _EACH_RANK[0](of, (), (self,))
@@ -44,7 +44,7 @@ class RankValues(tuple[Any, ...]):
     def __bool__(self) -> bool:
         truths = {bool(value) for value in self}
         if len(truths) > 1:
-            raise LayoutError(f"the truth of {self!r} differs between ranks; reduce it with any() or all()")
+            raise LayoutError(f"the truth value of {self!r} differs between ranks; reduce it with any() or all()")
         return True in truths
 
     def __repr__(self) -> str:
@@ -78,10 +78,11 @@ class RankNumber:
     def _alone(self) -> Any:
         shown = ", ".join(f"rank {rank}: {_short(value)}" for rank, value in enumerate(self.values))
         raise LayoutError(
-            f"a number of each rank ({shown}) is used where there can be one only, and this process holds all ranks. Pick each "
-            "rank's part in dtensor.map_ranks(lambda at: data[at[0] * n : (at[0] + 1) * n], mesh=mesh), or give the whole batch "
-            "to dtensor.distribute_tensor; what one rank does for all (printing, saving) stands under `if mesh.get_rank() == 0:` "
-            "(docs/porting.md)"
+            f"a Python number that differs between ranks ({shown}) is used where one number is needed, and "
+            "all ranks are in this process. Select each rank's part with dtensor.map_ranks(lambda at: "
+            "data[at[0] * n : (at[0] + 1) * n], mesh=mesh), or pass the full batch to "
+            "dtensor.distribute_tensor. What one rank does for all (printing, saving) belongs under `if "
+            "mesh.get_rank() == 0:` (docs/porting.md)"
         )
 
     __bool__ = __int__ = __float__ = __complex__ = __index__ = __hash__ = _alone
@@ -90,8 +91,9 @@ class RankNumber:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(type(value), "device_mesh") for value in leaves((args, kwargs or {}))):
             raise MixedTensorError(
-                "a DTensor is one value for all ranks, a rank's number is every rank's own: use it on local tensors, in "
-                "dtensor.map_ranks or dtensor.local_map, and make a DTensor of them with DTensor.from_local"
+                "a DTensor has one value for all ranks and cannot be combined with a Python number of each rank. "
+                "Use the number with local tensors, in dtensor.map_ranks or dtensor.local_map, and make a "
+                "DTensor of the result with DTensor.from_local"
             )
         return _EACH_RANK[0](func, types, args, kwargs)
 
@@ -165,7 +167,7 @@ def _each(fn: Callable[..., Any]) -> Callable[..., Any]:
             columns.append(other.values if isinstance(other, RankNumber) else (other,) * len(self.values))
         if any(len(column) != len(self.values) for column in columns):
             counts = " do not go together with ".join(f"{len(column)} ranks" for column in columns)
-            raise MeshError(f"numbers of {counts}: they belong to different meshes")
+            raise MeshError(f"numbers of {counts} cannot be combined: they belong to different meshes")
         return one_or_each(list(map(fn, *columns)))
 
     return method

@@ -132,7 +132,10 @@ class Call:
 
     def __getitem__(self, name: str) -> Any:
         if name in self.stale:
-            raise RuleError(f"{self.func}: {name!r} may be another call's number; take it from the kernel's own arguments")
+            raise RuleError(
+                f"{self.func}: the value of {name!r} may change between calls that share this plan; read it from "
+                "the arguments of the kernel"
+            )
         return self.arguments[name]
 
     def get(self, name: str, default: Any = None) -> Any:

@@ -74,7 +74,7 @@ def fact(names: str, **known: Any) -> None:
     """
     for name in names.split():
         if f"aten::{name}" in _FACTS:
-            raise RuleError(f"what is known of aten::{name} stands in two places; write it in one")
+            raise RuleError(f"the traits of aten::{name} are declared twice; declare them once")
         _FACTS[f"aten::{name}"] = Facts(**known)
 
 

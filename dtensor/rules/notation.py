@@ -100,11 +100,11 @@ def parse(text: str) -> Pattern:
     operands = tuple(_term(part, text, whole) for part in left.split(","))
     results = tuple(_term(part, text, whole) for part in right.split(","))  # nothing on the right is one 0-d result
     if len({bool(term.name) for term in operands}) > 1:
-        raise RuleError(f"pattern {text!r} names some operands and others not; name all of them")
+        raise RuleError(f"pattern {text!r} names some operands but not all; name all of them")
     known = {name for term in operands for dim in term.dims for name in dim}
     unknown = {name for term in results for dim in term.dims for name in dim if name[0] != "@"} - known
     if unknown:
-        raise RuleError(f"pattern {text!r}: {sorted(unknown)} stand only on the right")
+        raise RuleError(f"pattern {text!r}: {sorted(unknown)} appear only on the right of '->'")
     picking = dict.fromkeys(argument_of(dim) for term in (*operands, *results) for dim in term.dims if is_picked(dim))
     return Pattern(text, operands, results, frozenset(whole), tuple(picking))
 
@@ -132,5 +132,5 @@ def _term(part: str, text: str, whole: set[str]) -> Term:
         else:
             dims.append((token,))
     if sum(map(is_picked, dims)) > 1:
-        raise RuleError(f"pattern {text!r}: one argument at most picks dims of a tensor")
+        raise RuleError(f"pattern {text!r}: at most one argument selects dims of a tensor")
     return Term(tuple(dims), additive, name.group(1) if name else "")

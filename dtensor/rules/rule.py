@@ -329,7 +329,7 @@ def parse_partial(text: str, operand_count: int, result_count: int) -> Row | Non
     """
     left, arrow, right = text.partition("->")
     if not arrow:
-        raise RuleError(f'partial row {text!r} has no "->"; write for example "sum,R -> sum"')
+        raise RuleError(f'partial strategy {text!r} has no "->"; write for example "sum,R -> sum"')
     operands = _specs(left, operand_count)
     results = _specs(right, result_count)
     if operands is None or results is None:

@@ -22,7 +22,10 @@ import torch
 from ..base.nested import mapped, tensors
 from ..errors import RuleError
 from ..placement import REDUCE_OPS, Partial
+from ..propagation.propagate import composite
+from ..propagation.schema import operator_of
 from ..rules import rules
+from ..rules.registry import lookup
 from .asked import rule_name
 from .faults import Trial, Wrong, undeclared
 from .gaps import Gap, gaps_of, is_accepted
@@ -47,8 +50,9 @@ class Report:
         rows: which rows are declared, and which were forced.
         wrong: one entry for each fault.
         missing: what the rule could take without communication.
+        nothing_forced: the operator has a rule of rows, or none, and no sample gave a row to force: nothing was verified.
 
-    A record, true where nothing is wrong: it communicates and raises nothing.
+    A record, true where something was verified and nothing is wrong or missing. It communicates and raises nothing.
 
     >>> report = verify_rule("exp", meshes=[(2,)], budget=6)
     >>> bool(report), report.wrong
@@ -61,16 +65,22 @@ class Report:
     rows: Coverage = field(default_factory=Coverage)
     wrong: list[Wrong] = field(default_factory=list)
     missing: list[Gap] = field(default_factory=list)
+    nothing_forced: bool = False
 
     def __bool__(self) -> bool:
-        return not self.wrong and not self.missing and self.cases > 0
+        return not self.wrong and not self.missing and self.cases > 0 and not self.nothing_forced
 
     def __str__(self) -> str:
         head = (
-            f"{self.name}: {self.cases} cases, {len(self.rows.forced)} of {len(self.rows.declared)} rows forced, "
+            f"{self.name}: {self.cases} cases, {len(self.rows.forced)} of {len(self.rows.declared)} strategies run, "
             f"{len(self.wrong)} wrong, {len(self.missing)} missing"
         )
-        return "\n".join([head, *map(str, self.wrong), *(f"  missing {gap}" for gap in self.missing)])
+        unverified = (
+            ["  nothing was verified: the rule declares no row for these samples; give operands, dims and arguments that fit it"]
+            if self.nothing_forced
+            else []
+        )
+        return "\n".join([head, *unverified, *map(str, self.wrong), *(f"  missing {gap}" for gap in self.missing)])
 
 
 def verify_rule(
@@ -122,10 +132,19 @@ def verify_rule(
         _try(report, case, seed)
         if len(report.wrong) >= stop_after:
             break
+    report.nothing_forced = not report.rows.forced and not report.wrong and _should_have_rows(name)
     if look_for_missing:
         ops = REDUCE_OPS if look_for_missing is True else look_for_missing
         report.missing = sorted((gap for gap in gaps_of(name, given, limit, rng, ops) if not is_accepted(gap)), key=str)
     return report
+
+
+def _should_have_rows(name: str) -> bool:
+    """Whether the operator is served by rows: not by an answer, by other operators, or by torch's own decomposition."""
+    found: Any = operator_named(name.replace("::", "."))
+    overload = found if hasattr(found, "_schema") else getattr(found, found.overloads()[0])
+    rule = rules().get(name) or lookup(overload)
+    return not composite(operator_of(overload)) if rule is None else rule.decompose is None and rule.answer is None
 
 
 def _samples(name: str, samples: Sequence[Sample] | None, device: str) -> list[Sample]:

@@ -57,7 +57,7 @@ def check_ranks(level: str, *, replicas: int = 0) -> None:
     if level not in LEVELS:
         raise ArgumentError(f"check_ranks takes one of {LEVELS}, got {level!r}")
     if type(replicas) is not int or replicas < 0 or (replicas and level == "off"):
-        raise ArgumentError(f"check_ranks takes a number of steps as replicas=, and 0 with 'off'; got {replicas!r}")
+        raise ArgumentError(f"check_ranks takes replicas= as a number of steps, and 0 with 'off'; got {replicas!r}")
     before = Level.now, Level.replicas
     Level.now, Level.replicas = level, replicas
     if before != (level, replicas):
@@ -89,8 +89,8 @@ def begin_anew() -> None:
 def refuse_child() -> None:
     """Raises in a forked child, whose messages would arrive as its parent's."""
     raise DTensorError(
-        "a process that was forked from a rank takes part in a collective (a DataLoader's worker?): it is no rank, and its "
-        "messages would be taken for its parent's; do this in the rank itself"
+        "a process forked from a rank (a DataLoader worker?) called a collective. It is not a rank, and "
+        "its messages would be taken for those of its parent; call the collective in the rank itself"
     )
 
 
@@ -99,7 +99,7 @@ def _from_environment(said: str) -> None:
     try:
         check_ranks(level, replicas=int(steps or 0))
     except ValueError:
-        raise ArgumentError(f'{VARIABLE} is a level, or as "watch,replicas=100"; got {said!r}') from None
+        raise ArgumentError(f'{VARIABLE} must be a level, or for example "watch,replicas=100"; got {said!r}') from None
 
 
 _from_environment(os.environ.get(VARIABLE, "watch"))

@@ -28,7 +28,7 @@ def told(folder: Path | None = None, last: int = 20) -> str:
     if folder is None:
         folder = next(iter(boards()), None)
         if folder is None:
-            raise FileNotFoundError("no job of this host has left pages of its ranks")
+            raise FileNotFoundError("no job on this host has left records of its ranks in /dev/shm")
     said = [str(folder)]
     verdict = folder / "verdict"
     if verdict.exists():

@@ -472,7 +472,7 @@ def test_side_effects_on_python_state_are_refused() -> None:
     f(x)
     f(x)
     assert module.calls == 2
-    with pytest.raises(CaptureError, match=r"\.calls changes in each"):
+    with pytest.raises(CaptureError, match=r"\.calls changed in each"):
         f(x)
 
 

@@ -132,8 +132,8 @@ def test_an_optimizer_alone() -> None:
 def test_floats_that_a_replay_could_not_follow_are_refused() -> None:
     w = randn(4, on=MESH, at=[Shard(0)], grad=True)
     for fn, what in (
-        (lambda x: x * 2 if x.sum().item() > 0 else x, "goes to gt"),
-        (lambda x: [x] * int(x.sum().item()), "goes to int"),
+        (lambda x: x * 2 if x.sum().item() > 0 else x, "is used by gt"),
+        (lambda x: [x] * int(x.sum().item()), "is used by int"),
         (lambda x: (w * x.sum().item()).sum(), "differentiable operation mul"),
     ):
         with pytest.raises(CaptureError, match=what):

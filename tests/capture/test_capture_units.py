@@ -89,7 +89,7 @@ def test_a_refused_step_leaves_its_units_as_they_were(unit: Any) -> None:
 
     x = batch()
     for _ in range(2):
-        with pytest.raises(CaptureError, match="goes to gt"):
+        with pytest.raises(CaptureError, match="is used by gt"):
             capture(refused)(x)
         assert all(p.is_leaf and p.requires_grad and p.grad is None for p in layer.parameters())
         assert_same(step(layer, x), step(alone, x))

@@ -127,9 +127,9 @@ def what_goes_wrong_is_told_and_changes_nothing(folder: Path) -> None:
     x, mesh = value(6, 4), line()
     save_safetensors({"a": laid(x, mesh, Shard(0))}, folder / "m")
     for state, place, words in [
-        ({"a": x}, "m", "holds a model already"),
+        ({"a": x}, "m", "has a model already"),
         ({"a": x.to(torch.complex128)}, "new", "complex128, which safetensors files do not have"),
-        ({"n": 3}, "new", r"\['n'\] are no tensors"),
+        ({"n": 3}, "new", r"\['n'\] are not tensors"),
     ]:
         with pytest.raises(CheckpointError, match=words):
             save_safetensors(state, folder / place)
@@ -142,7 +142,7 @@ def what_goes_wrong_is_told_and_changes_nothing(folder: Path) -> None:
         (content[:8] + b"}" + content[9:], "damaged"),
         (content[:-30] + bytes([content[-30] ^ 4]) + content[-29:], "'a' is corrupted"),
         (content.replace(b'"dtensor.digests":"{', b'"dtensor.digests":"[', 1), "damaged"),
-        (content.replace(b'"shape":[6,4]', b'"shape":[4,6]', 1), "does not fit its checksum"),
+        (content.replace(b'"shape":[6,4]', b'"shape":[4,6]', 1), "does not match its checksum"),
     ]:
         on_first_rank(lambda damaged=damaged: file.write_bytes(damaged))
         target = blank(x, mesh, Shard(1))

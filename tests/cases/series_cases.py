@@ -125,7 +125,7 @@ def who_goes_back_says_so(folder: Path) -> None:
         with pytest.raises(CheckpointError, match="a later checkpoint, of step 3: resume"):
             manager.wait()
         state = state_of(0)
-        with pytest.raises(CheckpointError, match="no checkpoint of step 7 is complete"):
+        with pytest.raises(CheckpointError, match="no complete checkpoint of step 7"):
             manager.resume(state, step=7)
         assert manager.resume(state, step=1) == 1
         manager.save(2, state_of(2.5))

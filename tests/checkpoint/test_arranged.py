@@ -56,11 +56,11 @@ def test_names_alone_keep_what_verifies_them(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Made, str]] = {
-    "values": (lambda x, y: x + y, "does something else"),
+    "values": (lambda x, y: x + y, "is not supported"),
     "another dtype": (lambda x, y: x.half(), "keep their dtype"),
     "steps": (lambda x, y: x[::2], "step 1"),
-    "a shape of what is turned": (lambda x, y: x.t().reshape(4, 6), "another shape"),
-    "what is not of it": (lambda x, y: torch.zeros(4, 6), "no tensors of the checkpoint"),
+    "a shape of what is turned": (lambda x, y: x.t().reshape(4, 6), "must be reshaped before"),
+    "what is not of it": (lambda x, y: torch.zeros(4, 6), "not computed from tensors of the checkpoint"),
 }
 
 

@@ -103,7 +103,7 @@ def damage_is_said(address: str) -> None:
     with pytest.raises(CheckpointError, match="the checkpoint is truncated"):
         load(state_on(3, [dt.Shard(1)]), address)
     fs.pipe_file(data, content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-    with pytest.raises(CheckpointError, match="does not fit its checksum"):
+    with pytest.raises(CheckpointError, match="does not match its checksum"):
         load(state_on(3, [dt.Shard(1)]), address)
     fs.rm_file(data)
     with pytest.raises(CheckpointError, match="is missing"):

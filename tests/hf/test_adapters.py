@@ -95,9 +95,9 @@ def test_what_is_not_known_says_so(plain: Any) -> None:
     with pytest.raises(StyleError, match="parallelize its submodules"):
         parallelize_module(adapted(plain).get_base_model(), MESH["tp"], "auto")
     scaled = peft.get_peft_model(copy.deepcopy(plain), peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
-    with pytest.raises(PlacementError, match="factors of low rank"):
+    with pytest.raises(PlacementError, match="low-rank adapters"):
         adapted_plan(scaled)
-    with pytest.raises(PlacementError, match="no plan of its own"):
+    with pytest.raises(PlacementError, match="has no tensor-parallel plan"):
         adapted_plan(nn.Linear(2, 2))
     with pytest.raises((MixedTensorError, RuntimeError), match="plain tensor"):
         fully(adapted(plain)).load_state_dict(adapted(plain).state_dict())

@@ -199,14 +199,17 @@ def test_refusals_say_what_to_write() -> None:
     x = torch.randn(1, 2, 8, 4)
     with pytest.raises(LayoutError, match="buffers"), context_parallel(mesh):
         pass
-    with pytest.raises(LayoutError, match="alike"), context_parallel(mesh, buffers=[x, x.clone()], buffer_seq_dims=[2, 1]):
+    with (
+        pytest.raises(LayoutError, match="must be equal"),
+        context_parallel(mesh, buffers=[x, x.clone()], buffer_seq_dims=[2, 1]),
+    ):
         pass
     with pytest.raises(LayoutError, match="twice"), context_parallel(mesh, buffers=[x, x], buffer_seq_dims=[2, 2]):
         pass
     with context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
-        with pytest.raises(UnsupportedOperationError, match="without attn_mask"):
+        with pytest.raises(UnsupportedOperationError, match="not attn_mask"):
             F.scaled_dot_product_attention(x, x, x, attn_mask=torch.ones(8, 8))
-        with pytest.raises(LayoutError, match="holds 4 of 8 positions"):
+        with pytest.raises(LayoutError, match="has 4 of 8 positions"):
             F.scaled_dot_product_attention(*[torch.randn(1, 2, 8, 4)] * 3)
         with pytest.raises(UnsupportedOperationError, match="scaled_dot_product_attention"):
             nn.MultiheadAttention(4, 2)(*[x[:, 0]] * 3)

@@ -428,12 +428,12 @@ class Other(Wrapped):
 @pytest.mark.parametrize(
     ("kind", "error", "words"),
     [
-        (Half, TypeError, "fsdp_pre_all_gather alone"),
-        (WrongArguments, TypeError, "takes a mesh, or all five"),
-        (Short, LayoutError, "gave shape"),
+        (Half, TypeError, "fsdp_pre_all_gather only"),
+        (WrongArguments, TypeError, "must take a mesh, or all five"),
+        (Short, LayoutError, "returned shape"),
         (Uneven, LayoutError, "differ between ranks"),
         (Changing, LayoutError, "the first time"),
-        (Other, UnsupportedOperationError, "tensor made of several"),
+        (Other, UnsupportedOperationError, "wrapper subclass of several tensors"),
     ],
 )
 def test_refusals(kind: Any, error: type[Exception], words: str) -> None:

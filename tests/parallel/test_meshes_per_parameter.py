@@ -98,7 +98,7 @@ def test_what_is_no_mesh_is_refused() -> None:
         with pytest.raises(PlacementError, match="ShardPlacementResult"):
             fully_shard(nn.Linear(3, 4), mesh=mesh, shard_placement_fn=lambda _, asked=asked: asked)
     cube = dt.init_device_mesh("cpu", (1, 2, 1))
-    with pytest.raises(MeshError, match="one dim, or of two"):
+    with pytest.raises(MeshError, match=r"a mesh of one dim .sharded., or of two"):
         fully_shard(nn.Linear(3, 4), mesh=mesh, shard_placement_fn=lambda _: ShardPlacementResult(None, cube))
 
 

@@ -81,7 +81,7 @@ def test_an_unknown_name_lists_the_known() -> None:
         parallelize_module(Gated(), mesh, {"up": "columnwise"})
     with pytest.raises(PlacementError, match="packed_colwise"):
         parallelize_module(Gated(), mesh, {"scale": "columnwise"})
-    with pytest.raises(PlacementError, match="no plan of its own"):
+    with pytest.raises(PlacementError, match="has no tensor-parallel plan"):
         parallelize_module(Gated(), mesh, "auto")
 
 

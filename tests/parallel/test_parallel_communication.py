@@ -134,7 +134,7 @@ def test_numbers_that_mean_all_or_nothing_and_such_as_do_not_fit() -> None:
     whole = unit_of(fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=4))
     assert (whole.keep_after_forward, whole.groups[0].neighbours) == (False, None)
     for number in (0, 3, 8):
-        with pytest.raises(ValueError, match="divides the 4 ranks"):
+        with pytest.raises(ValueError, match="must divide the 4 ranks"):
             fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=number)
     with pytest.raises(ValueError, match="takes True or False"):
         fully_shard(nn.Linear(2, 2), mesh=mesh).set_reshard_after_forward(2)
@@ -172,7 +172,7 @@ def test_a_backward_that_needs_what_is_not_gathered_says_so() -> None:
     model = wrapped(mesh, reshard_after_forward=True)
     model[2].set_unshard_in_backward(False)
     loss = (model(rows(mesh)) ** 2).sum()
-    with pytest.raises(DTensorError, match=r"a part of one, of shape \(5, 7\)|a part of one, of shape \(7, 5\)"):
+    with pytest.raises(DTensorError, match=r"a view of one, of shape \(5, 7\)|a view of one, of shape \(7, 5\)"):
         loss.backward()
     model[2].set_unshard_in_backward(True)
     model.reset_iter_state()
@@ -236,7 +236,7 @@ def test_sums_only_means_that_nothing_else_is_asked_of_collectives() -> None:
     finally:
         del comm.bind_scatter
     assert asked == ["sum"] * 3 + ["avg"] * 3
-    with pytest.warns(FutureWarning, match="is now set_gradient_divide_factor"):
+    with pytest.warns(FutureWarning, match="use set_gradient_divide_factor"):
         summing[0].set_reduce_scatter_divide_factor(1.0)
     summing.zero_grad()
     expected = alone(3)
@@ -316,7 +316,7 @@ def _by_others(size: int, sums_only: bool) -> list[float]:
     assert_same(grads, alone(size))
     assert (gathering.calls, gathering.dtype, scattering.calls) == (2, torch.float64, 1)
     assert max(gathering.sizes) == size * min(gathering.sizes)
-    with pytest.raises(DTensorError, match="allocates by itself"):
+    with pytest.raises(DTensorError, match="allocates its own memory"):
         model[2].set_allocate_memory_from_process_group_for_comm(True)
     return sums(grads)
 
@@ -356,7 +356,7 @@ def own_floats(mesh: dt.DeviceMesh) -> Tensor:
 def _options(size: int) -> list[float]:
     mesh = dp(size)
     model = wrapped(mesh)
-    with pytest.warns(UserWarning, match="no storage of its own"):
+    with pytest.warns(UserWarning, match="does not provide memory"):
         model[0].set_allocate_memory_from_process_group_for_comm(True)
     model[0].set_allocate_memory_from_process_group_for_comm(False)
     model.set_separate_reduce_scatter_group()
@@ -377,7 +377,7 @@ def test_what_has_no_meaning_here_changes_no_value() -> None:
     model = wrapped(dp())
     with pytest.raises(UnsupportedOperationError, match="symmetric memory"):
         model.set_symm_mem_for_comm()
-    with pytest.raises(ValueError, match="is no unit"):
+    with pytest.raises(ValueError, match="is not a unit"):
         share_comm_ctx([nn.Linear(2, 2)])
     with pytest.raises(TypeError, match="a number of units"):
         model.set_reduce_scatter_max_input_buffers(True)
@@ -415,7 +415,7 @@ def test_a_pass_that_raised_is_forgotten(place: str) -> None:
     with pytest.raises(ZeroDivisionError):
         (model(rows(mesh)) ** 2).sum().backward()
     where.remove()
-    with pytest.raises(RuntimeError, match="belongs to the outermost unit"):
+    with pytest.raises(RuntimeError, match="must be called on the outermost unit"):
         model[0].reset_iter_state()
     model.reset_iter_state()
     model.zero_grad()
@@ -439,7 +439,7 @@ def test_a_first_forward_names_the_parameters_without_values() -> None:
 
 def test_a_container_is_refused_as_torch_does() -> None:
     for container in (nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})):
-        with pytest.raises(ValueError, match="nobody calls it"):
+        with pytest.raises(ValueError, match="without a forward of its own"):
             fully_shard(container, mesh=dp())
 
 

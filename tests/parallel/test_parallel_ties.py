@@ -251,7 +251,7 @@ def test_siblings_that_share_a_module_are_refused() -> None:
 def test_units_of_two_meshes_do_not_share_a_weight() -> None:
     mesh, model = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "more")), made()
     fully_shard(model.tok, mesh=mesh["dp"])
-    with pytest.raises(UnitError, match="give both the same mesh"):
+    with pytest.raises(UnitError, match="use the same mesh"):
         fully_shard(model, mesh=mesh)
 
 

@@ -100,9 +100,9 @@ def test_several_mesh_dims_in_any_order_cut_a_batch() -> None:
 
 
 def test_what_does_not_fit_is_said() -> None:
-    with pytest.raises(LayoutError, match=r"leaves a rank without samples.*\[2, 2, 2, 0\]; take a multiple of 4"):
+    with pytest.raises(LayoutError, match=r"leaves a rank without samples.*\[2, 2, 2, 0\]; use a multiple of 4"):
         DistributedBatchSampler(range(9), mesh_of(4), 6)
-    with pytest.raises(LayoutError, match="3 samples make no batch of 4"):
+    with pytest.raises(LayoutError, match="3 samples are fewer than one batch of 4"):
         DistributedBatchSampler(range(3), mesh_of(4), 4, drop_last=True)
     with pytest.raises(LayoutError, match="0 samples"):
         DistributedBatchSampler(range(0), mesh_of(4), 4)

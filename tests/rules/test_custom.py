@@ -13,7 +13,7 @@ import dtensor as dt
 from dtensor import Partial, Replicate, Shard
 from dtensor.errors import RuleError
 from dtensor.rules import rules, unregister
-from dtensor.testing import verify_rule
+from dtensor.testing import Sample, verify_rule
 
 LIBRARY = torch.library.Library("tables", "DEF")
 R = Replicate()
@@ -126,7 +126,7 @@ def test_a_0d_tensor_cannot_be_sharded() -> None:
 def test_a_placement_for_what_is_no_tensor_is_refused() -> None:
     op = define("scaled(Tensor x, int k, Tensor y) -> Tensor", lambda x, k, y: x * k + y)
     dt.register_sharding(op)(lambda x, k, y: [([Shard(0)], [Shard(0), Shard(0)])])
-    with pytest.raises(RuleError, match="stands where k does, which is no tensor: write None"):
+    with pytest.raises(RuleError, match="is given for k, which is not a tensor: write None"):
         op(put(X, Shard(0)), 2, put(X, Shard(0)))
 
 
@@ -191,7 +191,7 @@ def test_lists_of_tensors_take_lists_or_one_placement_for_all() -> None:
         equal(c, X * 3)
         assert [v.placements for v in (a, b, c)] == [(Shard(0),)] * 3
     dt.register_sharding(op)(lambda xs, y, *, zs, ws: [([Shard(0)] * 3, [[Shard(0)], None, Shard(0), Shard(0)])])
-    with pytest.raises(RuleError, match="1 placements for xs, which holds 2 tensors"):
+    with pytest.raises(RuleError, match="1 placements for xs, which is a list of 2 tensors"):
         op([x, x], None, zs=[x], ws=[None, x])
 
 
@@ -292,9 +292,9 @@ def test_one_that_says_that_it_is_pointwise_needs_no_rule() -> None:
 
 
 def test_an_operator_of_several_signatures_is_refused_with_their_names() -> None:
-    with pytest.raises(RuleError, match=r"several signatures.*torch\.ops\.aten\.sum\.dim_IntList"):
+    with pytest.raises(RuleError, match=r"several overloads.*torch\.ops\.aten\.sum\.dim_IntList"):
         dt.register_sharding(torch.ops.aten.sum)
-    with pytest.raises(RuleError, match="takes an operator's overload"):
+    with pytest.raises(RuleError, match="takes an operator overload"):
         dt.register_sharding(torch.sum)
 
 
@@ -444,11 +444,71 @@ def test_a_notation_that_does_not_fit_is_refused_at_once(notation: str, message:
         dt.register_sharding(twice(), notation)
 
 
+def weighted() -> Any:
+    return define("weighted(Tensor x, Tensor w, Tensor? bias=None) -> Tensor", lambda x, w, bias=None: x * w)
+
+
+@pytest.mark.parametrize(
+    ("notation", "message"),
+    [
+        ("b* [d] -> b* [d]", r"has 1 operands, but the operator takes 2 tensors: x, w: tables::weighted"),
+        ("x: b* d -> b* d", "leaves out w: name all tensors of the operator"),
+    ],
+)
+def test_a_notation_that_leaves_out_a_tensor_is_refused(notation: str, message: str) -> None:
+    with pytest.raises(RuleError, match=message):
+        dt.register_sharding(weighted(), notation)
+    dt.register_sharding(weighted(), "s*, s* -> s*")  # an optional tensor may be left out
+
+
+WRONG_WORDS: dict[str, tuple[dict[str, Any], str]] = {
+    "a letter of sums": ({"sums": "q"}, r"sums= names q, which 'b\* d, b\* d -> b\*' does not have"),
+    "a letter of a mapping of sums": ({"sums": {"d": "sum", "q": "R"}}, "sums= names q, "),
+    "a letter of kernels": ({"kernels": {"q": None}}, "kernels= names q, "),
+    "a letter of sizes": ({"sizes": {"q": "x"}}, "sizes= names q, which 'b"),
+    "an argument of sizes": ({"sizes": {"d": "factor"}}, "sizes= names factor, which the operator does not have"),
+    "a letter of nonempty": ({"nonempty": "b q"}, "nonempty= names q, "),
+    "a plain argument": ({"plain": ("z",)}, "plain= names z, which the operator does not have: tables::weighted"),
+    "an argument of a word": ({"partials": dt.rules.linear("z")}, "partials= names z, which the operator does not have"),
+    "an argument of one of several words": ({"partials": (dt.rules.monotone, dt.rules.one_of("z"))}, "partials= names z, "),
+    "a reduction": ({"sums": "d", "reduce": "total"}, "'total' is no reduction; use one of sum, avg"),
+    "a reduction of a letter": ({"sums": {"d": "total"}}, "'total' is no reduction"),
+    "a partial row without an arrow": ({"partials": "sum"}, 'partials= has .sum.: partial row .sum. has no "->"'),
+    "a partial row of an unknown reduction": ({"partials": "total,R -> sum"}, "partials= has .*got 'total'"),
+    "a partial row of too few operands": ({"partials": "sum -> sum"}, "but the operator takes 3 tensors and gives 1"),
+    "a partial row of too many results": ({"partials": "sum,R -> sum,sum"}, "but the operator takes 3 tensors and gives 1"),
+    "an unknown keyword": ({"sumz": "d"}, "unexpected keyword argument 'sumz'; with a notation it takes kernel, kernels, local"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_WORDS)
+def test_keywords_that_do_not_fit_the_notation_or_the_operator_are_refused(what: str) -> None:
+    words, message = WRONG_WORDS[what]
+    with pytest.raises(RuleError, match=f"register_sharding for tables.weighted.default: .*{message}"):
+        dt.register_sharding(weighted(), "b* d, b* d -> b*", **words)
+    assert "tables::weighted" not in rules()
+
+
+def test_rows_for_a_call_with_and_without_an_optional_tensor_are_accepted() -> None:
+    dt.register_sharding(weighted(), "s*, s*, s* -> s*", partials=("sum,R -> sum", "sum,R,R -> sum", "max... -> max..."))
+    assert "tables::weighted" in rules()
+
+
 def test_unknown_words_and_words_without_a_notation_are_refused() -> None:
     with pytest.raises(RuleError, match="unexpected keyword argument 'reduction'"):
         dt.register_sharding(twice(), "s* -> s*", reduction="sum")
     with pytest.raises(RuleError, match="takes when with a notation only"):
         dt.register_sharding(twice(), when=lambda choice: True)
+
+
+def test_a_rule_that_declares_nothing_for_its_samples_is_not_verified() -> None:
+    dt.register_sharding(twice(), "m n -> m n", samples=[Sample((torch.randn(5),), gradients=False)])
+    report = verify_rule(twice(), meshes=[(2,)], limit=10)
+    assert report.cases
+    assert not report
+    assert "nothing was verified: the rule declares no row for these samples" in str(report)
+    report = verify_rule(twice(), [Sample((torch.randn(5, 6),), gradients=False)], meshes=[(2,)], limit=10)
+    assert report, str(report)
 
 
 def test_unregistering_brings_the_librarys_rule_back() -> None:

@@ -156,10 +156,10 @@ def test_sizes_inside_of_a_product_come_from_an_argument_or_from_what_is_left() 
     ("text", "message"),
     [
         ("m k, k n", "has no '->'"),
-        ("m -> n", "stand only on the right"),
+        ("m -> n", "appear only on the right"),
         ("m ! -> m", "cannot read"),
         ("x: m, k -> m", "names some operands"),
-        ("@a s* @b -> s*", "one argument at most"),
+        ("@a s* @b -> s*", "at most one argument"),
     ],
 )
 def test_what_is_no_pattern_is_refused(text: str, message: str) -> None:

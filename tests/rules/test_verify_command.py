@@ -81,6 +81,15 @@ def test_a_wrong_rule_and_one_without_samples_fail(module: str, capsys: pytest.C
     assert run(capsys, f"{module}::largest_first")[0] == 1
 
 
+def test_a_rule_that_declares_nothing_for_its_samples_fails(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    __import__(module)
+    dt.register_sharding(getattr(torch.ops, module).halve, "b m n -> b m n", samples=[(torch.randn(5, 6),)])
+    status, out, _ = run(capsys, f"{module}::halve")
+    assert status == 1
+    assert "0 of 0 rows forced" in out
+    assert "nothing was verified" in out
+
+
 def test_what_means_nothing_is_an_error_that_names_what_is_near(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     __import__(module)
     status, _, err = run(capsys, f"{module}::halv")

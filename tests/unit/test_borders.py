@@ -74,5 +74,5 @@ def test_both_sides_are_named() -> None:
     assert "not a placement of dtensor but one of torch" in first["a placement"]
     assert "of torch.distributed.tensor.parallel" in first["a style"]
     for name in ("ddp of fsdp", "ddp of tp", "ddp of ddp"):
-        assert "torch.nn.parallel.DistributedDataParallel takes" in first[name], name
+        assert "torch.nn.parallel.DistributedDataParallel does not support DTensors" in first[name], name
         assert "dtensor.parallel.replicate(model, mesh)" in first[name], name

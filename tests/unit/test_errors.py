@@ -55,7 +55,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "memory of a storage": (
         lambda: make(4).set_(torch.ones(4).untyped_storage(), 0, (4,)),
         UnsupportedOperationError,
-        "needs a DTensor",
+        "takes a DTensor",
     ),
     "a collective of torch's": (
         lambda: torch.ops._c10d_functional.all_reduce(make(4), "sum", "0"),
@@ -137,7 +137,7 @@ for size in ((8, 3), "48", 8, (8.0,), (None,)):
     CASES[f"global shape {size}"] = (
         lambda size=size: DTensor.from_local(torch.ones(4), MESH, [Shard(0)], shape=size),
         DTensorError,
-        "ints|piece of shape|numbers of dims",
+        "ints|local tensor of shape|numbers of dims",
     )
 CASES |= {
     "a negative size": (lambda: dt.zeros(-1, device_mesh=MESH), RuntimeError, "non-negative"),
@@ -296,7 +296,7 @@ def test_a_gather_is_announced_once() -> None:
     torch.library.define("proof::unruly", "(Tensor x) -> Tensor")
     torch.library.impl("proof::unruly", "CompositeExplicitAutograd", lambda x: x.sort(0).values * 2)
     x = make(4, 4)
-    with pytest.warns(GatherWarning, match=r"proof::unruly.*gathers.*bytes") as caught:
+    with pytest.warns(GatherWarning, match=r"proof::unruly.*all-gathers.* B received per rank") as caught:
         first, second = torch.ops.proof.unruly(x), torch.ops.proof.unruly(x)
     assert len(caught) == 1
     assert torch.equal(first.full_tensor(), torch.full((4, 4), 2.0))

@@ -18,8 +18,6 @@ ROOT = Path(__file__).parents[2]
 PAGES = {str(page.relative_to(ROOT)): page for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]}
 MODULES = sorted((ROOT / "dtensor").rglob("*.py"))
 NOT_CONVERTED = {  # pages with sentences of the old style; no page may join
-    "SECURITY.md",
-    "docs/debugging.md",
     "docs/measurements/capture.md",
     "docs/measurements/checkpoint.md",
     "docs/measurements/dispatch.md",
@@ -31,9 +29,9 @@ NOT_CONVERTED = {  # pages with sentences of the old style; no page may join
     "docs/measurements/training.md",
 }
 AT_MOST = {
-    "banned words in error messages": 74,
-    "docstrings that open without a verb": 666,
-    "modules that do not name their file": 174,
+    "banned words in error messages": 30,
+    "docstrings that open without a verb": 637,
+    "modules that do not name their file": 167,
     "functions in more than 3 modules": 49,
     "references that lead nowhere": 0,
 }

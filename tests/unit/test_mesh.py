@@ -261,7 +261,7 @@ def test_a_mesh_of_some_ranks() -> None:
     ("make", "message"),
     [
         (lambda: DeviceMesh("cpu", [0, 0]), "distinct"),
-        (lambda: DeviceMesh("cpu", []), "non-empty"),
+        (lambda: DeviceMesh("cpu", []), "at least one"),
         (lambda: DeviceMesh("cpu", [0, 1], mesh_dim_names=("a", "b")), "mesh_dim_names"),
         (lambda: DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("a", "a")), "mesh_dim_names"),
         (lambda: init_device_mesh("cpu", (2, 0)), "positive sizes"),

@@ -134,7 +134,7 @@ NAMED = dtensor.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 PREPARE = dtensor.parallel.PrepareModuleInput(input_layouts=dtensor.Shard(0), desired_input_layouts=dtensor.Replicate())
 SAID: dict[str, tuple[type[Exception], Any]] = {
     "two mesh dims have the same name": (RuntimeError, lambda: dtensor.DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("a", "a"))),
-    "needs . mesh_dim_names": (
+    "needs 1 mesh_dim_names": (
         RuntimeError,
         lambda: dtensor.init_device_mesh("cpu", (4,), mesh_dim_names=("a", "b")),
     ),
@@ -146,7 +146,7 @@ SAID: dict[str, tuple[type[Exception], Any]] = {
     "an empty list of groups": (ValueError, lambda: dtensor.DeviceMesh.from_group([], "cpu", torch.arange(0))),
     "takes leaf tensors": (RuntimeError, lambda: dtensor.distribute_tensor(torch.ones(2, requires_grad=True) * 2, MESH)),
     "the DTensor is on": (ValueError, lambda: dtensor.distribute_tensor(dtensor.zeros(2, device_mesh=MESH), NAMED)),
-    "nobody calls it": (
+    "without a forward of its own": (
         ValueError,
         lambda: dtensor.fsdp.fully_shard(torch.nn.ModuleList([torch.nn.Linear(2, 2)]), mesh=NAMED["dp"]),
     ),
@@ -156,7 +156,7 @@ SAID: dict[str, tuple[type[Exception], Any]] = {
             torch.ones(1), torch.ones(1)
         ),
     ),
-    "has no parameter `weight` of two dims": (
+    "has no 2-d parameter `weight`": (
         NotImplementedError,
         lambda: dtensor.parallel.parallelize_module(torch.nn.ReLU(), NAMED["tp"], dtensor.parallel.ColwiseParallel()),
     ),

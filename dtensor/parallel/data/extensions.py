@@ -29,7 +29,7 @@ from ...redistribute.executor import inside
 from ...redistribute.rows import Rows
 from ...tensor.views.blocks import locals_of
 from .layouts import Axes
-from .parameters import HOOKS, Managed, is_extended
+from .managed import HOOKS, Managed, is_extended
 from .policy import MixedPrecisionPolicy
 
 Told = list[tuple[torch.dtype, tuple[int, ...]]]
@@ -74,9 +74,9 @@ class Extensions:
         for x, extended in found:
             if is_traceable_wrapper_subclass(x) and not extended:
                 raise UnsupportedOperationError(
-                    f"a parameter is a {type(x).__name__}, a tensor made of several: data parallelism gathers and reduces plain "
-                    f"tensors, and would lose the rest; give it {' and '.join(HOOKS)}, keep its parts as parameters or buffers, "
-                    "or name it in ignored_params"
+                    f"a parameter is a {type(x).__name__}, a wrapper subclass of several tensors. Data parallelism "
+                    f"gathers and reduces plain tensors and would lose the others; define {' and '.join(HOOKS)}, keep "
+                    "its tensors as parameters or buffers, or pass it in ignored_params"
                 )
         return any(extended for _, extended in found)
 
@@ -98,7 +98,7 @@ class Extensions:
             self._learn(comm, said)
         for member, told in said.items():
             if told != self._told[member]:
-                raise LayoutError(f"fsdp_pre_all_gather gives {told}, and gave {self._told[member]} the first time")
+                raise LayoutError(f"fsdp_pre_all_gather returned {told}, and {self._told[member]} the first time")
         return [columns[i][k] for i, k in self._order]
 
     def _before(self, member: int, i: int, local: Any) -> list[Tensor]:
@@ -106,7 +106,10 @@ class Extensions:
         size = torch.Size(m.compute.shape_of(member))
         count = len(inspect.signature(hook).parameters)
         if count not in (1, 5):
-            raise TypeError(f"{type(local).__name__}.fsdp_pre_all_gather takes a mesh, or all five of {inspect.signature(_pre)}")
+            raise TypeError(
+                f"{type(local).__name__}.fsdp_pre_all_gather must take a mesh, or all five parameters of "
+                f"{inspect.signature(_pre)}"
+            )
         given = (self._mesh, size, torch.empty(size, device="meta").stride(), m.places[0][0], self._policy)
         found, self._metadata[member, i] = hook(*given[:count])
         return [x.detach().view(1) if not x.ndim else x.detach() for x in found]
@@ -125,8 +128,8 @@ class Extensions:
             }
             if self._own[i] and len(kinds) > 1:
                 raise LayoutError(
-                    f"the inputs that fsdp_pre_all_gather gives of {m.places[0][1]!r} differ between ranks in more than the dim "
-                    f"they are joined along: {[told[i] for told in self._told.values()]}"
+                    f"the results of fsdp_pre_all_gather for {m.places[0][1]!r} differ between ranks in more than the "
+                    f"dim along which they are concatenated: {[told[i] for told in self._told.values()]}"
                 )
         entries = [(i, k) for i, told in enumerate(first) for k in range(len(told))]
         self._order = sorted(entries, key=lambda at: -self._dtype(*at).itemsize)
@@ -189,7 +192,7 @@ class Extensions:
         if whole.shape == size:
             return whole
         if whole.numel() < math.prod(size):
-            raise LayoutError(f"fsdp_post_all_gather gave shape {tuple(whole.shape)} for a parameter of shape {size}")
+            raise LayoutError(f"fsdp_post_all_gather returned shape {tuple(whole.shape)} for a parameter of shape {size}")
         return whole.as_strided(size, torch.empty(size, device="meta").stride(), 0)  # without what padded the last ranks'
 
     def _apart(self, member: int, i: int, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...comm import communicator_of
+from ...dispatch.versions import stamp
 from ...errors import DTensorError, UnsupportedOperationError
 from ...mesh.create import with_groups_of_its_own
 from .custom_collectives import AllGather, GroupMemoryAllGather, GroupMemoryReduceScatter, ReduceScatter, allocating_backend
@@ -66,7 +67,9 @@ class FSDPModule(WaitingGradients):
 
     # --- memory ------------------------------------------------------------------------------------------------------
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the parameters of this unit now; with ``async_op`` the handle's ``wait()`` ends it."""
+        """Gather the parameters of this unit now; with ``async_op`` the handle's ``wait()`` ends it. Values that are written to
+        them in place (not through ``.data``) are written to the sharded parameters too, by :meth:`reshard` or the next pass.
+        """
         unit = _unit(self)
         unit.start_gather()
         handle = UnshardHandle(unit)
@@ -158,7 +161,7 @@ class FSDPModule(WaitingGradients):
         """
         unit = _unit(self)
         if unit.schedule is not None and unit.schedule.units[0] is not unit:
-            raise RuntimeError("reset_iter_state belongs to the outermost unit, the module that is called first")
+            raise RuntimeError("reset_iter_state must be called on the outermost unit, the module that is called first")
         if unit.schedule is not None:
             unit.schedule.reset()
 
@@ -175,7 +178,9 @@ class FSDPModule(WaitingGradients):
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of :meth:`set_gradient_divide_factor`."""
-        warnings.warn("set_reduce_scatter_divide_factor is now set_gradient_divide_factor", FutureWarning, stacklevel=2)
+        warnings.warn(
+            "set_reduce_scatter_divide_factor is deprecated; use set_gradient_divide_factor", FutureWarning, stacklevel=2
+        )
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
@@ -205,7 +210,7 @@ class FSDPModule(WaitingGradients):
         """
         groups = _unit(self).groups
         if stream is not None and any(group.axes.shard and group.axes.replicate for group in groups):
-            raise ValueError("stream= is for a mesh of one dim; on two the hook runs where the all-reduce does")
+            raise ValueError("stream= needs a mesh of one dim; on two mesh dims the hook runs on the stream of the all-reduce")
         for group in groups:
             group.settings.hook, group.settings.hook_stream = hook, stream
 
@@ -237,10 +242,10 @@ class FSDPModule(WaitingGradients):
             settings = group.settings
             ours = (None | GroupMemoryAllGather, None | GroupMemoryReduceScatter)
             if not isinstance(settings.gathers, ours[0]) or not isinstance(settings.scatters, ours[1]):
-                raise DTensorError("a custom all-gather or reduce-scatter allocates by itself; take it back first")
+                raise DTensorError("a custom all-gather or reduce-scatter allocates its own memory; remove it first")
             backend = allocating_backend(group.axes) if enable else None
             if enable and backend is None:
-                warnings.warn("this backend has no memory of its own to give: buffers stay as they are", stacklevel=2)
+                warnings.warn("this backend does not provide memory for buffers, so they stay as they are", stacklevel=2)
             settings.gathers = None if backend is None else GroupMemoryAllGather(backend)
             settings.scatters = None if backend is None else GroupMemoryReduceScatter(backend)
 
@@ -250,7 +255,7 @@ class FSDPModule(WaitingGradients):
         Raises:
             UnsupportedOperationError: always.
         """
-        raise UnsupportedOperationError(f"buffers in symmetric memory ({backend}) are not supported; leave this call out")
+        raise UnsupportedOperationError(f"buffers in symmetric memory ({backend}) are not supported; remove this call")
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Whether reductions have a process group of their own, so that they need not wait for gathers. All ranks call it. With
@@ -290,6 +295,8 @@ class UnshardHandle:
         """The parameters are whole, and stand in the module."""
         self._unit.gather()
         self._unit.put_values()
+        for m in (m for group in self._unit.groups for m in group.managed):
+            m.unsharded = stamp(m.placed)
 
 
 class UnitState(NamedTuple):
@@ -341,5 +348,5 @@ def neighbours_of(axes: Axes, reshard_after_forward: Any) -> Neighbours | None:
 
 def _unit(module: Any) -> Unit:
     if (found := unit_of(module)) is None:
-        raise ValueError(f"{type(module).__name__} is no unit of data parallelism; call fully_shard on it first")
+        raise ValueError(f"{type(module).__name__} is not a unit of data parallelism; call fully_shard on it first")
     return found

@@ -13,9 +13,10 @@ from ...errors import ContradictionError, UnitError
 from .buffers import Buffers
 from .fsdp_module import FSDPModule, neighbours_of, state_of
 from .layouts import Axes, sharding
+from .managed import Managed
 from .module_state import Unit, unit_of
 from .param_group import Group
-from .parameters import Managed, ShardPlacement, adopt, among, onto_one_mesh
+from .parameters import ShardPlacement, adopt, among, onto_one_mesh
 from .policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from .waiting import units_of
 
@@ -129,13 +130,13 @@ def check_policy(mp_policy: Any) -> None:
     """Raises TypeError unless it is a policy."""
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         found = f"{mp_policy!r} of {type(mp_policy).__module__}"
-        raise TypeError(f"mp_policy is a MixedPrecisionPolicy(param_dtype=..., reduce_dtype=...), got {found}")
+        raise TypeError(f"mp_policy takes a MixedPrecisionPolicy(param_dtype=..., reduce_dtype=...), got {found}")
 
 
 def check_offload(offload_policy: Any) -> None:
     """Raises TypeError unless it is a policy."""
     if not isinstance(offload_policy, OffloadPolicy):
-        raise TypeError(f"offload_policy is CPUOffloadPolicy() or OffloadPolicy(), got {offload_policy!r}")
+        raise TypeError(f"offload_policy takes CPUOffloadPolicy() or OffloadPolicy(), got {offload_policy!r}")
 
 
 def check_callable(module: Any, name: str) -> None:
@@ -149,8 +150,9 @@ def check_callable(module: Any, name: str) -> None:
     has_forward = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not has_forward:
         raise UnitError(
-            f"{name} of a {type(module).__name__}: nobody calls it, so nothing could gather its parameters; apply it to each of "
-            f"its modules: for block in blocks: {name}(block, mesh=mesh)"
+            f"{name} of a {type(module).__name__}: it is a container without a forward of its own, so its "
+            f"parameters would never be gathered; apply {name} to each of its modules: for block in blocks: "
+            f"{name}(block, mesh=mesh)"
         )
     if unit_of(module) is not None:
         raise ContradictionError(

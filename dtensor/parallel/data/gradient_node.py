@@ -16,8 +16,8 @@ from ...mesh.device_mesh import DeviceMesh
 from ...placement import Partial
 from ...tensor.autograd import move
 from ...tensor.dtensor import DTensor
+from .managed import Managed
 from .param_group import Group
-from .parameters import Managed
 
 Column = tuple[Tensor | None, ...]  # one parameter's gradient: per member held here its own, where there is one
 _BEFORE = 5  # inputs before the parameters: they have no gradient
@@ -64,8 +64,9 @@ class Gathered(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         if not issubclass(type(ctx), BackwardCFunction):
             raise UnsupportedOperationError(
-                "compiled autograd of parameters under fully_shard or replicate: their gradients are reduced, and arrive, in a "
-                "pass that autograd runs; compile the model, and leave its backward pass to autograd"
+                "compiled autograd does not support parameters under fully_shard or replicate, because their "
+                "gradients are reduced during a pass of the autograd engine; compile the model, and let autograd "
+                "run its backward pass"
             )
         group: Group = ctx.group
         pieces = group.pieces
@@ -80,8 +81,8 @@ class Gathered(torch.autograd.Function):
         asked = not engine_runs(_ANCHORED)
         if not asked and any(grad is not None and grad.requires_grad for grad in grads):
             raise UnsupportedOperationError(
-                "backward(create_graph=True) of parameters under fully_shard or replicate: their gradients arrive after the pass "
-                "without a graph, so what is computed of them would have no gradient; gradients of inputs have one: "
+                "backward(create_graph=True) does not support parameters under fully_shard or replicate: their "
+                "gradients are reduced after the pass and have no graph. Gradients of inputs have one: "
                 "torch.autograd.grad(loss, inputs, create_graph=True)"
             )
         given = ctx.receiver.receive(group, ctx.use, gradients, ctx.distributed, asked)
@@ -101,8 +102,8 @@ def _column(group: Group, m: Managed, grads: Sequence[Tensor | None], distribute
     else:
         if m.inside is None:
             raise DTensorError(
-                "a data-parallel parameter was used when its unit was through: call the modules that the unit was made of, not "
-                "parts of them by themselves"
+                "a data-parallel parameter was used after its unit had ended: call the modules that are units, "
+                "not their submodules directly"
             )
         where = list(m.inside.placements)
     target = grad._layout.replace(placements=where)

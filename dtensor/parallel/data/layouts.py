@@ -94,7 +94,7 @@ def sharding(mesh: Any, dims: DataParallelMeshDims | None, offload: OffloadPolic
     if dims is not None:
         shard, copy = dims.shard_names, dims.replicate_names
         if not shard and not copy:
-            raise MeshError(f"dp_mesh_dims of fully_shard names no mesh dim, got {dims}; give shard=, replicate= or both")
+            raise MeshError(f"dp_mesh_dims of fully_shard needs shard=, replicate= or both, got {dims}")
         if not shard:
             return copying(mesh, dims, offload)
         return Axes(mesh[(*copy, *shard)], WAYS["HSDP" if copy else "FSDP"], len(copy), host)
@@ -109,8 +109,8 @@ def cutting(mesh: DeviceMesh, host: Host | None) -> Axes:
     """
     if mesh.ndim > 2:
         raise MeshError(
-            f"data parallelism takes a mesh of one dim, or of two (copied over the first, cut over the second), got {mesh!r}; "
-            "slice them from it"
+            "data parallelism takes a mesh of one dim (sharded), or of two (replicated over the first, "
+            f"sharded over the second), got {mesh!r}; slice the data-parallel dims from it"
         )
     return Axes(mesh, WAYS["HSDP" if mesh.ndim == 2 else "FSDP"], mesh.ndim - 1, host)
 

@@ -21,8 +21,8 @@ from ...comm import communicator_of, shards_of
 from ...errors import PlacementError
 from ...mesh.device_mesh import DeviceMesh
 from .gradient_node import Column
+from .managed import Managed
 from .param_group import Group
-from .parameters import Managed
 
 _SAMPLE = 64  # elements of a gradient that are compared
 _NOISE = 2**-16
@@ -85,8 +85,9 @@ def _told(m: Managed, mesh: DeviceMesh, between: Sequence[int]) -> str:
     names = mesh.mesh_dim_names
     over = ", ".join(repr(names[i]) if names else str(i) for i in between)
     return (
-        f"the gradient of {name!r} of {type(module).__name__} is not the same on all ranks of mesh dim {over}: the plan of "
-        "parallelize_module leaves it out, so each rank has all of it, but what it is used with is cut there (heads, a sequence) "
-        "and its copies would part; or these ranks were given different inputs. Name the module that has it in the plan: "
-        'SequenceParallel() for a norm of a cut sequence, "replicated_with_grad_allreduce" where each rank has some of the heads'
+        f"the gradient of {name!r} of {type(module).__name__} differs between ranks of mesh dim {over}. "
+        "The plan of parallelize_module does not contain it, so each rank has a full copy. It is used "
+        "with sharded data (heads, a sequence), so the copies would diverge, or these ranks got "
+        "different inputs. Add its module to the plan: SequenceParallel() for a norm of a sharded "
+        'sequence, "replicated_with_grad_allreduce" if each rank has some of the heads'
     )

@@ -28,12 +28,12 @@ class Neighbours:
     def __init__(self, axes: Axes, size: int) -> None:
         if len(axes.shard) != 1:
             raise UnsupportedOperationError(
-                "reshard_after_forward as a number takes one mesh dim to cut over; flatten those that do"
+                "reshard_after_forward= as a number needs one sharded mesh dim; flatten the sharded mesh dims to one"
             )
         ranks = axes.mesh.shape[axes.shard[0]]
         if not 1 <= size <= ranks or ranks % size:
             raise ValueError(
-                f"reshard_after_forward as a number divides the {ranks} ranks that parameters are cut over, got {size}"
+                f"reshard_after_forward= as a number must divide the {ranks} ranks over which parameters are sharded, got {size}"
             )
         self.axes, self.size, self._dim = axes, size, axes.shard[0] + 1
         unnamed = axes.mesh._derive(axes.mesh._dims, None)

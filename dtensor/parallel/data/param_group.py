@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...base.recording import ACTIVE, Between, current
+from ...base.selective_checkpoint import hides_from_policies
 from ...comm import Communicator, Pending, communicator_of, each_shard, expect_locals, shards_of
 from ...comm.binding import Run
 from ...comm.events import because
@@ -30,10 +31,10 @@ from ...tensor.dtensor import wrap
 from .custom_collectives import Settings, gather_rows, scatter_row
 from .extensions import Extensions
 from .layouts import Axes
+from .managed import Managed, is_extended
 from .memory import Aliases, Lent, Memory, Whole
 from .neighbours import Neighbours
 from .offload import Host
-from .parameters import Managed, is_extended
 from .policy import MixedPrecisionPolicy
 
 LATER = -1  # no pass of autograd's has this number
@@ -49,6 +50,7 @@ class Group:
         borrows: the parameters are whole and in the right dtype as they are: nothing to gather or copy.
         live: uses whose backward has begun and still needs the gathered values, and the autograd pass that it is: a
             reentrant checkpoint runs passes of its own inside. LATER: it has ended and retained its graph.
+        outstanding: recorded uses that gradients have not come of, since the last backward.
         placed: the values stand where the parameters do.
         settings: how its collectives run.
         neighbours: who keep parts between forward and backward instead of freeing all.
@@ -61,7 +63,7 @@ class Group:
         self.whose = whose or f"unit {axes.mesh._root.next_unit(axes.mesh._dims)}"
         self.axes, self.policy, self.settings = axes, policy, Settings()
         self.managed: list[Managed] = []
-        self.live, self.placed = dict[Any, int](), False
+        self.live, self.placed, self.outstanding = dict[Any, int](), False, 0
         self.neighbours: Neighbours | None = None
         self.held: dict[int, Any] = Between()
         self.scattered: dict[Any, Any] = Between()
@@ -92,8 +94,8 @@ class Group:
         """
         if axes != self.axes:
             raise UnitError(
-                f"a parameter that two modules have in common lies over {self.axes.mesh!r} in the inner unit, and is to lie over "
-                f"{axes.mesh!r} in the outer one; give both the same mesh and offload_policy"
+                f"a parameter that two modules share is sharded over {self.axes.mesh!r} in the inner unit and "
+                f"over {axes.mesh!r} in the outer one; use the same mesh and offload_policy for both"
             )
         self.managed.remove(one)
         one.owner = None
@@ -179,6 +181,7 @@ class Group:
         """Changes whenever a parameter's value does."""
         return stamp(*[m.parameter for m in self.managed])
 
+    @hides_from_policies
     def start_gather(self, now: Stamp | None = None) -> None:
         """Issue the all-gather, unless what is gathered is still right. ``now``: the stamp, where somebody looked already."""
         if not self.managed:
@@ -249,6 +252,7 @@ class Group:
             found = self._bound[key] = bind()
         return found
 
+    @hides_from_policies
     @functools.partial(because, "gather parameters")
     def gather(self, now: Stamp | None = None) -> None:
         """The parameters, whole, in the buffer; as :meth:`start_gather`."""
@@ -297,6 +301,7 @@ class Group:
             self.free()
             self.whole.kept = kept
 
+    @hides_from_policies
     def free(self) -> None:
         """Give the gathered values' memory back."""
         self.whole.kept = None
@@ -339,7 +344,8 @@ class Group:
         now = self._looked_up()
         if stamp != now:
             raise DTensorError(
-                "backward needs parameters as they were in forward, but one was written to in between (by an optimizer step?), "
-                "or replaced (by torch.func.functional_call?); call backward() before step(), or recompute the forward pass"
+                "backward needs the parameters of forward, but one was written to in between (by an optimizer "
+                "step?), or replaced (by torch.func.functional_call?). Call backward() before step(), or "
+                "recompute the forward pass"
             )
         return now

@@ -16,9 +16,10 @@ from .custom_collectives import AllGather, ReduceScatter
 from .fsdp_module import FSDPModule, state_of
 from .fully_shard import DEFAULT_OFFLOAD, DEFAULT_PRECISION, M, add_methods, check_offload, check_policy, outermost
 from .layouts import Axes, copying
+from .managed import Managed
 from .module_state import Unit
 from .param_group import Group
-from .parameters import Managed, adopt, among, onto_one_mesh
+from .parameters import adopt, among, onto_one_mesh
 from .policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from .waiting import units_of
 
@@ -48,7 +49,7 @@ class ReplicatedModule(FSDPModule):
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Refused: whole parameters are not gathered."""
-        raise UnsupportedOperationError("a replicated module gathers nothing; leave set_custom_all_gather out")
+        raise UnsupportedOperationError("a replicated module has no all-gather; remove set_custom_all_gather")
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Refused: gradients are all-reduced."""

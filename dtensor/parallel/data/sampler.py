@@ -76,11 +76,11 @@ class DistributedBatchSampler(Sampler[list[int]]):
         self._blocks = chunk_sizes(batch_size, tuple(self.mesh.shape[dim] for dim in self.mesh_dims))
         if min(self._blocks) < 1:
             raise LayoutError(
-                f"a global batch of {batch_size} leaves a rank without samples: cut as Shard(0) is, {len(self._blocks)} ranks "
-                f"get {list(self._blocks)}; take a multiple of {len(self._blocks)}"
+                f"a global batch of {batch_size} leaves a rank without samples: Shard(0) over {len(self._blocks)} "
+                f"ranks gives {list(self._blocks)}; use a multiple of {len(self._blocks)}"
             )
         if not self.length or (drop_last and self.length < batch_size):
-            raise LayoutError(f"{self.length} samples make no batch of {batch_size}")
+            raise LayoutError(f"{self.length} samples are fewer than one batch of {batch_size}")
 
     def __len__(self) -> int:
         """The batches of an epoch."""
@@ -152,7 +152,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
             f"{key}={state[key]} there, {ours[key]} here" for key in ("seed", "shuffle", "length") if state[key] != ours[key]
         ]
         if other:
-            raise LayoutError(f"the samples had another order when this state was saved: {', '.join(other)}")
+            raise LayoutError(f"this state was saved for another order of samples: {', '.join(other)}")
         self.epoch, self._samples = state["epoch"], state["samples"]
 
     def distribute(self, samples: torch.Tensor) -> DTensor:

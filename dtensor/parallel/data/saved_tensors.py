@@ -72,7 +72,7 @@ def _parts(x: Any) -> Iterator[Tensor]:
 def _unpack(saved: Any) -> Any:
     if not isinstance(saved, Tensor):  # but the shape of what was a parameter, or a part of one
         raise DTensorError(
-            f"backward needs a parameter, or a part of one, of shape {saved}, of a unit that is not gathered in backward; "
-            "leave set_unshard_in_backward(False) out there"
+            f"backward needs a parameter, or a view of one, of shape {saved}, but its unit is not gathered in "
+            "backward; remove set_unshard_in_backward(False) for that unit"
         )
     return saved

@@ -86,7 +86,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         **defaults: Any,
     ) -> None:
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
-            raise TypeError(f"optimizer_class is a class such as torch.optim.AdamW, got {optimizer_class!r}")
+            raise TypeError(f"optimizer_class takes a class such as torch.optim.AdamW, got {optimizer_class!r}")
         if overlap_with_ddp:
             raise UnsupportedOperationError("overlap_with_ddp=True is not supported: step() is called after backward")
         groups = _as_groups(params)

@@ -123,8 +123,8 @@ def context_parallel_unshard(
         split = whole.layout.splits[dim]
         if mesh.size() > 1 and (split is None or split.sizes != order.sizes):
             raise LayoutError(
-                f"parts of {split and split.sizes} positions are not those of a sequence of {order.length} over {order.ranks} "
-                f"ranks, which are {order.sizes}"
+                f"shards of {split and split.sizes} positions do not fit a sequence of {order.length} over "
+                f"{order.ranks} ranks, which has shards of {order.sizes}"
             )
         together = whole.full_tensor()
         found.append(together.index_select(dim, order.back.to(together.device)))
@@ -140,22 +140,24 @@ def _length(buffers: list[Tensor], dims: list[int], kept: list[int]) -> int:
     """Of the sequence that buffers have, which all must."""
     if not buffers or len(buffers) != len(dims):
         raise LayoutError(
-            f"context_parallel got {len(buffers)} buffers and {len(dims)} buffer_seq_dims; give what has a dim along the "
-            "sequence, and which: context_parallel(mesh, buffers=[tokens, labels], buffer_seq_dims=[1, 1])"
+            f"context_parallel got {len(buffers)} buffers and {len(dims)} buffer_seq_dims; pass the tensors "
+            "with a sequence dim, and that dim for each: context_parallel(mesh, buffers=[tokens, labels], "
+            "buffer_seq_dims=[1, 1])"
         )
     if len({id(buffer) for buffer in buffers}) < len(buffers):
-        raise LayoutError("a tensor stands twice among the buffers of context_parallel; name each once")
+        raise LayoutError("a tensor appears twice in the buffers of context_parallel; pass each once")
     if not set(kept) <= {id(buffer) for buffer in buffers}:
         raise LayoutError("no_restore_buffers must be some of the buffers of context_parallel")
     if any(isinstance(buffer, DTensor) and not hasattr(buffer, "_data_parallel") for buffer in buffers):
         raise LayoutError(
-            "buffers of context_parallel are plain tensors; of a DTensor the sequence is cut by placements: "
-            "x.redistribute(placements=[Shard(1)]), and attention passes keys around without context_parallel"
+            "buffers of context_parallel are plain tensors. Shard the sequence of a DTensor with placements: "
+            "x.redistribute(placements=[Shard(1)]); attention then exchanges keys and values without "
+            "context_parallel"
         )
     lengths = [buffer.size(dim) for buffer, dim in zip(buffers, dims, strict=True)]
     if len(set(lengths)) > 1:
         raise LayoutError(
-            f"the buffers of context_parallel have {lengths} positions along buffer_seq_dims {dims}; they must be alike"
+            f"the buffers of context_parallel have {lengths} positions along buffer_seq_dims {dims}; these must be equal"
         )
     return lengths[0]
 
@@ -213,8 +215,8 @@ class AroundTheRing(TorchFunctionMode):
             return self.attention(*args, **(kwargs or {}))
         if getattr(func, "__name__", None) in _HIDING:
             raise UnsupportedOperationError(
-                f"{func.__name__} computes attention inside of itself, where context_parallel cannot pass keys around; write the "
-                "layer with torch.nn.functional.scaled_dot_product_attention"
+                f"{func.__name__} contains its own attention, in which context_parallel cannot exchange keys and "
+                "values; write the layer with torch.nn.functional.scaled_dot_product_attention"
             )
         if func in _BACKWARD:
             return self._backward(func, args, kwargs or {})
@@ -253,8 +255,8 @@ class AroundTheRing(TorchFunctionMode):
     ) -> Tensor:
         if attn_mask is not None or dropout_p > 0:
             raise UnsupportedOperationError(
-                "context_parallel takes attention with is_causal=, without attn_mask or dropout_p; a mask of your own goes with "
-                "DTensors whose placements cut the sequence (docs/parallel/context.md)"
+                "context_parallel supports is_causal=, but not attn_mask or dropout_p. For your own mask use "
+                "DTensors with a sharded sequence (docs/parallel/context.md)"
             )
         given = (query, key, value)
         if any(isinstance(x, DTensor) for x in given):
@@ -280,18 +282,27 @@ class AroundTheRing(TorchFunctionMode):
         """Of tensors that lie on other mesh dims by batch or heads: each rank's own, around the ring."""
         first = given[0]
         if any(not isinstance(x, DTensor) or x.layout.mesh is not first.layout.mesh for x in given):
-            raise LayoutError("attention of DTensors beside plain tensors or on several meshes; make them all DTensors, or local")
+            raise LayoutError(
+                "attention inside of context_parallel got DTensors and plain tensors, or DTensors on several "
+                "meshes; make them all DTensors on one mesh, or all local tensors"
+            )
         mesh, cuts = first.device_mesh, [first.ndim - 2, first.ndim - 1]
         if mesh._root.key != self.mesh._root.key or set(mesh.group_id(range(mesh.ndim))) & set(self.mesh.group_id((0,))):
             raise MeshError(
-                f"inside of context_parallel over {self.mesh} attention got DTensors on {mesh}; give it DTensors over other dims "
-                "of the same mesh, local tensors, or leave context_parallel and cut the sequence by placements"
+                f"inside of context_parallel over {self.mesh} attention got DTensors on {mesh}. Pass DTensors "
+                "over other dims of the same mesh or local tensors, or leave context_parallel out and shard the "
+                "sequence with placements"
             )
         for x in given:
             if any(p.is_partial() or (isinstance(p, Shard) and p.dim in cuts) for p in x.placements):
-                raise LayoutError(f"attention inside of context_parallel takes DTensors cut by batch or heads, got {x.layout}")
+                raise LayoutError(
+                    f"attention inside of context_parallel takes DTensors that are sharded by batch or heads, got {x.layout}"
+                )
         if any(x.placements != first.placements for x in given):
-            raise LayoutError(f"query, key and value lie differently: {[x.layout for x in given]}; redistribute them alike")
+            raise LayoutError(
+                f"query, key and value have different layouts: {[x.layout for x in given]}; redistribute them to "
+                "the same placements"
+            )
         query, key, value = (x.to_local() for x in given)
         local = self.attention(query, key, value, None, 0.0, causal, scale=scale, enable_gqa=grouped)
         shape = (*first.shape[:-1], given[2].shape[-1])
@@ -300,18 +311,19 @@ class AroundTheRing(TorchFunctionMode):
     def _check(self, given: tuple[Tensor, ...], grouped: bool) -> None:
         query = given[0]
         if len({x.dtype for x in given}) > 1 or len({x.ndim for x in given}) > 1 or query.ndim < 3:
-            raise LayoutError("query, key and value must have one dtype and the same number of dims, 3 or more")
+            raise LayoutError("query, key and value must have the same dtype and the same number of dims, at least 3")
         heads = [x.size(-3) for x in given]
         if heads[1] != heads[2] or heads[0] % max(1, heads[1]) or (heads[0] != heads[1] and not grouped):
-            raise LayoutError(f"query, key and value have {heads} heads; fewer of keys and values need enable_gqa=True")
+            raise LayoutError(f"query, key and value have {heads} heads; fewer heads of key and value need enable_gqa=True")
 
         def check(member: int, *own: Tensor) -> None:
             held = self.order.sizes[self.mesh.coordinates[member][0]]
             found = [x.shape[-2] for x in own]
             if found != [held] * 3:
                 raise LayoutError(
-                    f"inside of context_parallel rank {self.mesh.ranks[member]} holds {held} of {self.order.length} positions, "
-                    f"but attention got {found} (query, key, value); name what has the sequence as a dim in buffers="
+                    f"inside of context_parallel rank {self.mesh.ranks[member]} has {held} of {self.order.length} "
+                    f"positions, but attention got {found} (query, key, value); pass every tensor with a sequence dim "
+                    "in buffers="
                 )
 
         communicator_of(self.mesh).map(check, *given)

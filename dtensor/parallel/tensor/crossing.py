@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ...base.scoped import Block, Scoped
+from ...base.selective_checkpoint import policy_mode
 from ...base.torch_internals import forward_ad, functorch_active
 from ...base.tracing import under_way
 from ...comm import PerRank
@@ -26,9 +27,10 @@ from ...tensor.autograd import ToLocal, as_local
 class Crossing:
     """The value that crossed last, as it was then, and what was made of it."""
 
-    __slots__ = ("made", "then", "value")
+    __slots__ = ("made", "policy", "then", "value")
 
     def __init__(self) -> None:
+        self.policy = policy_mode()
         self.value: Any = None
         self.then: Any = None
         self.made: dict[Hashable, tuple[Any, Any]] = {}
@@ -54,6 +56,8 @@ def crossed(x: Any, way: Hashable, make: Callable[[], Any]) -> Any:
         return make()
     inside = _INSIDE.last(None)
     if inside is None or not isinstance(x, torch.Tensor) or functorch_active():
+        return make()
+    if inside.policy is not policy_mode():  # a recomputation of what is checkpointed here begins without this memory
         return make()
     if torch.is_inference_mode_enabled() or x.is_inference():  # nobody counts what is written
         return make()

@@ -9,7 +9,8 @@ def loss_parallel() -> AbstractContextManager[None]:
     """What programs for ``torch.distributed.tensor`` say around a loss; nothing here has to be told.
 
     Cross-entropy of logits that are sharded over the vocabulary is computed in shards anyway, and its targets and class weights
-    may be plain tensors, the same on every rank of the logits' mesh (compared when the call is planned).
+    may be plain tensors, the same on every rank of the logits' mesh (compared when the call is planned), also with
+    ``label_smoothing`` and with class probabilities as targets.
 
     >>> import torch, dtensor as dt
     >>> logits = dt.zeros(3, 8, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(1)])

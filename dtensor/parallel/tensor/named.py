@@ -93,7 +93,7 @@ def _shared_tail(root: nn.Module) -> ParallelStyle:
     config: Any = getattr(root, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if not hasattr(text, "qk_rope_head_dim"):
-        raise PlacementError("the style 'mla_kv_a_proj' needs model.config.qk_rope_head_dim, which says how the output is parted")
+        raise PlacementError("the style 'mla_kv_a_proj' needs model.config.qk_rope_head_dim, which says how the output is split")
     return _SharedTail(text.qk_rope_head_dim)
 
 
@@ -128,7 +128,7 @@ def style_named(name: str, root: nn.Module) -> ParallelStyle:
         PlacementError: no style has that name.
     """
     if name not in STYLES:
-        raise PlacementError(f"no style is called {name!r}; the names that models give are {', '.join(sorted(STYLES))}")
+        raise PlacementError(f"{name!r} is not a style; known names are {', '.join(sorted(STYLES))}")
     return STYLES[name](root)
 
 
@@ -155,7 +155,7 @@ def cut_named(module: nn.Module, parameter: str, name: str, mesh: DeviceMesh, so
         PlacementError: no cut has that name.
     """
     if name not in _CUTS and name != "replicate":
-        raise PlacementError(f"no cut of a parameter is called {name!r}; the names are {', '.join(sorted(_CUTS))}, replicate")
+        raise PlacementError(f"{name!r} is not a way to shard a parameter; known names are {', '.join(sorted(_CUTS))}, replicate")
     own = module._parameters[parameter]
     assert own is not None
     dim = _CUTS.get(name)

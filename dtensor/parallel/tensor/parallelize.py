@@ -48,14 +48,17 @@ def parallelize_module(
     """
     mesh = as_mesh(device_mesh)
     if parallelize_plan is None:
-        warnings.warn("parallelize_module without a parallelize_plan does nothing; name modules and their styles", stacklevel=2)
+        warnings.warn(
+            "parallelize_module without a parallelize_plan does nothing; pass a mapping from module names to styles", stacklevel=2
+        )
         return module
     if parallelize_plan == "auto":
         parallelize_plan = getattr(module, "_tp_plan", None)
         if not parallelize_plan:
             raise PlacementError(
-                f"{type(module).__name__} brings no plan of its own (model._tp_plan); name its modules and their styles: "
-                'parallelize_module(model, mesh["tp"], {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()})'
+                f"{type(module).__name__} has no tensor-parallel plan (model._tp_plan); pass one: "
+                'parallelize_module(model, mesh["tp"], {"layers.*.up": ColwiseParallel(), "layers.*.down": '
+                "RowwiseParallel()})"
             )
     expect_locals(mesh)
     with replacing(module.modules(), "parallelize_module"):
@@ -78,7 +81,7 @@ def _apply(module: nn.Module, mesh: DeviceMesh, plan: Plan, source: int | None, 
             if isinstance(plan, type)
             else f"{plan!r} of {type(plan).__module__}"
         )
-        raise TypeError(f"a parallelize_plan is a ParallelStyle or a mapping from names to such, got {given}")
+        raise TypeError(f"parallelize_plan takes a ParallelStyle, or a mapping from module names to styles, got {given}")
     for path, inner in plan.items():
         found = submodules_at(module, path)
         owners = [] if found or not isinstance(inner, str) else parameters_at(module, path)
@@ -87,7 +90,7 @@ def _apply(module: nn.Module, mesh: DeviceMesh, plan: Plan, source: int | None, 
             styled(owner)
         if not found and not owners:
             warnings.warn(
-                f"the plan names {path!r}, but {type(module).__name__} has no such submodule: nothing is done for it",
+                f"the plan has {path!r}, but {type(module).__name__} has no such submodule, so the entry has no effect",
                 stacklevel=3,
             )
         for submodule in found:

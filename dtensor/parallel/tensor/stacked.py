@@ -21,7 +21,7 @@ from ...placement import Shard
 from ...tensor.composites.stacked import serve_indexing
 from ...tensor.distribute import distribute_at, distribute_tensor
 from ...tensor.dtensor import DTensor
-from ...tensor.replaced import note_replaced
+from ...tensor.replaced import Attributes, note_replaced
 
 
 class _Stacked(nn.Module):
@@ -49,13 +49,17 @@ def lay_out_parts(module: nn.Module, name: str, mesh: DeviceMesh, dim: int, part
     own = module._parameters.get(name)
     if own is None or isinstance(own, DTensor) or is_parametrized(module, name):
         raise StyleError(
-            f"{name!r} of {type(module).__name__} is computed from others, or distributed already: only a plain parameter is "
-            "taken apart; apply this style first"
+            f"{name!r} of {type(module).__name__} is parametrized or distributed already, but parts= needs a "
+            "plain parameter; apply this style first"
         )
     if own.shape[dim] % parts:
-        raise StyleError(f"{name!r} of {type(module).__name__} has {own.shape[dim]} positions along dim {dim}: no {parts} parts")
+        raise StyleError(
+            f"{name!r} of {type(module).__name__} has size {own.shape[dim]} along dim {dim}, which is not "
+            f"divisible into {parts} parts"
+        )
     serve_indexing()
-    module._parameters[name] = nn.Parameter(own.detach(), own.requires_grad)  # torch sets it to the stack; others have the old
+    module._parameters[name] = made = nn.Parameter(own.detach(), own.requires_grad)  # torch sets it to the stack
+    Attributes.of(own).set_on(made)
     register_parametrization(module, name, _Stacked(dim, parts))
     held: Any = module.parametrizations[name]  # type: ignore[index]  # a dict of modules
     distribute_at(held._parameters, "original", mesh, [Shard(dim + 1)], source)

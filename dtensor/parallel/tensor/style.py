@@ -66,7 +66,7 @@ def one_dim(mesh: DeviceMesh, style: ParallelStyle) -> DeviceMesh:
     """
     if mesh.ndim != 1:
         name = (mesh.mesh_dim_names or ("tp",))[-1]
-        raise MeshError(f"{type(style).__name__} works over one mesh dim, got {mesh!r}; pass one of its dims: mesh[{name!r}]")
+        raise MeshError(f"{type(style).__name__} takes a mesh of one dim, got {mesh!r}; pass one of its dims: mesh[{name!r}]")
     return mesh
 
 
@@ -77,7 +77,7 @@ def checked(given: Placement | None, default: Placement, name: str, style: Paral
         PlacementError: it is no placement.
     """
     if given is not None and not isinstance(given, Placement):
-        raise PlacementError(f"{type(style).__name__} takes {name}=Shard(dim) or Replicate(), one placement, got {given!r}")
+        raise PlacementError(f"{type(style).__name__} takes one placement for {name}, Shard(dim) or Replicate(), got {given!r}")
     return default if given is None else given
 
 
@@ -173,7 +173,7 @@ def dim_of(mesh: DeviceMesh, part: DeviceMesh) -> int:
     """Which dim of ``mesh`` is the one dim of ``part``."""
     if same_root(mesh, part) and part._dims[0] in mesh._dims:
         return mesh._dims.index(part._dims[0])
-    raise MeshError(f"a tensor on {mesh!r} came to a module that is parallel over {part!r}, which is no dim of that mesh")
+    raise MeshError(f"a module that is parallel over {part!r} got a tensor on {mesh!r}, which does not have that mesh dim")
 
 
 def annotated(x: Any, mesh: DeviceMesh, placement: Placement, whole: int | None = None) -> DTensor:

@@ -25,7 +25,7 @@ aten = torch.ops.aten
 # --- masks: the elements that a mask picks, in row-major order ---
 def _check_mask(mask: Tensor, name: str) -> None:
     if mask.dtype is not torch.bool:
-        raise RuntimeError(f"{name} takes a boolean mask, got one of {mask.dtype}")
+        raise RuntimeError(f"{name} takes a boolean mask, got dtype {mask.dtype}")
 
 
 def masked_select(x: Tensor, mask: Tensor) -> Tensor:
@@ -132,8 +132,8 @@ def resized(x: Tensor, size: Sequence[int], *, memory_format: torch.memory_forma
         return x.view(size) if same else aten.as_strided.default(x, list(size), made.stride())
     if x._base is not None and x.numel():
         raise UnsupportedOperationError(
-            f"resize_: a view of shape {tuple(x.shape)} would grow to {tuple(size)}, beyond its elements in the memory of its "
-            "base; resize the base, or a clone"
+            f"resize_: a view of shape {tuple(x.shape)} cannot grow to {tuple(size)}, beyond its elements in "
+            "the storage of its base; resize the base, or a clone"
         )
     flat, total = x.permute(outermost_first(x.stride())).reshape(-1), made.numel()
     flat = flat[:total] if total <= flat.shape[0] else F.pad(flat, (0, total - flat.shape[0]))
@@ -154,7 +154,7 @@ def set_to(x: Tensor, source: Tensor | None = None, offset: int = 0, size: Any =
         return x.new_empty(0)
     if not isinstance(source, Tensor):
         raise UnsupportedOperationError(
-            "x.set_ of a DTensor takes a DTensor, whose memory it is from then on; a storage has no layout"
+            "x.set_(source) on a DTensor takes a DTensor and shares its storage; a plain storage has no layout"
         )
     return source if size is None else source.as_strided(size, stride or contiguous_stride(tuple(size)), offset)
 

@@ -73,7 +73,7 @@ def of_dtypes(
     def check(name: str, arguments: dict[str, Any]) -> None:
         given = arguments[argument]
         if isinstance(given, Layout) and given.dtype not in dtypes:
-            raise error(f"{name}: expected {what} of {' or '.join(map(str, dtypes))}, not {given.dtype}")
+            raise error(f"{name}: expected {what} of dtype {' or '.join(map(str, dtypes))}, got {given.dtype}")
 
     return check
 
@@ -111,7 +111,7 @@ def of_one_dtype(second: str) -> Callable[[str, dict[str, Any]], None]:
     def check(name: str, arguments: dict[str, Any]) -> None:
         one, other = arguments["self"].dtype, arguments[second].dtype
         if one is not other:
-            raise RuntimeError(f"{name}: expected tensors of one dtype, not {one} and {other}")
+            raise RuntimeError(f"{name}: expected tensors of the same dtype, got {one} and {other}")
 
     return check
 
@@ -128,10 +128,10 @@ def dims_there(name: str, arguments: dict[str, Any]) -> None:
     shape = arguments["self"].shape
     for key in arguments.keys() & {"dim", "dim1", "dim2"}:
         if not -len(shape) <= arguments[key] < len(shape):
-            raise IndexError(f"{name}: dim {arguments[key]} of a tensor of {len(shape)} dims")
+            raise IndexError(f"{name}: dim {arguments[key]} is out of range for a tensor with {len(shape)} dims")
     size, index = shape[arguments["dim"]] if "index" in arguments else 1, arguments.get("index", 0)
     if not -size <= index < size:
-        raise IndexError(f"{name}: index {index} of a dim of size {size}")
+        raise IndexError(f"{name}: index {index} is out of range for a dim of size {size}")
 
 
 def dim_below_ndim(name: str, arguments: dict[str, Any]) -> None:
@@ -146,7 +146,9 @@ def weights_of_dtype(name: str, arguments: dict[str, Any]) -> None:
     given = (arguments.get(each) for each in ("weight", "bias", "running_mean", "running_var"))
     dtypes = {layout.dtype for layout in given if isinstance(layout, Layout)}
     if dtypes - {dtype} and (dtypes != {torch.float32} or dtype not in (torch.float16, torch.bfloat16)):
-        raise RuntimeError(f"{name}: weights of {' and '.join(sorted(map(str, dtypes)))} beside an input of {dtype}")
+        raise RuntimeError(
+            f"{name}: the dtypes of weights {' and '.join(sorted(map(str, dtypes)))} do not match the input's dtype {dtype}"
+        )
 
 
 def positive_norms(name: str, arguments: dict[str, Any]) -> None:
@@ -154,7 +156,7 @@ def positive_norms(name: str, arguments: dict[str, Any]) -> None:
     dim_in_range(name, arguments)
     order, largest = arguments["p"], arguments["maxnorm"]
     if not order > 0 or largest < 0:
-        raise RuntimeError(f"{name}: expected a norm of an order above 0 and of 0 at least, not {order} and {largest}")
+        raise RuntimeError(f"{name}: expected p > 0 and maxnorm >= 0, got p={order} and maxnorm={largest}")
 
 
 def added(
@@ -186,7 +188,7 @@ def as_large(name: str, arguments: dict[str, Any]) -> None:
     """The gradient has the output's sizes: one kernel says so, the other reads beyond its memory."""
     grad, output = arguments["grad_output"], arguments["output"]
     if grad.shape != output.shape:
-        raise RuntimeError(f"{name}: a gradient of sizes {list(grad.shape)} for an output of sizes {list(output.shape)}")
+        raise RuntimeError(f"{name}: the gradient has shape {list(grad.shape)}, but the output has shape {list(output.shape)}")
 
 
 def close_or_not(name: str, arguments: dict[str, Any]) -> None:

@@ -179,8 +179,9 @@ def check_memory(call: Call) -> None:
     layout = call.operands[0]
     if not _is_dense(layout.shape, layout.stride):
         raise UnsupportedOperationError(
-            f"as_strided of a tensor of shape {tuple(layout.shape)} and strides {layout.stride} would show elements between its "
-            "own, which it does not have; call x.contiguous() or x.clone() first, or index the tensor that it is a view of"
+            f"as_strided on a tensor of shape {tuple(layout.shape)} and strides {layout.stride} would read "
+            "memory between its elements, which a DTensor does not have; call x.contiguous() or x.clone() "
+            "first, or index the base of the view"
         )
     _check_bounds(layout, call["size"], call["stride"], call["storage_offset"] or 0)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...base.caches import remembered
+from ...comm import PerRank
 from ...comm.agreement import same_on_all
 from ...dispatch.plain_operands import is_number, replicated
 from ...mesh.device_mesh import DeviceMesh
@@ -110,15 +111,23 @@ def ctc_loss(overload: Any) -> Any:
     return run
 
 
-def smoothed_cross_entropy(
+def cross_entropy(
     x: Any, target: Any, weight: Any = None, reduction: int = 1, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> Any:
-    """Where labels are smoothed, torch makes a mask of plain targets."""
-    labels = not isinstance(target, DTensor) and target.dtype is torch.int64
-    if not label_smoothing or not labels or not isinstance(x, DTensor):
+    """Take plain targets and class weights as replicated where torch composes the loss of products with them: with smoothed
+    labels, and with class probabilities as targets."""
+    if not isinstance(x, DTensor) or not (label_smoothing or target.dtype is not torch.int64):
         return NotImplemented
-    targets = constant(target, x) if is_number(target) else state(target, x, "cross_entropy")
-    return aten.cross_entropy_loss(x, targets, weight, reduction, ignore_index, label_smoothing)
+    if any(isinstance(given, PerRank) or (given is not None and given.requires_grad) for given in (target, weight)):
+        return NotImplemented  # it would lose its gradient, or each rank has its own
+    targets, scale = (None if given is None else _whole(given, x) for given in (target, weight))
+    if targets is target and scale is weight:
+        return NotImplemented
+    return aten.cross_entropy_loss(x, targets, scale, reduction, ignore_index, label_smoothing)
+
+
+def _whole(value: Tensor, like: Any) -> Any:
+    return constant(value, like) if is_number(value) else state(value, like, "cross_entropy")
 
 
 def _cut_alike(value: DTensor, dim: int, x: DTensor, of_x: int) -> DTensor:
@@ -153,7 +162,7 @@ recomposed("aten::linalg_matrix_power", matrix_power)
 recomposed("aten::matrix_power", matrix_power)
 recomposed("aten::istft", istft)
 recomposed("aten::_scaled_dot_product_attention_math", causal_attention)
-recomposed("aten::cross_entropy_loss", smoothed_cross_entropy)
+recomposed("aten::cross_entropy_loss", cross_entropy)
 for _name in (
     "lstm.input",
     "gru.input",

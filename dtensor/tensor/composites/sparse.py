@@ -30,7 +30,7 @@ def of_whole(overload: Any) -> Callable[..., Tensor]:
         if not isinstance(x, DTensor):
             return x
         if MODES.explicit and not all(isinstance(p, Replicate) for p in x.placements):
-            raise ImplicitCommunicationError(f"{name} would gather {x.layout!r} under explicit(); give it x.full_tensor()")
+            raise ImplicitCommunicationError(f"{name} would all-gather {x.layout!r} under explicit(); pass x.full_tensor()")
         return x.full_tensor()
 
     return lambda *args, **kwargs: overload(*mapped(whole, args), **mapped(whole, kwargs))
@@ -74,7 +74,7 @@ def gather_gradient(x: Tensor, dim: int, index: Tensor, grad: Tensor) -> Tensor:
 
 
 def _announce(what: str) -> None:
-    warnings.warn(f"{what} has no effect on DTensors, whose gradients are dense", stacklevel=3)
+    warnings.warn(f"{what} has no effect on DTensors: their gradients are dense", stacklevel=3)
 
 
 recomposed("aten::embedding_sparse_backward", embedding_gradient)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...base.torch_internals import DispatchKey, DispatchKeySet, forward_ad
-from ...base.tracing import only_looked_at
+from ...base.torch_internals import DispatchKey, DispatchKeySet, forward_ad, functorch_active
+from ...base.tracing import only_looked_at, under_way
 from ...rules.aten.contraction import linear_gradients, matmul_gradients
 from ..dtensor import DTensor
 from .recomposed import BELOW, GOES_ON, implemented
@@ -38,6 +38,38 @@ def _keeps_no_more(x: Tensor, y: Tensor, *_: Tensor | None) -> bool:
     return (x if x.requires_grad else y).is_leaf or not torch.is_grad_enabled()
 
 
+def _takes_one_node(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether operators that a mode sees in parts get one node of autograd's, so that as much is saved as without the mode.
+
+    A checkpointed block may be computed without a mode and again inside of one: torch compares what both passes save.
+    """
+    if not torch.is_grad_enabled() or forward_ad._current_level >= 0 or functorch_active() or under_way():
+        return False
+    return any(other is not None and other.requires_grad for other in (x, *others))
+
+
+class _OneNode(torch.autograd.Function):
+    """An operator computed in parts, with the node and the saved tensors that torch's derivative of the whole has."""
+
+    @staticmethod
+    def forward(ctx: Any, operator: Any, gradient: Callable[..., Any], weight_first: bool, x: Tensor, *others: Any) -> Tensor:
+        ctx.gradient, ctx.weight_first = gradient, weight_first
+        ctx.save_for_backward(*((others[0], x) if weight_first else (x, others[0])))
+        ctx.set_materialize_grads(False)
+        made: Tensor = operator(x, *others)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        mask = list(ctx.needs_input_grad[3:])
+        if grad is None:
+            return (None,) * (3 + len(mask))
+        first, second = ctx.saved_tensors
+        if ctx.weight_first:
+            return None, None, None, *ctx.gradient(grad, second, first, mask)
+        return None, None, None, *ctx.gradient(first, grad, second, [*mask, *[False] * (3 - len(mask))])[: len(mask)]
+
+
 def whole(name: str, gradient: str, in_parts: Callable[..., Any], fits: Callable[..., bool]) -> None:
     """Serve operator ``name`` whole, and ``gradient``, which its derivative calls: in other words where that has one itself.
 
@@ -50,8 +82,11 @@ def whole(name: str, gradient: str, in_parts: Callable[..., Any], fits: Callable
     def run(keys: DispatchKeySet, x: Tensor, *args: Any) -> Any:
         below = keys & BELOW
         distributed = isinstance(x, DTensor) or isinstance(args[0], DTensor)
-        if distributed and below.has(_RECORDS) and fits(x, *args) and _keeps_no_more(x, *args) and not _in_parts():
-            below = below.add(_WHOLE)
+        if distributed and below.has(_RECORDS) and fits(x, *args) and _keeps_no_more(x, *args):
+            if not _in_parts():
+                below = below.add(_WHOLE)
+            elif _takes_one_node(x, *args):
+                return _OneNode.apply(operator, backward, name == "matmul", x, *args)
         return operator.redispatch(below, x, *args)
 
     def run_backward(keys: DispatchKeySet, *args: Any) -> Any:
