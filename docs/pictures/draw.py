@@ -180,9 +180,10 @@ def layers() -> Drawing:
     return drawing
 
 
-def layout_picture(shape: tuple[int, ...], placements: list[dt.Placement]) -> str:
-    """The library's own drawing of a layout on a 2 x 2 mesh, on a light card."""
-    mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+def layout_picture(shape: tuple[int, ...], placements: list[dt.Placement], **mesh_dims: int) -> str:
+    """The library's own drawing of a layout on a light card; the mesh is 2 x 2 unless its dims are given by name."""
+    mesh_dims = mesh_dims or {"dp": 2, "tp": 2}
+    mesh = dt.init_device_mesh("cpu", tuple(mesh_dims.values()), mesh_dim_names=tuple(mesh_dims))
     picture = svg_of(boxes_of(dt.Layout.of(mesh, placements, shape))).replace("currentColor", DARK)
     head, end, body = picture.partition(">")
     return f'{head}{end}<rect width="100%" height="100%" rx="8" fill="#fbfcfe"/>{body}\n'
@@ -200,6 +201,8 @@ def figures() -> dict[str, str]:
         "rows_and_columns.svg": layout_picture((5, 4), [rows, columns]),
         "batch_on_dp.svg": layout_picture((8, 17), [rows, replicated]),
         "weight_on_tp.svg": layout_picture((128, 32), [replicated, rows]),
+        "weight_on_4_dp.svg": layout_picture((8, 6), [rows], dp=4),
+        "head_on_4_tp.svg": layout_picture((50, 32), [rows], tp=4),
     }
 
 

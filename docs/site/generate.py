@@ -1,4 +1,4 @@
-"""Pages that are generated for the site: the API, one for each module, and the example programs (mkdocs-gen-files)."""
+"""Pages that are generated for the site (mkdocs-gen-files): the API of each module, and the example programs."""
 
 from __future__ import annotations
 

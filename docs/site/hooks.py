@@ -13,18 +13,17 @@ from pictures import with_pictures
 
 import dtensor
 
-# Search rank of pages, 1 if not listed: the guide to a word comes before pages that use it often.
-BOOSTS = {
-    "concepts.md": 4.0,
-    "redistribution.md": 12.0,
-    "parallel/fsdp.md": 8.0,
-    "how_to/from_fsdp2.md": 4.0,
-    "tutorial.md": 2.0,
-    "ops.md": 0.2,
-    "measurements/": 0.3,
-    "api/": 0.5,
-    "programs/": 0.4,
+# The page that a search for one of these words finds first.
+KEYWORDS = {
+    "concepts.md": ["shard", "placement", "layout", "mesh"],
+    "redistribution.md": ["redistribute"],
+    "parallel/fsdp.md": ["FSDP", "fully_shard"],
+    "parallel/tensor.md": ["parallelize_module"],
+    "checkpoint.md": ["save", "load"],
+    "capture.md": ["capture"],
 }
+# Pages with long lists of names come after the guides. Their search rank, 1 for other pages:
+RANKS = {"ops.md": 0.2, "measurements/": 0.3, "api/": 0.5, "programs/": 0.4}
 
 
 def on_config(config: Any) -> Any:
@@ -34,9 +33,11 @@ def on_config(config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     path = page.file.src_uri
-    boost = next((value for prefix, value in BOOSTS.items() if path.startswith(prefix)), None)
-    if boost is not None:
-        page.meta.setdefault("search", {})["boost"] = boost
+    rank = next((value for prefix, value in RANKS.items() if path.startswith(prefix)), None)
+    if rank is not None:
+        page.meta.setdefault("search", {})["boost"] = rank
+    if path in KEYWORDS:
+        page.meta["tags"] = KEYWORDS[path]
     markdown = with_pictures(markdown, path)
     markdown = markdown.replace("```python no-run", "```python").replace("```output", "```text")
     return re.sub(r"^```python\n(?=>>> )", "```pycon\n", markdown, flags=re.MULTILINE)

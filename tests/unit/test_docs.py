@@ -202,7 +202,7 @@ def test_figures_are_those_that_their_script_draws() -> None:
         assert (folder / name).read_text() == text, name
 
 
-DIVERGENCES = {"README.md": "## A deadlock that is an error", "docs/debugging.md": "## A divergence"}
+DIVERGENCES = {"README.md": "## A deadlock that is an error", "docs/debugging.md": "## Ranks that differ"}
 
 
 @pytest.mark.gloo

@@ -22,15 +22,13 @@ NOT_CONVERTED = {  # pages with sentences of the old style; no page may join
     "docs/measurements/checkpoint.md",
     "docs/measurements/dispatch.md",
     "docs/measurements/gpu.md",
-    "docs/measurements/operators.md",
     "docs/measurements/program_cost.md",
-    "docs/measurements/random.md",
     "docs/measurements/redistribution.md",
     "docs/measurements/training.md",
 }
 AT_MOST = {
-    "banned words in error messages": 30,
-    "docstrings that open without a verb": 637,
+    "banned words in error messages": 0,
+    "docstrings that open without a verb": 635,
     "modules that do not name their file": 167,
     "functions in more than 3 modules": 49,
     "references that lead nowhere": 0,
@@ -87,6 +85,11 @@ def test_page_is_in_plain_language(name: str) -> None:
 
 def test_pages_that_are_converted_leave_the_list() -> None:
     assert not [name for name in NOT_CONVERTED & PAGES.keys() if not list(problems(PAGES[name].read_text()))]
+
+
+def test_readme_and_changelog_are_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    assert len((ROOT / "CHANGELOG.md").read_bytes()) < 6_000
 
 
 def test_problems_are_found() -> None:
@@ -190,8 +193,10 @@ def dangling() -> Iterator[str]:
         text = path.read_text()
         for found in re.finditer(r"`{1,2}((?:[\w.]+/)*\w+\.(?:py|md))\b", text):
             name = found[1].removeprefix("./").removeprefix("../")
-            is_example = name in ("train.py", "script.py") or name.startswith(("my/", "~"))
-            if name not in tails and not is_example and path.suffix == ".py":
+            is_example = name in ("train.py", "script.py", "hero.py", "tutorial.py", "ten_minutes.py") or name.startswith(
+                ("my/", "~")
+            )
+            if name not in tails and not is_example:
                 yield f"{path}: {name}"
         if path.suffix == ".py" and path.stem != "__main__":
             module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")

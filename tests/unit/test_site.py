@@ -42,25 +42,68 @@ def test_notebooks_give_what_they_show(path: Path) -> None:
     assert said(run) == said(shown) != []
 
 
-@pytest.mark.slow
-def test_the_site_builds_and_has_every_public_name(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocs")
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the built site."""
+    for plugin in ("mkdocs", "mkdocs_jupyter", "mkdocs_gen_files", "mkdocs_literate_nav"):
+        pytest.importorskip(plugin)
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    inventory = (tmp_path / "api" / "dtensor.html").read_text()
+    return folder
+
+
+@pytest.mark.slow
+def test_site_describes_every_public_name(site: Path) -> None:
+    described = "".join(path.read_text() for path in site.glob("api/*.html"))
     for name in (
         "dtensor.tensor.dtensor.DTensor.redistribute",
         "dtensor.placement.Shard",
         "dtensor.mesh.device_mesh.init_device_mesh",
+        "dtensor.parallel.data.fully_shard.fully_shard",
     ):
-        assert f'id="{name}"' in inventory
-    index = json.loads((tmp_path / "search" / "search_index.json").read_text())["docs"]
-    places = {entry["location"].partition("#")[0] for entry in index}
-    assert {"index.html", "tutorial.html", "api/checkpoint.html", "notebooks/placements.html", "examples.html"} <= places
-    fetched = [
-        path.name
-        for path in tmp_path.rglob("*.html")
-        if re.search(r'<(?:script|link)[^>]+(?:src|href)="https?:', path.read_text())
-    ]
-    assert not fetched  # nothing but what lies here
+        assert described.count(f'id="{name}"') == 1
+    fsdp, hf = (site / "api" / page for page in ("fsdp.html", "hf.html"))
+    assert ">fully_shard</code></a>" in fsdp.read_text()  # a table of names that links to the description
+    assert ">from_pretrained</code></a>" in hf.read_text()
+
+
+@pytest.mark.slow
+def test_site_has_a_page_for_each_program_and_notebook(site: Path) -> None:
+    programs = {path.stem for path in ROOT.glob("docs/examples/*.py")}
+    assert programs <= {path.stem for path in site.glob("programs/*.html")}
+    assert {path.stem for path in NOTEBOOKS} == {path.stem for path in site.glob("notebooks/*.html")}
+    assert not list(site.rglob("SUMMARY.html"))
+
+
+@pytest.mark.slow
+def test_site_downloads_nothing(site: Path) -> None:
+    remote = r'<(?:script|link)[^>]+(?:src|href)="https?:'
+    assert not [path.name for path in site.rglob("*.html") if re.search(remote, path.read_text())]
+
+
+@pytest.mark.slow
+def test_site_has_pictures_on_ten_pages(site: Path) -> None:
+    pages = [path for path in site.rglob("*.html") if re.search(r'<svg[^>]+role="img"|<img[^>]+\.svg" ?/?>', article_of(path))]
+    assert len(pages) >= 10
+
+
+def article_of(page: Path) -> str:
+    """Return the text of a page without the theme's header, which has icons."""
+    return page.read_text().partition("<article")[2].partition("</article>")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [("redistribute", "redistribution.html"), ("FSDP", "parallel/fsdp.html"), ("shard", "concepts.html")],
+)
+def test_search_finds_the_guide_first(site: Path, words: str, page: str) -> None:
+    lunr = pytest.importorskip("lunr")
+    documents = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    boosts = {"tags": 1_000_000, "title": 1000, "text": 1}  # those of the theme
+    fields = [{"field_name": name, "boost": boost} for name, boost in boosts.items()]
+    entries = [({"tags": []} | entry, {"boost": entry.get("boost", 1)}) for entry in documents]
+    found = lunr.lunr(ref="location", fields=fields, documents=entries).search(words)
+    assert found[0]["ref"].partition("#")[0] == page, [entry["ref"] for entry in found[:5]]
