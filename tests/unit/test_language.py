@@ -42,7 +42,7 @@ NOT_CONVERTED = {  # pages with sentences of the old style; no page may join
     "docs/sharding_spec.md",
 }
 AT_MOST = {
-    "banned words in error messages": 74,
+    "banned words in error messages": 0,
     "docstrings that open without a verb": 666,
     "modules that do not name their file": 174,
     "functions in more than 3 modules": 49,
