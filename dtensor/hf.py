@@ -13,14 +13,16 @@ import torch
 from torch import nn
 
 from .base.modes import implicit_replication
-from .checkpoint import load
-from .errors import CheckpointError, MeshError, PlacementError
+from .checkpoint import load, save_safetensors
+from .checkpoint.coordinator import Ranks
+from .checkpoint.safetensors import unique_tensors
+from .errors import ArgumentError, CheckpointError, MeshError, PlacementError
 from .mesh.device_mesh import as_mesh
 from .parallel.tensor.parallelize import parameters_at, submodules_at
 from .tensor.dtensor import DTensor
 from .tensor.materialize import materialize
 
-__all__ = ["adapted_plan", "from_pretrained", "prepared"]
+__all__ = ["adapted_plan", "from_pretrained", "prepared", "save_pretrained"]
 
 
 def from_pretrained(
@@ -35,7 +37,7 @@ def from_pretrained(
         path: a folder that ``save_pretrained`` or :func:`dtensor.checkpoint.save_safetensors` wrote.
         distribute: gets the model on meta and returns it distributed: by ``parallelize_module(model, mesh["tp"], "auto")``, by
             ``fully_shard`` of its layers and itself, or both.
-        model_class: default the class that ``config.json`` names under ``architectures``.
+        model_class: the class of the model. Default: the class that ``config.json`` names under ``architectures``.
 
     Raises:
         CheckpointError: no checkpoint there, parameters that are missing or of another shape; or tables that the model computes
@@ -55,7 +57,7 @@ def from_pretrained(
     """
     transformers = import_module("transformers")
     config = transformers.AutoConfig.from_pretrained(path)
-    kind = model_class or getattr(transformers, config.architectures[0])
+    kind = model_class or _class_named_by(config, path)
     with torch.device("meta"):
         model = kind(config)
     if isinstance(config.dtype, torch.dtype):
@@ -65,6 +67,70 @@ def from_pretrained(
     if (Path(path) / "generation_config.json").exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
     return model.eval()
+
+
+def _class_named_by(config: Any, path: str | Path) -> Any:
+    names = config.architectures or ["<none>"]
+    kind = getattr(import_module("transformers"), names[0], None)
+    if kind is None:
+        raise CheckpointError(
+            f"config.json in {path} names no model class of transformers under 'architectures' ({names[0]}): give the class, "
+            "from_pretrained(path, distribute, model_class=LlamaForCausalLM)"
+        )
+    return kind
+
+
+def save_pretrained(model: Any, path: str | Path, *, max_shard_size: int = 5_000_000_000, process_group: Any = None) -> None:
+    """Write the distributed ``model`` to the folder ``path``: ``config.json``, generation settings and safetensors.
+
+    All ranks call it. :func:`from_pretrained` reads the folder, and so does ``from_pretrained`` of ``transformers``. Each rank
+    writes its own blocks. Weights have the names of ``model.state_dict()``, also where ``transformers`` stores another form
+    (the experts of a mixture one by one). To overwrite a model, remove its folder first.
+
+    Args:
+        model: a ``PreTrainedModel``.
+        max_shard_size: the most bytes of tensors in one file.
+        process_group: the ranks that save together. Default: all ranks.
+
+    Raises:
+        CheckpointError: on all ranks, as :func:`dtensor.checkpoint.save_safetensors`.
+
+    Cost: no tensor is gathered; partial tensors are reduced.
+
+    >>> import tempfile, dtensor as dt, dtensor.hf
+    >>> from dtensor.parallel import parallelize_module
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    >>> folder, mesh = tempfile.mkdtemp(), dt.init_device_mesh("cpu", (2,))
+    >>> model = parallelize_module(LlamaForCausalLM(LlamaConfig(**sizes)), mesh, "auto")
+    >>> dtensor.hf.save_pretrained(model, folder)
+    >>> LlamaForCausalLM.from_pretrained(folder).lm_head.weight.shape
+    torch.Size([8, 8])
+    """
+    if not hasattr(model, "_keys_to_ignore_on_save"):
+        raise ArgumentError(
+            f"save_pretrained takes a PreTrainedModel of transformers, got {type(model).__name__}: "
+            "dtensor.checkpoint.save_safetensors(model, folder) writes the tensors of any module"
+        )
+    not_saved = set(model._keys_to_ignore_on_save or ())
+    state = {name: x for name, x in unique_tensors(model).items() if name not in not_saved}
+    save_safetensors(state, path, max_shard_size=max_shard_size, process_group=process_group)
+
+    def write_settings() -> None:
+        config = copy.deepcopy(model.config)
+        config.dtype = str(model.dtype).removeprefix("torch.")
+        config.architectures = [_own_class(model).__name__]
+        config.save_pretrained(path)
+        if model.can_generate():
+            model.generation_config.save_pretrained(path)
+
+    Ranks("hf.save_pretrained", process_group).together(f"saving {path}", lambda: None, lambda _: write_settings())
+
+
+def _own_class(model: nn.Module) -> type:
+    """Return the class of ``model`` as it was before ``fully_shard`` or ``replicate`` added methods to it."""
+    ours = __name__.partition(".")[0] + "."
+    return next(kind for kind in type(model).__mro__ if not any(base.__module__.startswith(ours) for base in kind.__mro__))
 
 
 def _as_the_model_has_them(model: Any) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None:

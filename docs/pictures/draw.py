@@ -188,20 +188,21 @@ def layout_picture(shape: tuple[int, ...], placements: list[dt.Placement]) -> st
     return f'{head}{end}<rect width="100%" height="100%" rx="8" fill="#fbfcfe"/>{body}\n'
 
 
+def figures() -> dict[str, str]:
+    """Return the SVG of each figure by its file name."""
+    rows, columns, replicated = dt.Shard(0), dt.Shard(1), dt.Replicate()
+    return {
+        "uneven_layout.svg": uneven_layout().svg(),
+        "operator_call.svg": operator_call().svg(),
+        "rule_factors.svg": rule_factors().svg(),
+        "layers.svg": layers().svg(),
+        "rows_on_dp.svg": layout_picture((5, 3), [rows, replicated]),
+        "rows_and_columns.svg": layout_picture((5, 4), [rows, columns]),
+        "batch_on_dp.svg": layout_picture((8, 17), [rows, replicated]),
+        "weight_on_tp.svg": layout_picture((128, 32), [replicated, rows]),
+    }
+
+
 if __name__ == "__main__":
-    here = Path(__file__).parent
-    rows, columns, whole = dt.Shard(0), dt.Shard(1), dt.Replicate()
-    for name, shape, placements in (
-        ("rows_on_dp", (5, 3), [rows, whole]),
-        ("rows_and_columns", (5, 4), [rows, columns]),
-        ("batch_on_dp", (8, 17), [rows, whole]),
-        ("weight_on_tp", (128, 32), [whole, rows]),
-    ):
-        (here / f"{name}.svg").write_text(layout_picture(shape, placements))
-    for name, draw in (
-        ("uneven_layout", uneven_layout),
-        ("operator_call", operator_call),
-        ("rule_factors", rule_factors),
-        ("layers", layers),
-    ):
-        (here / f"{name}.svg").write_text(draw().svg())
+    for name, text in figures().items():
+        (Path(__file__).parent / name).write_text(text)

@@ -138,6 +138,9 @@ NAMES: dict[str, Internal] = {
     "functorch_unwrapped": Internal("torch._C._functorch.get_unwrapped", "the DTensor that torch.func hides", _NONE),
     "is_functorch_batched": Internal("torch._C._functorch.is_batchedtensor", "vmap hides a dim of a DTensor", _NONE),
     "is_legacy_batched": Internal("torch._C._functorch.is_legacy_batchedtensor", "a tensor under the old vmap", _NONE),
+    "single_level_functions_allowed": Internal(
+        "torch._functorch.utils.enable_single_level_autograd_function", "a custom Function below transforms of torch.func", _NONE
+    ),
     "DisableFuncTorch": Internal("torch._C._DisableFuncTorch", "constants are made below transforms of torch.func", _NONE),
     "transform_level": Internal("torch._C._functorch.maybe_get_level", "which transform of torch.func hides a tensor", _NONE),
     "current_transform": Internal(

@@ -76,8 +76,9 @@ def load(
         state: as for :func:`save`; a part of what was saved, with ``strict=False``.
         strict: raise if something is asked for that is not in the checkpoint, or the checkpoint holds what is not asked for.
         convert: floating-point and complex tensors of another dtype are converted to the one that is asked for.
-        rename: from a key in the checkpoint to the one here, or a dict of those that differ: of the dicts in it, module's and
-            optimizer's among them, every key that is a string.
+        rename: a function from a key in the checkpoint to the one here, called for each string key of each dict, those of modules
+            and optimizers among them. Or a dict of the keys that differ, which may be dotted names, as messages show them:
+            ``{"model.0.weight": "net.0.weight"}``. At least one key of such a dict must be in the checkpoint.
         arrange: of a dict of tensors, from these to those that are asked for, by name. What it stacks, joins, cuts and turns is
             read so, each piece by who has it; the tensors that it is given have no values.
         process_group: the ranks that load together, default all.

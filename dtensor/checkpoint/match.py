@@ -11,6 +11,7 @@ import torch
 from ..errors import CheckpointError
 from .coordinator import Parts
 from .manifest import Manifest
+from .names import nested_like
 from .stateful import Expanded, Install, check_groups
 from .targets import Target, described
 from .tree import Path, Stored, has_tensors, mapped, name_of
@@ -50,7 +51,7 @@ def match_trees(asked: Expanded, manifest: Manifest, strict: bool, convert: bool
     Raises:
         CheckpointError: other shapes, dtypes or kinds; under ``strict`` missing or unexpected keys.
     """
-    stored = manifest.nested()
+    stored = nested_like(manifest.nested(), asked.tree)
     result = Matched(convert=convert)
     result.tree = _match(asked.tree, stored, (), manifest, result)
     if result.wrong:

@@ -120,7 +120,7 @@ def save_safetensors(
     files: list[_File] = []
     parts: Parts | Exception
     try:
-        tensors = with_values(_tensors_of(state))
+        tensors = with_values(unique_tensors(state))
         files = _plan(tensors, max_shard_size)
         parts = parts_of(tensors, max_shard_size=max_shard_size)
     except Exception as error:  # told when the ranks meet
@@ -158,7 +158,12 @@ def _discard(parts: Iterable[Path], ranks: Ranks) -> None:
         part.unlink(missing_ok=True)
 
 
-def _tensors_of(state: Any) -> dict[str, torch.Tensor]:
+def unique_tensors(state: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of ``state`` by dotted name; parameters that a module knows by several names only by the first.
+
+    Raises:
+        CheckpointError: ``state`` has other values than tensors.
+    """
     tree = expand(state).tree
     tensors = named_tensors(tree)
     others = sorted(set(_leaves(tree)) - tensors.keys())

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
+
+import torch
 
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..ranks.per_rank import PerRank, expected, handed_out, per_rank, shards_of
+from ..ranks.rank_runs import RankRuns
 from ..ranks.rank_values import RankNumber, RankValues
 from ..ranks.shards import each_shard, reordered
 from . import events
@@ -58,11 +62,14 @@ def expect_locals(mesh: DeviceMesh) -> None:
 
 
 def map_ranks(fn: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: Any) -> Any:
-    """``fn(coordinate, *args, **kwargs)`` run once per rank of ``mesh`` (default: the one entered by ``with mesh:``).
+    """Run ``fn(coordinate, *args, **kwargs)`` once per rank of ``mesh`` (default: the one entered by ``with mesh:``).
 
     With all ranks in this process each call gets its rank's tensor of every ``PerRank`` argument, and inside it
     ``mesh.get_rank()`` and ``mesh.get_coordinate()`` answer for that rank. With process groups ``fn`` runs once, for this
     process (not at all, giving None, outside the mesh). No communication.
+
+    In one process the runs are as independent as in processes: a plain tensor has the gradient that every rank finds, and all
+    runs start from the same state of the random generators (torch's, Python's and numpy's). Python objects are shared.
 
     Returns:
         Tensors as ``PerRank``, lists and tuples of tensors as such of ``PerRank``, None, or ``RankValues``.
@@ -72,10 +79,20 @@ def map_ranks(fn: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: An
     >>> x.shards
     (tensor([0., 0.]), tensor([1., 1.]))
 
-    What ``fn`` raises on a rank is raised.
+    Raises:
+        LayoutError: in one process, a tensor that the run of one rank wrote to is used by another rank's.
+            Return the new value instead. What ``fn`` raises on a rank is raised as it is.
     """
     mesh = as_mesh(mesh)
     if mesh.current_member() is None:
         return None
     communicator, coordinates = communicator_of(mesh), mesh.coordinates
-    return handed_out(communicator.map(lambda member, *a, **k: fn(coordinates[member], *a, **k), *args, **kwargs))
+    expect_locals(mesh)
+    runs = RankRuns(len(mesh.members), torch.device(mesh.device_type)) if len(communicator.held) > 1 else None
+
+    def run(member: int, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if runs is None else runs.run(member):
+            return fn(coordinates[member], *args, **kwargs)
+
+    found = communicator.map(run, *args, **kwargs)
+    return handed_out(found if runs is None else runs.separated(found))

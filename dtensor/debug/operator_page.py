@@ -121,7 +121,9 @@ class Entry:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        return (self.how, f"`{self.notation}`" if self.notation else "", self.sharded, self.reduced, self.kernels, self.partials)
+        inputs, _, results = self.notation.partition(" -> ")
+        notation = (f"`{inputs}`", f"`{results}`") if self.notation else ("", "")
+        return (self.how, *notation, self.sharded, self.reduced, self.kernels, self.partials)
 
 
 def page(measured: Mapping[str, Any] | None = None) -> str:
@@ -171,8 +173,8 @@ def _version() -> str:
 
 def _table(shared: Mapping[Entry, Sequence[str]]) -> str:
     lines = [
-        "| operators | run by | notation | sharded | partial results | collectives | partial inputs |",
-        "|---|---|---|---|---|---|---|",
+        "| operators | run by | inputs | results | sharded | partial results | collectives | partial inputs |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     ordered = sorted(shared.items(), key=lambda item: (-len(item[1]), item[1][0]))
     for entry, names in ordered:

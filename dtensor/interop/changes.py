@@ -72,6 +72,13 @@ CHANGES = (
         "the names are kept by interop.state_dicts, which wraps them",
     ),
     Change(
+        "torch.distributed.checkpoint._state_dict_stager",
+        "its import",
+        "async_save copies the local tensors of DTensors; one method of StateDictStager, which copies attribute by attribute",
+        "2.11",
+        "the method is kept by interop.state_dicts, which wraps it",
+    ),
+    Change(
         "torch.utils.dlpack.to_dlpack",
         "import",
         "it exports memory without a check, and a DTensor has none; for a DTensor it returns x.__dlpack__()",
@@ -157,6 +164,34 @@ CHANGES = (
         "an autograd.Function over PerRank tensors keeps its graph: torch has no subclass hook there, but it looks up forward",
         "2.11",
         "ranks.applied.leave_functions()",
+    ),
+    Change(
+        "torch.autograd.graph.register_multi_grad_hook",
+        "the first tensors of all ranks, as above",
+        "a hook over tensors of all ranks gets the gradients of all ranks together, once",
+        "2.11",
+        "ranks.joint_nodes.leave_hooks()",
+    ),
+    Change(
+        "torch.utils.module_tracker.register_multi_grad_hook",
+        "the first tensors of all ranks, as above",
+        "the same function under the name by which ModuleTracker and FlopCounterMode call it",
+        "2.11",
+        "ranks.joint_nodes.leave_hooks()",
+    ),
+    Change(
+        "torch.nn.modules.batchnorm.SyncBatchNorm.forward",
+        "the first tensors of all ranks, as above",
+        "it takes the statistics of all ranks; torch's asks for a process group, which ranks of one process do not have",
+        "2.11",
+        "ranks.joint_modules.leave_modules()",
+    ),
+    Change(
+        "torch.nn.modules.transformer.TransformerEncoder.forward",
+        "the first tensors of all ranks, as above",
+        "padded rows are zeros in eval(), as on processes; torch computes nested tensors for plain tensors only",
+        "2.11",
+        "ranks.joint_modules.leave_modules()",
     ),
     Change(
         "torch.optim.optimizer._global_optimizer_pre_hooks",

@@ -1,4 +1,4 @@
-"""What ``torch.distributed.checkpoint`` asks of a tensor (its ``_Checkpointable`` protocol): its own functions take DTensors."""
+"""DCP protocol: describe the blocks of a DTensor to ``torch.distributed.checkpoint`` (its ``_Checkpointable`` protocol)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from ..tensor.views.remote_view import RemoteView
 
 
 def chunks(x: Any) -> list[ChunkStorageMetadata]:
-    """The blocks that are to be filled.
+    """Return the blocks that torch is to fill: this rank's with process groups, those of every rank in one process.
+
+    Replicated blocks are listed once for each rank in this process, so that a load fills all of them.
 
     Raises:
         CheckpointError: the tensor is a view that is computed when it is read: what torch writes to its blocks would be lost.
@@ -25,44 +27,56 @@ def chunks(x: Any) -> list[ChunkStorageMetadata]:
             "torch.distributed.checkpoint loads into local tensors; load into the base, or use "
             "dtensor.checkpoint.load"
         )
-    return _chunks(x)
-
-
-def _chunks(x: Any) -> list[ChunkStorageMetadata]:
-    """The blocks that this process holds: one with process groups, each rank's in one process."""
-    if x.numel() == 0:  # it has no blocks, but torch knows a tensor by its blocks
+    if x.numel() == 0:  # no rank holds a block of it, but torch finds a tensor by its blocks
         return [ChunkStorageMetadata(torch.Size((0,) * x.ndim), x.size())]
-    return [ChunkStorageMetadata(torch.Size(held.offset), torch.Size(held.shape)) for held in _held(x)]
+    if not x.is_inference():  # torch writes to the local tensors: copies in other layouts that are cached become stale
+        torch.autograd.graph.increment_version(x)
+    return [_chunk(held) for held in _blocks_here(x)]
 
 
 def write_items(x: Any, fqn: str) -> list[WriteItem]:
-    """One item to be written per block; torch removes replicas."""
+    """Return one item to write for each distinct block here. Torch removes the replicas on other processes."""
     properties = TensorProperties(dtype=x.dtype)
+    if x.numel() == 0:
+        distinct = [ChunkStorageMetadata(torch.Size((0,) * x.ndim), x.size())]
+    else:
+        distinct = list({held.offset: _chunk(held) for held in _blocks_here(x)}.values())
     return [
         WriteItem(
             index=MetadataIndex(fqn, chunk.offsets, i),
             type=WriteItemType.SHARD,
             tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=x.size()),
         )
-        for i, chunk in enumerate(_chunks(x))
+        for i, chunk in enumerate(distinct)
     ]
 
 
 def shard_at(x: Any, index: MetadataIndex) -> torch.Tensor:
-    """The local tensor of the block that starts at ``index.offset``."""
+    """Return the local tensor of the block that starts at ``index.offset``.
+
+    ``index.index`` chooses among replicas. It counts the blocks of :func:`chunks` in a load, and other blocks in a save, where
+    any replica serves.
+    """
     if x.numel() == 0:
         return torch.empty(x.shape, dtype=x.dtype, device="cpu")
-    for held in _held(x):
+    here = _blocks_here(x)
+    if index.index is not None and index.index < len(here):
+        here = [here[index.index], *here]
+    for held in here:
         if index.offset is None or held.offset == tuple(index.offset):
             return piece_of(x, held).detach()
     raise CheckpointError(f"this rank has no shard of {index.fqn!r} at offset {index.offset}")
 
 
-def _held(x: Any) -> list[Held]:
-    """The blocks here, of replicas the first.
+def _chunk(held: Held) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(held.offset), torch.Size(held.shape))
+
+
+def _blocks_here(x: Any) -> list[Held]:
+    """Return the blocks in this process, replicas included, in the order of their offsets.
 
     Raises:
-        CheckpointError: the tensor is not reduced, so that no rank holds its value.
+        CheckpointError: the tensor is partial, so that no rank holds its value.
     """
     if x._layout.is_partial:
         raise CheckpointError(
@@ -70,4 +84,4 @@ def _held(x: Any) -> list[Held]:
             "torch.distributed.checkpoint, or use dtensor.checkpoint, which reduces it"
         )
     ((_, held),) = held_here({"": x}, 0)
-    return list({piece.offset: piece for piece in reversed(held)}.values())[::-1]
+    return held

@@ -22,7 +22,8 @@ _TOLD = "torch._dynamo.trace_rules"
 _SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
 _DONE: set[str] = set()
 
-# Values whose methods are answered at once (see compiled.py), and the functions around modules, which are the program's own.
+# Values whose methods are answered at once (see compiled.py), the functions around modules, which are the program's own, and the
+# mode of map_ranks, which lets pass what is compiled.
 LOOKED_INTO = frozenset(
     {
         "interop/compiled",
@@ -35,6 +36,7 @@ LOOKED_INTO = frozenset(
         "parallel/tensor/matrix",
         "parallel/tensor/style",
         "placement",
+        "ranks/run_mode",
         "tensor/local_map",
     }
 )

@@ -4,7 +4,8 @@
 of torch's DTensors; others count as plain, and are left cut where a full state dict was asked for, or are sent to ranks that
 expect another size. Private torch API: ``torch.distributed._state_dict_utils``, of which four names are replaced once it is
 imported, and two of ``torch.distributed.checkpoint.state_dict``, which asks the process group who is first: with all ranks in
-this process there is none, and it is this process.
+this process there is none, and it is this process. A method of ``StateDictStager`` (``torch.distributed.checkpoint.async_save``)
+copies a subclass attribute by attribute; for DTensors it copies the local tensors.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ..base.told import changed
-from ..comm import communicator_of, each_shard, shards_of
+from ..comm import PerRank, communicator_of, each_shard, shards_of
 from ..mesh.device_mesh import DeviceMesh
+from ..tensor.copies import user_attributes
 from ..tensor.distribute import distribute_tensor
 from ..tensor.dtensor import DTensor, wrap
 from .when_imported import when_imported
@@ -26,6 +28,7 @@ def teach_state_dicts() -> None:
     """Have torch's tools take this package's DTensors, now or when they are imported."""
     when_imported("torch.distributed._state_dict_utils", _teach)
     when_imported("torch.distributed.checkpoint.state_dict", _teach_options)
+    when_imported("torch.distributed.checkpoint._state_dict_stager", _teach_stager)
 
 
 def _teach(module: Any) -> None:
@@ -75,6 +78,28 @@ def _teach_options(module: Any) -> None:
 
     changed("torch.distributed.checkpoint.state_dict")
     module._verify_options, module._load_model_state_dict = verify_options, load_model
+
+
+def _teach_stager(module: Any) -> None:
+    stager_class = getattr(module, "StateDictStager", None)
+    offload = getattr(stager_class, "_offload_tensor", None)
+    if stager_class is None or offload is None:
+        return
+
+    def offload_tensor(stager: Any, x: Tensor, memo: dict[int, Any], non_blocking: bool = False) -> Any:
+        def staged(value: Any) -> Any:
+            return stager.deepcopy_with_tensor_offload(value, memo, non_blocking=non_blocking)
+
+        if isinstance(x, PerRank):
+            return each_shard(staged, x)
+        if not isinstance(x, DTensor):
+            return offload(stager, x, memo, non_blocking)
+        made: Any = wrap(staged(x._local), x._layout)
+        made.__dict__.update(staged(user_attributes(x)))
+        return made
+
+    changed("torch.distributed.checkpoint._state_dict_stager")
+    stager_class._offload_tensor = offload_tensor
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:

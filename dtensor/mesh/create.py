@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ..errors import MeshError
 from .device_mesh import CURRENT, DeviceMesh, as_mesh
 from .groups import new_handle
 from .root import Root, make_root
@@ -32,8 +33,10 @@ def mesh_or_world(mesh: Any) -> DeviceMesh:
     Raises:
         MeshError: none of them.
     """
-    if mesh is not None or CURRENT or not distributed():
+    if mesh is not None or CURRENT:
         return as_mesh(mesh)
+    if not distributed():
+        raise MeshError("no device mesh: pass mesh=, or enter one with `with mesh:`")
     on_gpu = torch.cuda.is_available() and (not dist.is_initialized() or "nccl" in dist.get_backend_config())
     device_type = "cuda" if on_gpu else "cpu"
     ensure_world(device_type)

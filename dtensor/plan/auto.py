@@ -21,6 +21,7 @@ from ..placement import Placement, Replicate
 from ..tensor.distribute import distribute_tensor
 from ..tensor.dtensor import DTensor
 from ..tensor.observed import OBSERVERS
+from ..tensor.replaced import Attributes
 from .describe import described
 from .graph import Graph
 from .make import agreed, best_options
@@ -90,6 +91,7 @@ class Sharding:
             if id(x) not in made:
                 value = distribute_tensor(x.detach(), mesh, self.placements[name])
                 made[id(x)] = nn.Parameter(value, x.requires_grad) if isinstance(x, nn.Parameter) else value
+                Attributes.of(x).set_on(made[id(x)])
                 names[made[id(x)]] = name
             setattr(model.get_submodule(owner), leaf, made[id(x)])
         if optimizer is not None:

@@ -27,6 +27,7 @@ from ..base.torch_internals import DisableTorchFunctionSubclass
 from ..errors import LayoutError
 from .joint_function import as_tuple, joint, sets_up
 from .per_rank import _BEFORE, _JOINT, PerRank, over_ranks
+from .rank_runs import function_arguments
 
 _SIZE = torch.ops.aten.sym_size.default
 _WHERE = "torch.autograd.function.FunctionMeta.__getattribute__"
@@ -76,7 +77,7 @@ def _looked_up(cls: Any, name: str) -> Any:
 
 def _apply(cls: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     _APPLIED.looked_up = cls
-    found = plain(*args, **kwargs)
+    found = plain(*function_arguments(cls, args), **kwargs)
     return tuple(map(_apart, found)) if type(found) is tuple else _apart(found)
 
 

@@ -8,30 +8,42 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from ..base.generators import default_generator, go_to, state_now
 from ..base.torch_internals import DisableTorchFunctionSubclass, custom_function_call, functorch_active, make_dual
 from .hidden import EachRank
 from .per_rank import _JOINT, PerRank, over_ranks
+from .rank_values import RankValues
 
 
 # --- autograd runs once for all ranks: their graphs may meet in a collective or in a shared tensor ----------------------
 def flat(values: Any) -> list[Any]:
-    if values is None:
-        return []
-    values = (values,) if isinstance(values, Tensor) else tuple(values)
-    return [shard for value in values for shard in (value.shards if isinstance(value, PerRank) else (value,))]
+    """Return the tensors and gradient edges in ``values``, each rank's own one after the other."""
+    return [] if values is None else [own for value in _listed(values) for own in _each_rank(value)]
+
+
+def _listed(values: Any) -> Sequence[Any]:
+    return (values,) if isinstance(values, (Tensor, GradientEdge)) else tuple(values)
+
+
+def _each_rank(value: Any) -> Sequence[Any]:
+    """Return what each rank has of a tensor or gradient edge; one that all have by itself."""
+    if isinstance(value, PerRank):
+        return value.shards
+    if isinstance(value, GradientEdge) and isinstance(value.node, RankValues):
+        return [GradientEdge(node, value.output_nr) for node in value.node]
+    return (value,)
 
 
 def _flat_grads(roots: Any, grads: Any) -> list[Any] | None:
     """One gradient for each root tensor: a plain one (or None) goes to every rank of its root."""
     if grads is None:
         return None
-    roots, grads = ((roots,), (grads,)) if isinstance(roots, Tensor) else (tuple(roots), grads)
-    grads = (grads,) if isinstance(grads, Tensor) else tuple(grads)
+    roots, grads = _listed(roots), (grads,) if grads is None or isinstance(grads, Tensor) else tuple(grads)
     flat: list[Any] = []
     for root, grad in zip(roots, grads, strict=True):
-        count = len(root.shards) if isinstance(root, PerRank) else 1
+        count = len(_each_rank(root))
         flat.extend(grad.shards if isinstance(grad, PerRank) else [grad] * count)
     return flat
 
@@ -49,9 +61,13 @@ def _backward(
 
 
 def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    inputs = _listed(inputs)
     found = iter(torch.autograd.grad(flat(outputs), flat(inputs), _flat_grads(outputs, grad_outputs), *args, **kwargs))
-    return tuple(merged([next(found) for _ in x.shards], x.shards) if isinstance(x, PerRank) else next(found) for x in inputs)
+    own = ([next(found) for _ in _each_rank(x)] for x in inputs)
+    return tuple(
+        merged(grads, getattr(x, "shards", None)) if len(grads) > 1 or isinstance(x, PerRank) else grads[0]
+        for x, grads in zip(inputs, own, strict=True)
+    )
 
 
 def merged(own: Sequence[Any], like: Sequence[Tensor] | None = None) -> PerRank | None:

@@ -17,8 +17,8 @@ from torch.autograd import Function
 
 from ..base.torch_internals import TensorBase
 from .joint_autograd import flat, merged
+from .joint_nodes import joined
 from .per_rank import _JOINT, PerRank
-from .rank_values import agreed
 
 
 def sets_up(cls: Any) -> bool:
@@ -217,7 +217,7 @@ def _grad_fn(x: PerRank, *owner: Any) -> Any:
     nodes = [shard.grad_fn for shard in x.shards]
     if type(nodes[0]) is _Joint._backward_cls and all(node is nodes[0] for node in nodes):
         return _Node(nodes[0])
-    return agreed(nodes, "grad_fn")
+    return joined(nodes, "grad_fn")
 
 
 def _each(outputs: Sequence[_Shape], grads: Sequence[Any]) -> list[Any]:

@@ -18,16 +18,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
+from ..base import torch_internals
 from ..base.autograd_keys import seen_by_autograd
 from ..base.extensions import in_use
-from ..base.nested import like
+from ..base.nested import leaves, like
 from ..base.torch_internals import OpOverload, functorch_active, make_wrapper_subclass
 from ..errors import LayoutError, MeshError, MixedTensorError, PlacementError
 from .hidden import each_rank
 from .rank_values import _EACH_RANK, RankNumber, RankValues, agreed
 from .shared_reads import UsedByRanks
 from .shared_writes import write_back, written_tensors
+
+_COMPILED = (
+    "tensors of each rank are not compiled into one graph. A function that needs one (flex_attention) runs per rank: "
+    "dtensor.map_ranks(lambda at, q, k, v: flex_attention(q, k, v), q, k, v, mesh=mesh), also inside a function of local_map"
+)
 
 
 class PerRank(Tensor):
@@ -63,6 +70,8 @@ class PerRank(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_dynamo_compiling():
+            torch_internals.graph_break(msg=_COMPILED)
         joint = _JOINT.get(func)
         return over_ranks(func, args, kwargs or {}) if joint is None else joint(*args, **(kwargs or {}))
 
@@ -156,8 +165,11 @@ def over_ranks(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
             args, kwargs = _replaced(args, targets), _replaced(kwargs, targets)
         args, kwargs = _each_its_own(args, count), {name: _its_own(value, count) for name, value in kwargs.items()}
         results = [func(*own, **named) for own, named in parts(args, kwargs, count)]
-        if targets:
-            return _written_back(results, targets)
+        for x, copies in targets:
+            write_back(x, copies.shards)
+        written = [(copies.shards[0], x) for x, copies in targets]
+        if any(item is own for item in leaves(results[0]) for own, _ in written):
+            return _replaced(results[0], written)  # the plain tensors themselves are the result
     if isinstance(results[0], Tensor):
         if hasattr(results[0], "_layout"):
             what = f"{_name_of(func)} mixes a DTensor with a tensor of each rank's own"
@@ -221,13 +233,6 @@ def _replaced(value: Any, targets: Sequence[tuple[Any, Any]]) -> Any:
     if isinstance(value, dict):
         return {name: _replaced(item, targets) for name, item in value.items()}
     return like(value, [_replaced(item, targets) for item in value]) if isinstance(value, (list, tuple)) else value
-
-
-def _written_back(results: list[Any], targets: Sequence[tuple[Tensor, PerRank]]) -> Any:
-    """What the ranks have written into copies, put into the plain tensors themselves: they are the result."""
-    for x, copies in targets:
-        write_back(x, copies.shards)
-    return _replaced(results[0], [(copies.shards[0], x) for x, copies in targets])
 
 
 _SHARED = frozenset((int, float, bool, complex, type(None), torch.dtype))

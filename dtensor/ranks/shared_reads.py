@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,26 +43,32 @@ class UsedByRanks(torch.autograd.Function):
             LayoutError: they differ, and there is one tensor for all of them.
         """
         found = [grad for grad in grads if grad is not None]
-        compare(
-            "the gradient of a plain tensor of shape {} differs between ranks, since they used it with values of their own: with "
-            "processes each rank would have another one. Distribute the tensor (dtensor.distribute_tensor, distribute_module, "
-            "parallel.replicate), or give every rank its own with per_rank",
-            *[seen(grad.detach()) for grad in found],
-        )
+        compare(*[seen(grad.detach()) for grad in found])
         if not found or not torch.is_grad_enabled():
             return (found[0] if found else None), None
         return AgreedByRanks.apply(*found), None
 
 
 @site  # values decide, so each replay compares those that it has
-def compare(said: str, *values: Tensor) -> None:
-    """Raises LayoutError if values of ranks differ; ``said`` of their shape."""
+def compare(*values: Tensor) -> None:
+    """Raise LayoutError if gradients differ that ranks have of one value."""
+    values = tuple(x if x.layout is torch.strided else x.to_dense() for x in values)
     for grad in values[1:]:
-        if not has_no_values(grad) and not torch.allclose(grad, values[0], *_tolerance(values[0]), equal_nan=True):
-            raise LayoutError(said.format(tuple(grad.shape)))
+        if not has_no_values(grad) and not torch.allclose(grad, values[0], *tolerance(values[0]), equal_nan=True):
+            raise LayoutError(differing(grad.shape))
 
 
-def _tolerance(x: Tensor) -> tuple[float, float]:
-    """Equal up to the order that a sum was taken in."""
+def differing(shape: Sequence[int]) -> str:
+    """Return the error text for gradients that differ between ranks, of a value of this shape."""
+    return (
+        f"the gradient of a tensor of shape {tuple(shape)} that all ranks have differs between ranks, which used it with values "
+        "of their own. If the gradient is the sum of the ranks', write to_local(grad_placements=[Partial()]), "
+        "full_tensor(grad_placements=[Partial()]) or local_map(..., in_grad_placements=...). If the tensor is a plain one, "
+        "distribute it (distribute_tensor, distribute_module, parallel.replicate), or give each rank its own with per_rank([...])"
+    )
+
+
+def tolerance(x: Tensor) -> tuple[float, float]:
+    """Return how far gradients that are equal may differ, relative and absolute: by the order that a sum was taken in."""
     near, finite = torch.finfo(x.dtype).eps ** 0.5, x[x.isfinite()]
     return near, near * (finite.abs().max().item() if finite.numel() else 0.0)

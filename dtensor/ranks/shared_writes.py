@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base.nested import listed
@@ -44,13 +45,37 @@ class AgreedByRanks(torch.autograd.Function):
 
 
 def written_tensors(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The plain tensors that a call writes to."""
+    """Return the plain tensors that a call writes to."""
     name = getattr(func, "__name__", "").partition(".")[0]
     writes = name in _WRITING or (name.endswith("_") and not name.endswith("__"))
-    return [x for value in (*(args[:1] if writes else ()), kwargs.get("out")) for x in listed(value) if _is_plain(x)]
+    values = (*(args[:1] if writes else ()), kwargs.get("out"), *statistics_written(func, args, kwargs))
+    return [x for value in values for x in listed(value) if is_plain(x)]
 
 
-def _is_plain(value: Any) -> bool:
+_BY_NAME = (F.batch_norm, F.instance_norm)  # (input, running_mean, running_var, weight, bias, flag, ...)
+_BY_OPERATOR = (
+    torch.batch_norm,
+    torch.instance_norm,
+    torch.native_batch_norm,
+)  # (input, weight, bias, running_mean, ..., flag, ...)
+_BY_OPERATOR += tuple(
+    getattr(torch.ops.aten, name).default
+    for name in ("batch_norm", "instance_norm", "native_batch_norm", "_native_batch_norm_legit")
+)
+
+
+def statistics_written(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
+    """Return the running statistics that a normalization writes to, which neither its name nor its schema tells."""
+    if func not in _BY_NAME and func not in _BY_OPERATOR:
+        return ()
+    flag = args[5] if len(args) > 5 else kwargs.get("training", kwargs.get("use_input_stats", func is F.instance_norm))
+    first = 1 if func in _BY_NAME else 3
+    named = [kwargs[name] for name in ("running_mean", "running_var") if name in kwargs]
+    return [*args[first : first + 2], *named] if flag else ()
+
+
+def is_plain(value: Any) -> bool:
+    """Whether ``value`` is a tensor of torch's own classes."""
     return type(value) is Tensor or type(value) is nn.Parameter
 
 

@@ -24,7 +24,7 @@ from typing import Any, cast
 import torch
 
 from ..base.caches import remembered
-from ..base.torch_internals import forward_ad, functorch_active, is_legacy_batched
+from ..base.torch_internals import forward_ad, functorch_active
 from ..base.tracing import not_in_graph
 from ..comm import PerRank, communicator_of, shards_of
 from ..dispatch.apart import apart, memory_of, unwritten
@@ -34,10 +34,10 @@ from ..dispatch.wrapping import wrap_local, wrap_pending
 from ..errors import UnsupportedOperationError
 from ..layout.layout import Layout
 from ..placement import Partial, Placement, Replicate
-from ..ranks.hidden import as_one, seen
-from ..ranks.shared_reads import compare
+from ..ranks.hidden import as_one
 from ..redistribute import execute, move_between, plan, start
 from .observed import observed, tell_looked_at, tell_moved
+from .replica_gradients import compare_replicas, use_of
 
 OWN_USES = "_own_uses"  # of a data-parallel unit's parameter: by mesh dim along which ranks have batches, what their terms are
 
@@ -129,6 +129,7 @@ class ToLocal(_Laid):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         _, ctx.source, ctx.target = inputs
+        ctx.use = use_of(ctx.target)
 
     @staticmethod
     def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
@@ -138,21 +139,8 @@ class ToLocal(_Laid):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         layout, pieces = ctx.target, list(map(plain, grads))
-        _compare_copies(layout, pieces)
+        compare_replicas(layout, pieces, ctx.use)
         return from_pieces(layout, grad_layout(layout, None), False, *map(_apart, pieces)), None, None
-
-
-def _compare_copies(layout: Layout, grads: Sequence[torch.Tensor]) -> None:
-    """Raises LayoutError where gradients of pieces are said to be copies, and the ranks here have several."""
-    if len(grads) < 2 or is_legacy_batched(grads[0]):  # of which the old vmap would have to compare
-        return
-    again = [i for i, p in enumerate(layout.placements) if isinstance(p, Replicate) and layout.mesh.shape[i] > 1]
-    for members in {layout.mesh.members_of(again, member) for member in layout.mesh.members} if again else ():
-        compare(
-            "the gradient of a replicated piece of shape {} differs between ranks, since they used it differently: for a part of "
-            "a batch each? to_local(grad_placements=[Partial()]), or in_grad_placements= of local_map, adds them up",
-            *[seen(grads[member].detach()) for member in members],
-        )
 
 
 def whole_piece(x: Any, shared: bool) -> torch.Tensor:
@@ -170,7 +158,7 @@ class FullTensor(_Laid):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.target = inputs[1]
+        ctx.target, ctx.use = inputs[1], use_of(inputs[1])
 
     @staticmethod
     def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
@@ -178,8 +166,9 @@ class FullTensor(_Laid):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        layout, copied = ctx.target, communicator_of(ctx.target.mesh).holds_all
-        return from_pieces(layout, grad_layout(layout, None), copied, *everywhere(_apart(plain(grad)), layout)), None, None
+        layout, copied, grad = ctx.target, communicator_of(ctx.target.mesh).holds_all, plain(grad)
+        compare_replicas(layout, [grad], ctx.use)
+        return from_pieces(layout, grad_layout(layout, None), copied, *everywhere(_apart(grad), layout)), None, None
 
 
 def move_apart(x: Any, target: Layout, async_op: bool = False) -> Any:
@@ -262,7 +251,8 @@ def to_whole(x: Any, grad_placements: Sequence[Placement] | None) -> torch.Tenso
     not_in_graph(x, "full_tensor()")
     is_whole = target is layout
     whole = x if is_whole else _moved(x, target)
-    if communicator_of(mesh).holds_all and not mesh.spans_root:
+    terms = grad_placements is not None and any(isinstance(p, Partial) for p in grad_placements) and is_recorded(whole)
+    if communicator_of(mesh).holds_all and (terms or not mesh.spans_root):  # each rank has a gradient, or a value, of its own
         made = as_local(whole, pieces_gradient(x, target, grad_placements).placements)
         return made.clone() if is_whole else made
     if is_recorded(whole):

@@ -23,7 +23,7 @@ def shallow(x: Any) -> Any:
     """Another tensor of the same memory."""
     made = x.detach()
     _dress(made, x)
-    made.__dict__.update(_marks(x))
+    made.__dict__.update(user_attributes(x))
     return made
 
 
@@ -37,7 +37,7 @@ def deep(x: Any, memo: dict[int, Any]) -> Any:
         made = wrap_local(x._local.detach().clone(), x._layout)
     _dress(made, x)
     memo[id(x)] = made
-    made.__dict__.update(copy.deepcopy(_marks(x), memo))
+    made.__dict__.update(copy.deepcopy(user_attributes(x), memo))
     if x.grad is not None:
         if x.grad.dtype != x.dtype:
             made.grad_dtype = x.grad_dtype
@@ -55,7 +55,13 @@ def dense(x: Any) -> Any:
 def reduced(x: Any, protocol: Any) -> Any:
     """Pickles this rank's piece and the layout, without process groups; restored where a rank, or all of them, are again."""
     flags = x.requires_grad, getattr(x, "_is_param", False)
-    return restore_tensor, (x._local.detach(), x._layout, *flags, _marks(x) or None, *communicator_of(x._layout.mesh).held[:1])
+    return restore_tensor, (
+        x._local.detach(),
+        x._layout,
+        *flags,
+        user_attributes(x) or None,
+        *communicator_of(x._layout.mesh).held[:1],
+    )
 
 
 def restore_tensor(
@@ -95,8 +101,8 @@ def _dress(made: Any, like: Any) -> None:
         made.requires_grad_()
 
 
-def _marks(x: Any) -> dict[str, Any]:
-    """What users hung on it, which travels with copies as a plain tensor's does."""
+def user_attributes(x: Any) -> dict[str, Any]:
+    """Return the attributes that users set on ``x``, which go with its copies as those of a plain tensor do."""
     return {name: value for name, value in x.__dict__.items() if name not in _OURS}
 
 

@@ -34,7 +34,7 @@ from ..redistribute.executor import in_order, inside
 from ..redistribute.step import described, place
 from .autograd import laid
 from .dtensor import DTensor, wrap
-from .replaced import replacing
+from .replaced import Attributes, replacing
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -309,6 +309,7 @@ def distribute_at(
     made = distribute_tensor(old.detach(), mesh, placements, src_data_rank=source)
     is_parameter = isinstance(old, nn.Parameter)
     held[name] = nn.Parameter(made, old.requires_grad) if is_parameter else made.requires_grad_(old.requires_grad)
+    Attributes.of(old).set_on(held[name])
 
 
 def replicate_own(module: nn.Module, mesh: DeviceMesh, source: int | None = 0) -> None:

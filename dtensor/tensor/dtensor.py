@@ -129,12 +129,15 @@ class DTensor(torch.Tensor):
         stride: Sequence[int] | None = None,
         grad_placements: Sequence[Placement] | None = None,
     ) -> DTensor:
-        """The DTensor whose piece on this rank is ``local_tensor``, and stays it: they share memory; differentiable.
+        """Return the DTensor that has ``local_tensor`` as this rank's piece; differentiable.
+
+        A local tensor of one rank is the piece itself: they share memory, and a write to one shows in the other. In one process
+        that holds for the tensors of a ``per_rank([...])``. A plain tensor is shared by all ranks there, so each gets a copy.
 
         Args:
-            local_tensor: this rank's piece; with all ranks in one process a ``per_rank([...])`` (of a plain tensor every rank
-                gets a copy as its piece). One that is lazily negated (``x.conj().imag``) is computed, and shares nothing. Of a
-                rank outside the mesh it is not taken: that rank holds nothing, and gets zeros as the gradient.
+            local_tensor: this rank's piece; with all ranks in one process a ``per_rank([...])``, or a plain tensor for all. One
+                that is lazily negated (``x.conj().imag``) is computed, and shares nothing. Of a rank outside the mesh it is not
+                taken: that rank holds nothing, and gets zeros as the gradient.
             device_mesh: defaults to the mesh entered by ``with mesh:``.
             placements: default ``Replicate()`` on every mesh dim.
             run_check: compare shapes, dtypes and (for replicated mesh dims) values across ranks; names the offending rank.
@@ -171,6 +174,10 @@ class DTensor(torch.Tensor):
             grad_placements: the placements of the gradient that comes back, default ``placements`` with Partial replaced by
                 Replicate; of parameters inside units of data parallelism Partial along mesh dims that cut the unit's batch.
                 Give ``[Partial()]`` where each rank uses a replicated piece differently.
+
+        Raises:
+            LayoutError: in the backward pass, ranks find different gradients of a replicated piece and ``grad_placements`` does
+                not add them up. Processes compare them at the first such pass, see ``check_ranks``.
         """
         if observed:
             tell_looked_at(self)
@@ -186,8 +193,18 @@ class DTensor(torch.Tensor):
         return as_one(made, PerRank) if type(made) is tuple else made
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The global value as a plain tensor on every rank, with memory of its own; differentiable. Costs the redistribution to
-        ``Replicate``. On a submesh in one process, whose copies may hold different values, a ``per_rank`` tensor."""
+        """Return the global value as a plain tensor on every rank, with memory of its own; differentiable. Costs the
+        redistribution to ``Replicate``.
+
+        In one process a ``per_rank`` tensor on a submesh, whose copies may hold different values, and where ``grad_placements``
+        are ``Partial``, since each rank has a gradient of its own.
+
+        Args:
+            grad_placements: as of :meth:`to_local`. Give ``[Partial()]`` where each rank uses the value differently.
+
+        Raises:
+            LayoutError: in the backward pass, ranks find different gradients and ``grad_placements`` does not add them up.
+        """
         return to_whole(self, grad_placements)
 
     def redistribute(

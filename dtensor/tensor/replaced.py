@@ -12,12 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..base.told import changed
 from ..errors import DTensorError, UnitError
+from .copies import user_attributes
 
 Place = tuple[nn.Module, str]
 
@@ -33,6 +35,32 @@ class Replacement:
 
     by: str
     what: Any = None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Attributes:
+    """Attributes that programs set on a parameter (``weight.no_decay = True``), and its ``grad_dtype``.
+
+    Attributes:
+        by_name: their values.
+        grad_dtype: the dtype of gradients, where it was set.
+    """
+
+    by_name: dict[str, Any]
+    grad_dtype: tuple[torch.dtype | None, ...]  # none or one
+
+    @staticmethod
+    def of(x: Tensor) -> Attributes:
+        """Return the attributes of ``x``."""
+        changed_dtype = x.is_leaf and x.grad_dtype != x.dtype
+        return Attributes(user_attributes(x), (x.grad_dtype,) if changed_dtype else ())
+
+    def set_on(self, made: Tensor) -> None:
+        """Set them on the tensor that replaces ``x``, but for those that it has already."""
+        for name, value in self.by_name.items():
+            made.__dict__.setdefault(name, value)
+        if self.grad_dtype:
+            made.grad_dtype = self.grad_dtype[0]
 
 
 _REPLACED: Any = WeakTensorKeyDictionary()  # parameters as they were -> Replacement
@@ -58,7 +86,7 @@ def note_replaced(parameter: Tensor, by: str, what: Any = None) -> None:
 @contextmanager
 def replacing(modules: Iterable[nn.Module], by: str) -> Iterator[None]:
     """Inside, ``by`` replaces parameters of ``modules``, which are noted. One that stands in several places stands in all of them
-    afterwards too, as replaced first. Others are not kept alive: there may be no room for both.
+    afterwards too, as replaced first. Others are not kept alive: there may be no room for both. Attributes are carried over.
 
     Raises:
         UnitError: one of them has been replaced already, where another module has it; or one that stands in several places has
@@ -71,10 +99,10 @@ def replacing(modules: Iterable[nn.Module], by: str) -> Iterator[None]:
                 if (was := replacement_of(parameter)) is not None:
                     raise UnitError(not_alone(at, name, by, was))
                 places.setdefault(id(parameter), []).append((at, name))
-    old = [(weakref.ref(_at(where[0])), where) for where in places.values()]
+    old = [(weakref.ref(_at(where[0])), Attributes.of(_at(where[0])), where) for where in places.values()]
     shared = [_at(where[0]) for where in places.values() if len(where) > 1]
     yield
-    for reference, where in old:
+    for reference, attributes, where in old:
         parameter = reference()
         now = [*map(_at, where)]
         if len(where) > 1 and None in now:
@@ -84,6 +112,8 @@ def replacing(modules: Iterable[nn.Module], by: str) -> Iterator[None]:
                 "(parts=), so the two would no longer be shared"
             )
         made = next((p for p in now if p is not None and p is not parameter), None)
+        if made is not None:
+            attributes.set_on(made)
         if parameter is not None and made is not None:
             note_replaced(parameter, by)
             for at, name in where:

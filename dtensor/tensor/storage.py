@@ -11,7 +11,7 @@ from typing import Any, NoReturn, cast
 import torch
 
 from ..base.torch_internals import FakeTensor
-from ..errors import UnsupportedOperationError
+from ..errors import DTensorError, UnsupportedOperationError
 
 _MEMORY = "_memory"  # one for as long as the tensor lives: programs compare storages to see who shares memory
 _BEGINNING = "_beginning_at"  # of a storage that stands for memory to come: those of what begins within it
@@ -29,7 +29,15 @@ class HiddenStorage(torch.UntypedStorage):
         )
 
     __getitem__ = __setitem__ = __reduce__ = tolist = clone = cpu = byteswap = _refuse
-    data_ptr = fill_ = copy_ = share_memory_ = pin_memory = _refuse
+    fill_ = copy_ = share_memory_ = pin_memory = _refuse
+
+    def data_ptr(self) -> NoReturn:
+        """Raise: no ``NotImplementedError``, which safetensors takes for address 0 of every DTensor."""
+        raise DTensorError(
+            "a DTensor has no address: x.to_local().untyped_storage() is the storage of this rank's piece. To write safetensors "
+            "files call dtensor.hf.save_pretrained(model, folder) or dtensor.checkpoint.save_safetensors(state, folder), "
+            "instead of model.save_pretrained or safetensors.torch.save_file"
+        )
 
     def resize_(self, size: int) -> HiddenStorage:
         """Itself: of as many bytes as it has, which the compiler asks of what it traces where that has none."""

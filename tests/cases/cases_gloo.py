@@ -329,6 +329,54 @@ def pieces_used_differently() -> None:
     assert x.grad.placements == (R,)
 
 
+DIFFERING = r"the gradient of a tensor of shape \(4,\) that all ranks have differs between ranks"
+
+
+@case
+def the_gradient_of_a_full_tensor_used_differently() -> None:
+    weights = by_rank(lambda rank: torch.full((4,), 10.0**rank))
+    for placements in ([Shard(0)], [R]):
+        x = dt.distribute_tensor(torch.ones(4), mesh_of((4,)), placements).requires_grad_()
+        (x.full_tensor(grad_placements=[Partial()]) * weights).sum().backward()
+        equal(x.grad, torch.full((4,), 1111.0))
+        x.full_tensor(grad_placements=[Partial()]).sum().backward()
+        equal(x.grad, torch.full((4,), 1115.0))
+
+
+@case
+def gradients_that_differ_between_ranks_are_refused() -> None:
+    weights = by_rank(lambda rank: torch.full((4,), 1.0 + rank))
+    many = by_rank(lambda rank: torch.ones(1 << 17) * (1 + rank % 2))
+    multiply = dt.local_map(torch.mul, [Shard(0)])
+    uses = (
+        lambda x: x.to_local() * weights,
+        lambda x: x.full_tensor() * weights,
+        lambda x: multiply(x, DTensor.from_local(weights, mesh_of((4,)), [Shard(0)], shape=(16,))).to_local(),
+    )
+    for use in uses:
+        x = dt.distribute_tensor(torch.ones(4), mesh_of((4,)), [R]).requires_grad_()
+        raises(LayoutError, DIFFERING, lambda: use(x).sum().backward())  # noqa: B023 - called at once
+    x = dt.distribute_tensor(torch.ones(1 << 17), mesh_of((4,)), [R]).requires_grad_()
+    raises(LayoutError, "differs between ranks", lambda: (x.to_local() * many).sum().backward())
+    x = dt.distribute_tensor(torch.ones(6, 4), mesh_of((2, 2)), [Shard(0), R]).requires_grad_()
+    other = by_rank(lambda rank: torch.ones(3, 4) * (2 if rank == 3 else 1))  # one group of replicas agrees, the other does not
+    raises(LayoutError, r"of shape \(3, 4\)", lambda: (x.to_local() * other).sum().backward())
+
+
+@case
+def gradients_that_ranks_find_alike_are_taken() -> None:
+    noise = by_rank(lambda rank: torch.full((4,), 1.0 + 1e-6 * rank))  # as by other orders of summation
+    many = by_rank(lambda rank: torch.ones(3 << 16) * (1 + 1e-6 * rank))
+    for values in (noise, many):
+        x = dt.distribute_tensor(torch.ones(values.shape), mesh_of((4,)), [R]).requires_grad_()
+        for _ in range(2):
+            (x.to_local() * values).sum().backward()
+            (x.full_tensor() * values.sign()).sum().backward()
+    x = dt.distribute_tensor(torch.ones(4), mesh_of((4,)), [Shard(0)]).requires_grad_()
+    (x.to_local() * by_rank(lambda rank: torch.tensor([1.0 + rank]))).sum().backward()
+    equal(x.grad, torch.arange(1.0, 5.0))
+
+
 # --- drawn ------------------------------------------------------------
 @case
 def random_numbers_are_those_of_one_device() -> None:

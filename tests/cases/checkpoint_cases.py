@@ -213,8 +213,40 @@ def a_model_and_its_optimizer_load_under_other_names(folder: Path) -> None:
     found = {"steps": 0}
     assert load(found, folder, strict=False, rename={"step": "steps"}).missing_keys == []
     assert found["steps"] == 2
-    with pytest.raises(CheckpointError, match="two keys of 'the checkpoint' one name"):
+    with pytest.raises(CheckpointError, match="two values of the checkpoint the name 'same"):
         load(state, folder, rename=lambda key: "same")
+
+
+@case
+def a_dict_of_new_names_takes_dotted_names(folder: Path) -> None:
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    train(model, optimizer, None)
+    save({"model": model, "optimizer": optimizer, "more": {"list": [{"a": value(3)}], "n": 5}}, folder)
+    other = sharded(nn.Sequential(nn.ModuleDict({"inner": network()})), line(), Shard(0))
+    fresh = torch.optim.Adam(other.parameters(), lr=0.5)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    state = {"net": other, "optimizer": fresh, "more": {"list": [{"b": blank(value(3), line(), Shard(0))}]}, "n": 0}
+    names = {f"model.{name}": f"net.0.inner.{name}" for name in model.state_dict()}
+    assert load(state, folder, rename={**names, "more.list.0.a": "more.list.0.b", "more.n": "n"}).missing_keys == []
+    for p, q in zip(other.parameters(), model.parameters(), strict=True):
+        same(p, q.detach())
+        same(fresh.state[p]["exp_avg"], optimizer.state[q]["exp_avg"])
+    same(state["more"]["list"][0]["b"], value(3))  # type: ignore[index]  # nested
+    assert state["n"] == 5
+    flat = {name: torch.zeros_like(x) for name, x in model.state_dict().items()}
+    load(flat, folder, strict=False, rename={f"model.{name}": name for name in flat})
+    for name, x in flat.items():
+        same(x, model.state_dict()[name])
+    for wrong, said in (
+        ({"net.0.weight": "model.0.weight"}, r"rename matches nothing: none of \['net.0.weight'\]"),
+        ({"more.n": "more.list"}, "two values of the checkpoint the name 'more.list'"),
+        ({"model.0.weight": "model.0.bias"}, "two values of the checkpoint the name 'model.0.bias'"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            load(state, folder, strict=False, rename=wrong)
 
 
 # --- modules and optimizers -------------------------------------------------------------------------------------------------
@@ -401,6 +433,77 @@ def torch_finds_the_tensors_of_tuples_or_says_that_it_does_not(folder: Path) -> 
     assert (state["l"], state["s"]) == ([(4, 5)], {1, 2})
     with pytest.raises(CheckpointError, match=r"'t' holds tensors .* save them in a list"):
         load({"t": (torch.zeros(3, 2), 0)}, folder / "torchs")
+
+
+@case
+def torch_loads_every_replica(folder: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    x, scalar, two, one = value(7, 5), torch.tensor(2.5), square(), line()
+    layouts = [(mesh, p) for mesh, p in layouts_of(x) if not any(isinstance(q, Partial) for q in p)]
+    state: dict[str, Any] = {"list": [blank(x, mesh, *p) for mesh, p in layouts], "scalar": blank(scalar, two, R, R)}
+    units = dt.parallel.fully_shard(network(), mesh=two)  # replicated over "dp", sharded over "tp"
+    copies = dt.distribute_module(network(), one)
+    saved = {"list": [x for _ in layouts], "scalar": scalar, "units": network(), "copies": network()}
+    for module in (units, copies):
+        for p in module.parameters():
+            torch.nn.init.zeros_(p)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({k: v.state_dict() if isinstance(v, nn.Module) else v for k, v in saved.items()}, checkpoint_id=folder)
+        dcp.load({**state, "units": units.state_dict(), "copies": copies.state_dict()}, checkpoint_id=folder)
+    for tensor in state["list"]:
+        same(tensor, x)
+    same(state["scalar"], scalar)
+    for module in (units, copies):
+        for p, q in zip(module.parameters(), network().parameters(), strict=True):
+            same(p, q)
+
+
+@case
+def torch_loads_into_a_tensor_that_was_redistributed_before(folder: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    x, mesh = value(8, 6), line()
+    target, left = blank(x, mesh, Shard(0)), laid(torch.eye(8), mesh, Shard(0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"x": x}, checkpoint_id=folder)
+        same(left @ target, torch.zeros(8, 6))  # the replicated copy of `target` is cached
+        dcp.load({"x": target}, checkpoint_id=folder)
+    same(left @ target, x)
+
+
+@case
+def torch_stages_and_saves_in_the_background(folder: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+
+    x = value(7, 5)
+    layouts = [(mesh, p) for mesh, p in layouts_of(x) if not any(isinstance(q, Partial) for q in p)]
+    tensors = [laid(x, mesh, *p) for mesh, p in layouts]
+    tensors[0].note = "kept"  # type: ignore[attr-defined]
+    state = {"list": tensors, "tied": tensors[0], "n": 3}
+    stager = StateDictStager()
+    for factor in (1, 2):  # the second time the stager uses its memory again
+        staged = stager.stage(state)
+        assert staged["tied"] is staged["list"][0]
+        assert staged["tied"].note == "kept"
+        assert staged["n"] == 3
+        for tensor, origin in zip(staged["list"], tensors, strict=True):
+            assert tensor.layout is origin.layout
+            same(tensor, x * factor)
+            origin.mul_(2)
+            same(tensor, x * factor)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        response: Any = dcp.async_save(state, checkpoint_id=folder)
+        response.result()
+        loaded = {"list": [blank(x, mesh, *p) for mesh, p in layouts], "tied": torch.zeros(7, 5), "n": 0}
+        dcp.load(loaded, checkpoint_id=folder)
+    assert loaded["n"] == 3
+    for tensor in (*loaded["list"], loaded["tied"]):
+        same(tensor, x * 4)
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------------

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gloo import run_gloo
 from torch import nn
 
 import dtensor as dt
 from dtensor import checkpoint
 from dtensor.errors import CheckpointError
-from dtensor.hf import from_pretrained
-from dtensor.parallel import fully_shard, parallelize_module
+from dtensor.hf import from_pretrained, save_pretrained
+from dtensor.parallel import fully_shard, parallelize_module, replicate
 
 transformers = pytest.importorskip("transformers")
 
@@ -107,6 +109,71 @@ def test_what_it_writes_transformers_reads(saved: tuple[Path, Any], tmp_path: Pa
     plain.config.save_pretrained(tmp_path / "again")
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "again")
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), plain.parameters(), strict=True))
+
+
+def written(folder: Path, target: Path) -> list[str]:
+    """Write a model that is sharded over this mesh to ``target``; return the names of the files."""
+    mesh = dt.init_device_mesh("cpu", (2,))
+    model = from_pretrained(folder, lambda model: parallelize_module(model, mesh, "auto"))
+    save_pretrained(model, target, max_shard_size=5_000)
+    return sorted(file.name for file in target.iterdir())
+
+
+def read_back_by_all(target: Path, plain: Any) -> None:
+    for again in (
+        transformers.AutoModelForCausalLM.from_pretrained(target),
+        from_pretrained(target, lambda model: fully_shard(model, mesh=MESH["dp"])),
+    ):
+        assert isinstance(again, transformers.LlamaForCausalLM)
+        assert again.config.dtype == plain.dtype
+        assert again.generation_config.max_new_tokens == 3
+        for a, b in zip(again.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(a.full_tensor() if isinstance(a, dt.DTensor) else a, b)
+
+
+@pytest.fixture
+def in_bfloat16(tmp_path: Path) -> tuple[Path, Any]:
+    torch.manual_seed(0)
+    plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).bfloat16().eval()
+    plain.generation_config.max_new_tokens = 3
+    plain.save_pretrained(tmp_path / "plain")
+    return tmp_path / "plain", plain
+
+
+def copied(model: nn.Module) -> nn.Module:
+    return replicate(model, mesh=MESH["dp"])
+
+
+@pytest.mark.parametrize("distribute", [by_heads, fully, copied])
+def test_a_sharded_model_is_written_with_its_settings(in_bfloat16: tuple[Path, Any], tmp_path: Path, distribute: Any) -> None:
+    folder, plain = in_bfloat16
+    save_pretrained(from_pretrained(folder, distribute), tmp_path / "again")
+    read_back_by_all(tmp_path / "again", plain)
+
+
+@pytest.mark.gloo
+def test_two_processes_write_a_model_with_its_settings(in_bfloat16: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, plain = in_bfloat16
+    files = run_gloo(written, 2, folder, tmp_path / "again")
+    assert files[0] == files[1]
+    assert {"config.json", "generation_config.json", "model.safetensors.index.json"} < set(files[0])
+    read_back_by_all(tmp_path / "again", plain)
+
+
+def test_what_cannot_be_written_or_read_says_what_to_write(saved: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, plain = saved
+    model = from_pretrained(folder, by_heads)
+    with pytest.raises(dt.errors.DTensorError, match=r"dtensor\.hf\.save_pretrained\(model, folder\)"):
+        model.save_pretrained(tmp_path / "again")
+    with pytest.raises(TypeError, match=r"checkpoint\.save_safetensors\(model, folder\)"):
+        save_pretrained(nn.Linear(2, 2), tmp_path / "again")
+    config = json.loads((folder / "config.json").read_text())
+    del config["architectures"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"names no model class of transformers .* model_class="):
+        from_pretrained(folder, by_heads)
+    again = from_pretrained(folder, by_heads, model_class=transformers.LlamaForCausalLM)
+    assert again.config.hidden_size == plain.config.hidden_size
 
 
 EXPERTS: dict[str, dict[str, Any]] = {  # in files each expert by itself, and gate apart from up

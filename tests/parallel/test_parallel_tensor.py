@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from beside import same_gradients, whole
 from gloo import run_gloo
-from torch import nn
+from torch import Tensor, nn
 
 import dtensor as dt
 from dtensor import DTensor, PerRank, Replicate, Shard
@@ -386,7 +387,7 @@ def test_layouts_must_match() -> None:
     with pytest.raises(PlacementError, match="pass both for the same arguments"):
         PrepareModuleInput(input_kwarg_layouts={"z": Shard(0)})
     module = parallelize_module(Two(), tp_mesh(), PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate()))
-    with pytest.raises(PlacementError, match="2 positional arguments of Two, but 1 layouts"):
+    with pytest.raises(PlacementError, match=r"2 positional arguments of a module with PrepareModuleInput.*, but 1 layouts"):
         module(torch.ones(2), torch.ones(2))
 
 
@@ -521,3 +522,132 @@ def test_a_result_that_was_saved_is_not_written_to() -> None:
     styled = parallelize_module(Squashed(6, 4), dt.init_device_mesh("cpu", (2,)), ColwiseParallel())
     with pytest.raises(RuntimeError, match="modified"):
         styled(torch.randn(3, 6)).add_(1).sum().backward()
+
+
+# --- styles that are derived as in PyTorch -----------------------------------------------------------------------------
+class _Derived:
+    """Styles in PyTorch's form that double what goes in and what comes out, and note the arguments of their calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        calls = self.calls
+
+        def doubled_input(input_layouts: Any, desired: Any, mod: nn.Module, inputs: Any, mesh: Any) -> Any:
+            calls.append("input")
+            x = inputs[0]
+            if not isinstance(x, DTensor):
+                x = DTensor.from_local(x, mesh, input_layouts, run_check=False)
+            if input_layouts != desired:
+                x = x.redistribute(placements=desired, async_op=True)
+            return x * 2
+
+        def doubled_output(output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, mesh: Any) -> Any:
+            calls.append("output")
+            if outputs.placements != output_layouts:
+                outputs = outputs.redistribute(placements=output_layouts, async_op=True)
+            return (outputs * 2).to_local() if use_local_output else outputs * 2
+
+        class Columns(ColwiseParallel):
+            _prepare_input_fn = staticmethod(doubled_input)
+            _prepare_output_fn = staticmethod(doubled_output)
+
+            def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: Any) -> None:
+                calls.append("partition")
+                super()._partition_linear_fn(name, module, device_mesh)
+
+        class Rows(RowwiseParallel):
+            _prepare_input_fn = staticmethod(doubled_input)
+            _prepare_output_fn = staticmethod(doubled_output)
+
+            def _partition_embedding_fn(self, name: str, module: nn.Module, device_mesh: Any) -> None:
+                calls.append("partition")
+                super()._partition_embedding_fn(name, module, device_mesh)
+
+        class WholeStyle(ColwiseParallel):
+            def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+                prepare = partial(doubled_input, self.input_layouts, self.desired_input_layouts)
+                finish = partial(self._prepare_output_fn, self.output_layouts, self.use_local_output)
+                return dt.distribute_module(module, device_mesh, self._partition_linear_fn, prepare, finish)
+
+        class Sequence(SequenceParallel):
+            @staticmethod
+            def _prepare_input_fn(sequence_sharding: Any, mod: nn.Module, inputs: Any, device_mesh: Any) -> Any:
+                calls.append("input")
+                return SequenceParallel._prepare_input_fn(sequence_sharding, mod, (inputs[0] * 2,), device_mesh)
+
+            @staticmethod
+            def _prepare_output_fn(use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: Any) -> Any:
+                calls.append("output")
+                return SequenceParallel._prepare_output_fn(use_local_output, mod, outputs * 2, device_mesh)
+
+        self.columns, self.rows, self.whole_style, self.sequence = Columns, Rows, WholeStyle, Sequence
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_methods_that_a_derived_matrix_style_overrides_are_called(bias: bool) -> None:
+    styles, mesh, x = _Derived(), tp_mesh(2), torch.randn(3, 5, dtype=torch.float64)
+    linear = nn.Linear(5, 7, bias=bias).double()
+    expected = linear(x * 2) * 2
+    columns = parallelize_module(copy.deepcopy(linear), mesh, styles.columns(output_layouts=Replicate(), use_local_output=False))
+    torch.testing.assert_close(columns(x).full_tensor(), expected)
+    assert columns.weight.placements == (Shard(0),)
+    assert styles.calls == ["partition", "input", "output"]
+    rows = parallelize_module(copy.deepcopy(linear), mesh, styles.rows(input_layouts=Replicate(), use_local_output=False))
+    torch.testing.assert_close(rows(x).full_tensor(), expected)
+    assert rows.weight.placements == (Shard(1),)
+    whole_style = parallelize_module(
+        copy.deepcopy(linear), mesh, styles.whole_style(output_layouts=Replicate(), use_local_output=False)
+    )
+    torch.testing.assert_close(whole_style(x).full_tensor(), expected / 2)
+
+
+def test_methods_that_a_derived_embedding_style_overrides_are_called() -> None:
+    styles, table = _Derived(), nn.Embedding(7, 4).double()
+    styled = parallelize_module(copy.deepcopy(table), tp_mesh(2), styles.rows(input_layouts=Replicate(), use_local_output=False))
+    indices = torch.tensor([0, 3, 1])
+    torch.testing.assert_close(styled(indices).full_tensor(), table(indices * 2) * 2)
+    assert styles.calls == ["partition", "input", "output"]
+
+
+def test_methods_that_a_derived_sequence_style_overrides_are_called() -> None:
+    styles, norm, x = _Derived(), nn.LayerNorm(4).double(), torch.randn(2, 5, 4, dtype=torch.float64)
+    styled = parallelize_module(copy.deepcopy(norm), tp_mesh(2), styles.sequence())
+    given = dt.distribute_tensor(x, tp_mesh(2), [Replicate()])
+    torch.testing.assert_close(styled(given).full_tensor(), norm(x * 2) * 2)
+    assert styles.calls == ["input", "output"]
+
+
+def test_methods_that_a_derived_input_or_output_style_overrides_are_called() -> None:
+    class Inputs(PrepareModuleInput):
+        def _prepare_input_arg(self, input: Any, mesh: Any, input_layout: Any, desired_layout: Any) -> Any:
+            return super()._prepare_input_arg(input * 2, mesh, input_layout, desired_layout)
+
+    class Outputs(PrepareModuleOutput):
+        def _prepare_out_fn(self, outputs: Any, device_mesh: Any) -> Any:
+            return super()._prepare_out_fn(outputs * 3, device_mesh)
+
+    class Sum(nn.Module):
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return a + b
+
+    mesh, a, b = tp_mesh(2), torch.randn(4, 3), torch.randn(4, 3)
+    module = parallelize_module(
+        Sum(),
+        mesh,
+        Inputs(
+            input_layouts=Replicate(),
+            desired_input_layouts=Shard(0),
+            input_kwarg_layouts={"b": Replicate()},
+            desired_input_kwarg_layouts={"b": Shard(1)},
+        ),
+    )
+    outputs = Outputs(output_layouts=Shard(0), desired_output_layouts=Replicate(), use_local_output=False)
+    parallelize_module(module, mesh, outputs)
+    torch.testing.assert_close(module(a, b=b).full_tensor(), (a + b) * 2 * 3)
+
+
+def test_an_output_method_that_knows_no_parts_is_refused() -> None:
+    with pytest.raises(dt.errors.StyleError, match="_prepare_output_fn, which does not get the number of parts"):
+        _Derived().columns(parts=2)
+    assert ColwiseParallel().desired_input_layouts == (Replicate(),)
+    assert RowwiseParallel().desired_input_layouts == (Shard(-1),)

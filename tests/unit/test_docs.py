@@ -9,6 +9,7 @@ import io
 import os
 import pkgutil
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -106,7 +107,7 @@ def test_page_runs_as_written(page: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 BLOCK_END = "== end of block"
-ON_PROCESSES = ("README.md", "docs/index.md", "docs/tutorial.md")  # pages that say that their program runs under torchrun
+ON_PROCESSES = ("README.md", "docs/index.md", "docs/ten_minutes.md", "docs/tutorial.md")  # pages that say that their program runs under torchrun
 
 
 def torchrun(script: Path, count: int, logs: Path) -> tuple[int, list[str], str]:
@@ -187,6 +188,13 @@ def test_files_that_are_named_are_there(page: str) -> None:
     missing = [name for name in named if not any((ROOT / room / name).exists() for room in ("", "dtensor", "tests"))]
     assert named
     assert not missing
+
+
+def test_figures_are_those_that_their_script_draws() -> None:
+    """After a change of the drawing: ``python docs/pictures/draw.py``."""
+    folder = ROOT / "docs" / "pictures"
+    for name, text in runpy.run_path(str(folder / "draw.py"))["figures"]().items():
+        assert (folder / name).read_text() == text, name
 
 
 DIVERGENCES = {"README.md": "## A deadlock that is an error", "docs/debugging.md": "## A divergence"}

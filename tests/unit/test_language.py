@@ -18,13 +18,6 @@ ROOT = Path(__file__).parents[2]
 PAGES = {str(page.relative_to(ROOT)): page for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]}
 MODULES = sorted((ROOT / "dtensor").rglob("*.py"))
 NOT_CONVERTED = {  # pages with sentences of the old style; no page may join
-    "SECURITY.md",
-    "docs/capture.md",
-    "docs/checkpoint.md",
-    "docs/clusters.md",
-    "docs/compile.md",
-    "docs/how_to/from_jax.md",
-    "docs/measurements/README.md",
     "docs/measurements/capture.md",
     "docs/measurements/checkpoint.md",
     "docs/measurements/dispatch.md",
@@ -34,17 +27,11 @@ NOT_CONVERTED = {  # pages with sentences of the old style; no page may join
     "docs/measurements/random.md",
     "docs/measurements/redistribution.md",
     "docs/measurements/training.md",
-    "docs/ops.md",
-    "docs/parallel.md",
-    "docs/plan.md",
-    "docs/porting.md",
-    "docs/reliability.md",
-    "docs/sharding_spec.md",
 }
 AT_MOST = {
     "banned words in error messages": 0,
-    "docstrings that open without a verb": 666,
-    "modules that do not name their file": 174,
+    "docstrings that open without a verb": 637,
+    "modules that do not name their file": 167,
     "functions in more than 3 modules": 49,
     "references that lead nowhere": 0,
 }

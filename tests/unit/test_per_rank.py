@@ -114,12 +114,31 @@ def test_common_values_are_plain_ones() -> None:
     assert per_rank([torch.tensor(1.0)] * 2).shape == ()
 
 
-@pytest.mark.parametrize(
-    "read", [lambda x: x.shape, lambda x: x.size(), lambda x: x.numel(), len, lambda x: x.size(0), lambda x: torch.numel(x)]
-)
-def test_ragged_sizes_are_refused(read: Callable[[Any], Any]) -> None:
-    with pytest.raises(LayoutError, match=r"differs between ranks \(rank 0: .*\.shards.*map_ranks"):
+def test_ragged_sizes_are_numbers_of_each_rank() -> None:
+    x = per_rank([torch.arange(10.0).reshape(2, 5), torch.arange(21.0).reshape(3, 7)])
+    rows, columns = x.shape
+    assert (rows.values, columns.values) == ((2, 3), (5, 7))
+    assert [x.numel().values, torch.numel(x).values, x.size(0).values, x.size(-1).values] == [(10, 21), (10, 21), (2, 3), (5, 7)]
+    assert x.stride()[0].values == (5, 7)
+    assert x.stride()[1] == 1
+    assert ragged().size()[1] == 3
+    for shard, view in zip(x.shards, x.view(rows * columns).shards, strict=True):
+        assert torch.equal(view, shard.view(-1))
+    for shard, mean in zip(x.shards, (x.sum() / x.numel()).shards, strict=True):
+        assert torch.equal(mean, shard.mean())
+    assert lists(x.new_zeros((columns, 2)).sum(1)) == [[0.0] * 5, [0.0] * 7]
+    assert lists(torch.arange(rows)) == [[0, 1], [0, 1, 2]]
+
+
+@pytest.mark.parametrize("read", [len, lambda x: range(x.shape[0]), lambda x: torch.ones(3)[: x.size(0)]])
+def test_one_size_of_ragged_tensors_is_refused(read: Callable[[Any], Any]) -> None:
+    with pytest.raises(LayoutError, match=r"rank 0: (.|\n)*map_ranks"):
         read(ragged())
+
+
+def test_ranks_with_other_numbers_of_dims_have_no_shape() -> None:
+    with pytest.raises(LayoutError, match=r"`shape` of a PerRank tensor differs between ranks \(rank 0: "):
+        per_rank([torch.ones(2), torch.ones(2, 2)]).shape  # noqa: B018
 
 
 READS: list[Callable[[Any], Any]] = [

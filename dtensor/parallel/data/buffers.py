@@ -86,7 +86,11 @@ def _replicated(buffer: Tensor, axes: Axes, inside: Layout | None) -> DTensor:
     local = buffer._local if isinstance(buffer, DTensor) else buffer.detach()
     if not local.is_meta:
         local = local.to(axes.mesh.device_type)
-    made = wrap(comm.map(lambda member, x: x.detach().clone(memory_format=torch.contiguous_format), local), whole)
+    if comm.held:
+        local = comm.map(lambda member, x: x.detach().clone(memory_format=torch.contiguous_format), local)
+    else:
+        local = torch.zeros(whole.local_shape(None), dtype=whole.dtype, device=local.device)
+    made = wrap(local, whole)
     made._data_parallel = axes.mesh.device_type  # type: ignore[attr-defined]  # a mark: taken over already
     return made
 

@@ -29,7 +29,7 @@ from ...redistribute.executor import inside
 from ...redistribute.rows import Rows
 from ...tensor.views.blocks import locals_of
 from .layouts import Axes
-from .parameters import HOOKS, Managed, is_extended
+from .managed import HOOKS, Managed, is_extended
 from .policy import MixedPrecisionPolicy
 
 Told = list[tuple[torch.dtype, tuple[int, ...]]]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...comm import communicator_of
+from ...dispatch.versions import stamp
 from ...errors import DTensorError, UnsupportedOperationError
 from ...mesh.create import with_groups_of_its_own
 from .custom_collectives import AllGather, GroupMemoryAllGather, GroupMemoryReduceScatter, ReduceScatter, allocating_backend
@@ -66,7 +67,9 @@ class FSDPModule(WaitingGradients):
 
     # --- memory ------------------------------------------------------------------------------------------------------
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the parameters of this unit now; with ``async_op`` the handle's ``wait()`` ends it."""
+        """Gather the parameters of this unit now; with ``async_op`` the handle's ``wait()`` ends it. Values that are written to
+        them in place (not through ``.data``) are written to the sharded parameters too, by :meth:`reshard` or the next pass.
+        """
         unit = _unit(self)
         unit.start_gather()
         handle = UnshardHandle(unit)
@@ -292,6 +295,8 @@ class UnshardHandle:
         """The parameters are whole, and stand in the module."""
         self._unit.gather()
         self._unit.put_values()
+        for m in (m for group in self._unit.groups for m in group.managed):
+            m.unsharded = stamp(m.placed)
 
 
 class UnitState(NamedTuple):

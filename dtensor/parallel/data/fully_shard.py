@@ -13,9 +13,10 @@ from ...errors import ContradictionError, UnitError
 from .buffers import Buffers
 from .fsdp_module import FSDPModule, neighbours_of, state_of
 from .layouts import Axes, sharding
+from .managed import Managed
 from .module_state import Unit, unit_of
 from .param_group import Group
-from .parameters import Managed, ShardPlacement, adopt, among, onto_one_mesh
+from .parameters import ShardPlacement, adopt, among, onto_one_mesh
 from .policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from .waiting import units_of
 

@@ -16,8 +16,8 @@ from ...mesh.device_mesh import DeviceMesh
 from ...placement import Partial
 from ...tensor.autograd import move
 from ...tensor.dtensor import DTensor
+from .managed import Managed
 from .param_group import Group
-from .parameters import Managed
 
 Column = tuple[Tensor | None, ...]  # one parameter's gradient: per member held here its own, where there is one
 _BEFORE = 5  # inputs before the parameters: they have no gradient

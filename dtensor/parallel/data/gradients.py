@@ -23,6 +23,7 @@ from ...comm.events import because
 from ...comm.watched import says
 from ...dispatch.versions import stamp
 from ...errors import DTensorError
+from ...layout.layout import Layout
 from ...tensor.dtensor import wrap
 from ...tensor.gradients import is_told_to_nobody
 from ...tensor.observed import observed
@@ -145,15 +146,17 @@ class Reduction:
         for wait in self._waits:
             wait()
         group = self.group
-        *blocks, flags = group.comm.map(self._blocks, self._flat)
+        with DisableTorchFunctionSubclass():  # an attribute is read in half of the time
+            layouts = [group.managed[i].gradient_layout() for i in self.chosen]
+        *blocks, flags = group.comm.map(lambda member, flat: self._blocks(member, flat, layouts), self._flat)
         self._flat = None
         used = {}
         if self.missing:
             rows = _read(flags)
             used = {i: any(row[k] for row in rows) for k, i in enumerate(self.chosen)}
-        pairs = zip(self.chosen, blocks, strict=True)
-        there = [(group.managed[i], block) for i, block in pairs if i not in self.missing or used[i]]
-        (to or accumulate)([(m.parameter, wrap(block, m.stored)) for m, block in there])
+        parts = zip(self.chosen, blocks, layouts, strict=True)
+        there = [(i, block, layout) for i, block, layout in parts if i not in self.missing or used[i]]
+        (to or accumulate)([(group.managed[i].parameter, wrap(block, layout)) for i, block, layout in there])
         return True
 
     def _settle(self, flat: Any) -> None:
@@ -198,12 +201,10 @@ class Reduction:
         else:
             group.scattered[key] = (flat, frozenset(self.missing))
 
-    def _blocks(self, member: int, flat: Tensor) -> list[Tensor]:
-        group = self.group
-        *blocks, flags = group.rows(member).split(self.chosen, flat)
-        dtypes = [group.managed[i].stored.dtype for i in self.chosen]
-        if any(dtype is not flat.dtype for dtype in dtypes):
-            blocks = [block.to(dtype) for block, dtype in zip(blocks, dtypes, strict=True)]
+    def _blocks(self, member: int, flat: Tensor, layouts: Sequence[Layout]) -> list[Tensor]:
+        *blocks, flags = self.group.rows(member).split(self.chosen, flat)
+        if any(layout.dtype is not flat.dtype for layout in layouts):
+            blocks = [block.to(layout.dtype) for block, layout in zip(blocks, layouts, strict=True)]
         return [*blocks, flags]
 
 

@@ -21,8 +21,8 @@ from ...comm import communicator_of, shards_of
 from ...errors import PlacementError
 from ...mesh.device_mesh import DeviceMesh
 from .gradient_node import Column
+from .managed import Managed
 from .param_group import Group
-from .parameters import Managed
 
 _SAMPLE = 64  # elements of a gradient that are compared
 _NOISE = 2**-16

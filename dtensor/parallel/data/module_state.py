@@ -190,7 +190,7 @@ class Unit:
             units = list(dict.fromkeys(unit for unit in below if unit is not None))
             managed = {(id(at), name) for u in units if u.axes.mesh.device_type != "meta" for at, name in u.places()}
             check_values(self.modules, managed)
-            made = Schedule(units)
+            made = Schedule(units, self.axes.mesh)
             for unit in units:
                 unit.schedule = made
         return self.schedule  # type: ignore[return-value]  # there is one now
@@ -276,6 +276,7 @@ class Unit:
         """A group's local gradients (see ``Receiver``): reduced, or held for a later backward; the group freed."""
         schedule = self._scheduled()
         schedule.expect_end()
+        group.outstanding = max(0, group.outstanding - 1)
         reduced = (self.unreduced.give if asked else self.unreduced.receive)(schedule, group, gradients, distributed is None)
         use.ran, use.through = True, group.live.get(use, LATER) in (LATER, graph_task())
         self._expected.discard(use)

@@ -30,10 +30,10 @@ from ...tensor.dtensor import wrap
 from .custom_collectives import Settings, gather_rows, scatter_row
 from .extensions import Extensions
 from .layouts import Axes
+from .managed import Managed, is_extended
 from .memory import Aliases, Lent, Memory, Whole
 from .neighbours import Neighbours
 from .offload import Host
-from .parameters import Managed, is_extended
 from .policy import MixedPrecisionPolicy
 
 LATER = -1  # no pass of autograd's has this number
@@ -49,6 +49,7 @@ class Group:
         borrows: the parameters are whole and in the right dtype as they are: nothing to gather or copy.
         live: uses whose backward has begun and still needs the gathered values, and the autograd pass that it is: a
             reentrant checkpoint runs passes of its own inside. LATER: it has ended and retained its graph.
+        outstanding: recorded uses that gradients have not come of, since the last backward.
         placed: the values stand where the parameters do.
         settings: how its collectives run.
         neighbours: who keep parts between forward and backward instead of freeing all.
@@ -61,7 +62,7 @@ class Group:
         self.whose = whose or f"unit {axes.mesh._root.next_unit(axes.mesh._dims)}"
         self.axes, self.policy, self.settings = axes, policy, Settings()
         self.managed: list[Managed] = []
-        self.live, self.placed = dict[Any, int](), False
+        self.live, self.placed, self.outstanding = dict[Any, int](), False, 0
         self.neighbours: Neighbours | None = None
         self.held: dict[int, Any] = Between()
         self.scattered: dict[Any, Any] = Between()

@@ -6,10 +6,8 @@ tensor-parallel block stays in one piece when the data-parallel cut is undone. T
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,117 +17,22 @@ from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 from ...base.composed import part_by_part
 from ...base.torch_internals import is_traceable_wrapper_subclass
 from ...comm import Communicator, PerRank, communicator_of
-from ...dispatch.transformed import has_tangent
-from ...errors import ContradictionError, MeshError, PlacementError, UnsupportedOperationError
+from ...errors import ContradictionError, MeshError, PlacementError
 from ...layout.layout import Layout
 from ...layout.spelled import cut_by, spelled_on
 from ...mesh.derive import joined, on_one_root, picked, same_root
 from ...mesh.device_mesh import DeviceMesh, as_mesh
 from ...placement import Shard
 from ...tensor.dtensor import DTensor, wrap
-from ...tensor.replaced import note_replaced
+from ...tensor.replaced import Attributes, note_replaced
 from ...tensor.views.blocks import locals_of
 from .layouts import Axes, cutting
+from .managed import Managed, is_extended
 from .policy import ShardPlacementResult
 from .ties import around_units, managed_by, shared_with
 
 ShardPlacement = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 Cut = tuple[Layout, Layout, Layout | None, int | None, Axes]  # as a ``Managed`` has them from ``stored`` on
-HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
-
-
-@dataclass(eq=False, slots=True)
-class Managed:
-    """One parameter under data parallelism.
-
-    Attributes:
-        places: the modules and names where it stands.
-        parameter: the DTensor that the optimizer sees.
-        stored: its layout, over the data-parallel and the tensor-parallel mesh dims, as the row of ``layouts.WAYS`` has it.
-        compute: the same with the data-parallel cut undone.
-        inside: the layout on the tensor-parallel mesh alone; None where there is none: a plain tensor.
-        cut: the tensor dim that data parallelism cuts; None: every rank holds it all.
-        axes: what it is cut and copied over.
-        seen_alike: its gradient was looked at, see :mod:`.left_out`.
-    """
-
-    places: list[tuple[nn.Module, str]]
-    parameter: nn.Parameter
-    stored: Layout
-    compute: Layout
-    inside: Layout | None
-    cut: int | None
-    axes: Axes
-    owner: Any = None  # the group that gathers and reduces it
-    placed: Any = None  # what stands in its places now
-    seen_alike: bool = False
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Managed:
-        places = [(copy.deepcopy(module, memo), name) for module, name in self.places]
-        parameter = copy.deepcopy(self.parameter, memo)
-        parameter._data_parallel = self.parameter._data_parallel  # type: ignore[attr-defined]
-        return Managed(places, parameter, self.stored, self.compute, self.inside, self.cut, self.axes)
-
-    def refresh(self) -> bool:
-        """Whether it is another one when looked up again: loading and materialising a module may have put one there.
-
-        Raises:
-            MeshError: what stands there now is laid out otherwise.
-        """
-        module, name = self.places[0]
-        found = module._parameters.get(name)
-        if found is None:
-            raise MeshError(f"parameter {name!r} of {type(module).__name__} was removed; it was {self.stored!r}")
-        if found is self.parameter or found is self.placed:
-            if self.parameter._layout.dtype is not self.stored.dtype:  # type: ignore[attr-defined]  # a DTensor
-                self._follow_dtype()
-            return False
-        if torch.is_grad_enabled() and not isinstance(found, nn.Parameter) and _followed(found):
-            raise UnsupportedOperationError(
-                f"{name!r} of {type(module).__name__} is a parameter under data parallelism, and its gradient is "
-                "reduced into .grad, so torch.func.functional_call cannot replace it with a value that requires "
-                "grad; pass x.detach(), or use the module before fully_shard or replicate"
-            )
-        if not isinstance(found, DTensor) or found.placements != self.stored.placements:
-            raise MeshError(
-                f"parameter {name!r} of {type(module).__name__} was replaced by a {type(found).__name__}; it was {self.stored!r}"
-            )
-        self.parameter = found
-        for other, name in self.places:
-            other._parameters[name] = found
-        self._follow_dtype()
-        return True
-
-    def _follow_dtype(self) -> None:
-        """``module.double()`` and the like change parameters in place, or put others there."""
-        dtype = self.parameter._layout.dtype  # type: ignore[attr-defined]  # a DTensor
-        if dtype is not self.stored.dtype:
-            self.stored, self.compute = self.stored.replace(dtype=dtype), self.compute.replace(dtype=dtype)
-            self.inside = None if self.inside is None else self.inside.replace(dtype=dtype)
-            if self.owner is not None:
-                self.owner.free()
-                self.owner.add([])  # whose parameters are ordered by their size
-
-    def tie(self) -> None:
-        """Loading and ``to_empty`` put another tensor in each of the places: the first one's is everybody's."""
-        module, name = self.places[0]
-        for other, other_name in self.places[1:]:
-            other._parameters[other_name] = module._parameters[name]
-
-    def take_back(self) -> None:
-        """The parameter in its places again, where what was put there still stands: loading may have put another one there."""
-        module, name = self.places[0]
-        if self.placed is not None and self.placed is not self.parameter and module._parameters.get(name) is self.placed:
-            self.put(self.parameter)
-
-    def put(self, value: Any) -> None:
-        """``value`` where the parameter stands."""
-        self.placed = value
-        for module, name in self.places:
-            module._parameters[name] = value
-            attributes = module.__dict__
-            if "_flat_weights_names" in attributes:  # recurrent modules keep a list of their weights
-                attributes["_flat_weights"] = [module._parameters.get(name) for name in attributes["_flat_weights_names"]]
 
 
 def adopt(
@@ -201,25 +104,9 @@ def over_both(axes: Axes, x: Tensor, inside: Layout | None) -> tuple[Axes, Layou
 def _take(parameter: nn.Parameter, how: Cut) -> Managed:
     layout, whole, *_, axes = how
     made = nn.Parameter(wrap(_own_part(parameter, axes, whole, layout), layout), requires_grad=parameter.requires_grad)
+    Attributes.of(parameter).set_on(made)
     made._data_parallel = axes.kept_on  # type: ignore[attr-defined]  # a mark that survives in the parameter
     return Managed([], made, *how)
-
-
-def _followed(x: Tensor) -> bool:
-    """Whether autograd records what becomes of ``x``, in one mode or the other."""
-    return x.requires_grad or has_tangent(x)
-
-
-def is_extended(x: Tensor) -> bool:
-    """Whether a tensor has the two methods.
-
-    Raises:
-        TypeError: it has one of them.
-    """
-    found = [] if type(x) is Tensor and not x.__dict__ else [name for name in HOOKS if hasattr(x, name)]
-    if len(found) == 1:
-        raise TypeError(f"{type(x).__name__} has {found[0]} only, but an all-gather extension needs both {' and '.join(HOOKS)}")
-    return bool(found)
 
 
 def of_first(comm: Communicator, local: Any, mesh_dims: Sequence[int]) -> Any:
@@ -258,12 +145,12 @@ def _own_part(parameter: Any, axes: Axes, whole: Layout, layout: Layout) -> Any:
     """This rank's block of the value that the first data-parallel rank has."""
     local = parameter._local if isinstance(parameter, DTensor) else parameter.detach()
     comm, mesh = communicator_of(axes.mesh), whole.mesh
+    if not communicator_of(mesh).held:
+        return torch.zeros(layout.local_shape(None), dtype=layout.dtype, device=local.device)
     if parameter.is_meta and not any(is_extended(x) or is_traceable_wrapper_subclass(x) for x in locals_of(parameter)):
         return comm.map(
             lambda member: torch.empty(layout.local_shape(mesh.coordinates[member]), dtype=layout.dtype, device="meta")
         )
-    if not communicator_of(mesh).held:
-        return local
     if not parameter.is_meta:
         local = local.to(axes.mesh.device_type)
         if isinstance(local, PerRank) or not comm.holds_all:
@@ -302,6 +189,7 @@ def _relocate(m: Managed, mesh: DeviceMesh) -> None:
         local = of_first(communicator_of(mesh), local, further)
     m.stored, m.compute = spelled_on(mesh, m.stored), spelled_on(mesh, m.compute)
     m.parameter = nn.Parameter(wrap(local, m.stored), requires_grad=old.requires_grad)
+    Attributes.of(old).set_on(m.parameter)
     m.parameter._data_parallel = old._data_parallel  # type: ignore[attr-defined]  # as _take does
     m.put(m.parameter)
     note_replaced(old, "fully_shard", m)

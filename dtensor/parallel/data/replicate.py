@@ -16,9 +16,10 @@ from .custom_collectives import AllGather, ReduceScatter
 from .fsdp_module import FSDPModule, state_of
 from .fully_shard import DEFAULT_OFFLOAD, DEFAULT_PRECISION, M, add_methods, check_offload, check_policy, outermost
 from .layouts import Axes, copying
+from .managed import Managed
 from .module_state import Unit
 from .param_group import Group
-from .parameters import Managed, adopt, among, onto_one_mesh
+from .parameters import adopt, among, onto_one_mesh
 from .policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from .waiting import units_of
 

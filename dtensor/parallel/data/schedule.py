@@ -10,7 +10,8 @@ import torch
 
 from ...base.recording import ACTIVE, current
 from ...base.torch_internals import engine, graph_task
-from ...errors import DivergenceError
+from ...comm import communicator_of
+from ...errors import DivergenceError, UnitError
 from ...mesh.device_mesh import DeviceMesh
 from ...placement import Shard
 from ...tensor.dtensor import DTensor
@@ -54,9 +55,17 @@ class Schedule:
         cut: the mesh dims that cut it.
         order: units in the order of their forward, in this pass; ``last`` in the pass before.
         spare: memory of gradients on their way.
+
+    Raises:
+        UnitError: this rank is not in the mesh of the unit that is called.
     """
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[Unit], mesh: DeviceMesh) -> None:
+        if not communicator_of(mesh).held:
+            raise UnitError(
+                f"a unit of data parallelism on {mesh!r} was called on a rank that is not in this mesh, which has no part of its "
+                f"parameters; call the model on ranks {list(mesh.ranks)} only"
+            )
         self.units = list(units)
         self.depth = 0
         self.distributed: DeviceMesh | None = None

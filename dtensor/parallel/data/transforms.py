@@ -17,8 +17,8 @@ from ...ranks.hidden import as_one, each_rank, seen
 from ...tensor.autograd import as_local, from_pieces, laid
 from ...tensor.dtensor import DTensor
 from .extensions import Extensions
+from .managed import Managed
 from .param_group import Group
-from .parameters import Managed
 
 
 def put_differentiable(groups: Sequence[Group], distributed: bool) -> ExitStack:
@@ -67,10 +67,8 @@ def _standing(m: Managed) -> Any:
         MeshError: it is laid out otherwise.
     """
     module, name = m.places[0]
-    found = module._parameters[name]
+    found: Any = module._parameters[name]
     own = seen(found)
-    if not isinstance(own, DTensor) or placed_of(found)[1] != m.stored.placements:
-        raise MeshError(
-            f"parameter {name!r} of {type(module).__name__} was replaced by a {type(own).__name__}; it was {m.stored!r}"
-        )
+    if not isinstance(own, DTensor) or placed_of(found)[1] != m.stored.placements or found.shape != m.stored.shape:
+        raise MeshError(f"{m.described()} was replaced by a {type(own).__name__} of {found.shape}; it was {m.stored!r}")
     return found

@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from ...base.told import changed
+from ...base.torch_internals import DisableTorchFunctionSubclass
 from ...comm import shards_of
 from ...errors import UnsupportedOperationError
 from ...tensor.dtensor import wrap
+from ...tensor.gradients import is_told_to_nobody
 from .gradient_node import Column
 from .gradients import Reduction, add, quiet, reductions, to_be_added
+from .managed import Managed
 from .param_group import Group
-from .parameters import Managed
 from .schedule import Schedule
 
 
@@ -48,7 +50,9 @@ class Unreduced:
         for group in self._groups:
             group.held.clear()
             group.scattered.clear()
+            group.outstanding = 0
         self._ready: list[list[dict[int, Column]]] = [[] for _ in self._groups]  # what waits for groups before it
+        self._partial: dict[Group, None] = {}  # groups that hold gradients of some of their uses in this pass
         self._turn = 0
 
     def give(self, schedule: Schedule, group: Group, gradients: dict[int, Column], average: bool) -> dict[Tensor, Tensor]:
@@ -77,11 +81,16 @@ class Unreduced:
         """A group's gradients have come: autograd gets none of them."""
         if group.held:
             gradients = {i: add(group.held.pop(i, None), column) for i, column in gradients.items()}
-        if not self.sync or self.defers:
+        waits = self.sync and group.outstanding > 0 and _hooked(group)  # hooks are called once, with the sum of all uses
+        if waits or not self.sync or self.defers:
             gradients = {i: to_be_added(column, self._dtype) for i, column in gradients.items()}
         if not (self.sync and group.settings.all_reduces):
             _HOLDING.add(self)
-        if self.sync and self.in_order:
+        self._partial.pop(group, None)
+        if waits:
+            group.held.update(gradients)
+            self._partial[group] = None
+        elif self.sync and self.in_order:
             self._ready[self._groups.index(group)].append(gradients)
             self._send(schedule, average)
         elif not self.sync or self.defers:
@@ -101,6 +110,10 @@ class Unreduced:
     def flush(self, schedule: Schedule) -> None:
         """Backward has ended: groups that this rank did not use take part with nothing, since others may have used them."""
         average = schedule.distributed is None
+        for group in self._groups:
+            group.outstanding = 0
+        for group in self._partial.copy():
+            self.receive(schedule, group, {i: group.held.pop(i) for i in sorted(group.held)}, average)
         if self.sync and self.in_order:
             while self._turn or any(self._ready):
                 if not self._ready[self._turn]:
@@ -162,6 +175,11 @@ class Unreduced:
                     schedule.settle()
             finally:
                 settings.all_reduces = before
+
+
+def _hooked(group: Group) -> bool:
+    with DisableTorchFunctionSubclass():  # an attribute is read in half of the time
+        return not all(is_told_to_nobody(m.parameter) for m in group.managed)
 
 
 def _none_of(group: Group) -> Column:

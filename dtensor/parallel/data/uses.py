@@ -106,6 +106,9 @@ class Use:
     ran: bool = False
     through: bool = False
 
+    def __post_init__(self) -> None:
+        self.group.outstanding += 1
+
 
 class Views(dict[int, tuple[Use | None, list[Any]]]):
     """The gathered parameters of a pass, by group. Once its forward is over, hooks of what it leads to have them: held by the

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 from ...base.nested import like
 from ...errors import ContradictionError, PlacementError
-from ...mesh.device_mesh import DeviceMesh
+from ...mesh.device_mesh import DeviceMesh, as_mesh
 from ...placement import Placement
 from .matrix import positive
 from .style import ParallelStyle, annotated, brought, local_if, one_dim
@@ -66,24 +66,35 @@ class PrepareModuleInput(ParallelStyle):
         mesh = one_dim(device_mesh, self)
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            named = {
-                name: _moved(
-                    value,
-                    mesh,
-                    self.input_kwarg_layouts.get(name),
-                    self.desired_input_kwarg_layouts.get(name),
-                    self.use_local_output,
-                )
-                for name, value in kwargs.items()
-            }
-            if self.input_layouts is None or self.desired_input_layouts is None:
-                return args, named
-            _same_number(args, self.input_layouts, f"positional arguments of {type(module).__name__}", "input")
-            pairs = zip(args, self.input_layouts, self.desired_input_layouts, strict=True)
-            return tuple(_moved(x, mesh, given, wanted, self.use_local_output) for x, given, wanted in pairs), named
+            return self._prepare_input_kwarg_fn(args, kwargs, mesh)
 
         module.register_forward_pre_hook(hook, with_kwargs=True)
         return module
+
+    # --- named and called as in PyTorch, for subclasses ---------------------------------------------------------------
+    def _prepare_input_arg(self, input: Any, mesh: Any, input_layout: Placement | None, desired_layout: Placement | None) -> Any:
+        """Return one tensor argument under ``desired_layout``. A plain tensor has the placement ``input_layout``."""
+        return _placed_value(input, as_mesh(mesh), input_layout, desired_layout, self.use_local_output)
+
+    def _prepare_input_fn(self, inputs: Any, device_mesh: Any) -> Any:
+        """Return the positional arguments as ``desired_input_layouts`` asks for."""
+        if self.input_layouts is None or self.desired_input_layouts is None:
+            return inputs
+        args = inputs if isinstance(inputs, tuple) else (inputs,)
+        _same_number(args, self.input_layouts, f"positional arguments of a module with {self!r}", "input")
+        pairs = zip(args, self.input_layouts, self.desired_input_layouts, strict=True)
+        return tuple(_moved(x, device_mesh, given, wanted, self._prepare_input_arg) for x, given, wanted in pairs)
+
+    def _prepare_input_kwarg_fn(self, inputs: Any, kwarg_inputs: dict[str, Any], device_mesh: Any) -> Any:
+        """Return the positional and the keyword arguments as the desired layouts ask for."""
+        layouts = (
+            (name, self.input_kwarg_layouts.get(name), self.desired_input_kwarg_layouts.get(name)) for name in kwarg_inputs
+        )
+        named = {
+            name: _moved(kwarg_inputs[name], device_mesh, given, wanted, self._prepare_input_arg)
+            for name, given, wanted in layouts
+        }
+        return self._prepare_input_fn(inputs, device_mesh), named
 
 
 class PrepareModuleOutput(ParallelStyle):
@@ -123,16 +134,22 @@ class PrepareModuleOutput(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         mesh = one_dim(device_mesh, self)
 
-        def hook(_: nn.Module, args: Any, outputs: Any) -> Any:
-            single = not isinstance(outputs, (tuple, list))
-            values = (outputs,) if single else outputs
-            _same_number(values, self.output_layouts, f"outputs of {type(module).__name__}", "output")
-            pairs = zip(values, self.output_layouts, self.desired_output_layouts, strict=True)
-            moved = [_moved(x, mesh, given, wanted, self.use_local_output) for x, given, wanted in pairs]
-            return moved[0] if single else like(outputs, moved)
-
-        module.register_forward_hook(hook)
+        module.register_forward_hook(lambda _, args, outputs: self._prepare_out_fn(outputs, mesh))
         return module
+
+    # --- named and called as in PyTorch, for subclasses ---------------------------------------------------------------
+    def _prepare_out_fn(self, outputs: Any, device_mesh: Any) -> Any:
+        """Return the outputs as ``desired_output_layouts`` asks for."""
+
+        def prepare(x: Any, mesh: Any, given: Placement | None, wanted: Placement | None) -> Any:
+            return _placed_value(x, as_mesh(mesh), given, wanted, self.use_local_output)
+
+        single = not isinstance(outputs, (tuple, list))
+        values = (outputs,) if single else outputs
+        _same_number(values, self.output_layouts, f"outputs of a module with {self!r}", "output")
+        pairs = zip(values, self.output_layouts, self.desired_output_layouts, strict=True)
+        moved = [_moved(x, device_mesh, given, wanted, prepare) for x, given, wanted in pairs]
+        return moved[0] if single else like(outputs, moved)
 
 
 class PrepareModuleInputOutput(ParallelStyle):
@@ -180,28 +197,37 @@ class PrepareModuleInputOutput(ParallelStyle):
 
 
 # --- layouts, one value's or nested as the value is --------------------------------------------------------------------
-def _moved(x: Any, mesh: DeviceMesh, given: Layouts, wanted: Layouts, use_local: bool) -> Any:
-    """``x`` laid out as ``given`` says, brought to ``wanted``; both are nested as ``x`` is, down to the Placements."""
+def _moved(x: Any, mesh: Any, given: Layouts, wanted: Layouts, prepare: Callable[[Any, Any, Any, Any], Any]) -> Any:
+    """Return ``x`` with ``prepare`` applied to its tensors; ``given`` and ``wanted`` are nested as ``x``, down to the Placements.
+
+    Args:
+        prepare: a function of (tensor, mesh, given placement, wanted placement).
+    """
     if given is None or x is None:
         return x
     if isinstance(given, Mapping):
         if not isinstance(x, Mapping) or not given.keys() <= x.keys():
             raise PlacementError(f"layouts for the keys {sorted(given)}, but the argument is {_shown(x)}")
-        named = {key: _moved(value, mesh, given.get(key), _part(wanted, key), use_local) for key, value in x.items()}
+        named = {key: _moved(value, mesh, given.get(key), _part(wanted, key), prepare) for key, value in x.items()}
         return named if type(x) is dict else like(x, named)
     if not isinstance(given, Placement):
         if not isinstance(x, (tuple, list)):
             raise PlacementError(f"layouts for {len(given)} values, but the argument is {_shown(x)}")
         _same_number(x, given, f"items of a {type(x).__name__}")
-        moved = [_moved(item, mesh, one, _part(wanted, k), use_local) for k, (item, one) in enumerate(zip(x, given, strict=True))]
+        moved = [_moved(item, mesh, one, _part(wanted, k), prepare) for k, (item, one) in enumerate(zip(x, given, strict=True))]
         return like(x, moved)
     if not isinstance(x, torch.Tensor):
         raise PlacementError(
             f"the layout {given} is given for {_shown(x)}, which is not a tensor; pass None for it, or nested layouts"
         )
-    distributed = (
-        brought(x, mesh, given, positive(wanted, x.ndim)) if isinstance(wanted, Placement) else annotated(x, mesh, given)
-    )
+    return prepare(x, mesh, given, wanted)
+
+
+def _placed_value(x: Any, mesh: DeviceMesh, given: Placement | None, wanted: Placement | None, use_local: bool) -> Any:
+    """Return the tensor ``x``, which has the placement ``given`` if it is plain, under ``wanted`` (None: as it is)."""
+    if given is None:
+        return x
+    distributed = annotated(x, mesh, given) if wanted is None else brought(x, mesh, given, positive(wanted, x.ndim))
     return local_if(distributed, use_local, mesh)
 
 

@@ -7,14 +7,16 @@ by outputs, each rank computing some of them, or by inputs, each rank computing 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch import nn
 
 from ...base.validation import whole
 from ...errors import StyleError
-from ...mesh.device_mesh import DeviceMesh
+from ...mesh.device_mesh import DeviceMesh, as_mesh
 from ...placement import Placement, Replicate, Shard
+from ...tensor.distribute import replicate_own
 from ...tensor.dtensor import DTensor
 from .stacked import lay_out_parts
 from .style import (
@@ -57,9 +59,16 @@ def family_of(module: nn.Module) -> Family:
 
 
 class _MatrixParallel(ParallelStyle):
-    """What both cuts share. A subclass says which dim of a linear layer's weight is cut, and how all else lies."""
+    """What both cuts share. A subclass says which dim of a linear layer's weight is cut, and how all else lies.
 
-    _default_input: Placement
+    The methods that PyTorch's styles call and that programs override are called here with PyTorch's arguments:
+    ``_partition_linear_fn``, ``_partition_embedding_fn``, ``_prepare_input_fn`` and ``_prepare_output_fn``.
+
+    Attributes:
+        desired_input_layouts: the layouts in which a linear module gets its input; an embedding gets it replicated.
+    """
+
+    desired_input_layouts: tuple[Placement, ...]
     _default_output: Placement
     _dim: int
     _bias: Placement
@@ -67,7 +76,7 @@ class _MatrixParallel(ParallelStyle):
     def __init__(
         self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None, use_local_output: bool = True
     ) -> None:
-        self.input_layouts = (checked(input_layouts, self._default_input, "input_layouts", self),)
+        self.input_layouts = (checked(input_layouts, self.desired_input_layouts[0], "input_layouts", self),)
         self.output_layouts = (checked(output_layouts, self._default_output, "output_layouts", self),)
         self.use_local_output = use_local_output
 
@@ -85,20 +94,52 @@ class _MatrixParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         mesh, family = one_dim(device_mesh, self), family_of(module)
         features = _input_features(module, family)
-        self._lay_out(module, mesh, self._dim if family == "linear" else 1 - self._dim)
+        partition = self._partition_embedding_fn if family == "embedding" else self._partition_linear_fn
+        partition("", module, mesh)
         replicate_rest(module, mesh, self.src_data_rank)
-        given = self.input_layouts[0]
-        wanted = Replicate() if family == "embedding" else self._default_input
-
-        def prepare_input(x: Any) -> Any:
-            last = isinstance(given, Shard) and given.dim in (-1, x.ndim - 1)
-            return brought(x, mesh, given, positive(wanted, x.ndim), features if last else None)
-
+        desired = (Replicate(),) if family == "embedding" else self.desired_input_layouts
+        if self._prepare_input_fn is _MatrixParallel._prepare_input_fn:
+            before_forward(module, lambda x: _prepared(x, mesh, self.input_layouts[0], desired[0], features))
+        else:
+            prepare = self._prepare_input_fn
+            module.register_forward_pre_hook(lambda mod, inputs: prepare(self.input_layouts, desired, mod, inputs, mesh))
         saves_none = type(module).forward in (nn.Linear.forward, nn.Embedding.forward) and not module._forward_hooks
-
-        before_forward(module, prepare_input)
-        after_forward(module, lambda x: self._given(x, mesh, saves_none))
+        if self._prepare_output_fn is _MatrixParallel._prepare_output_fn:
+            after_forward(module, lambda x: self._given(x, mesh, saves_none))
+        else:
+            finish, layouts, local = self._prepare_output_fn, self.output_layouts, self.use_local_output
+            module.register_forward_hook(lambda mod, inputs, outputs: finish(layouts, local, mod, outputs, mesh))
         return module
+
+    # --- named and called as in PyTorch, for subclasses ---------------------------------------------------------------
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        """Distribute the weight and the bias of ``module``; leave a module that has no weight."""
+        if behind(module, "weight"):
+            self._lay_out(module, device_mesh, self._dim if family_of(module) != "transposed linear" else 1 - self._dim)
+
+    def _partition_embedding_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        """Distribute the table of an embedding."""
+        self._lay_out(module, device_mesh, 1 - self._dim)
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Sequence[Placement],
+        desired_input_layouts: Sequence[Placement],
+        mod: nn.Module,
+        inputs: Any,
+        device_mesh: Any,
+    ) -> Any:
+        """Return the first of ``inputs`` as a DTensor in ``desired_input_layouts``."""
+        features = _input_features(mod, family_of(mod))
+        return _prepared(inputs[0], as_mesh(device_mesh), input_layouts[0], desired_input_layouts[0], features)
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Sequence[Placement], use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: Any
+    ) -> Any:
+        """Return the DTensor ``outputs`` in ``output_layouts``, or its local tensor where ``use_local_output`` asks for that."""
+        mesh = as_mesh(device_mesh)
+        return local_if(placed(outputs, mesh, positive(output_layouts[0], outputs.ndim)), use_local_output, mesh)
 
 
 class ColwiseParallel(_MatrixParallel):
@@ -130,7 +171,7 @@ class ColwiseParallel(_MatrixParallel):
             several dims, layouts that are none.
     """
 
-    _default_input = Replicate()
+    desired_input_layouts = (Replicate(),)
     _default_output = Shard(-1)
     _dim = 0
     _bias = Shard(0)
@@ -146,6 +187,11 @@ class ColwiseParallel(_MatrixParallel):
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
         if (count := whole(parts, "ColwiseParallel(parts=)")) < 1:
             raise StyleError(f"ColwiseParallel(parts=) takes the number of fused matrices, at least 1, got {count}")
+        if count > 1 and self._prepare_output_fn is not _MatrixParallel._prepare_output_fn:
+            raise StyleError(
+                f"{type(self).__name__} overrides _prepare_output_fn, which does not get the number of parts and cannot return "
+                "the columns of every part: use parts=1, or override _apply"
+            )
         self.parts = count
 
     def _lay_out(self, module: nn.Module, mesh: DeviceMesh, dim: int) -> None:
@@ -187,7 +233,7 @@ class RowwiseParallel(_MatrixParallel):
         StyleError, MeshError, PlacementError: as :class:`ColwiseParallel`.
     """
 
-    _default_input = Shard(-1)
+    desired_input_layouts = (Shard(-1),)
     _default_output = Replicate()
     _dim = 1
     _bias = Replicate()
@@ -220,15 +266,46 @@ class SequenceParallel(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        mesh, cut = one_dim(device_mesh, self), self.sequence_sharding[0]
+        mesh, sharding = one_dim(device_mesh, self), self.sequence_sharding
+        self._replicate_module_fn("", module, mesh)
         replicate_rest(module, mesh, self.src_data_rank)
-
-        def cut_sequence(x: Any) -> DTensor:
-            return brought(x, mesh, cut, positive(cut, x.ndim))
-
-        before_forward(module, cut_sequence)
-        after_forward(module, lambda x: local_if(cut_sequence(x), self.use_local_output, mesh))
+        if self._prepare_input_fn is SequenceParallel._prepare_input_fn:
+            before_forward(module, lambda x: _sharded_sequence(x, mesh, sharding[0]))
+        else:
+            prepare = self._prepare_input_fn
+            module.register_forward_pre_hook(lambda mod, inputs: prepare(sharding, mod, inputs, mesh))
+        if self._prepare_output_fn is SequenceParallel._prepare_output_fn:
+            after_forward(module, lambda x: local_if(_sharded_sequence(x, mesh, sharding[0]), self.use_local_output, mesh))
+        else:
+            finish, local = self._prepare_output_fn, self.use_local_output
+            module.register_forward_hook(lambda mod, inputs, outputs: finish(local, mod, outputs, mesh))
         return module
+
+    # --- named and called as in PyTorch, for subclasses ---------------------------------------------------------------
+    def _replicate_module_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        """Replicate the parameters and buffers of ``module``."""
+        replicate_own(module, device_mesh, self.src_data_rank)
+
+    @staticmethod
+    def _prepare_input_fn(sequence_sharding: Sequence[Placement], mod: nn.Module, inputs: Any, device_mesh: Any) -> Any:
+        """Return the first of ``inputs`` as a DTensor that is sharded by ``sequence_sharding``."""
+        return _sharded_sequence(inputs[0], as_mesh(device_mesh), sequence_sharding[0])
+
+    @staticmethod
+    def _prepare_output_fn(use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: Any) -> Any:
+        """Return ``outputs``, or its local tensor where ``use_local_output`` asks for that."""
+        return local_if(outputs, use_local_output, as_mesh(device_mesh))
+
+
+def _sharded_sequence(x: Any, mesh: DeviceMesh, sharding: Placement) -> DTensor:
+    """Return ``x`` sharded by ``sharding``; a plain ``x`` is this rank's piece."""
+    return brought(x, mesh, sharding, positive(sharding, x.ndim))
+
+
+def _prepared(x: Any, mesh: DeviceMesh, given: Placement, wanted: Placement, features: int | None) -> Any:
+    """Return the input ``x`` under ``wanted``. A plain ``x`` has the placement ``given``; ``features``: its global last size."""
+    last = isinstance(given, Shard) and given.dim in (-1, x.ndim - 1)
+    return brought(x, mesh, given, positive(wanted, x.ndim), features if last else None)
 
 
 def _input_features(module: nn.Module, family: Family) -> int | None:

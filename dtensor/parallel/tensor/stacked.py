@@ -21,7 +21,7 @@ from ...placement import Shard
 from ...tensor.composites.stacked import serve_indexing
 from ...tensor.distribute import distribute_at, distribute_tensor
 from ...tensor.dtensor import DTensor
-from ...tensor.replaced import note_replaced
+from ...tensor.replaced import Attributes, note_replaced
 
 
 class _Stacked(nn.Module):
@@ -58,7 +58,8 @@ def lay_out_parts(module: nn.Module, name: str, mesh: DeviceMesh, dim: int, part
             f"divisible into {parts} parts"
         )
     serve_indexing()
-    module._parameters[name] = nn.Parameter(own.detach(), own.requires_grad)  # torch sets it to the stack; others have the old
+    module._parameters[name] = made = nn.Parameter(own.detach(), own.requires_grad)  # torch sets it to the stack
+    Attributes.of(own).set_on(made)
     register_parametrization(module, name, _Stacked(dim, parts))
     held: Any = module.parametrizations[name]  # type: ignore[index]  # a dict of modules
     distribute_at(held._parameters, "original", mesh, [Shard(dim + 1)], source)

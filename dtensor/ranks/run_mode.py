@@ -1,0 +1,34 @@
+"""Run mode: the torch function mode that follows the calls of one rank's run of a function, see ``rank_runs``.
+
+Dynamo traces the mode with the functions that it compiles, so it looks into this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ..base import torch_internals
+
+_COMPILED = (
+    "torch.compile inside map_ranks, of tensors that require gradients: the gradients of plain tensors would be the sum over "
+    "ranks; call the compiled function outside of map_ranks, or under torch.no_grad()"
+)
+
+
+class RunMode(TorchFunctionMode):
+    """Calls ``follow(func, args, kwargs)`` for each torch function; what is compiled is traced as it is."""
+
+    def __init__(self, follow: Callable[..., Any]) -> None:
+        super().__init__()
+        self._follow = follow
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
+                torch_internals.graph_break(msg=_COMPILED)
+            return func(*args, **(kwargs or {}))
+        return self._follow(func, args, kwargs or {})

@@ -1,0 +1,374 @@
+"""Cases of data-parallel units that run in one process and, unchanged, on four: what programs write to their parameters."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from case_lists import S0, Cases, R, by_rank, line, put, raises, square, value
+from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils.checkpoint import checkpoint
+
+import dtensor as dt
+from dtensor import DTensor
+from dtensor.errors import DTensorError, MeshError, UnitError
+from dtensor.parallel import (
+    ColwiseParallel,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    RowwiseParallel,
+    fully_shard,
+    materialize,
+    parallelize_module,
+    replicate,
+)
+
+CASES = Cases()
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 6), nn.Linear(6, 5, bias=False)).double()
+
+
+@functools.cache
+def named_square() -> dt.DeviceMesh:
+    return dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def _tensor_parallel() -> nn.Module:
+    mesh = named_square()
+    parallelize_module(model := net(), mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+WAYS: dict[str, Callable[[], Any]] = {
+    "fully_shard": lambda: fully_shard(net(), mesh=line()),
+    "offloaded": lambda: fully_shard(net(), mesh=line(), offload_policy=CPUOffloadPolicy()),
+    "copied and sharded": lambda: fully_shard(net(), mesh=square()),
+    "tensor parallel": _tensor_parallel,
+    "replicate": lambda: replicate(net(), line()),
+}
+
+
+def _part(rank: int) -> torch.Tensor:
+    """A rank's batch: ranks 0 and 1, as well as 2 and 3, have the same, since they may be tensor-parallel."""
+    return value(2, 3, seed=rank // 2) / 4
+
+
+def batch() -> torch.Tensor:
+    return by_rank(_part)
+
+
+def same_as(alone: nn.Module, model: nn.Module) -> None:
+    """The outputs on every rank, gradients and values of ``model`` are those of ``alone``, which has the mean of the losses."""
+    for x in (model, alone):
+        x.zero_grad()
+    model(batch()).square().mean().backward()
+    torch.stack([alone(_part(rank)).square().mean() for rank in range(4)]).mean().backward()
+    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        assert isinstance(ours, DTensor)
+        for x, y in ((ours.detach(), theirs.detach()), (ours.grad, theirs.grad)):
+            for piece in _pieces(x.full_tensor()):
+                torch.testing.assert_close(piece, y)
+
+
+def _pieces(x: Any) -> Any:
+    return x.shards if isinstance(x, dt.PerRank) else (x,)
+
+
+# --- values that a program gives parameters ------------------------------------------------------------------------------
+@CASES.case
+def data_with_other_placements_is_the_value_of_the_next_pass() -> None:
+    for name, make in WAYS.items():
+        for ran in (False, True):
+            model, alone = make(), net()
+            if ran:
+                model(batch())
+            where = [p.placements for p in model.parameters()]
+            for p in model.parameters():
+                p.data = (p.data * 2).redistribute(placements=[R] * p.device_mesh.ndim)
+            for p in alone.parameters():
+                p.data = p.data * 2
+            same_as(alone, model)
+            assert [p.placements for p in model.parameters()] == where, name
+
+
+@CASES.case
+def parameters_of_a_vector() -> None:
+    for make in WAYS.values():
+        model, alone = make(), net()
+        model(batch())
+        for each in (model, alone):
+            vector_to_parameters(parameters_to_vector(each.parameters()) * 2, each.parameters())
+        same_as(alone, model)
+
+
+@CASES.case
+def a_parameter_of_another_layout_in_place_of_one() -> None:
+    model, alone = fully_shard(net(), mesh=line()), net()
+    model[1].weight = nn.Parameter(put(value(5, 6) / 8, R))
+    alone[1].weight = nn.Parameter(value(5, 6) / 8)
+    same_as(alone, model)
+    assert model[1].weight.placements == (S0,)
+
+
+@CASES.case
+def another_shape_or_mesh_is_refused() -> None:
+    def with_data(model: Any, x: DTensor) -> None:
+        model[1].weight.data = x
+
+    def with_parameter(model: Any, x: DTensor) -> None:
+        model[1].weight = nn.Parameter(x)
+
+    for assign in (with_data, with_parameter):
+        for ran in (False, True):
+            for x, told in (
+                (put(value(7, 6), S0), r"float64\[7, 6\].*gathers one of float64\[5, 6\]"),
+                (put(value(5, 6), S0, R), "Mesh"),
+            ):
+                model = fully_shard(net(), mesh=line())
+                if ran:
+                    model(batch())
+                assign(model, x)
+                raises(MeshError, f"'weight' of Linear was replaced by.*{told}", lambda model=model: model(batch()))
+
+
+@CASES.case
+def a_tied_weight_replaced_in_one_place_is_refused() -> None:
+    model: Any = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)).double()
+    model[1].weight = model[0].weight
+    fully_shard(model, mesh=line())
+    model(batch())
+    model[1].weight = nn.Parameter(put(value(3, 3), S0))
+    raises(MeshError, "'weight' of Linear was replaced, but parameter 'weight' of Linear was not", lambda: model(batch()))
+
+
+# --- attributes ------------------------------------------------------------------------------------------------------------
+def _cut(name: str, module: nn.Module, mesh: dt.DeviceMesh) -> None:
+    if isinstance(module, nn.Linear):
+        module.weight = nn.Parameter(dt.distribute_tensor(module.weight.detach(), mesh, [S0]))  # without the attributes
+
+
+DISTRIBUTED: dict[str, Callable[[Any], Any]] = {
+    "fully_shard": lambda m: fully_shard(m, mesh=line()),
+    "replicate": lambda m: replicate(m, line()),
+    "distribute_module": lambda m: dt.distribute_module(m, line()),
+    "a partition function": lambda m: dt.distribute_module(m, line(), _cut),
+    "parallelize_module": lambda m: parallelize_module(m, line(), {"0": ColwiseParallel(), "1": RowwiseParallel()}),
+    "tensor and data parallel": lambda m: fully_shard(
+        parallelize_module(m, named_square()["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()}), mesh=named_square()["dp"]
+    ),
+}
+
+
+@CASES.case
+def attributes_of_parameters_stay() -> None:
+    for name, distribute in DISTRIBUTED.items():
+        model: Any = net().bfloat16()
+        for at, p in enumerate(model.parameters()):
+            p.no_decay, p.grad_dtype = at, torch.float32
+        distribute(model)
+        assert [(p.no_decay, p.grad_dtype) for p in model.parameters()] == [(at, torch.float32) for at in range(3)], name
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        for _ in range(2):
+            model(
+                put(value(4, 3).bfloat16(), R) if "module" in name or "function" in name else batch().bfloat16()
+            ).sum().backward()
+        assert all(p.grad.dtype is torch.float32 for p in model.parameters()), name
+
+
+@CASES.case
+def gradients_in_a_dtype_that_is_set_later() -> None:
+    for distribute in (DISTRIBUTED["fully_shard"], DISTRIBUTED["replicate"]):
+        model, alone = distribute(net()), net()
+        for each in (model, alone):
+            each[0].weight.grad_dtype = torch.float32
+        same_as(alone, model)
+        assert model[0].weight.grad.dtype is torch.float32
+
+
+# --- written while they are unsharded ---------------------------------------------------------------------------------------
+def _written(model: Any) -> None:
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+        model[1].weight[1] = 3.0
+        model[0].bias.data = model[0].bias.data + 1
+
+
+@CASES.case
+def what_is_written_to_unsharded_parameters_stays() -> None:
+    def reshard(model: Any) -> None:
+        model.reshard()
+
+    def infer(model: Any) -> None:
+        with torch.no_grad():
+            model(batch())
+
+    for make in WAYS.values():
+        for then in (reshard, infer, nn.Module.state_dict, lambda model: model(batch())):
+            model, alone = make(), net()
+            model(batch()).sum().backward()
+            model.unshard()
+            for each in (model, alone):
+                _written(each)
+            then(model)
+            same_as(alone, model)
+            same_as(alone, model)
+
+
+@CASES.case
+def what_is_not_written_to_unsharded_parameters_leaves_them() -> None:
+    for make in WAYS.values():
+        model = make()
+        before = [p._version for p in model.parameters()]
+        model.unshard()
+        out = model(batch())
+        model.reshard()
+        out.sum().backward()
+        assert [p._version for p in model.parameters()] == before
+
+
+@CASES.case
+def unsharded_parameters_of_another_dtype_keep_nothing() -> None:
+    model = fully_shard(net(), mesh=line(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
+    model.unshard()
+    with torch.no_grad():
+        model[0].weight.zero_()
+    raises(DTensorError, "'weight' of Linear was written to while it was unsharded.*cannot keep", model.reshard)
+    model.reshard()
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    model(batch())
+
+
+@CASES.case
+def parameters_written_to_between_forward_and_backward_are_refused() -> None:
+    model = fully_shard(net(), mesh=line())
+    loss = model(batch()).sum()
+    model.unshard()
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    raises(DTensorError, "written to in between", loss.backward)
+
+
+@CASES.case
+def another_shape_is_refused_under_transforms() -> None:
+    model = fully_shard(nn.Linear(3, 5, bias=False).double(), mesh=line())
+
+    def loss(w: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.func.functional_call(model, {"weight": w}, (batch(),))
+        return out.square().sum()
+
+    raises(MeshError, r"'weight' of FSDPLinear was replaced by", lambda: torch.func.grad(loss)(put(value(7, 3), S0)))
+
+
+# --- optimizers that step in backward -----------------------------------------------------------------------------------------
+class Chunked(nn.Module):
+    """A hidden layer, and an output layer that is called for one chunk of rows after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.hidden, self.out = nn.Linear(3, 4).double(), nn.Linear(4, 5).double()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.hidden(x)
+
+    def loss(self, x: torch.Tensor, call: Callable[..., Any] = lambda fn, *args: fn(*args)) -> Any:
+        chunks = self(x).split(1)
+        return sum(call(self.out, chunk).square().sum() for chunk in chunks)
+
+
+@CASES.case
+def an_optimizer_steps_in_backward_once_all_chunks_are_through() -> None:
+    again = functools.partial(checkpoint, use_reentrant=False)
+    for distribute in (DISTRIBUTED["fully_shard"], DISTRIBUTED["replicate"]):
+        for options in ({}, {"call": again}):
+            model, alone, calls = Chunked(), Chunked(), list[Any]()
+            distribute(model.out)
+            distribute(model)
+            for each in (model, alone):
+                for p in each.parameters():
+                    _step_in_backward(p, calls)
+            for _ in range(3):
+                calls.clear()
+                model.loss(batch(), **options).backward()
+                assert len(calls) == 4
+                torch.stack([alone.loss(_part(rank)) for rank in range(4)]).mean().backward()
+            for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+                for piece in _pieces(cast(DTensor, ours).full_tensor()):
+                    torch.testing.assert_close(piece, theirs)
+
+
+def _step_in_backward(p: nn.Parameter, calls: list[Any]) -> None:
+    optimizer = torch.optim.SGD([p], lr=0.01, momentum=0.9)
+
+    def step(own: torch.Tensor) -> None:
+        calls.append(own)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    p.register_post_accumulate_grad_hook(step)
+
+
+@CASES.case
+def hooks_of_parameters_see_the_sum_over_all_calls() -> None:
+    for distribute in (DISTRIBUTED["fully_shard"], DISTRIBUTED["replicate"]):
+        model, alone = Chunked(), Chunked()
+        distribute(model)
+        for each in (model, alone):
+            for p in each.parameters():
+                p.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+        out = sum(model(batch()).square().sum() for _ in range(2))
+        out.backward()
+        torch.stack([sum(alone(_part(rank)).square().sum() for _ in range(2)) for rank in range(4)]).mean().backward()
+        for ours, theirs in zip(model.hidden.parameters(), alone.hidden.parameters(), strict=True):
+            for piece in _pieces(cast(Any, ours.grad).full_tensor()):
+                torch.testing.assert_close(piece, theirs.grad)
+
+
+@CASES.case
+def a_backward_without_some_of_the_calls_reduces_what_came() -> None:
+    for distribute in (DISTRIBUTED["fully_shard"], DISTRIBUTED["replicate"]):
+        model, alone, calls = Chunked(), Chunked(), list[Any]()
+        distribute(model)
+        model.hidden.weight.register_post_accumulate_grad_hook(lambda p, calls=calls: calls.append(p))
+        losses = [model(batch()).square().sum() for _ in range(3)]
+        theirs = [torch.stack([alone(_part(rank)).square().sum() for rank in range(4)]).mean() for _ in range(3)]
+        for at in (0, 2):
+            losses[at].backward()
+            theirs[at].backward()
+            for piece in _pieces(cast(Any, model.hidden.weight.grad).full_tensor()):
+                torch.testing.assert_close(piece, alone.hidden.weight.grad)
+        assert len(calls) == 2
+
+
+# --- meshes of fewer ranks ----------------------------------------------------------------------------------------------------
+def _normalized() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Linear(6, 5))
+
+
+@CASES.case
+def a_model_on_some_of_the_ranks() -> None:
+    mesh = dt.DeviceMesh("cpu", [0, 2])
+    outside = dist.is_initialized() and dist.get_rank() in (1, 3)
+    for distribute in (fully_shard, replicate):
+        for device in ("meta", "cpu"):
+            with torch.device(device):
+                model: Any = _normalized()
+            distribute(model[0], mesh=mesh)
+            distribute(model, mesh=mesh)
+            shapes = {name: tuple(x.shape) for name, x in _normalized().state_dict().items()}
+            assert {name: tuple(x.shape) for name, x in model.state_dict().items()} == shapes
+            materialize(model)
+            if outside:
+                assert all(not p.to_local().numel() for p in model.parameters())
+                raises(UnitError, "a rank that is not in this mesh.*ranks.*0, 2", lambda model=model: model(value(4, 3).float()))
+            else:
+                model(value(4, 3).float()).sum().backward()
+                assert all(p.grad.layout is p.layout for p in model.parameters())

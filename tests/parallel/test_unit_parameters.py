@@ -1,0 +1,8 @@
+"""Parameters of data-parallel units that programs write to, replace and look at: in one process and on four."""
+
+from __future__ import annotations
+
+import unit_cases
+from case_lists import here_and_on_four
+
+test_case_in_one_process, test_all_cases_on_four_processes = here_and_on_four(unit_cases, gather=True)
