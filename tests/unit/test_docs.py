@@ -107,7 +107,12 @@ def test_page_runs_as_written(page: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 BLOCK_END = "== end of block"
-ON_PROCESSES = ("README.md", "docs/index.md", "docs/ten_minutes.md", "docs/tutorial.md")  # pages that say that their program runs under torchrun
+ON_PROCESSES = (
+    "README.md",
+    "docs/index.md",
+    "docs/ten_minutes.md",
+    "docs/tutorial.md",
+)  # pages that say that their program runs under torchrun
 
 
 def torchrun(script: Path, count: int, logs: Path) -> tuple[int, list[str], str]:
