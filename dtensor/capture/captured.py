@@ -199,7 +199,7 @@ class Captured(Generic[P, T]):
     def _full(self, *args: P.args, **kwargs: P.kwargs) -> T:
         if not self._plain:
             warnings.warn(
-                f"capture: {self.__name__} was recorded {self._limit} times for different shapes, layouts, "
+                f"capture: {self.__name__} was recorded {self._limit} times for different shapes, layouts, "  # type: ignore[attr-defined]
                 "numbers or modes. Further calls run without a recording. Pass numbers that change as 0-d "
                 "tensors, or raise the limit: capture(fn, limit=...)",
                 stacklevel=3,
