@@ -31,7 +31,7 @@ from dtensor.parallel import (
 CASES = Cases()
 
 
-def net() -> nn.Sequential:
+def net() -> Any:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 6), nn.Linear(6, 5, bias=False)).double()
 
@@ -41,7 +41,7 @@ def named_square() -> dt.DeviceMesh:
     return dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
-def _tensor_parallel() -> nn.Module:
+def _tensor_parallel() -> Any:
     mesh = named_square()
     parallelize_module(model := net(), mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     return fully_shard(model, mesh=mesh["dp"])
@@ -65,7 +65,7 @@ def batch() -> torch.Tensor:
     return by_rank(_part)
 
 
-def same_as(alone: nn.Module, model: nn.Module) -> None:
+def same_as(alone: Any, model: Any) -> None:
     """The outputs on every rank, gradients and values of ``model`` are those of ``alone``, which has the mean of the losses."""
     for x in (model, alone):
         x.zero_grad()
@@ -74,7 +74,7 @@ def same_as(alone: nn.Module, model: nn.Module) -> None:
     for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
         assert isinstance(ours, DTensor)
         for x, y in ((ours.detach(), theirs.detach()), (ours.grad, theirs.grad)):
-            for piece in _pieces(x.full_tensor()):
+            for piece in _pieces(cast(DTensor, x).full_tensor()):
                 torch.testing.assert_close(piece, y)
 
 
@@ -136,7 +136,7 @@ def another_shape_or_mesh_is_refused() -> None:
                 if ran:
                     model(batch())
                 assign(model, x)
-                raises(MeshError, f"'weight' of Linear was replaced by.*{told}", lambda model=model: model(batch()))
+                raises(MeshError, f"'weight' of Linear was replaced by.*{told}", functools.partial(model, batch()))
 
 
 @CASES.case
@@ -369,7 +369,7 @@ def a_model_on_some_of_the_ranks() -> None:
             materialize(model)
             if outside:
                 assert all(not p.to_local().numel() for p in model.parameters())
-                raises(UnitError, "a rank that is not in this mesh.*ranks.*0, 2", lambda model=model: model(value(4, 3).float()))
+                raises(UnitError, "a rank that is not in this mesh.*ranks.*0, 2", functools.partial(model, value(4, 3).float()))
             else:
                 model(value(4, 3).float()).sum().backward()
                 assert all(p.grad.layout is p.layout for p in model.parameters())
@@ -472,7 +472,7 @@ def a_plain_value_that_differs_between_ranks_is_refused() -> None:
         raises(
             MixedTensorError,
             "differs between|would write a per-rank tensor",
-            lambda x=x: x.copy_(by_rank(lambda rank: torch.arange(3.0) + rank)),
+            functools.partial(x.copy_, different),
         )
     for piece in _pieces(model.running_mean.full_tensor()):
         torch.testing.assert_close(piece, torch.arange(3.0))
