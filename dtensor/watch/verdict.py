@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ..base.by_key import by_key
@@ -26,8 +25,10 @@ class Said(NamedTuple):
     words: str
 
 
-_BEFORE = " in what was computed before this; check_ranks('strict') names the operation"
-_HASH_OF, _WHAT_OF = attrgetter("hash"), attrgetter("what")
+_BEFORE = {
+    "watch": " in what was computed before this; check_ranks('strict') names the operation",
+    "strict": " in which tensors were added in place before this, or how many",  # operations without an order have no step
+}
 _GATHERING_S = 1.0  # for ranks that are about to come, so that the verdict can name who agrees with whom
 
 
@@ -66,12 +67,10 @@ def _first_operation(board: Board, found: dict[int, Entry]) -> tuple[int, dict[i
         if any(page is None for page in pages.values()):
             continue
         counts = {rank: min(page.words[0], found[rank].operations) for rank, page in pages.items() if page is not None}
-        numbers = range(max(1, min(counts.values()) - DEPTH + 2), max(counts.values()) + 1)
-        for differs in (_HASH_OF, _WHAT_OF):  # of operations without an order the hash is the same, whichever they are
-            for number in numbers:
-                done = {rank: entry_in(pages[rank], number) if number <= counts[rank] else None for rank in found}
-                if len({None if entry is None else differs(entry) for entry in done.values()}) > 1:
-                    return number, {rank: entry for rank, entry in done.items() if entry is not None}
+        for number in range(max(1, min(counts.values()) - DEPTH + 2), max(counts.values()) + 1):
+            done = {rank: entry_in(pages[rank], number) if number <= counts[rank] else None for rank in found}
+            if len({None if entry is None else entry.hash for entry in done.values()}) > 1:
+                return number, {rank: entry for rank, entry in done.items() if entry is not None}
     return None
 
 
@@ -98,7 +97,7 @@ def differing_words(number: int, said: dict[int, Said]) -> Verdict:
     groups = by_key((own.hash, rank) for rank, own in sorted(said.items()))
     by_size = sorted(groups.values(), key=lambda members: (-len(members), members))
     listed = {tuple(each): said[each[0]].words for each in by_size}
-    before = _BEFORE if Level.now == "watch" and len(by_size) > 1 and len(set(listed.values())) == 1 else ""
+    before = _BEFORE.get(Level.now, "") if len(by_size) > 1 and len(set(listed.values())) == 1 else ""
     words = f"{_head(number, said)}: {_who_differs(by_size)}{before}"
     return {"kind": "differs", "words": "\n".join([words, *_listed(listed)])}
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import dtensor as dt
+from dtensor.errors import DivergenceError
 from dtensor.parallel import fully_shard
 
 pytestmark = pytest.mark.gloo
@@ -152,3 +153,47 @@ def _replica_alone(level: str) -> list[float]:
 @pytest.mark.parametrize("level", LEVELS)
 def test_one_replica_may_gather_its_shards_alone(level: str) -> None:
     assert run_gloo(_replica_alone, SIZE, level) == [[16.0]] * SIZE
+
+
+def _captured_by_all_and_by_some(level: str) -> list[float]:
+    """One captured function, whose plain argument ranks could give in different sizes, used by all ranks and by one replica."""
+    dt.check_ranks(level)
+    mesh, found = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), []
+    captured = dt.capture(lambda x, y: x.sum(0).full_tensor().sum() + y.sum())
+    whole = dt.distribute_tensor(torch.ones(4, 4), mesh, [dt.Shard(0), dt.Shard(1)])
+    part = dt.distribute_tensor(torch.ones(4, 4), mesh["tp"], [dt.Shard(0)])
+    for alone in (0, 1, 0):
+        for _ in range(2):
+            if mesh.get_local_rank("dp") == alone:
+                captured(part, torch.ones(3))
+        found += [float(captured(whole, torch.ones(3))) for _ in range(3)]
+    return found
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_captured_function_may_be_called_by_one_replica(level: str) -> None:
+    assert run_gloo(_captured_by_all_and_by_some, SIZE, level) == [[19.0] * 9] * SIZE
+
+
+def _adds_in_place(level: str) -> str:
+    dt.check_ranks(level)
+    mesh = dt.init_device_mesh("cpu", (3,))
+    x = dt.distribute_tensor(torch.ones(6, 4), mesh, [dt.Shard(0)])
+    others = [dt.ones(6, 4, device_mesh=mesh, placements=[cut]) for cut in (dt.Shard(0), dt.Replicate())]
+    for other in others[:: -1 if dist.get_rank() else 1]:  # one rank adds them up in another order
+        x.add_(other)
+    x.sum().item()
+    x.add_(others[dist.get_rank() == 1])
+    try:
+        x.sum().item()
+    except DivergenceError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_additions_in_place_are_compared_but_for_their_order(level: str) -> None:
+    words = run_gloo(_adds_in_place, 3, level)
+    assert len(set(words)) == 1
+    assert "rank 1 differs from ranks 0, 2" in words[0]
+    assert ("added in place before this" if level == "strict" else "computed before this") in words[0]
