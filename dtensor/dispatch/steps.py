@@ -117,8 +117,8 @@ def redistribute_inputs(plan: Plan, operator: Operator, form: Form) -> Step | No
     places = [(form.place(name), index, move) for (name, index), move in plan.moves]
     written = operator.mutated.union(name for (name, _), _ in plan.write_back)
     own = {form.place(name) for (name, index), _ in plan.moves if index is not None or operator.is_view or name in written}
-    if len(places) == 1 and type(places[0][0]) is int and places[0][1] is None:
-        return _redistribute_one(*places[0], cached=not own)
+    if len(places) == 1 and isinstance(only := places[0][0], int) and places[0][1] is None:
+        return _redistribute_one(only, places[0][2], cached=not own)
     if sum(index is not None for _, index, _ in places) > 1:
         together: Callable[..., list[Any]] = _redistribute_elements
     elif sum(move.communicates for *_, move in places) > 1:
@@ -141,7 +141,7 @@ def redistribute_inputs(plan: Plan, operator: Operator, form: Form) -> Step | No
     return step
 
 
-def _redistribute_one(place: int, index: None, move: Move, cached: bool) -> Step:
+def _redistribute_one(place: int, move: Move, cached: bool) -> Step:
     """Make the step for the usual case: one positional operand."""
 
     def step(frame: Frame) -> None:
