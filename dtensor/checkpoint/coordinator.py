@@ -51,6 +51,11 @@ class Ranks:
             raise CheckpointError(f"{what}: a rank was lost ({error}); nothing was changed") from error
 
     @property
+    def among(self) -> list[int] | None:
+        """The world's ranks that make the checkpoint; None where one process has all ranks."""
+        return None if self.alone else self.world_ranks
+
+    @property
     def coordinates(self) -> bool:
         """Whether this is the first rank."""
         return self.rank == 0

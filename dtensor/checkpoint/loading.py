@@ -132,7 +132,7 @@ def _fill_state(state: Any, folder: Address, manifest: Manifest, ranks: Ranks, w
     with (RemoteFiles if isinstance(folder, Remote) else Files)(folder, manifest.links) as files:
         ranks.together(
             what,
-            lambda: _read(wanted.targets, manifest, files, buffers, ranks.rank),
+            lambda: _read(wanted.targets, manifest, files, buffers, ranks),
             lambda sums: _verify(sums, manifest),
         )
         read = files.bytes_read
@@ -203,10 +203,10 @@ def read_tree(path: str | os.PathLike[str]) -> Any:
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------------
-def _read(targets: Mapping[str, Target], manifest: Manifest, files: Files, buffers: Buffers, rank: int) -> Sums:
+def _read(targets: Mapping[str, Target], manifest: Manifest, files: Files, buffers: Buffers, ranks: Ranks) -> Sums:
     check_files(manifest, files.folder)
     sums: Sums = {}
-    for name, held in held_here({name: target.like for name, target in targets.items()}, rank):
+    for name, held in held_here({name: target.like for name, target in targets.items()}, ranks.rank, ranks.among):
         target, entry = targets[name], manifest.tensors[name]
         own, known = target.buffers(entry.torch_dtype), dict[Any, Held]()
         for piece in sorted(held, key=lambda piece: not piece.answers):

@@ -133,7 +133,7 @@ def save_safetensors(
         what,
         parts,
         begin=lambda token: _begin(folder, files, token),
-        write=lambda token: _write(tensors, files, _parts(folder, files, token), ranks.rank),
+        write=lambda token: _write(tensors, files, _parts(folder, files, token), ranks),
         commit=lambda sums, token: _publish(folder, files, _parts(folder, files, token), sums),
         discard=lambda token: _discard(_parts(folder, files, token), ranks),
         left="the folder holds a complete model or none",
@@ -227,9 +227,11 @@ def _allocate(parts: list[Path], files: Iterable[_File]) -> None:
         raise
 
 
-def _write(tensors: Mapping[str, Any], files: Iterable[_File], parts: Iterable[Path], rank: int) -> dict[str, int]:
+def _write(tensors: Mapping[str, Any], files: Iterable[_File], parts: Iterable[Path], ranks: Ranks) -> dict[str, int]:
     """This rank's blocks to their places; what they add to the digests of their tensors."""
-    blocks: dict[str, list[Held]] = {name: [h for h in held if h.answers] for name, held in held_here(tensors, rank)}
+    blocks: dict[str, list[Held]] = {
+        name: [h for h in held if h.answers] for name, held in held_here(tensors, ranks.rank, ranks.among)
+    }
     sums: dict[str, int] = {}
     for file, part in zip(files, parts, strict=True):
         if any(blocks[place.name] for place in file.places):

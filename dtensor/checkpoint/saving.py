@@ -126,7 +126,7 @@ def _prepared(state: Any, folder: Address, ranks: Ranks, staging: Staging | None
     tensors = reduced(tensors, parts, ranks, f"saving to {folder}")
     pieces = {
         (name, held.offset): piece_of(tensors[name], held).detach()
-        for name, blocks in held_here(tensors, ranks.rank)
+        for name, blocks in held_here(tensors, ranks.rank, ranks.among)
         for held in blocks
         if held.answers
     }

@@ -44,6 +44,33 @@ def _saved_on(mesh_shape: tuple[int, ...], placements: list[dt.Placement], folde
     save({"x": dt.distribute_tensor(checkpoint_cases.value(13, 6), mesh, placements), "n": mesh_shape}, folder)
 
 
+def _each_slice_saves(path: str) -> None:
+    """Each slice of a mesh saves a tensor of its own mesh, of blocks and of copies, and loads it; half a slice cannot."""
+    mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for name in ("dp", "tp"):
+        other = mesh.get_local_rank("tp" if name == "dp" else "dp")
+        folder, group = f"{path}/{name}{other}", mesh[name].get_group()
+        value = torch.arange(15.0).reshape(5, 3) + other
+        for placement in (dt.Shard(0), dt.Replicate()):
+            state = {"x": dt.distribute_tensor(value, mesh[name], [placement])}
+            for write, file in (
+                (dt.checkpoint.save, f"{folder}{placement}"),
+                (dt.checkpoint.save_safetensors, f"{folder}{placement}-st"),
+            ):
+                write(state, file, process_group=group)
+                found = {"x": dt.zeros(5, 3, device_mesh=mesh[name], placements=[dt.Shard(1)])}
+                dt.checkpoint.load(found, file, process_group=group)
+                assert torch.equal(found["x"].full_tensor(), value), (name, placement)
+    whole = {"x": dt.distribute_tensor(torch.arange(15.0).reshape(5, 3), mesh, [dt.Shard(0), dt.Shard(1)])}
+    with pytest.raises(dt.errors.CheckpointError, match="no rank of process_group= has its block"):
+        dt.checkpoint.save(whole, f"{path}/half{mesh.get_local_rank('dp')}", process_group=mesh["tp"].get_group())
+
+
+@pytest.mark.gloo
+def test_each_slice_of_a_mesh_saves_and_loads_with_its_own_group(tmp_path: Path) -> None:
+    run_gloo(_each_slice_saves, 4, str(tmp_path))
+
+
 @pytest.mark.gloo
 def test_two_processes_save_and_eight_ranks_here_load(tmp_path: Path) -> None:
     run_gloo(_saved_on, 2, (2,), [dt.Shard(0)], str(tmp_path))

@@ -285,15 +285,12 @@ class Healthy:
         return _together(at)
 
 
-# A checkpoint is of one process group: a mesh of several dims has several, and of a slice the first copy is saved alone.
+# A checkpoint is of one process group: a mesh of several dims has several.
 _NOT_OF = {
     "saves and loads": (
         "a half in two dims",
         "all, then one replica",
         "one column, then all",
-        "one column",
-        "replicas, one more often",
-        "a slice of a slice",
     )
 }
 PROGRAMS = {

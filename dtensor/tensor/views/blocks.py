@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,16 +93,17 @@ def members_here(layout: Layout) -> list[int]:
     return list(communicator_of(layout.mesh).held)
 
 
-def held_here(tensors: Mapping[str, Any], rank: int) -> Iterator[tuple[str, list[Held]]]:
-    """For each name the blocks that this process holds of its tensor.
+def held_here(tensors: Mapping[str, Any], rank: int, among: Collection[int] | None = None) -> Iterator[tuple[str, list[Held]]]:
+    """Yield for each name the blocks that this process holds of its tensor.
 
     Args:
         tensors: name -> tensor, or layout (:class:`Stacked` too), or plain shape. Replicas take turns in answering, so that each
             rank writes about as many bytes; of plain tensors it is the first rank's value that counts.
         rank: this process's place among those that make the checkpoint.
+        among: the world's ranks that make the checkpoint; None: all. Replicas on other ranks are not asked.
 
     Raises:
-        CheckpointError: a ``per_rank`` tensor, or one without data.
+        CheckpointError: a ``per_rank`` tensor, one without data, or a block that only ranks outside ``among`` have.
     """
     load: dict[int, int] = {}
     for name, tensor in tensors.items():
@@ -118,6 +119,13 @@ def held_here(tensors: Mapping[str, Any], rank: int) -> Iterator[tuple[str, list
         here, held = members_here(layout), []
         for (offset, shape), holders in distinct_blocks(layout).items():
             ranks = layout.mesh.ranks
+            if among is not None:
+                holders = [member for member in holders if ranks[member] in among]
+                if not holders:
+                    raise CheckpointError(
+                        f"{name or 'a tensor'} ({layout!r}): no rank of process_group= has its block at {offset}; "
+                        "make the checkpoint with a group of all ranks of the tensor's mesh"
+                    )
             answering = min(holders, key=lambda member: (load.get(ranks[member], 0), ranks[member]))
             load[ranks[answering]] = load.get(ranks[answering], 0) + math.prod(shape) * layout.dtype.itemsize
             for member in holders:
