@@ -1,4 +1,4 @@
-"""``torch.autograd.graph.save_on_cpu(pin_memory=True)``, which torch's ``offload_wrapper`` uses, for this package's DTensors.
+"""Saved tensors on the host: ``torch.autograd.graph.save_on_cpu(pin_memory=True)`` and torch's ``offload_wrapper`` for DTensors.
 
 Torch copies what is saved into a plain tensor of the same size. A DTensor has no value of one rank: its local tensors move to the
 host, and come back under the same layout.

@@ -24,9 +24,9 @@ NOT_CONVERTED = {  # pages with sentences of the old style; no page may join
 }
 AT_MOST = {
     "banned words in error messages": 0,
-    "docstrings that open without a verb": 635,
+    "docstrings that open without a verb": 633,
     "modules that do not name their file": 167,
-    "functions in more than 3 modules": 49,
+    "functions in more than 3 modules": 48,
     "references that lead nowhere": 0,
 }
 PARAGRAPH, CELL, SENTENCE, CODE = 100, 40, 30, 84  # most words, words, words, columns
@@ -56,8 +56,9 @@ def problems(page: str, longest: int = PARAGRAPH) -> Iterator[str]:
     for fence in _FENCE.finditer(page):
         if fence["kind"].split()[:1] in (["python"], ["sh"], ["bash"]):
             first = page.count("\n", 0, fence.start()) + 2
+            session = ">>> " in fence["text"]
             for number, line in enumerate(fence["text"].splitlines(), first):
-                if len(line) > CODE:
+                if len(line) > CODE and (not session or line.startswith((">>> ", "... "))):  # not what a session prints
                     yield f"{number}: code of {len(line)} columns"
     prose = _FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), page)
     for number, line in enumerate(prose.splitlines(), 1):
