@@ -20,6 +20,7 @@ try:
     from .interop.dynamo import written_in_python as _written_in_python
     from .interop.given_away import teach_dlpack as _teach_dlpack
     from .interop.lookers import teach_lookers as _teach_lookers
+    from .interop.saved_on_host import teach_save_on_cpu as _teach_save_on_cpu
     from .interop.state_dicts import teach_state_dicts as _teach_state_dicts
     from .layout.layout import Layout
     from .mesh.device_mesh import DeviceMesh, init_device_mesh
@@ -190,6 +191,7 @@ _keep_from_inlining()
 _teach_state_dicts()
 _teach_lookers()
 _teach_dlpack()
+_teach_save_on_cpu()
 _constants_of_graphs(DeviceMesh, Layout, Shard, Replicate, Partial, Monoid)
 _substitutes()
 _written_in_python(DTensor)

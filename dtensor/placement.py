@@ -104,6 +104,14 @@ class Shard(Placement):
         through placements take for granted; no for one that lies inside of a later mesh dim's (``level=1``)."""
         return not self.level and (dim is None or dim == self.dim)
 
+    @property
+    def split_factor(self) -> int:
+        """Raise AttributeError: PyTorch's ``_StridedShard`` has it, and a placement here knows no mesh."""
+        raise AttributeError(
+            f"{self!r} has no split_factor: it is the product of the sizes of the mesh dims with a lower level, which split "
+            "the dim first. Blocks are at x.layout.local_offset(coordinate), with shape x.layout.local_shape(coordinate)"
+        )
+
     @staticmethod
     def local_shard_size_and_offset(curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:
         """How many of ``curr_local_size`` elements rank ``rank`` of ``num_chunks`` gets, and where they start. No communication.

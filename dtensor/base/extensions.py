@@ -18,8 +18,9 @@ def provided_by(module: str, *names: str) -> None:
 
 
 def provided(name: str) -> Callable[..., Any]:
-    """The function of this name; its module is imported now if nobody has needed it yet."""
-    return getattr(import_module(_MODULES[name]), name)
+    """Return the function of this name; its module is imported at the first call."""
+    found: Callable[..., Any] = getattr(import_module(_MODULES[name]), name)
+    return found
 
 
 def before_use(action: Callable[[], None]) -> None:

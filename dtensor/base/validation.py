@@ -69,7 +69,7 @@ def refuse_foreign(tensor: torch.Tensor, what: str) -> None:
     if kind is not torch.Tensor and hasattr(kind, "device_mesh") and not hasattr(tensor, "_layout"):
         raise MixedTensorError(
             f"{what} got a {kind.__name__} of {kind.__module__.removesuffix('._api')} on "
-            f"{tensor.device_mesh}, but takes DTensors of dtensor and plain tensors. Import both from one "
+            f"{tensor.device_mesh}, but takes DTensors of dtensor and plain tensors. Import both from one "  # type: ignore[attr-defined]
             "library, or pass the local tensor: dtensor.DTensor.from_local(x.to_local(), mesh, placements, "
             "shape=x.shape, stride=x.stride())"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -22,7 +22,7 @@ from ..base.torch_internals import (
 from ..base.tracing import only_looked_at
 from ..errors import ArgumentError, CaptureError
 from ..plan.program_plan import ProgramPlan
-from .confirm import Group, agreed, confirmed, groups_heard
+from .confirm import NEW, Shared, agreed, confirmed, groups_heard
 from .notes import Ran
 from .planned import Plans, Way
 from .program import Program, Sources
@@ -34,7 +34,6 @@ from .survey import Environment
 P = ParamSpec("P")
 T = TypeVar("T")
 KEPT = 16  # recordings of one function
-NEW = 1  # the bit that says that there is room for another recording; each has one of the others
 TRIES = 3  # runs that may leave other variables behind than they found, as one that makes a cache does
 
 
@@ -151,9 +150,7 @@ class Captured(Generic[P, T]):
         self._surveyed = _Surveyed()
         self._ran = Ran()
         self._tries = self._recorded = self._replayed = self._plain = 0
-        self._groups: dict[Group, None] = {}  # whose collectives it issues
-        self._alike = True  # whether what it reads is guarded by facts that all ranks share
-        self._together = 0  # recordings that they made knowing of each other
+        self._shared: dict[Any, Shared] = {}  # by meshes of the arguments: one slice may make calls that other ranks do not
         functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -164,8 +161,9 @@ class Captured(Generic[P, T]):
         environment = self._surveyed.now(self.fn, self._ran)
         key = (signature.key, modes())
         kept = sources = None
-        if self._groups and self._may_disagree(signature):
-            kept, sources, room = self._agreed(key, signature, environment)
+        shared = self._shared.get(signature.meshes) if self._shared else None
+        if shared is not None and shared.may_disagree(signature.plain):
+            kept, sources, room = self._agreed(key, shared, signature, environment)
         else:
             for kept in self._entries.get(key, ()):
                 if (sources := kept.serves(signature, environment)) is not None:
@@ -178,20 +176,17 @@ class Captured(Generic[P, T]):
             return _replay(kept.program, sources)
         return self._record(key, signature, environment, kept) if room else self._full(*args, **kwargs)
 
-    def _agreed(self, key: Any, *now: Any) -> tuple[_Kept | None, Sources | None, bool]:
+    def _agreed(self, key: Any, shared: Shared, *now: Any) -> tuple[_Kept | None, Sources | None, bool]:
         """What to replay where ranks could disagree, as plain tensors' sizes may change on one of them: they tell each other what
         they could. Otherwise what waits to be confirmed, and whether there is room for a recording on all of them."""
         serving = [(one, found) for one in self._entries.get(key, ()) if (found := one.serves(*now)) is not None]
         ready = {kept.bit: (kept, sources) for kept, sources in serving if kept.ready}
         waiting = next((kept for kept, _ in serving if not kept.ready), None)
         room = NEW if waiting is not None or self._has_room() else 0
-        common = agreed(self._groups, room + sum(ready))
+        common = agreed(shared.groups, room + sum(ready))
         if common > NEW:  # the last one that all made together
             return *ready[1 << common.bit_length() - 1], True
         return waiting, None, bool(common)
-
-    def _may_disagree(self, signature: Signature) -> bool:
-        return (signature.plain or not self._alike) and bool(self._groups)
 
     def _has_room(self) -> bool:
         return sum(map(len, self._entries.values())) < self._limit
@@ -199,7 +194,7 @@ class Captured(Generic[P, T]):
     def _full(self, *args: P.args, **kwargs: P.kwargs) -> T:
         if not self._plain:
             warnings.warn(
-                f"capture: {self.__name__} was recorded {self._limit} times for different shapes, layouts, "
+                f"capture: {self.__name__} was recorded {self._limit} times for different shapes, layouts, "  # type: ignore[attr-defined]
                 "numbers or modes. Further calls run without a recording. Pass numbers that change as 0-d "
                 "tensors, or raise the limit: capture(fn, limit=...)",
                 stacklevel=3,
@@ -228,7 +223,12 @@ class Captured(Generic[P, T]):
             self._surveyed, self._tries = _Surveyed(), 0
         same = program is not None and (not program.followed or (waiting is not None and confirmed(waiting.program, program)))
         found = agreed(groups, 0 if changed else 3 if same else 1)
-        bit = self._known_to_all(groups, recording.alike, signature)
+        shared = self._shared.get(signature.meshes) or Shared()
+        shared.add(groups, recording.alike)
+        bit = 0
+        if shared.may_disagree(signature.plain):
+            self._shared[signature.meshes] = shared
+            bit = shared.next_bit()
         if program is not None and found:
             kept = _Kept(environment, program, found > 1, bit)
             self._entries[key] = [*(one for one in entries if one is not waiting), kept]
@@ -242,15 +242,6 @@ class Captured(Generic[P, T]):
                     "is written to in place"
                 )
         return result
-
-    def _known_to_all(self, groups: Iterable[Group], alike: bool, signature: Signature) -> int:
-        """The bit of a recording; 0 where ranks cannot disagree, and of those that are one too many."""
-        self._groups.update(dict.fromkeys(groups))
-        self._alike = self._alike and alike
-        if not self._may_disagree(signature):
-            return 0
-        self._together += 1
-        return NEW << self._together if self._together < 63 else 0
 
     # --- to look at ----------------------------------------------------------------------------------------------------
     def programs(self) -> list[Program]:

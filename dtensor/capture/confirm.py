@@ -20,6 +20,7 @@ from ..mesh.device_mesh import DeviceMesh
 from .program import Program
 from .results import Constant
 
+NEW = 1  # the bit that says that there is room for another recording; each has one of the others
 Group: TypeAlias = tuple[DeviceMesh, tuple[int, ...]]  # of ranks: along these dims
 
 
@@ -70,6 +71,33 @@ def agreed(groups: Iterable[Group], found: int) -> int:
     for comm, dims in (*talking, *talking[-2::-1]):
         found = functools.reduce(and_, [number for row in comm.all_gather_numbers([found], dims) for number in row])
     return found
+
+
+class Shared:
+    """What ranks know of each other's recordings of one function for arguments on the same meshes.
+
+    Attributes:
+        groups: those whose collectives the recordings issue.
+    """
+
+    def __init__(self) -> None:
+        self.groups: dict[Group, None] = {}
+        self._alike = True  # whether what the function reads is guarded by facts that all ranks share
+        self._count = 0  # recordings that the ranks made knowing of each other
+
+    def add(self, groups: Iterable[Group], alike: bool) -> None:
+        """Add what one more recording met."""
+        self.groups.update(dict.fromkeys(groups))
+        self._alike = self._alike and alike
+
+    def may_disagree(self, plain: bool) -> bool:
+        """Whether ranks could choose different recordings; ``plain``: there are plain tensors among the arguments."""
+        return (plain or not self._alike) and bool(self.groups)
+
+    def next_bit(self) -> int:
+        """Return the bit of one more recording; 0 of those that are one too many."""
+        self._count += 1
+        return NEW << self._count if self._count < 63 else 0
 
 
 def _constants(program: Program) -> list[Any]:

@@ -36,6 +36,7 @@ from .watch import contents
 _READS = frozenset(
     {"tolist", "numpy", "apply_", "map_", "map2_", "_to_dlpack", "_to_dlpack_versioned"}
 )  # no dispatch key sees it
+_SETS = frozenset({"manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset"})  # of generators
 _DECIDING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 # fmt: off
@@ -93,6 +94,7 @@ class World:
 
     Args:
         reading: gives the name of the operation at work that would read a tensor (None: one that is not seen); None if it may.
+        setting: called when the state of a random generator is set.
         trusted: further modules whose functions are closed.
         wrapped: functions that compiled code would call, which is not seen.
         codes: what the survey has looked into; functions of the user's that run without being among it go to ``ran``.
@@ -102,6 +104,7 @@ class World:
     def __init__(
         self,
         reading: Callable[[torch.Tensor | None], str | None],
+        setting: Callable[[], None],
         trusted: Collection[str],
         wrapped: Iterable[Any],
         codes: Collection[CodeType],
@@ -110,7 +113,7 @@ class World:
         self._surveyed, self._computing = codes, computing
         self._met: set[CodeType] = set()
         self.ran = Ran()
-        self._reading, self._wrapped = reading, wrapped
+        self._reading, self._setting, self._wrapped = reading, setting, wrapped
         self._trusted = {*trusted}
         self._known: dict[tuple[Any, str], bool] = {}  # by module or class, and name: whether it is closed
         self._printing = 0
@@ -148,6 +151,8 @@ class World:
         elif event == "c_call":
             if fn.__name__ in _READS:
                 self._check_read(fn)
+            elif fn.__name__ in _SETS and isinstance(fn.__self__, torch.Generator):
+                self._setting()
             if not (self._printing or self._is_closed(fn) or _is_pythons(frame, fn)) and of_user(
                 frame, fn.__name__ == "initial_seed"
             ):

@@ -43,7 +43,7 @@ class Recorder(Keeping, TorchDispatchMode):
 
     def __init__(self, trusted: Collection[str], found: Environment) -> None:
         super().__init__()
-        self.world = World(self._reading, trusted, found.wrapped, found.codes, found.ran.computing)
+        self.world = World(self._reading, self._setting, trusted, found.wrapped, found.codes, found.ran.computing)
         self.steps: list[Step] = []
         self.constants: dict[Var, torch.Tensor] = {}
         self.paused = 0
@@ -54,6 +54,7 @@ class Recorder(Keeping, TorchDispatchMode):
         self._bases: dict[int, tuple[StorageWeakRef, int, Var, torch.dtype]] = {}  # by address, which a weak reference reserves
         self._pending: dict[int, tuple[Any, Var]] = {}
         self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+        self._sets_generators = False
         self._count = 0
         self.numbers, self.unvarying = Numbers(self.number, self._step), Unvarying()
 
@@ -61,7 +62,7 @@ class Recorder(Keeping, TorchDispatchMode):
     def running(self, steps: list[Step]) -> Iterator[None]:
         """Inside, operations of this thread go to ``steps``."""
         self.steps = steps
-        self._generators = {}
+        self._generators, self._sets_generators = {}, False
         self._expect(torch.default_generator)
         drawn = _python_draws()
         ACTIVE.append(self)
@@ -302,12 +303,16 @@ class Recorder(Keeping, TorchDispatchMode):
             self.steps.append(step)
 
     # --- generators: nobody but random operations may move them -------------------------------------------------------
+    def _setting(self) -> None:
+        self._sets_generators = self._sets_generators or not self.paused
+
     def _expect(self, generator: torch.Generator) -> None:
         self._generators[id(generator)] = (generator, state_now(generator))
 
     def _check(self, generator: torch.Generator, what: str) -> None:
         _, state = self._generators.get(id(generator), (None, None))
-        if state is not None and not bool((state == state_now(generator)).all()):
+        moved = state is not None and not bool((state == state_now(generator)).all())
+        if moved and self._sets_generators:  # else another thread has drawn
             raise CaptureError(
                 f"capture: the state of the random generator was set between two random operators ({what}), and a "
                 "replay would not set it. Call manual_seed, fork_rng and set_rng_state outside of the captured "

@@ -12,6 +12,7 @@ from ..base.modes import MODES, switches
 from ..base.torch_internals import TensorBase, TensorGuards, autocast_enabled, count_function_modes, pytree
 from ..comm import PerRank
 from ..errors import CaptureError
+from ..mesh.device_mesh import DeviceMesh
 from ..random.draw import DRAWING
 from ..tensor.dtensor import DTensor
 from .belonging import VALUES, ById, all_bare, attributes_of, bare, value_of
@@ -38,6 +39,11 @@ class Signature(NamedTuple):
     tensors: Sequence[Any]
     rebuild: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
     plain: bool = False
+
+    @property
+    def meshes(self) -> tuple[DeviceMesh, ...]:
+        """The meshes of the distributed tensors, in order."""
+        return tuple(dict.fromkeys(x._layout.mesh for x in self.tensors if isinstance(x, DTensor)))
 
 
 def sign(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:

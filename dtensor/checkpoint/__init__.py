@@ -2,8 +2,19 @@
 
 from .background import PendingSave
 from .loading import Loaded, load, read_tensors, read_tree
+from .rank_files import merge_rank_files
 from .safetensors import save_safetensors
 from .saving import save
 from .series import Manager
 
-__all__ = ["Loaded", "Manager", "PendingSave", "load", "read_tensors", "read_tree", "save", "save_safetensors"]
+__all__ = [
+    "Loaded",
+    "Manager",
+    "PendingSave",
+    "load",
+    "merge_rank_files",
+    "read_tensors",
+    "read_tree",
+    "save",
+    "save_safetensors",
+]

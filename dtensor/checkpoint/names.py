@@ -69,11 +69,7 @@ def renamed(manifest: Manifest, rename: Callable[[str], str] | Mapping[str, str]
             raise _collision((name,))
         tree[name] = value
     if names and not matched:
-        have = ", ".join(repr(name) for name in [*manifest.tensors][:3])
-        raise CheckpointError(
-            f"rename matches nothing: none of {sorted(names)[:3]} is a key of a dict in the checkpoint or a dotted name, "
-            f"as {have} are"
-        )
+        raise _unmatched(names, tensors)
     return replace(manifest, tensors=tensors, tree=encode(tree))
 
 
@@ -116,6 +112,14 @@ def _insert(tree: Any, path: Path, value: Any) -> None:
     if not isinstance(tree, dict) or path[-1] in tree:
         raise _collision(path)
     tree[path[-1]] = value
+
+
+def _unmatched(names: Mapping[str, str], tensors: Mapping[str, Entry]) -> CheckpointError:
+    have = ", ".join(repr(name) for name in [*tensors][:3])
+    return CheckpointError(
+        f"rename matches nothing: none of {sorted(names)[:3]} is a key of a dict in the checkpoint or a dotted name, "
+        f"as {have} are"
+    )
 
 
 def _collision(path: Path) -> CheckpointError:

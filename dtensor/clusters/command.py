@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ..base.progress import reporting
 from ..base.tables import print_table
@@ -69,7 +70,8 @@ def plot(found: Sequence[Estimate], path: Path, title: str) -> None:
         ("seconds of a step", [one.seconds for one in found], 1.0),
         ("GB per rank at the peak", [one.memory for one in found], 1e9),
     )
-    for part, (label, values, unit) in zip(figure.subfigures(1, 2), panels, strict=True):
+    parts: Any = figure.subfigures(1, 2)
+    for part, (label, values, unit) in zip(parts, panels, strict=True):
         axes = part.subplots()
         start = [0.0] * len(found)
         for kind in values[0]:

@@ -34,6 +34,8 @@ _CARRIER: dict[torch.dtype, torch.dtype] = {
 }
 
 
+NOT_ADDED = frozenset({torch.float8_e8m0fnu})  # powers of two: there is no zero, and torch adds none
+
 _STEP: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "sum": Tensor.add_,
     "product": Tensor.mul_,

@@ -52,7 +52,7 @@ class ProcessGroups(Communicator):
         group = self._group(dims)
         own = None if transfer.said else lengths_of(transfer.route_of(group.members[group.position]))
         said = f"{transfer.kind} {transfer.said}".rstrip()
-        run = watched(group, said, self._over(dims), bind_transfer(group, transfer), own=own, mesh=self.mesh)
+        run = watched(group, said, self._over(dims), bind_transfer(group, transfer), own=own)
         return either(run, lambda: functional.bind_transfer(group, transfer))
 
     def _transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> Run:
@@ -79,13 +79,13 @@ class ProcessGroups(Communicator):
     def _all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> Reduction:
         group, made = self._group(dims), bind_all_reduce(self._group(dims), op, dtype)
         said, over = f"all_reduce({op})", self._over(dims)
-        run = watched(group, said, over, made.run, shaped=True, mesh=self.mesh)
-        taking = None if made.taking is None else watched(group, said, over, made.taking, shaped=True, mesh=self.mesh)
+        run = watched(group, said, over, made.run, shaped=True)
+        taking = None if made.taking is None else watched(group, said, over, made.taking, shaped=True)
         return functional.beside(Reduction(run, taking, made.at_once), group, op, dtype)
 
     def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> Run:
         group, said = self._group(dims), f"reduce_scatter({scatter.op}) {scatter.said}"
-        run = watched(group, said, self._over(dims), bind_scatter(group, scatter), mesh=self.mesh)
+        run = watched(group, said, self._over(dims), bind_scatter(group, scatter))
         return either(run, lambda: functional.bind_scatter(group, scatter))
 
     def _all_gather_object(self, value: Any, dims: Dims) -> list[Any]:

@@ -6,26 +6,30 @@ import functools
 import os
 import threading
 import zlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ..base.caches import Bounded, remembered
 from ..base.generators import state_now
+from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.groups import BEFORE, Group
 from ..mesh.root import LAID_OUT
 from ..watch.chain import Chain, Deed, read_lengths, told_lengths, unfitting
-from ..watch.levels import Level, refuse_child, trail_of
-from ..watch.ring import ISSUED, fingerprint
+from ..watch.levels import Level, computed_in, refuse_child
+from ..watch.ring import ISSUED, Trail, fingerprint
 from ..watch.verdict import Said, differing_words, said_of, unfit_words
 from ..watch.watching import begin, chain_among, come_to_next, left_out, meet, operations_among, refuse, waited
 from .pending import Pending
 from .regions import Route, Transfer
 from .rows import gathered
 from .transfer import Issue, bind_direct, bind_transfer
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 BEFORE.append(meet)
 LAID_OUT.append(begin)
@@ -41,24 +45,20 @@ def watched(
     run: Issue,
     shaped: bool = False,
     own: tuple[Sequence[int], Sequence[int]] | None = None,
-    mesh: DeviceMesh | None = None,
 ) -> Issue:
     """``run``; ``said`` is what all ranks of the group say of it, besides the dtype, whether there are data, and the shape where
     that is ``shaped``.
 
     ``over`` names the mesh dims. Where ranks do not know each other's lengths, ``own`` is how many numbers this rank sends to
-    each of the group, and how many it expects of each. Of all ranks of ``mesh`` the collectives come in one order, in whichever
-    of its groups they are.
+    each of the group, and how many it expects of each.
     """
     ranks = ranks_of(group)
     chain = chain_among(ranks, group.handle, group.backend)
     if chain is None:
         return run
     known: Bounded[Any, Deed] = Bounded(_KEPT)
-    kind = fingerprint(f"{said.split()[0]} {over}")  # on all of the mesh alike, as lengths and shapes of blocks are not
     if list(chain.ranks) != ranks:
         over = f"{over} of ranks {', '.join(map(str, ranks))}"
-    trail = None if mesh is None or len(together := holders(mesh)) <= len(ranks) else trail_of(together)
     at = {rank: position for position, rank in enumerate(ranks)}
     lengths = "" if own is None else told_lengths(*([side[at[rank]] for rank in chain.ranks] for side in own))
 
@@ -70,8 +70,6 @@ def watched(
         if deed is None:
             deed = known.keep(key, Deed.of(f"{said} {_operand(x, shaped)}", over, lengths))
         admitted(chain, group, ranks, level, deed)
-        if trail is not None and threading.get_ident() == _MAIN:
-            trail.hash = hash((trail.hash, kind))
         number = chain.count
         try:
             pending = run(x)
@@ -104,6 +102,48 @@ def holders(mesh: DeviceMesh, dims: tuple[int, ...] | None = None) -> frozenset[
     return frozenset(mesh.ranks[member] for member in mesh.members_of(along, mesh.current_member() or 0))
 
 
+def together(layouts: Sequence[Layout]) -> frozenset[int]:
+    """Return the ranks along all mesh dims over which some of these tensors are sharded or partial.
+
+    No ranks where they are no processes, and where ranks could disagree which ones they are: a tensor of a slice of one mesh and
+    a tensor of another mesh are on other ranks for each copy of the slice.
+    """
+    dims: dict[DeviceMesh, set[int]] = {}
+    for layout in layouts:
+        own = layout.mesh.group_id(dim for dim in range(layout.mesh.ndim) if not layout.placements[dim].is_replicate())
+        if own:
+            dims.setdefault(layout.mesh._get_root_mesh(), set()).update(own)
+    if len(dims) > 1 and any(root.size_of(own) != root.size() for root, own in dims.items()):
+        return frozenset()
+    return frozenset[int]().union(*(holders(root, tuple(sorted(own))) for root, own in dims.items()))
+
+
+def trail_of(layouts: Sequence[Layout]) -> Trail | None:
+    """Return the trail of the ranks that compute with these tensors :func:`together`; None where there are no two."""
+    ranks = together(layouts)
+    return computed_in(layouts[0].mesh._root.world).trail_of(ranks) if len(ranks) > 1 else None
+
+
+def counted_with(layouts: Sequence[Layout], mesh_dims: Sequence[int], said: str, run: Callable[P, T]) -> Callable[P, T]:
+    """Return ``run``, a collective over ``mesh_dims`` of one mesh, whose calls count as operations on tensors of these layouts.
+
+    Ranks that share such tensors issue the collectives of their different groups in one order. Where the tensors are sharded
+    over ``mesh_dims`` alone, the group itself compares all of it, and ``run`` is returned as it is.
+    """
+    mesh = layouts[0].mesh
+    trail = trail_of(layouts) if len(together(layouts)) > mesh.size_of(mesh_dims) else None
+    if trail is None:
+        return run
+    step = fingerprint(f"{said} {mesh.named(mesh_dims)}")
+
+    def counted(*args: P.args, **kwargs: P.kwargs) -> T:
+        if Level.now != "off" and threading.get_ident() == _MAIN:
+            trail.hash = hash((trail.hash, step))
+        return run(*args, **kwargs)
+
+    return counted
+
+
 def draws(mesh: DeviceMesh, generator: torch.Generator, how: str) -> None:
     """The state from which all ranks draw, and how, is a part of what they compare."""
     if _compares(mesh):
@@ -123,9 +163,9 @@ def _compares(mesh: DeviceMesh) -> bool:
 
 def _compared(mesh: DeviceMesh, hashed: int, words: str) -> None:
     if Level.now == "watch":
-        trail = trail_of(holders(mesh))
+        trail = computed_in(mesh._root.world).trail_of(holders(mesh))
         trail.hash, trail.last = hash((trail.hash, hashed)), words
-    elif (ring := operations_among(holders(mesh))) is not None:
+    elif (ring := operations_among(mesh._root.world, holders(mesh))) is not None:
         ring.mix(hashed)
 
 

@@ -122,7 +122,7 @@ def _computing(device_type: str, seconds: float) -> Device:
     built_in = DEVICES[STANDS_FOR[device_type] if device_type == "cpu" else named(name)]
     number = torch.ones((), device=device_type)
     rates = {kind: _multiplied(dtype, device_type, seconds) for kind, dtype in _MULTIPLIED.items()}
-    memory = 2 * _copied(device_type, seconds)  # read and written
+    memory = 2 * _measure_copy_rate(device_type, seconds)  # read and written
     return Device(name, {**built_in.flops, **rates}, memory, slowest(lambda: number + number, seconds / 5, device_type))
 
 
@@ -136,7 +136,7 @@ def _multiplied(dtype: torch.dtype, device_type: str, seconds: float) -> float:
 
 
 def _link(moves: Moves, groups: Sequence[Sequence[int]], device_type: str, seconds: float) -> Link:
-    memory = _copied(device_type, seconds)
+    memory = _measure_copy_rate(device_type, seconds)
     asked = list(product(groups, COLLECTIVES, _SIDES))
     shown = progress(asked, len(asked), "calibrating") if dist.get_rank() == 0 else iter(asked)
     taken = [_sample(moves, kind, group, side, device_type, memory, seconds) for group, kind, side in shown]
@@ -145,8 +145,8 @@ def _link(moves: Moves, groups: Sequence[Sequence[int]], device_type: str, secon
     return Link(**rates, memory=memory)
 
 
-def _copied(device_type: str, seconds: float) -> float:
-    """Bytes per second of local copies while all ranks copy."""
+def _measure_copy_rate(device_type: str, seconds: float) -> float:
+    """Return the bytes per second of local copies while all ranks copy."""
     x = torch.ones(_SIDES[-1], _SIDES[-1], device=device_type)
     return x.nbytes / slowest(x.clone, seconds / 5, device_type)
 

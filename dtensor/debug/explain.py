@@ -201,7 +201,7 @@ def collectives_text(count: int | None) -> str:
 
 def _folded(movements: Sequence[Movement]) -> Iterator[str]:
     """Yield each collective with its reasons; those that differ only in their module, or not at all, once with their number."""
-    for (asked, what, *details), alike in by_key(((*_parts(movement),), movement) for movement in movements).items():
+    for (asked, what, *details), alike in by_key(((*_text_parts(movement),), movement) for movement in movements).items():
         modules = list(dict.fromkeys(movement.module for movement in alike if movement.module))
         others = f" and {len(modules) - 1} other module{'s' if len(modules) > 2 else ''}" if len(modules) > 1 else ""
         within = f" in {modules[0]}{others}" if modules else ""
@@ -209,7 +209,7 @@ def _folded(movements: Sequence[Movement]) -> Iterator[str]:
         yield from details
 
 
-def _parts(movement: Movement) -> Iterator[str]:
+def _text_parts(movement: Movement) -> Iterator[str]:
     """Yield what asked for a collective, the collective, then the reasons."""
     yield movement.asked
     yield movement.what

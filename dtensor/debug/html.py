@@ -152,12 +152,12 @@ def _listing(x: Any, lines: Iterable[CostlyLine], **more: Any) -> str:
     """Return the first line of ``str(x)``, then file by file the program's lines near those that receive something."""
     files = by_key((line.place.file, line) for line in lines if line.nbytes)
     most = max((line.nbytes for own in files.values() for line in own), default=1)
-    shown = [{"name": file, "rows": list(_rows(file, own, most))} for file, own in files.items()]
+    shown = [{"name": file, "rows": list(_listing_rows(file, own, most))} for file, own in files.items()]
     style = _rendered(templates.STYLE, colors=_markup(_colors("default")))
     return _rendered(templates.LISTING, style=_markup(style), head=str(x).partition("\n")[0], files=shown, **more)
 
 
-def _rows(file: str, lines: Sequence[CostlyLine], most: int) -> Iterator[dict[str, Any]]:
+def _listing_rows(file: str, lines: Sequence[CostlyLine], most: int) -> Iterator[dict[str, Any]]:
     by_number = by_key((line.place.number, line) for line in lines)
     code = _code_of(file)
     near = {number for at in by_number for number in range(max(at - _AROUND, 1), min(at + _AROUND, len(code)) + 1)}

@@ -4,6 +4,7 @@ Under ``check_ranks("strict")`` each is taken down with its line and numbers. Un
 noted: but for views, memory that is made and left as it is, and what computes with copies alone, which a rank may do by itself
 (the first one prints a norm, and loads what others have no values of yet: ``module.to_empty``). What
 autograd does when it stores a gradient counts nowhere: it copies or does not as somebody else holds a reference, a debugger too.
+Additions in place count in any order: so torch adds gradients up.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from ..base.caches import remembered
 from ..base.nested import listed
 from ..base.torch_internals import AccumulateGrad, autograd_node, count_dispatch_modes
 from ..base.tracing import has_no_values, under_way
-from ..comm.watched import holders
+from ..comm.watched import holders, trail_of
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..propagation.schema import Operator
 from ..watch import lines
-from ..watch.levels import Level, trail_of
+from ..watch.levels import Level
 from ..watch.ring import FAILED, Ring, Trail, fingerprint
 from ..watch.watching import note, operations_among
 from . import wrapping
@@ -35,20 +36,24 @@ _KINDS = str | bool | int | float | complex | None | torch.dtype | torch.layout 
 
 def counting(operator: Operator, run: Callable[..., Any]) -> Callable[..., Any]:
     """``run``, an operator's dispatch, whose calls count."""
-    stores = operator.facts.stores or operator.is_view
+    stores, unordered = operator.facts.stores or operator.is_view, operator.facts.accumulates
 
     def counted(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if stores and isinstance(autograd_node(), AccumulateGrad):
             return run(cls, func, types, args, kwargs)
         layouts = list(_layouts_of(args, kwargs or {}))
-        ring = _ring_of(layouts)
+        ring = _ring_of(layouts) if _counts() else None
         if ring is None:
             return run(cls, func, types, args, kwargs)
         what = f"{func}({', '.join(_given(operator, args, kwargs or {}))})  {', '.join(map(_shown, layouts))}"
-        ring.add(fingerprint(what), what, _over(layouts[0].mesh), lines.at(sys._getframe(1)))
+        take_down = ring.add_unordered if unordered else ring.add
+        take_down(fingerprint(what), what, _over(layouts[0].mesh), lines.at(sys._getframe(1)))
         made = run(cls, func, types, args, kwargs)
         for result in _tensors(listed(made)):  # by another rule it may lie elsewhere, while the collectives are the same
-            ring.mix(_placed(result._layout))
+            if unordered:
+                ring.unordered += _placed(result._layout)
+            else:
+                ring.mix(_placed(result._layout))
         return made
 
     return counted
@@ -62,10 +67,12 @@ def failed(operator: Operator, error: Exception, args: tuple[Any, ...], kwargs: 
     if operator.facts.stores and isinstance(autograd_node(), AccumulateGrad):
         return
     layouts, what = list(_layouts_of(args, kwargs)), f"{operator.name}, which raised {type(error).__name__}"
+    if not _counts():
+        return
     if Level.now == "strict" and (ring := _ring_of(layouts)) is not None:
         ring.add(FAILED, what, _over(layouts[0].mesh), lines.at(sys._getframe(2)))
-    elif Level.now == "watch" and _counts() and not operator.is_view and len(ranks := _together(layouts)) > 1:
-        trail_of(ranks).fail(what)
+    elif Level.now == "watch" and not operator.is_view and (trail := trail_of(layouts)) is not None:
+        trail.fail(what)
 
 
 def _counts() -> bool:
@@ -74,8 +81,8 @@ def _counts() -> bool:
 
 
 def _ring_of(layouts: list[Layout]) -> Ring | None:
-    """Of the ranks that hold these tensors together; None where they are no processes."""
-    return operations_among(holders(layouts[0].mesh)) if layouts else None
+    """Return the operations of all ranks of the first tensor's mesh; None where they are no processes."""
+    return operations_among(layouts[0].mesh._root.world, holders(layouts[0].mesh)) if layouts else None
 
 
 def _layouts_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Layout]:
@@ -91,7 +98,8 @@ class Notes:
     """
 
     def __init__(self, operator: Operator, plans: dict[Any, Any]) -> None:
-        self._operator, stores, many = operator, operator.facts.stores, Trail.MANY
+        self._operator, stores, unordered, many = operator, operator.facts.stores, operator.facts.accumulates, Trail.MANY
+        special = stores or unordered
         get, thread, main, modes = plans.get, threading.get_ident, threading.main_thread().ident, count_dispatch_modes
 
         def find(signature: tuple[Any, ...], numbers: list[Any] | None = None) -> Any:
@@ -99,13 +107,19 @@ class Notes:
             found, trail, step, words = (None, *self._step_of(signature)) if kept is None else kept
             if trail is None or thread() != main or (modes() and under_way()):
                 return found
-            if not stores or not isinstance(autograd_node(), AccumulateGrad):
+            if not special:
                 trail.hash = hash((trail.hash, step))  # of whole numbers: the same in all processes
-                trail.last = words
-                if numbers:
-                    (so_far := trail.numbers).extend(numbers)
-                    if len(so_far) > many:
-                        trail.settle()
+            elif unordered:
+                trail.unordered += step
+            elif isinstance(autograd_node(), AccumulateGrad):
+                return found
+            else:
+                trail.hash = hash((trail.hash, step))
+            trail.last = words
+            if numbers:
+                (so_far := trail.numbers).extend(numbers)
+                if len(so_far) > many:
+                    trail.settle()
             return found
 
         self.find = find
@@ -116,20 +130,13 @@ class Notes:
 
     def _step_of(self, signature: tuple[Any, ...]) -> tuple[Trail | None, int, str]:
         """No trail of views, of memory that is made and left as it is, of what ranks do with copies, each for itself."""
-        ranks = _together(list(_layouts(signature)))
-        if self._operator.is_view or self._operator.facts.touches == "nothing" or len(ranks) < 2:
+        trail = None
+        if not self._operator.is_view and self._operator.facts.touches != "nothing":
+            trail = trail_of(list(_layouts(signature)))
+        if trail is None:
             return None, 0, ""
         words = f"{self._operator.name}({', '.join(map(_part, signature))})"
-        return trail_of(ranks), fingerprint(words), words
-
-
-def _together(layouts: list[Layout]) -> frozenset[int]:
-    """The ranks along all mesh dims over which some of these tensors are parts or terms."""
-    dims: dict[DeviceMesh, set[int]] = {}
-    for layout in layouts:
-        own = (dim for dim in range(layout.mesh.ndim) if not layout.placements[dim].is_replicate())
-        dims.setdefault(layout.mesh, set()).update(own)
-    return frozenset[int]().union(*(holders(mesh, tuple(sorted(along))) for mesh, along in dims.items()))
+        return trail, fingerprint(words), words
 
 
 def _layouts(signature: Iterable[Any]) -> Iterator[Layout]:

@@ -268,7 +268,11 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
         return _kept(entry, signature, special)
     replan = partial(_plan, operator)
     plan, program = replan(args, kwargs, bound, meshes)
-    return _kept(entry, signature, with_variants(plan, program, operator, args, kwargs, replan))
+    compared = agree_on_declared(operator, bound, plan)
+    program = with_variants(plan, program, operator, args, kwargs, replan)
+    if compared and operator.mutated and plan.rule is not None and plan.rule.kind == "pointwise":
+        return program  # not kept: a plain value that is written to a DTensor is compared in every call
+    return _kept(entry, signature, program)
 
 
 def _plan(
@@ -289,9 +293,7 @@ def _plan(
     with tracing.aside():
         plan = plan_of_bound(operator, bound, meshes, choose)
         whole, if_refused = _VIEWING(plan, operator) if operator.is_view or operator.reshapes else (None, None)
-        program = bind_program(plan, operator, args, kwargs, whole, if_refused)
-    agree_on_declared(operator, bound, plan)
-    return plan, program
+        return plan, bind_program(plan, operator, args, kwargs, whole, if_refused)
 
 
 def _kept(entry: Entry, signature: tuple[Any, ...], found: Layout | Runner) -> Layout | Runner:

@@ -106,19 +106,21 @@ def admit(value: torch.Tensor, name: str, position: int | None, operator: Operat
         )
 
 
-def agree_on_declared(operator: Operator, bound: dict[str, Any], plan: Plan) -> None:
+def agree_on_declared(operator: Operator, bound: dict[str, Any], plan: Plan) -> bool:
     """Compare between ranks the plain tensors that stand in a call because its rule declares them: of a call that layouts answer
-    their shapes, which is all that it reads.
+    their shapes, which is all that it reads. Return True if there were any.
 
     Raises:
         MixedTensorError: on all ranks, if they differ.
     """
-    names = declared(operator)
+    names, compared = declared(operator), False
     for name in names if names and not (MODES.implicit_replication or made_by_torch()) else ():
         for item in listed(bound.get(name)):
             if isinstance(item, torch.Tensor) and not hasattr(item, "_layout") and not is_number(item):
                 read = torch.tensor(item.shape, device=item.device) if plan.how == "answer" else item
                 same_on_all(plan.call.mesh, read, f"{operator.name} (argument {name!r})")
+                compared = True
+    return compared
 
 
 def through_copies(operator: Operator, bound: dict[str, Any]) -> Runner | None:

@@ -87,6 +87,13 @@ CHANGES = (
     ),
     Change("torch.to_dlpack", "import", "the same function as torch.utils.dlpack.to_dlpack", "2.11", "the same"),
     Change(
+        "torch.autograd.graph.save_on_cpu.__init__",
+        "import",
+        "with pin_memory=True it copies what is saved into a plain tensor; of DTensors the local tensors move",
+        "2.11",
+        "interop.saved_on_host keeps torch's own",
+    ),
+    Change(
         "sys.meta_path",
         "import",
         'post-import hooks: the modules of this list with "its import" are patched when another module imports them',

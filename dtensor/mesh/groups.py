@@ -143,6 +143,13 @@ class _Made(threading.local):
         self.times: Counter[tuple[int, ...]] = Counter()
         self.name: str | None = None  # of the group that is being made
 
+    def begin_world(self, world: Any) -> None:
+        """Forget the groups of a world that has ended. In another one, processes with other pasts may have these ranks."""
+        if self.world is not world:
+            self.world = world
+            self.groups.clear()
+            self.times.clear()
+
 
 _MADE = _Made()
 BEFORE: list[Callable[[list[int], str], None]] = []  # called before a group of these ranks is made: torch waits for them
@@ -160,9 +167,7 @@ def _handle(mesh: Geometry, mesh_dims: Sequence[int], ranks: list[int]) -> Any:
     if backend is None and sorted(ranks) == list(range(dist.get_world_size())):
         handle = world
     else:
-        if _MADE.world is not world:
-            _MADE.groups.clear()
-            _MADE.world = world
+        _MADE.begin_world(world)
         known = (tuple(sorted(ranks)), backend)
         handle = _MADE.groups.get(known)
         if handle is None:
@@ -221,6 +226,7 @@ def _make_among_all(mesh: Geometry, mesh_dims: Sequence[int], ranks: list[int], 
 def _named_for(ranks: list[int]) -> Iterator[None]:
     """Groups made inside are named after their ranks and how often we made one of these ranks: alike on all its members."""
     key = tuple(sorted(ranks))
+    _MADE.begin_world(dist.group.WORLD)
     _MADE.times[key] += 1
     _MADE.name = f"dtensor_{'_'.join(map(str, key))}_{_MADE.times[key]}"
     try:

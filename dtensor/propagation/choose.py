@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..base.symbols import has_symbols
+from ..comm.fold import NOT_ADDED
 from ..cost.link import collective_seconds
 from ..layout.layout import Layout
 from ..layout.splits import Split, chunk_sizes
@@ -126,6 +127,8 @@ def realized(rule: Rule, rows: tuple[Row, ...], factors: Factors, call: Call, ke
     """The choice of one row per mesh dim; None if they contradict each other, or the rule does not allow them here."""
     try:
         chosen = _realize(rows, factors, call, kept)
+        if chosen is not None and any(layout.dtype in NOT_ADDED and any(layout.partials) for layout in chosen.results if layout):
+            return None
         if chosen is not None and not rule.allows(chosen.choice):  # of such blocks: one is empty, or they are not alike
             chosen = _realize(rows, factors, call, kept, evenly=True) if chosen.choice.splits else None
             if chosen is None or not rule.allows(chosen.choice):

@@ -62,7 +62,7 @@ def watch_modules() -> None:
     """Have these modules take ``PerRank`` tensors."""
     for kind, way in _FORWARDS.items():
         if not hasattr(kind.forward, "__wrapped__"):
-            kind.forward = _around(kind.forward, way)  # type: ignore[method-assign]  # the change that the catalog lists
+            kind.forward = _around(kind.forward, way)
             changed(_where(kind))
 
 
@@ -70,7 +70,7 @@ def leave_modules() -> None:
     """Give torch's modules their own ``forward`` again."""
     for kind in _FORWARDS:
         if hasattr(kind.forward, "__wrapped__"):
-            kind.forward = kind.forward.__wrapped__  # type: ignore[method-assign]  # see above
+            kind.forward = kind.forward.__wrapped__
             restored(_where(kind))
 
 

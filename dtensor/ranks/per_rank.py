@@ -28,13 +28,9 @@ from ..base.torch_internals import OpOverload, functorch_active, make_wrapper_su
 from ..errors import LayoutError, MeshError, MixedTensorError, PlacementError
 from .hidden import each_rank
 from .rank_values import _EACH_RANK, RankNumber, RankValues, agreed
+from .run_mode import OF_EACH_RANK
 from .shared_reads import UsedByRanks
 from .shared_writes import write_back, written_tensors
-
-_COMPILED = (
-    "tensors of each rank are not compiled into one graph. A function that needs one (flex_attention) runs per rank: "
-    "dtensor.map_ranks(lambda at, q, k, v: flex_attention(q, k, v), q, k, v, mesh=mesh), also inside a function of local_map"
-)
 
 
 class PerRank(Tensor):
@@ -71,7 +67,7 @@ class PerRank(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_dynamo_compiling():
-            torch_internals.graph_break(msg=_COMPILED)
+            torch_internals.graph_break(msg=OF_EACH_RANK)
         joint = _JOINT.get(func)
         return over_ranks(func, args, kwargs or {}) if joint is None else joint(*args, **(kwargs or {}))
 

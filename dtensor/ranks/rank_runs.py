@@ -62,9 +62,8 @@ class RankRuns:
     def __init__(self, count: int, device: torch.device) -> None:
         self._count = count
         self._writers, self._makers = _Memories(), _Memories()
-        self._copies: dict[
-            int, tuple[Tensor, Any, Sequence[Tensor]]
-        ] = {}  # by id of a plain tensor: it, its state, ranks' copies
+        # by id of a plain tensor: it, its state, and the copy of each rank
+        self._copies: dict[int, tuple[Tensor, Any, Sequence[Tensor]]] = {}
         self._streams: dict[Any, _Stream] = {
             "random": _Stream(random.getstate, random.setstate),
             "numpy": _Stream(np.random.get_state, np.random.set_state),
@@ -269,11 +268,13 @@ def _key(x: Tensor) -> int:
 
 def _is_shared(x: Tensor, others: Sequence[Tensor]) -> bool:
     """Whether the range of memory of ``x`` overlaps that of one of the others."""
+    if not is_plain(x) or x.layout is not torch.strided or x.is_nested:
+        return False
     first, last = _extent(x)
     return any(_key(x) == _key(y) != 0 and first <= _extent(y)[1] and _extent(y)[0] <= last for y in others)
 
 
-def _extent(x: Tensor) -> tuple[int, int]:
+def _extent(x: Tensor) -> tuple[int | torch.SymInt, int | torch.SymInt]:
     """Return the offsets of the first and the last element of ``x`` in its memory; an empty range where it has none."""
     if not x.numel():
         return 1, 0

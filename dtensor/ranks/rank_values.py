@@ -166,8 +166,8 @@ def _each(fn: Callable[..., Any]) -> Callable[..., Any]:
                 return NotImplemented
             columns.append(other.values if isinstance(other, RankNumber) else (other,) * len(self.values))
         if any(len(column) != len(self.values) for column in columns):
-            counts = " do not go together with ".join(f"{len(column)} ranks" for column in columns)
-            raise MeshError(f"numbers of {counts} cannot be combined: they belong to different meshes")
+            counts = " and one of ".join(f"{len(column)} ranks" for column in columns)
+            raise MeshError(f"a number of {counts} cannot be combined: they belong to different meshes")
         return one_or_each(list(map(fn, *columns)))
 
     return method

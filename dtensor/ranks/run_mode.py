@@ -1,4 +1,5 @@
-"""Run mode: the torch function mode that follows the calls of one rank's run of a function, see ``rank_runs``.
+"""Run mode: the torch function mode that follows the calls of one rank's run of a function, see ``rank_runs``, and what to say
+where it cannot.
 
 Dynamo traces the mode with the functions that it compiles, so it looks into this file.
 """
@@ -13,6 +14,10 @@ from torch.overrides import TorchFunctionMode
 
 from ..base import torch_internals
 
+OF_EACH_RANK = (
+    "tensors of each rank are not compiled into one graph. A function that needs one (flex_attention) runs per rank: "
+    "dtensor.map_ranks(lambda at, q, k, v: flex_attention(q, k, v), q, k, v, mesh=mesh), also inside a function of local_map"
+)
 _COMPILED = (
     "torch.compile inside map_ranks, of tensors that require gradients: the gradients of plain tensors would be the sum over "
     "ranks; call the compiled function outside of map_ranks, or under torch.no_grad()"

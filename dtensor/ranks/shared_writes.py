@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base.nested import listed
-from ..errors import LayoutError
+from ..errors import LayoutError, MixedTensorError
 from .assign import assign
 
 _WRITING = frozenset(("__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__", "__imod__"))
@@ -45,11 +45,22 @@ class AgreedByRanks(torch.autograd.Function):
 
 
 def written_tensors(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the plain tensors that a call writes to."""
+    """Return the plain tensors that a call with per-rank tensors writes to.
+
+    Raises:
+        MixedTensorError: the call writes to a DTensor.
+    """
     name = getattr(func, "__name__", "").partition(".")[0]
     writes = name in _WRITING or (name.endswith("_") and not name.endswith("__"))
     values = (*(args[:1] if writes else ()), kwargs.get("out"), *statistics_written(func, args, kwargs))
-    return [x for value in values for x in listed(value) if is_plain(x)]
+    written = [x for value in values for x in listed(value)]
+    if any(hasattr(x, "_layout") for x in written):
+        raise MixedTensorError(
+            f"{name} would write a per-rank tensor into a DTensor, which is one global value: make a DTensor first with "
+            "DTensor.from_local(x, mesh, placements), or, of a value that all ranks share, with "
+            "distribute_tensor(t, mesh, placements)"
+        )
+    return [x for x in written if is_plain(x)]
 
 
 _BY_NAME = (F.batch_norm, F.instance_norm)  # (input, running_mean, running_var, weight, bias, flag, ...)

@@ -24,6 +24,7 @@ from ..comm.events import because
 from ..comm.fold import divided
 from ..comm.regions import Box, region
 from ..comm.rows import flat_bytes, from_bytes, joined
+from ..comm.watched import counted_with
 from ..cost.link import collective_seconds, local_seconds
 from ..placement import Monoid
 from .executor import Bound, Local, bound_of, route
@@ -180,13 +181,14 @@ def _merged(steps: tuple[Any, ...]) -> Together:
     """Steps of one kind as one; regions and groups are worked out once."""
     match steps[0]:
         case AllReduce():
-            return _all_reduce(steps)
+            made = _all_reduce(steps)
         case ReduceScatter():
-            return _reduce_scatter(steps)
+            made = _reduce_scatter(steps)
         case _ if all(isinstance(step, AllGather) for step in steps):
-            return _all_gather(steps)
+            made = _all_gather(steps)
         case _:
-            return _exchange(steps)
+            made = _exchange(steps)
+    return counted_with([step.before for step in steps], steps[0].mesh_dims, type(steps[0]).__name__, made)
 
 
 # --- reductions: the elements of all tensors in one row -------------------------------------------------------------------

@@ -20,6 +20,7 @@ from ..comm.binding import Run
 from ..comm.events import because
 from ..comm.fold import divided, identity
 from ..comm.regions import Box, Route, Scatter, Transfer, region
+from ..comm.watched import counted_with
 from ..layout.layout import Layout
 from ..placement import Monoid
 from .partials import KEEPING
@@ -173,7 +174,8 @@ def route(step: AllGather | Exchange, member: int) -> Route:
 
 def _collective(comm: Communicator, issue: Run, step: Step) -> Bound:
     """``issue``, and what is done with its result."""
-    start, finish = because((step,), issue), _finish(comm, step)
+    counted = counted_with([step.before], step.mesh_dims, _said(step), issue)
+    start, finish = because((step,), counted), _finish(comm, step)
     if finish is None:
         return Bound(lambda x: start(x).wait(), start)
     return Bound(lambda x: finish(start(x).wait()), lambda x: start(x).then(finish))

@@ -42,6 +42,7 @@ class Facts:
         joins: its result has its operands side by side: more of what the largest is.
         touches: the memory that it reads and writes: of operands too, of results alone, or none (what is made and left as it is).
         stores: autograd calls it when it stores a gradient, or does not where nobody else holds a reference: ranks may differ.
+        accumulates: torch adds gradients up with it, in an order that may differ between ranks (pipelines keep them in sets).
     """
 
     strides: Law | None = None
@@ -59,6 +60,7 @@ class Facts:
     joins: bool = False
     touches: Literal["all", "results", "nothing"] = "all"
     stores: bool = False
+    accumulates: bool = False
 
 
 _FACTS: dict[str, Facts] = {}

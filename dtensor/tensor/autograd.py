@@ -25,7 +25,7 @@ import torch
 
 from ..base.caches import remembered
 from ..base.selective_checkpoint import policy_mode
-from ..base.torch_internals import forward_ad, functorch_active, is_legacy_batched
+from ..base.torch_internals import forward_ad, functorch_active
 from ..base.tracing import not_in_graph
 from ..comm import PerRank, communicator_of, shards_of
 from ..dispatch.announced import move_under_policy

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..base.scoped import Scoped
 from ..base.told import changed
 from ..comm import PerRank, communicator_of, per_rank
 from ..dispatch.transformed import below_transforms
@@ -16,6 +19,7 @@ from ..layout.layout import Layout, restore_layout
 from ..mesh.device_mesh import restore_mesh
 from ..placement import Partial, Replicate, Shard
 
+_AS_PIECES: Scoped[None] = Scoped("pieces_while_loading")
 _OURS = (IDENTITY | KNOWN) - {"_begins"}  # a copy begins where it did
 
 
@@ -64,15 +68,39 @@ def reduced(x: Any, protocol: Any) -> Any:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class RankPiece:
+    """A DTensor as a file has it, apart from any process group.
+
+    Attributes:
+        layout: the layout of the DTensor.
+        locals: pairs of a position in the mesh and its local tensor; one, or all where all ranks lived in the writing process.
+    """
+
+    layout: Layout
+    locals: tuple[tuple[int, torch.Tensor], ...]
+
+
+def pieces_while_loading() -> AbstractContextManager[None]:
+    """Have DTensors that are unpickled inside of the block become :class:`RankPiece` values."""
+    return _AS_PIECES.entered(None)
+
+
 def restore_tensor(
     local: Any, layout: Layout, requires_grad: bool, is_param: bool, marks: Any = None, member: int | None = None
 ) -> Any:
     """A DTensor of what ``member`` had (None: a rank outside of the mesh, or a file that does not say)."""
+    if _AS_PIECES:
+        numbered = enumerate(local.shards) if isinstance(local, PerRank) else [(member, local)] if member is not None else []
+        return RankPiece(layout, tuple(numbered))
     comm = communicator_of(layout.mesh)
     if isinstance(local, PerRank) != comm.holds_all:
         held = "the local tensors of all ranks" if isinstance(local, PerRank) else "one rank's local tensor"
         where = f"the pickled DTensor has {held}, but {layout.mesh!r} has kind {layout.mesh.kind!r} here"
-        raise DTensorError(f"{where}: unpickle it in processes with the same ranks, or send x.full_tensor()")
+        raise DTensorError(
+            f"{where}: unpickle it in processes with the same ranks, send x.full_tensor(), "
+            "or read the files of all ranks with dtensor.checkpoint.merge_rank_files(paths)"
+        )
     if member is not None and comm.held and not _same_piece(layout, member, comm.held[0]):
         sent, here = (layout.mesh.ranks[each] for each in (member, comm.held[0]))
         raise DTensorError(

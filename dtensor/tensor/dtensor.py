@@ -129,15 +129,12 @@ class DTensor(torch.Tensor):
         stride: Sequence[int] | None = None,
         grad_placements: Sequence[Placement] | None = None,
     ) -> DTensor:
-        """Return the DTensor that has ``local_tensor`` as this rank's piece; differentiable.
-
-        A local tensor of one rank is the piece itself: they share memory, and a write to one shows in the other. In one process
-        that holds for the tensors of a ``per_rank([...])``. A plain tensor is shared by all ranks there, so each gets a copy.
+        """Return the DTensor that has ``local_tensor`` as this rank's piece, and shares memory with it; differentiable.
 
         Args:
-            local_tensor: this rank's piece; with all ranks in one process a ``per_rank([...])``, or a plain tensor for all. One
-                that is lazily negated (``x.conj().imag``) is computed, and shares nothing. Of a rank outside the mesh it is not
-                taken: that rank holds nothing, and gets zeros as the gradient.
+            local_tensor: this rank's piece; with all ranks in one process a ``per_rank([...])`` (a plain tensor is all ranks'
+                there, and each gets a copy). One that is lazily negated (``x.conj().imag``) is computed, and shares nothing. Of a
+                rank outside the mesh it is not taken: that rank holds nothing, and gets zeros as the gradient.
             device_mesh: defaults to the mesh entered by ``with mesh:``.
             placements: default ``Replicate()`` on every mesh dim.
             run_check: compare shapes, dtypes and (for replicated mesh dims) values across ranks; names the offending rank.
@@ -173,11 +170,7 @@ class DTensor(torch.Tensor):
         Args:
             grad_placements: the placements of the gradient that comes back, default ``placements`` with Partial replaced by
                 Replicate; of parameters inside units of data parallelism Partial along mesh dims that cut the unit's batch.
-                Give ``[Partial()]`` where each rank uses a replicated piece differently.
-
-        Raises:
-            LayoutError: in the backward pass, ranks find different gradients of a replicated piece and ``grad_placements`` does
-                not add them up. Processes compare them at the first such pass, see ``check_ranks``.
+                Give ``[Partial()]`` where each rank uses a replicated piece differently, which raises ``LayoutError`` else.
         """
         if observed:
             tell_looked_at(self)
@@ -194,17 +187,8 @@ class DTensor(torch.Tensor):
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the global value as a plain tensor on every rank, with memory of its own; differentiable. Costs the
-        redistribution to ``Replicate``.
-
-        In one process a ``per_rank`` tensor on a submesh, whose copies may hold different values, and where ``grad_placements``
-        are ``Partial``, since each rank has a gradient of its own.
-
-        Args:
-            grad_placements: as of :meth:`to_local`. Give ``[Partial()]`` where each rank uses the value differently.
-
-        Raises:
-            LayoutError: in the backward pass, ranks find different gradients and ``grad_placements`` does not add them up.
-        """
+        redistribution to ``Replicate``. ``grad_placements`` as of :meth:`to_local`. In one process a ``per_rank`` tensor where
+        ranks differ: in the value on a submesh, in the gradient under ``Partial``."""
         return to_whole(self, grad_placements)
 
     def redistribute(

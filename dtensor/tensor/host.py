@@ -57,7 +57,11 @@ def dlpack(self: Any, **options: Any) -> Any:
 
 
 def text(self: Any, spec: str) -> str:
-    return format(self.item(), spec) if self.ndim == 0 else repr(self)
+    if self.ndim == 0:
+        return format(self.item(), spec)
+    if spec:
+        raise TypeError("unsupported format string passed to Tensor.__format__")  # as torch raises it
+    return repr(self)
 
 
 def share_memory_(self: Any) -> Any:

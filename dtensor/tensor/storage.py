@@ -34,7 +34,7 @@ class HiddenStorage(torch.UntypedStorage):
     def data_ptr(self) -> NoReturn:
         """Raise: no ``NotImplementedError``, which safetensors takes for address 0 of every DTensor."""
         raise DTensorError(
-            "a DTensor has no address: x.to_local().untyped_storage() is the storage of this rank's piece. To write safetensors "
+            "a DTensor has no address: x.to_local().untyped_storage() is the storage of this rank's shard. To write safetensors "
             "files call dtensor.hf.save_pretrained(model, folder) or dtensor.checkpoint.save_safetensors(state, folder), "
             "instead of model.save_pretrained or safetensors.torch.save_file"
         )

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from ..base.callers import users_frame
 from . import lines
 from .board import CHAIN, COUNT, LEFT, NUMBER, RUNNING, SINCE, STATE, THREADS, WAITING, Board, ring_page
-from .levels import Level
+from .levels import computed_in
 from .pages import Page
 from .ring import BROKEN_OFF, FAILED, HASH, LENGTHS, WORDS, Entry, Ring, fingerprint, mixed, place_of
 
@@ -63,6 +63,7 @@ class Chain(Ring):
         (board.folder / f".{self.name}.{board.rank}").write_text(repr(ranks))
         (board.folder / f".{self.name}.{board.rank}").rename(board.folder / self.name)
         super().__init__(board.own(f"{self.name}-{board.rank}", WORDS))
+        self._computed = computed_in(board.world())
         self.apart = False  # whether its ranks are on several hosts
         self.left_out = 0  # the last one that this rank took down and did not issue, until all have come to the next one
         self.kept: dict[Any, Any] = {}  # what the exchange of hashes is bound to
@@ -77,8 +78,7 @@ class Chain(Ring):
     def take_down(self, deed: Deed) -> bool:
         """Takes down the next collective; whether all who have come to its number mean the same."""
         self.board.go_on()
-        operations = self._operations() if Level.operations else 0
-        after = self._trailed() if Level.trails else ""
+        operations, after = self._operations(), self._trailed()
         frame = users_frame(sys._getframe(2))
         line = "" if frame is None else lines.line_of(frame.f_code.co_filename, frame.f_lineno)
         at = self.add(deed.hash, deed.what, deed.over, line, operations, deed.lengths, after)
@@ -120,25 +120,30 @@ class Chain(Ring):
         words[COUNT] += 1
 
     def _operations(self) -> int:
-        """How many operations all ranks of the group have done together; they become part of the hash."""
+        """Return how many operations all ranks of the group have done together, and make those a part of the hash.
+
+        See [Note: What is compared on a group]. The sets are combined in any order, since ranks may have met them in another.
+        """
         found = hashed = 0
-        for ranks, ring in Level.operations.items():
+        for ranks, ring in list(self._computed.operations.items()):
             if ranks.issuperset(self.ranks):
-                hashed ^= mixed(
-                    ring.hash, fingerprint(repr(sorted(ranks))), 0
-                )  # in any order: ranks may have met them in another
+                hashed ^= mixed(ring.settle(), fingerprint(repr(sorted(ranks))), 0)
                 found += ring.count
-        self.mix(hashed)
+        if hashed:  # without such a set the hash stays as it is, whatever other sets this rank belongs to
+            self.mix(hashed)
         return found
 
     def _trailed(self) -> str:
-        """The same of operations that are not taken down; the last one in words."""
+        """Return the last operation that all ranks of the group have done together and that was not taken down, in words, and
+        make those operations a part of the hash. See [Note: What is compared on a group].
+        """
         found, hashed = "", 0
-        for ranks, trail in Level.trails.items():
+        for ranks, trail in list(self._computed.trails.items()):
             if ranks.issuperset(self.ranks):
                 found = trail.latest() or found
                 hashed ^= mixed(settled, trail.key, 0) if (settled := trail.settle()) else 0
-        self.mix(hashed)
+        if hashed:
+            self.mix(hashed)
         return found
 
     def _look(self) -> None:

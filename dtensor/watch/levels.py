@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 from ..errors import ArgumentError, DTensorError
 from .ring import Ring, Trail
@@ -13,12 +14,40 @@ LEVELS = ("off", "watch", "strict")
 VARIABLE = "DTENSOR_CHECK_RANKS"
 
 
+class Computed:
+    """What sets of ranks have computed together in one world, which lasts from one ``init_process_group`` to its end.
+
+    [Note: What is compared on a group]
+    An operation belongs to one set of ranks of one world: those that hold its tensors together, as its mesh says. Each rank of
+    the set derives the same set. A collective of a group compares exactly the sets of its own world that contain the whole
+    group, since all ranks of the group take part in those operations. What some of them compute with others, or by
+    themselves, or did in a world that has ended, does not change what the group compares.
+
+    Attributes:
+        operations: under "strict", each operation, by set of ranks.
+        trails: under "watch", a hash of the operations, by set of ranks.
+    """
+
+    def __init__(self) -> None:
+        self.operations: dict[frozenset[int], Ring] = {}
+        self.trails: dict[frozenset[int], Trail] = {}
+
+    def trail_of(self, ranks: frozenset[int]) -> Trail:
+        """Return the trail of what these ranks compute together."""
+        return self.trails.get(ranks) or self.trails.setdefault(ranks, Trail(ranks))
+
+    def begin_anew(self) -> None:
+        """Forget all operations. Plans that are kept hold the trails, so these stay and are emptied."""
+        self.operations.clear()
+        for trail in list(self.trails.values()):
+            trail.begin_anew()
+
+
 class Level:
     """Of this process; ``now`` is "forked" in a child that has inherited its parent's groups.
 
     Attributes:
-        operations: under "strict" those so far, by the ranks that do them together.
-        trails: the same under "watch", where no words are made of them.
+        computed: what ranks have computed together, by the default process group of their world.
         armed: whether this process has been a rank among others.
         replicas: after how many steps of an optimizer its copies are compared; 0: never.
         changed: who is told of another level.
@@ -26,8 +55,7 @@ class Level:
 
     now = "watch"
     replicas = 0
-    operations: ClassVar[dict[frozenset[int], Ring]] = {}
-    trails: ClassVar[dict[frozenset[int], Trail]] = {}
+    computed: ClassVar[WeakKeyDictionary[Any, Computed]] = WeakKeyDictionary()
     armed = False
     changed: ClassVar[list[Callable[[], None]]] = []
 
@@ -61,7 +89,8 @@ def check_ranks(level: str, *, replicas: int = 0) -> None:
     before = Level.now, Level.replicas
     Level.now, Level.replicas = level, replicas
     if before != (level, replicas):
-        begin_anew()
+        for computed in list(Level.computed.values()):
+            computed.begin_anew()
         for tell in Level.changed:
             tell()
 
@@ -74,16 +103,9 @@ def arm() -> None:
             tell()
 
 
-def trail_of(ranks: frozenset[int]) -> Trail:
-    """What these ranks compute together."""
-    return Level.trails.get(ranks) or Level.trails.setdefault(ranks, Trail(ranks))
-
-
-def begin_anew() -> None:
-    """Nothing has been computed together so far."""
-    Level.operations.clear()
-    for trail in Level.trails.values():  # dispatch has them by now
-        trail.begin_anew()
+def computed_in(world: Any) -> Computed:
+    """Return what ranks have computed together in the world of this default process group."""
+    return Level.computed.get(world) or Level.computed.setdefault(world, Computed())
 
 
 def refuse_child() -> None:

@@ -23,6 +23,7 @@ HEAD = 4  # words before them: how many there were; of collectives the last one 
 ISSUED, BROKEN_OFF = 1, 2
 _MIX, MASK = 0x9E3779B97F4A7C15, 2**64 - 1
 FAILED = 0x6661696C6564  # what an error leaves in a hash
+UNORDERED = 0x756E6F726465  # what a thing without an order leaves in a hash, whichever it is
 WORDS = HEAD + DEPTH * SLOT
 _LIST = 5  # bytes before the elements of a list
 
@@ -48,7 +49,7 @@ class Ring:
 
     def __init__(self, page: Page) -> None:
         self.page, self.words = page, page.words
-        self.count = self.hash = 0
+        self.count = self.hash = self.unordered = 0
 
     def add(self, hashed: int, what: str, over: str, line: str, operations: int = 0, lengths: str = "", after: str = "") -> int:
         """Takes a thing down; its place among the words."""
@@ -68,6 +69,15 @@ class Ring:
         words[0] = number
         return at
 
+    def add_unordered(self, hashed: int, what: str, over: str, line: str) -> None:
+        """Take down a thing that ranks may do in another order than other such things next to it."""
+        self.add(UNORDERED, what, over, line)
+        self.unordered += hashed
+
+    def settle(self) -> int:
+        """Return the hash, with what has no order."""
+        return self.hash ^ (self.unordered & MASK)
+
     def mix(self, more: int) -> None:
         """Makes something that is no thing of its own a part of the hash."""
         self.hash = mixed(self.hash, more, self.count)
@@ -75,10 +85,11 @@ class Ring:
 
 class Trail:
     """Operations that ``ranks`` do together and that are not taken down: a hash of all so far, in words the last one and the last
-    that raised, and numbers that entered them, which are no part of the hash yet.
+    that raised, and numbers that entered them, which are no part of the hash yet. ``unordered`` is the sum of the fingerprints
+    of operations that ranks may do in any order.
     """
 
-    __slots__ = ("_counted", "hash", "key", "last", "numbers", "raised")
+    __slots__ = ("_counted", "hash", "key", "last", "numbers", "raised", "unordered")
     MANY = 1 << 12  # numbers that are made a part of it at once
 
     def __init__(self, ranks: frozenset[int]) -> None:
@@ -87,7 +98,7 @@ class Trail:
 
     def begin_anew(self) -> None:
         """As in a new world."""
-        self.hash, self.last, self.raised, self._counted = 0, "", "", 0
+        self.hash, self.last, self.raised, self._counted, self.unordered = 0, "", "", 0, 0
         self.numbers: list[Any] = []
 
     def fail(self, words: str) -> None:
@@ -99,7 +110,7 @@ class Trail:
         if self.numbers:
             self._counted = zlib.crc32(marshal.dumps(self.numbers, 2)[_LIST:], self._counted)
             self.numbers.clear()
-        return self.hash ^ (self._counted << 16)
+        return self.hash ^ (self._counted << 16) ^ (self.unordered & MASK)
 
     def latest(self) -> str:
         """The last operation since this was asked before, the last numbers that entered one, and the last that raised."""

@@ -25,7 +25,10 @@ class Said(NamedTuple):
     words: str
 
 
-_BEFORE = " in what was computed before this; check_ranks('strict') names the operation"
+_BEFORE = {
+    "watch": " in what was computed before this; check_ranks('strict') names the operation",
+    "strict": " in which tensors were added in place before this, or how many",  # operations without an order have no step
+}
 _GATHERING_S = 1.0  # for ranks that are about to come, so that the verdict can name who agrees with whom
 
 
@@ -94,7 +97,7 @@ def differing_words(number: int, said: dict[int, Said]) -> Verdict:
     groups = by_key((own.hash, rank) for rank, own in sorted(said.items()))
     by_size = sorted(groups.values(), key=lambda members: (-len(members), members))
     listed = {tuple(each): said[each[0]].words for each in by_size}
-    before = _BEFORE if Level.now == "watch" and len(by_size) > 1 and len(set(listed.values())) == 1 else ""
+    before = _BEFORE.get(Level.now, "") if len(by_size) > 1 and len(set(listed.values())) == 1 else ""
     words = f"{_head(number, said)}: {_who_differs(by_size)}{before}"
     return {"kind": "differs", "words": "\n".join([words, *_listed(listed)])}
 

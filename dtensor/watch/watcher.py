@@ -64,7 +64,7 @@ class Watcher:
         self._thread = threading.Thread(target=self._run, name="dtensor-ranks", daemon=True)
         self._thread.start()
         atexit.register(self.stop)
-        util.Finalize(None, self.stop, exitpriority=100)  # of a process of multiprocessing, which ends without atexit
+        self._at_end = util.Finalize(None, self.stop, exitpriority=100)  # a process of multiprocessing ends without atexit
 
     def stop(self) -> None:
         """Says on the board that this rank leaves, and ends the thread: one that is inside of torch when Python is finalized
@@ -75,6 +75,8 @@ class Watcher:
         if threading.current_thread() is not self._thread and os.getpid() == self.board.pid:
             self._thread.join(_JOIN_S)
             self.waiters.stop(self._end_waits)
+            atexit.unregister(self.stop)  # which would keep this world's pages as long as the process
+            self._at_end.cancel()
 
     def _run(self) -> None:
         while not self._stopped.wait(_PERIOD_S):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing import util
 from typing import Any, NoReturn, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -19,7 +20,7 @@ from ..errors import DivergenceError, DTensorError
 from . import lines
 from .board import Board, ended, error_of
 from .chain import Chain, Deed
-from .levels import Level, arm, begin_anew
+from .levels import Level, arm, computed_in
 from .ring import BROKEN_OFF, FAILED, ISSUED, WORDS, Ring, fingerprint
 from .verdict import Said, Verdict, differing, differing_words, entry_of, failed_here, lost, named
 from .waits import gone, has_come, has_issued, why_unseen
@@ -37,7 +38,7 @@ _BROKEN = (
 )  # torch has no class for them
 _MEET_S = 0.002  # between two looks whether others have come
 _ASK_S = 0.5  # between two questions to the store
-_MET = Counter[tuple[int, ...]]()  # how often groups of these ranks were made
+_MET: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()  # by world, how often groups of ranks were made
 _FIND_S = 3.0  # in which the reason is found why a connection broke
 
 _LOCK = threading.Lock()
@@ -91,8 +92,9 @@ def chain_among(ranks: Iterable[int], handle: Any, backend: str) -> Chain | None
 def meet(ranks: list[int], backend: str) -> None:
     """Waits until these processes have come to make a group: while torch makes it, no wait can be ended."""
     among = tuple(sorted(ranks))
-    _MET[among] += 1
-    key = f"dtensor/unwatched/{among}/{_MET[among]}"
+    times = _MET.setdefault(dist.group.WORLD, Counter())
+    times[among] += 1
+    key = f"dtensor/unwatched/{among}/{times[among]}"
     if Level.now == "off" and not {dist.get_backend(), backend} & _UNWATCHED:
         default_store().set(f"{key}/{dist.get_rank()}", "")  # for ranks that would meet this one here
     chain = None if Level.now == "off" else chain_among(ranks, None, backend)
@@ -164,7 +166,6 @@ def _watcher() -> Watcher:
         return watcher
     if watcher is not None:
         watcher.stop()
-    begin_anew()
     _Watched.watcher = watcher = Watcher(Board(world))
     return watcher
 
@@ -202,13 +203,16 @@ def _agree(chain: Chain, what: str) -> None:
     chain.words[ISSUED] = chain.count
 
 
-def operations_among(ranks: frozenset[int]) -> Ring | None:
-    """What these processes compute together; None where they are none."""
-    found = Level.operations.get(ranks)
-    if found is None and ranks and dist.is_initialized() and dist.get_backend() not in _UNWATCHED:
+def operations_among(world: Any, ranks: frozenset[int]) -> Ring | None:
+    """Return the operations that these processes do together; None where they are no processes, or of a world that has ended."""
+    if not ranks or not dist.is_initialized() or world is not dist.group.WORLD or dist.get_backend() in _UNWATCHED:
+        return None
+    operations = computed_in(world).operations
+    found = operations.get(ranks)
+    if found is None:
         with _LOCK:
             board, key = _watcher().board, fingerprint(repr(sorted(ranks)))
-            found = Level.operations[ranks] = Ring(board.own(f"operations-{key:016x}-{board.rank}", WORDS))
+            found = operations[ranks] = Ring(board.own(f"operations-{key:016x}-{board.rank}", WORDS))
             board.operations.append(key)
     return found
 

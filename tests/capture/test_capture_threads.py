@@ -190,3 +190,27 @@ def test_a_module_imported_while_recording_holds_maths_own_functions(tmp_path: A
         assert type(math.sqrt).__name__ == "builtin_function_or_method"
     finally:
         sys.modules.pop("imported_meanwhile", None)
+
+
+def test_other_threads_may_draw_random_numbers_while_programs_are_recorded() -> None:
+    x, ended = dt.distribute_tensor(torch.arange(20.0).reshape(5, 4), MESH, [S0]), threading.Event()
+
+    def draw() -> None:
+        while not ended.is_set():
+            torch.rand(3)
+
+    def record(number: int) -> Callable[[], None]:
+        def walk() -> None:
+            for turn in range(8):
+                scaled = dt.capture(lambda x, k=number + turn: torch.nn.functional.dropout(x * k, 0.5).exp().sum())
+                scaled(x)
+
+        return walk
+
+    drawing = threading.Thread(target=draw)
+    drawing.start()
+    try:
+        _together(*map(record, range(4)))
+    finally:
+        ended.set()
+        drawing.join()

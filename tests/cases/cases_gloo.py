@@ -329,6 +329,20 @@ def pieces_used_differently() -> None:
     assert x.grad.placements == (R,)
 
 
+@case
+def functions_of_one_rank_are_as_independent_as_processes() -> None:
+    mesh, w = mesh_of((4,)), torch.ones(3, requires_grad=True)
+    dt.map_ranks(lambda at, x: (x * w).sum(), by_rank(lambda rank: torch.arange(3.0)), mesh=mesh).backward()
+    assert w.grad is not None
+    assert w.grad.tolist() == [0.0, 1.0, 2.0]
+    torch.manual_seed(5)
+    expected = torch.rand(2), torch.rand(1)
+    torch.manual_seed(5)
+    for drawn in held(dt.map_ranks(lambda at: torch.rand(2), mesh=mesh)).values():
+        assert torch.equal(drawn, expected[0])
+    assert torch.equal(torch.rand(1), expected[1])
+
+
 DIFFERING = r"the gradient of a tensor of shape \(4,\) that all ranks have differs between ranks"
 
 

@@ -16,6 +16,7 @@ import torch
 from case_lists import Cases, everywhere, value
 from torch import nn
 from torch.autograd import forward_ad
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper
 from torch.nn import functional as F
 from torch.optim import swa_utils
 from torch.overrides import TorchFunctionMode
@@ -141,7 +142,9 @@ def saved_tensors_elsewhere(x: Any) -> Any:
         y = (x.exp() * x).sum()
     with torch.autograd.graph.save_on_cpu():
         z = (x.sin() * x).sum()
-    (y + z).backward()
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        v = (x.cos() * x).sum()
+    (y + z + v + offload_wrapper(nn.Tanh())(x).sum()).backward()
     return x.grad
 
 

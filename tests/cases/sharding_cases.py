@@ -320,7 +320,7 @@ def what_nobody_would_set_is_refused_before_anything_is_done(folder: Path) -> No
         lambda: nn.Sequential(
             nn.Linear(4, 4), Bare()
         ): r"nothing initializes 1\.weight: Bare without reset_parameters.* init_fn=f",
-        Tied: "embed.weight and head.weight are one parameter",
+        Tied: "embed.weight and head.weight are one shared parameter",
     }
     for make, word in words.items():
         with torch.device("meta"):
@@ -346,7 +346,7 @@ def a_plan_of_placements_or_styles(folder: Path) -> None:
     grid = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     compare({"net*.weight": [Replicate(), Shard(0)], "net1.bias": [Shard(0), Replicate()]}, mesh=grid)
     compare(composite({"*.weight": single_split(0, [0, 1, 2, 3])}, net1=mesh([[0, 1], [2, 3]])))
-    with pytest.raises(PlacementError, match=r"\['net4'\] fit no parameter of Net"):
+    with pytest.raises(PlacementError, match=r"\['net4'\] match no parameter of Net"):
         dt.shard_model(Net(), composite(net4="rank:0"))
 
 

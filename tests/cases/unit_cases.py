@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from case_lists import S0, Cases, R, by_rank, line, put, raises, square, value
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.checkpoint import checkpoint
 
 import dtensor as dt
 from dtensor import DTensor
-from dtensor.errors import DTensorError, MeshError, UnitError
+from dtensor.errors import ArgumentError, DTensorError, MeshError, MixedTensorError, UnitError
 from dtensor.parallel import (
     ColwiseParallel,
     CPUOffloadPolicy,
@@ -30,7 +31,7 @@ from dtensor.parallel import (
 CASES = Cases()
 
 
-def net() -> nn.Sequential:
+def net() -> Any:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 6), nn.Linear(6, 5, bias=False)).double()
 
@@ -40,7 +41,7 @@ def named_square() -> dt.DeviceMesh:
     return dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
-def _tensor_parallel() -> nn.Module:
+def _tensor_parallel() -> Any:
     mesh = named_square()
     parallelize_module(model := net(), mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     return fully_shard(model, mesh=mesh["dp"])
@@ -64,7 +65,7 @@ def batch() -> torch.Tensor:
     return by_rank(_part)
 
 
-def same_as(alone: nn.Module, model: nn.Module) -> None:
+def same_as(alone: Any, model: Any) -> None:
     """The outputs on every rank, gradients and values of ``model`` are those of ``alone``, which has the mean of the losses."""
     for x in (model, alone):
         x.zero_grad()
@@ -73,7 +74,7 @@ def same_as(alone: nn.Module, model: nn.Module) -> None:
     for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
         assert isinstance(ours, DTensor)
         for x, y in ((ours.detach(), theirs.detach()), (ours.grad, theirs.grad)):
-            for piece in _pieces(x.full_tensor()):
+            for piece in _pieces(cast(DTensor, x).full_tensor()):
                 torch.testing.assert_close(piece, y)
 
 
@@ -135,7 +136,7 @@ def another_shape_or_mesh_is_refused() -> None:
                 if ran:
                     model(batch())
                 assign(model, x)
-                raises(MeshError, f"'weight' of Linear was replaced by.*{told}", lambda model=model: model(batch()))
+                raises(MeshError, f"'weight' of Linear was replaced by.*{told}", functools.partial(model, batch()))
 
 
 @CASES.case
@@ -368,7 +369,118 @@ def a_model_on_some_of_the_ranks() -> None:
             materialize(model)
             if outside:
                 assert all(not p.to_local().numel() for p in model.parameters())
-                raises(UnitError, "a rank that is not in this mesh.*ranks.*0, 2", lambda model=model: model(value(4, 3).float()))
+                raises(UnitError, "a rank that is not in this mesh.*ranks.*0, 2", functools.partial(model, value(4, 3).float()))
             else:
                 model(value(4, 3).float()).sum().backward()
                 assert all(p.grad.layout is p.layout for p in model.parameters())
+
+
+# --- values on the first rank only ---------------------------------------------------------------------------------------------
+@CASES.on_processes
+def values_of_the_first_rank_where_others_have_meta_tensors() -> None:
+    full = {name: x + 1 for name, x in _normalized().state_dict().items()}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    first = dist.get_rank() == 0
+    ways: tuple[Callable[[Any], Any], ...] = (
+        lambda m: fully_shard(m, mesh=line()),
+        lambda m: fully_shard(m, mesh=square()),
+        lambda m: fully_shard(m, mesh=line(), offload_policy=CPUOffloadPolicy()),
+        lambda m: replicate(m, line()),
+    )
+    for way in ways:
+        for empty in (False, True):
+            with torch.device("cpu" if first else "meta"):
+                model: Any = _normalized()
+            way(model[0])
+            way(model)
+            for name, x in model.state_dict().items():
+                for piece in _pieces(x.full_tensor()):
+                    torch.testing.assert_close(piece, _normalized().state_dict()[name])
+            if empty and not first:
+                model.to_empty(device="cpu")
+            set_model_state_dict(model, dict(full) if first else {}, options=options)
+            for name, x in model.state_dict().items():
+                for piece in _pieces(x.full_tensor()):
+                    torch.testing.assert_close(piece, full[name])
+            model(value(4, 3).float()).sum().backward()
+
+
+@CASES.on_processes
+def no_values_where_the_first_rank_has_none() -> None:
+    with torch.device("meta" if dist.get_rank() == 0 else "cpu"):
+        model = _normalized()
+    fully_shard(model, mesh=line())
+    assert all(x.is_meta for x in (*model.parameters(), *model.buffers()))
+    raises(DTensorError, "still on the meta device", lambda: model(value(4, 3).float()))
+
+
+@CASES.case
+def buffers_begin_with_the_values_of_the_first_rank() -> None:
+    for distribute in (DISTRIBUTED["fully_shard"], DISTRIBUTED["replicate"]):
+        model: Any = nn.BatchNorm1d(3)
+        model.running_mean = by_rank(lambda rank: torch.full((3,), float(rank + 1)))
+        model.register_buffer("mask", by_rank(lambda rank: torch.tensor([rank == 0, False])))
+        distribute(model)
+        for x, wanted in ((model.running_mean, torch.ones(3)), (model.mask, torch.tensor([True, False]))):
+            for piece in _pieces(x.to_local()):
+                torch.testing.assert_close(piece, wanted)
+
+
+# --- buffers that are written with plain values -------------------------------------------------------------------------------
+def _table(model: Any, table: torch.Tensor) -> None:
+    model.running_mean[...] = table
+
+
+def _rows(model: Any, table: torch.Tensor) -> None:
+    model.running_mean[1:] = table[1:]
+    model.running_mean[:1].copy_(table[:1])
+
+
+def _through_data(model: Any, table: torch.Tensor) -> None:
+    model.running_mean.data.copy_(table)
+
+
+def _loaded(model: Any, table: torch.Tensor) -> None:
+    model.load_state_dict(nn.BatchNorm1d(3).state_dict() | {"running_mean": table})
+
+
+@CASES.case
+def a_plain_value_written_to_a_buffer_is_the_value_of_all_ranks() -> None:
+    for distribute in (DISTRIBUTED["fully_shard"], DISTRIBUTED["replicate"]):
+        for write in (_table, _rows, _through_data, _loaded):
+            for ran in (False, True):
+                model: Any = distribute(nn.BatchNorm1d(3))
+                if ran:
+                    model(batch().float())
+                write(model, torch.tensor([1.0, 2.0, 3.0]))
+                for piece in _pieces(model.running_mean.full_tensor()):
+                    torch.testing.assert_close(piece, torch.tensor([1.0, 2.0, 3.0]))
+                model.eval()
+                model(batch().float())
+
+
+@CASES.case
+def a_plain_value_that_differs_between_ranks_is_refused() -> None:
+    model: Any = fully_shard(nn.BatchNorm1d(3), mesh=line())
+    model.running_mean.copy_(torch.arange(3.0))
+    different = by_rank(lambda rank: torch.arange(3.0) + rank)
+    raises(
+        MixedTensorError, "differs between|would write a tensor", lambda: model.running_mean.__setitem__(slice(None), different)
+    )
+    for name in ("running_mean", "weight"):
+        x = getattr(model, name).detach()
+        raises(
+            MixedTensorError,
+            "differs between|would write a per-rank tensor",
+            functools.partial(x.copy_, different),
+        )
+    for piece in _pieces(model.running_mean.full_tensor()):
+        torch.testing.assert_close(piece, torch.arange(3.0))
+
+
+# --- the arguments of PyTorch's replicate --------------------------------------------------------------------------------------
+@CASES.case
+def replicate_takes_device_mesh() -> None:
+    model, alone = replicate(net(), device_mesh=line(), bucket_cap_mb=25, gradient_as_bucket_view=True), net()
+    same_as(alone, model)
+    raises(ArgumentError, "one of mesh=, device_mesh= and process_group=", lambda: replicate(net(), line(), device_mesh=line()))

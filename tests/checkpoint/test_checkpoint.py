@@ -13,9 +13,11 @@ from case_lists import here_and_on_four
 from gloo import run_gloo
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import dtensor as dt
-from dtensor.checkpoint import load, save, save_safetensors
+from dtensor.checkpoint import load, merge_rank_files, save, save_safetensors
+from dtensor.errors import CheckpointError
 from dtensor.layout.layout import Layout
 from dtensor.testing import strategies
 
@@ -86,3 +88,40 @@ def test_views_that_blocks_do_not_show_are_filled(
         return
     with pytest.raises(dcp.CheckpointException, match=r"dtensor\.checkpoint\.load"):
         dcp.load({"x": seen(base)}, checkpoint_id=tmp_path / "torchs", no_dist=True)
+
+
+# --- files that each rank wrote for itself ------------------------------------------------------------------------------
+def _each_rank_writes(folder: str) -> None:
+    mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 5), nn.BatchNorm1d(5))
+    dt.parallel.parallelize_module(model, mesh["tp"], {"0": dt.parallel.ColwiseParallel(), "2": dt.parallel.RowwiseParallel()})
+    dt.parallel.fully_shard(model, mesh=mesh["dp"])
+    x = dt.distribute_tensor(checkpoint_cases.value(7, 5), mesh, [dt.Shard(0), dt.Replicate()])
+    partial = dt.DTensor.from_local(torch.ones(3), mesh, [dt.Partial(), dt.Replicate()])
+    rank = torch.distributed.get_rank()
+    torch.save({"model": model.state_dict(), "list": [x], "step": 7}, Path(folder) / f"rank_{rank}.pt")
+    torch.save({"x": partial}, Path(folder) / f"partial_{rank}.pt")
+
+
+@pytest.mark.gloo
+def test_files_of_all_ranks_are_put_together(tmp_path: Path) -> None:
+    run_gloo(_each_rank_writes, 4, str(tmp_path))
+    torch.manual_seed(0)
+    expected = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 5), nn.BatchNorm1d(5)).state_dict()
+    files = [tmp_path / f"rank_{rank}.pt" for rank in (2, 0, 3, 1)]
+    state = merge_rank_files(files)
+    assert state["step"] == 7
+    assert state["model"].keys() == expected.keys()
+    for name, x in expected.items():
+        assert type(state["model"][name]) is torch.Tensor
+        assert torch.equal(state["model"][name], x), name
+    assert torch.equal(state["list"][0], checkpoint_cases.value(7, 5))
+    with pytest.raises(CheckpointError, match=r"at \(0, 0\) is in none of the files: add the file of one of the ranks \[0\]"):
+        merge_rank_files([files[0], *files[2:]])
+    with pytest.raises(CheckpointError, match="'x' is partial"):
+        merge_rank_files([tmp_path / f"partial_{rank}.pt" for rank in range(4)])
+    with pytest.raises(CheckpointError, match="distributed in some of the files only"):
+        merge_rank_files([*files, tmp_path / "partial_0.pt"])
+    with pytest.raises(dt.errors.DTensorError, match="merge_rank_files"):
+        torch.load(files[0])

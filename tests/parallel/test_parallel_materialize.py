@@ -159,7 +159,7 @@ def test_a_rank_holds_its_share() -> None:
 
 def test_what_nobody_would_set_is_refused_before_anything_is_done() -> None:
     model = on_meta(lambda: GPT(CONFIG))
-    with pytest.raises(DTensorError, match=r"nothing would set cos, sin: .* materialize\(module, init=f\)"):
+    with pytest.raises(DTensorError, match=r"nothing initializes cos, sin: .* materialize\(module, init=f\)"):
         materialize(model)
     assert all(p.is_meta for p in model.parameters())
 
@@ -181,7 +181,7 @@ def test_tied_parameters_stay_tied_and_init_says_whose_values_they_have(way: str
         fully_shard(model, mesh=mesh["dp"])
     elif way == "tensor parallel":
         parallelize_module(model, mesh["tp"], {"table": RowwiseParallel(), "head": ColwiseParallel()})
-    with pytest.raises(DTensorError, match=r"table\.weight and head\.weight are one parameter"):
+    with pytest.raises(DTensorError, match=r"table\.weight and head\.weight are one shared parameter"):
         materialize(model)
 
     def init(module: nn.Module) -> None:

@@ -124,7 +124,7 @@ def test_what_layouts_do_not_fit_is_refused() -> None:
         with pytest.raises(PlacementError, match=r"takes output_layouts=Shard\(dim\) or Replicate\(\)"):
             style(output_layouts=1)
     simple = parallelize_module(Echo(), dp(), PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate()))
-    with pytest.raises(PlacementError, match="is for a tensor, got a list"):
+    with pytest.raises(PlacementError, match="is given for a list"):
         simple([torch.ones(2)])
     nested = PrepareModuleInput(input_layouts=({"x": Shard(0)},), desired_input_layouts=({"x": Replicate()},))
     with pytest.raises(PlacementError, match=r"layouts for the keys \['x'\], but the argument is a dict with the keys \['y'\]"):
@@ -315,7 +315,7 @@ def test_a_process_group_serves_as_the_mesh() -> None:
 # --- refusals ------------------------------------------------------------------------------------------------------------
 def test_what_cannot_be_a_unit_is_refused() -> None:
     for wrap, name in ((lambda m: fully_shard(m, mesh=dp()), "fully_shard"), (lambda m: replicate(m, dp()), "replicate")):
-        with pytest.raises(DTensorError, match=f"^{name} of a ModuleList: nobody calls it"):
+        with pytest.raises(DTensorError, match=f"^{name} of a ModuleList: it is a container"):
             wrap(nn.ModuleList([nn.Linear(2, 2)]))
         with pytest.raises(DTensorError, match=f"call {name} once per module"):
             wrap(wrap(nn.Linear(2, 2)))
@@ -443,7 +443,7 @@ def test_what_is_refused_leaves_the_module_as_it_was(wrong: dict[str, Any]) -> N
 
 def test_inner_units_come_first() -> None:
     model = fully_shard(net(), mesh=dp())
-    with pytest.raises(UnitError, match="inner ones come first: call fully_shard on this one, then on that"):
+    with pytest.raises(UnitError, match="wrap inner modules first: call fully_shard on this one, then on that"):
         fully_shard(model[0], mesh=dp())
 
 

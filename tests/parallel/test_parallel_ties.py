@@ -233,7 +233,7 @@ def test_siblings_that_share_a_weight_are_refused(first: Any, second: Any) -> No
     model, mesh = made(), dp()
     first(model.tok, mesh)
     before = dict(model.out._parameters)
-    with pytest.raises(UnitError, match="'weight' of this Linear is a weight of another module too"):
+    with pytest.raises(UnitError, match="'weight' of this Linear is also a weight of another module"):
         second(model.out, mesh)
     assert dict(model.out._parameters) == before
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,33 @@ from dtensor.testing import check
 
 F = torch.nn.functional
 X, Z = floats(5, 6), integers(5, 6)
+
+
+NARROW = [getattr(torch, f"float8_{name}") for name in ("e4m3fn", "e5m2", "e8m0fnu")]
+UNCOMMON = [torch.uint16, torch.uint32, torch.uint64, torch.complex32, *NARROW]
+FEW_ROWS = torch.tensor([3, 0, 1, 3])
+MOVES: dict[str, Any] = {
+    "flip": lambda x, rows: x.flip(0),
+    "an index": lambda x, rows: x[rows],
+    "index_select": lambda x, rows: x.index_select(0, rows),
+    "embedding": lambda x, rows: F.embedding(rows, x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("name", MOVES)
+@pytest.mark.parametrize("dtype", UNCOMMON, ids=str)
+def test_rows_of_uncommon_dtypes_move_as_those_of_others(dtype: torch.dtype, name: str) -> None:
+    values = torch.arange(1, 21).reshape(5, 4).to(torch.float32 if dtype in NARROW else torch.int64).to(dtype)
+    expected = MOVES[name](values, FEW_ROWS)
+    for ranks, placement in itertools.product((2, 4), (Shard(0), Shard(1), Replicate())):
+        mesh = dt.init_device_mesh("cpu", (ranks,))
+        x, rows = dt.distribute_tensor(values, mesh, [placement]), dt.distribute_tensor(FEW_ROWS, mesh, [Replicate()])
+        assert torch.equal(bits(MOVES[name](x, rows).full_tensor()), bits(expected))
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)
 
 
 def ids(high: int, *shape: int, seed: int = 0, low: int = 0) -> torch.Tensor:

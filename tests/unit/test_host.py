@@ -36,6 +36,16 @@ def test_other_libraries_see_the_whole(where: Any) -> None:
         torch.from_dlpack(x.detach().requires_grad_())
 
 
+@EVERYWHERE
+def test_a_format_of_several_numbers_is_refused_as_torch_refuses_it(where: Any) -> None:
+    x = scatter(X, LINE, [where])
+    assert f"{x.sum():.2f}" == f"{X.sum():.2f}"
+    assert f"{x}" == repr(x)
+    for y in (X, x, x[:1, :1]):
+        with pytest.raises(TypeError, match=r"^unsupported format string passed to Tensor.__format__$"):
+            f"{y:.3f}"
+
+
 def test_the_older_way_to_give_memory_away_asks_too() -> None:
     """It took the wrapper's null pointer, and who read the capsule ended the process."""
     plain, x = X.clone(), scatter(X, LINE, [Shard(0)])

@@ -24,7 +24,7 @@ NOT_CONVERTED = {  # pages with sentences of the old style; no page may join
 }
 AT_MOST = {
     "banned words in error messages": 0,
-    "docstrings that open without a verb": 637,
+    "docstrings that open without a verb": 635,
     "modules that do not name their file": 167,
     "functions in more than 3 modules": 49,
     "references that lead nowhere": 0,

@@ -52,10 +52,18 @@ LAYERS = (
     "placement_types",
     "fsdp",
     "experimental",
+    "_utils",
     "__init__",
     "__main__",
 )
-ALIASES = {"device_mesh", "experimental", "fsdp", "hf", "placement_types"}  # by the names that others have for these rooms
+ALIASES = {
+    "_utils",
+    "device_mesh",
+    "experimental",
+    "fsdp",
+    "hf",
+    "placement_types",
+}  # by the names that others have for these rooms
 PEER = ("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed._local_tensor")
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

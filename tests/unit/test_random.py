@@ -147,7 +147,7 @@ def test_blocks_anywhere_are_parts_of_the_whole() -> None:
 
 
 def test_unknown_modes_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"'fast' is none of"):
+    with pytest.raises(ValueError, match=r"'fast' is not one of"):
         dt.manual_seed(0, mode="fast")
     with dt.random_mode("exact"):
         dt.manual_seed(0, mode="counter")

@@ -59,6 +59,39 @@ def test_a_block_is_where_a_shard_says() -> None:
             assert torch.equal(torch.cat(held), torch.arange(size))
 
 
+def test_a_nested_shard_is_recognized_as_a_strided_one_and_none_is_made() -> None:
+    strided = dtensor.placement_types._StridedShard
+    nested = dtensor.Shard(0, level=1)
+    assert isinstance(nested, strided)
+    assert not any(isinstance(p, strided) for p in (dtensor.Shard(0), dtensor.Shard(0, level=0), dtensor.Replicate(), 3))
+    assert not hasattr(nested, "split_factor")
+    with pytest.raises(AttributeError, match="product of the sizes of the mesh dims with a lower level"):
+        _ = nested.split_factor
+    for made in (lambda: strided(dim=-2, split_factor=3), lambda: strided(-2, split_factor=3)):
+        with pytest.raises(dtensor.errors.PlacementError, match=r"Shard\(-2, level=1\).*ColwiseParallel\(parts=3\)"):
+            made()
+
+
+def test_the_block_of_the_current_rank_has_a_shape_and_an_offset() -> None:
+    from dtensor._utils import compute_local_shape_and_global_offset as block
+    from dtensor.placement import Replicate, Shard
+
+    mesh = dtensor.DeviceMesh("cpu", [[0, 1], [2, 3]])
+    x = torch.arange(35.0).reshape(7, 5)
+    for placements in (
+        [Shard(0), Shard(1)],
+        [Shard(1), Shard(1)],
+        [Replicate(), Shard(0)],
+        [Shard(0, level=1), Shard(0, level=0)],
+    ):
+        blocks = dtensor.map_ranks(lambda at, p=placements: block((7, 5), mesh, p), mesh=mesh)
+        pieces = dtensor.distribute_tensor(x, mesh, placements).to_local().shards
+        for (shape, offset), piece in zip(blocks, pieces, strict=True):
+            assert torch.equal(piece, x[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))])
+    with pytest.raises(dtensor.errors.MeshError, match=r"dtensor\.map_ranks\("):
+        block((7, 5), mesh, [Shard(0), Shard(1)])
+
+
 def test_what_is_on_its_way_says_so_and_arrives() -> None:
     x = dtensor.distribute_tensor(torch.arange(5.0), dtensor.DeviceMesh("cpu", 2), [dtensor.Shard(0)])
     assert not isinstance(x, dtensor.AsyncCollectiveTensor)

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...comm import communicator_of
+from ...comm import PerRank, communicator_of
 from ...dispatch.versions import Stamp, stamp
 from ...layout.layout import Layout
 from ...redistribute.batch import broadcast_many
 from ...tensor.dtensor import DTensor, wrap
 from .layouts import Axes
-from .parameters import over_both
+from .parameters import of_first, on_first, over_both
 
 
 class Buffers:
@@ -32,23 +32,20 @@ class Buffers:
         self.axes = axes
         self.places: list[tuple[nn.Module, str, Layout | None]] = []
         self._inside: list[tuple[nn.Module, str, DTensor, Any, Stamp]] = []
-        seen: dict[int, Any] = {}
-        for module in modules:
-            for name, buffer in module._buffers.items():
-                if buffer is None:
-                    continue
-                if getattr(buffer, "_data_parallel", False):
-                    if isinstance(buffer, DTensor) and buffer._layout.mesh == axes.mesh:
-                        self.places.append((module, name, None))
-                    continue
-                inside = buffer._layout if isinstance(buffer, DTensor) else None
-                if not shared and inside is None:
-                    module._buffers[name] = seen.setdefault(id(buffer), _replicated(buffer, axes, None)._local)
-                    continue
-                made = seen.get(id(buffer))
-                if made is None:
-                    made = seen[id(buffer)] = _replicated(buffer, axes, inside)
-                module._buffers[name] = made
+        found = [(module, name, x) for module in modules for name, x in module._buffers.items() if x is not None]
+        new = {id(x): x for _, _, x in found if not getattr(x, "_data_parallel", False)}
+        made = {key: _own_copy(x.detach(), axes) for key, x in new.items() if not shared and not isinstance(x, DTensor)}
+        filled = set(map(id, on_first(communicator_of(axes.mesh), axes.both, [x for key, x in new.items() if key not in made])))
+        for module, name, buffer in found:
+            key, inside = id(buffer), buffer._layout if isinstance(buffer, DTensor) else None
+            if key not in new:
+                if inside is not None and inside.mesh == axes.mesh:
+                    self.places.append((module, name, None))
+                continue
+            if key not in made:
+                made[key] = _replicated(buffer, axes, inside, key in filled)
+            module._buffers[name] = made[key]
+            if isinstance(made[key], DTensor):
                 self.places.append((module, name, inside))
 
     def enter(self, distributed: bool) -> None:
@@ -80,19 +77,27 @@ class Buffers:
             _first_ranks(changed, self.axes)
 
 
-def _replicated(buffer: Tensor, axes: Axes, inside: Layout | None) -> DTensor:
+def _replicated(buffer: Tensor, axes: Axes, inside: Layout | None, filled: bool) -> DTensor:
+    """Return a buffer with the first rank's value, on all ranks; not ``filled``: without values."""
     comm = communicator_of(axes.mesh)
     _, whole = over_both(axes, buffer, inside)
     local = buffer._local if isinstance(buffer, DTensor) else buffer.detach()
-    if not local.is_meta:
-        local = local.to(axes.mesh.device_type)
-    if comm.held:
-        local = comm.map(lambda member, x: x.detach().clone(memory_format=torch.contiguous_format), local)
-    else:
+    if not comm.held:
         local = torch.zeros(whole.local_shape(None), dtype=whole.dtype, device=local.device)
+    else:
+        local = _own_copy(local if filled else local.to("meta"), axes)
+        if filled and (isinstance(local, PerRank) or not comm.holds_all):
+            local = of_first(comm, local, axes.both)
     made = wrap(local, whole)
     made._data_parallel = axes.mesh.device_type  # type: ignore[attr-defined]  # a mark: taken over already
     return made
+
+
+def _own_copy(local: Any, axes: Axes) -> Any:
+    """Return a copy of a buffer's value on the device, a piece for each rank here; a meta tensor stays one."""
+    there = local if local.is_meta else local.to(axes.mesh.device_type)
+    copied = communicator_of(axes.mesh).map(lambda member, x: x.detach().clone(memory_format=torch.contiguous_format), there)
+    return local if copied is None else copied  # None: on a rank outside of the mesh
 
 
 def _first_ranks(written: list[DTensor], axes: Axes) -> None:

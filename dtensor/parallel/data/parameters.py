@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
+from ...base.by_key import by_key
 from ...base.composed import part_by_part
 from ...base.torch_internals import is_traceable_wrapper_subclass
 from ...comm import Communicator, PerRank, communicator_of
@@ -31,6 +32,7 @@ from .managed import Managed, is_extended
 from .policy import ShardPlacementResult
 from .ties import around_units, managed_by, shared_with
 
+T = TypeVar("T", bound=Tensor)
 ShardPlacement = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 Cut = tuple[Layout, Layout, Layout | None, int | None, Axes]  # as a ``Managed`` has them from ``stored`` on
 
@@ -62,10 +64,13 @@ def adopt(
     taken: dict[int, Managed] = {}
     new = {id(parameter): parameter for _, _, parameter, shared in asked if shared is None}
     cuts = {key: _cut(parameter, axes, where) for key, parameter in new.items()}  # what raises does before anything is done
+    by_mesh = by_key((cuts[key][-1].mesh, parameter) for key, parameter in new.items())
+    with_values = [p for mesh, own in by_mesh.items() for p in on_first(communicator_of(mesh), range(mesh.ndim), own)]
+    filled = set(map(id, with_values))
     for at, name, parameter, shared in asked:
         known = taken.get(id(parameter), shared)
         if known is None:
-            known = _take(parameter, cuts[id(parameter)])
+            known = _take(parameter, cuts[id(parameter)], id(parameter) in filled)
             note_replaced(parameter, by, known)
         elif known.owner is not None:
             known.owner.give_up(known, axes)
@@ -101,16 +106,33 @@ def over_both(axes: Axes, x: Tensor, inside: Layout | None) -> tuple[Axes, Layou
     return dataclasses.replace(axes, mesh=dp), spelled_on(joined_mesh(dp, own), spelled)
 
 
-def _take(parameter: nn.Parameter, how: Cut) -> Managed:
+def _take(parameter: nn.Parameter, how: Cut, filled: bool) -> Managed:
     layout, whole, *_, axes = how
-    made = nn.Parameter(wrap(_own_part(parameter, axes, whole, layout), layout), requires_grad=parameter.requires_grad)
+    local = _own_part(parameter, axes, whole, layout, filled)
+    made = nn.Parameter(wrap(local, layout), requires_grad=parameter.requires_grad)
     Attributes.of(parameter).set_on(made)
     made._data_parallel = axes.kept_on  # type: ignore[attr-defined]  # a mark that survives in the parameter
     return Managed([], made, *how)
 
 
+def on_first(comm: Communicator, mesh_dims: Sequence[int], tensors: Sequence[T]) -> list[T]:
+    """Return those tensors of which the first rank has values, not meta tensors, as the others may. One small broadcast."""
+    own = [not x.is_meta for x in tensors]
+    if tensors and comm.held and comm.mesh.kind == "process_group" and comm.mesh.device_type != "meta":
+        flags = torch.tensor(own, dtype=torch.uint8, device=comm.mesh.device_type)
+        first: list[int] = comm.broadcast(flags, mesh_dims).wait().tolist()
+        own = [bool(flag) or (mine and _is_composed(x)) for flag, mine, x in zip(first, own, tensors, strict=True)]
+    return [x for x, filled in zip(tensors, own, strict=True) if filled]
+
+
+def _is_composed(x: Tensor) -> bool:
+    return any(is_extended(part) or is_traceable_wrapper_subclass(part) for part in locals_of(x))
+
+
 def of_first(comm: Communicator, local: Any, mesh_dims: Sequence[int]) -> Any:
-    """The first rank's value everywhere. Of a tensor made of several, part by part; other extended ones stay each rank's."""
+    """Return the first rank's value on all ranks. Of a tensor made of several, part by part; extended ones stay each rank's."""
+    if isinstance(local, Tensor) and local.is_meta:
+        local = torch.empty_like(local, device=comm.mesh.device_type)
 
     def sent(part: Any) -> Any:
         return part if any(map(is_extended, locals_of(part))) else comm.broadcast(part, mesh_dims).wait()
@@ -141,18 +163,18 @@ def _asked(parameter: nn.Parameter, where: ShardPlacement | None, axes: Axes) ->
     return asked.dim % parameter.ndim, axes
 
 
-def _own_part(parameter: Any, axes: Axes, whole: Layout, layout: Layout) -> Any:
-    """This rank's block of the value that the first data-parallel rank has."""
+def _own_part(parameter: Any, axes: Axes, whole: Layout, layout: Layout, filled: bool) -> Any:
+    """Return this rank's block of the value that the first data-parallel rank has; not ``filled``: of a meta tensor."""
     local = parameter._local if isinstance(parameter, DTensor) else parameter.detach()
     comm, mesh = communicator_of(axes.mesh), whole.mesh
     if not communicator_of(mesh).held:
         return torch.zeros(layout.local_shape(None), dtype=layout.dtype, device=local.device)
-    if parameter.is_meta and not any(is_extended(x) or is_traceable_wrapper_subclass(x) for x in locals_of(parameter)):
+    if not filled and not _is_composed(parameter):
         return comm.map(
             lambda member: torch.empty(layout.local_shape(mesh.coordinates[member]), dtype=layout.dtype, device="meta")
         )
-    if not parameter.is_meta:
-        local = local.to(axes.mesh.device_type)
+    if filled:
+        local = local if parameter.is_meta else local.to(axes.mesh.device_type)
         if isinstance(local, PerRank) or not comm.holds_all:
             local = of_first(comm, local, axes.both)
 
@@ -185,8 +207,9 @@ def _relocate(m: Managed, mesh: DeviceMesh) -> None:
     old = m.parameter
     further = tuple(i for i, dims in enumerate(mesh._dims) if dims not in m.stored.mesh._dims)
     local = old._local  # type: ignore[attr-defined]  # a DTensor
-    if not old.is_meta:
-        local = of_first(communicator_of(mesh), local, further)
+    comm = communicator_of(mesh)
+    if on_first(comm, further, [old]):
+        local = of_first(comm, local, further)
     m.stored, m.compute = spelled_on(mesh, m.stored), spelled_on(mesh, m.compute)
     m.parameter = nn.Parameter(wrap(local, m.stored), requires_grad=old.requires_grad)
     Attributes.of(old).set_on(m.parameter)

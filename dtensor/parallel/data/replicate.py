@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ...errors import UnsupportedOperationError
+from ...errors import ArgumentError, UnsupportedOperationError
 from ...mesh.device_mesh import DeviceMesh
 from .buffers import Buffers
 from .comm_hook import CommHook, Reducer
@@ -89,6 +89,7 @@ def replicate(
     ignored_modules: Iterable[nn.Module] = (),
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    device_mesh: Any = None,
     process_group: Any = None,
     find_unused_parameters: bool = False,
     static_graph: bool = False,
@@ -103,14 +104,13 @@ def replicate(
 
     Args:
         module: a module, or several that make up one unit, as of ``fully_shard``.
-        mesh: default the one entered by ``with mesh:``, else all ranks.
-        mp_policy: dtypes to compute and to reduce in.
+        mesh: default the one entered by ``with mesh:``, else all ranks. mp_policy: dtypes to compute and to reduce in.
         offload_policy: ``CPUOffloadPolicy()`` keeps parameters, gradients and optimizer states in host memory.
         bucket_cap_mb: mebibytes of gradients per bucket, default a third of them all, but 4 at least and 25 at most.
         broadcast_buffers: otherwise buffers stay each rank's own: plain tensors.
         ignored_modules, ignored_params: left as they are.
         dp_mesh_dims: the dims of ``mesh`` to average over, by name (``replicate=``), where it has others too.
-        process_group: a group of ``torch.distributed`` instead of a mesh.
+        device_mesh, process_group: in place of ``mesh``: a mesh, or a group of ``torch.distributed``.
         find_unused_parameters, static_graph: taken, as of ``DistributedDataParallel``; unused parameters are found anyway.
         gradient_as_bucket_view: ``.grad`` are views of buckets that stay, so that gradients have memory once, and always the
             same. What refers to one after ``zero_grad()`` sees the next. Gradients that are kept (``set_to_none=False``) are
@@ -130,7 +130,7 @@ def replicate(
     check_policy(mp_policy)
     modules = outermost(module, "replicate")
     check_offload(offload_policy)
-    axes = copying(mesh if process_group is None else _mesh_over(process_group, modules), dp_mesh_dims, offload_policy)
+    axes = copying(_asked_mesh(mesh, device_mesh, process_group, modules), dp_mesh_dims, offload_policy)
     ignored = {p for inner in ignored_modules for p in inner.parameters()} | set(ignored_params or ())
     unit = _unit(modules, axes, ignored, mp_policy, _bytes_of(bucket_cap_mb), broadcast_buffers)
     for group in unit.groups:
@@ -162,7 +162,12 @@ def _unit(
     return unit
 
 
-def _mesh_over(process_group: Any, modules: Sequence[nn.Module]) -> DeviceMesh:
+def _asked_mesh(mesh: Any, device_mesh: Any, process_group: Any, modules: Sequence[nn.Module]) -> Any:
+    """Return the mesh that one of three arguments gives; None where none does."""
+    if sum(given is not None for given in (mesh, device_mesh, process_group)) > 1:
+        raise ArgumentError("replicate takes one of mesh=, device_mesh= and process_group=, which say the same")
+    if process_group is None:
+        return mesh if device_mesh is None else device_mesh
     return DeviceMesh.from_group(process_group, next((p.device.type for one in modules for p in one.parameters()), "cpu"))
 
 

@@ -77,7 +77,7 @@ def checked(given: Placement | None, default: Placement, name: str, style: Paral
         PlacementError: it is no placement.
     """
     if given is not None and not isinstance(given, Placement):
-        raise PlacementError(f"{type(style).__name__} takes one placement for {name}, Shard(dim) or Replicate(), got {given!r}")
+        raise PlacementError(f"{type(style).__name__} takes {name}=Shard(dim) or Replicate(), one placement, got {given!r}")
     return default if given is None else given
 
 

@@ -17,7 +17,7 @@ from ...placement import Partial
 from ..call import Call
 from ..facts import fact
 from ..kernels import At, KernelContext
-from ..rule import ANY_PARTIAL, LINEAR_PARTIAL, Dims, Factors, Kernel, LocalView, Shapes, own_factors
+from ..rule import ANY_PARTIAL, LINEAR_PARTIAL, Choice, Dims, Factors, Kernel, LocalView, Shapes, own_factors
 from ..verbs import blockwise, kernel_rule, view
 from .slices import ZEROS_PASS, Picked
 
@@ -115,7 +115,16 @@ def rotated(call: Call) -> Factors:
 
 view("repeat", repeated)
 view("roll", "a* [@dims] b* -> a* [@dims] b*")
-view("flip", "a* [@dims!] b* -> a* [@dims!] b*")
+
+
+def has_flip_of_any_block(choice: Choice) -> bool:
+    """Whether torch flips blocks of the dtype in whatever shape: rows of the others only, where a row has several elements."""
+    return not choice.splits or choice.call.operands[0].dtype in FLIPPED
+
+
+FLIPPED = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16})
+FLIPPED |= {torch.float32, torch.float64, torch.complex64, torch.complex128}
+view("flip", "a* [@dims!] b* -> a* [@dims!] b*", when=has_flip_of_any_block)
 view("rot90", rotated)
 
 

@@ -269,8 +269,9 @@ pointwise(
     partials=(*(f"{op},R,{op} -> {op}" for op in REDUCE_OPS), "max,R,R -> max", "min,R,R -> min"),
 )
 pointwise("clone positive _to_copy alias alias_copy lift lift_fresh lift_fresh_copy zero", partials=copies)
-pointwise("copy", partials=(*(f"{op},{op} -> {op}" for op in REDUCE_OPS), forgets))
+pointwise("copy", partials=(*(f"{op},{op} -> {op}" for op in REDUCE_OPS), forgets), plain=("src",))
 fact("clone copy new_empty_strided", stores=True)
+fact("add_", accumulates=True)
 pointwise("fill zeros_like ones_like empty_like full_like", partials=forgets)
 
 # --- optimizer steps over lists: every element by itself ----------------------------------------------------------------

@@ -1,0 +1,37 @@
+"""``torch.autograd.graph.save_on_cpu(pin_memory=True)``, which torch's ``offload_wrapper`` uses, for this package's DTensors.
+
+Torch copies what is saved into a plain tensor of the same size. A DTensor has no value of one rank: its local tensors move to the
+host, and come back under the same layout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.graph import save_on_cpu
+
+from ..base.told import changed
+from ..tensor.dtensor import DTensor
+
+_of_plain_tensors: Any = save_on_cpu.__init__
+
+
+def teach_save_on_cpu() -> None:
+    """Have ``save_on_cpu`` move DTensors as DTensors."""
+    changed("torch.autograd.graph.save_on_cpu.__init__")
+    save_on_cpu.__init__ = _begin  # type: ignore[method-assign]
+
+
+def _begin(self: Any, pin_memory: bool = False, device_type: str = "cuda") -> None:
+    _of_plain_tensors(self, pin_memory, device_type)
+    pack = self.pack_hook
+    pins = pin_memory and getattr(torch, device_type, torch.cuda).is_available()
+
+    def pack_any(tensor: torch.Tensor) -> Any:
+        if not isinstance(tensor, DTensor):
+            return pack(tensor)
+        moved = tensor.cpu()
+        return tensor.device, moved.pin_memory() if pins else moved
+
+    self.pack_hook = pack_any
