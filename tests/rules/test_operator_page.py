@@ -13,7 +13,7 @@ from dtensor.rules import rules
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "ops.md").read_text()
-SAME_TORCH = f"for torch {torch.__version__.partition('+')[0]};" in PAGE
+SAME_TORCH = f"for torch {torch.__version__.partition('+')[0]}. " in PAGE
 
 
 def test_every_rule_is_on_the_page() -> None:
