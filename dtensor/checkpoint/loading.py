@@ -288,4 +288,4 @@ def _verify(sums: list[Sums], manifest: Manifest) -> None:
 
 def _corrupted(name: str, block: Block, folder: Address | None) -> CheckpointError:
     file = block.file if folder is None else folder / block.file
-    return CheckpointError(f"{name!r} is corrupted: its block at {block.offset} in {file} does not fit its checksum")
+    return CheckpointError(f"{name!r} is corrupted: its block at {block.offset} in {file} does not match its checksum")

@@ -62,7 +62,7 @@ def _merged(name: str, pieces: list[RankPiece]) -> torch.Tensor:
     if layout.is_partial:
         raise CheckpointError(f"{name!r} is partial, {layout!r}: call x.redistribute(placements=...) before torch.save")
     held = {member: local for piece in pieces for member, local in piece.locals}
-    made = torch.empty(layout.shape, dtype=layout.dtype)
+    made = torch.empty(layout.shape, dtype=layout.dtype, device="cpu")
     for (offset, shape), holders in distinct_blocks(layout).items():
         local = next((held[member] for member in holders if member in held), None)
         if local is None:

@@ -10,11 +10,11 @@ import importlib.util
 import linecache
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ..base.by_key import by_key
+from ..base.caches import remembered
 from ..base.callers import Place
 from ..base.units import bytes_text
 from ..errors import ArgumentError
@@ -92,7 +92,7 @@ def save_html(x: Any, path: str | Path, title: str = "") -> Path:
 
 
 # --- jinja2 and pygments ------------------------------------------------------------------------------------------------
-@cache
+@remembered(64)
 def _template(source: str) -> Any:
     from jinja2 import Environment  # torch depends on it
 
@@ -110,7 +110,7 @@ def _markup(text: str) -> Any:
     return Markup(text)
 
 
-@cache
+@remembered(16)
 def _colors(style: str, within: str = "") -> str:
     """Return the style sheet of colored code inside the element ``within``; "" without pygments."""
     if importlib.util.find_spec("pygments") is None:

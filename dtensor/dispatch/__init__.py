@@ -1,1 +1,1 @@
-"""A plan is looked up or made, bound once, and run."""
+"""Dispatch: look up or make the plan of an operator call, bind it to a program once, run the program."""

@@ -1,4 +1,4 @@
-"""Results that share no memory with what was moved: that may be kept, and results are written to."""
+"""Copies that keep results apart from redistributed operands: an operand may be cached, and results are written to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations count: what they are becomes part of what ranks compare at the next collective.
+"""Counted operations: each operation becomes a part of what ranks compare at the next collective.
 
 Under ``check_ranks("strict")`` each is taken down with its line and numbers. Under ``"watch"`` the plans that are looked up are
 noted: but for views, memory that is made and left as it is, and what computes with copies alone, which a rank may do by itself

@@ -1,4 +1,4 @@
-"""Ranks whose blocks are empty: what ranks with elements raise, they raise; what has no elements is not computed."""
+"""Idle ranks: ranks whose results have no elements compute nothing, and raise what ranks with elements raise."""
 
 from __future__ import annotations
 

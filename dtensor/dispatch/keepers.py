@@ -1,4 +1,4 @@
-"""Which tensor stands for the memory that another one shows: who has its versions, and what is remembered of it."""
+"""Keepers: find the tensor that keeps the versions and the cached copies of the memory that another tensor is a view of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators that look at how their operands lie in memory: blocks are given to them in the order that the global strides say.
+"""Operators that read how operands are laid out in memory: they get blocks in the order of the global strides.
 
 The strides of a DTensor are those of the global tensor; a local may lie otherwise (``from_local``, what a local operator made of
 a block). Most operators do not care. Some choose by strides, raise because of them, or read memory without a look at them: under

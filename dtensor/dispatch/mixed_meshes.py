@@ -1,4 +1,4 @@
-"""Calls whose operands live in several places: lists go place by place, and 0-d values count as the numbers that they are.
+"""Mixed meshes: calls with operands on several meshes. Lists run mesh by mesh, 0-d tensors are read as numbers.
 
 Gradient clipping is such a program: it stacks the norms of all parameters, and scales lists of gradients by the result. Tensors
 with dims are never moved silently. A 0-d value is reduced on its own mesh and then known to every rank of it, so it may be used

@@ -1,4 +1,4 @@
-"""Say what a plan moves: in words for ``explain`` and errors, and as a warning where an operator gathers."""
+"""Report: describe what a plan redistributes, for ``explain``, errors, and the warning of an operator that gathers."""
 
 from __future__ import annotations
 

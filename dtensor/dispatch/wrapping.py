@@ -1,4 +1,4 @@
-"""From a local and its layout to a DTensor: the hot path's wrapper, which checks nothing."""
+"""Wrapping: make a DTensor of a local tensor and its layout. This is the hot path: nothing is checked."""
 
 from __future__ import annotations
 

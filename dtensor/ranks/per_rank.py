@@ -30,7 +30,7 @@ from .hidden import each_rank
 from .rank_values import _EACH_RANK, RankNumber, RankValues, agreed
 from .run_mode import OF_EACH_RANK
 from .shared_reads import UsedByRanks
-from .shared_writes import write_back, written_tensors
+from .shared_writes import refuse_writes_to_dtensors, write_back, written_tensors
 
 
 class PerRank(Tensor):
@@ -156,6 +156,7 @@ def over_ranks(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
             return _holding(tuple(results))
     else:
         count = count_ranks((args, kwargs))
+        refuse_writes_to_dtensors(func, args, kwargs)
         targets = [(x, _copies(x, count)) for x in written_tensors(func, args, kwargs)]
         if targets:
             args, kwargs = _replaced(args, targets), _replaced(kwargs, targets)

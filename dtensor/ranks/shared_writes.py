@@ -45,22 +45,29 @@ class AgreedByRanks(torch.autograd.Function):
 
 
 def written_tensors(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the plain tensors that a call with per-rank tensors writes to.
+    """Return the plain tensors that a call writes to."""
+    return [x for x in _written(func, args, kwargs) if is_plain(x)]
 
-    Raises:
-        MixedTensorError: the call writes to a DTensor.
-    """
-    name = getattr(func, "__name__", "").partition(".")[0]
-    writes = name in _WRITING or (name.endswith("_") and not name.endswith("__"))
-    values = (*(args[:1] if writes else ()), kwargs.get("out"), *statistics_written(func, args, kwargs))
-    written = [x for value in values for x in listed(value)]
-    if any(hasattr(x, "_layout") for x in written):
+
+def refuse_writes_to_dtensors(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Raise MixedTensorError if a call with per-rank tensors writes to a DTensor."""
+    if any(hasattr(x, "_layout") for x in _written(func, args, kwargs)):
         raise MixedTensorError(
-            f"{name} would write a per-rank tensor into a DTensor, which is one global value: make a DTensor first with "
-            "DTensor.from_local(x, mesh, placements), or, of a value that all ranks share, with "
+            f"{_name_of(func)} would write a per-rank tensor into a DTensor, which is one global value: make a DTensor first "
+            "with DTensor.from_local(x, mesh, placements), or, of a value that all ranks share, with "
             "distribute_tensor(t, mesh, placements)"
         )
-    return [x for x in written if is_plain(x)]
+
+
+def _name_of(func: Callable[..., Any]) -> str:
+    return str(getattr(func, "__name__", "")).partition(".")[0]
+
+
+def _written(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    name = _name_of(func)
+    writes = name in _WRITING or (name.endswith("_") and not name.endswith("__"))
+    values = (*(args[:1] if writes else ()), kwargs.get("out"), *statistics_written(func, args, kwargs))
+    return [x for value in values for x in listed(value)]
 
 
 _BY_NAME = (F.batch_norm, F.instance_norm)  # (input, running_mean, running_var, weight, bias, flag, ...)

@@ -145,7 +145,11 @@ def wrong_pieces_raise_on_every_rank_and_name_the_rank() -> None:
     other = by_rank(lambda rank: torch.full((3,), float(rank == 1)))
     raises(LayoutError, "values of rank 1 differ from those of", lambda: DTensor.from_local(other, mesh, [R], run_check=True))
     dtypes = by_rank(lambda rank: torch.ones(3, dtype=torch.float64 if rank == 3 else torch.float32))
-    raises(LayoutError, "rank 3 holds torch.float64", lambda: DTensor.from_local(dtypes, mesh, [Shard(0)], run_check=True))
+    raises(
+        LayoutError,
+        "torch.float64 on rank 3, torch.float32 on rank 0",
+        lambda: DTensor.from_local(dtypes, mesh, [Shard(0)], run_check=True),
+    )
     flat = by_rank(lambda rank: torch.ones(2) if rank == 1 else torch.ones(2, 3))
     raises(
         LayoutError, "different numbers of dims", lambda: DTensor.from_local(flat, dt.init_device_mesh("cpu", (4,)), [Shard(1)])

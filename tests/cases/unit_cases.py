@@ -465,7 +465,9 @@ def a_plain_value_that_differs_between_ranks_is_refused() -> None:
     model.running_mean.copy_(torch.arange(3.0))
     different = by_rank(lambda rank: torch.arange(3.0) + rank)
     raises(
-        MixedTensorError, "differs between|would write a tensor", lambda: model.running_mean.__setitem__(slice(None), different)
+        MixedTensorError,
+        "differs between|would write a per-rank tensor",
+        lambda: model.running_mean.__setitem__(slice(None), different),
     )
     for name in ("running_mean", "weight"):
         x = getattr(model, name).detach()

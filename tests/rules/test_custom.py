@@ -473,7 +473,7 @@ WRONG_WORDS: dict[str, tuple[dict[str, Any], str]] = {
     "an argument of one of several words": ({"partials": (dt.rules.monotone, dt.rules.one_of("z"))}, "partials= names z, "),
     "a reduction": ({"sums": "d", "reduce": "total"}, "'total' is no reduction; use one of sum, avg"),
     "a reduction of a letter": ({"sums": {"d": "total"}}, "'total' is no reduction"),
-    "a partial row without an arrow": ({"partials": "sum"}, 'partials= has .sum.: partial row .sum. has no "->"'),
+    "a partial row without an arrow": ({"partials": "sum"}, 'partials= has .sum.: partial strategy .sum. has no "->"'),
     "a partial row of an unknown reduction": ({"partials": "total,R -> sum"}, "partials= has .*got 'total'"),
     "a partial row of too few operands": ({"partials": "sum -> sum"}, "but the operator takes 3 tensors and gives 1"),
     "a partial row of too many results": ({"partials": "sum,R -> sum,sum"}, "but the operator takes 3 tensors and gives 1"),

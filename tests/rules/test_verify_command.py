@@ -86,7 +86,7 @@ def test_a_rule_that_declares_nothing_for_its_samples_fails(module: str, capsys:
     dt.register_sharding(getattr(torch.ops, module).halve, "b m n -> b m n", samples=[(torch.randn(5, 6),)])
     status, out, _ = run(capsys, f"{module}::halve")
     assert status == 1
-    assert "0 of 0 rows forced" in out
+    assert "0 of 0 strategies run" in out
     assert "nothing was verified" in out
 
 

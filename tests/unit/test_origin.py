@@ -51,7 +51,7 @@ MIXED: dict[str, Callable[[torch.Tensor], object]] = {
     "a bias": lambda x: F.linear(x, distributed(torch.ones(3, 5), None), torch.ones(3)),
     "the left of an operator": lambda x: PLAIN - x,
     "in place": lambda x: x.add_(torch.ones(4, 5)),
-    "an item": lambda x: x.__setitem__(0, torch.ones(5)),
+    "an item": lambda x: x.__setitem__(0, x[0] + torch.ones(5)),
     "of a function in Python": lambda x: F.mse_loss(x, torch.ones(4, 5)),
     "a module's parameters": lambda x: torch.nn.LayerNorm(5)(x),
     "the input of a distributed module": lambda x: linear_with_distributed_weight(torch.ones(4, 5)),

@@ -142,7 +142,7 @@ def test_pieces_that_do_not_fit_together_name_the_rank() -> None:
         (
             [torch.ones(3), torch.ones(3, dtype=torch.float64)],
             [Shard(0)],
-            "rank 1 has torch.float64, rank 0 has torch.float32",
+            "torch.float64 on rank 1, torch.float32 on rank 0",
         ),
         ([torch.ones(3), torch.ones(4)], [Partial()], "rank 1"),
         ([torch.ones(2, 3), torch.ones(3, 2).t()], [Shard(0)], r"rank 1 has dims in the order \[1, 0\]"),
