@@ -152,6 +152,28 @@ CHANGES = (
         "Library._destroy() of interop.lookers",
     ),
     Change(
+        "torch.distributed._tools.mem_tracker.MemTracker",
+        "the first mesh or per_rank() tensor, and its import",
+        "it lets DTensors dispatch first, and so counts their local tensors; its hooks are not registered on the gathered "
+        "parameters that a unit's forward sees, which are no leaves",
+        "2.11",
+        "Library._destroy() of interop.lookers, which keeps torch's method",
+    ),
+    Change(
+        "torch.distributed._tools.mem_tracker.get_untyped_storages",
+        "with MemTracker",
+        "it returns the storages of the local tensors of all ranks in this process",
+        "2.11",
+        "torch.distributed._tools.common_utils has torch's own",
+    ),
+    Change(
+        "torch.distributed._tools.mod_tracker.register_multi_grad_hook",
+        "with MemTracker",
+        "a hook over tensors of all ranks gets the gradients of all ranks together, once",
+        "2.11",
+        "torch.autograd.graph has torch's own",
+    ),
+    Change(
         "dispatch key PythonTLSSnapshot",
         "import, and that of torch._dynamo",
         "functions that create constants are handled above autograd, also those with a Python implementation for torch.compile",

@@ -49,7 +49,7 @@ def joined(values: Sequence[Any], name: str) -> Any:
     return agreed(list(values), f"`{name}` of a node of each rank") if len(kinds) == 1 else RankValues(values)
 
 
-def _multi_grad_hook(tensors: Sequence[Any], fn: Callable[..., Any], *, mode: str = "all") -> Any:
+def multi_grad_hook(tensors: Sequence[Any], fn: Callable[..., Any], *, mode: str = "all") -> Any:
     """Register ``fn`` once for all ranks: it gets the gradients of all ranks together."""
     if not any(isinstance(x, PerRank) for x in tensors):
         return _PLAIN(tensors, fn, mode=mode)  # type: ignore[arg-type]  # torch's stub lists the modes
@@ -70,14 +70,14 @@ def watch_hooks() -> None:
     """Have ``register_multi_grad_hook`` take ``PerRank`` tensors, also where ``ModuleTracker`` calls it."""
     for place in _PLACES:
         if place.register_multi_grad_hook is _PLAIN:
-            place.register_multi_grad_hook = _multi_grad_hook
+            place.register_multi_grad_hook = multi_grad_hook
             changed(f"{place.__name__}.register_multi_grad_hook")
 
 
 def leave_hooks() -> None:
     """Give torch its own function again."""
     for place in _PLACES:
-        if place.register_multi_grad_hook is _multi_grad_hook:
+        if place.register_multi_grad_hook is multi_grad_hook:
             place.register_multi_grad_hook = _PLAIN
             restored(f"{place.__name__}.register_multi_grad_hook")
 

@@ -486,3 +486,83 @@ def replicate_takes_device_mesh() -> None:
     model, alone = replicate(net(), device_mesh=line(), bucket_cap_mb=25, gradient_as_bucket_view=True), net()
     same_as(alone, model)
     raises(ArgumentError, "one of mesh=, device_mesh= and process_group=", lambda: replicate(net(), line(), device_mesh=line()))
+
+
+# --- gathered parameters as forward sees them ----------------------------------------------------------------------------------
+class Scaled(nn.Module):
+    """Uses its scale only where it is a parameter, as modules do that take a number or a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(3, 5), nn.Parameter(torch.arange(5.0))
+        self.look: Callable[[Scaled], Any] = lambda module: None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.look(self)
+        y = self.linear(x)
+        return y * self.scale if isinstance(self.scale, nn.Parameter) else y
+
+
+def _scaled() -> Any:
+    torch.manual_seed(0)
+    return Scaled().double()
+
+
+@CASES.case
+def gathered_parameters_are_instances_of_parameter() -> None:
+    for name in ("fully_shard", "replicate"):
+        model, alone = DISTRIBUTED[name](_scaled()), _scaled()
+        same_as(alone, model)
+        with torch.no_grad():
+            out = model(batch())
+        torch.testing.assert_close(_pieces(out)[0], alone(_part(dist.get_rank() if dist.is_initialized() else 0)))
+        whole = dt.distribute_tensor(value(8, 3), line(), [S0])
+        for piece in _pieces(model(whole).full_tensor()):
+            torch.testing.assert_close(piece, alone(value(8, 3)))
+
+
+@CASES.case
+def what_is_computed_of_gathered_parameters_is_no_parameter() -> None:
+    def look(module: Scaled) -> None:
+        scale: Any = module.scale
+        made = [scale.data, scale.detach(), scale.view(5, 1), scale + 1, scale.view_as(scale), *module.state_dict().values()]
+        assert not any(isinstance(x, nn.Parameter) for x in made)
+        assert all(isinstance(p, nn.Parameter) for p in module.parameters())
+        module.alias = scale.view_as(scale)
+
+    model = fully_shard(_scaled(), mesh=line())
+    model.look = look
+    model(batch()).sum().backward()
+    assert [*model.state_dict()] == ["scale", "linear.weight", "linear.bias"]
+
+
+@CASES.case
+def gathered_parameters_are_not_registered_again() -> None:
+    def register(module: Scaled) -> None:
+        module.alias = module.scale
+
+    for look in (register, lambda module: nn.ParameterList([module.scale])):  # a list would cut the gradient off
+        model: Any = fully_shard(_scaled(), mesh=line())
+        model.look = look
+        raises(ValueError, "Cannot assign non-leaf Tensor to parameter", functools.partial(model, batch()))
+
+
+class Calls(nn.Module):
+    """Calls another unit with its own gathered parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.inner = nn.Parameter(torch.ones(5, 3)), nn.Linear(3, 5, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(self.inner, {"weight": self.weight}, (x,))
+
+
+@CASES.case
+def a_units_gathered_parameter_does_not_replace_that_of_another() -> None:
+    for distribute in (DISTRIBUTED["fully_shard"], DISTRIBUTED["replicate"]):
+        model = Calls().double()
+        distribute(model.inner)
+        distribute(model)
+        x = dt.distribute_tensor(value(8, 3), line(), [S0])
+        raises(DTensorError, "functional_call cannot replace it", functools.partial(model, x))

@@ -76,6 +76,12 @@ with CommDebugMode():
     x.sum().item()
 dt.explain(lambda: x @ x.t())
 """,
+    "memory tracking": """
+from torch.distributed._tools.mem_tracker import MemTracker
+x = dt.distribute_tensor(torch.ones(4, 3), dt.init_device_mesh("cpu", (2,)), [dt.Shard(0)])
+with MemTracker():
+    x @ x.t()
+""",
     "local tensors": """
 x = dt.distribute_tensor(torch.ones(4, 3), dt.init_device_mesh("cpu", (2,)), [dt.Shard(0)])
 x.to_local().sum()

@@ -10,6 +10,7 @@ import torch
 from case_lists import S0, S1, R, put, value
 from gloo import run_gloo
 from torch import nn
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor.debug import CommDebugMode as TorchCommDebugMode
 from torch.utils._debug_mode import DebugMode
 
@@ -121,3 +122,85 @@ def test_torchs_comm_debug_mode_counts_what_ours_does() -> None:
     for found in run_gloo(_on_processes, 2):
         for name, (ours, theirs) in found.items():
             assert ours == theirs > 0, name
+
+
+class Block(nn.Module):
+    """A unit with submodules that are no units: they see gathered parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+def tracked(model: nn.Module, x: Any) -> list[dict[str, int]]:
+    """The tracked bytes after the forward pass, the backward pass and the optimizer step of a second iteration."""
+    optimizer = torch.optim.Adam(model.parameters())
+    tracker, found = MemTracker(), list[dict[str, int]]()
+
+    def snap() -> None:
+        (counts,) = tracker.get_tracker_snapshot().values()
+        found.append({getattr(kind, "value", kind): count for kind, count in counts.items()})
+
+    tracker.track_external(model, optimizer, x)
+    with tracker:
+        for _ in range(2):
+            found.clear()
+            loss = model(x).square().mean()
+            snap()
+            loss.backward()
+            snap()
+            optimizer.step()
+            snap()
+            optimizer.zero_grad()
+            del loss
+            tracker.reset_mod_stats()
+    return found
+
+
+def tracked_unit(mesh: Any, x: Any, shard: Callable[..., Any] = fully_shard) -> list[dict[str, int]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block(), nn.Linear(16, 16))
+    for layer in (*model[:2], model):
+        shard(layer, mesh=mesh)
+    return tracked(model, x)
+
+
+def _tracked_beside_torch() -> tuple[list[dict[str, int]], list[dict[str, int]]]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
+
+    x = torch.ones(8, 16)
+    ours = tracked_unit(dt.init_device_mesh("cpu", (2,)), x)
+    return ours, tracked_unit(init_device_mesh("cpu", (2,)), x, fully_shard_of_torch)
+
+
+@pytest.mark.gloo
+def test_memory_tracker_counts_sharded_parameters_gradients_and_states_as_with_fsdp2() -> None:
+    for ours, theirs in run_gloo(_tracked_beside_torch, 2):
+        flags = 4 * sum(1 for _ in Block().parameters()) * 2 + 4 * 2  # one float for each parameter, reduced with its gradient
+        for kind in ("Parameter", "Activation", "Optstate", "Other"):
+            assert [counts[kind] for counts in ours] == [counts[kind] for counts in theirs]
+        assert [counts["Gradient"] for counts in theirs] == [0, theirs[1]["Parameter"], theirs[1]["Parameter"]]
+        assert [counts["Gradient"] for counts in ours] == [0, *[counts["Gradient"] + flags for counts in theirs[1:]]]
+
+
+def test_memory_tracker_counts_the_local_tensors_of_all_ranks_in_process() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    forward, backward, step = tracked_unit(mesh, dt.per_rank([torch.ones(8, 16)] * 2))
+    sizes = [sum(p.numel() * 4 for p in layer.parameters()) for layer in (Block(), Block(), nn.Linear(16, 16))]
+    assert backward["Parameter"] == step["Parameter"] == sum(sizes)  # each half twice
+    assert forward["Parameter"] == sum(sizes) + 2 * sizes[2]  # the outermost unit stays gathered, once per rank
+    assert backward["Gradient"] - sum(sizes) == 2 * 4 * 10  # a flag for each parameter and rank
+    assert step["Optstate"] == 2 * sum(sizes) + 4 * 10  # one step count per parameter
+
+
+def test_memory_tracker_counts_the_local_tensors_of_tensor_parallelism() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    model = parallelize_module(Block(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    _, backward, step = tracked(model, torch.ones(8, 16))
+    held = sum(x.numel() * 4 for p in model.parameters() for x in p.to_local().shards)  # type: ignore[operator]
+    assert backward["Parameter"] == backward["Gradient"] == held
+    assert step["Optstate"] >= 2 * held

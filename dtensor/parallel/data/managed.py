@@ -86,7 +86,8 @@ class Managed:
 
     def _replace(self, found: Any) -> None:
         module, name = self.places[0]
-        if torch.is_grad_enabled() and not isinstance(found, nn.Parameter) and _followed(found):
+        is_parameter = isinstance(found, nn.Parameter) and found.is_leaf  # not one that another unit has gathered
+        if torch.is_grad_enabled() and not is_parameter and _followed(found):
             raise UnsupportedOperationError(
                 f"{name!r} of {type(module).__name__} is a parameter under data parallelism, and its gradient is "
                 "reduced into .grad, so torch.func.functional_call cannot replace it with a value that requires "

@@ -224,6 +224,8 @@ class Unit:
             found = self._views.get(k) or left.get(k)
             if found is None or (torch.is_grad_enabled() and found[0] is None):
                 found = self._views[k] = self._applied(group, distributed)
+                for value in found[1]:
+                    value._is_param = True  # for isinstance(value, nn.Parameter) in forward
             group.placed = True
             for m, value in zip(group.managed, found[1], strict=True):
                 m.put(value)
