@@ -71,6 +71,14 @@ def users_frame(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
+def frames_of_torch(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield the calls of torch's functions, from this frame outwards, up to the first one of other code than torch's and ours."""
+    while frame is not None and (file := frame.f_code.co_filename).startswith((_HERE, _TORCH)):
+        if file.startswith(_TORCH):
+            yield frame
+        frame = frame.f_back
+
+
 def wrapped_by_torch(frame: FrameType | None) -> str:
     """What to say to somebody who wraps a distributed model in torch's ``DistributedDataParallel``; "" if nobody does here."""
     if distributed.__file__ not in _files(frame):

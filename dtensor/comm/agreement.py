@@ -109,8 +109,16 @@ def compared(mesh: DeviceMesh, what: str, said: Sequence[str], problem: Exceptio
 
 
 @aside
-def same_on_all(mesh: DeviceMesh, value: torch.Tensor, what: str) -> None:
+def same_on_all(
+    mesh: DeviceMesh,
+    value: torch.Tensor,
+    what: str,
+    instead: str = "distribute its source with distribute_tensor(t, mesh, placements)",
+) -> None:
     """Check that all ranks of ``mesh`` hold the same plain ``value``: one exchange of a few bytes, none in one process.
+
+    Args:
+        instead: the advice of the error.
 
     Raises:
         MixedTensorError: on all ranks, if they do not.
@@ -120,6 +128,5 @@ def same_on_all(mesh: DeviceMesh, value: torch.Tensor, what: str) -> None:
     digest = hashlib.blake2b(content(value), digest_size=16).hexdigest()
     if not told_by_all(mesh, f"{tuple(value.shape)} {value.dtype} {digest}").same:
         raise MixedTensorError(
-            f"{what} mixes DTensors with a plain tensor of shape {tuple(value.shape)} that differs between "
-            "ranks; distribute its source with distribute_tensor(t, mesh, placements)"
+            f"{what} mixes DTensors with a plain tensor of shape {tuple(value.shape)} that differs between ranks; {instead}"
         )

@@ -40,6 +40,7 @@ from .mixed_meshes import across_places, meshes_of
 from .operands import plan_of_bound
 from .plain_operands import agree_on_declared, through_copies
 from .program import bind_program, runner_of
+from .torch_constants import with_constants
 from .variants import with_variants
 from .wrapping import wrap_local, wrap_view
 
@@ -266,6 +267,8 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
     special = across_places(operator, bound, meshes) or through_copies(operator, bound)
     if special is not None:
         return _kept(entry, signature, special)
+    if (constants := with_constants(operator, bound)) is not None:
+        return constants  # not kept: the key does not say which function calls
     replan = partial(_plan, operator)
     plan, program = replan(args, kwargs, bound, meshes)
     compared = agree_on_declared(operator, bound, plan)

@@ -19,6 +19,7 @@ from ..dispatch.brought_back import PLANNED
 from ..dispatch.dispatcher import run_chosen
 from ..dispatch.mixed_meshes import across_places, meshes_of
 from ..dispatch.plain_operands import through_copies
+from ..dispatch.torch_constants import with_constants
 from ..dispatch.versions import versions_of
 from ..dispatch.wrapping import wrap_local
 from ..propagation.calls import places_of
@@ -153,7 +154,8 @@ def _is_special(operator: Operator, bound: dict[str, Any]) -> bool:
     """Whether a call has a way of its own: over several meshes, plain tensors written to, views that are computed when read."""
     first = bound.get(operator.names[0])
     remote = isinstance(first, DTensor) and type(first) is not DTensor and (operator.is_view or operator.mutated)
-    return bool(remote or across_places(operator, bound, tuple(meshes_of(bound.values()))) or through_copies(operator, bound))
+    special = across_places(operator, bound, tuple(meshes_of(bound.values()))) or through_copies(operator, bound)
+    return bool(remote or special or with_constants(operator, bound))
 
 
 def _as_planned(texts: Sequence[str], rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen | None:

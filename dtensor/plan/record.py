@@ -22,6 +22,7 @@ from ..dispatch.mixed_meshes import across_places, meshes_of
 from ..dispatch.operands import plan_of_bound
 from ..dispatch.parted import facts_of_call
 from ..dispatch.plain_operands import through_copies
+from ..dispatch.torch_constants import with_constants
 from ..dispatch.versions import versions_of
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
@@ -91,7 +92,8 @@ class Recorder(TorchDispatchMode):
         operator = operator_of(func)
         bound = operator.bind(args, kwargs)
         meshes = tuple(meshes_of(bound.values()))
-        if across_places(operator, bound, meshes) or through_copies(operator, bound):
+        special = across_places(operator, bound, meshes) or through_copies(operator, bound)
+        if special or with_constants(operator, bound):
             return self._opaque(operator, bound, func, args, kwargs)
         plan, asked = self._planned(operator, bound, meshes)
         if plan.how == "decompose":

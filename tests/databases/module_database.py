@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from op_database import Setting, draw_placements, exact, rng_of, said_alike
+from op_database import Setting, draw_placements, exact, rng_of
 from torch import nn
 
 import dtensor as dt
@@ -107,8 +107,7 @@ class _Run:
         self.error: Exception | None = None
         torch.default_generator.manual_seed(seed)
         try:
-            with said_alike(f"nn_{type(module).__name__}"):
-                self.results = tensors(_plain_structure(module(*args, **kwargs)))
+            self.results = tensors(_plain_structure(module(*args, **kwargs)))
         except Exception as error:  # compared with the other run's
             self.error = error
 

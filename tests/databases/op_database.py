@@ -10,7 +10,7 @@ import random
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from heapq import nsmallest
 from itertools import islice
@@ -37,26 +37,6 @@ LEEWAY = 8
 VARIANTS = ("function", "inplace", "out")
 # Differences that are torch's own, by entry and what the problem says, each with its reason.
 ACCEPTED: dict[tuple[str, str], str] = {("as_strided_scatter", "INTERNAL ASSERT"): "torch asserts, as a defect of its own"}
-
-# Functions of torch written in Python that join DTensors with constants of their own. No rule declares these, so they are refused
-# unless the program says that every rank holds the same; that is how they are tried here. (With add_zero_attn: zeros in ``cat``.)
-# (``torch.masked`` counts a tensor of ones where it is given no mask.)
-# (Transformers compare the mask that they are given with a causal one.)
-CONSTANTS_IN_PYTHON = (
-    "svd_lowrank",
-    "pca_lowrank",
-    "nn_MultiheadAttention",
-    "nn_Transformer",
-    "nn_TransformerEncoder",
-    "masked_mean",
-    "masked_var",
-    "masked_std",
-)
-
-
-def said_alike(name: str) -> AbstractContextManager[Any]:
-    """Under ``implicit_replication()`` where the entry needs it."""
-    return dt.implicit_replication() if name in CONSTANTS_IN_PYTHON else nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +246,7 @@ def compared(
     given = tensors(sample.given)
     args, kwargs = filled(sample.given, [exact(x, where or ()) for x, where in zip(given, placements, strict=True)])
     usual = coarsest(given)
-    with quiet(), said_alike(name):
+    with quiet():
         try:
             outcome = compare(
                 sample.fn,

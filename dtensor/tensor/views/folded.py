@@ -26,6 +26,7 @@ from ...dispatch.dispatcher import dispatch
 from ...dispatch.mixed_meshes import meshes_of
 from ...dispatch.operands import laid_out
 from ...dispatch.plain_operands import replicated, taken_as_replicated
+from ...dispatch.torch_constants import with_constants
 from ...layout.layout import Layout
 from ...propagation.calls import make_call
 from ...propagation.meta import NotInferable, results_of
@@ -80,6 +81,9 @@ def on_the_stack(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, An
     leader = max((x for x in found if x is not None), key=lambda x: math.prod(x.stack._layout.shape), default=None)
     if leader is None:
         return NotImplemented
+    constants = None if all(isinstance(x, DTensor) for x in tensors) else with_constants(operator, operator.bind(args, kwargs))
+    if constants is not None:
+        return constants(args, kwargs)
     where = _where(operator, marked, tensors, found)
     if where is None or any(_outweighs(*each, leader) for each in zip(tensors, found, where[0], strict=True)):
         return NotImplemented

@@ -1,0 +1,215 @@
+"""Functions of torch that make plain constants inside take DTensors: in one process and on four."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from case_lists import S0, S1, Cases, R, equal, line, put, raises, square, value
+from torch import nn
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.utils import parametrizations
+from torch.nn.utils.rnn import unpad_sequence
+
+import dtensor as dt
+from dtensor import Partial
+from dtensor.dispatch.torch_constants import FUNCTIONS
+from dtensor.errors import MixedTensorError
+from dtensor.testing import check
+
+CASES = Cases()
+case = CASES.case
+
+
+def attention(*args: Any, **options: Any) -> nn.MultiheadAttention:
+    torch.manual_seed(0)
+    return nn.MultiheadAttention(8, 2, *args, add_zero_attn=True, batch_first=True, dtype=torch.float64, **options)
+
+
+def orthogonal(rows: int, columns: int, orthogonal_map: str, use_trivialization: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.Linear(columns, rows, dtype=torch.float64)
+    return parametrizations.orthogonal(layer, "weight", orthogonal_map, use_trivialization=use_trivialization)
+
+
+def check_module(module: nn.Module, x: torch.Tensor, placements: Any, mesh: dt.DeviceMesh) -> None:
+    """Check the results and the gradients of a module, its parameters and buffers under ``placements[1]``."""
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+    def run(x: torch.Tensor, state: dict[str, torch.Tensor]) -> Any:
+        return torch.func.functional_call(module, state, (x,) * (3 if isinstance(module, nn.MultiheadAttention) else 1))
+
+    kept = [placements[1] if x.ndim > 1 else [R] * mesh.ndim for x in state.values()]
+    check(run, x, {name: x.detach() for name, x in state.items()}, mesh=mesh, placements=[placements[0], *kept])
+
+
+@case
+def every_declared_function_is_one_of_torch() -> None:
+    for module, qualified_name in FUNCTIONS:
+        found: Any = import_module(module)
+        for name in qualified_name.split("."):
+            found = getattr(found, name)
+        found = inspect.unwrap(found)
+        assert (found.__globals__["__name__"], found.__code__.co_qualname) == (module, qualified_name)
+
+
+@case
+def attention_with_zeros_added_to_keys_is_right() -> None:
+    for options in ({}, {"add_bias_kv": True}):
+        for given in ([S0, R], [S1, S0], [R, Partial()]):
+            check_module(attention(**options), value(5, 6, 8), [given, [R, R]], square())
+
+
+@case
+def attention_with_zeros_takes_distributed_masks_and_refuses_plain_ones() -> None:
+    module, x, mask = attention(), value(5, 6, 8), value(6, 6) > 0
+    mask.fill_diagonal_(False)
+    expected = module(x, x, x, attn_mask=mask, need_weights=False)[0]
+    for name, parameter in list(module.named_parameters()):
+        owner, _, own = name.rpartition(".")
+        setattr(module.get_submodule(owner), own, nn.Parameter(put(parameter.detach(), R)))
+    x = put(x, S0)
+    equal(module(x, x, x, attn_mask=put(mask, S0), need_weights=False)[0], expected)
+    raises(MixedTensorError, "implicit_replication", lambda: module(x, x, x, attn_mask=mask, need_weights=False))
+
+
+@case
+def the_cayley_map_is_right() -> None:
+    for rows, columns in ((6, 6), (7, 5), (5, 7)):
+        for trivial in (True, False):
+            check_module(orthogonal(rows, columns, "cayley", trivial), value(3, columns), [[S0], [S1]], line())
+
+
+@case
+def a_plain_buffer_of_a_parametrization_is_refused() -> None:
+    module = orthogonal(6, 6, "cayley")
+    original = module.parametrizations.weight  # type: ignore[union-attr, operator]
+    original.original = nn.Parameter(put(original.original.detach(), S0))
+    raises(MixedTensorError, "implicit_replication", lambda: module.weight)
+
+
+@case
+def a_base_of_distributed_weights_is_completed_at_random_as_on_one_device() -> None:
+    for orthogonal_map in ("cayley", "householder", "matrix_exp"):
+        weight = value(7, 5, seed=3)
+        layers = [nn.Linear(5, 7, dtype=torch.float64) for _ in range(2)]
+        for layer, own in zip(layers, (weight, put(weight, S0)), strict=True):
+            layer.weight = nn.Parameter(own)
+            torch.manual_seed(1)
+            parametrizations.orthogonal(layer, "weight", orthogonal_map)
+        expected = layers[0].weight
+        assert torch.allclose(layers[1].weight.full_tensor(), expected, atol=1e-9)  # type: ignore[operator]
+
+
+@case
+def a_causal_bias_of_two_lengths_is_right() -> None:
+    query, key = value(2, 3, 4, 8) / 9, value(2, 3, 6, 8, seed=1) / 9
+    for given in ([S0, R], [S1, S0], [dt.Shard(2), R]):
+        check(
+            lambda q, k: F.scaled_dot_product_attention(q, k, k, causal_lower_right(4, 6)),
+            query,
+            key,
+            mesh=square(),
+            placements=[given, given],
+        )
+    raises(
+        MixedTensorError,
+        "implicit_replication",
+        lambda: F.scaled_dot_product_attention(put(query, S0), put(key, S0), key, causal_lower_right(4, 6)),
+    )
+
+
+@case
+def masked_statistics_without_a_mask_are_right() -> None:
+    for function in (torch.masked.mean, torch.masked.var, torch.masked.std):
+        for options in ({}, {"dim": 1}, {"dim": 0, "keepdim": True}):
+            for given in ([S0], [S1], [Partial()]):
+                check(lambda x, f=function, o=options: f(x, **o), value(5, 6), mesh=line(), placements=[given])
+        raises(MixedTensorError, "implicit_replication", lambda f=function: f(put(value(5, 6), S0), mask=value(5, 6) > 0))
+
+
+@case
+def sequences_of_distributed_lengths_are_cut_off() -> None:
+    x, lengths = value(4, 6, 3), torch.tensor([6, 1, 3, 2])
+    for got, expected in zip(unpad_sequence(put(x, S0), put(lengths, R), True), unpad_sequence(x, lengths, True), strict=True):
+        equal(got, expected)
+
+
+@case
+def a_causal_mask_is_recognized() -> None:
+    torch.manual_seed(0)
+    module = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True, dtype=torch.float64), 1)
+    mask = nn.Transformer.generate_square_subsequent_mask(6, dtype=torch.float64)
+    x = value(5, 6, 8)
+    expected = module(x, mask)
+    dt.distribute_module(module, line())
+    equal(module(put(x, S0), put(mask, R)), expected)
+
+
+@case
+def approximations_of_low_rank_are_those_of_one_device() -> None:
+    for given in ([S0, R], [S1, S0], [R, Partial()]):
+        for shape in ((6, 7), (7, 6), (2, 6, 5)):
+            for function in (torch.svd_lowrank, torch.pca_lowrank):
+                check(lambda x, f=function: f(x, q=3)[1], value(*shape), mesh=square(), placements=[given])
+    mean = value(6, 7, seed=1)
+    check(lambda x, m: torch.svd_lowrank(x, 3, M=m)[1], value(6, 7), mean, mesh=square(), placements=[[S0, R], [R, S1]])
+
+
+@case
+def draws_that_differ_between_ranks_are_refused_on_all_of_them() -> None:
+    x = put(value(6, 7), S0)
+    torch.manual_seed(0)
+    equal(torch.svd_lowrank(x, 3)[1] * 0, torch.zeros(3, dtype=torch.float64))
+    if dist.is_initialized():
+        torch.manual_seed(dist.get_rank() % 2)
+        raises(MixedTensorError, r"get_approximate_basis.*differs between ranks.*manual_seed", lambda: torch.svd_lowrank(x, 3))
+        torch.manual_seed(0)
+
+
+@case
+def such_tensors_of_the_user_are_refused_all_the_same() -> None:
+    x = put(value(5, 6), S0)
+    raises(MixedTensorError, "implicit_replication", lambda: x / torch.full((5, 1), 6))
+    torch.masked.mean(x, 1, keepdim=True)
+    raises(MixedTensorError, "implicit_replication", lambda: x.sum(1, keepdim=True) / torch.full((5, 1), 6))
+    raises(MixedTensorError, "implicit_replication", lambda: torch.cat([x, torch.zeros(5, 1, dtype=torch.float64)], 1))
+
+
+@case
+def recordings_draw_anew() -> None:
+    captured = dt.capture(lambda x: torch.svd_lowrank(x, 2, niter=0)[1])
+    x, found = value(6, 7), []
+    for run, given in ((captured, put(x, S0)), (lambda x: torch.svd_lowrank(x, 2, niter=0)[1], x)):
+        torch.manual_seed(4)
+        found.append([run(given) for _ in range(3)])
+    for got, expected in zip(*found, strict=True):
+        assert torch.allclose(got.full_tensor(), expected)
+    assert len({tuple(expected.tolist()) for expected in found[1]}) == 3
+
+
+@case
+def transforms_see_through_to_distributed_arguments() -> None:
+    module, x = attention(), value(5, 6, 8) / 9
+    state = {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+    def loss(state: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(module, state, (x, x, x))[0].square().sum()
+
+    expected = torch.func.grad(loss)(state, x)
+    placed = {name: put(parameter, R) for name, parameter in state.items()}
+    for name, got in torch.func.grad(loss)(placed, put(x, S0)).items():
+        assert torch.allclose(got.full_tensor(), expected[name])
+
+
+@case
+def compiled_functions_are_right() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run = torch.compile(lambda x: torch.masked.var(x, 1) * 2, backend="aot_eager")
+        equal(run(put(value(5, 6), S0)).redistribute(placements=[R]), torch.masked.var(value(5, 6), 1) * 2)
