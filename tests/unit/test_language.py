@@ -1,4 +1,4 @@
-"""The language of pages, error messages and docstrings: the words of docs/concepts.md, and short sentences.
+"""The language of pages, error messages and docstrings: the words of docs/concepts.md and CONTRIBUTING.md, and short sentences.
 
 Pages are checked completely. Code is checked by counts: each constant of ``AT_MOST`` is the present count, and may only fall.
 """
@@ -37,8 +37,8 @@ _ITEM = re.compile(r"^(?:\s*[-*] |\s*\d+\. )", re.MULTILINE)
 
 
 def banned() -> re.Pattern[str]:
-    """Return a pattern of the words on the left of the list in docs/concepts.md."""
-    lines = re.search(r"```words\n(.*?)```", PAGES["docs/concepts.md"].read_text(), re.DOTALL)[1].splitlines()
+    """Return a pattern of the words on the left of the list in CONTRIBUTING.md."""
+    lines = re.search(r"```words\n(.*?)```", PAGES["CONTRIBUTING.md"].read_text(), re.DOTALL)[1].splitlines()
     words = [word.strip() for line in lines for word in line.partition("->")[0].split(",")]
     return re.compile(rf"(?<![\w-])({'|'.join(sorted(map(re.escape, words), key=len, reverse=True))})(?![\w-])", re.IGNORECASE)
 
@@ -62,7 +62,7 @@ def problems(page: str, longest: int = PARAGRAPH) -> Iterator[str]:
                     yield f"{number}: code of {len(line)} columns"
     prose = _FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), page)
     for number, line in enumerate(prose.splitlines(), 1):
-        yield from (f"{number}: {found[0]!r} is no word of docs/concepts.md" for found in BANNED.finditer(without_code(line)))
+        yield from (f"{number}: {found[0]!r} is in the list of CONTRIBUTING.md" for found in BANNED.finditer(without_code(line)))
         if line.startswith("|"):
             yield from (f"{number}: a cell of {len(cell.split())} words" for cell in line.split("|") if len(cell.split()) > CELL)
     for block in re.finditer(r"(?:^(?![|#>\n<]).+\n?)+", prose, re.MULTILINE):
