@@ -25,7 +25,7 @@ NOT_CONVERTED = {  # pages with sentences of the old style; no page may join
 AT_MOST = {
     "banned words in error messages": 0,
     "docstrings that open without a verb": 633,
-    "modules that do not name their file": 158,
+    "modules that do not name their file": 157,
     "functions in more than 3 modules": 48,
     "references that lead nowhere": 0,
 }
