@@ -586,7 +586,7 @@ def what_data_decide_is_not_known_outside_a_mesh() -> None:
         (lambda: x.sum().item(), value(5).sum().item()),
     ):
         if dist.is_initialized() and dist.get_rank() in (1, 3):
-            raises(NotImplementedError, "outside of DeviceMesh", read)
+            raises(NotImplementedError, "not part of DeviceMesh", read)
         else:
             assert read() == expected
 
