@@ -68,6 +68,8 @@ def is_number(value: torch.Tensor) -> bool:
     """Whether a plain tensor holds one number, expanded or 0-d, or none (as on ``meta``): it counts as the same on all ranks."""
     if value.numel() <= 1 or value.is_meta:
         return True
+    if value.is_nested:  # it has no sizes to look at
+        return False
     return value.layout is torch.strided and not any(n != 1 and step for n, step in zip(value.shape, value.stride(), strict=True))
 
 
