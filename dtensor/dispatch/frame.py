@@ -54,6 +54,11 @@ class Frame:
 Step = Callable[[Frame], Any]  # returns True if the frame's output is complete and no later step runs
 
 
+def argument_at(place: Place, args: Args, kwargs: Keywords) -> Any:
+    """Return the argument at ``place``."""
+    return args[place] if isinstance(place, int) else kwargs[place]
+
+
 def results_of(made: Any, operator: Operator) -> Args:
     """Return the results of a local call as a tuple, one for each return value of ``operator``."""
     count = len(operator.returns)

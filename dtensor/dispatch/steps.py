@@ -28,7 +28,7 @@ from ..redistribute import execute_many as run_moves
 from ..redistribute import plan as plan_move
 from ..rules.kernels import Measured
 from .apart import apart, memory_of
-from .frame import Args, Frame, Keywords, Step, results_of
+from .frame import Args, Frame, Keywords, Step, argument_at, results_of
 from .local_call import has_own_function, is_kernel
 from .own_names import note_names
 from .report import announce, describe
@@ -352,7 +352,7 @@ def _one_result(plan: Plan, operator: Operator, form: Form, owner: str | None, l
         return _given_out(plan, form.place(owner), layout)
     if owner is not None:
         place = form.place(owner)
-        return lambda args, kwargs, value: _given(place, args, kwargs)
+        return lambda args, kwargs, value: argument_at(place, args, kwargs)
     if plan.how == "rule" and isinstance(layout, list) and all(isinstance(item, Layout) for item in layout):
         return lambda args, kwargs, value: list(map(wrap_local, value, layout))
     if plan.how == "rule" and plan.results and layout is None:  # some kernels give gradients that nobody asked for, on some ranks
@@ -360,10 +360,6 @@ def _one_result(plan: Plan, operator: Operator, form: Form, owner: str | None, l
     if plan.how == "rule" and isinstance(layout, Layout):
         return lambda args, kwargs, value: wrap_local(value, layout)
     return lambda args, kwargs, value: _as_made(plan, layout, value)
-
-
-def _given(place: Place, args: Args, kwargs: Keywords) -> Any:
-    return args[place] if isinstance(place, int) else kwargs[place]
 
 
 def _as_made(plan: Plan, layout: Any, value: Any) -> Any:
@@ -419,7 +415,7 @@ def _given_out(plan: Plan, place: Place, layout: Layout | None) -> Finish:
     """An ``out=`` tensor of another shape than the result becomes what the result is, as in torch."""
 
     def finish(args: Args, kwargs: Keywords, value: Any) -> Any:
-        target, have = _given(place, args, kwargs), layout or _whole(plan, value)
+        target, have = argument_at(place, args, kwargs), layout or _whole(plan, value)
         if target.shape == have.shape:
             return target
         if hasattr(target, "_layout"):

@@ -10,9 +10,9 @@ from ..comm import communicator_of
 from ..errors import UnsupportedOperationError
 from ..layout.layout import Layout
 from ..propagation.propagate import Plan
-from ..propagation.schema import Form, Operator, Place
+from ..propagation.schema import Form, Operator
 from ..ranks.assign import assign
-from .frame import Args, Frame, Keywords, Runner, Step, results_of
+from .frame import Args, Frame, Keywords, Runner, Step, argument_at, results_of
 from .local_call import call_local_function
 from .settled import nested
 from .steps import check_explicit, resized_to
@@ -63,7 +63,7 @@ def _given_to(operator: Operator, form: Form, args: Args, kwargs: Keywords, made
     given = []
     for owner, value in zip(operator.returns, results_of(made, operator), strict=True):
         if owner is not None:
-            target = _given(form.place(owner), args, kwargs)
+            target = argument_at(form.place(owner), args, kwargs)
             if target is not value and operator.reshapes:
                 target.data, value = value.to(target.dtype), target  # its shape and its layout, too
             elif owner in operator.outs and target.shape != value.shape:
@@ -119,7 +119,7 @@ def run_outside_mesh(plan: Plan, operator: Operator, form: Form) -> Runner | Non
             if place is None:
                 made.append(_empty(layout, device))
                 continue
-            target = _given(place, args, kwargs)
+            target = argument_at(place, args, kwargs)
             if (
                 name in operator.outs
                 and isinstance(layout, Layout)
@@ -131,10 +131,6 @@ def run_outside_mesh(plan: Plan, operator: Operator, form: Form) -> Runner | Non
         return None if not made else made[0] if len(made) == 1 else tuple(made)
 
     return run
-
-
-def _given(place: Place, args: Args, kwargs: Keywords) -> Any:
-    return args[place] if isinstance(place, int) else kwargs[place]
 
 
 def _empty(layout: Any, device: Any) -> Any:
