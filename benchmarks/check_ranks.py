@@ -25,10 +25,10 @@ sys.path.insert(0, str(ROOT))
 
 import dtensor as dt  # noqa: E402  # it is found by the path above
 from dtensor.comm import communicator_of  # noqa: E402
-from dtensor.comm.watched import ranks_of  # noqa: E402
+from dtensor.comm.checked_collectives import ranks_of  # noqa: E402
 from dtensor.parallel import fully_shard  # noqa: E402
-from dtensor.watch.chain import Deed  # noqa: E402
-from dtensor.watch.watching import chain_among  # noqa: E402
+from dtensor.watchdog.collective_hooks import chain_among  # noqa: E402
+from dtensor.watchdog.collective_log import Deed  # noqa: E402
 
 LEVELS = ("off", "watch", "strict")
 OPERATIONS = 500  # between two collectives

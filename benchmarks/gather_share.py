@@ -27,7 +27,7 @@ import op_database as db  # noqa: E402  its folder is known from here on
 import torch  # noqa: E402
 
 import dtensor as dt  # noqa: E402
-from dtensor.base.nested import filled, leaves, mapped, tensors  # noqa: E402
+from dtensor.base.tensor_tree import filled, leaves, mapped, tensors  # noqa: E402
 from dtensor.placement import Replicate, Shard  # noqa: E402
 from dtensor.testing.scatter import scatter  # noqa: E402
 

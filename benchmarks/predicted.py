@@ -35,12 +35,12 @@ from torch.nn import functional as F
 import dtensor as dt
 from dtensor.cost import calibrate
 from dtensor.debug import CommDebugMode
+from dtensor.plan.api import agreed, plan_of
 from dtensor.plan.describe import as_recorded
-from dtensor.plan.follow import Following
-from dtensor.plan.make import agreed, plan_of
-from dtensor.plan.memory import Memory
-from dtensor.plan.options import eager_options
-from dtensor.plan.record import recorded
+from dtensor.plan.graph_recorder import recorded
+from dtensor.plan.liveness import Memory
+from dtensor.plan.plan_executor import Following
+from dtensor.plan.strategy_options import eager_options
 from dtensor.redistribute import moves
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))

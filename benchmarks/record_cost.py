@@ -26,11 +26,11 @@ from measuring.sides import GRID, WORLD, Distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dtensor
-from dtensor.base.recording import ACTIVE, current
+from dtensor.base.recorder_hooks import ACTIVE, current
 from dtensor.comm import backends, reductions, transfer
-from dtensor.comm.binding import Binding
+from dtensor.comm.backend_base import Binding
 from dtensor.dispatch import program
-from dtensor.redistribute import batch, executor
+from dtensor.redistribute import coalesce, executor
 
 MOST = 1.01
 
@@ -65,7 +65,7 @@ def without_door() -> Iterator[None]:
     """What is bound and run in here has no door."""
     taken = [patch.object(Binding, "_issuing", unreported)]
     taken += [patch.object(executor, "_collective", unasked), patch.object(reductions, "all_reduction", native)]
-    taken += [patch.object(module, "because", lambda cause, fn: fn) for module in (program, batch)]
+    taken += [patch.object(module, "because", lambda cause, fn: fn) for module in (program, coalesce)]
     for module in (transfer, reductions):
         names = [name for name in vars(module) if hasattr(getattr(backends, name, None), "__wrapped__")]
         taken += [patch.object(module, name, getattr(module, name).__wrapped__) for name in names]

@@ -9,43 +9,43 @@ from typing import TYPE_CHECKING
 _COLLECTS = _gc.isenabled()
 _gc.disable()  # an import leaves no garbage, and a pass over all that torch has made takes as long as the import itself
 try:
-    from .base.extensions import provided_by as _provided_by
+    from .base.late_binding import provided_by as _provided_by
     from .base.modes import explicit, implicit_replication, remember
     from .comm import PerRank, map_ranks, per_rank
     from .dispatch.cache_info import CacheInfo, cache_info
     from .dispatch.register_sharding import register_sharding, unregister_sharding
-    from .interop.compiled import constants as _constants_of_graphs
-    from .interop.compiled import substitutes as _substitutes
+    from .interop.dlpack import teach_dlpack as _teach_dlpack
     from .interop.dynamo import keep_from_inlining as _keep_from_inlining
     from .interop.dynamo import written_in_python as _written_in_python
-    from .interop.given_away import teach_dlpack as _teach_dlpack
-    from .interop.lookers import teach_lookers as _teach_lookers
     from .interop.saved_on_host import teach_save_on_cpu as _teach_save_on_cpu
     from .interop.state_dicts import teach_state_dicts as _teach_state_dicts
+    from .interop.torch_compile import constants as _constants_of_graphs
+    from .interop.torch_compile import substitutes as _substitutes
+    from .interop.torch_debug_modes import teach_lookers as _teach_lookers
     from .layout.layout import Layout
     from .mesh.device_mesh import DeviceMesh, init_device_mesh
     from .placement import Monoid, Partial, Placement, Replicate, Shard
     from .random.seed import manual_seed, random_mode
     from .rules.registry import read_from as _read_from
-    from .tensor import replicas as _replicas
-    from .tensor.awaited import AsyncCollectiveTensor
+    from .tensor import replica_check as _replicas
+    from .tensor.async_tensor import AsyncCollectiveTensor
+    from .tensor.composites import above_autograd as _recomposed
+    from .tensor.composites import as_strided as _strided
+    from .tensor.composites import chunk_of_stack as _stacked
     from .tensor.composites import constants as _constants
-    from .tensor.composites import exchanged as _exchanged
-    from .tensor.composites import recomposed as _recomposed
+    from .tensor.composites import data_swap as _exchanged
+    from .tensor.composites import linear_matmul as _whole
     from .tensor.composites import sequences as _sequences
     from .tensor.composites import sparse as _sparse_results
-    from .tensor.composites import stacked as _stacked
-    from .tensor.composites import strided as _strided
-    from .tensor.composites import whole as _whole
     from .tensor.create import empty, full, linspace, logspace, ones, rand, randn, zeros
     from .tensor.distribute import distribute_module, distribute_tensor
     from .tensor.dtensor import DTensor
     from .tensor.local_map import local_map
     from .tensor.redistribute_many import redistribute_many
-    from .tensor.views import flattened_view as _flattened_view
-    from .tensor.views import seen_anew as _seen_anew
-    from .tensor.views import write_through as _write_through
-    from .watch.levels import check_ranks
+    from .tensor.views import compile_protocol as _flattened_view
+    from .tensor.views import inplace_view_ops as _seen_anew
+    from .tensor.views import view_writeback as _write_through
+    from .watchdog.levels import check_ranks
 finally:
     if _COLLECTS:
         _gc.enable()
@@ -123,9 +123,9 @@ _NAMES = {
     "Captured": "capture.captured",
     "capture": "capture.captured",
     "ProgramPlan": "plan.program_plan",
-    "Sharding": "plan.auto",
-    "auto_shard": "plan.auto",
-    "plan": "plan.make",
+    "Sharding": "plan.auto_sharding",
+    "auto_shard": "plan.auto_sharding",
+    "plan": "plan.api",
     "Explanation": "debug.explain",
     "budget": "debug.budget",
     "explain": "debug.explain",
@@ -158,7 +158,7 @@ if TYPE_CHECKING:  # what the names below are; a checker that saw __getattr__ wo
     from .debug.trace import trace as trace
     from .plan import ProgramPlan as ProgramPlan
     from .plan import Sharding as Sharding
-    from .plan import auto_shard as auto_shard
+    from .plan import auto_sharding as auto_shard
     from .plan import plan as plan
     from .sharding_spec import sharded_tensor as sharded_tensor
     from .sharding_spec.shard_model import collect_state_dict as collect_state_dict

@@ -16,22 +16,22 @@ from typing import Any
 import torch
 
 from . import __version__
-from .base.on_ranks import on_ranks
 from .base.progress import progress
+from .base.spawn_ranks import on_ranks
 from .base.tables import print_table
 from .clusters import MODELS
-from .clusters import command as cluster_plan
+from .clusters import cli as cluster_plan
 from .cost import calibrate
 from .cost.profile import is_calibrated
-from .debug import bench, doctor, script
-from .debug.operator_page import measured_in, page
+from .debug import bench, doctor, run_script
+from .debug.ops_page import measured_in, page
 from .errors import ArgumentError, DTensorError
 from .redistribute import moves
 from .rules import rules
-from .testing.asked import rules_asked
+from .testing.rule_selection import rules_asked
 from .testing.samples import samples_of, without_sample
 from .testing.verify import Report, verify_rule
-from .watch import reading
+from .watchdog import post_mortem
 
 Run = Callable[[argparse.Namespace], "int | Callable[[], int]"]
 
@@ -95,13 +95,15 @@ def _add_script(commands: Any, name: str, about: str, run: Run, *examples: str) 
 
 
 def _add_html(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--html", type=script.writable, metavar="FILE", help="also write a page with the lines of the script")
+    command.add_argument(
+        "--html", type=run_script.writable, metavar="FILE", help="also write a page with the lines of the script"
+    )
 
 
 def _explain(commands: Any) -> None:
     def run(options: argparse.Namespace) -> Callable[[], int]:
-        path = script.asked(options.script)
-        return lambda: script.explained(path, options.arguments, options.html)
+        path = run_script.asked(options.script)
+        return lambda: run_script.explained(path, options.arguments, options.html)
 
     about = "run a script and report what it communicates, computes and holds, by line"
     examples = ("dtensor explain train.py --steps 1", "torchrun --nproc-per-node 4 -m dtensor explain --html page.html train.py")
@@ -110,15 +112,19 @@ def _explain(commands: Any) -> None:
 
 def _trace(commands: Any) -> None:
     def run(options: argparse.Namespace) -> Callable[[], int]:
-        path = script.asked(options.script)
-        return lambda: script.traced(path, options.arguments, options.output)
+        path = run_script.asked(options.script)
+        return lambda: run_script.traced(path, options.arguments, options.output)
 
     about = "run a script and write a trace of it, for https://ui.perfetto.dev or chrome://tracing"
     examples = ("dtensor trace train.py", "torchrun --nproc-per-node 4 -m dtensor trace --output step.json.gz train.py")
     command = _add_script(commands, "trace", about, run, *examples)
     name = "trace.json.gz"
     command.add_argument(
-        "--output", type=script.writable, default=name, metavar="FILE", help=f"default: {name}; without .gz it is not compressed"
+        "--output",
+        type=run_script.writable,
+        default=name,
+        metavar="FILE",
+        help=f"default: {name}; without .gz it is not compressed",
     )
 
 
@@ -134,9 +140,9 @@ def _plan(commands: Any) -> None:
             return cluster_plan.main(options.script.name, chosen)
         if not options.script.is_file() and not options.script.suffix:
             raise ArgumentError(f"{options.script} is neither a script nor a known model{_near_models(options.script.name)}")
-        path = script.asked(options.script)
+        path = run_script.asked(options.script)
         needs("scipy", "plan", "plan")
-        return lambda: script.planned(path, options.arguments, options.html, options.json)
+        return lambda: run_script.planned(path, options.arguments, options.html, options.json)
 
     about = "run a script and plan the strategies of all its operators together; or plan a known model on a cluster"
     examples = (
@@ -146,7 +152,7 @@ def _plan(commands: Any) -> None:
     )
     command = _add_script(commands, "plan", about, run, *examples)
     _add_html(command)
-    command.add_argument("--json", type=script.writable, metavar="FILE", help="also write the plan as JSON")
+    command.add_argument("--json", type=run_script.writable, metavar="FILE", help="also write the plan as JSON")
 
 
 def _near_models(name: str) -> str:
@@ -175,7 +181,9 @@ def _bench(commands: Any) -> None:
     called.add_argument("--only", nargs="+", choices=list(bench.OPERATORS), default=list(bench.OPERATORS), metavar="OPERATOR")
     for each in (moved, called):
         each.add_argument("--json", action="store_true", help="print rows as JSON on stdout instead of a table")
-        each.add_argument("--plot", type=script.writable, metavar="FILE", help="also draw a plot: png, svg or pdf (extra: plot)")
+        each.add_argument(
+            "--plot", type=run_script.writable, metavar="FILE", help="also draw a plot: png, svg or pdf (extra: plot)"
+        )
 
 
 def _redistribute(options: argparse.Namespace) -> int:
@@ -223,7 +231,7 @@ def _calibrate(commands: Any) -> None:
 
 def _calibrated(options: argparse.Namespace) -> int:
     path, profile = calibrate.run(moves, options.ranks, options.device, options.output, options.seconds)
-    if script.first():
+    if run_script.first():
         for title, rows in calibrate.report(profile, "nccl" if options.device == "cuda" else "gloo"):
             print(title)
             print_table(rows, numbers=True)
@@ -240,7 +248,7 @@ def _doctor(commands: Any) -> None:
 def _ranks(commands: Any) -> None:
     def run(options: argparse.Namespace) -> int:
         try:
-            print(reading.told(options.folder, options.last))
+            print(post_mortem.told(options.folder, options.last))
         except FileNotFoundError as error:
             raise ArgumentError(str(error)) from None
         return 0

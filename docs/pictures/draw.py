@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import dtensor as dt
-from dtensor.debug.boxes import boxes_of
+from dtensor.debug.layout_boxes import boxes_of
 from dtensor.debug.svg import svg_of
 
 COLORS = ("#f6b8b0", "#b5e0c0", "#b7cdf2", "#f3dd9a")  # one for each rank

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..errors import ArgumentError
-from .scoped import Scoped, entering
+from .mode_stack import Scoped, entering
 
 IMPLICIT_REPLICATION: Scoped[None] = Scoped("implicit_replication")
 EXPLICIT: Scoped[None] = Scoped("explicit")

@@ -11,7 +11,7 @@ from torch.fx import Proxy
 
 from ..errors import DTensorError, UnsupportedOperationError
 from . import torch_internals
-from .nested import leaves
+from .tensor_tree import leaves
 from .torch_internals import (
     DISPATCH_MODE_KEYS,
     FakeTensor,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError, LayoutError, MixedTensorError, UnsupportedOperationError
-from .symbols import size_of
+from .symbolic_sizes import size_of
 
 _QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 

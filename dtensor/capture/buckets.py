@@ -14,9 +14,9 @@ from typing import Any
 
 from ..comm import Pending, communicator_of
 from ..placement import Monoid
-from ..redistribute.batch import as_one, kind_of, reduced_as_one
-from .graph import ALL_REDUCE, Step, Var, is_row_major, variables
-from .uses import Uses
+from ..redistribute.coalesce import as_one, kind_of, reduced_as_one
+from .def_use import Uses
+from .tape import ALL_REDUCE, Step, Var, is_row_major, variables
 
 BYTES = 32 * 2**20  # what values that are moved together may take
 

@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
-from ..base.recording import current
+from ..base.recorder_hooks import current
 from ..base.torch_internals import (
     DeviceContext,
     autocast_enabled,
@@ -22,14 +22,14 @@ from ..base.torch_internals import (
 from ..base.tracing import only_looked_at
 from ..errors import ArgumentError, CaptureError
 from ..plan.program_plan import ProgramPlan
-from .confirm import NEW, Shared, agreed, confirmed, groups_heard
-from .notes import Ran
-from .planned import Plans, Way
+from .guard_discovery import Environment
+from .guard_set import Ran
+from .plan_driven import Plans, Way
 from .program import Program, Sources
-from .record import Recording
+from .record_run import Recording
+from .recording_check import NEW, Shared, agreed, confirmed, groups_heard
 from .replay import replayed
 from .signature import Signature, modes, sign
-from .survey import Environment
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from ..base.by_key import by_key
+from ..base.group_by import by_key
 from ..base.torch_internals import OpOverload
 from ..comm import PerRank, communicator_of
-from ..dispatch.wrapping import wrap_local
-from .graph import Ranks, Step, Tape, Var
-from .results import Base
+from ..dispatch.wrap import wrap_local
+from .outputs import Base
+from .tape import Ranks, Step, Tape, Var
 
 _INFIX: dict[Any, str] = {operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.pow: "**"}
 _WRITTEN_OUT = (int, bool, str, type(None), torch.dtype, torch.memory_format, torch.layout)

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..base import nested
-from ..base.recording import Between, current
+from ..base import tensor_tree
+from ..base.recorder_hooks import Between, current
 from ..base.torch_internals import DisableTorchFunctionSubclass, TensorBase, pytree
 from ..errors import CaptureError
 from ..tensor.dtensor import DTensor
-from ..tensor.gradients import grad_placements_of
+from ..tensor.leaf_gradients import grad_placements_of
 from ..tensor.redistribute_many import redistribute_many
-from .reads import of_user
+from .impure_calls import of_user
 from .signature import described, picking
 
 _GRAD, _LAYOUT, _BEFORE, _AFTER = map(attrgetter, ("grad", "_layout", "_backward_hooks", "_post_accumulate_grad_hooks"))
@@ -74,7 +74,7 @@ class Guarded(NamedTuple):
         with DisableTorchFunctionSubclass():  # of which each getter asks the class otherwise
             found = [*map(_GRAD, leaves)]
         if any(self.between):
-            found += nested.tensors([[*kept.values()] for kept in self.between])
+            found += tensor_tree.tensors([[*kept.values()] for kept in self.between])
         if [*map(_form, self.between)] != self.forms:
             return None
         held = _kinds(found) == self.layouts and (self.hooks is None or hooks_of(leaves) == self.hooks)
@@ -134,7 +134,7 @@ class Leaves:
 
     def gradients(self) -> list[torch.Tensor | None]:
         """Those that were there before the run, of each leaf; then what was kept by calls before."""
-        return [*self._before.values(), *nested.tensors([[*before.values()] for _, before in self._between])]
+        return [*self._before.values(), *tensor_tree.tensors([[*before.values()] for _, before in self._between])]
 
     def number(self, place: int) -> int | None:
         """Of a leaf, in the survey; None for what was kept."""

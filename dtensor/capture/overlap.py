@@ -12,8 +12,8 @@ from math import prod
 from typing import Any
 
 from ..comm import Pending
-from .graph import Step, Var
-from .uses import Uses
+from .def_use import Uses
+from .tape import Step, Var
 
 
 def overlapped(steps: Sequence[Step], facts: Mapping[Var, Any], lasting: frozenset[int], most: int) -> list[Step]:

@@ -11,23 +11,23 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import increment_version
 
-from ..base.by_key import by_key
+from ..base.group_by import by_key
 from ..base.torch_internals import pytree
 from ..comm import PerRank, communicator_of
 from ..dispatch.local_op import below_autograd
-from ..dispatch.wrapping import wrap_local
+from ..dispatch.wrap import wrap_local
 from ..layout.layout import Layout
 from ..tensor.dtensor import DTensor
-from ..tensor.views.blocks import locals_of
+from ..tensor.views.block_owners import locals_of
 from .buckets import BYTES, bucketed
 from .codegen import Source
-from .graph import Step, Tape, Var
+from .copy_elision import with_bound_collectives, without_copies
+from .dce_cse import optimized, without_unused
 from .leaf_gradients import Guarded, put
-from .optimize import optimized, without_unused
+from .outputs import ENV, Base, Constant, Given, Joined, Kept, LocalOf, Made, Result, View, follow
 from .overlap import overlapped
-from .passes import with_bound_collectives, without_copies
-from .results import ENV, Base, Constant, Given, Joined, Kept, LocalOf, Made, Result, View, follow
 from .signature import Alike, Metadata, picking, strides_of
+from .tape import Step, Tape, Var
 
 # Arguments, tensors of the survey and leaves' gradients, as Given numbers them; floats by their place in the survey's key
 Sources = tuple[Sequence[Any], Sequence[Any], Sequence[Any], Any]

@@ -16,22 +16,22 @@ import numpy
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..base import nested
+from ..base import tensor_tree
 from ..base.generators import default_generator, state_now
-from ..base.recording import ACTIVE
+from ..base.recorder_hooks import ACTIVE
 from ..base.torch_internals import AccumulateGrad, TensorBase, TorchDispatchMode, autograd_node, current_dispatch_modes
 from ..comm import Pending, PerRank
 from ..dispatch.local_op import spelling
 from ..errors import CaptureError
-from ..propagation.schema import operator_of
+from ..propagation.op_schema import operator_of
 from ..tensor.dtensor import DTensor
-from ..tensor.views.blocks import locals_of
-from .graph import Ranks, Step, Var, substituted
-from .keeping import Keeping
-from .numbers import Numbers
-from .reads import Unvarying, World, decides, refuse
-from .survey import Environment
-from .writes import written_by
+from ..tensor.views.block_owners import locals_of
+from .float_provenance import Numbers
+from .guard_discovery import Environment
+from .impure_calls import Unvarying, World, decides, refuse
+from .library_state import Keeping
+from .mutations import written_by
+from .tape import Ranks, Step, Var, substituted
 
 aten = torch.ops.aten
 
@@ -132,7 +132,7 @@ class Recorder(Keeping, TorchDispatchMode):
             self._step(Step(TensorBase.item, (self._known(args[0]),), {}, self.numbers.last, within=within))
             return func(*args)
         if decides(func, args):
-            if not self.unvarying.holds(map(self._known, nested.tensors((args, kwargs)))):
+            if not self.unvarying.holds(map(self._known, tensor_tree.tensors((args, kwargs)))):
                 raise refuse(str(func), within)
             if func is aten._local_scalar_dense.default:
                 return func(*args)
@@ -152,7 +152,7 @@ class Recorder(Keeping, TorchDispatchMode):
         if _meta(result, {}):
             return result
         written = written_by(func, args, kwargs)
-        known = {id(x): self._known(x) for x in nested.tensors((args, kwargs))}
+        known = {id(x): self._known(x) for x in tensor_tree.tensors((args, kwargs))}
         writes = frozenset(known[id(x)].storage for x in written)
         stores = isinstance(autograd_node(), AccumulateGrad) and operator_of(func).facts.stores
         checks = bool(known) and not func._schema.returns and not writes  # what reads, and neither gives nor writes, may raise
@@ -162,7 +162,7 @@ class Recorder(Keeping, TorchDispatchMode):
 
     # --- sites ---------------------------------------------------------------------------------------------------------
     def site(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``fn(*args, **kwargs)``, one step; see :class:`~dtensor.base.recording.Recorder`."""
+        """``fn(*args, **kwargs)``, one step; see :class:`~dtensor.base.recorder_hooks.Recorder`."""
         step = Step(fn, self.taken(args), self.taken(kwargs), None, keep=True, site=True, within=self._where)
         result = self.aside(fn, args, kwargs)
         self._append(step, result, {}, [])
@@ -344,10 +344,10 @@ def _key(x: torch.Tensor) -> tuple[Any, ...]:
 
 def _meta(value: Any, kwargs: dict[str, Any]) -> bool:
     """Whether an operation is planning, not work: on tensors without data."""
-    return any(x.device.type == "meta" for x in nested.tensors((value, kwargs)))
+    return any(x.device.type == "meta" for x in tensor_tree.tensors((value, kwargs)))
 
 
 def _default(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:
     return default_generator(
-        next((x.device for x in nested.tensors((args, kwargs))), torch.device(kwargs.get("device") or "cpu"))
+        next((x.device for x in tensor_tree.tensors((args, kwargs))), torch.device(kwargs.get("device") or "cpu"))
     )

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from ..base.torch_internals import autocast_enabled
-from ..dispatch.transformed import recorded
+from ..dispatch.functorch import recorded
 from ..errors import CaptureError
 from ..tensor.dtensor import DTensor
-from .memory import detached
+from .aliasing import detached
 from .program import Compiled, Program, Sources
 from .signature import described
 

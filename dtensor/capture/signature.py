@@ -15,9 +15,9 @@ from ..errors import CaptureError
 from ..mesh.device_mesh import DeviceMesh
 from ..random.draw import DRAWING
 from ..tensor.dtensor import DTensor
-from .belonging import VALUES, ById, all_bare, attributes_of, bare, value_of
-from .settings import chosen
-from .survey import Environment
+from .guard_discovery import Environment
+from .object_ownership import VALUES, ById, all_bare, attributes_of, bare, value_of
+from .setting_guards import chosen
 
 _DISTRIBUTED = {DTensor}
 _LAYOUT = attrgetter("_layout")

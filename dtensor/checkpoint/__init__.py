@@ -1,11 +1,11 @@
 """Checkpoints that move between meshes: saved by all ranks, loaded under any mesh and layout."""
 
-from .background import PendingSave
+from .async_save import PendingSave
 from .loading import Loaded, load, read_tensors, read_tree
+from .manager import Manager
 from .rank_files import merge_rank_files
 from .safetensors import save_safetensors
 from .saving import save
-from .series import Manager
 
 __all__ = [
     "Loaded",

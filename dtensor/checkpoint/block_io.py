@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ..base.memory_order import contiguous_stride
-from ..comm.rows import flat_bytes
+from ..comm.flat_rows import flat_bytes
 from ..errors import CheckpointError
 from .files import open_regular
 from .manifest import Block

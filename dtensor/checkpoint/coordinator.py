@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CheckpointError, RankLostError
-from ..mesh.groups import made_of
-from ..watch.board import error_of
-from ..watch.verdict import Verdict, named
-from ..watch.watching import agree, why_lost
+from ..mesh.process_groups import made_of
+from ..watchdog.collective_hooks import agree, why_lost
+from ..watchdog.diagnosis import Verdict, named
+from ..watchdog.host_state import error_of
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..base.caches import remembered
-from ..comm.rows import flat_bytes
+from ..comm.flat_rows import flat_bytes
 
 Words = NDArray[np.uint64]
 MASK = (1 << 64) - 1

@@ -11,22 +11,22 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CheckpointError
-from ..tensor.views.blocks import Held, held_here
+from ..tensor.views.block_owners import Held, held_here
 from . import dcp_metadata as metadata
 from . import safetensors as hugging_face
-from .arranged import Arrange, arranged
-from .background import finish_pending
+from .async_save import finish_pending
 from .block_io import Box, Files, RemoteFiles
 from .coordinator import Parts, Ranks
 from .digest import MASK, digest
 from .files import present
+from .key_renaming import renamed
+from .lazy_transforms import Arrange, arranged
+from .load_targets import Target
 from .manifest import NAME, Block, Entry, Manifest, check_files, read_manifest
-from .match import Matched, match_trees, put_back
-from .memory import check_shared, finish
-from .names import renamed
 from .remote import Address, Remote, place_of
+from .state_matching import Matched, match_trees, put_back
 from .stateful import Expanded, expand
-from .targets import Target
+from .storage_sharing import check_shared, finish
 from .tree import decode
 
 Sums = dict[tuple[str, int], int]  # (tensor, number of the stored block) -> what this rank adds to its digest

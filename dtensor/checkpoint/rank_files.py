@@ -10,7 +10,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..tensor.copies import RankPiece, pieces_while_loading
-from ..tensor.views.blocks import distinct_blocks
+from ..tensor.views.block_owners import distinct_blocks
 from .tree import Path, mapped, name_of
 
 

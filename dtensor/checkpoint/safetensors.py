@@ -17,19 +17,19 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..tensor.views.blocks import Held, held_here, piece_of
-from .background import finish_pending
+from ..tensor.views.block_owners import Held, held_here, piece_of
+from .async_save import finish_pending
 from .block_io import write_box
 from .coordinator import Parts, Ranks
 from .digest import MASK, digest
 from .files import check_name, present, read_regular, replace_file, strict_json, sync_folder
-from .header import NAME_OF, Place, header_of, read_header
 from .manifest import Entry, Manifest, check_entries
 from .remote import Address, local_of
+from .safetensors_header import NAME_OF, Place, header_of, read_header
 from .saving import parts_of, reduced, row_major, with_values
 from .stateful import expand
-from .transaction import in_two_steps
 from .tree import Stored, encode, named_tensors
+from .two_phase_commit import in_two_steps
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 

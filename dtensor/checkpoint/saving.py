@@ -18,21 +18,21 @@ from typing import Any
 
 import torch
 
-from ..base.by_key import by_key
+from ..base.group_by import by_key
 from ..errors import CheckpointError
 from ..tensor.dtensor import DTensor
-from ..tensor.views.blocks import held_here, piece_of
-from .background import PendingSave, Staging, finish_pending, in_background
+from ..tensor.views.block_owners import held_here, piece_of
+from .async_save import PendingSave, Staging, finish_pending, in_background
 from .block_io import Stream, append
 from .coordinator import NESTING, Parts, Ranks
 from .digest import digest
 from .files import present, read_regular, replace_file, sha256, size_of, sync_folder, written
+from .load_targets import described
 from .manifest import NAME, Block, Entry, Manifest
 from .remote import Address, place_of
 from .stateful import expand
-from .targets import described
-from .transaction import in_two_steps
 from .tree import encode, has_tensors, leaves, name_of, named_tensors
+from .two_phase_commit import in_two_steps
 
 _OURS = re.compile(r"__\d+_\w+\.distcp")
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.by_key import by_key
+from ..base.group_by import by_key
 from ..errors import CheckpointError
 from ..tensor.dtensor import DTensor
+from .load_targets import Target
 from .manifest import Entry
-from .targets import Target
 from .tree import Path, leaves, mapped, name_of
 
 Install = Callable[[Any], None]

@@ -10,7 +10,7 @@ from ..cost.profile import Link, Profile
 from ..errors import PlanError
 from ..mesh.create import dry_run_on
 from ..mesh.device_mesh import DeviceMesh
-from .transformer import Transformer
+from .model_sizes import Transformer
 
 DIMS = ("dp", "pp", "ep", "cp", "tp")  # of a mesh, the outermost first: ranks of tp are neighbours
 _LEAST, _RING = 1024, 16  # where ways are looked for: positions of a sequence that a rank has, ranks that it is cut over

@@ -17,18 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.callers import NOWHERE
-from ..base.nested import tensors
+from ..base.tensor_tree import tensors
+from ..base.user_frames import NOWHERE
 from ..comm.events import Event, listening
 from ..cost.link import collective_seconds, device_of
-from ..debug.holdings import Holdings
+from ..debug.memory_tracker import Holdings
 from ..debug.operators import LocalCall, Operators
 from ..mesh.device_mesh import DeviceMesh
 from ..parallel import MixedPrecisionPolicy, fully_shard
 from ..placement import Shard
 from .cluster import DIMS
-from .decoder import Block, End, Experts, Start, angles, local
-from .transformer import Transformer
+from .decoder_parts import Block, End, Experts, Start, angles, local
+from .model_sizes import Transformer
 
 _SPREAD, _OTHERS = ("dp", "ep", "cp"), ("dp", "cp")  # over which parameters are spread, and those of experts
 _HALF = torch.bfloat16
@@ -85,7 +85,7 @@ def dry_step(part: str, model: Transformer, mesh: DeviceMesh, sequence: int, mic
 
     Args:
         mesh: a dry run of dims :data:`DIMS`.
-        again: what a layer's backward computes anew, of :data:`~dtensor.clusters.decoder.AGAIN`.
+        again: what a layer's backward computes anew, of :data:`~dtensor.clusters.decoder_parts.AGAIN`.
     """
     with torch.device(mesh.device_type):
         module, given = _part(part, model, mesh, sequence, micro, again)

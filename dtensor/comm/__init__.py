@@ -14,12 +14,12 @@ from ..ranks.rank_runs import RankRuns
 from ..ranks.rank_values import RankNumber, RankValues
 from ..ranks.shards import each_shard, reordered
 from . import events
-from .binding import Local
+from .backend_base import Local
 from .communicator import Communicator
 from .dry_run import DryRun
 from .events import Event
-from .fold import fold
 from .in_process import InProcess
+from .local_reduce import fold
 from .pending import Pending
 from .process_group import ProcessGroups
 
@@ -43,7 +43,7 @@ __all__ = [
     "shards_of",
 ]
 
-# By ``mesh.kind``: a backend is a class with six methods (see ``binding.py``) and a row here.
+# By ``mesh.kind``: a backend is a class with six methods (see ``backend_base.py``) and a row here.
 BACKENDS: dict[str, type[Communicator]] = {"process_group": ProcessGroups, "in_process": InProcess, "dry_run": DryRun}
 
 

@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions  # type: ignore[attr-defined]  # as torch has it
 
 from ..errors import LayoutError
-from ..mesh.groups import Group
-from ..watch.watching import waited_beside
+from ..mesh.process_groups import Group
+from ..watchdog.collective_hooks import waited_beside
 from .events import issuing, listeners
-from .fold import Op, dense
+from .flat_rows import as_row
+from .local_reduce import Op, dense
 from .pending import Pending
-from .rows import as_row
 
 T = TypeVar("T")
 

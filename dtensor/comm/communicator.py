@@ -1,7 +1,7 @@
 """``Communicator``: the collectives, as everything above sees them.
 
-Those of separate tensors stand here: they bind a collective of :mod:`.binding` and run it at once, the tensors in rows
-(:mod:`.rows`). What every collective gives is :class:`Pending`.
+Those of separate tensors stand here: they bind a collective of :mod:`.backend_base` and run it at once, the tensors in rows
+(:mod:`.flat_rows`). What every collective gives is :class:`Pending`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any, cast
 
 import torch
 
-from ..base.recording import aside, site
+from ..base.recorder_hooks import aside, site
 from ..errors import LayoutError, MeshError
-from ..mesh.groups import handle_of
+from ..mesh.process_groups import handle_of
 from ..placement import Monoid
 from . import events
-from .binding import Binding, Dims, Local, Run
-from .fold import Op, check_reduction, dense, fold
+from .backend_base import Binding, Dims, Local, Run
+from .flat_rows import Shape, announced, apart, broadcast, exchanged, gathered, joined, runs
+from .local_reduce import Op, check_reduction, dense, fold
+from .pack import Route, Scatter, Traffic, Transfer
 from .pending import Pending
-from .regions import Route, Scatter, Traffic, Transfer
-from .rows import Shape, announced, apart, broadcast, exchanged, gathered, joined, runs
 
 Lengths = Callable[[int], Sequence[int]]  # of rows, for a member
 

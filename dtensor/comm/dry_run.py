@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.groups import Group
-from .binding import Dims, Local, Reduction, Run
+from ..mesh.process_groups import Group
+from .backend_base import Dims, Local, Reduction, Run
 from .communicator import Communicator
-from .fold import Op
+from .local_reduce import Op
+from .pack import Packing, Scatter, Transfer
 from .pending import Pending
-from .regions import Packing, Scatter, Transfer
 from .transfer import is_packed, packings
 
 

@@ -14,15 +14,15 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
-from ..base.scoped import Scoped
+from ..base.mode_stack import Scoped
 from ..base.torch_internals import count_dispatch_modes, profiler_enabled
 from ..base.tracing import shows_ranges
 from ..base.units import bytes_text
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Monoid
-from .fold import Op
+from .local_reduce import Op
+from .pack import Route
 from .pending import Pending
-from .regions import Route
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -15,11 +15,11 @@ from ..mesh.current_rank import RUNNING, running_as
 from ..mesh.device_mesh import DeviceMesh
 from ..ranks.per_rank import PerRank, count_ranks, merge, parts
 from ..ranks.rank_values import RankValues
-from .binding import Dims, Local, Reduction, Run
+from .backend_base import Dims, Local, Reduction, Run
 from .communicator import Communicator, same_in_group
-from .fold import Op, dense, fold
+from .local_reduce import Op, dense, fold
+from .pack import Box, Route, Scatter, Transfer, region
 from .pending import Pending
-from .regions import Box, Route, Scatter, Transfer, region
 
 Copy = tuple[int, Box, Box]  # from which shard, which region of it, to which region of the new one
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
-from ..base.recording import ACTIVE, current
+from ..base.recorder_hooks import ACTIVE, current
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -13,18 +13,18 @@ import torch
 import torch.distributed as dist
 
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.groups import Group, backend_of, beside_part, group_of, handle_of, order_in
-from . import functional
-from .binding import Dims, Reduction, Run, spanning
+from ..mesh.process_groups import Group, backend_of, beside_part, group_of, handle_of, order_in
+from . import traced_collectives
+from .backend_base import Dims, Reduction, Run, spanning
+from .checked_collectives import lengths_of, watched
 from .communicator import Communicator
-from .fold import Op
-from .functional import either
+from .flat_rows import gathered
+from .local_reduce import Op
+from .pack import Scatter, Transfer
 from .pending import Pending
 from .reductions import bind_all_reduce, bind_scatter
-from .regions import Scatter, Transfer
-from .rows import gathered
+from .traced_collectives import either
 from .transfer import bind_direct, bind_transfer
-from .watched import lengths_of, watched
 
 
 class ProcessGroups(Communicator):
@@ -53,7 +53,7 @@ class ProcessGroups(Communicator):
         own = None if transfer.said else lengths_of(transfer.route_of(group.members[group.position]))
         said = f"{transfer.kind} {transfer.said}".rstrip()
         run = watched(group, said, self._over(dims), bind_transfer(group, transfer), own=own)
-        return either(run, lambda: functional.bind_transfer(group, transfer))
+        return either(run, lambda: traced_collectives.bind_transfer(group, transfer))
 
     def _transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> Run:
         rank = dist.get_rank()
@@ -73,20 +73,20 @@ class ProcessGroups(Communicator):
         own = transfer.route_of(group.position)
         if dist.get_world_size(handle) == len(ranks):
             run = watched(group, said, over, bind_transfer(group, transfer), own=lengths_of(own))
-            return either(run, lambda: functional.bind_transfer(group, transfer))
-        return either(watched(group, said, over, bind_direct(group, own), own=lengths_of(own)), functional.refusing_part)
+            return either(run, lambda: traced_collectives.bind_transfer(group, transfer))
+        return either(watched(group, said, over, bind_direct(group, own), own=lengths_of(own)), traced_collectives.refusing_part)
 
     def _all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> Reduction:
         group, made = self._group(dims), bind_all_reduce(self._group(dims), op, dtype)
         said, over = f"all_reduce({op})", self._over(dims)
         run = watched(group, said, over, made.run, shaped=True)
         taking = None if made.taking is None else watched(group, said, over, made.taking, shaped=True)
-        return functional.beside(Reduction(run, taking, made.at_once), group, op, dtype)
+        return traced_collectives.beside(Reduction(run, taking, made.at_once), group, op, dtype)
 
     def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> Run:
         group, said = self._group(dims), f"reduce_scatter({scatter.op}) {scatter.said}"
         run = watched(group, said, self._over(dims), bind_scatter(group, scatter))
-        return either(run, lambda: functional.bind_scatter(group, scatter))
+        return either(run, lambda: traced_collectives.bind_scatter(group, scatter))
 
     def _all_gather_object(self, value: Any, dims: Dims) -> list[Any]:
         """In two transfers: how long what each rank says is, then all of it."""

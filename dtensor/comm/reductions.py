@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..mesh.groups import Group
+from ..mesh.process_groups import Group
 from ..placement import Monoid
+from .backend_base import Reduction
 from .backends import (
     Ending,
     after,
@@ -25,11 +26,10 @@ from .backends import (
     started,
     traits_of,
 )
-from .binding import Reduction
-from .fold import SUMMED, Op, dense, fold, fold_stack
+from .flat_rows import as_row, chunk_lengths
+from .local_reduce import SUMMED, Op, dense, fold, fold_stack
+from .pack import Box, Packing, Scatter, region
 from .pending import Pending
-from .regions import Box, Packing, Scatter, region
-from .rows import as_row, chunk_lengths
 from .transfer import ROWS, Issue, parts_of, turns
 
 

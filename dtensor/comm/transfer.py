@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..mesh.groups import Group
+from ..mesh.process_groups import Group
 from .backends import after, all_gather_rows, all_to_all_rows, broadcast, post, row_major, started, traits_of
-from .fold import dense
+from .flat_rows import as_row, flat_bytes
+from .local_reduce import dense
+from .pack import Box, Packing, Route, Traffic, Transfer, region, run_of
 from .pending import Pending
-from .regions import Box, Packing, Route, Traffic, Transfer, region, run_of
-from .rows import as_row, flat_bytes
 
 Issue = Callable[[Tensor], Pending[Tensor]]
 

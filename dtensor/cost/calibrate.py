@@ -19,13 +19,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..base.on_ranks import on_ranks
 from ..base.progress import progress
+from ..base.spawn_ranks import on_ranks
 from ..base.units import seconds_text
 from ..errors import MeshError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.groups import backend_of
+from ..mesh.process_groups import backend_of
 from ..placement import Partial, Placement, Replicate, Shard
 from .device import DEVICES, STANDS_FOR, Device, named
 from .profile import COLLECTIVES, Link, Profile, Rate, profile_path

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from ..base.caches import remembered
+from ..mesh.coordinate_tables import groups
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.groups import backend_of, settled_by_first
-from ..mesh.positions import groups
+from ..mesh.process_groups import backend_of, settled_by_first
 from .device import DEVICES, STANDS_FOR, Device, named
 from .profile import Link, profile_of
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.groups import settled_by_first
+from ..mesh.process_groups import settled_by_first
 from .device import Device, parsed, positive
 
 FORMAT = 1

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..base.scoped import entering
+from ..base.mode_stack import entering
 from ..base.units import bytes_text, flop_text
 from ..errors import ArgumentError, BudgetError
 from .explain import by_line, collectives_text
 from .memory import lines_at_peak
-from .seen import Record
+from .program_recorder import Record
 
 
 class Limits(NamedTuple):

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..base.scoped import Block
+from ..base.mode_stack import Block
 from ..base.tables import table_text
 from ..base.torch_internals import OpOverloadPacket
 from ..base.units import bytes_text
 from ..comm import events
 from ..comm.events import Event
-from . import functional
-from .module_log import ModuleLog
+from . import c10d_calls
+from .module_tracker import ModuleLog
 
 EXCHANGE = "all_gather_object"
 
@@ -51,7 +51,7 @@ class Counts(defaultdict[Any, int]):
 def _kind(key: Any) -> Any:
     """The kind that a torch operator stands for; any other key is its own."""
     packet = getattr(key, "overloadpacket", key)
-    return functional.kind_of(packet.__name__) if isinstance(packet, OpOverloadPacket) else key
+    return c10d_calls.kind_of(packet.__name__) if isinstance(packet, OpOverloadPacket) else key
 
 
 class CommDebugMode:
@@ -86,11 +86,11 @@ class CommDebugMode:
         block = events.LISTENING.enter(self._record)
         self._blocks.append(block)
         self._modules.follow(lambda: events.LISTENING.sees(block))
-        functional.REPORTED.__enter__()
+        c10d_calls.REPORTED.__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        functional.REPORTED.__exit__()
+        c10d_calls.REPORTED.__exit__()
         events.LISTENING.leave_one(self._blocks)
         self._modules.stop()
 

@@ -11,11 +11,11 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 import torch.distributed as dist
 
-from ..base.on_ranks import on_ranks
 from ..base.progress import reporting
+from ..base.spawn_ranks import on_ranks
 from ..cost.profile import FORMAT, is_calibrated
 from ..errors import DTensorError
-from ..interop.changes import CHANGES
+from ..interop.patch_catalog import CHANGES
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Partial, Replicate, Shard
 from ..tensor.dtensor import DTensor

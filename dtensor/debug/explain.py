@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..base.by_key import by_key
-from ..base.callers import Place
-from ..base.extensions import pictured
+from ..base.group_by import by_key
+from ..base.late_binding import pictured
 from ..base.tables import table_text
 from ..base.units import bytes_text, flop_text, seconds_text
+from ..base.user_frames import Place
 from ..redistribute.step import place as placed
+from .explain_choice import reasons
 from .memory import Memory, memory_of
 from .operators import Operation
-from .reasons import reasons
-from .seen import Movement, Record
+from .program_recorder import Movement, Record
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..base.by_key import by_key
 from ..base.caches import remembered
-from ..base.callers import Place
+from ..base.group_by import by_key
 from ..base.units import bytes_text
+from ..base.user_frames import Place
 from ..errors import ArgumentError
 from ..plan import ProgramPlan, Sharding
 from ..plan.program_plan import spelled
 from ..tensor.dtensor import DTensor
 from . import html_templates as templates
-from .boxes import boxes_of
 from .explain import Explanation
+from .layout_boxes import boxes_of
 from .svg import svg_of
 
 _AROUND = 3  # lines of the program shown before and after one that communicates

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..base.callers import Place
 from ..base.tables import table_text
 from ..base.units import bytes_text
-from .holdings import KINDS, Holdings, told_by_all
-from .seen import Record
+from ..base.user_frames import Place
+from .memory_tracker import KINDS, Holdings, told_by_all
+from .program_recorder import Record
 
 _LINES = 5  # shown, those that allocated most
 

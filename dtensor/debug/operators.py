@@ -16,21 +16,21 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from ..base.by_key import by_key
-from ..base.callers import Place
-from ..base.nested import tensors
+from ..base.group_by import by_key
+from ..base.tensor_tree import tensors
 from ..base.torch_internals import FakeTensor, OpOverload, TorchDispatchMode, graph_task, has_kernel
 from ..base.tracing import under_way
+from ..base.user_frames import Place
 from ..comm import events
 from ..cost.device import DEVICES, STANDS_FOR, Device
 from ..cost.link import device_of
-from ..dispatch.report import Cause
+from ..dispatch.comm_report import Cause
 from ..mesh.current_rank import RUNNING
 from ..mesh.device_mesh import DeviceMesh
 from ..ranks.per_rank import PerRank
-from ..rules.facts import facts_of, shows_memory
+from ..rules.op_traits import facts_of, shows_memory
 from ..tensor.dtensor import DTensor
-from .holdings import ACTIVATIONS, BUFFERS, Birth, Holdings
+from .memory_tracker import ACTIVATIONS, BUFFERS, Birth, Holdings
 
 _ATTENTION = "_scaled_dot_product_flash_attention"
 _COUNTED_AS = {
@@ -76,7 +76,7 @@ class Operation:
     Attributes:
         operator: ``"aten::mm"``.
         operands, results: dtype, global shape and placements; of plain tensors dtype and shape.
-        place, phase, module: as of a :class:`.seen.Movement`.
+        place, phase, module: as of a :class:`.program_recorder.Movement`.
     """
 
     operator: str

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from .budget import Limits, counted, excess
-from .seen import Record
+from .program_recorder import Record
 
 Recorded = dict[str, dict[str, int]]
 Budget = Callable[..., AbstractContextManager[None]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from .boxes import COLORS, Box, Boxes, Panel, scaled
+from .layout_boxes import COLORS, Box, Boxes, Panel, scaled
 
 _WIDE, _HIGH = 420.0, 240.0  # of a panel, where its labels allow
 _LETTER, _LINE, _GAP = 7.2, 22.0, 18.0

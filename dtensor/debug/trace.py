@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ..base.scoped import entering
-from .holdings import told_by_all
+from ..base.mode_stack import entering
+from .memory_tracker import told_by_all
 from .operators import LocalCall, Operation
-from .seen import Movement, Record
+from .program_recorder import Movement, Record
 
 COMPUTE, COMMUNICATION = 0, 1  # tracks
 _MEMORY_STEPS = 200  # a change of memory is written if it is at least this part of the peak

@@ -12,7 +12,7 @@ from ..errors import ArgumentError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..tensor.dtensor import DTensor
-from .boxes import COLORS, TERMINAL_STYLES, Box, Boxes, Panel, boxes_of, scaled
+from .layout_boxes import COLORS, TERMINAL_STYLES, Box, Boxes, Panel, boxes_of, scaled
 from .svg import svg_of
 
 _WIDE, _HIGH = 56, 9  # letters and lines of a panel, where its labels allow

@@ -20,8 +20,8 @@ from ..layout.layout import Layout
 from ..redistribute import execute, move_between
 from ..redistribute.executor import Bound, bound_of
 from ..redistribute.step import Plan, Step
-from .apart import apart, memory_of
-from .wrapping import wrap_local
+from .output_aliasing import apart, memory_of
+from .wrap import wrap_local
 
 
 class _Waiting(per_thread):

@@ -17,32 +17,32 @@ import torch
 
 from ..base import tracing
 from ..base.caches import Shared, watched
-from ..base.callers import wrapped_by_torch
 from ..base.modes import IMPLICIT_REPLICATION, MODES
-from ..base.told import changed, restored
+from ..base.patches import changed, restored
 from ..base.torch_internals import autograd_node, count_dispatch_modes, find_torch_dispatch_rule
+from ..base.user_frames import wrapped_by_torch
 from ..errors import UnsupportedOperationError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
-from ..propagation.choose import Chooser, choose
+from ..propagation.op_schema import Operator, operator_of
 from ..propagation.propagate import Plan
-from ..propagation.schema import Operator, operator_of
-from ..rules.facts import rule_of_each
+from ..propagation.select_strategy import Chooser, choose
+from ..rules.op_traits import rule_of_each
 from ..rules.registry import lookup
-from ..watch.levels import Level
-from . import wrapping
+from ..watchdog.levels import Level
+from . import wrap
 from .announced import announced_call
-from .counted import Notes, counting, failed
+from .cache_key import AS_IT_IS, settle, sized_of, stand_in, static, static_list
+from .cross_mesh import across_places, meshes_of
 from .frame import Runner
-from .keys import AS_IT_IS, settle, sized_of, stand_in, static, static_list
 from .local_op import local_function
-from .mixed_meshes import across_places, meshes_of
-from .operands import plan_of_bound
-from .plain_operands import agree_on_declared, through_copies
+from .op_fingerprint import Notes, counting, failed
+from .operand_layouts import plan_of_bound
+from .plain_tensor_args import agree_on_declared, through_copies
 from .program import bind_program, runner_of
 from .torch_constants import with_constants
 from .variants import with_variants
-from .wrapping import wrap_local, wrap_view
+from .wrap import wrap_local, wrap_view
 
 PLANS: Shared[tuple[Any, ...], Any] = Shared(each=1024, together=8192)  # per operator, of all operators
 watched("plans", PLANS.fullness)
@@ -71,7 +71,7 @@ _ENTRIES: dict[int, Entry] = {}
 _CHANGING = RLock()  # who adds or drops entries; those who look one up read a dictionary
 
 
-_VIEWING: Any = lambda plan, operator: (None, None)  # noqa: E731  # replaced by tensor/views/remote_view.py
+_VIEWING: Any = lambda plan, operator: (None, None)  # noqa: E731  # replaced by tensor/views/lazy_view.py
 _IN_INFERENCE = torch.is_inference_mode_enabled
 _modes = count_dispatch_modes
 _LIBRARY: torch.library.Library | None = None
@@ -120,18 +120,18 @@ def _entered(func: Any) -> Entry:
         if entry is not None:  # another thread was faster
             return entry
         entry = Entry(func)
-        if func.namespace == "aten" and find_torch_dispatch_rule(func, wrapping.TENSOR) is None:
+        if func.namespace == "aten" and find_torch_dispatch_rule(func, wrap.TENSOR) is None:
             if _LIBRARY is None:
                 _LIBRARY = torch.library.Library("aten", "FRAGMENT")
                 changed("torch.library.register_torch_dispatch")
-            torch.library.register_torch_dispatch(func, wrapping.TENSOR, entry.run, lib=_LIBRARY)
+            torch.library.register_torch_dispatch(func, wrap.TENSOR, entry.run, lib=_LIBRARY)
         _ENTRIES[id(func)] = entry
         return entry
 
 
 def _dispatch_of(entry: Entry) -> Callable[..., Any]:
     """What happens at each call of one operator."""
-    tensor, is_view, local_op = wrapping.TENSOR, entry.operator.is_view, entry.local
+    tensor, is_view, local_op = wrap.TENSOR, entry.operator.is_view, entry.local
     find: Callable[..., Any] = entry.plans.get if entry.notes is None else entry.notes.find
     general = _general_form_of(entry, find)
     keyed, listed = entry.operator.keyed, entry.operator.listed
@@ -193,7 +193,7 @@ def _dispatch_of(entry: Entry) -> Callable[..., Any]:
 
 def _general_form_of(entry: Entry, find: Callable[..., Any]) -> Callable[..., Any]:
     """A call of one operator, whatever its arguments."""
-    tensor, is_view, local_op = wrapping.TENSOR, entry.operator.is_view, entry.local
+    tensor, is_view, local_op = wrap.TENSOR, entry.operator.is_view, entry.local
     by_type, names_by_type, noted = entry.scalar_positions, entry.scalar_names, entry.notes is not None
     options = entry.operator.options
 

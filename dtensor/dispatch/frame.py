@@ -1,7 +1,8 @@
 """Frame: one operator call while the steps of its program run, and the types of steps and runners.
 
-Calls that share a plan share their signature (:class:`~dtensor.propagation.schema.Form`): as many positional arguments, the same
-keywords. So a step knows the :data:`Place` of each argument when the program is bound, and a default is a constant.
+Calls that share a plan share their signature (:class:`~dtensor.propagation.op_schema.Form`): as many positional
+arguments, the same keywords. So a step knows the :data:`Place` of each argument when the program is bound. A default is a
+constant.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..propagation.schema import Operator, Place
+from ..propagation.op_schema import Operator, Place
 
 Args = tuple[Any, ...]
 Keywords = dict[str, Any]
@@ -25,7 +26,7 @@ class Frame:
         local_args, local_kwargs: the same with local tensors in place of DTensors; steps redistribute and replace them here.
         made: the result of the local call, before it is wrapped.
         output: what the user gets.
-        ownerships: the row ownership of operands, read before the call (see :mod:`.parted`).
+        ownerships: the row ownership of operands, read before the call (see :mod:`.disjoint_partial`).
     """
 
     made: Any = None

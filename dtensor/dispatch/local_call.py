@@ -15,17 +15,17 @@ import torch
 from ..base.memory_order import memory_order
 from ..base.tracing import REFUSED
 from ..comm import communicator_of
+from ..propagation.op_schema import Form, Operator
 from ..propagation.propagate import Plan
-from ..propagation.schema import Form, Operator
 from ..random.draw import from_one_state
 from ..ranks.rank_values import RankValues, agreed
 from ..rules.call import Call
-from ..rules.kernels import KernelContext, plain_op
+from ..rules.kernel_context import KernelContext, plain_op
 from ..rules.rule import LocalView
-from .flat_lists import through_memory
+from .empty_shards import as_all_ranks_do, idle_of
+from .foreach_scalars import with_numbers_once
 from .frame import Frame
-from .idle import as_all_ranks_do, idle_of
-from .list_numbers import with_numbers_once
+from .fused_list_ops import through_memory
 from .local_op import local_function
 
 Constants = dict[str, Any]  # arguments by name that a rank gets in place of the user's

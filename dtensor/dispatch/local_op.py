@@ -28,7 +28,7 @@ from ..base.torch_internals import (
     set_key_excluded,
     special_functions,
 )
-from ..rules.facts import facts_of
+from ..rules.op_traits import facts_of
 
 below_autograd = BelowAutograd  # a context in which torch functions record nothing, nor look whether to
 

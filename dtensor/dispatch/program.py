@@ -16,16 +16,17 @@ from typing import Any
 from ..base.tracing import REFUSED
 from ..comm.events import because
 from ..layout.layout import Layout
+from ..propagation.op_schema import Form, Operator
 from ..propagation.propagate import Plan
-from ..propagation.schema import Form, Operator
+from .comm_report import Cause
 from .conjugation import carried_out, is_complex
+from .disjoint_partial import attach_row_ownership, mark_deferred_reductions, read_row_ownership
 from .frame import Args, Frame, Keywords, Runner, Step
-from .laid_out import order_inputs_in_memory
+from .input_strides import order_inputs_in_memory
 from .local_call import LocalCall, call_local_function, is_kernel
+from .local_indices import propagate_local_indices
 from .local_op import local_function
-from .own_names import propagate_local_indices
-from .parted import attach_row_ownership, mark_deferred_reductions, read_row_ownership
-from .report import Cause
+from .preferred_layout import propagate_preferred_layout
 from .steps import (
     WrapOutputs,
     allocate_outputs,
@@ -39,9 +40,8 @@ from .steps import (
     write_back,
     write_into_locals,
 )
-from .wanted import propagate_preferred_layout
 from .whole_calls import decompose, give_answer, run_outside_mesh, run_whole
-from .wrapping import wrap_local, wrap_view
+from .wrap import wrap_local, wrap_view
 
 Pass = Callable[[Plan, Operator, Form], Step | None]
 

@@ -10,17 +10,17 @@ from typing import Any, get_overloads, overload
 from ..base.torch_internals import OpOverloadPacket
 from ..errors import PlacementError, RuleError
 from ..placement import REDUCE_OPS
-from ..propagation.schema import arguments_given, operator_of, overload_of
+from ..propagation.op_schema import arguments_given, operator_of, overload_of
 from ..rules.call import Call
-from ..rules.factoring import by
+from ..rules.declare import by_pattern
 from ..rules.folds import Fold
 from ..rules.notation import EACH, Pattern, is_picked, parse
+from ..rules.notation_rules import by
+from ..rules.partial_rules import linear, one_of, rows, together
 from ..rules.registry import overload_served, register, rules, unregister
-from ..rules.rows import linear, one_of, rows, together
 from ..rules.rule import Choice, Factors, Kernel, LocalView, Rule, labels, parse_partial
-from ..rules.verbs import by_pattern
 from .dispatcher import clear_plans
-from .placement_tables import Table, factors_of_table
+from .user_strategy_table import Table, factors_of_table
 
 _REPLACED: dict[str, Rule | None] = {}  # by the key of a user's rule: what was there before
 

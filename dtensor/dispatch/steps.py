@@ -14,27 +14,27 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..base.modes import EXPLICIT
-from ..base.nested import tensors
+from ..base.tensor_tree import tensors
 from ..comm import communicator_of
 from ..errors import ImplicitCommunicationError, UnsupportedOperationError
 from ..layout.layout import Layout
+from ..propagation.op_schema import Form, Operator, Place
 from ..propagation.propagate import Plan
-from ..propagation.schema import Form, Operator, Place
-from ..ranks.assign import assign
 from ..ranks.per_rank import shards_of
+from ..ranks.write_result import assign
 from ..redistribute import Plan as Move
 from ..redistribute import execute as run_move
 from ..redistribute import execute_many as run_moves
 from ..redistribute import plan as plan_move
-from ..rules.kernels import Measured
-from .apart import apart, memory_of
+from ..rules.kernel_context import Measured
+from .cached_redistribute import aliases_unseen, moved, moved_together, one_by_one, share_versions
+from .comm_report import announce, describe
 from .frame import Args, Frame, Keywords, Step, argument_at, results_of
 from .local_call import has_own_function, is_kernel
-from .own_names import note_names
-from .report import announce, describe
-from .settled import aliases_unseen, moved, moved_together, one_by_one, share_versions
-from .versions import shared
-from .wrapping import wrap_local, wrap_view
+from .local_indices import note_names
+from .output_aliasing import apart, memory_of
+from .version_counters import shared
+from .wrap import wrap_local, wrap_view
 
 
 # --- before the call ----------------------------------------------------------------------------------------------------

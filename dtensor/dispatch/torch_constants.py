@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
-from ..base.callers import frames_of_torch
-from ..base.nested import leaves, listed
-from ..comm.agreement import same_on_all
-from ..propagation.schema import Operator
-from .mixed_meshes import Runner, meshes_of
-from .plain_operands import declared, is_number, replicated, taken_as_replicated
-from .transformed import layout_of
+from ..base.tensor_tree import leaves, listed
+from ..base.user_frames import frames_of_torch
+from ..comm.cross_rank_check import same_on_all
+from ..propagation.op_schema import Operator
+from .cross_mesh import Runner, meshes_of
+from .functorch import layout_of
+from .plain_tensor_args import declared, is_number, replicated, taken_as_replicated
 
 # Module and qualified name of a function, and whether it draws random numbers.
 FUNCTIONS: dict[tuple[str, str], bool] = {

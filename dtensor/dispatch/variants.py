@@ -14,11 +14,11 @@ import torch
 
 from ..base.caches import Bounded
 from ..layout.layout import Layout
+from ..propagation.op_schema import Operator
 from ..propagation.propagate import Plan
-from ..propagation.schema import Operator
 from ..rules.call import kind_of
+from .disjoint_partial import all_facts, depends_on_facts, quick_facts
 from .frame import Args, Keywords, Runner
-from .parted import all_facts, depends_on_facts, quick_facts
 from .program import runner_of
 
 _LIMIT = 64  # long lists of numbers have many kinds

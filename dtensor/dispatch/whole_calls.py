@@ -9,14 +9,14 @@ import torch
 from ..comm import communicator_of
 from ..errors import UnsupportedOperationError
 from ..layout.layout import Layout
+from ..propagation.op_schema import Form, Operator
 from ..propagation.propagate import Plan
-from ..propagation.schema import Form, Operator
-from ..ranks.assign import assign
+from ..ranks.write_result import assign
+from .cached_redistribute import nested
 from .frame import Args, Frame, Keywords, Runner, Step, argument_at, results_of
 from .local_call import call_local_function
-from .settled import nested
 from .steps import check_explicit, resized_to
-from .wrapping import wrap_local
+from .wrap import wrap_local
 
 
 def run_whole(runner: Runner) -> Step:

@@ -9,8 +9,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ..errors import CheckpointError
-from ..tensor.views.blocks import Held, held_here, piece_of, stack_of
-from ..tensor.views.remote_view import RemoteView
+from ..tensor.views.block_owners import Held, held_here, piece_of, stack_of
+from ..tensor.views.lazy_view import RemoteView
 
 
 def chunks(x: Any) -> list[ChunkStorageMetadata]:

@@ -14,9 +14,9 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from ..base.told import changed
+from ..base.patches import changed
 from ..base.torch_internals import eval_frame
-from .when_imported import when_imported
+from .import_hooks import when_imported
 
 _TOLD = "torch._dynamo.trace_rules"
 _SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import save_on_cpu
 
-from ..base.told import changed
+from ..base.patches import changed
 from ..tensor.dtensor import DTensor
 
 _of_plain_tensors: Any = save_on_cpu.__init__

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base.told import changed
+from ..base.patches import changed
 from ..comm import PerRank, communicator_of, each_shard, shards_of
 from ..mesh.device_mesh import DeviceMesh
 from ..tensor.copies import user_attributes
 from ..tensor.distribute import distribute_tensor
 from ..tensor.dtensor import DTensor, wrap
-from .when_imported import when_imported
+from .import_hooks import when_imported
 
 
 def teach_state_dicts() -> None:

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from ..base.caches import Bounded
-from ..base.extensions import pictured
+from ..base.late_binding import pictured
 from ..base.memory_order import Stride, contiguous_stride, memory_order, stride_like
-from ..base.symbols import has_symbols, sizes
+from ..base.symbolic_sizes import has_symbols, sizes
 from ..base.validation import element_type, sizes_of
 from ..errors import LayoutError
 from ..mesh.device_mesh import DeviceMesh

@@ -8,7 +8,7 @@ from itertools import accumulate, chain
 from typing import NamedTuple
 
 from ..base.caches import remembered
-from ..base.symbols import has_symbols, settled, sizes
+from ..base.symbolic_sizes import has_symbols, settled, sizes
 from ..errors import PlacementError
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Placement, Shard

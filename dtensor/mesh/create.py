@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from ..errors import MeshError
 from .device_mesh import CURRENT, DeviceMesh, as_mesh
-from .groups import new_handle
+from .init_world import distributed, ensure_world
+from .process_groups import new_handle
 from .root import Root, make_root
-from .world import distributed, ensure_world
 
 
 class _World(threading.local):

@@ -17,16 +17,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
-from ..base.extensions import pictured
-from ..base.scoped import Scoped
+from ..base.late_binding import pictured
+from ..base.mode_stack import Scoped
 from ..base.tracing import constant_of_graph
 from ..errors import MeshError
 from .current_rank import current_coordinate, current_rank
-from .derive import concatenated, flattened, on_one_root, sliced, unflattened
+from .from_torch import of_torch
 from .geometry import Dims, Geometry, Names, asked
-from .groups import handle_of
-from .of_torch import of_torch
+from .process_groups import handle_of
 from .root import Kind, Root, backends_of, device_type_of, make_root, mesh_shape_of
+from .submesh import concatenated, flattened, on_one_root, sliced, unflattened
 
 
 class DeviceMesh(Geometry, TorchDeviceMesh):

@@ -31,7 +31,7 @@ class asked(Generic[T]):  # noqa: N801  # read as `property` is
 class Geometry:
     """A root and, for each mesh dim, the root dims that make it up.
 
-    What is known of it is remembered in its dictionary, where a compiler finds it (see ``interop.compiled``).
+    What is known of it is remembered in its dictionary, where a compiler finds it (see ``interop.torch_compile``).
     """
 
     _root: Root

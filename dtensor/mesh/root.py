@@ -10,10 +10,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..base.extensions import in_use
+from ..base.late_binding import in_use
 from ..base.validation import whole, wholes
 from ..errors import ArgumentError, MeshError
-from .world import distributed, ensure_world
+from .init_world import distributed, ensure_world
 
 Kind = str  # "process_group", "in_process", "dry_run": the row of ``comm.BACKENDS``
 LAID_OUT: list[Callable[[], None]] = []  # called when this process has become a rank among others

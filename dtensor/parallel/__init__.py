@@ -2,19 +2,19 @@
 
 from ..interop.dynamo import leave_untraced as _leave_untraced
 from ..tensor.materialize import materialize
-from .data.auto_wrap import units_by_size
 from .data.custom_collectives import AllGather, Comm, ReduceScatter
 from .data.fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from .data.fully_shard import fully_shard, register_fsdp_forward_method
 from .data.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ShardPlacementResult
 from .data.replicate import ReplicatedModule, replicate
 from .data.sampler import DistributedBatchSampler
+from .data.size_policy import units_by_size
 from .data.zero import ZeroRedundancyOptimizer
-from .tensor.boundary import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
-from .tensor.context import context_parallel, context_parallel_unshard
+from .tensor.colwise_rowwise import ColwiseParallel, RowwiseParallel, SequenceParallel
+from .tensor.context_parallel import context_parallel, context_parallel_unshard
 from .tensor.loss import loss_parallel
-from .tensor.matrix import ColwiseParallel, RowwiseParallel, SequenceParallel
 from .tensor.parallelize import parallelize_module
+from .tensor.prepare_io import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from .tensor.style import ParallelStyle
 
 __all__ = [

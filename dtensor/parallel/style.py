@@ -1,7 +1,7 @@
 """Styles by the name that ``torch.distributed.tensor.parallel.style`` has for them."""
 
-from .tensor.boundary import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
-from .tensor.matrix import ColwiseParallel, RowwiseParallel, SequenceParallel
+from .tensor.colwise_rowwise import ColwiseParallel, RowwiseParallel, SequenceParallel
+from .tensor.prepare_io import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from .tensor.style import ParallelStyle
 
 __all__ = [

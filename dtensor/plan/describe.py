@@ -6,19 +6,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..base.by_key import by_key
+from ..base.group_by import by_key
 from ..layout.layout import Layout
 from ..placement import Monoid
-from ..propagation.row_table import texts_of
+from ..propagation.strategy_table import texts_of
 from ..redistribute import plan as plan_move
-from .classes import Classes
+from .costs import heard_seconds, move_seconds
+from .disjoint_partial import lines_of
 from .graph import Graph, Node
-from .memory import Held, Memory
-from .options import Form, Option, Options, form_of, options_along
-from .owners import lines_of
-from .prices import heard_seconds, move_seconds
+from .liveness import Held, Memory
+from .objective import Move, Total
 from .program_plan import PlannedCall, PlannedMove, ProgramPlan, Spelled, spelled
-from .total import Move, Total
+from .repeated_layers import Classes
+from .strategy_options import Form, Option, Options, form_of, options_along
 
 _RUN = ("call", "fixed", "parts")  # what goes by the plan as it runs
 

@@ -11,13 +11,13 @@ from typing import Any, Literal
 from ..comm.events import Event
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
-from ..propagation.choose import declared
-from ..propagation.chosen import Chosen
-from ..propagation.row_table import Line
+from ..propagation.select_strategy import declared
+from ..propagation.strategy_choice import Chosen
+from ..propagation.strategy_table import Line
 from ..redistribute import Step
 from ..rules.call import Call
+from ..rules.flops import Work, work_of
 from ..rules.rule import Factors, Rule
-from ..rules.work import Work, work_of
 
 Kind = Literal["input", "call", "fixed", "move", "same", "parts", "gradient"]
 

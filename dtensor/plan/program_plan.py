@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..base.by_key import by_key
-from ..base.callers import NOWHERE, Place
-from ..base.extensions import pictured
+from ..base.group_by import by_key
+from ..base.late_binding import pictured
 from ..base.units import bytes_text, seconds_text
+from ..base.user_frames import NOWHERE, Place
 from ..errors import ArgumentError
 from ..placement import Partial, Placement, Replicate, Shard
 

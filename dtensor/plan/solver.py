@@ -14,9 +14,9 @@ from typing import Any
 
 from ..errors import PlanError
 from ..layout.layout import Layout
-from .classes import Classes
-from .options import Form, Option, Options, form_of, whole
-from .prices import FREE, move_seconds
+from .costs import FREE, move_seconds
+from .repeated_layers import Classes
+from .strategy_options import Form, Option, Options, form_of, whole
 
 Terms = list[tuple[int, float]]  # variables and their coefficients
 Made = tuple[Layout, list[int]]  # a layout, and the variables of the options that have it

@@ -18,15 +18,15 @@ from ..mesh.device_mesh import DeviceMesh
 from ..redistribute import Plan as Move
 from ..redistribute import plan as plan_move
 from ..rules.call import Call, Meta
-from ..rules.facts import rule_of_each
-from ..rules.parted import NOTHING, Known
+from ..rules.disjoint_partial import NOTHING, Known
+from ..rules.op_traits import rule_of_each
 from ..rules.registry import lookup
 from ..rules.rule import Rule
-from .calls import Slot, make_call
-from .choose import Chooser, choose
-from .chosen import Chosen
-from .meta import NotInferable, asked_with_outs, results_of
-from .schema import Operator
+from .make_call import Slot, make_call
+from .op_schema import Operator
+from .select_strategy import Chooser, choose
+from .shape_inference import NotInferable, asked_with_outs, results_of
+from .strategy_choice import Chosen
 
 
 @dataclass(frozen=True, slots=True)

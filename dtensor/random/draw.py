@@ -23,13 +23,13 @@ import torch
 from ..base import tracing
 from ..base.caches import nested_key, remembered
 from ..base.generators import default_generator, go_to, state_now
-from ..base.recording import aside, site
-from ..base.scoped import Scoped
-from ..base.symbols import settled
+from ..base.mode_stack import Scoped
+from ..base.recorder_hooks import aside, site
+from ..base.symbolic_sizes import settled
 from ..base.torch_internals import tree_flatten, tree_unflatten
 from ..comm import communicator_of
-from ..comm.graph_ops import in_graph
-from ..comm.watched import draws
+from ..comm.checked_collectives import draws
+from ..comm.custom_ops import in_graph
 from ..errors import UnsupportedOperationError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from ..base.scoped import entering
+from ..base.mode_stack import entering
 from ..comm import communicator_of
-from ..comm.agreement import told_by_all
+from ..comm.cross_rank_check import told_by_all
 from ..errors import MeshError
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from .draw import DRAWING, MODES

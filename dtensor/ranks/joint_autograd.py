@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge
 
 from ..base.generators import default_generator, go_to, state_now
 from ..base.torch_internals import DisableTorchFunctionSubclass, custom_function_call, functorch_active, make_dual
-from .hidden import EachRank
+from .functorch import EachRank
 from .per_rank import _JOINT, PerRank, over_ranks
 from .rank_values import RankValues
 

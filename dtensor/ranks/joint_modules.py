@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.told import changed, restored
+from ..base.patches import changed, restored
 from ..errors import LayoutError
 from .per_rank import _BEFORE, PerRank, over_ranks
 

@@ -10,7 +10,7 @@ import torch.utils.module_tracker
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from ..base.told import changed, restored
+from ..base.patches import changed, restored
 from .joint_autograd import flat, merged
 from .per_rank import _BEFORE, PerRank
 from .rank_values import RankValues, agreed, one_or_each

@@ -5,7 +5,7 @@ autograd graph. This happens in ``__torch_function__``, above autograd. Where to
 another subclass's ``__torch_dispatch__``) the same mapping happens in ``__torch_dispatch__``; the wrapper itself has
 neither storage nor sizes, so nothing can read it instead of the ranks' tensors.
 
-One thing torch keeps from us: ``torch.autograd.Function.apply`` is no torch function; see ``applied.py``.
+One thing torch keeps from us: ``torch.autograd.Function.apply`` is no torch function; see ``autograd_function_hook.py``.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ..base import torch_internals
-from ..base.autograd_keys import seen_by_autograd
-from ..base.extensions import in_use
-from ..base.nested import leaves, like
+from ..base.late_binding import in_use
+from ..base.reenable_autograd import seen_by_autograd
+from ..base.tensor_tree import leaves, like
 from ..base.torch_internals import OpOverload, functorch_active, make_wrapper_subclass
 from ..errors import LayoutError, MeshError, MixedTensorError, PlacementError
-from .hidden import each_rank
+from .functorch import each_rank
 from .rank_values import _EACH_RANK, RankNumber, RankValues, agreed
 from .run_mode import OF_EACH_RANK
 from .shared_reads import UsedByRanks
@@ -348,5 +348,7 @@ def _holds_tensor(value: Any) -> bool:
 
 
 _JOINT: dict[Any, Callable[..., Any]] = {}  # what does not simply run once per rank; see ``joint_autograd.py``
-_BEFORE: list[Callable[[], None]] = [in_use]  # what has to be set up where programs meet such tensors; see ``applied.py``
+_BEFORE: list[Callable[[], None]] = [
+    in_use
+]  # what has to be set up where programs meet such tensors; see ``autograd_function_hook.py``
 _EACH_RANK.append(PerRank.__torch_function__)

@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..base.generators import default_generator, go_to, state_now
-from ..base.nested import leaves, like, mapped
+from ..base.tensor_tree import leaves, like, mapped
 from ..base.torch_internals import (
     AccumulateGrad,
     DisableFuncTorch,

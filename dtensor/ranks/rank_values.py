@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..base.nested import leaves
+from ..base.tensor_tree import leaves
 from ..errors import LayoutError, MeshError, MixedTensorError
 
 _EACH_RANK: list[Callable[..., Any]] = []  # how a torch function runs for each rank; ``per_rank``, which stands on this, says

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.recording import site
+from ..base.recorder_hooks import site
 from ..base.tracing import has_no_values
 from ..errors import LayoutError
-from .hidden import seen
+from .functorch import seen
 from .shared_writes import AgreedByRanks
 
 

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..base.nested import listed
+from ..base.tensor_tree import listed
 from ..errors import LayoutError, MixedTensorError
-from .assign import assign
+from .write_result import assign
 
 _WRITING = frozenset(("__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__", "__imod__"))
 _WRITING |= frozenset(("__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__ipow__"))

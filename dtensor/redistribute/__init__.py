@@ -1,7 +1,7 @@
 """Redistribution: a plan of local steps and collectives between two layouts (pure), and its execution."""
 
 from .across_meshes import Transit, move_between, plan_between
-from .batch import execute_many
+from .coalesce import execute_many
 from .executor import execute, moves, redistribute_local, start
 from .planner import estimate, plan
 from .step import VIEWS, AllGather, AllReduce, Exchange, Once, Plan, ReduceScatter, Repeat, Slice, Spread, Step

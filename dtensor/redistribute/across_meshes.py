@@ -19,12 +19,12 @@ import numpy as np
 from ..base.caches import remembered
 from ..base.units import bytes_text, seconds_text
 from ..comm import Pending, communicator_of
-from ..comm.binding import Run
-from ..comm.regions import Box, Route, Transfer
+from ..comm.backend_base import Run
+from ..comm.pack import Box, Route, Transfer
 from ..cost.link import link_of, local_seconds
 from ..errors import MeshError
 from ..layout.layout import Layout
-from ..mesh.positions import Table
+from ..mesh.coordinate_tables import Table
 from ..placement import Monoid, Partial, Placement, Replicate, Shard
 from .executor import Local, execute
 from .intervals import blocks

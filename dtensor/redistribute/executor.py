@@ -16,16 +16,16 @@ import torch
 from ..base.caches import remembered
 from ..base.memory_order import outermost_first
 from ..comm import Communicator, Pending, communicator_of
-from ..comm.binding import Run
+from ..comm.backend_base import Run
+from ..comm.checked_collectives import counted_with
 from ..comm.events import because
-from ..comm.fold import divided, identity
-from ..comm.regions import Box, Route, Scatter, Transfer, region
-from ..comm.watched import counted_with
+from ..comm.local_reduce import divided, identity
+from ..comm.pack import Box, Route, Scatter, Transfer, region
 from ..layout.layout import Layout
 from ..placement import Monoid
-from .partials import KEEPING
+from .partial_algebra import KEEPING
 from .planner import plan as plan_of
-from .routes import gather_traffic, gathered, routes, traffic
+from .send_recv_plan import gather_traffic, gathered, routes, traffic
 from .step import AllGather, AllReduce, Exchange, Once, Plan, ReduceScatter, Repeat, Slice, Spread, Step, described, place
 
 Local = Any  # a torch.Tensor, or a PerRank of them (docs/architecture.md)

@@ -14,8 +14,8 @@ import numpy as np
 from ..base.caches import remembered
 from ..layout.layout import Layout
 from ..layout.splits import Split, chunk_sizes
+from ..mesh.coordinate_tables import Table, leaves
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.positions import Table, leaves
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 

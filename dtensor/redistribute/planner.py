@@ -3,7 +3,7 @@
 A chain has up to four stages; the stages that do nothing vanish:
 
 1. *slice*: mesh dims that hold copies and split the destination keep their part only, so that less is moved and reduced;
-2. *reduce*: terms that do not stay are reduced, innermost first (:mod:`.partials`), each reduction as an all-reduce or as
+2. *reduce*: terms that do not stay are reduced, innermost first (:mod:`.partial_algebra`), each reduction as an all-reduce or as
    a reduce-scatter over the mesh dims that split the destination, or over all of them;
 3. *move*: the blocks of the value go where they belong, in one slice, all-gather or exchange;
 4. *spread*: the value becomes terms of the partial mesh dims of the destination.
@@ -19,14 +19,14 @@ from collections.abc import Iterator
 
 from ..base.caches import Bounded
 from ..errors import LayoutError
+from ..layout.expanded_storage import once, repeated
 from ..layout.layout import Layout
 from ..layout.splits import Split
-from ..layout.stored import once, repeated
 from ..placement import Monoid
 from .intervals import common_prefix, depth, nested, prefix_sizes
-from .partials import Changes, Reduction, changes, may_pad
+from .make_step import move_step, reduce_step, spread_step
+from .partial_algebra import Changes, Reduction, changes, may_pad
 from .step import Once, Plan, Repeat, Step
-from .transition import move_step, reduce_step, spread_step
 
 _PLANS: Bounded[tuple[Layout, Layout], Plan] = Bounded(4096, "redistributions")
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from ..base.units import bytes_text, seconds_text
 from ..layout.layout import Layout
-from .partials import Op
+from .partial_algebra import Op
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """Sharding rules: the notation, the words, the registry, and one file of declarations per operator family."""
 
-from .factoring import by
 from .folds import Fold
+from .notation_rules import by
+from .partial_rules import copies, falling, forgets, linear, monotone, one_of
 from .registry import lookup, register, rules, unregister
-from .rows import copies, falling, forgets, linear, monotone, one_of
 from .rule import Kernel
 
 __all__ = [

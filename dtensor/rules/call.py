@@ -14,7 +14,7 @@ from ..errors import RuleError
 from ..layout.layout import Layout
 from ..layout.splits import Split
 from ..mesh.device_mesh import DeviceMesh
-from .parted import Known, Parted
+from .disjoint_partial import Known, Parted
 
 
 @dataclass(frozen=True, slots=True)

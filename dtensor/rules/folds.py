@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.symbols import as_torch_has_them
-from ..comm.fold import identity, in_pairs
+from ..base.symbolic_sizes import as_torch_has_them
+from ..comm.local_reduce import identity, in_pairs
 from ..layout.layout import Layout
 from ..placement import Monoid, Partial
-from .binding import Reduction, bind
+from .bind_notation import Reduction, bind
 from .call import Call
-from .factoring import by, fitting
-from .kernels import At, KernelContext, argument_names
+from .kernel_context import At, KernelContext, argument_names
 from .notation import Pattern
+from .notation_rules import by, fitting
 from .rule import Kernel, R, Word
 
 ALONG = "each: a* [@dim] b* -> each: a* [@dim] b*"

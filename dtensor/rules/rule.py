@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from ..base.caches import remembered
-from ..comm.fold import identity
+from ..comm.local_reduce import identity
 from ..errors import RuleError
 from ..layout.layout import Layout
 from ..layout.splits import Split
 from ..placement import REDUCE_OPS, Monoid, Partial, Replicate
 from .call import Call, Meta
-from .parted import Parted
+from .disjoint_partial import Parted
 
 Dims = tuple[tuple[str, ...], ...]  # per tensor dim its factors, major first; () cannot be sharded
 Shapes = tuple[tuple[int, ...], ...]
@@ -181,12 +181,12 @@ class Rule:
         decompose: the operation in terms of others, with its arguments; it is called with DTensors and comes before ``factors``,
             for the calls that ``decomposes`` picks (default all).
         measured: result shapes depend on data; ``factors`` has none, and what the local op or kernel gives is whole on all ranks,
-            but what a kernel gives as :class:`~dtensor.rules.kernels.Measured`.
+            but what a kernel gives as :class:`~dtensor.rules.kernel_context.Measured`.
         writes: arguments that a call writes to though its schema does not say so (running statistics).
         plain: arguments that may be plain tensors, the same on all ranks, beside DTensors (tables of indices, class weights).
         floats_matter: the plan depends on the value of Python floats (an output size, say): they enter the cache key.
         as_laid_out: the operator chooses, refuses or reads memory by its operands' strides: blocks get the order of the global.
-        flops: of the products of a whole call, where the factors do not show them (see ``work.py``).
+        flops: of the products of a whole call, where the factors do not show them (see ``flops.py``).
         kind: the verb that made it, for the docs.
         samples: arguments to verify it with, as whoever declared it gave them.
     """

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from .call import Call
-from .kernels import KernelContext
+from .declare import along
+from .kernel_context import KernelContext
 from .rule import Kernel, Rule, Word
-from .verbs import along
 
 Tensors = tuple[Tensor, ...]
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import MeshError
-from ..mesh.world import distributed
+from ..mesh.init_world import distributed
 
 _TEXT = re.compile(r"rank:(?P<rank>\d+)(/(?P<device>[a-z]+(:\d+)?))?|(?P<alone>[a-z]+(:\d+)?)")
 

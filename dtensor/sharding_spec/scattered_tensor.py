@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..base.nested import leaves, like
+from ..base.tensor_tree import leaves, like
 from ..comm import communicator_of
 from ..errors import PlacementError, UnsupportedOperationError
 from ..layout.layout import Layout

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..base.nested import like
+from ..base.tensor_tree import like
 from ..comm import PerRank, communicator_of, shards_of
 from ..errors import MeshError, PlacementError
 from ..layout.layout import Layout
@@ -20,7 +20,7 @@ from ..tensor.distribute import distribute_at, own_tensors
 from ..tensor.dtensor import DTensor
 from ..tensor.materialize import check_initialisers
 from ..tensor.materialize import materialize as give_values
-from ..tensor.replaced import replacing
+from ..tensor.stale_params import replacing
 from .composite import Composite, as_spec, fits
 from .rank_device import Place, device_type_of, members_of
 from .specs import Spec, Whole

@@ -29,16 +29,16 @@ from ..base.torch_internals import forward_ad, functorch_active
 from ..base.tracing import not_in_graph
 from ..comm import PerRank, communicator_of, shards_of
 from ..dispatch.announced import move_under_policy
-from ..dispatch.apart import apart, memory_of, unwritten
-from ..dispatch.brought_back import brought
-from ..dispatch.transformed import Transformed, alone, is_wrapped, layout_of, recorded, transformed
-from ..dispatch.wrapping import wrap_local, wrap_pending
+from ..dispatch.functorch import Transformed, alone, is_wrapped, layout_of, recorded, transformed
+from ..dispatch.grad_redistribute import brought
+from ..dispatch.output_aliasing import apart, memory_of, unwritten
+from ..dispatch.wrap import wrap_local, wrap_pending
 from ..errors import UnsupportedOperationError
 from ..layout.layout import Layout
 from ..placement import Partial, Placement, Replicate
-from ..ranks.hidden import as_one
+from ..ranks.functorch import as_one
 from ..redistribute import execute, move_between, plan, start
-from .observed import observed, tell_looked_at, tell_moved
+from .observers import observed, tell_looked_at, tell_moved
 from .replica_gradients import compare_replicas, use_of
 
 OWN_USES = "_own_uses"  # of a data-parallel unit's parameter: by mesh dim along which ranks have batches, what their terms are

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from ..base.scoped import Scoped
-from ..base.told import changed
+from ..base.mode_stack import Scoped
+from ..base.patches import changed
 from ..comm import PerRank, communicator_of, per_rank
-from ..dispatch.transformed import below_transforms
-from ..dispatch.wrapping import IDENTITY, KNOWN, wrap_local
+from ..dispatch.functorch import below_transforms
+from ..dispatch.wrap import IDENTITY, KNOWN, wrap_local
 from ..errors import DTensorError, UnsupportedOperationError
 from ..layout.layout import Layout, restore_layout
 from ..mesh.device_mesh import restore_mesh

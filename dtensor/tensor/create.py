@@ -15,7 +15,7 @@ import torch
 from ..base.torch_internals import functorch_active
 from ..base.validation import sizes_of
 from ..comm import communicator_of
-from ..dispatch.transformed import below_transforms, within_transforms
+from ..dispatch.functorch import below_transforms, within_transforms
 from ..errors import ArgumentError, PlacementError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import as_mesh

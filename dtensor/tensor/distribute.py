@@ -13,17 +13,17 @@ import torch
 from torch import nn
 
 from ..base.caches import remembered
-from ..base.composed import part_by_part
-from ..base.recording import current
+from ..base.recorder_hooks import current
 from ..base.torch_internals import functorch_active, is_traceable_wrapper_subclass
 from ..base.tracing import under_way
 from ..base.validation import strided, whole
+from ..base.wrapper_subclass import part_by_part
 from ..comm import PerRank, communicator_of, shards_of
-from ..comm.agreement import alike, room
-from ..comm.binding import Run
-from ..comm.regions import Box, Route, Traffic, Transfer
-from ..comm.rows import content, from_bytes
-from ..dispatch.transformed import below_transforms, constant, has_tangent, layout_of, within_transforms
+from ..comm.backend_base import Run
+from ..comm.cross_rank_check import alike, room
+from ..comm.flat_rows import content, from_bytes
+from ..comm.pack import Box, Route, Traffic, Transfer
+from ..dispatch.functorch import below_transforms, constant, has_tangent, layout_of, within_transforms
 from ..errors import ArgumentError, LayoutError, MeshError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, as_mesh
@@ -34,7 +34,7 @@ from ..redistribute.executor import in_order, inside
 from ..redistribute.step import described, place
 from .autograd import laid
 from .dtensor import DTensor, wrap
-from .replaced import Attributes, replacing
+from .stale_params import Attributes, replacing
 
 M = TypeVar("M", bound=nn.Module)
 

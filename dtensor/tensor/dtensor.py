@@ -8,28 +8,28 @@ from typing import Any, cast
 
 import torch
 
-from ..base.extensions import pictured, provided
-from ..base.recording import ACTIVE
-from ..base.told import changed
+from ..base.late_binding import pictured, provided
+from ..base.patches import changed
+from ..base.recorder_hooks import ACTIVE
 from ..base.torch_internals import disabled_torch_function, forward_ad
 from ..base.torch_internals import foreach_supported_types as _foreach_types
 from ..base.torch_internals import optimizer_supported_types as _optimizer_types
 from ..base.tracing import not_in_graph
 from ..base.validation import element_type, strided
 from ..comm import PerRank, communicator_of
+from ..dispatch.cached_redistribute import users
 from ..dispatch.dispatcher import dispatch
-from ..dispatch.plain_operands import laid_out_alike
-from ..dispatch.settled import users
-from ..dispatch.versions import SHARED, counted_together
-from ..dispatch.wrapping import install, wrap_local
+from ..dispatch.plain_tensor_args import laid_out_alike
+from ..dispatch.version_counters import SHARED, counted_together
+from ..dispatch.wrap import install, wrap_local
 from ..errors import DTensorError, LayoutError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Placement, Replicate
-from ..ranks.hidden import as_one, each_rank, seen
+from ..ranks.functorch import as_one, each_rank, seen
 from ..ranks.per_rank import handed_out
 from ..redistribute import Plan, Transit, plan, plan_between
-from . import copies, flattened, host
+from . import compile_protocol, copies, host_access
 from .autograd import (
     everywhere,
     from_pieces,
@@ -42,10 +42,10 @@ from .autograd import (
     to_local,
     to_whole,
 )
-from .gradients import grad_placements_of as grad_placements_of  # of a leaf
-from .gradients import keep_grad_layout, note_layout
+from .leaf_gradients import grad_placements_of as grad_placements_of  # of a leaf
+from .leaf_gradients import keep_grad_layout, note_layout
 from .local_layout import layout_of_locals
-from .observed import observed, taken_apart, tell_looked_at
+from .observers import observed, taken_apart, tell_looked_at
 from .printing import pieces
 from .root_gradient import backward
 from .storage import storage_of
@@ -295,13 +295,13 @@ class DTensor(torch.Tensor):
             counted_together(apart, self)
         return cast(DTensor, apart)
 
-    # --- what torch.compile asks: see :mod:`.flattened` ----------------------------------------------------------
-    __tensor_flatten__ = flattened.Flatten(flattened.flatten)
-    __tensor_unflatten__ = staticmethod(flattened.unflatten)
-    _dynamo_dynamic_indices, _dynamo_dynamic_range = flattened.Marked(), flattened.Marked()
-    _stable_hash_for_caching = flattened.told_apart
-    __coerce_tangent_metadata__ = flattened.as_any_tangent
-    __coerce_same_metadata_as_tangent__ = flattened.as_tangent
+    # --- what torch.compile asks: see :mod:`.compile_protocol` ----------------------------------------------------------
+    __tensor_flatten__ = compile_protocol.Flatten(compile_protocol.flatten)
+    __tensor_unflatten__ = staticmethod(compile_protocol.unflatten)
+    _dynamo_dynamic_indices, _dynamo_dynamic_range = compile_protocol.Marked(), compile_protocol.Marked()
+    _stable_hash_for_caching = compile_protocol.told_apart
+    __coerce_tangent_metadata__ = compile_protocol.as_any_tangent
+    __coerce_same_metadata_as_tangent__ = compile_protocol.as_tangent
 
     # --- copies, files, prints ----------------------------------------------------------------------------------
     __copy__, __deepcopy__, __reduce_ex__ = copies.shallow, copies.deep, copies.reduced
@@ -324,11 +324,22 @@ class DTensor(torch.Tensor):
 
     _repr_html_ = pictured
 
-    tolist, numpy, __array__, __dlpack__, __format__ = host.tolist, host.numpy, host.array, host.dlpack, host.text
-    share_memory_, is_shared, is_pinned, pin_memory = host.share_memory_, host.is_shared, host.is_pinned, host.pin_memory
-    apply_, new, untyped_storage = host.apply_, host.new, storage_of
-    __bool__, __int__, __index__, __float__ = host.truth, host.integer, host.index, host.real
-    __complex__, __iter__ = host.complex_number, host.rows
+    tolist, numpy, __array__, __dlpack__, __format__ = (
+        host_access.tolist,
+        host_access.numpy,
+        host_access.array,
+        host_access.dlpack,
+        host_access.text,
+    )
+    share_memory_, is_shared, is_pinned, pin_memory = (
+        host_access.share_memory_,
+        host_access.is_shared,
+        host_access.is_pinned,
+        host_access.pin_memory,
+    )
+    apply_, new, untyped_storage = host_access.apply_, host_access.new, storage_of
+    __bool__, __int__, __index__, __float__ = host_access.truth, host_access.integer, host_access.index, host_access.real
+    __complex__, __iter__ = host_access.complex_number, host_access.rows
 
 
 def _target(layout: Layout, device_mesh: Any, placements: Sequence[Placement] | None) -> Layout:

@@ -11,14 +11,14 @@ import torch
 
 from ..base.caches import Bounded
 from ..base.memory_order import stride_like
-from ..base.recording import aside
-from ..base.symbols import sizes
+from ..base.recorder_hooks import aside
+from ..base.symbolic_sizes import sizes
 from ..base.tracing import is_traced, kept
 from ..base.validation import sizes_of
 from ..comm import PerRank, communicator_of, shards_of
-from ..comm.agreement import compared, told_by_all, words_compared
-from ..comm.graph_ops import in_graph
-from ..comm.rows import content
+from ..comm.cross_rank_check import compared, told_by_all, words_compared
+from ..comm.custom_ops import in_graph
+from ..comm.flat_rows import content
 from ..errors import LayoutError, PlacementError
 from ..layout.layout import Layout
 from ..layout.splits import Split

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..errors import DTensorError
 from .distribute import distribute_at, own_tensors
 from .dtensor import DTensor
-from .replaced import replacing
+from .stale_params import replacing
 
 M = TypeVar("M", bound=nn.Module)
 _INITIALISERS = ("reset_parameters", "_reset_parameters")  # torch's own modules have one or the other

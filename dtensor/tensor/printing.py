@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..comm import communicator_of, shards_of
-from ..dispatch.transformed import below_transforms
+from ..dispatch.functorch import below_transforms
 from ..layout.layout import Layout
 from ..placement import Replicate
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..dispatch.apart import apart, memory_of, unwritten
-from ..dispatch.wrapping import wrap_local, wrap_pending
+from ..dispatch.output_aliasing import apart, memory_of, unwritten
+from ..dispatch.wrap import wrap_local, wrap_pending
 from ..errors import LayoutError, PlacementError
 from ..layout.layout import Layout
 from ..placement import Placement

@@ -15,18 +15,18 @@ import torch
 import torch.nn.functional as F
 
 from ..base.caches import Bounded
-from ..base.callers import users_frame
-from ..base.recording import aside
+from ..base.recorder_hooks import aside
 from ..base.torch_internals import graph_task, is_legacy_batched
 from ..base.tracing import has_no_values
+from ..base.user_frames import users_frame
 from ..comm import communicator_of
-from ..comm.agreement import room, told_by_all
+from ..comm.cross_rank_check import room, told_by_all
 from ..errors import LayoutError
 from ..layout.layout import Layout
 from ..placement import Replicate
-from ..ranks.hidden import seen
+from ..ranks.functorch import seen
 from ..ranks.shared_reads import compare, differing
-from ..watch.levels import Level
+from ..watchdog.levels import Level
 
 Use = tuple[str, int, Layout]
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..base.torch_internals import count_dispatch_modes, count_function_modes, functorch_active, run_backward
-from ..dispatch.wrapping import wrap_local
+from ..dispatch.wrap import wrap_local
 
 _ONE = torch.Size(())
 

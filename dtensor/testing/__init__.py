@@ -1,6 +1,6 @@
 """For tests: the oracle, rule verification; hypothesis strategies in ``dtensor.testing.strategies``."""
 
-from .forcing import Undeclared, forced
+from .force_strategy import Undeclared, forced
 from .oracle import Mismatch, Outcome, check, compare
 from .samples import Sample
 from .scatter import FARTHEST, scatter

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 
 from ..base.generators import default_generator
-from ..base.nested import filled, leaves, tensors
+from ..base.tensor_tree import filled, leaves, tensors
 from ..comm import events
 from ..errors import PlacementError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Partial, Placement, Replicate
 from ..tensor.dtensor import DTensor, grad_placements_of
-from .differences import TOLERANCE as TOLERANCE  # for tests that scale it
-from .differences import Options, differences, everybodys
+from .compare import TOLERANCE as TOLERANCE  # for tests that scale it
+from .compare import Options, differences, everybodys
 from .scatter import can_be_partial, scatter
 
 Placements = Sequence[Placement] | None

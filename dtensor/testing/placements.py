@@ -13,7 +13,7 @@ import torch
 from ..layout.splits import chunk_sizes
 from ..mesh.device_mesh import DeviceMesh, init_device_mesh
 from ..placement import Partial, Placement, Replicate, Shard
-from ..rules.rows import reductions
+from ..rules.partial_rules import reductions
 from ..rules.rule import Rule
 from .scatter import can_be_partial
 

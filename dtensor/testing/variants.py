@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from ..base.nested import tensors
+from ..base.tensor_tree import tensors
 from ..base.torch_internals import resolve_packet
 from ..mesh.device_mesh import DeviceMesh
-from ..rules.facts import list_forms
+from ..rules.op_traits import list_forms
 from .placements import mesh_of
 from .samples import Sample
 from .samples.of_schema import plainly, refusal

@@ -19,22 +19,22 @@ from typing import Any
 
 import torch
 
-from ..base.nested import mapped, tensors
+from ..base.tensor_tree import mapped, tensors
 from ..errors import RuleError
 from ..placement import REDUCE_OPS, Partial
+from ..propagation.op_schema import operator_of
 from ..propagation.propagate import composite
-from ..propagation.schema import operator_of
 from ..rules import rules
 from ..rules.registry import lookup
-from .asked import rule_name
-from .faults import Trial, Wrong, undeclared
-from .gaps import Gap, gaps_of, is_accepted
+from .locate_fault import Trial, Wrong, undeclared
+from .minimize import wrong_of
+from .missing_strategies import Gap, gaps_of, is_accepted
 from .placements import combinations, partial_ops
-from .row_cases import Case, Coverage, row_cases
+from .rule_selection import rule_name
 from .samples import Sample, samples_of
 from .samples import full_name as full_name
 from .samples.of_schema import refusal
-from .shrinking import wrong_of
+from .strategy_cases import Case, Coverage, row_cases
 from .variants import exists, operator_named, variants
 
 MESHES = ((2,), (3,), (4,), (2, 2))

@@ -15,7 +15,7 @@ from torch import nn
 import dtensor as dt
 from dtensor import DTensor, Replicate, Shard
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
-from dtensor.tensor import flattened
+from dtensor.tensor import compile_protocol
 from dtensor.testing.placements import mesh_of
 
 LINE, SQUARE = mesh_of((4,)), mesh_of((2, 2))
@@ -86,7 +86,7 @@ def test_operators(fn: Any) -> None:
 
 
 def test_says_once_why_nothing_is_compiled() -> None:
-    flattened._say_once.cache_clear()
+    compile_protocol._say_once.cache_clear()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for fn in (lambda x: x * 2, lambda x: x.redistribute(placements=[Replicate()]).to_local()):

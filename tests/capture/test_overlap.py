@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from dtensor.capture.graph import Step, Var
 from dtensor.capture.overlap import overlapped
+from dtensor.capture.tape import Step, Var
 from dtensor.comm import Pending
 
 

@@ -28,7 +28,7 @@ from dtensor.rules import rules
 from dtensor.testing import check, scatter, verify_rule
 from dtensor.testing.placements import mesh_of
 from dtensor.testing.samples import samples_of
-from dtensor.watch.watching import chain_among
+from dtensor.watchdog.collective_hooks import chain_among
 
 R = Replicate()
 CASES = Cases()

@@ -19,7 +19,7 @@ from torch import Tensor
 import dtensor as dt
 from dtensor.comm import Communicator, Pending, backends, communicator_of, events
 from dtensor.errors import LayoutError, MeshError, UnsupportedOperationError
-from dtensor.mesh import groups
+from dtensor.mesh import process_groups
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Monoid
 
@@ -538,11 +538,11 @@ def _sums_complex(mesh: DeviceMesh, comm: Communicator) -> None:
 
 def _groups_that_the_world_makes_together() -> None:
     """The way groups are made where NCCL splits them off the world."""
-    splits = groups._splits
-    groups._splits = lambda world: True
+    splits = process_groups._splits
+    process_groups._splits = lambda world: True
     try:
         mesh = DeviceMesh("cpu", [[0, 3], [1, 2]])
         run_case("all_gather_of_ragged_pieces", mesh)
-        assert groups.group_of(mesh, (0,)).handle is not dist.group.WORLD
+        assert process_groups.group_of(mesh, (0,)).handle is not dist.group.WORLD
     finally:
-        groups._splits = splits
+        process_groups._splits = splits

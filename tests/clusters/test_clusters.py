@@ -15,7 +15,7 @@ import dtensor as dt
 from dtensor.__main__ import main
 from dtensor.clusters import CLUSTERS, MODELS, Degrees, Transformer, best, estimate
 from dtensor.clusters.cluster import DIMS
-from dtensor.clusters.decoder import AGAIN
+from dtensor.clusters.decoder_parts import AGAIN
 from dtensor.clusters.dry_step import dry_step
 from dtensor.debug import CommDebugMode
 from dtensor.errors import PlanError

@@ -19,10 +19,10 @@ from op_database import Setting, draw_placements, exact, rng_of
 from torch import nn
 
 import dtensor as dt
-from dtensor.base.nested import filled, tensors
+from dtensor.base.tensor_tree import filled, tensors
 from dtensor.placement import Partial, Replicate
 from dtensor.testing import scatter
-from dtensor.testing.differences import Options, differences
+from dtensor.testing.compare import Options, differences
 
 # What torch's own modules do that no distributed tensor can follow, with the reason.
 ACCEPTED: dict[str, str] = {}

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import dtensor as dt
-from dtensor.base.nested import filled, leaves, mapped, tensors
+from dtensor.base.tensor_tree import filled, leaves, mapped, tensors
 from dtensor.dispatch import dispatcher as dispatch
 from dtensor.errors import DTensorError
 from dtensor.placement import Partial, Placement, Replicate, Shard

@@ -16,9 +16,9 @@ import op_database as db
 import torch
 from op_database_wrong import READ_BESIDE
 
-from dtensor.base.nested import filled, mapped, tensors
+from dtensor.base.tensor_tree import filled, mapped, tensors
 from dtensor.placement import Placement, Shard
-from dtensor.testing.differences import close
+from dtensor.testing.compare import close
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 

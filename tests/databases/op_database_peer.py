@@ -20,10 +20,10 @@ from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dtensor as dt
-from dtensor.base.nested import filled, leaves, tensors
+from dtensor.base.tensor_tree import filled, leaves, tensors
 from dtensor.layout.layout import Layout
 from dtensor.placement import Partial, Placement, Shard
-from dtensor.testing.differences import close
+from dtensor.testing.compare import close
 from dtensor.testing.scatter import piece, terms_at, terms_of
 
 REFUSALS = ("sharding strategy", "not supported", "not support", "unsupported", "not yet implemented", "got mixed")

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import dtensor as dt
-from dtensor.base.nested import mapped, tensors
-from dtensor.dispatch.plain_operands import is_number
+from dtensor.base.tensor_tree import mapped, tensors
+from dtensor.dispatch.plain_tensor_args import is_number
 from dtensor.placement import Placement
 
 # Where no operator joins the plain tensor's values with a DTensor: what each rank has is its own affair.

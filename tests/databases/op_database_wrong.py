@@ -13,7 +13,7 @@ from typing import Any
 import op_database as db
 import torch
 
-from dtensor.base.nested import mapped, tensors
+from dtensor.base.tensor_tree import mapped, tensors
 
 DTYPES = (torch.float64, torch.float32, torch.int64, torch.bool, torch.complex128, torch.float16, torch.uint8, torch.int32)
 INTEGERS = (-1, 0, 1, 2, -2, 7, -7, 100)

@@ -22,7 +22,7 @@ from torch import nn
 
 import dtensor as dt
 from dtensor.placement import Partial, Replicate
-from dtensor.testing.differences import Options, differences
+from dtensor.testing.compare import Options, differences
 
 SHAPES: tuple[tuple[int, ...], ...] = ((5, 7), (6,), (3, 4, 2), (1,), (2, 9))
 STEPS, RELOAD_AFTER = 5, 3

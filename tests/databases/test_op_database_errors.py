@@ -12,7 +12,7 @@ import torch
 from halves import some
 
 import dtensor as dt
-from dtensor.base.nested import filled, tensors
+from dtensor.base.tensor_tree import filled, tensors
 
 SEED = int(os.environ.get("OP_DATABASE_SEED", "0"))
 PARTS = 6

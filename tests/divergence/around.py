@@ -16,7 +16,7 @@ from units import WIDTH, Blocks, nothing
 
 from dtensor import DTensor, Partial
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from dtensor.watch.levels import Level
+from dtensor.watchdog.levels import Level
 
 Deed = Callable[[Scene], Any]
 

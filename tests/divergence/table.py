@@ -25,7 +25,7 @@ else:
     import dtensor as dt
     from dtensor import DTensor, Replicate, Shard
     from dtensor.comm import communicator_of
-    from dtensor.watch import watching
+    from dtensor.watchdog import collective_hooks
 
 R = Replicate()
 Deed = Callable[["Scene"], Any]
@@ -78,7 +78,7 @@ def _collectives() -> Any:
     """Hashes of this rank's collectives so far, by group."""
     if DTensor.__module__.startswith("torch."):
         return None
-    watcher = watching._Watched.watcher
+    watcher = collective_hooks._Watched.watcher
     return watcher and sorted((ranks, chain.hash) for ranks, chain in watcher.chains.items())
 
 

@@ -25,7 +25,7 @@ from programs_of_ranks import DEADLY, DIFFERENT, FAILING, HEALTHY, RAISING
 import dtensor as dt
 from dtensor.errors import DivergenceError
 from dtensor.parallel import fully_shard
-from dtensor.watch import watching
+from dtensor.watchdog import collective_hooks
 
 SIZE = 3
 ALL = bool(os.environ.get("DTENSOR_CHAOS"))
@@ -181,7 +181,7 @@ def _meets_after_something_else() -> str:
     x, rank, found = (
         dt.ones(4, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)]),
         dist.get_rank(),
-        watching.entry_of,
+        collective_hooks.entry_of,
     )
 
     def slowly(board: Any, key: int, of: int, number: int) -> Any:
@@ -194,9 +194,9 @@ def _meets_after_something_else() -> str:
         x.sin()
     else:
         x.cos()
-        watching.entry_of = slowly
+        collective_hooks.entry_of = slowly
     try:
-        watching.meet([0, 1], "gloo")
+        collective_hooks.meet([0, 1], "gloo")
     except DivergenceError:
         time.sleep(rank)  # it is there for a while
         return "named"

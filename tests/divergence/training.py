@@ -15,7 +15,7 @@ from torch import nn
 
 from dtensor import checkpoint
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module, replicate
-from dtensor.watch.levels import Level
+from dtensor.watchdog.levels import Level
 
 Act = Callable[[str], None]
 STAGES = ("before forward", "inside forward", "before backward", "inside backward", "before optimizer", "inside optimizer")

@@ -17,7 +17,7 @@ from dtensor import Shard
 from dtensor.debug import CommDebugMode
 from dtensor.errors import LayoutError, MeshError, UnsupportedOperationError
 from dtensor.experimental import context_parallel, context_parallel_unshard
-from dtensor.parallel.tensor.positions import Order
+from dtensor.parallel.tensor.cp_sequence_order import Order
 from dtensor.rules.aten.attention import blocks
 
 

@@ -31,8 +31,8 @@ from dtensor.parallel import (
     replicate,
     share_comm_ctx,
 )
-from dtensor.parallel.data.module_state import unit_of
-from dtensor.redistribute.rows import Rows
+from dtensor.parallel.data.unit import unit_of
+from dtensor.redistribute.flat_buffer import Rows
 
 X = torch.randn(24, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 

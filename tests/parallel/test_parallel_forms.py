@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import dtensor as dt
 from dtensor.comm import Communicator, Pending
-from dtensor.comm.binding import Reduction
+from dtensor.comm.backend_base import Reduction
 from dtensor.errors import MeshError
 from dtensor.parallel import RowwiseParallel, fully_shard, parallelize_module, replicate
 

@@ -14,11 +14,11 @@ from torch.nn import functional as F
 import dtensor as dt
 from dtensor.base.units import bytes_text
 from dtensor.debug import CommDebugMode
-from dtensor.plan.follow import Following
-from dtensor.plan.make import plan_of
-from dtensor.plan.memory import Memory
-from dtensor.plan.options import eager_options
-from dtensor.plan.record import recorded
+from dtensor.plan.api import plan_of
+from dtensor.plan.graph_recorder import recorded
+from dtensor.plan.liveness import Memory
+from dtensor.plan.plan_executor import Following
+from dtensor.plan.strategy_options import eager_options
 
 R, S = dt.Replicate(), dt.Shard
 Step = Callable[[], Any]

@@ -13,9 +13,9 @@ from halves import chosen, some
 from torch.utils import _pytree as pytree
 
 import dtensor as dt
-from dtensor.capture.planned import TRIES
-from dtensor.plan.follow import Following
-from dtensor.plan.make import planned
+from dtensor.capture.plan_driven import TRIES
+from dtensor.plan.api import planned
+from dtensor.plan.plan_executor import Following
 
 MESHES = [pytest.param((4,), marks=pytest.mark.slow), (2, 2)]
 QUICK = {"adamw_fused", "losses_as_floats", "buffers_and_averages"}

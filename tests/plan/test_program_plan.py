@@ -11,12 +11,12 @@ from torch.nn import functional as F
 
 import dtensor as dt
 from dtensor.debug import CommDebugMode
-from dtensor.plan.follow import Following
-from dtensor.plan.make import plan_of, planned
-from dtensor.plan.options import classes_from, eager_options, options_along
+from dtensor.plan.api import plan_of, planned
+from dtensor.plan.graph_recorder import recorded
+from dtensor.plan.plan_executor import Following
 from dtensor.plan.program_plan import ProgramPlan, placements_of, spelled
-from dtensor.plan.record import recorded
 from dtensor.plan.solver import Assembly
+from dtensor.plan.strategy_options import classes_from, eager_options, options_along
 
 R, S = dt.Replicate(), dt.Shard
 Run = tuple[list[torch.Tensor], Any]

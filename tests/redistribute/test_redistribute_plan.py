@@ -18,8 +18,8 @@ from dtensor.layout.splits import Split
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Partial, Replicate, Shard
 from dtensor.redistribute import AllGather, AllReduce, Exchange, Plan, ReduceScatter, Slice, Spread, estimate, plan
-from dtensor.redistribute.partials import commute, may_enter, may_pad
-from dtensor.redistribute.routes import Box, routes, sent
+from dtensor.redistribute.partial_algebra import commute, may_enter, may_pad
+from dtensor.redistribute.send_recv_plan import Box, routes, sent
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 NAMES = ("dp", "tp", "pp")

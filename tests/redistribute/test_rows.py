@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtensor.comm.regions import Box
-from dtensor.redistribute.rows import Rows
+from dtensor.comm.pack import Box
+from dtensor.redistribute.flat_buffer import Rows
 
 WHOLES = [((6, 5), 0), ((4, 8), 1), ((7,), None), ((2, 3, 4), 2), ((2,), 0)]  # shapes, and the dim that two ranks cut
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import dtensor as dt
 from dtensor import Replicate, Shard
-from dtensor.propagation.by_owner import owner_of
+from dtensor.propagation.single_owner_strategy import owner_of
 
 STACK = (3, 5, 7)
 

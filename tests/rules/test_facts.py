@@ -13,7 +13,7 @@ import torch
 
 import dtensor
 from dtensor.errors import RuleError
-from dtensor.rules.facts import fact, facts_of
+from dtensor.rules.op_traits import fact, facts_of
 from dtensor.testing.oracle import check, compare
 
 aten = torch.ops.aten

@@ -15,13 +15,13 @@ import torch
 
 import dtensor as dt
 from dtensor import Replicate, Shard
-from dtensor.base.nested import filled, tensors
+from dtensor.base.tensor_tree import filled, tensors
 from dtensor.comm import events
 from dtensor.dispatch import local_call
 from dtensor.errors import RuleError
 from dtensor.propagation.propagate import Plan
 from dtensor.rules import register, rules, unregister
-from dtensor.rules.kernels import KernelContext
+from dtensor.rules.kernel_context import KernelContext
 from dtensor.rules.rule import Factors, Kernel, Rule
 from dtensor.testing import scatter
 from dtensor.testing.placements import mesh_of

@@ -9,18 +9,18 @@ import torch
 
 import dtensor as dt
 from dtensor.errors import RuleError
-from dtensor.propagation.calls import make_call
-from dtensor.propagation.schema import operator_of
+from dtensor.propagation.make_call import make_call
+from dtensor.propagation.op_schema import operator_of
 from dtensor.rules import rules
-from dtensor.rules.binding import bind
+from dtensor.rules.bind_notation import bind
 from dtensor.rules.call import Call, Meta
-from dtensor.rules.factoring import Notation, by, fitting
 from dtensor.rules.folds import Fold
 from dtensor.rules.notation import is_picked, parse
-from dtensor.rules.rows import copies, forgets, linear, monotone, one_of, together
-from dtensor.rules.rows import rows as rows_of
+from dtensor.rules.notation_rules import Notation, by, fitting
+from dtensor.rules.partial_rules import copies, forgets, linear, monotone, one_of, together
+from dtensor.rules.partial_rules import rows as rows_of
 from dtensor.rules.rule import Kernel, Rule
-from dtensor.rules.served import served_by
+from dtensor.rules.rule_kind import served_by
 
 aten = torch.ops.aten
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtensor.debug.operator_page import entry_of, measured_in, page
+from dtensor.debug.ops_page import entry_of, measured_in, page
 from dtensor.rules import rules
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from torch_versions import needing_whole
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
 from dtensor.debug import CommDebugMode
-from dtensor.dispatch.parted import fact_of
+from dtensor.dispatch.disjoint_partial import fact_of
 from dtensor.ranks.per_rank import shards_of
 
 R, SUM = Replicate(), Partial()

@@ -14,7 +14,7 @@ from halves import diagonals
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
 from dtensor.testing import check, scatter
-from dtensor.testing.forcing import rows_of
+from dtensor.testing.force_strategy import rows_of
 
 R, S0, S1, S2, SUM = Replicate(), Shard(0), Shard(1), Shard(2), Partial()
 MESHES = {shape: dt.init_device_mesh("cpu", shape) for shape in ((2,), (3,), (2, 2))}

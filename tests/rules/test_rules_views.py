@@ -15,7 +15,7 @@ from rule_tables import MESHES, Case, floats, integers, kinds, run, try_all
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
 from dtensor.errors import UnsupportedOperationError
-from dtensor.rules.windows import covering, windowed
+from dtensor.rules.dim_windows import covering, windowed
 from dtensor.testing import check
 
 X, Y, Z = floats(5, 6, 7), floats(5, 6), integers(5, 6)

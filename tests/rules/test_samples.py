@@ -11,7 +11,7 @@ import torch
 import dtensor as dt
 from dtensor.testing import Sample, verify_rule
 from dtensor.testing.samples import samples_of, without_sample
-from dtensor.testing.samples.written import table
+from dtensor.testing.samples.sample_syntax import table
 
 
 def made(text: str, **words: object) -> dict[str, list[Sample]]:

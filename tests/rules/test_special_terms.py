@@ -16,10 +16,10 @@ from torch_versions import needing_whole
 
 import dtensor as dt
 from dtensor import DTensor, Partial, Replicate
-from dtensor.base.nested import filled, mapped, tensors
+from dtensor.base.tensor_tree import filled, mapped, tensors
 from dtensor.comm import per_rank
 from dtensor.rules import rules
-from dtensor.testing.differences import close
+from dtensor.testing.compare import close
 from dtensor.testing.placements import mesh_of
 from dtensor.testing.samples import samples_of
 from dtensor.testing.variants import Variant, variants

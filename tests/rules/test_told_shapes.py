@@ -11,9 +11,9 @@ import torch
 
 import dtensor as dt
 from dtensor.layout.layout import Layout
-from dtensor.propagation.calls import make_call
-from dtensor.propagation.meta import infer, results_of
-from dtensor.propagation.schema import operator_of
+from dtensor.propagation.make_call import make_call
+from dtensor.propagation.op_schema import operator_of
+from dtensor.propagation.shape_inference import infer, results_of
 from dtensor.rules.call import Call
 from dtensor.rules.registry import lookup
 

@@ -15,7 +15,7 @@ from dtensor.__main__ import main
 from dtensor.errors import RuleError
 from dtensor.rules import rules, unregister
 from dtensor.testing import verify_rule
-from dtensor.testing.asked import rule_name
+from dtensor.testing.rule_selection import rule_name
 
 MODULE = """
 import torch

@@ -15,10 +15,10 @@ import dtensor as dt
 from dtensor.placement import Partial, Replicate, Shard
 from dtensor.rules import rules, unregister
 from dtensor.rules.call import Call
-from dtensor.rules.kernels import KernelContext
+from dtensor.rules.declare import einsum, kernel_rule, pointwise, view
+from dtensor.rules.kernel_context import KernelContext
 from dtensor.rules.registry import lookup
 from dtensor.rules.rule import Choice, Factors, Kernel, Row
-from dtensor.rules.verbs import einsum, kernel_rule, pointwise, view
 from dtensor.testing import Report, Sample, check, forced, verify_rule
 
 Tensor = torch.Tensor

@@ -12,9 +12,9 @@ from halves import some
 import dtensor as dt
 from dtensor.placement import Partial, Replicate, Shard
 from dtensor.rules import register, rules, unregister
-from dtensor.rules.verbs import einsum, pointwise
+from dtensor.rules.declare import einsum, pointwise
 from dtensor.testing import Sample, verify_rule
-from dtensor.testing.gaps import Gap, is_accepted
+from dtensor.testing.missing_strategies import Gap, is_accepted
 from dtensor.testing.samples import ELSEWHERE, without_sample
 from dtensor.testing.samples.layers import ATTENTION, CONVOLUTIONS, NORMS
 from dtensor.testing.samples.products import FFT, LINALG, PRODUCTS

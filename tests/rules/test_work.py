@@ -10,15 +10,15 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 import dtensor as dt
-from dtensor.base.nested import mapped
+from dtensor.base.tensor_tree import mapped
 from dtensor.cost.device import DEVICES, Device
 from dtensor.layout.layout import Layout
-from dtensor.propagation.calls import make_call
-from dtensor.propagation.schema import operator_of
+from dtensor.propagation.make_call import make_call
+from dtensor.propagation.op_schema import operator_of
 from dtensor.rules.call import Call, Meta
+from dtensor.rules.flops import Work, elsewhere, row_seconds, work_of
 from dtensor.rules.registry import lookup
 from dtensor.rules.rule import Along, Row, candidates
-from dtensor.rules.work import Work, elsewhere, row_seconds, work_of
 
 aten = torch.ops.aten
 R = dt.Replicate()

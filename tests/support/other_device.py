@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import dtensor as dt
-from dtensor.base.nested import tensors
+from dtensor.base.tensor_tree import tensors
 from dtensor.placement import Placement
 from dtensor.rules import rules
 from dtensor.testing.placements import Combination

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from dtensor.comm import BACKENDS, Communicator, Pending, fold
-from dtensor.comm.binding import Dims, Reduction, Run
-from dtensor.comm.regions import Box, Route, Scatter, Transfer, region
+from dtensor.comm.backend_base import Dims, Reduction, Run
+from dtensor.comm.pack import Box, Route, Scatter, Transfer, region
 from dtensor.mesh.current_rank import running_as
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.mesh.root import Root

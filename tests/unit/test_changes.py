@@ -1,4 +1,4 @@
-"""Torch is left as it was found but for what ``dtensor.interop.changes`` lists: looked for in a fresh process, stage by stage."""
+"""Only what ``dtensor.interop.patch_catalog`` lists is changed in torch: checked in a fresh process, stage by stage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dtensor.interop.changes import CHANGES
+from dtensor.interop.patch_catalog import CHANGES
 
 LOOK = """
 import gc, math, os, sys, types, warnings
@@ -95,7 +95,7 @@ dt.parallel.fully_shard(torch.nn.Linear(3, 2), mesh=dt.init_device_mesh("cpu", (
 @pytest.fixture(scope="module")
 def found_after() -> dict[str, tuple[set[str], set[str]]]:
     """By stage what of torch is ours once it has run, and those before it; and what is said to be."""
-    told = "*sorted(ours()), '', *dtensor.base.told.IN_FORCE"
+    told = "*sorted(ours()), '', *dtensor.base.patches.IN_FORCE"
     program = LOOK + "".join(STAGES[stage] + f"\nprint({stage!r}, {told}, sep=';')\n" for stage in STAGES)
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]

@@ -16,8 +16,8 @@ from halves import diagonals
 from thread_backend import on_threads
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dtensor.comm import PerRank, RankValues, communicator_of, events, graph_ops, map_ranks, per_rank
-from dtensor.comm.fold import fold
+from dtensor.comm import PerRank, RankValues, communicator_of, custom_ops, events, map_ranks, per_rank
+from dtensor.comm.local_reduce import fold
 from dtensor.debug import CommDebugMode
 from dtensor.errors import LayoutError, MeshError
 from dtensor.mesh.device_mesh import DeviceMesh
@@ -180,11 +180,11 @@ def test_operators_of_graphs_bind_a_group_once_and_anew_where_it_is_remade() -> 
         try:
             world = dist.group.WORLD
             assert world is not None
-            known = {*graph_ops._BOUND}
+            known = {*custom_ops._BOUND}
             for _ in range(2):
-                graph_ops.Collective("reduce", world.group_name, 4, "all_reduce(sum)", dist.ReduceOp.SUM).of(torch.ones(3))
-            (key,) = {*graph_ops._BOUND} - known or known
-            assert graph_ops._BOUND[key][0] is world
+                custom_ops.Collective("reduce", world.group_name, 4, "all_reduce(sum)", dist.ReduceOp.SUM).of(torch.ones(3))
+            (key,) = {*custom_ops._BOUND} - known or known
+            assert custom_ops._BOUND[key][0] is world
         finally:
             dist.destroy_process_group()
 

@@ -22,11 +22,11 @@ from trace_format import events_in
 
 import dtensor as dt
 from dtensor.__main__ import main
-from dtensor.base.on_ranks import on_ranks
+from dtensor.base.spawn_ranks import on_ranks
 from dtensor.debug import bench, doctor
 from dtensor.debug.trace import COMMUNICATION
 from dtensor.errors import DTensorError
-from dtensor.interop.changes import CHANGES
+from dtensor.interop.patch_catalog import CHANGES
 
 VERBS = ("explain", "trace", "plan", "bench", "doctor", "ranks", "verify", "calibrate", "ops")
 

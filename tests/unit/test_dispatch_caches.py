@@ -18,8 +18,8 @@ import dtensor as dt
 from dtensor.base.caches import Bounded
 from dtensor.dispatch import dispatcher as dispatching
 from dtensor.layout import layout
-from dtensor.propagation import meta as infer
-from dtensor.propagation import row_table as prices
+from dtensor.propagation import shape_inference as infer
+from dtensor.propagation import strategy_table as prices
 from dtensor.redistribute import planner
 
 MESH = dt.DeviceMesh("meta", 4)
@@ -141,7 +141,7 @@ def test_no_cache_without_bound() -> None:
         "redistributions",
         "infer.answers",
         "prices.tables",
-        "propagation.schema.operator_of",
+        "propagation.op_schema.operator_of",
     } <= dt.cache_info().keys()
 
 

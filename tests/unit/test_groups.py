@@ -11,7 +11,7 @@ import torch.distributed as dist
 from gloo import run_gloo
 
 import dtensor as dt
-from dtensor.mesh.groups import beside, group_of
+from dtensor.mesh.process_groups import beside, group_of
 
 pytestmark = pytest.mark.gloo
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import dtensor as dt
 from dtensor import DTensor, Replicate, Shard, per_rank
 from dtensor.parallel import RowwiseParallel, fully_shard, parallelize_module
-from dtensor.ranks.applied import leave_functions
+from dtensor.ranks.autograd_function_hook import leave_functions
 from dtensor.ranks.per_rank import PerRank
 
 

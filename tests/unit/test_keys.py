@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dtensor.dispatch.keys import static_list
+from dtensor.dispatch.cache_key import static_list
 
 
 def _key(values: list[Any]) -> Any:

@@ -12,7 +12,7 @@ import pytest
 from gloo import run_gloo
 
 import dtensor as dt
-from dtensor.mesh.world import distributed
+from dtensor.mesh.init_world import distributed
 
 ROOT = Path(__file__).parents[2]
 WORLD = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}

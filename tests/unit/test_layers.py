@@ -19,7 +19,7 @@ MAX_FUNCTION = 80  # lines of a function, its docstring counts
 LAYERS = (
     "errors",
     "base",
-    "watch",
+    "watchdog",
     "placement",
     "ranks",
     "mesh",

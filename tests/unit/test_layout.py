@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import dtensor as dt
 from dtensor.base.memory_order import contiguous_stride, stride_like
-from dtensor.base.symbols import size_of
+from dtensor.base.symbolic_sizes import size_of
 from dtensor.errors import LayoutError, PlacementError
 from dtensor.layout.layout import Layout
 from dtensor.layout.splits import Split, chunk_sizes, offsets_of

@@ -17,7 +17,7 @@ from torch_versions import WHOLE
 import dtensor as dt
 from dtensor import Replicate, Shard
 from dtensor.debug import CommDebugMode
-from dtensor.tensor import gradients
+from dtensor.tensor import leaf_gradients
 
 MESH = dt.init_device_mesh("cpu", (4,))
 
@@ -68,7 +68,7 @@ def test_those_of_a_pass_move_in_one_collective(where: Callable[[Any], Any]) -> 
 
 
 def test_what_would_be_too_much_at_once_goes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradients, "TOGETHER", 100)
+    monkeypatch.setattr(leaf_gradients, "TOGETHER", 100)
     plain, (x, cut) = net(), batch()
     model = placed(copy.deepcopy(plain), MESH, replicated)
     loss = model(cut).square().sum()

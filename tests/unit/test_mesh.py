@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 import dtensor as dt
 from dtensor.errors import MeshError
 from dtensor.mesh.current_rank import running_as
-from dtensor.mesh.derive import on_one_root
 from dtensor.mesh.device_mesh import DeviceMesh, as_mesh, init_device_mesh
+from dtensor.mesh.submesh import on_one_root
 
 CUBE = init_device_mesh("cpu", (2, 3, 2), mesh_dim_names=("dp", "pp", "tp"))
 

@@ -8,7 +8,7 @@ import torch
 
 import dtensor as dt
 from dtensor import DTensor, Shard
-from dtensor.dispatch.wrapping import IDENTITY, KNOWN
+from dtensor.dispatch.wrap import IDENTITY, KNOWN
 
 
 def test_all_attributes_that_operations_leave_are_known() -> None:

@@ -14,7 +14,7 @@ import torch
 
 import dtensor as dt
 from dtensor.debug import save_html, visualize_sharding
-from dtensor.debug.boxes import MOST, boxes_of
+from dtensor.debug.layout_boxes import MOST, boxes_of
 from dtensor.debug.svg import svg_of
 from dtensor.errors import ArgumentError
 

@@ -19,7 +19,7 @@ from dtensor.comm.events import Event
 from dtensor.debug import CommDebugMode
 from dtensor.debug.budget import Limits, counted, excess
 from dtensor.debug.explain import Explanation
-from dtensor.debug.seen import Record
+from dtensor.debug.program_recorder import Record
 from dtensor.debug.trace import COMMUNICATION, events_of
 
 LISTS = (

@@ -12,7 +12,7 @@ from gloo import run_gloo
 
 import dtensor as dt
 from dtensor import DTensor, Partial, Replicate, Shard
-from dtensor.dispatch.versions import stamp
+from dtensor.dispatch.version_counters import stamp
 from dtensor.ranks.per_rank import shards_of
 
 VALUE = torch.arange(15.0).view(5, 3)

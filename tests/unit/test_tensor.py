@@ -18,7 +18,7 @@ from torch import nn
 import dtensor as dt
 from dtensor import DTensor, Partial, Replicate, Shard
 from dtensor.errors import LayoutError, MixedTensorError, UnsupportedOperationError
-from dtensor.propagation.schema import operator_of
+from dtensor.propagation.op_schema import operator_of
 from dtensor.testing import check, scatter
 
 pytestmark = pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")

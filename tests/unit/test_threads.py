@@ -16,7 +16,7 @@ from torch.testing._internal.common_distributed import MultiThreadedTestCase
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
 from dtensor.base import generators
-from dtensor.propagation import meta
+from dtensor.propagation import shape_inference
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # torch 2.11's own end of such a world raises
@@ -52,7 +52,7 @@ def test_a_thread_plans_while_another_is_within_an_operator_without_data() -> No
     """Fake tensors remember whose kernel runs in their mode: each thread has a mode of its own."""
     x = dt.distribute_tensor(torch.arange(21.0).view(7, 3), dt.init_device_mesh("cpu", (2,)), [Shard(0)])
     out = torch.zeros_like(x)
-    with meta._MODES.fake as mode, in_kernel_invocation_manager(mode), ThreadPoolExecutor(1) as other:
+    with shape_inference._MODES.fake as mode, in_kernel_invocation_manager(mode), ThreadPoolExecutor(1) as other:
         made: Any = other.submit(torch.fft.rfft, x)
         written: Any = other.submit(torch.mul, x, 2.0, out=out)
     assert torch.equal(made.result().full_tensor(), torch.fft.rfft(x.full_tensor()))

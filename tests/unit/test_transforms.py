@@ -15,8 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import dtensor as dt
 from dtensor import Partial, Placement, Replicate, Shard
 from dtensor.comm import shards_of
-from dtensor.dispatch.transformed import layout_of
-from dtensor.ranks.hidden import each_rank
+from dtensor.dispatch.functorch import layout_of
+from dtensor.ranks.functorch import each_rank
 from dtensor.tensor.autograd import as_local, from_pieces, to_whole
 from dtensor.testing import scatter
 

@@ -23,21 +23,21 @@ import torch
 import dtensor as dt
 from dtensor.__main__ import main
 from dtensor.errors import ArgumentError, DivergenceError, LayoutError, RankLostError
-from dtensor.watch import lines, reading
-from dtensor.watch.board import alive, error_of, process_state, sweep, told
-from dtensor.watch.levels import Level
-from dtensor.watch.pages import Page
-from dtensor.watch.ring import WORDS, Ring, Trail, entry_in, fingerprint
-from dtensor.watch.verdict import Said, differing_words
-from dtensor.watch.waiters import Waiters
-from dtensor.watch.watching import _Watched, waited_beside
+from dtensor.watchdog import post_mortem, source_location
+from dtensor.watchdog.abandonable_wait import Waiters
+from dtensor.watchdog.collective_hooks import _Watched, waited_beside
+from dtensor.watchdog.diagnosis import Said, differing_words
+from dtensor.watchdog.flight_recorder import WORDS, Ring, Trail, entry_in, fingerprint
+from dtensor.watchdog.host_state import alive, error_of, process_state, sweep, told
+from dtensor.watchdog.levels import Level
+from dtensor.watchdog.state_file import Page
 
 
 def test_a_page_is_read_by_others_and_after_its_writer_was_killed(tmp_path: Path) -> None:
     program = f"""
 import os, signal
 from pathlib import Path
-from dtensor.watch.pages import Page
+from dtensor.watchdog.state_file import Page
 page = Page(Path({str(tmp_path / "page")!r}), 4, ours=True)
 page.words[0], page.words[1] = 2**64 - 1, page.keep("what it did last")
 os.kill(os.getpid(), signal.SIGKILL)
@@ -75,11 +75,11 @@ def test_fingerprints_are_the_same_in_all_processes() -> None:
 
 
 def test_the_users_line_is_this_one() -> None:
-    assert lines.here().startswith("test_watch.py:")
-    assert "lines.here()" in lines.here()
+    assert source_location.here().startswith("test_watch.py:")
+    assert "lines.here()" in source_location.here()
     with pytest.raises(ArgumentError) as refused:
         dt.check_ranks("loud")
-    assert 'dt.check_ranks("loud")' in lines.of_error(refused.tb)
+    assert 'dt.check_ranks("loud")' in source_location.of_error(refused.tb)
 
 
 class _Rubbish:
@@ -101,10 +101,10 @@ def test_nothing_is_collected_in_an_undisturbed_call(enabled: bool) -> None:
             many = partial(list, map(list, repeat((), 10_000)))
             act = partial(list, map(call, (many, ends.__len__)))  # of C: makes enough for a collection, and counts
             _Rubbish(ends)
-            found = lines.undisturbed(act)[1] if undisturbed else act()[1]
+            found = source_location.undisturbed(act)[1] if undisturbed else act()[1]
             assert found == (enabled and not undisturbed and sys.version_info < (3, 12))  # later ones collect between steps
         with pytest.raises(ZeroDivisionError):
-            lines.undisturbed(partial(divmod, 1, 0))
+            source_location.undisturbed(partial(divmod, 1, 0))
         assert gc.isenabled() == enabled
     finally:
         gc.enable()
@@ -116,12 +116,12 @@ def test_where_the_main_thread_is_is_known_without_holding_what_it_holds() -> No
     def work(threads: ThreadPoolExecutor) -> list[Any]:
         thing = torch.zeros(1)
         held.append(weakref.ref(thing))
-        return threads.submit(lines.main_places).result()  # here it is
+        return threads.submit(source_location.main_places).result()  # here it is
 
     with ThreadPoolExecutor(1) as threads:
         places = work(threads)
     assert held[0]() is None
-    assert lines.in_places(places).endswith("return threads.submit(lines.main_places).result()  # here it is")
+    assert source_location.in_places(places).endswith("return threads.submit(source_location.main_places).result()  # here it is")
 
 
 def test_the_words_name_the_few() -> None:
@@ -179,7 +179,7 @@ def test_what_a_killed_rank_did_last_can_be_read(tmp_path: Path, capsys: pytest.
     program = f"""
 import os, signal, torch
 import torch.distributed as dist, dtensor as dt
-from dtensor.watch import watching
+from dtensor.watchdog import collective_hooks
 dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1)
 dt.check_ranks("strict")
 mesh = dt.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
@@ -187,14 +187,14 @@ x = dt.distribute_tensor(torch.ones(6, 5), mesh, [dt.Shard(0)], src_data_rank=No
 for k in range(5000):
     x.sum(dim=0)
 x.amax(1)
-print(watching._Watched.watcher.board.folder, flush=True)
+print(collective_hooks._Watched.watcher.board.folder, flush=True)
 os.kill(os.getpid(), signal.{signal})
 """
     script = tmp_path / "program.py"
     script.write_text(program)
     killed = subprocess.run([sys.executable, script], check=False, capture_output=True, text=True)
     assert killed.returncode < 0
-    said = reading.told(Path(killed.stdout.strip()), 9000)
+    said = post_mortem.told(Path(killed.stdout.strip()), 9000)
     *_, before, last = said.splitlines()
     assert "rank 0 was killed" in said
     assert "aten.sum.dim_IntList(dim=0)  float32[6, 5] (S(0))   program.py:10  x.sum(dim=0)" in before
@@ -253,7 +253,8 @@ def trail_of(numbers: list[Any], stops: tuple[int, ...] = ()) -> int:
 
 def test_a_trail_of_numbers_is_the_same_in_all_processes_wherever_it_is_settled() -> None:
     numbers = [2.5, -3, float("nan"), 2**70, 1j, float("nan")]
-    program = f"from dtensor.watch.ring import *; t, nan = Trail({{1}}), float('nan'); t.numbers += {numbers}; print(t.settle())"
+    start = "from dtensor.watchdog.flight_recorder import *; t, nan = Trail({1}), float('nan')"
+    program = f"{start}; t.numbers += {numbers}; print(t.settle())"
     told = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
     assert int(told) == trail_of(numbers) == trail_of(numbers, (0, 3))
     others = [-2.0, -1.0, 0.0, -0.0, 0, 1, 2, -1, -2, 0.5, 1e300, float("inf"), float("-inf"), float("nan"), 1j]

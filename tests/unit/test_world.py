@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from dtensor.errors import MeshError
-from dtensor.mesh.world import unwritten
+from dtensor.mesh.init_world import unwritten
 
 
 def started(store: dist.Store, size: int) -> None:

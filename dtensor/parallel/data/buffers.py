@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from ...comm import PerRank, communicator_of
-from ...dispatch.versions import Stamp, stamp
+from ...dispatch.version_counters import Stamp, stamp
 from ...layout.layout import Layout
-from ...redistribute.batch import broadcast_many
+from ...redistribute.coalesce import broadcast_many
 from ...tensor.dtensor import DTensor, wrap
-from .layouts import Axes
-from .parameters import of_first, on_first, over_both
+from .dp_modes import Axes
+from .managed_param import of_first, on_first, over_both
 
 
 class Buffers:

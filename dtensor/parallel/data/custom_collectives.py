@@ -22,9 +22,9 @@ from ...comm import Communicator, Pending, communicator_of
 from ...comm.backends import all_gather_single, reduce_scatter_single
 from ...comm.communicator import Lengths
 from ...comm.events import Event, issuing, listeners, reporting
-from ...comm.rows import joined
-from ...mesh.groups import program_group_of
-from .layouts import Axes
+from ...comm.flat_rows import joined
+from ...mesh.process_groups import program_group_of
+from .dp_modes import Axes
 
 
 class Comm(ABC):

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from ...comm import communicator_of
-from ...dispatch.versions import stamp
+from ...dispatch.version_counters import stamp
 from ...errors import DTensorError, UnsupportedOperationError
 from ...mesh.create import with_groups_of_its_own
 from .custom_collectives import AllGather, GroupMemoryAllGather, GroupMemoryReduceScatter, ReduceScatter, allocating_backend
-from .layouts import Axes
-from .module_state import Unit, unit_of
-from .neighbours import Neighbours
-from .waiting import WaitingGradients, units_of
+from .dp_modes import Axes
+from .partial_reshard import Neighbours
+from .pending_gradients import WaitingGradients, units_of
+from .unit import Unit, unit_of
 
 
 class FSDPModule(WaitingGradients):

@@ -8,17 +8,17 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ...base.by_key import by_key
+from ...base.group_by import by_key
 from ...errors import ContradictionError, UnitError
 from .buffers import Buffers
+from .dp_modes import Axes, sharding
 from .fsdp_module import FSDPModule, neighbours_of, state_of
-from .layouts import Axes, sharding
 from .managed import Managed
-from .module_state import Unit, unit_of
+from .managed_param import ShardPlacement, adopt, among, onto_one_mesh
 from .param_group import Group
-from .parameters import ShardPlacement, adopt, among, onto_one_mesh
+from .pending_gradients import units_of
 from .policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from .waiting import units_of
+from .unit import Unit, unit_of
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 DEFAULT_PRECISION = MixedPrecisionPolicy()

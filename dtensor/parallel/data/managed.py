@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from ...comm import communicator_of, shards_of
-from ...dispatch.transformed import has_tangent
-from ...dispatch.versions import Stamp, stamp
+from ...dispatch.functorch import has_tangent
+from ...dispatch.version_counters import Stamp, stamp
 from ...errors import DTensorError, MeshError, UnsupportedOperationError
 from ...layout.layout import Layout
 from ...tensor.dtensor import DTensor, wrap
-from ...tensor.views.blocks import locals_of
-from .layouts import Axes
+from ...tensor.views.block_owners import locals_of
+from .dp_modes import Axes
 
 HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
@@ -33,7 +33,7 @@ class Managed:
         inside: the layout on the tensor-parallel mesh alone; None where there is none: a plain tensor.
         cut: the tensor dim that data parallelism cuts; None: every rank holds it all.
         axes: what it is cut and copied over.
-        seen_alike: its gradient was looked at, see :mod:`.left_out`.
+        seen_alike: its gradient was looked at, see :mod:`.tp_replicated_grad_check`.
         unsharded: the version of ``placed`` when ``unshard()`` put it into the modules; None: ``unshard()`` did not.
     """
 

@@ -16,26 +16,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...base.recording import ACTIVE, Between, current
+from ...base.recorder_hooks import ACTIVE, Between, current
 from ...base.selective_checkpoint import hides_from_policies
 from ...comm import Communicator, Pending, communicator_of, each_shard, expect_locals, shards_of
-from ...comm.binding import Run
+from ...comm.backend_base import Run
 from ...comm.events import because
-from ...dispatch.versions import Stamp, stamp
+from ...dispatch.version_counters import Stamp, stamp
 from ...errors import DTensorError, UnitError
 from ...layout.layout import Layout
-from ...layout.spelled import within
+from ...layout.on_other_mesh import within
 from ...mesh.device_mesh import DeviceMesh
-from ...redistribute.rows import Rows
+from ...redistribute.flat_buffer import Rows
 from ...tensor.dtensor import wrap
+from .all_gather_extensions import Extensions
 from .custom_collectives import Settings, gather_rows, scatter_row
-from .extensions import Extensions
-from .layouts import Axes
+from .dp_modes import Axes
 from .managed import Managed, is_extended
-from .memory import Aliases, Lent, Memory, Whole
-from .neighbours import Neighbours
 from .offload import Host
+from .partial_reshard import Neighbours
 from .policy import MixedPrecisionPolicy
+from .unsharded_storage import Aliases, Lent, Memory, Whole
 
 LATER = -1  # no pass of autograd's has this number
 _ALIGNMENT = 16  # bytes: rows stand behind each other in a receive buffer and are read in the parameters' own dtypes

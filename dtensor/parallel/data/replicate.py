@@ -13,15 +13,15 @@ from ...mesh.device_mesh import DeviceMesh
 from .buffers import Buffers
 from .comm_hook import CommHook, Reducer
 from .custom_collectives import AllGather, ReduceScatter
+from .dp_modes import Axes, copying
 from .fsdp_module import FSDPModule, state_of
 from .fully_shard import DEFAULT_OFFLOAD, DEFAULT_PRECISION, M, add_methods, check_offload, check_policy, outermost
-from .layouts import Axes, copying
 from .managed import Managed
-from .module_state import Unit
+from .managed_param import adopt, among, onto_one_mesh
 from .param_group import Group
-from .parameters import adopt, among, onto_one_mesh
+from .pending_gradients import units_of
 from .policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from .waiting import units_of
+from .unit import Unit
 
 _MEBIBYTE = 1024 * 1024
 _FIRST_BUCKET_BYTES = _MEBIBYTE  # the first gradients of backward start to travel early

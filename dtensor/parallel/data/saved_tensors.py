@@ -17,11 +17,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...base.torch_internals import is_traceable_wrapper_subclass, tree_map
 from ...comm import PerRank
 from ...errors import DTensorError
-from ...tensor.views.blocks import locals_of
-from ...tensor.views.remote_view import RemoteView
-from .memory import Memory
+from ...tensor.views.block_owners import locals_of
+from ...tensor.views.lazy_view import RemoteView
+from .forward_uses import tensors_in
 from .param_group import Group
-from .uses import tensors_in
+from .unsharded_storage import Memory
 
 
 def watched(groups: Sequence[Group]) -> ExitStack:

@@ -8,15 +8,15 @@ from typing import Any, Protocol
 
 import torch
 
-from ...base.recording import ACTIVE, current
+from ...base.recorder_hooks import ACTIVE, current
 from ...base.torch_internals import engine, graph_task
 from ...comm import communicator_of
 from ...errors import DivergenceError, UnitError
 from ...mesh.device_mesh import DeviceMesh
 from ...placement import Shard
 from ...tensor.dtensor import DTensor
-from .gradients import Reduction
-from .memory import Spare
+from .grad_reduction import Reduction
+from .unsharded_storage import Spare
 
 
 class Unit(Protocol):

@@ -16,20 +16,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...base.by_key import by_key
-from ...base.nested import mapped
-from ...base.recording import ACTIVE, current
+from ...base.group_by import by_key
+from ...base.recorder_hooks import ACTIVE, current
+from ...base.tensor_tree import mapped
 from ...comm import communicator_of, shards_of
-from ...comm.rows import apart
-from ...dispatch.versions import Stamp, stamp
+from ...comm.flat_rows import apart
+from ...dispatch.version_counters import Stamp, stamp
 from ...errors import MeshError, UnsupportedOperationError
 from ...layout.layout import Layout
-from ...mesh.derive import same_root
 from ...mesh.device_mesh import DeviceMesh, as_mesh
+from ...mesh.submesh import same_root
 from ...placement import Placement, Replicate, Shard
 from ...redistribute import execute_many, plan, redistribute_local
 from ...tensor.dtensor import DTensor, wrap
-from .layouts import WAYS, Axes
+from .dp_modes import WAYS, Axes
 
 
 @dataclass(frozen=True, eq=False, slots=True)

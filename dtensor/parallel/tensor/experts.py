@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from ...base.modes import implicit_replication
 from ...mesh.device_mesh import DeviceMesh
 from ...placement import Partial, Replicate
-from ...ranks.hidden import seen
+from ...ranks.functorch import seen
 from ...tensor.dtensor import DTensor
 from .style import ParallelStyle, after_forward, annotated, local_if, one_dim, placed
 

@@ -12,9 +12,9 @@ from torch import nn
 from ...comm import expect_locals
 from ...errors import PlacementError
 from ...mesh.device_mesh import DeviceMesh, as_mesh
-from ...tensor.replaced import replacing
-from .crossing import shared_within
-from .named import cut_named, run_along, style_named, styled
+from ...tensor.stale_params import replacing
+from .hf_styles import cut_named, run_along, style_named, styled
+from .shared_input import shared_within
 from .style import ParallelStyle
 
 Plan = ParallelStyle | str | Mapping[str, Any]

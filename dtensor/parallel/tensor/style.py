@@ -11,19 +11,19 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.hooks import RemovableHandle
 
-from ...base.nested import like
+from ...base.tensor_tree import like
 from ...comm import shards_of
-from ...dispatch.transformed import layout_of, placed_of
+from ...dispatch.functorch import layout_of, placed_of
 from ...errors import MeshError, PlacementError
-from ...layout.spelled import cut_by, spelled_on
-from ...mesh.derive import joined, picked, same_root
+from ...layout.on_other_mesh import cut_by, spelled_on
 from ...mesh.device_mesh import DeviceMesh
+from ...mesh.submesh import joined, picked, same_root
 from ...placement import Placement, Replicate, Shard
-from ...ranks.hidden import each_rank, seen
+from ...ranks.functorch import each_rank, seen
 from ...tensor.autograd import as_local, laid
 from ...tensor.distribute import distribute_at, replicate_own
 from ...tensor.dtensor import DTensor
-from .crossing import crossed, given_away
+from .shared_input import crossed, given_away
 
 
 class ParallelStyle(ABC):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...errors import MixedTensorError
 from ..call import Call, Meta
-from ..kernels import At, KernelContext, asked_for, on_each_rank, wide, without_out
+from ..kernel_context import At, KernelContext, asked_for, on_each_rank, wide, without_out
 from ..registry import register
 from ..rule import Dims, Factors, Kernel, Rule
 from .norms import (

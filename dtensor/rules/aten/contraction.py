@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from ..call import Call
-from ..facts import fact
-from ..kernels import KernelContext, densely, on_each_rank
+from ..declare import bind, blockwise, einsum, kernel_rule
+from ..kernel_context import KernelContext, densely, on_each_rank
 from ..notation import parse
+from ..op_traits import fact
+from ..partial_rules import linear
 from ..registry import register
-from ..rows import linear
 from ..rule import Choice, Dims, Factors, Kernel, LocalView, Rule
-from ..verbs import bind, blockwise, einsum, kernel_rule
 
 einsum("mm", "m k, k n -> m n")
 einsum("bmm", "b m k, b k n -> b m n")

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from ...placement import Partial
 from ..call import Call
-from ..factoring import by
-from ..kernels import At, KernelContext
-from ..neighbours import Reach, added_around, read_around, span
+from ..declare import by_pattern
+from ..halo_exchange import Reach, added_around, read_around, span
+from ..kernel_context import At, KernelContext
+from ..notation_rules import by
 from ..registry import register
 from ..rule import Factors, Kernel, LocalView, Word
-from ..verbs import by_pattern
 
 aten = torch.ops.aten
 

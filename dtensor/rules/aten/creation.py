@@ -7,10 +7,10 @@ from typing import Any
 from ...base.memory_order import stride_like
 from ...placement import REDUCE_OPS
 from ..call import Call
-from ..facts import fact
-from ..kernels import At, KernelContext
+from ..declare import kernel_rule
+from ..kernel_context import At, KernelContext
+from ..op_traits import fact
 from ..rule import Factors, Kernel, LocalView, own_factors
-from ..verbs import kernel_rule
 
 
 def made_like(call: Call) -> Factors:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from ..call import Call
-from ..kernels import At, KernelContext
+from ..declare import NOTHING, blockwise, composed
+from ..kernel_context import At, KernelContext
 from ..registry import register
 from ..rule import Kernel, Rule
-from ..verbs import NOTHING, blockwise, composed
 
 aten = torch.ops.aten
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from ...base.memory_order import contiguous_stride, memory_order, outermost_first
 from ...base.torch_internals import assert_async
 from ...errors import UnsupportedOperationError
-from ..facts import fact
-from ..verbs import composed
+from ..declare import composed
+from ..op_traits import fact
 
 aten = torch.ops.aten
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...comm.fold import bounds
+from ...comm.local_reduce import bounds
 from ...placement import Monoid
 from ..call import Call
+from ..declare import fold, reduce
 from ..folds import REDUCED, InPairs, Part
-from ..verbs import fold, reduce
 
 reduce("amax max", "max", partials="max -> max", refuses_nothing=True)
 reduce("amin min", "min", partials="min -> min", refuses_nothing=True)

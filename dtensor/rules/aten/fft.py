@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import functional_of, on_each_rank
-from ..rows import linear
-from ..verbs import blockwise
+from ..declare import blockwise
+from ..kernel_context import functional_of, on_each_rank
+from ..partial_rules import linear
 
 
 def transform(name: str, dtype_of: Any, size_of: Any) -> Any:

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ..factoring import by
-from ..indexed import reads
-from ..owned import ELEMENTS, FLAT, PLACES, ROWS, TABLE, masked
-from ..rows import linear
-from ..verbs import blockwise
+from ..declare import blockwise
+from ..indexing import reads
+from ..notation_rules import by
+from ..partial_rules import linear
+from ..sharded_index_local import ELEMENTS, FLAT, PLACES, ROWS, TABLE, masked
 
 aten = torch.ops.aten
 

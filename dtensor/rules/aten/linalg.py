@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ...base.memory_order import contiguous_stride, dense_in
 from ..call import Call, Meta
-from ..factoring import by
-from ..kernels import At, KernelContext
+from ..declare import along, bind, blockwise, kernel_rule
+from ..kernel_context import At, KernelContext
 from ..notation import parse
-from ..rows import linear
+from ..notation_rules import by
+from ..partial_rules import linear
 from ..rule import Factors, Kernel
-from ..verbs import along, bind, blockwise, kernel_rule
 
 
 def ordered(at: KernelContext, matrix: Any, *args: Any, **kwargs: Any) -> Any:

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from ...placement import Partial
 from ..call import Call
-from ..factoring import by
-from ..kernels import At, KernelContext, check_range, on_each_rank, statistics_bytes
+from ..declare import along, blockwise, by_pattern, kernel_rule
+from ..kernel_context import At, KernelContext, check_range, on_each_rank, statistics_bytes
+from ..notation_rules import by
 from ..rule import Along, Dims, Factors, Kernel, Partials, R, Row
-from ..verbs import along, blockwise, by_pattern, kernel_rule
 
 NONE, MEAN, SUM = 0, 1, 2  # the values of argument ``reduction``
 TERMS = Partial("sum")

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from ...layout.layout import Layout
-from ..facts import Ask, Given, fact
-from .strides import as_if_empty_like, row_major, suggested_by, transformed
+from ..op_traits import Ask, Given, fact
+from .output_strides import as_if_empty_like, row_major, suggested_by, transformed
 
 META = torch.device("meta")
 

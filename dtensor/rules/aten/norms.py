@@ -21,10 +21,10 @@ from torch import Tensor
 
 from ...placement import Partial
 from ..call import Call
-from ..kernels import KernelContext, asked_for, densely, on_each_rank, plain_op, statistics_bytes, wide
+from ..declare import blockwise
+from ..kernel_context import KernelContext, asked_for, densely, on_each_rank, plain_op, statistics_bytes, wide
 from ..registry import register
 from ..rule import Dims, Factors, Kernel, LocalView, R, Rule, Shapes, Spec
-from ..verbs import blockwise
 
 aten = torch.ops.aten
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ...placement import REDUCE_OPS
-from ..factoring import by
-from ..facts import fact
-from ..kernels import on_each_rank
-from ..rows import copies, falling, forgets, linear, monotone, on_floats, one_of
-from ..verbs import pointwise
+from ..declare import pointwise
+from ..kernel_context import on_each_rank
+from ..notation_rules import by
+from ..op_traits import fact
+from ..partial_rules import copies, falling, forgets, linear, monotone, on_floats, one_of
 
 # --- nothing passes -----------------------------------------------------------------------------------------------------
 pointwise(

@@ -9,10 +9,10 @@ import math
 from typing import Any
 
 from ..call import Call
-from ..kernels import densely, functional_of
-from ..rows import copies, linear, on_floats
+from ..declare import blockwise, kernel_rule, local_size
+from ..kernel_context import densely, functional_of
+from ..partial_rules import copies, linear, on_floats
 from ..rule import Dims, Factors, LocalView
-from ..verbs import blockwise, kernel_rule, local_size
 
 POSITIONS = {1: "[x]", 2: "[y] [x]", 3: "[z] [y] [x]"}
 of_gradient = linear("grad_output")

@@ -19,11 +19,11 @@ from ...layout.layout import Layout
 from ...random.distributions import SAMPLERS
 from ...random.draw import DRAWING, as_one_step, draw, draw_counted, from_one_state, own_block_of, place_in
 from ..call import Call
-from ..drawn import drawn
-from ..kernels import KernelContext
-from ..rows import forgets
+from ..declare import POINTWISE
+from ..kernel_context import KernelContext
+from ..partial_rules import forgets
+from ..random_ops import drawn
 from ..rule import Factors
-from ..verbs import POINTWISE
 
 drawn(
     """

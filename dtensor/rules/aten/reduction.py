@@ -16,9 +16,9 @@ from torch import Tensor
 from ...base.caches import remembered
 from ...placement import Monoid
 from ..call import Call
+from ..declare import blockwise, fold, reduce
 from ..folds import REDUCED, InPairs, Part
-from ..rows import linear, on_bools
-from ..verbs import blockwise, fold, reduce
+from ..partial_rules import linear, on_bools
 
 reduce("sum", "sum", partials=linear())
 reduce("nansum", "sum")  # where one term is NaN the element counts for nothing, the other terms' part included

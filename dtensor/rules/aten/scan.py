@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..rows import linear
+from ..partial_rules import linear
 from ..scans import Tensors, scan
 
 

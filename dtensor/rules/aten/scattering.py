@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..call import Call
-from ..indexed import CONSTANT, adds, alone, may_accumulate, reduces, replaces, writes
-from ..owned import ELEMENTS, FLAT, PLACES, ROWS, TABLE, masked
+from ..indexing import CONSTANT, adds, alone, may_accumulate, reduces, replaces, writes
 from ..rule import Choice, Factors, own_factors
+from ..sharded_index_local import ELEMENTS, FLAT, PLACES, ROWS, TABLE, masked
 from .indexing import by_number
 
 aten = torch.ops.aten

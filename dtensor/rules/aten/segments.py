@@ -12,9 +12,9 @@ import torch
 
 from ...placement import Partial
 from ..call import Call
-from ..kernels import At, KernelContext, check_range
+from ..declare import blockwise
+from ..kernel_context import At, KernelContext, check_range
 from ..rule import Choice, Kernel
-from ..verbs import blockwise
 
 aten = torch.ops.aten
 _OPS = {"sum": "sum", "mean": "sum", "prod": "product", "max": "max", "amax": "max", "min": "min", "amin": "min"}

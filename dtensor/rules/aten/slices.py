@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...base.symbols import has_symbols
-from ...comm.fold import nothing
+from ...base.symbolic_sizes import has_symbols
+from ...comm.local_reduce import nothing
 from ...placement import REDUCE_OPS, Partial
 from ..call import Call
-from ..indexed import no_foreign_zeros
-from ..kernels import At, KernelContext
-from ..rows import copies, one_of
+from ..declare import local_size, view
+from ..dim_windows import count_below
+from ..indexing import no_foreign_zeros
+from ..kernel_context import At, KernelContext
+from ..partial_rules import copies, one_of
 from ..rule import LINEAR_PARTIAL, Factors, Kernel, LocalView, Word, named, own_factors
-from ..verbs import local_size, view
-from ..windows import count_below
 
 ZEROS_PASS = tuple(f"{op} -> {op}" for op in REDUCE_OPS)  # zeros reduce to zero; by a user's reduction perhaps not
 PUT_IN = one_of("self", "src")

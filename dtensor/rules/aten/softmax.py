@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...placement import Monoid
+from ..declare import fold
 from ..folds import ALONG, REDUCED, Part
-from ..verbs import fold
 
 
 def _combine(a: Tensor, b: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from ..call import Call
-from ..kernels import At, KernelContext, integers_on
+from ..declare import along, blockwise
+from ..kernel_context import At, KernelContext, integers_on
 from ..rule import Kernel
-from ..verbs import along, blockwise
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # values and their places in the whole
 

@@ -15,9 +15,9 @@ from ...errors import LayoutError, UnsupportedOperationError
 from ...layout.layout import Layout
 from ...placement import REDUCE_OPS
 from ..call import Call
-from ..kernels import At, KernelContext
+from ..declare import local_size, view
+from ..kernel_context import At, KernelContext
 from ..rule import ANY_PARTIAL, LINEAR_PARTIAL, Dims, Factors, LocalView, own_factors, uncut
-from ..verbs import local_size, view
 
 
 def transposed(call: Call) -> Factors:

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from ...base.caches import remembered
 from ...comm import PerRank
-from ...comm.agreement import same_on_all
-from ...dispatch.plain_operands import is_number, replicated
+from ...comm.cross_rank_check import same_on_all
+from ...dispatch.plain_tensor_args import is_number, replicated
 from ...mesh.device_mesh import DeviceMesh
 from ...placement import Replicate, Shard
 from ..dtensor import DTensor
-from .recomposed import overload_named, recomposed
+from .above_autograd import overload_named, recomposed
 
 aten = torch.ops.aten
 

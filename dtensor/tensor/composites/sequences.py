@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...comm.agreement import same_on_all
+from ...comm.cross_rank_check import same_on_all
 from ..dtensor import DTensor
-from ..host import whole_of
-from .recomposed import recomposed
+from ..host_access import whole_of
+from .above_autograd import recomposed
 
 
 def pad_sequence(

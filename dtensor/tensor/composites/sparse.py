@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from ...base.modes import MODES
-from ...base.nested import mapped
+from ...base.tensor_tree import mapped
 from ...errors import ImplicitCommunicationError
 from ...placement import Replicate
 from ..dtensor import DTensor
-from .recomposed import recomposed
+from .above_autograd import recomposed
 
 aten = torch.ops.aten
 

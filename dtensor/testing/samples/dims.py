@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .sample import Samples
-from .written import table
+from .sample_syntax import table
 
 VIEWS = table("""
 view _unsafe_view: {f/i/b/c}[5, 6], [30] | f[5, 6], {[30]/[5, 2, 3]/[5, 1, 6, 1]} | f[30], [5, 6] | f[2, 3, 7], [6, 7]

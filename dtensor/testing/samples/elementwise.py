@@ -10,7 +10,7 @@ import torch
 from ...rules import rules
 from .of_schema import DTYPES, samples_by_schema
 from .sample import Samples
-from .written import table
+from .sample_syntax import table
 
 # Their operands lie between 0.1 and 0.9.
 _INSIDE = """

@@ -6,7 +6,7 @@ import torch
 
 from .of_schema import tensor
 from .sample import Samples
-from .written import Below, distinct, table
+from .sample_syntax import Below, distinct, table
 
 ROWS = torch.stack([distinct(5, 3) for _ in range(6)], 1)
 MASK = torch.tensor([True, False, True, True, False])

@@ -8,7 +8,7 @@ import torch
 
 from .of_schema import tensor
 from .sample import Samples
-from .written import table
+from .sample_syntax import table
 
 aten = torch.ops.aten
 IMAGES = {"X1": tensor((5, 4, 7)), "X2": tensor((5, 4, 6, 7)), "X3": tensor((5, 4, 4, 5, 6))}  # by their positions

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ...base.nested import mapped, tensors
-from ...rules.factoring import by, fitting
+from ...base.tensor_tree import mapped, tensors
 from ...rules.notation import EACH, Pattern, Term, argument_of, is_group, is_picked
+from ...rules.notation_rules import by, fitting
 from ...rules.rule import Rule
 from .of_schema import DTYPES, refusal, sample_of, tensor
 from .sample import Sample

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...base.nested import mapped, tensors
+from ...base.tensor_tree import mapped, tensors
 from .sample import Sample
 
 Shape = tuple[int, ...]

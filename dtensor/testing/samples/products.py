@@ -6,7 +6,7 @@ import torch
 
 from .of_schema import tensor
 from .sample import Samples
-from .written import table
+from .sample_syntax import table
 
 PRODUCTS = table("""
 mm: {f/i/c}[5, 6], {f/i/c}[6, 7] | f[6, 5].t(), f[7, 6].t() | f[5, 0], f[0, 7] | f[1, 6], f[6, 1]

@@ -6,7 +6,7 @@ import torch
 
 from .of_schema import tensor
 from .sample import Samples
-from .written import table
+from .sample_syntax import table
 
 INF, NAN = float("inf"), float("nan")
 SPECIAL = torch.tensor([[1, NAN, 3, NAN, 0], [2, 5, 5, -1, 5], [INF, 1, INF, 0, -INF]], dtype=torch.float64)

@@ -31,7 +31,7 @@ class Sample:
 
     @property
     def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Both, as :mod:`dtensor.base.nested` goes through them."""
+        """Both, as :mod:`dtensor.base.tensor_tree` goes through them."""
         return self.args, self.kwargs
 
     def of(self, given: Any) -> Sample:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ....base.torch_internals import flash_attention_on_cpu
-from ...kernels import At, KernelContext, on_each_rank
+from ...kernel_context import At, KernelContext, on_each_rank
 
 aten = torch.ops.aten
 Gradients = tuple[Tensor, Tensor, Tensor]

@@ -18,10 +18,10 @@ from ....base.torch_internals import FakeTensorMode
 from ....layout.layout import Layout
 from ....placement import Partial
 from ...call import Call
-from ...kernels import plain_op
+from ...declare import NOTHING, kernel_rule
+from ...kernel_context import plain_op
 from ...registry import register
 from ...rule import Dims, Factors, Kernel, Rule
-from ...verbs import NOTHING, kernel_rule
 from .blocks import attention_block, attention_gradients, attention_of_blocks, gradients_of_blocks
 from .ring import ranks_in_ring, ring_attention, ring_gradients
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from ....comm import communicator_of
 from ....mesh.device_mesh import DeviceMesh
 from ...call import Call
-from ...kernels import KernelContext, on_each_rank
+from ...kernel_context import KernelContext, on_each_rank
 from .blocks import Gradients, Meeting, finished, part, part_gradients, share, sums_dtype
 
 

@@ -1,0 +1,86 @@
+"""Command ``dtensor plan MODEL``: the fastest parallel layouts of a training step on a cluster, as a table and a plot."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..base.progress import reporting
+from ..base.tables import print_table
+from ..errors import PlanError
+from .cluster import CLUSTERS
+from .model_sizes import MODELS
+from .step_estimate import Estimate, best
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command to a parser."""
+    parser.add_argument("--ranks", type=int, required=True, help="number of devices, one rank each")
+    parser.add_argument("--cluster", choices=CLUSTERS, default="h100", help="default: h100")
+    parser.add_argument("--sequence", type=int, default=8192, help="tokens of a sequence (default: 8192)")
+    parser.add_argument("--batch", type=int, default=2048, help="sequences of a step, over all ranks (default: 2048)")
+    parser.add_argument("--most", type=int, default=8, help="rows of the table (default: 8)")
+    parser.add_argument("--plot", type=Path, default=None, metavar="FILE", help="also draw time and memory (extra: plot)")
+
+
+def main(model: str, options: argparse.Namespace) -> int:
+    """Print the table and return the exit status: 2 if nothing fits into memory."""
+    cluster = CLUSTERS[options.cluster]
+    try:
+        with reporting(lambda: f"planning {model} on {options.ranks} ranks"):
+            found = best(MODELS[model], cluster, options.ranks, options.sequence, options.batch, options.most)
+    except PlanError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"{model}, {options.batch} sequences of {options.sequence} tokens, on {options.ranks} ranks")
+    print(cluster)
+    print_table(table(found), numbers=True)
+    if options.plot is not None:
+        title = f"{model}: {options.batch} sequences of {options.sequence} tokens on {options.ranks} {cluster.device.name}"
+        plot(found, options.plot, title)
+    return 0
+
+
+def table(found: Sequence[Estimate]) -> list[list[str]]:
+    """Return the head and a row for each estimate: time and MFU of a step, memory and bytes received per rank in GB.
+
+    Columns that are 0 for all estimates are left out.
+    """
+    kinds = [kind for kind in found[0].memory if any(one.memory[kind] for one in found)]
+    dims = [dim for dim in found[0].nbytes if any(one.nbytes[dim] for one in found)]
+    sizes = [*(f"{kind} GB" for kind in kinds), *(f"received over {dim} GB" for dim in dims)]
+    rows = [["mesh", "recomputed", "step s", "MFU %", *sizes]]
+    for one in found:
+        sizes = [f"{count / 1e9:.2f}" for count in (*(one.memory[kind] for kind in kinds), *(one.nbytes[dim] for dim in dims))]
+        rows.append([str(one.degrees), one.again, f"{one.step_seconds:.3f}", f"{100 * one.mfu:.1f}", *sizes])
+    return rows
+
+
+def plot(found: Sequence[Estimate], path: Path, title: str) -> None:
+    """Write stacked bars: seconds of a step and memory of a rank by kind, the fastest layout on top."""
+    from matplotlib.figure import Figure  # an extra
+
+    figure = Figure(figsize=(12, 0.45 * len(found) + 2.6), layout="constrained")
+    figure.suptitle(title)
+    names = [str(one.degrees) for one in found]
+    panels = (
+        ("seconds of a step", [one.seconds for one in found], 1.0),
+        ("GB per rank at the peak", [one.memory for one in found], 1e9),
+    )
+    parts: Any = figure.subfigures(1, 2)
+    for part, (label, values, unit) in zip(parts, panels, strict=True):
+        axes = part.subplots()
+        start = [0.0] * len(found)
+        for kind in values[0]:
+            widths = [value[kind] / unit for value in values]
+            if any(widths):
+                axes.barh(range(len(found)), widths, left=start, label=kind)
+            start = [a + b for a, b in zip(start, widths, strict=True)]
+        axes.set_yticks(range(len(found)), names)
+        axes.set_xlabel(label)
+        axes.invert_yaxis()
+        part.legend(loc="outside lower center", ncols=3)
+    figure.savefig(path)

@@ -1,0 +1,386 @@
+"""``docs/ops.md``: how every operator is served, written from the registry, the samples and what was measured.
+
+An operator's row is its rule applied to its first sample, nothing is run: the factors as notation, which of them may be
+sharded, which a kernel computes with, and how partial operands pass.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..base.group_by import by_key
+from ..base.tensor_tree import mapped
+from ..base.torch_internals import all_schemas, has_kernel
+from ..placement import Partial, Replicate
+from ..plan.graph import Asked
+from ..rules import rules
+from ..rules.call import Call
+from ..rules.registry import family_of, lookup
+from ..rules.rule import Along, Dims, Factors, Row, Rule, Spec, candidates
+from ..rules.rule_kind import served_by
+from ..testing.force_strategy import asked_for
+from ..testing.placements import mesh_of
+from ..testing.samples import Sample, samples_of
+from ..testing.scatter import scatter
+from ..testing.variants import exists, operator_named
+
+HEAD = """# Operators
+
+Find out how an operator runs: which dims may be sharded without communication, and what a call costs otherwise.
+
+`python -m dtensor ops` (`make docs`) writes this page from the registry, for torch {version}. Do not edit it.
+An operator with a rule uses it. Otherwise it is decomposed into operators with a rule. Otherwise its inputs are all-gathered,
+which warns once, and raises under `dtensor.explicit()`.
+
+Overloads, in-place, `out=` and `_foreach_` variants use the rule of their operator. [Sharding rules](sharding_rules.md) explains
+the notation, which is shown for one sample:
+
+| notation | means |
+|---|---|
+| `a` | a dim that may be sharded wherever the letter appears |
+| `[d]`, `[]` | a dim that must not be sharded |
+| `1` | a dim of size one |
+| `(a b)` | one dim made of two |
+| `{{a, b}}` | one dim that is read in several ways |
+
+| column | means |
+|---|---|
+| sharded | letters that may be sharded without communication |
+| partial results | letters that leave a partial result if they are sharded |
+| collectives | letters that cost collectives of the operator's own |
+| partial inputs | partial inputs that stay partial, `inputs→results`; `R`, `finite` and `nonzero` are replicated inputs |
+"""
+
+_SERVED = {
+    "notation": "notation alone: the pattern gives the factors, and the operator runs on local tensors",
+    "combinators": "notation and combinators of the rule language (reductions, scans, random draws, indexed reads and writes)",
+    "answers": "an answer from the layouts",
+    "decompositions": "a decomposition into other operators",
+    "functions": "a Python function of its own, for factors or for a kernel",
+}
+_METHOD = """
+
+The rule language alone covers {count} names. `dtensor/rules/rule_kind.py` derives this from each rule. A function that a rule
+declaration passes counts as the rule's own, except for the parts of reductions and scans, which are math on plain tensors.
+"""
+FAMILIES = {
+    "pointwise": "Pointwise operators",
+    "reduction": "Reductions",
+    "extremum": "Maximum and minimum",
+    "contraction": "Matrix products",
+    "grouped": "Grouped matrix products",
+    "attention": "Attention",
+    "softmax": "Softmax",
+    "norms": "Norms",
+    "batch_norm": "Batch norm",
+    "losses": "Losses",
+    "ctc": "CTC loss",
+    "convolution": "Convolutions",
+    "pooling": "Pooling, padding and resampling",
+    "recurrent": "Recurrent layers",
+    "bags": "Embedding bags",
+    "views": "Views and reshapes",
+    "slices": "Slices and splits",
+    "joining": "Concatenation and rearrangement",
+    "indexing": "Indexed reads",
+    "scattering": "Indexed writes",
+    "segments": "Segment reductions",
+    "occurring": "Data-dependent shapes",
+    "counting": "Comparison and counting",
+    "sorting": "Sorting and selection",
+    "scan": "Scans",
+    "fft": "Fourier transforms",
+    "linalg": "Linear algebra",
+    "random": "Random numbers",
+    "creation": "Creation",
+    "decompositions": "Decomposed operators with a rule",
+}
+_NAMES_PER_CELL = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What the page says of one operator; operators that share it share a line."""
+
+    how: str
+    notation: str
+    sharded: str = ""
+    reduced: str = ""
+    kernels: str = ""
+    partials: str = ""
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        inputs, _, results = self.notation.partition(" -> ")
+        notation = (f"`{inputs}`", f"`{results}`") if self.notation else ("", "")
+        return (self.how, *notation, self.sharded, self.reduced, self.kernels, self.partials)
+
+
+def page(measured: Mapping[str, Any] | None = None) -> str:
+    """Return the page. ``measured``: what ``benchmarks/gather_share.py --summary`` wrote."""
+    own = [(name, rule) for name, rule in sorted(rules().items()) if name.startswith("aten::")]
+    parts = [HEAD.format(version=_version())]
+    if measured is not None:
+        parts.append(_share(measured))
+    decomposed, gathered = unruled()
+    parts.append(f"## Rules\n\n{len(own)} operator names have a rule.\n")
+    parts.append(_served())
+    parts += [_family_section(family, members) for family, members in _by_family(own)]
+    parts.append(f"## Decompositions\n\nTorch composes {len(decomposed)} further operators from those above.\n")
+    parts.append(_words(decomposed))
+    parts.append(
+        f"## Gathering\n\n{len(gathered)} remaining operators of torch {_version()} all-gather their inputs. Most are for sparse,"
+    )
+    parts[-1] += " quantized or single-device kernels, or create a tensor and have no inputs.\n"
+    parts.append(_words(gathered))
+    return "\n".join(parts)
+
+
+def _by_family(own: Iterable[tuple[str, Rule]]) -> list[tuple[str, list[tuple[str, Rule]]]]:
+    """Return the rules of each family, families in the order of ``FAMILIES``."""
+    members: dict[str, list[tuple[str, Rule]]] = defaultdict(list)
+    for name, rule in own:
+        members[family_of(name) or "others"].append((name, rule))
+    order = [*FAMILIES, *sorted(members.keys() - FAMILIES.keys())]
+    return [(family, members[family]) for family in order if family in members]
+
+
+def _family_section(family: str, members: Iterable[tuple[str, Rule]]) -> str:
+    """Return the heading and the table of one family."""
+    shared = by_key((entry_of(name, rule), name.removeprefix("aten::")) for name, rule in members)
+    return f"### {FAMILIES.get(family, family.capitalize())}\n\n{_table(shared)}"
+
+
+def _batched(names: Sequence[str], size: int) -> Iterator[Sequence[str]]:
+    """Yield parts of at most ``size`` names."""
+    for start in range(0, len(names), size):
+        yield names[start : start + size]
+
+
+def _version() -> str:
+    return torch.__version__.partition("+")[0]
+
+
+def _table(shared: Mapping[Entry, Sequence[str]]) -> str:
+    lines = [
+        "| operators | run by | inputs | results | sharded | partial results | collectives | partial inputs |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    ordered = sorted(shared.items(), key=lambda item: (-len(item[1]), item[1][0]))
+    for entry, names in ordered:
+        for part in _batched(names, _NAMES_PER_CELL):
+            lines.append("| " + " | ".join((" ".join(f"`{name}`" for name in part), *entry.cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _served() -> str:
+    """Return the table of how many names are served in which way (``rules.rule_kind.served_by``)."""
+    counts = Counter(served_by(rule) for name, rule in rules().items() if name.startswith("aten::"))
+    lines = ["| names | their rule is |", "|---|---|", *(f"| {counts[how]} | {text} |" for how, text in _SERVED.items())]
+    return "\n".join(lines) + _METHOD.format(count=counts["notation"] + counts["combinators"])
+
+
+def _words(names: Iterable[str]) -> str:
+    """Return a table of names, by their first letter."""
+    lines = ["| | operators |", "|---|---|"]
+    for letter, group in groupby(sorted(names, key=_initial), key=_initial):
+        for part in _batched(sorted(group), _NAMES_PER_CELL):
+            lines.append(f"| {letter} | " + " ".join(f"`{name}`" for name in part) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _initial(name: str) -> str:
+    return name.lstrip("_")[:1].lower()
+
+
+def _share(measured: Mapping[str, Any]) -> str:
+    lines = [
+        "## How many operators avoid gathering\n",
+        f"Measured with `{measured['command']}`, torch {measured['torch']}: {measured['cases']} cases,",
+        "each with one tensor dim sharded.\n",
+    ]
+    lines += ["| | entries of PyTorch's operator database | never gather |", "|---|---|---|"]
+    for label, total, free in measured["rows"]:
+        lines.append(f"| {label} | {total} | {free} ({100 * free / total:.1f} %) |")
+    lines += ["", "These entries gather for some layout, the most used first:\n"]
+    lines += ["| entry | operators that gather |", "|---|---|"]
+    lines += [f"| `{entry}` | {', '.join(names)} |" for entry, names in measured["remaining"]]
+    return "\n".join(lines) + "\n"
+
+
+# --- operators without a rule ---------------------------------------------------------------------------------------------
+def unruled() -> tuple[list[str], list[str]]:
+    """Names of aten operators that have no rule: (compositions, the rest that takes tensors)."""
+    decomposed: set[str] = set()
+    gathered: set[str] = set()
+    for schema in all_schemas():
+        namespace, _, name = schema.name.partition("::")
+        takes = any("Tensor" in str(argument.type) for argument in schema.arguments)
+        if namespace != "aten" or not takes or name.startswith(("_foreach_", "_fused_", "_amp_")) or not exists(f"aten.{name}"):
+            continue
+        func = getattr(operator_named(f"aten.{name}"), schema.overload_name or "default", None)
+        base = re.sub(r"(?<!_)_$", "", name)
+        if func is None or lookup(func) is not None or any(argument.is_out for argument in schema.arguments):
+            continue
+        try:
+            composite = has_kernel(func.name(), "CompositeImplicitAutograd")
+        except RuntimeError:  # TorchScript's own
+            continue
+        (decomposed if composite else gathered).add(base)
+    ruled = {name.partition("::")[2].partition(".")[0] for name in rules()}
+    return sorted(decomposed - ruled), sorted(gathered - decomposed - ruled)
+
+
+# --- one operator -----------------------------------------------------------------------------------------------------------
+def entry_of(name: str, rule: Rule) -> Entry:
+    """What the page says of an operator: its rule applied to the sample of most dims that may be cut, if its plan needs nothing
+    run."""
+    if rule.answer is not None:
+        return Entry("an answer from layouts, or the value", "")
+    asked = [seen for sample in samples_of(name) if (seen := _asked(name, sample)) is not None and seen.rule is rule]
+    if not asked:
+        return Entry("decomposition" if rule.decompose is not None else "rule", "")
+    best = max(asked, key=lambda seen: len(seen.factors.sizes.keys() - seen.factors.whole))
+    return described(rule, best.factors, best.call)
+
+
+def _asked(name: str, sample: Sample) -> Asked | None:
+    """What the rule is asked for a sample on replicated operands; None where the call cannot be made."""
+    packet = name.replace("::", ".")
+    args, kwargs = mapped(lambda x: scatter(x, mesh_of((2,)), [Replicate()]), sample.given)
+    with torch.no_grad():
+        return asked_for(operator_named(packet if exists(packet) else packet + "_"), args, kwargs)
+
+
+def described(rule: Rule, factors: Factors, call: Call) -> Entry:
+    """The entry of a rule applied to a call."""
+    factors = renamed(factors)
+    shapes = [tuple(layout.shape) for layout in call.operands]
+    made = [meta.shape for meta in call.results if meta is not None]
+    notation = f"{_terms(factors.operands, factors, shapes)} -> {_terms(factors.results, factors, made)}"
+    partials = rule.partials(call) if callable(rule.partials) else rule.partials
+    sharded: list[str] = []
+    passing: list[str] = []
+    reduced: dict[str, list[str]] = defaultdict(list)
+    kernels: dict[int, list[str]] = defaultdict(list)
+    for row in candidates(factors, partials):
+        if row.factor is None:
+            passing += [text] if (text := _passing(row)) else []
+        elif row.kernel is not None:
+            kernels[row.kernel.collectives].append(row.factor)
+        else:
+            ops = {str(spec.reduce_op) for spec in row.results if isinstance(spec, Partial)}
+            (reduced[", ".join(sorted(ops))] if ops else sharded).append(row.factor)
+    if rule.run is not None:
+        how = "draws the global tensor, keeps its shard" if rule.kind == "random" else "kernel"
+    else:
+        how = "kernel" if kernels and not sharded else "rule and kernel" if kernels else "rule"
+    cost = "; ".join(f"{' '.join(names)}: {_collectives(count)}" for count, names in sorted(kernels.items()))
+    return Entry(
+        how,
+        notation,
+        " ".join(sharded),
+        "; ".join(f"{' '.join(names)}: P({op})" for op, names in reduced.items()),
+        cost,
+        " ".join(_shortened(passing)),
+    )
+
+
+def _collectives(count: int) -> str:
+    return "none" if count == 0 else "1 collective" if count == 1 else f"{count} collectives"
+
+
+def renamed(factors: Factors) -> Factors:
+    """The factors with letters for names."""
+    names = dict.fromkeys(name for dims in (*factors.operands, *factors.results) for dim in dims for name in dim)
+    taken = {name for name in names if name in string.ascii_lowercase}
+    free = iter([letter for letter in string.ascii_lowercase if letter not in taken] + [f"a{i}" for i in range(100)])
+    letters = {name: name if name in taken else "@" * name.startswith("@") + next(free) for name in names}
+
+    def dims(given: Dims) -> Dims:
+        return tuple(tuple(letters[name] for name in dim) for dim in given)
+
+    def row(given: Row) -> Row:
+        return replace(
+            given,
+            operands=tuple(map(spec, given.operands)),
+            results=tuple(map(spec, given.results)),
+            factor=None if given.factor is None else letters.get(given.factor, given.factor),
+        )
+
+    def spec(given: Spec) -> Spec:
+        return Along(letters.get(given.factor, given.factor)) if isinstance(given, Along) else given
+
+    def keyed(given: Mapping[str, Any]) -> dict[str, Any]:
+        return {letters.get(name, name): value for name, value in given.items()}
+
+    return replace(
+        factors,
+        operands=tuple(map(dims, factors.operands)),
+        results=tuple(map(dims, factors.results)),
+        sizes=keyed(factors.sizes),
+        whole=frozenset(letters.get(name, name) for name in factors.whole),
+        reduced=keyed(factors.reduced),
+        kernels=keyed(factors.kernels),
+        rows=tuple(map(row, factors.rows)),
+    )
+
+
+def _terms(terms: Sequence[Dims], factors: Factors, shapes: Sequence[tuple[int, ...]]) -> str:
+    written = []
+    for i, (dims, shape) in enumerate(zip(terms, shapes, strict=True)):
+        words = [_dim(dim, size, factors) for dim, size in zip(dims, shape, strict=True)]
+        added = "+" if terms is factors.operands and i in factors.additive else ""
+        written.append(added + (" ".join(words) or "·"))
+    return ", ".join(written)
+
+
+def _dim(dim: tuple[str, ...], size: int, factors: Factors) -> str:
+    if any(name[0] == "@" for name in dim):
+        return "{" + ", ".join(name.lstrip("@") for name in dim) + "}"
+    names = [f"[{name}]" if name in factors.whole else name for name in dim]
+    if not names:
+        return "1" if size == 1 else "[]"
+    return names[0] if len(names) == 1 else f"({' '.join(names)})"
+
+
+def _passing(row: Row) -> str:
+    """``sum,R→sum``; nothing for the row that is whole."""
+    if not any(isinstance(spec, Partial) for spec in (*row.operands, *row.results)):
+        return ""
+    needs = dict(row.needs)
+    left = [needs.get(i) or _spec(spec) for i, spec in enumerate(row.operands)]
+    return f"{','.join(left)}→{','.join(map(_spec, row.results))}"
+
+
+def _spec(spec: Spec) -> str:
+    return str(spec.reduce_op) if isinstance(spec, Partial) else spec.factor.lstrip("@") if isinstance(spec, Along) else "R"
+
+
+def _shortened(passing: Sequence[str]) -> Iterator[str]:
+    """Rows in which all specs are one kind as that kind: ``sum avg``; at most a dozen others."""
+    others = []
+    for text in dict.fromkeys(passing):
+        kinds = set(re.split(r"[,→]", text))
+        if len(kinds) == 1:
+            yield kinds.pop()
+        else:
+            others.append(text)
+    yield from others[:12]
+    if len(others) > 12:
+        yield f"and {len(others) - 12} more"
+
+
+def measured_in(path: Path) -> Mapping[str, Any] | None:
+    """What was measured, where it is at hand."""
+    return json.loads(path.read_text()) if path.exists() else None

@@ -1,0 +1,139 @@
+"""Scripts that are run under a recorder: ``dtensor explain script.py``, ``dtensor trace`` and ``dtensor plan``."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import time
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from ..base.progress import reporting
+from ..base.tables import print_table
+from ..errors import ArgumentError
+from ..plan import plan
+from .explain import Explanation
+from .html import save_html
+from .program_recorder import Record
+from .trace import save
+
+
+def run(script: Path, arguments: Sequence[str]) -> int:
+    """Run a script as Python would and return its exit status."""
+    before, path = sys.argv, list(sys.path)
+    sys.argv, sys.path[0] = [str(script), *arguments], str(script.parent.resolve())
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as left:
+        return left.code if isinstance(left.code, int) else int(left.code is not None)
+    finally:
+        sys.argv, sys.path[:] = before, path
+    return 0
+
+
+def explained(script: Path, arguments: Sequence[str], html: Path | None = None) -> int:
+    """Run a script, print what it communicated, computed and held, and return its exit status.
+
+    If the script raises, what it did until then is printed first.
+    """
+    with told(html, f"Communication of {script.name}") as tell, Record(computing=True) as record:
+        tell(lambda: Explanation.of(record))
+        return run(script, arguments)
+
+
+def traced(script: Path, arguments: Sequence[str], output: Path) -> int:
+    """Run a script, write a trace of it, and return its exit status. If it raises on one rank nothing is written."""
+    with Record(computing=True) as record:
+        began = time.perf_counter_ns()
+        status = run(script, arguments)
+    with _together(), _reporting(f"writing {output}"):
+        save(record, began, output)
+    if first():
+        print(f"written to {output}: open it in https://ui.perfetto.dev", flush=True)
+    return status
+
+
+def planned(script: Path, arguments: Sequence[str], html: Path | None = None, json: Path | None = None) -> int:
+    """Run a script once, print a plan of all its operators, and return its exit status."""
+    status: list[int] = []
+    with _reporting(f"planning {script.name}"):
+        found = plan(lambda: status.append(run(script, arguments)))
+    with told(html, f"Plan of {script.name}") as tell:
+        tell(lambda: found)
+    if json is not None and first():
+        found.save(json)
+    return status[0]
+
+
+def first() -> bool:
+    """Return True on the rank that prints for all ranks."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    """Make sure that the processes of torchrun have a process group, also if the script destroyed its own."""
+    ended = not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if ended:
+        store, rank, size = next(rendezvous("env://"))  # which remembers where the processes of the first group were
+        dist.init_process_group("gloo", store=PrefixStore("dtensor", store), rank=rank, world_size=size)
+    yield
+    if ended:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def told(html: Path | None, title: str) -> Iterator[Callable[[Callable[[], Any]], None]]:
+    """Print a report at the end on one rank, and write it as a page if a path is given."""
+    handed: list[Callable[[], Any]] = []
+    try:
+        yield handed.append
+    finally:
+        for make in handed if first() else ():
+            with _reporting("making the report"):
+                found = make()
+            _print(found)
+            if html is not None:
+                print(f"written to {save_html(found, html, title=title)}")
+
+
+def _print(found: Any) -> None:
+    """Print a report; the modules of an explanation as a table."""
+    if not isinstance(found, Explanation):
+        print(found, flush=True)
+        return
+    print(found.text_by_line, flush=True)
+    if table := found.module_table:
+        print_table(table, numbers=True)
+
+
+def _reporting(what: str) -> AbstractContextManager[None]:
+    """Report progress on one rank."""
+    return reporting(lambda: what) if first() else nullcontext()
+
+
+def writable(text: str) -> Path:
+    """Return ``text`` as the path of a file that can be written, for ``argparse``; else end the command with status 2."""
+    path = Path(text)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ArgumentTypeError(f"{text} cannot be written: it is a folder, or its folder does not exist")
+    return path
+
+
+def asked(script: Path) -> Path:
+    """Return ``script``.
+
+    Raises:
+        ArgumentError: there is no such file.
+    """
+    if not script.is_file():
+        raise ArgumentError(f"there is no file {script}")
+    return script

@@ -1,0 +1,43 @@
+"""``when_imported``: tell a module of torch's something about this package, now or as soon as somebody imports it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+from ..base.patches import changed, restored
+
+
+def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
+    """``action`` of the module ``name``, if it is loaded, else right after it has been executed."""
+    if name in sys.modules:
+        action(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _Waiting(name, action))
+        changed("sys.meta_path")
+
+
+class _Waiting(MetaPathFinder):
+    def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
+        self.name, self.action = name, action
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)
+        restored("sys.meta_path")
+        spec = find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def executed(module: ModuleType) -> None:
+            execute(module)
+            self.action(module)
+
+        spec.loader.exec_module = executed  # type: ignore[method-assign]  # of this one loader
+        return spec

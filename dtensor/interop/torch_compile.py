@@ -1,0 +1,239 @@
+"""What ``torch.compile`` is told, so that it takes DTensors into its graphs.
+
+Placements, layouts and meshes are constants of a graph, on which it is guarded: what is asked of them is answered while the
+program is traced. Methods of DTensors are calls that stand in the graph; ``from_local`` is one where it asks no other rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from inspect import getattr_static
+from types import FunctionType
+from typing import Any, cast
+
+import torch
+
+from ..base import torch_internals
+from ..base.modes import EXPLICIT, IMPLICIT_REPLICATION, explicit, implicit_replication, remember
+from ..base.patches import changed
+from ..base.torch_internals import opaque_object
+from ..base.tracing import constant_of_graph, is_traced, kept, kept_object
+from ..comm import PerRank, shards_of
+from ..dispatch.functorch import layout_of, placed_of
+from ..errors import UnsupportedOperationError
+from ..mesh.device_mesh import DeviceMesh, as_mesh
+from ..placement import Partial, Placement, Replicate, Shard
+from ..ranks.functorch import each_rank, seen
+from ..tensor import create
+from ..tensor.autograd import as_local, laid
+from ..tensor.compile_protocol import ALL_RANKS, plain_as_tangent
+from ..tensor.composites.above_autograd import undecomposed
+from ..tensor.distribute import distribute_module, distribute_tensor
+from ..tensor.dtensor import DTensor
+from ..tensor.local_layout import Alike, measures
+from .import_hooks import when_imported
+
+try:
+    _register, _CONSTANT = opaque_object.register_custom_class, "constant"
+except AttributeError:  # torch before 2.14
+    _register, _CONSTANT = opaque_object.register_opaque_type, "value"
+
+
+def constants(*kinds: type) -> None:
+    """Objects of these classes are constants. Torch 2.11 takes only classes made for it: there the graph breaks at them."""
+    for kind in kinds:
+        kind.__fx_repr__ = _written  # type: ignore[attr-defined]  # torch asks the class for it
+        members = dict.fromkeys(_methods(kind), opaque_object.MemberType.USE_REAL)
+        members |= dict.fromkeys(members.keys() & _OF_GROUPS, opaque_object.MemberType.INLINED)
+        try:
+            _register(kind, typ=_CONSTANT, members=members)
+        except TypeError:  # torch 2.11, of the first of them
+            return
+    changed("torch._library.opaque_object._OPAQUE_TYPES")
+
+
+def _methods(kind: type) -> set[str]:
+    """Torch reads all of these of an object: what a property would find out each time it does not ask for here."""
+    found = {name: getattr_static(kind, name) for name in dir(kind)}
+    kinds = (FunctionType, staticmethod, classmethod, cached_property)
+    return {name for name, value in found.items() if isinstance(value, kinds) and (name in _ASKED or not name.startswith("__"))}
+
+
+_OF_GROUPS = frozenset({"get_group", "get_all_groups"})  # looked into: process groups are inputs of a graph, not constants
+_ASKED = frozenset({"__getitem__", "__repr__", "__str__"})
+
+
+def _written(value: Any) -> tuple[str, dict[str, Any]]:
+    """In the text of a graph: what makes a placement, or where this process keeps the object.
+
+    Torch keeps compiled programs on disk under that text. Those of another process would find no process groups of these names
+    here, so they are other programs.
+    """
+    if isinstance(value, (Shard, Replicate)):
+        return repr(value), {type(value).__name__: type(value)}
+    if isinstance(value, Partial) and isinstance(value.reduce_op, str):
+        return f"Partial({value.reduce_op!r})", {"Partial": Partial}
+    return f"kept_object({kept(value)!r})", {"kept_object": kept_object}
+
+
+def _break(msg: str) -> None:
+    """``graph_break`` of the compiler, once it is there."""
+
+
+def substitutes() -> None:
+    """Functions that are told otherwise to the compiler, once it comes."""
+    when_imported("torch._dynamo", _substitute)
+
+
+def _substitute(module: Any) -> None:
+    global _break
+    _break = torch_internals.graph_break
+    for function in _IN_GRAPH:
+        module.allow_in_graph(function)
+    torch.ops.higher_order.flex_attention.py_impl(DTensor)(_flex_attention)
+    for function, seen_as in _SEEN_AS.items():
+        module.substitute_in_graph(function, skip_signature_check=True)(seen_as)
+    changed("torch._dynamo")
+    undecomposed()
+    torch.Tensor.__coerce_same_metadata_as_tangent__ = plain_as_tangent  # type: ignore[attr-defined]  # torch asks for it
+    changed("torch.Tensor.__coerce_same_metadata_as_tangent__")
+
+
+def _itself(x: Any) -> Any:
+    """Of a plain tensor, or a DTensor: no transform of ``torch.func`` hides it, and it is this rank's alone."""
+    if isinstance(x, PerRank):
+        _break(msg=ALL_RANKS)
+    return x
+
+
+def _alone(x: Any) -> Any:
+    if isinstance(x, PerRank):
+        _break(msg=ALL_RANKS)
+    return (x,)
+
+
+def _placed(local: torch.Tensor, mesh: DeviceMesh, placements: Any, shape: Any, stride: Any, grad_placements: Any) -> Any:
+    if shape is None and not is_traced(local) and measures(mesh, placements):  # as the graph takes it for granted
+        Alike(mesh, local.dtype, str(placements))((*local.shape, *local.stride()))
+    return DTensor.from_local(local, mesh, placements, shape=shape, stride=stride, grad_placements=grad_placements)
+
+
+def _from_local(
+    local_tensor: torch.Tensor,
+    device_mesh: Any = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    run_check: bool = False,
+    shape: Sequence[int] | None = None,
+    stride: Sequence[int] | None = None,
+    grad_placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """``DTensor.from_local`` as the compiler sees it: what ranks ask each other is asked at every call, outside of the graph."""
+    if not _on_processes(device_mesh):
+        _break(msg=ALL_RANKS)
+    if device_mesh is None:
+        _break(msg="DTensor.from_local without device_mesh= reads the mesh that is entered: give it")
+    if EXPLICIT.held or IMPLICIT_REPLICATION.held:  # else modes are guarded with the layouts of what goes into a graph
+        _break(msg="DTensor.from_local while a mode is entered: under explicit() or implicit_replication() give DTensors")
+    if run_check:
+        _break(msg="DTensor.from_local(run_check=True) compares what ranks hold, at every call")
+    return _placed(local_tensor, device_mesh, placements, shape, stride, grad_placements)
+
+
+def _making(function: Any) -> tuple[Any, Any]:
+    """What a function that makes a DTensor of sizes is in a graph, and to the compiler."""
+
+    def made(*size: Any, **options: Any) -> Any:
+        return function(*size, **options)
+
+    def seen_as(*size: Any, **options: Any) -> Any:
+        if not _on_processes(options.get("device_mesh")):
+            _break(msg=ALL_RANKS)
+        if options.get("device_mesh") is None:
+            _break(msg="a DTensor made without device_mesh= is on the mesh that is entered: give it")
+        return made(*size, **options)
+
+    return made, seen_as
+
+
+def _distribute_tensor(
+    tensor: torch.Tensor,
+    device_mesh: Any = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> DTensor:
+    """``distribute_tensor`` as the compiler sees it."""
+    if not _on_processes(device_mesh):
+        _break(msg=ALL_RANKS)
+    if device_mesh is None:
+        _break(msg="distribute_tensor without device_mesh= reads the mesh that is entered: give it")
+    if tensor.requires_grad and not tensor.is_leaf and not isinstance(tensor, DTensor):
+        _break(msg="distribute_tensor takes leaf tensors; a computed value goes through DTensor.from_local(value, mesh, where)")
+    with torch.enable_grad():  # a leaf requires grad where no gradients are recorded, too
+        return _distributed(tensor, device_mesh, placements, src_data_rank)
+
+
+def _distribute_module(*given: Any, **options: Any) -> None:
+    _break(msg="distribute_module makes parameters, which graphs are given: call it before the compiled function")
+
+
+def _mode(*given: Any, **options: Any) -> None:
+    _break(msg="a mode is of whoever calls a graph, and guards it: enter it around the call of the compiled function")
+
+
+def _flex_attention(*given: Any, **options: Any) -> None:
+    raise UnsupportedOperationError(
+        "flex_attention does not take DTensors: score_mod and block_mask use global indices. If only "
+        "batch or heads are sharded, and score_mod and block_mask do not use the index of a sharded dim, "
+        "use local_map(flex_attention, [Shard(1)], ([Shard(1)],) * 3, device_mesh=mesh)(q, k, v)"
+    )
+
+
+def _mesh(mesh: Any = None) -> DeviceMesh:
+    """``as_mesh`` as the compiler sees it."""
+    if not isinstance(mesh, DeviceMesh):
+        _break(msg="the mesh that is entered, or one of torch's, is looked up: give a mesh of this package")
+    return mesh
+
+
+def _distributed(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, source: int | None) -> DTensor:
+    if isinstance(tensor, DTensor) or not tensor.requires_grad:
+        return distribute_tensor(tensor, mesh, placements, src_data_rank=source)
+    return cast(DTensor, _Leaf.apply(tensor, mesh, placements, source))
+
+
+class _Leaf(torch.autograd.Function):
+    """``distribute_tensor`` of a tensor that requires grad: a graph makes no leaves; no gradient goes on from this, either."""
+
+    @staticmethod
+    def forward(_: Any, tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, source: int | None) -> DTensor:
+        return distribute_tensor(tensor.detach(), mesh, placements, src_data_rank=source)
+
+    @staticmethod
+    def backward(_: Any, *__: Any) -> tuple[None, ...]:
+        return (None,) * 4
+
+
+def _on_processes(mesh: Any) -> bool:
+    return not isinstance(mesh, DeviceMesh) or mesh.kind == "process_group"
+
+
+_FACTORIES = (create.zeros, create.ones, create.empty, create.full, create.linspace, create.logspace, create.rand, create.randn)
+_MADE = {function: _making(function) for function in _FACTORIES}
+_IN_GRAPH: tuple[Any, ...] = (_placed, _distributed, laid, as_local, *[made for made, _ in _MADE.values()])
+_SEEN_AS: dict[Any, Any] = {
+    **{function: seen_as for function, (_, seen_as) in _MADE.items()},
+    as_mesh: _mesh,
+    constant_of_graph: lambda x: x,
+    distribute_tensor: _distribute_tensor,
+    distribute_module: _distribute_module,
+    DTensor.from_local: _from_local,
+    **dict.fromkeys((explicit, implicit_replication, remember), _mode),
+    seen: _itself,
+    placed_of: lambda x: x._placed,
+    layout_of: lambda x: x._layout,
+    each_rank: _itself,
+    shards_of: _alone,
+}

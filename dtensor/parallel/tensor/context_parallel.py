@@ -1,0 +1,329 @@
+"""Context parallelism of models on local tensors: a sequence cut over ranks, attention passing keys and values around the ring.
+
+What is cut keeps its name: inside of the block a buffer is this rank's part of itself. Under a causal mask a rank with late
+positions would have all the work, so a rank gets two pieces of 2 n, the i-th from the front and the i-th from the back: each
+rank's rows meet n + 1/2 of its parts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge
+from torch.overrides import TorchFunctionMode
+from torch.utils import swap_tensors
+
+from ...base.torch_internals import tree_leaves
+from ...comm import PerRank, communicator_of, shards_of
+from ...comm.checked_collectives import says
+from ...errors import LayoutError, MeshError, UnsupportedOperationError
+from ...mesh.device_mesh import DeviceMesh, as_mesh
+from ...placement import Shard
+from ...rules.aten.attention.ring import Ring, attend, attend_backward
+from ...tensor.dtensor import DTensor
+from .cp_sequence_order import Order
+
+__all__ = ["context_parallel", "context_parallel_unshard"]
+
+
+@contextmanager
+def context_parallel(
+    mesh: Any,
+    *,
+    buffers: Sequence[Tensor] | None = None,
+    buffer_seq_dims: Sequence[int] | None = None,
+    no_restore_buffers: set[Tensor] | None = None,
+    load_balance: bool = True,
+) -> Iterator[None]:
+    """Attention over all of a sequence of which each rank has a part: ``F.scaled_dot_product_attention`` of local tensors.
+
+    Inside, ``buffers`` are this rank's parts; afterwards they are what they were. Parameters and what is calculated stay local:
+    as after any program over parts of a batch, parameters' gradients are to be added over the ranks of ``mesh`` (``fully_shard``
+    over the flattened dp and cp dims does it). Backward may run inside or, where a buffer itself was not kept for it and nothing
+    is computed again (``torch.utils.checkpoint``), after.
+
+    Cost: per attention n - 1 passes of a rank's keys and values, in backward as many of their gradients. The rest is local.
+
+    Args:
+        mesh: the ranks that share the sequence, for example ``mesh["cp"]``.
+        buffers: tensors with a dim along the sequence, the same on these ranks: tokens, labels, tables of positions, also those
+            of a module that ``fully_shard`` or ``replicate`` keeps. Not parameters. With all ranks in one process a buffer
+            becomes a ``PerRank``, as itself.
+        buffer_seq_dims: which dim of each that is; all have one length, whatever it is.
+        no_restore_buffers: those that stay cut afterwards.
+        load_balance: a rank's part is two pieces, an early one and a late one, which under a causal mask is the same work for all
+            ranks; ``False``: one piece, the positions in order.
+
+    Raises:
+        LayoutError: buffers of several lengths; attention of tensors that are not this rank's part of the sequence.
+        UnsupportedOperationError: attention with a mask of its own or dropout, or inside of a function of torch's that hides it.
+
+    >>> import torch.nn.functional as F
+    >>> from dtensor import DeviceMesh
+    >>> mesh, x = DeviceMesh("cpu", 2), torch.randn(1, 2, 8, 4)
+    >>> whole = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    >>> with context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
+    ...     part = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    >>> tuple(part.shape), torch.allclose(context_parallel_unshard(mesh, [part], [2])[0], whole, atol=1e-6)
+    ((1, 2, 4, 4), True)
+    """
+    mesh, buffers, dims = _flat(mesh), list(buffers or ()), list(buffer_seq_dims or ())
+    kept = [id(buffer) for buffer in no_restore_buffers or ()]
+    order = Order(_length(buffers, dims, kept), mesh.size(), load_balance)
+    if mesh.size() == 1:
+        yield
+        return
+    with ExitStack() as stack:
+        for buffer, dim in zip(buffers, dims, strict=True):
+            whole = buffer._local if isinstance(buffer, DTensor) else buffer.detach()
+            undo = _replace(buffer, order.part_of(mesh, whole, dim))
+            if id(buffer) not in kept:
+                stack.callback(undo)
+        stack.enter_context(AroundTheRing(mesh, order))
+        yield
+
+
+def context_parallel_unshard(
+    mesh: Any, buffers: Sequence[Tensor], seq_dims: Sequence[int], *, load_balance: bool = True
+) -> list[Tensor]:
+    """The whole of tensors of which each rank has the part that :func:`context_parallel` gives it; differentiable.
+
+    Cost: an all-gather each, and a small one of their sizes. With all ranks in one process tensors come as one where they are the
+    same for all of them.
+
+    Args:
+        mesh: the ranks that share the sequence.
+        buffers: local tensors, such as an output.
+        seq_dims: the dim along the sequence of each.
+        load_balance: as it was in :func:`context_parallel`.
+
+    Raises:
+        LayoutError: parts that are not what the ranks hold of a sequence.
+
+    >>> from dtensor import DeviceMesh
+    >>> mesh, x = DeviceMesh("cpu", 2), torch.arange(8.0)
+    >>> with context_parallel(mesh, buffers=[x], buffer_seq_dims=[0]):
+    ...     doubled = x * 2
+    >>> context_parallel_unshard(mesh, [doubled], [0])[0]
+    tensor([ 0.,  2.,  4.,  6.,  8., 10., 12., 14.])
+    """
+    mesh = _flat(mesh)
+    found = []
+    for buffer, dim in zip(buffers, seq_dims, strict=True):
+        dim %= buffer.ndim
+        whole = DTensor.from_local(buffer, mesh, [Shard(dim)])
+        order = Order(whole.shape[dim], mesh.size(), load_balance)
+        split = whole.layout.splits[dim]
+        if mesh.size() > 1 and (split is None or split.sizes != order.sizes):
+            raise LayoutError(
+                f"shards of {split and split.sizes} positions do not fit a sequence of {order.length} over "
+                f"{order.ranks} ranks, which has shards of {order.sizes}"
+            )
+        together = whole.full_tensor()
+        found.append(together.index_select(dim, order.back.to(together.device)))
+    return found
+
+
+def _flat(mesh: Any) -> DeviceMesh:
+    mesh = as_mesh(mesh)
+    return mesh if mesh.ndim == 1 else mesh.flatten()
+
+
+def _length(buffers: list[Tensor], dims: list[int], kept: list[int]) -> int:
+    """Of the sequence that buffers have, which all must."""
+    if not buffers or len(buffers) != len(dims):
+        raise LayoutError(
+            f"context_parallel got {len(buffers)} buffers and {len(dims)} buffer_seq_dims; pass the tensors "
+            "with a sequence dim, and that dim for each: context_parallel(mesh, buffers=[tokens, labels], "
+            "buffer_seq_dims=[1, 1])"
+        )
+    if len({id(buffer) for buffer in buffers}) < len(buffers):
+        raise LayoutError("a tensor appears twice in the buffers of context_parallel; pass each once")
+    if not set(kept) <= {id(buffer) for buffer in buffers}:
+        raise LayoutError("no_restore_buffers must be some of the buffers of context_parallel")
+    if any(isinstance(buffer, DTensor) and not hasattr(buffer, "_data_parallel") for buffer in buffers):
+        raise LayoutError(
+            "buffers of context_parallel are plain tensors. Shard the sequence of a DTensor with placements: "
+            "x.redistribute(placements=[Shard(1)]); attention then exchanges keys and values without "
+            "context_parallel"
+        )
+    lengths = [buffer.size(dim) for buffer, dim in zip(buffers, dims, strict=True)]
+    if len(set(lengths)) > 1:
+        raise LayoutError(
+            f"the buffers of context_parallel have {lengths} positions along buffer_seq_dims {dims}; these must be equal"
+        )
+    return lengths[0]
+
+
+def _replace(buffer: Tensor, part: Any) -> Callable[[], None]:
+    """Makes ``buffer`` hold ``part`` instead; a call makes it what it was."""
+    for kind, inner in ((DTensor, "_local"), (PerRank, "shards")):  # of a unit's buffer a module sees the local
+        if isinstance(buffer, kind):
+            whole = getattr(buffer, inner)
+            setattr(buffer, inner, part if kind is DTensor else part.shards)
+            return functools.partial(setattr, buffer, inner, whole)
+    if isinstance(part, PerRank):
+        swap_tensors(buffer, part)
+        return lambda: swap_tensors(buffer, part)
+    before = buffer.detach()
+    _hold(buffer, part)
+    return lambda: _hold(buffer, before)
+
+
+def _hold(buffer: Tensor, other: Tensor) -> None:
+    with torch.no_grad():  # in place: autograd tells who kept the buffer for backward
+        buffer.set_(other)  # type: ignore[call-overload]  # a tensor is a source
+
+
+class _RingAttention(torch.autograd.Function):
+    """Attention of rows and keys of which each rank has its part."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any, ring: Ring) -> Any:
+        out, sums = attend(ring, query, key, value)
+        ctx.ring = ring
+        ctx.save_for_backward(query, key, value, out, sums)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Any) -> Any:
+        return *attend_backward(ctx.ring, grad, *ctx.saved_tensors), None
+
+
+_BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+# They call attention where nobody sees it.
+_HIDING = ("multi_head_attention_forward", "_native_multi_head_attention", "_transformer_encoder_layer_fwd")
+
+
+class AroundTheRing(TorchFunctionMode):
+    """Has attention of local tensors meet all of the sequence."""
+
+    def __init__(self, mesh: DeviceMesh, order: Order) -> None:
+        super().__init__()
+        self.mesh, self.order = mesh, order
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return self.attention(*args, **(kwargs or {}))
+        if getattr(func, "__name__", None) in _HIDING:
+            raise UnsupportedOperationError(
+                f"{func.__name__} contains its own attention, in which context_parallel cannot exchange keys and "
+                "values; write the layer with torch.nn.functional.scaled_dot_product_attention"
+            )
+        if func in _BACKWARD:
+            return self._backward(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def _backward(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A backward pass, in which checkpoints compute attention again; torch has taken this mode off for all of it.
+
+        A node gives the thread back as it was when the pass began, so each enters for itself.
+        """
+        roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
+        nodes = [x.node if isinstance(x, GradientEdge) else x.grad_fn for root in tree_leaves(roots) for x in shards_of(root)]
+        handles: dict[Any, Any] = {}
+        while nodes:
+            node = nodes.pop()
+            if node is not None and node not in handles:
+                handles[node] = node.register_prehook(lambda grads: self.__enter__() and None)
+                nodes += [following for following, _ in node.next_functions]
+        try:
+            return func(*args, **kwargs)
+        finally:
+            for handle in handles.values():
+                handle.remove()
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if attn_mask is not None or dropout_p > 0:
+            raise UnsupportedOperationError(
+                "context_parallel supports is_causal=, but not attn_mask or dropout_p. For your own mask use "
+                "DTensors with a sharded sequence (docs/parallel/context.md)"
+            )
+        given = (query, key, value)
+        if any(isinstance(x, DTensor) for x in given):
+            return self._of_dtensors(given, is_causal, scale, enable_gqa)
+        self._check(given, enable_gqa)
+        if query.ndim != 4:
+            query, key, value = (x.unsqueeze(0) if x.ndim == 3 else x.flatten(0, x.ndim - 4) for x in given)
+        width, wanted = query.size(-1), value.size(-1)
+        if width != wanted:  # the operator on a block has one width: zeros add nothing to a product
+            scale = width**-0.5 if scale is None else scale
+            query, key, value = (F.pad(x, (0, max(width, wanted) - x.size(-1))) for x in (query, key, value))
+        says(self.mesh, f"attention of parts of a sequence, is_causal={is_causal}, scale={scale}")
+        ring = self.order.ring(self.mesh, key, value, is_causal, scale)
+        out: Tensor = _RingAttention.apply(query, key, value, ring)[..., :wanted]
+        match given[0].ndim:
+            case 3:
+                return out.squeeze(0)
+            case 4:
+                return out
+        return out.unflatten(0, [given[0].size(dim) for dim in range(given[0].ndim - 3)])
+
+    def _of_dtensors(self, given: tuple[Any, ...], causal: bool, scale: float | None, grouped: bool) -> Tensor:
+        """Of tensors that lie on other mesh dims by batch or heads: each rank's own, around the ring."""
+        first = given[0]
+        if any(not isinstance(x, DTensor) or x.layout.mesh is not first.layout.mesh for x in given):
+            raise LayoutError(
+                "attention inside of context_parallel got DTensors and plain tensors, or DTensors on several "
+                "meshes; make them all DTensors on one mesh, or all local tensors"
+            )
+        mesh, cuts = first.device_mesh, [first.ndim - 2, first.ndim - 1]
+        if mesh._root.key != self.mesh._root.key or set(mesh.group_id(range(mesh.ndim))) & set(self.mesh.group_id((0,))):
+            raise MeshError(
+                f"inside of context_parallel over {self.mesh} attention got DTensors on {mesh}. Pass DTensors "
+                "over other dims of the same mesh or local tensors, or leave context_parallel out and shard the "
+                "sequence with placements"
+            )
+        for x in given:
+            if any(p.is_partial() or (isinstance(p, Shard) and p.dim in cuts) for p in x.placements):
+                raise LayoutError(
+                    f"attention inside of context_parallel takes DTensors that are sharded by batch or heads, got {x.layout}"
+                )
+        if any(x.placements != first.placements for x in given):
+            raise LayoutError(
+                f"query, key and value have different layouts: {[x.layout for x in given]}; redistribute them to "
+                "the same placements"
+            )
+        query, key, value = (x.to_local() for x in given)
+        local = self.attention(query, key, value, None, 0.0, causal, scale=scale, enable_gqa=grouped)
+        shape = (*first.shape[:-1], given[2].shape[-1])
+        return DTensor.from_local(local, mesh, first.placements, shape=shape)
+
+    def _check(self, given: tuple[Tensor, ...], grouped: bool) -> None:
+        query = given[0]
+        if len({x.dtype for x in given}) > 1 or len({x.ndim for x in given}) > 1 or query.ndim < 3:
+            raise LayoutError("query, key and value must have the same dtype and the same number of dims, at least 3")
+        heads = [x.size(-3) for x in given]
+        if heads[1] != heads[2] or heads[0] % max(1, heads[1]) or (heads[0] != heads[1] and not grouped):
+            raise LayoutError(f"query, key and value have {heads} heads; fewer heads of key and value need enable_gqa=True")
+
+        def check(member: int, *own: Tensor) -> None:
+            held = self.order.sizes[self.mesh.coordinates[member][0]]
+            found = [x.shape[-2] for x in own]
+            if found != [held] * 3:
+                raise LayoutError(
+                    f"inside of context_parallel rank {self.mesh.ranks[member]} has {held} of {self.order.length} "
+                    f"positions, but attention got {found} (query, key, value); pass every tensor with a sequence dim "
+                    "in buffers="
+                )
+
+        communicator_of(self.mesh).map(check, *given)

@@ -1,0 +1,55 @@
+"""How operators run on locals: which have a function of torch's that takes other arguments, and what views show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...base.caches import remembered
+from ...base.symbolic_sizes import sizes
+from ..op_traits import fact, lists
+
+
+def _slice(x: torch.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> torch.Tensor:
+    """``aten::slice``, which torch offers as indexing only."""
+    if dim == 0:
+        return x[start:end:step]
+    if dim == 1:
+        return x[:, start:end:step]
+    return x[_sliced(dim % x.ndim, *sizes((start, end, step)))]
+
+
+@remembered(4096)
+def _sliced(dim: int, start: int | None, end: int | None, step: int) -> tuple[slice, ...]:
+    return (*(slice(None),) * dim, slice(start, end, step))
+
+
+def _to_copy(x: torch.Tensor, *, layout: Any = None, pin_memory: Any = None, **options: Any) -> torch.Tensor:
+    """``aten::_to_copy``, which torch offers as a method of a composite; locals are strided."""
+    if layout in (None, torch.strided) and not pin_memory:
+        return x.to(copy=True, **options)
+    return torch.ops.aten._to_copy(x, layout=layout, pin_memory=pin_memory, **options)
+
+
+# Torch's functions differ from the schema (argument order, packed lists, defaults), or mean something else.
+fact(
+    "arange full empty zeros ones rand randn randint normal linspace logspace scalar_tensor tensor empty_like full_like",
+    spelled=None,
+)
+fact("index_put index_put_ _index_put_impl_ _unsafe_index _unsafe_index_put where index norm split to set_", spelled=None)
+fact("data requires_grad_ is_same_size", spelled=None)
+fact("slice", spelled=_slice, shows="slice")
+fact("_to_copy", spelled=_to_copy)
+fact("select unbind", shows="slice")
+fact("_reshape_alias", shows="all", needs_strides=True)
+fact("view.default", shows="all", needs_strides=True)
+fact("view view_as_complex view_as_real", needs_strides=True)
+fact("squeeze unsqueeze", shows="all")
+fact("_conj _neg_view", shows="mirror")
+# Composites write through it into `out=`, although its schema says that it is no view.
+fact("_unsafe_view", is_view=True, shows="all")
+lists("_foreach_")
+for _name in ("add", "sub", "mul", "div"):
+    fact(f"_foreach_{_name}.Scalar _foreach_{_name}.ScalarList", takes_tensors=True)
+    fact(f"_foreach_{_name}_.Scalar _foreach_{_name}_.ScalarList", takes_tensors=True)

@@ -1,0 +1,80 @@
+"""Layers of an LSTM as one kernel (oneDNN's, on CPU): sequences are factors; time steps, features and weights are whole.
+
+What the kernel keeps for its backward pass has a form of its own, of a size that follows from a rank's own sequences: no layout
+says how to move it. It is not kept, and the backward pass makes it again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..call import Call
+from ..declare import blockwise
+from ..kernel_context import on_each_rank
+from ..rule import Choice
+
+aten = torch.ops.aten
+
+
+@on_each_rank
+def layer(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    """Output and last states; nothing for the backward pass."""
+    *_, hx, cx, _, _, _, hidden = args[:10]
+    nothing = x.new_empty(0, dtype=torch.uint8)
+    if not x.numel():
+        return x.new_zeros((*x.shape[:2], hidden)), hx.clone(), cx.clone(), nothing
+    return *aten.mkldnn_rnn_layer.default(x, *args)[:3], nothing
+
+
+@on_each_rank
+def layer_gradients(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    """Of the input, the weights and the first states."""
+    weights, hx, cx = args[:4], args[4], args[5]
+    if not x.numel():
+        given = zip((hx, cx), args[10:12], strict=True)
+        return *map(torch.zeros_like, (x, *weights)), *(torch.zeros_like(s) if g is None else g.clone() for s, g in given)
+    reverse, mode, hidden, layers, biases, train, both, sizes, batch_first, _ = args[12:]
+    settings = (reverse, sizes, mode, hidden, layers, biases, both, batch_first, train)
+    with torch.enable_grad():  # which asks the kernel to keep it
+        *_, kept = aten.mkldnn_rnn_layer.default(x, *weights, hx, cx, *settings)
+    gradients: tuple[Tensor, ...] = aten.mkldnn_rnn_layer_backward.default(x, *args[:-1], kept)
+    return gradients
+
+
+def not_packed(choice: Choice) -> bool:
+    """Packed sequences end one after another."""
+    return not choice.call["batch_sizes"] or not choice.splits
+
+
+def products(call: Call) -> float:
+    """Each step multiplies its features, and the state before it, by the weights."""
+    steps, sequences, features = call.shape(0)
+    gates, hidden = call.shape(2)
+    return 2.0 * steps * sequences * gates * (features + hidden)
+
+
+LAYER = (
+    "input: [] b [], weight0: [] [], weight1: [] [], weight2: [], weight3: [], hx_: b [], cx_: b [] -> [] b [], b [], b [], []"
+)
+GRADIENTS = (
+    "input: [] b [], weight1: [] [], weight2: [] [], weight3: [], weight4: [], hx_: b [], cx_tmp: b [], output: [] b [], "
+    "hy_: b [], cy_: b [], grad_output: [] b [], grad_hy: b [], grad_cy: b [], workspace: [] "
+    "-> [] b [], [] [], [] [], [], [], b [], b []"
+)
+# the gates of one step of a cell, on accelerators; a bias is of all sequences
+blockwise("_thnn_fused_lstm_cell", "b [], b [], b [], [], [] -> b [], b [], b []")
+blockwise("_thnn_fused_lstm_cell_backward_impl", "b [], b [], b [], b [], b [] -> b [], b [], []", sums="b")
+blockwise("_thnn_fused_gru_cell", "b [], b [], b [], [], [] -> b [], b []")
+blockwise("_thnn_fused_gru_cell_backward", "b [], b [] -> b [], b [], b [], [], []", sums="b")
+blockwise("mkldnn_rnn_layer", LAYER, sums={"b": "R"}, when=not_packed, local=layer, flops=products)
+blockwise(
+    "mkldnn_rnn_layer_backward",
+    GRADIENTS,
+    sums="b",
+    when=not_packed,
+    local=layer_gradients,
+    flops=lambda call: 3 * products(call),
+)

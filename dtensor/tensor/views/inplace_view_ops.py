@@ -1,0 +1,87 @@
+"""``t_``, ``squeeze_``: a tensor comes to be seen in another way, while earlier views of it keep theirs, and their gradients.
+
+When a base was written to, autograd makes the gradient functions of its views again: for a subclass by doing the view operations
+once more, on the base. That is right only as long as the base looks as it did. So what the views are views of stays as it is, and
+the Python object becomes a view of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...base.recorder_hooks import ACTIVE
+from ...base.torch_internals import CreationMeta, creation_meta, swap_impl
+from ...dispatch.version_counters import pass_version_on
+from ...errors import UnsupportedOperationError
+from ..dtensor import DTensor, wrap
+from .lazy_view import RemoteView, twin
+
+_OF_MEMORY = (
+    "_apart",
+    "_counted",
+    "_forms",
+    "_grad_layout",
+    "_left",
+    "_parts",
+)  # instance attributes that speak of the memory, not of the object
+_IN_PLACE = ("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_")
+
+
+def _in_another_way(name: str) -> Callable[..., Any]:
+    """The method ``name`` by way of the view operation of that name."""
+    write, view = getattr(torch.Tensor, name), getattr(torch.Tensor, name.removesuffix("_"))
+
+    def method(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        if self.requires_grad and (self.retains_grad or not torch.is_grad_enabled()):
+            raise _refusal(self, name, args, kwargs)
+        if not _may_become_a_view(self):
+            return write(self, *args, **kwargs)
+        with torch.enable_grad():  # also where nothing is recorded: it may get a history later
+            seen = view(self, *args, **kwargs)
+        _become(self, seen)
+        torch.autograd.graph.increment_version(self)  # who saved it for a backward pass is told, as in plain torch
+        return self
+
+    method.__name__, method.__doc__ = name, write.__doc__
+    return method
+
+
+def _may_become_a_view(x: DTensor) -> bool:
+    """Not leaves whose gradients arrive in them, nor what torch refuses to change: that says so itself."""
+    if ACTIVE or x.is_inference() or torch.is_inference_mode_enabled() or torch.compiler.is_compiling():
+        return False
+    if not x.requires_grad:
+        return x.grad is None
+    if x.is_leaf:
+        return False
+    return x._base is None or (creation_meta(x) == CreationMeta.DEFAULT and not x._base.is_leaf)
+
+
+def _refusal(x: DTensor, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnsupportedOperationError:
+    given = ", ".join([*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())])
+    instead = f"{name.removesuffix('_')}({given})"
+    cause, remedy = ("retains its", f"x = x.{instead}") if x.retains_grad else ("requires", f"x.data = x.data.{instead}")
+    where = "" if x.retains_grad else " under no_grad()"
+    return UnsupportedOperationError(
+        f"x.{name}({given}) of a DTensor that {cause} grad{where} is not supported: earlier views of it "
+        f"would get gradients of other elements; write `{remedy}`"
+    )
+
+
+def _become(x: DTensor, seen: DTensor) -> None:
+    """``x`` becomes ``seen``, a view of what it was; that lives on as the other Python object, with all views of it."""
+    was = twin(x) if isinstance(x, RemoteView) else wrap(x._local, x._layout)
+    swap_impl(x, seen)
+    seen._share(x)
+    was._share(seen)
+    for name in _OF_MEMORY:
+        if name in x.__dict__:
+            seen.__dict__[name] = x.__dict__.pop(name)
+    pass_version_on(x, seen)
+
+
+for _name in _IN_PLACE:
+    setattr(DTensor, _name, _in_another_way(_name))
