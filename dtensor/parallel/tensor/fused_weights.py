@@ -5,7 +5,7 @@ projection, and what meets behind it moves. By hand each rank gets its part of b
 of the stack ``(2, n, k)``, which becomes the parameter that is kept, cut along ``n``. The module sees the matrix, computed from
 it as parametrizations compute theirs (``torch.nn.utils.parametrize``): a view, whose folded dim nobody needs to read in its
 order, and whose halves are positions of the stack (``tensor/views/flattened_sharded_dims.py``,
-``tensor/composites/chunk_of_stack.py``).
+``tensor/overrides/chunk_of_stack.py``).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 from ...errors import StyleError
 from ...mesh.device_mesh import DeviceMesh
 from ...placement import Shard
-from ...tensor.composites.chunk_of_stack import serve_indexing
 from ...tensor.distribute import distribute_at, distribute_tensor
 from ...tensor.dtensor import DTensor
+from ...tensor.overrides.table import install_stack_overrides
 from ...tensor.stale_params import Attributes, note_replaced
 
 
@@ -58,7 +58,7 @@ def lay_out_parts(module: nn.Module, name: str, mesh: DeviceMesh, dim: int, part
             f"{name!r} of {type(module).__name__} has size {own.shape[dim]} along dim {dim}, which is not "
             f"divisible into {parts} parts"
         )
-    serve_indexing()
+    install_stack_overrides()
     module._parameters[name] = made = nn.Parameter(own.detach(), own.requires_grad)  # torch sets it to the stack
     Attributes.of(own).set_on(made)
     register_parametrization(module, name, _Stacked(dim, parts))
