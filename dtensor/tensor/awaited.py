@@ -32,6 +32,7 @@ class AsyncCollectiveTensor(DTensor):
     (True, 'DTensor')
 
     The communication is that of the redistribution; what it raises shows where the local is needed.
+    An argument of a function that ``torch.compile`` has compiled keeps this class until ``wait()``.
     """
 
     _pending: Any  # in the instance dictionary: the class can change only while slots are alike
