@@ -114,6 +114,11 @@ class Views(dict[int, tuple[Use | None, list[Any]]]):
     """The gathered parameters of a pass, by group. Once its forward is over, hooks of what it leads to have them: held by the
     unit they would hold the graph, and that the unit, in a circle that no collector sees."""
 
+    def drop_unrecorded(self) -> None:
+        """Drop the values that no node of a graph has given. Their memory then has only the group's tensors and the program's."""
+        for k in [k for k, (use, _) in self.items() if use is None]:
+            del self[k]
+
 
 def nothing_left() -> Views | None:
     """In place of a weak reference to some."""

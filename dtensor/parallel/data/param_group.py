@@ -28,6 +28,7 @@ from ...layout.on_other_mesh import within
 from ...mesh.device_mesh import DeviceMesh
 from ...redistribute.flat_buffer import Rows
 from ...tensor.dtensor import wrap
+from ...tensor.views.block_owners import locals_of
 from .all_gather_extensions import Extensions
 from .custom_collectives import Settings, gather_rows, scatter_row
 from .dp_modes import Axes
@@ -193,7 +194,7 @@ class Group:
             return
         if self.whole.seen != now:
             self.whole.lent.away()  # for good: other values come to their memory
-            self.whole.lent = Lent()
+            self.whole.lent, self.whole.recorded = Lent(), False
             if Extensions.among(self.managed) is (self._extended is None):  # locals may be given the methods, or replaced
                 self.forget()
             self.whole.kept = None
@@ -292,6 +293,7 @@ class Group:
             targets = self.comm.map(lambda at, full: self._sending(at).targets([x.data for x in full]), self.whole.full)
             self.whole.targets = targets
             self.whole.memory = Memory(shards_of(self.whole.buffer))
+            self.whole.memory.note_own_uses()
         self.whole.memory.take()
 
     def keep_part(self) -> None:
@@ -309,9 +311,40 @@ class Group:
             self.whole.pending.wait()  # all ranks drop it at the same point
             self.whole.pending = None
         if self.whole.gathered and not self.borrows:
+            if self.is_used_by_program():
+                self.whole.buffer = None  # the program's tensors keep the old memory
+                self._allocate()
             self.whole.memory.give_back()
             self.whole.lent.away()
         self.whole.gathered = False
+
+    def is_used_by_program(self) -> bool:
+        """Return True if the program has tensors in the gathered values' memory, and no graph has any.
+
+        To read them after the memory was given back would end the process. What a graph has saved is gathered again in backward.
+        Tensors of an extension or of a recorder are not counted: they are not the program's.
+        """
+        if self.whole.recorded or self.borrows or not self.whole.gathered or self._extended is not None or ACTIVE:
+            return False
+        return self.whole.memory.has_other_uses()
+
+    def check_not_registered(self, whole: list[Any], memory: Memory) -> None:
+        """Raise UnitError if a module of the group has registered one of the gathered values, or a view of one, in its forward.
+
+        ``whole``, ``memory``: the values, and their memory, which was left to the program.
+        """
+        modules = dict.fromkeys(module for m in self.managed for module, _ in m.places)
+        for m, value in zip(self.managed, whole, strict=True):
+            inside = [range(x.data_ptr(), x.data_ptr() + x.nbytes) for x in shards_of(value)]
+            for module in modules:
+                for name, x in [*module._parameters.items(), *module._buffers.items()]:
+                    pieces = [] if x is None else locals_of(x)
+                    if any(piece in memory and piece.data_ptr() in at for piece, at in zip(pieces, inside, strict=False)):
+                        raise UnitError(
+                            f"{type(module).__name__} registered {name!r} in its forward, which is {m.described()}, gathered, or "
+                            "a view of it. The optimizer does not update that: it would keep the values of this forward. Write "
+                            f"self.{name} = self.{m.places[0][1]}.clone() for a copy, or tie both before fully_shard or replicate"
+                        )
 
     def _sending(self, member: int) -> Rows:
         """Where what is gathered stands, as one member sees it."""

@@ -134,6 +134,8 @@ class Unit:
         self.buffers.leave()
         self.put_parameters()
         returns = self._expect_gradients(tensors, views) if torch.is_grad_enabled() else True
+        if not torch.is_grad_enabled():
+            views.drop_unrecorded()
         if not self._to_run and returns:
             self._release_after_forward()
         return output
@@ -205,17 +207,21 @@ class Unit:
             group.gather(None if looked is None else looked.get(group))
 
     def free(self) -> None:
+        self._views.drop_unrecorded()
         for group in self.groups:
             if not group.live:
                 group.free()
 
     def _release_after_forward(self) -> None:
         keeps = self._keeps()
+        used = [(group, group.whole.full, group.whole.memory) for group in self.groups if group.is_used_by_program()]
         for group in self.groups:
             if not group.live and group.neighbours is not None and not self.unreduced.defers:
                 group.keep_part()
             elif not group.live and not keeps:
                 group.free()
+        for group, whole, memory in used:
+            group.check_not_registered(whole, memory)
 
     def put_values(self, distributed: DeviceMesh | None = None) -> None:
         """Gathered parameters where the module has them."""
@@ -231,6 +237,8 @@ class Unit:
                 m.put(value)
 
     def _applied(self, group: Group, distributed: DeviceMesh | None) -> tuple[Use | None, list[Any]]:
+        if torch.is_grad_enabled():
+            group.whole.recorded = True
         if not torch.is_grad_enabled() or not any(m.parameter.requires_grad for m in group.managed):
             return None, group.regrouped(group.values(distributed), distributed)
         use = Use(group, group.whole.seen, self._pass)

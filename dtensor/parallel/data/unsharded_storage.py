@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from ...base.recorder_hooks import ACTIVE, effect
-from ...base.torch_internals import set_version_counter
+from ...base.torch_internals import set_version_counter, storage_use_count
 from ...comm import shards_of
 from ...dispatch.version_counters import Stamp
 
@@ -21,6 +21,7 @@ class Memory:
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
         self._inside: dict[int, tuple[Tensor, int]] = {}  # by storage a tensor in it, and its bytes
+        self._own_uses: list[int] = []  # by storage how many tensors of the owner use it
         self.add(tensors)
 
     def add(self, tensors: Iterable[Tensor]) -> None:
@@ -31,6 +32,14 @@ class Memory:
 
     def __contains__(self, x: Tensor) -> bool:
         return x.layout is torch.strided and x.untyped_storage()._cdata in self._inside
+
+    def note_own_uses(self) -> None:
+        """Note that all tensors that use the memory now are the owner's."""
+        self._own_uses = [storage_use_count(storage) for storage in self._inside]
+
+    def has_other_uses(self) -> bool:
+        """Return True if more tensors use the memory than the owner's, in this process."""
+        return any(storage_use_count(storage) > own for storage, own in zip(self._inside, self._own_uses, strict=False))
 
     def take(self) -> None:
         """All of it is there, with whatever was in it if it was not given back."""
@@ -114,6 +123,7 @@ class Whole:
         full, views: the values; what was gathered, which an extension may make them of.
         targets: where rows are copied to.
         lent: what graphs may have saved of the values.
+        recorded: a graph may have saved them, also those of frozen parameters, which ``lent`` has not.
         buckets: memory of whole gradients on their way, by what is reduced, by member.
     """
 
@@ -127,6 +137,7 @@ class Whole:
     targets: list[Any] = field(default_factory=list)
     memory: Memory = field(default_factory=Memory)
     lent: Lent = field(default_factory=Lent)
+    recorded: bool = False
     buckets: dict[Any, dict[int, list[Tensor]]] = field(default_factory=dict)
 
 
