@@ -18,7 +18,6 @@ ROOT = Path(__file__).parents[2]
 PAGES = {str(page.relative_to(ROOT)): page for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]}
 MODULES = sorted((ROOT / "dtensor").rglob("*.py"))
 NOT_CONVERTED = {  # pages with sentences of the old style; no page may join
-    "docs/measurements/program_cost.md",
     "docs/measurements/training.md",
 }
 AT_MOST = {
