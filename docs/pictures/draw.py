@@ -192,6 +192,7 @@ def layout_picture(shape: tuple[int, ...], placements: list[dt.Placement], **mes
 def figures() -> dict[str, str]:
     """Return the SVG of each figure by its file name."""
     rows, columns, replicated = dt.Shard(0), dt.Shard(1), dt.Replicate()
+    outer, inner = dt.Shard(0, level=0), dt.Shard(0, level=1)
     return {
         "uneven_layout.svg": uneven_layout().svg(),
         "operator_call.svg": operator_call().svg(),
@@ -203,6 +204,24 @@ def figures() -> dict[str, str]:
         "weight_on_tp.svg": layout_picture((128, 32), [replicated, rows]),
         "weight_on_4_dp.svg": layout_picture((8, 6), [rows], dp=4),
         "head_on_4_tp.svg": layout_picture((50, 32), [rows], tp=4),
+        "rows_10_on_4.svg": layout_picture((10, 6), [rows], **{"0": 4}),
+        "rows_10_on_3.svg": layout_picture((10, 6), [rows], **{"0": 3}),
+        "rows_32_on_4_dp.svg": layout_picture((32, 8), [rows], dp=4),
+        "rows_32_on_4_tp.svg": layout_picture((32, 8), [rows], tp=4),
+        "columns_32_on_4_tp.svg": layout_picture((8, 32), [columns], tp=4),
+        "rows_6_on_4_tp.svg": layout_picture((6, 8), [rows], tp=4),
+        "rows_32_on_2_2.svg": layout_picture((32, 8), [replicated, rows]),
+        "blocks_8_32_on_2_2.svg": layout_picture((8, 32), [rows, columns]),
+        "nested_32_on_2_2.svg": layout_picture((32, 8), [inner, outer]),
+        "sequence_16_on_4_cp.svg": layout_picture((16, 4), [rows], cp=4),
+        "batch_8_on_4_dp.svg": layout_picture((8, 8), [rows], dp=4),
+        "batch_6_on_2_dp.svg": layout_picture((6, 16), [rows], dp=2),
+        "batch_6_on_2_dp_3.svg": layout_picture((6, 3), [rows], dp=2),
+        "blocks_on_2_4.svg": layout_picture((5, 8), [rows, columns], dp=2, tp=4),
+        "rows_8_on_2_4.svg": layout_picture((8, 3), [replicated, rows], dp=2, tp=4),
+        "nested_on_2_4.svg": layout_picture((8,), [inner, outer], dp=2, tp=4),
+        "rows_4_and_2.svg": layout_picture((6, 2), [dt.Shard(0, sizes=(4, 2))], **{"0": 2}),
+        "blocks_4_8_on_2_4.svg": layout_picture((4, 8), [rows, columns], **{"0": 2, "1": 4}),
     }
 
 
