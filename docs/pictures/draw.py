@@ -58,19 +58,18 @@ class Drawing:
         )
 
 
-def uneven_layout() -> Drawing:
-    """A (5, 3) tensor on a 2 x 2 mesh; blocks and shapes come from the library."""
+def uneven_layout(values: torch.Tensor) -> Drawing:
+    """A matrix with 5 rows on a 2 x 2 mesh; blocks and shapes come from the library."""
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    layout = dt.Layout.of(mesh, [dt.Shard(0), dt.Shard(1)], (5, 3))
-    drawing = Drawing(760, 300, "A tensor of shape (5, 3), sharded on a 2 x 2 mesh")
+    layout = dt.Layout.of(mesh, [dt.Shard(0), dt.Shard(1)], tuple(values.shape))
+    drawing = Drawing(760, 300, f"A tensor of shape {tuple(values.shape)}, sharded on a 2 x 2 mesh")
     drawing.text(115, 32, "mesh (2, 2)", mono=False, bold=True)
     for i, name in enumerate(("tp=0", "tp=1")):
         drawing.text(80 + 70 * i, 66, name)
     for i, name in enumerate(("dp=0", "dp=1")):
         drawing.text(22, 110 + 70 * i, name)
-    drawing.text(370, 32, "global tensor (5, 3)", mono=False, bold=True)
+    drawing.text(295 + 25 * values.shape[1], 32, f"global tensor {tuple(values.shape)}", mono=False, bold=True)
     drawing.text(625, 32, "local tensors", mono=False, bold=True)
-    values = torch.arange(15).reshape(5, 3)
     for rank, coordinate in enumerate(mesh.coordinates):
         color = COLORS[rank]
         drawing.box(48 + 70 * coordinate[1], 76 + 70 * coordinate[0], 64, 64, color, f"rank {rank}")
@@ -92,7 +91,7 @@ def operator_call() -> Drawing:
     """The steps of one call, with the plan cache between the hit path and the miss path."""
     drawing = Drawing(760, 372, "The life of one operator call: plan cache, sharding propagation, local operation")
     drawing.box(20, 30, 150, 52, GRAY, "torch.mm(x, w)")
-    drawing.box(230, 30, 210, 52, GRAY, "__torch_dispatch__\nunwrap, make cache key")
+    drawing.box(230, 30, 210, 52, GRAY, "dispatch function\nunwrap, make cache key")
     drawing.box(520, 30, 200, 52, COLORS[3], "plan cache")
     drawing.arrow((170, 56), (228, 56))
     drawing.arrow((440, 56), (518, 56))
@@ -191,10 +190,12 @@ def layout_picture(shape: tuple[int, ...], placements: list[dt.Placement], **mes
 
 def figures() -> dict[str, str]:
     """Return the SVG of each figure by its file name."""
+    values = torch.arange(15).reshape(5, 3)
     rows, columns, replicated = dt.Shard(0), dt.Shard(1), dt.Replicate()
     outer, inner = dt.Shard(0, level=0), dt.Shard(0, level=1)
     return {
-        "uneven_layout.svg": uneven_layout().svg(),
+        "uneven_layout.svg": uneven_layout(values).svg(),
+        "product.svg": uneven_layout(values.sum(1, keepdim=True).expand(5, 4)).svg(),  # y of README.md
         "operator_call.svg": operator_call().svg(),
         "rule_factors.svg": rule_factors().svg(),
         "layers.svg": layers().svg(),
