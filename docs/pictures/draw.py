@@ -5,6 +5,7 @@ Each figure has a light card as its background, so that its text is readable on 
 
 from __future__ import annotations
 
+import re
 from html import escape
 from pathlib import Path
 
@@ -185,7 +186,10 @@ def layout_picture(shape: tuple[int, ...], placements: list[dt.Placement], **mes
     mesh = dt.init_device_mesh("cpu", tuple(mesh_dims.values()), mesh_dim_names=tuple(mesh_dims))
     picture = svg_of(boxes_of(dt.Layout.of(mesh, placements, shape))).replace("currentColor", DARK)
     head, end, body = picture.partition(">")
-    return f'{head}{end}<rect width="100%" height="100%" rx="8" fill="#fbfcfe"/>{body}\n'
+    width, height = (int(float(value)) + 16 for value in re.findall(r'viewBox="0 0 (\S+) (\S+)"', head)[0])
+    size = f'width="{width}" height="{height}" viewBox="-8 -8 {width} {height}"'
+    head = re.sub(r'width=".*?" height=".*?" viewBox=".*?"', size, head)
+    return f'{head}{end}<rect x="-8" y="-8" width="{width}" height="{height}" rx="8" fill="#fbfcfe"/>{body}\n'
 
 
 def figures() -> dict[str, str]:
