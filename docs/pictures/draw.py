@@ -5,6 +5,7 @@ Each figure has a light card as its background, so that its text is readable on 
 
 from __future__ import annotations
 
+import re
 from html import escape
 from pathlib import Path
 
@@ -58,19 +59,18 @@ class Drawing:
         )
 
 
-def uneven_layout() -> Drawing:
-    """A (5, 3) tensor on a 2 x 2 mesh; blocks and shapes come from the library."""
+def uneven_layout(values: torch.Tensor) -> Drawing:
+    """A matrix with 5 rows on a 2 x 2 mesh; blocks and shapes come from the library."""
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    layout = dt.Layout.of(mesh, [dt.Shard(0), dt.Shard(1)], (5, 3))
-    drawing = Drawing(760, 300, "A tensor of shape (5, 3), sharded on a 2 x 2 mesh")
+    layout = dt.Layout.of(mesh, [dt.Shard(0), dt.Shard(1)], tuple(values.shape))
+    drawing = Drawing(760, 300, f"A tensor of shape {tuple(values.shape)}, sharded on a 2 x 2 mesh")
     drawing.text(115, 32, "mesh (2, 2)", mono=False, bold=True)
     for i, name in enumerate(("tp=0", "tp=1")):
         drawing.text(80 + 70 * i, 66, name)
     for i, name in enumerate(("dp=0", "dp=1")):
         drawing.text(22, 110 + 70 * i, name)
-    drawing.text(370, 32, "global tensor (5, 3)", mono=False, bold=True)
+    drawing.text(295 + 25 * values.shape[1], 32, f"global tensor {tuple(values.shape)}", mono=False, bold=True)
     drawing.text(625, 32, "local tensors", mono=False, bold=True)
-    values = torch.arange(15).reshape(5, 3)
     for rank, coordinate in enumerate(mesh.coordinates):
         color = COLORS[rank]
         drawing.box(48 + 70 * coordinate[1], 76 + 70 * coordinate[0], 64, 64, color, f"rank {rank}")
@@ -92,7 +92,7 @@ def operator_call() -> Drawing:
     """The steps of one call, with the plan cache between the hit path and the miss path."""
     drawing = Drawing(760, 372, "The life of one operator call: plan cache, sharding propagation, local operation")
     drawing.box(20, 30, 150, 52, GRAY, "torch.mm(x, w)")
-    drawing.box(230, 30, 210, 52, GRAY, "__torch_dispatch__\nunwrap, make cache key")
+    drawing.box(230, 30, 210, 52, GRAY, "dispatch function\nunwrap, make cache key")
     drawing.box(520, 30, 200, 52, COLORS[3], "plan cache")
     drawing.arrow((170, 56), (228, 56))
     drawing.arrow((440, 56), (518, 56))
@@ -186,14 +186,20 @@ def layout_picture(shape: tuple[int, ...], placements: list[dt.Placement], **mes
     mesh = dt.init_device_mesh("cpu", tuple(mesh_dims.values()), mesh_dim_names=tuple(mesh_dims))
     picture = svg_of(boxes_of(dt.Layout.of(mesh, placements, shape))).replace("currentColor", DARK)
     head, end, body = picture.partition(">")
-    return f'{head}{end}<rect width="100%" height="100%" rx="8" fill="#fbfcfe"/>{body}\n'
+    width, height = (int(float(value)) + 16 for value in re.findall(r'viewBox="0 0 (\S+) (\S+)"', head)[0])
+    size = f'width="{width}" height="{height}" viewBox="-8 -8 {width} {height}"'
+    head = re.sub(r'width=".*?" height=".*?" viewBox=".*?"', size, head)
+    return f'{head}{end}<rect x="-8" y="-8" width="{width}" height="{height}" rx="8" fill="#fbfcfe"/>{body}\n'
 
 
 def figures() -> dict[str, str]:
     """Return the SVG of each figure by its file name."""
+    values = torch.arange(15).reshape(5, 3)
     rows, columns, replicated = dt.Shard(0), dt.Shard(1), dt.Replicate()
+    outer, inner = dt.Shard(0, level=0), dt.Shard(0, level=1)
     return {
-        "uneven_layout.svg": uneven_layout().svg(),
+        "uneven_layout.svg": uneven_layout(values).svg(),
+        "product.svg": uneven_layout(values.sum(1, keepdim=True).expand(5, 4)).svg(),  # y of README.md
         "operator_call.svg": operator_call().svg(),
         "rule_factors.svg": rule_factors().svg(),
         "layers.svg": layers().svg(),
@@ -203,6 +209,24 @@ def figures() -> dict[str, str]:
         "weight_on_tp.svg": layout_picture((128, 32), [replicated, rows]),
         "weight_on_4_dp.svg": layout_picture((8, 6), [rows], dp=4),
         "head_on_4_tp.svg": layout_picture((50, 32), [rows], tp=4),
+        "rows_10_on_4.svg": layout_picture((10, 6), [rows], **{"0": 4}),
+        "rows_10_on_3.svg": layout_picture((10, 6), [rows], **{"0": 3}),
+        "rows_32_on_4_dp.svg": layout_picture((32, 8), [rows], dp=4),
+        "rows_32_on_4_tp.svg": layout_picture((32, 8), [rows], tp=4),
+        "columns_32_on_4_tp.svg": layout_picture((8, 32), [columns], tp=4),
+        "rows_6_on_4_tp.svg": layout_picture((6, 8), [rows], tp=4),
+        "rows_32_on_2_2.svg": layout_picture((32, 8), [replicated, rows]),
+        "blocks_8_32_on_2_2.svg": layout_picture((8, 32), [rows, columns]),
+        "nested_32_on_2_2.svg": layout_picture((32, 8), [inner, outer]),
+        "sequence_16_on_4_cp.svg": layout_picture((16, 4), [rows], cp=4),
+        "batch_8_on_4_dp.svg": layout_picture((8, 8), [rows], dp=4),
+        "batch_6_on_2_dp.svg": layout_picture((6, 16), [rows], dp=2),
+        "batch_6_on_2_dp_3.svg": layout_picture((6, 3), [rows], dp=2),
+        "blocks_on_2_4.svg": layout_picture((5, 8), [rows, columns], dp=2, tp=4),
+        "rows_8_on_2_4.svg": layout_picture((8, 3), [replicated, rows], dp=2, tp=4),
+        "nested_on_2_4.svg": layout_picture((8,), [inner, outer], dp=2, tp=4),
+        "rows_4_and_2.svg": layout_picture((6, 2), [dt.Shard(0, sizes=(4, 2))], **{"0": 2}),
+        "blocks_4_8_on_2_4.svg": layout_picture((4, 8), [rows, columns], **{"0": 2, "1": 4}),
     }
 
 

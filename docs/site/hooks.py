@@ -1,15 +1,9 @@
-"""Hooks of MkDocs: version, code fences, search order and pictures."""
+"""Hooks of MkDocs: version, code fences and search order."""
 
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from pictures import with_pictures
 
 import dtensor
 
@@ -38,7 +32,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         page.meta.setdefault("search", {})["boost"] = rank
     if path in KEYWORDS:
         page.meta["tags"] = KEYWORDS[path]
-    markdown = with_pictures(markdown, path)
     markdown = markdown.replace("```python no-run", "```python").replace("```output", "```text")
     return re.sub(r"^```python\n(?=>>> )", "```pycon\n", markdown, flags=re.MULTILINE)
 

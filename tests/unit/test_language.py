@@ -17,11 +17,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = {str(page.relative_to(ROOT)): page for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]}
 MODULES = sorted((ROOT / "dtensor").rglob("*.py"))
-NOT_CONVERTED = {  # pages with sentences of the old style; no page may join
-    "docs/measurements/dispatch.md",
-    "docs/measurements/program_cost.md",
-    "docs/measurements/training.md",
-}
 AT_MOST = {
     "banned words in error messages": 0,
     "docstrings that open without a verb": 633,
@@ -75,13 +70,9 @@ def problems(page: str, longest: int = PARAGRAPH) -> Iterator[str]:
                     yield f"{number}: a sentence of {len(sentence.split())} words: {sentence[:60]}"
 
 
-@pytest.mark.parametrize("name", sorted(PAGES.keys() - NOT_CONVERTED))
+@pytest.mark.parametrize("name", sorted(PAGES))
 def test_page_is_in_plain_language(name: str) -> None:
     assert not list(problems(PAGES[name].read_text(), 60 if name == "README.md" else PARAGRAPH))
-
-
-def test_pages_that_are_converted_leave_the_list() -> None:
-    assert not [name for name in NOT_CONVERTED & PAGES.keys() if not list(problems(PAGES[name].read_text()))]
 
 
 def test_readme_and_changelog_are_short() -> None:
