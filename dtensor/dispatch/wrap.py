@@ -11,28 +11,7 @@ from ..layout.layout import Layout
 
 TENSOR: Any = None  # the DTensor class, installed by tensor/dtensor.py
 _make_pending: Any = None
-SHOWN = "_shown"  # the attribute of one that waits with others: weak references to all of them
-# What the library hangs on tensors, of what they are and of what is known of them; all else are the user's own.
-IDENTITY = frozenset({"_begins", "_data_parallel", "_memory", "_origin", "_pending", "_place"})
-KNOWN = frozenset(
-    {
-        "_apart",
-        "_counted",
-        "_forms",
-        "_grad_layout",
-        "_is_param",
-        "_left",
-        "_names",
-        "_own_uses",
-        "_ownerships",
-        "_parted",
-        "_passed",
-        "_parts",
-        "_shared",
-        "_shown",
-        "_wanted",
-    }
-)
+SHOWN = "_shown"  # the attribute of a tensor that waits for a batch: weak references to all tensors of the batch
 _make_wrapper = make_wrapper_subclass
 _CPU = torch.device("cpu")
 
