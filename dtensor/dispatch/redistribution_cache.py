@@ -8,31 +8,41 @@ not change. No copy is cached of
 - a tensor with exposed local tensors (``from_local``, ``to_local``, ``data``): user code writes to them uncounted;
 - any tensor inside a decomposition, where torch counts no writes.
 
-Copies of a tensor that was written to, under any of its views, are stale and not used. Of tensors that may live long (sharded,
-without a gradient node: inputs, gradients, buffers), only the last few copies on a mesh are kept. All of this follows from the
-program, so ranks agree.
+Copies of a tensor that was written to, under any of its views, are stale and not used. Copies are dropped with their tensor, or
+earlier by [Note: Budget of cached copies]. All of this follows from the program, so ranks agree.
 
 [Note: Cached copies in memory order]
 Layouts and copies are stored with their dims in the order of memory, outermost first, so that a matrix and its transpose share
 copies. A layout without a sharded dim is stored as one dim of all elements, so that all reshapes of one buffer share copies.
+
+[Note: Budget of cached copies]
+Ranks must drop the same copies at the same point of the program. When a tensor is freed is no fact of the program, so the cache
+cannot count the bytes that are held. It counts the bytes of copies since their last use instead, freed or not: on each mesh and
+thread, a copy is dropped once the copies that were made or used since, with it, have more than ``DTENSOR_CACHED_COPIES_BYTES``
+(bytes of the largest local tensor, 8 GiB by default, equal on all ranks). Uses are tracked while more than half of the budget is
+taken, so that a hit below costs nothing. Copies in recordings are not counted: the passes of a recording free them.
+Of tensors that may live long (sharded, without a gradient node: inputs, gradients, buffers), only the last four copies are kept.
 """
 
 from __future__ import annotations
 
+import os
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from itertools import count
 from threading import local as per_thread
 from typing import Any, NamedTuple
 
 import torch
 
-from ..base.caches import remembered
+from ..base.caches import remembered, watched
 from ..base.memory_order import memory_order, outermost_first
 from ..base.mode_stack import Scoped
 from ..base.modes import REMEMBERED
 from ..base.recorder_hooks import ACTIVE, current, recorded_by, weakly
 from ..base.tracing import under_way
+from ..errors import ArgumentError
 from ..layout.layout import Layout
 from ..placement import Replicate
 from ..redistribute import Exchange, Plan, execute, execute_many
@@ -45,7 +55,21 @@ AFRESH: Scoped[object] = Scoped("afresh")  # inside, copies that were made befor
 WANTED = "_wanted"  # the attribute of a tensor with its PreferredLayout
 FORMS = "_forms"  # the attribute of a tensor with the CachedCopies of all of its memory
 PARTS = "_parts"  # the attribute of a base with the CachedCopies of parts of its memory, which views are
+BUDGET_VARIABLE = "DTENSOR_CACHED_COPIES_BYTES"
 _LEAF_COPY_LIMIT = 4  # cached copies on one mesh, of tensors that may live long
+_COPY_NUMBERS = count()
+
+
+def read_budget() -> int:
+    """Return the budget of cached copies on one mesh, in bytes of one rank, from the environment.
+
+    Raises:
+        ArgumentError: the variable is not a whole number.
+    """
+    text = os.environ.get(BUDGET_VARIABLE, str(8 << 30))
+    if not text.isdecimal():
+        raise ArgumentError(f"{BUDGET_VARIABLE}={text!r} is no whole number of bytes; for 1 GB set {BUDGET_VARIABLE}=1000000000")
+    return int(text)
 
 
 class _Nested(per_thread):
@@ -83,12 +107,16 @@ class CachedCopies:
             gradient of a later view of the same part may pass through it.
         recorder: the capture that recorded the copies, weakly; a recording may use only copies that it contains.
         versions: the versions of the memory when the copies were made.
+        number: identifies this object, also after it was freed.
+        recent: the table of recent copies that lists the copies; None before there is one, and in recordings.
     """
 
-    __slots__ = ("__weakref__", "copies", "recorder", "redistributes_grad", "versions")
+    __slots__ = ("__weakref__", "copies", "number", "recent", "recorder", "redistributes_grad", "versions")
 
     def __init__(self, recorder: Any, versions: Any) -> None:
         self.recorder, self.versions, self.redistributes_grad = weakly(recorder), versions, False
+        self.number = next(_COPY_NUMBERS)
+        self.recent: _RecentCopies | None = None
         self.copies: dict[Layout, dict[Layout, Any]] = {}
 
     def drop(self, source: Layout, target: Layout) -> None:
@@ -99,22 +127,90 @@ class CachedCopies:
             self.copies.pop(source, None)
 
 
-class _RecentLeafCopies(per_thread):
-    """The last copies of tensors that may live long, by mesh; the oldest copy is dropped first."""
+class _RecentCopies:
+    """The copies that were made or used last on one mesh by one thread; see [Note: Budget of cached copies].
+
+    Attributes:
+        budget: the most bytes of copies, of one rank.
+        nbytes: the bytes of the copies listed here, freed or not; each counts as at least 1/16384 of the budget.
+        copies: the listed copies by key, least recently used first: a weak reference to their owner, and their bytes.
+        leaf_keys: the keys of copies of tensors that may live long, oldest first.
+    """
+
+    __slots__ = ("__weakref__", "budget", "copies", "leaf_keys", "nbytes")
+
+    def __init__(self, budget: int) -> None:
+        self.budget, self.nbytes = budget, 0
+        self.copies: OrderedDict[Any, tuple[weakref.ref[CachedCopies], int]] = OrderedDict()
+        self.leaf_keys: deque[Any] = deque()
+
+    def add(self, cached: CachedCopies, source: Layout, target: Layout, is_leaf: bool, is_counted: bool) -> None:
+        """List a new copy, and drop the copies that exceed the limits, perhaps the new one.
+
+        Args:
+            is_leaf: it belongs to a tensor that may live long.
+            is_counted: its bytes count; False in recordings.
+        """
+        key = cached.number, source, target
+        self._remove(key)
+        nbytes = max(target.max_local_nbytes, self.budget >> 14, 1) if is_counted else 0
+        self.copies[key] = weakref.ref(cached), nbytes
+        self.nbytes += nbytes
+        if is_counted:
+            cached.recent = self
+        while self.nbytes > self.budget:
+            self._remove(next(iter(self.copies)), drop=True)
+        if is_leaf:
+            self.leaf_keys.append(key)
+            if len(self.leaf_keys) > _LEAF_COPY_LIMIT:
+                self._remove(self.leaf_keys.popleft(), drop=True)
+
+    def use(self, cached: CachedCopies, source: Layout, target: Layout) -> None:
+        """Make a listed copy the most recently used one."""
+        if (key := (cached.number, source, target)) in self.copies:
+            self.copies.move_to_end(key)
+
+    def _remove(self, key: Any, drop: bool = False) -> None:
+        ref, nbytes = self.copies.pop(key, (None, 0))
+        self.nbytes -= nbytes
+        if drop and ref is not None and (cached := ref()) is not None:
+            cached.drop(*key[1:])
+
+    def held_bytes(self) -> int:
+        """Return the bytes of the listed copies that are not freed, of one rank."""
+        held = 0
+        for (_, source, target), (ref, nbytes) in list(self.copies.items()):
+            cached = ref()
+            if nbytes and cached is not None and target in cached.copies.get(source, ()):
+                held += target.max_local_nbytes
+        return held
+
+
+class _RecentByMesh(per_thread):
+    """The recent copies of this thread, by mesh."""
 
     def __init__(self) -> None:
-        self.by_mesh: weakref.WeakKeyDictionary[Any, deque[tuple[Any, Layout, Layout]]] = weakref.WeakKeyDictionary()
+        self.by_mesh: weakref.WeakKeyDictionary[Any, _RecentCopies] = weakref.WeakKeyDictionary()
 
-    def add(self, cached: CachedCopies, source: Layout, target: Layout) -> None:
-        recent = self.by_mesh.setdefault(source.mesh, deque())
-        recent.append((weakref.ref(cached), source, target))
-        if len(recent) > _LEAF_COPY_LIMIT:
-            ref, source, target = recent.popleft()
-            if (oldest := ref()) is not None:
-                oldest.drop(source, target)
+    def of(self, mesh: Any) -> _RecentCopies:
+        """Return the recent copies on ``mesh``."""
+        recent = self.by_mesh.get(mesh)
+        if recent is None:
+            recent = self.by_mesh[mesh] = _RecentCopies(read_budget())
+            _RECENT_OF_ALL_THREADS.add(recent)
+        return recent
 
 
-_RECENT = _RecentLeafCopies()
+_RECENT = _RecentByMesh()
+_RECENT_OF_ALL_THREADS: weakref.WeakSet[_RecentCopies] = weakref.WeakSet()
+
+
+def fill_of_cache() -> tuple[int, int]:
+    """Return the bytes of cached copies that this process holds for one rank, and the budget of one mesh."""
+    return sum(recent.held_bytes() for recent in list(_RECENT_OF_ALL_THREADS)), read_budget()
+
+
+watched("dispatch.cached_copies_bytes", fill_of_cache)
 
 
 def active_recorder() -> Any:
@@ -235,21 +331,24 @@ class _Slot(NamedTuple):
 
     Attributes:
         targets: target layout -> copy, the part of ``cached`` for the source layout.
-        limited: the tensor may live long, so the number of its copies is limited.
+        may_live_long: the tensor has no gradient node and is no parameter.
+        is_counted: the bytes of the copy count.
     """
 
     cached: CachedCopies
     targets: dict[Layout, Any]
     ends: _StoredEnds
-    limited: bool
+    may_live_long: bool
+    is_counted: bool
 
     def store(self, value: Any) -> Any:
         """Store ``value``, which has its dims in memory order; return it with the dims of the target layout."""
         ends = self.ends
         targets = self.cached.copies.setdefault(ends.source_key, self.targets)  # dropped there while it was empty
         targets[ends.target_key] = value if ends.target_key is ends.target else value.reshape(-1)
-        if self.limited:
-            _RECENT.add(self.cached, ends.source_key, ends.target_key)
+        if self.may_live_long or self.is_counted:
+            recent = _RECENT.of(ends.source.mesh)
+            recent.add(self.cached, ends.source_key, ends.target_key, self.may_live_long, self.is_counted)
         return value.permute(ends.back) if ends.back else value
 
 
@@ -280,7 +379,11 @@ def _lookup_or_plan(x: Any, plan: Plan, local: Any) -> tuple[Plan | None, Any, _
     copy = targets.get(ends.target_key)
     if copy is None:
         cheapest, start = _cheapest_start(targets, ends, local.permute(ends.order) if ends.order else local)
-        return cheapest, start, _Slot(cached, targets, ends, ends.is_reduced and owner.grad_fn is None and not is_parameter)
+        may_live_long = ends.is_reduced and owner.grad_fn is None and not is_parameter
+        is_counted = recorder is None and not ends.target_key.sized
+        return cheapest, start, _Slot(cached, targets, ends, may_live_long, is_counted)
+    if (recent := cached.recent) is not None and recent.nbytes > recent.budget >> 1:
+        recent.use(cached, ends.source_key, ends.target_key)
     if ends.target_key is not ends.target:
         copy = copy.view(ends.target.shape)
     return None, copy.permute(ends.back) if ends.order else copy, None
