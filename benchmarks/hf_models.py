@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 import dtensor as dt
-from dtensor.dispatch import comm_report as announce
+from dtensor.dispatch import comm_report
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hf"))
 from families import FAMILIES
@@ -37,7 +37,7 @@ def where(error: BaseException) -> str:
 
 
 def run(family: str, plan: str, mesh: dt.DeviceMesh) -> dict[str, object]:
-    announce._ANNOUNCED.clear()
+    comm_report._WARNED.clear()
     started, failure, place = time.perf_counter(), "", ""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")

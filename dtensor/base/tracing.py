@@ -69,7 +69,7 @@ def is_counted(piece: Any) -> bool:
 def counted_before(piece: Any) -> Any:
     """What stood for the same piece in the run before, in which torch found out what is written to; None in the first."""
     given = vars(torch_internals.from_functional(piece.elem))
-    before, given["_counted"] = given.get("_counted"), piece
+    before, given["_last_run"] = given.get("_last_run"), piece
     return before
 
 

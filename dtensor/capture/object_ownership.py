@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..dispatch.wrap import KNOWN
+from ..dispatch.tensor_state import NOT_FOLLOWED
 
 MISSING = object()  # where there is nothing; nothing else is it
 
@@ -32,7 +32,6 @@ _FOREIGN = frozenset({"torch", "dtensor", "numpy", "builtins"} | set(sys.stdlib_
 _OWN = frozenset({"abc", "builtins", "importlib", "inspect", "logging", "re", "typing"})  # whose objects are their own affair
 _STANDARD = frozenset(sys.stdlib_module_names) - _OWN
 _TORCHS_DATA = ("torch.amp", "torch.distributions", "torch.nn", "torch.optim", "torch.utils.data")
-_LIBRARYS = KNOWN | {"_begins"}  # attributes of tensors that are ours, and tell of no other tensor
 _INSTALLED = tuple({sysconfig.get_path(name) + "/" for name in ("purelib", "platlib", "stdlib")})
 _TORCHS = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 
@@ -131,17 +130,17 @@ def _is_data(kind: type) -> bool:
 
 def all_bare(tensors: Iterable[Any]) -> bool:
     """Whether :func:`bare` holds for each."""
-    return all(map(_LIBRARYS.issuperset, map(_HOME, tensors)))
+    return all(map(NOT_FOLLOWED.issuperset, map(_HOME, tensors)))
 
 
 def bare(x: torch.Tensor) -> bool:
     """Whether nobody but the library has put anything on a tensor."""
-    return x.__dict__.keys() <= _LIBRARYS
+    return x.__dict__.keys() <= NOT_FOLLOWED
 
 
 def attributes_of(x: torch.Tensor) -> dict[str, Any]:
     """What was put on a tensor by others than the library."""
-    return {name: held for name, held in x.__dict__.items() if name not in _LIBRARYS}
+    return {name: held for name, held in x.__dict__.items() if name not in NOT_FOLLOWED}
 
 
 def plain(held: Any) -> bool:

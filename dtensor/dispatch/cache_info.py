@@ -1,4 +1,4 @@
-"""How full the caches are that programs fill: layouts, redistribution plans, plans of operators."""
+"""Cache info: the fill of the caches that programs fill, which are layouts, redistribution plans and plans of operators."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from .dispatcher import PLANS, plans_of_operators
 
 
 class CacheInfo(NamedTuple):
-    """How full a cache is: entries kept, the most that are kept, and (of plans of operators) how many have been made.
-
-    Of this process; no communication.
+    """The fill of one cache of this process: entries, the limit, and (for plans of operators) how many were made so far.
 
     >>> CacheInfo(3, 1024, 5).limit
     1024
@@ -24,18 +22,18 @@ class CacheInfo(NamedTuple):
 
 
 def cache_info() -> dict[str, CacheInfo]:
-    """The state of all caches: ``"layouts"`` (alive, whoever uses them), ``"redistributions"``, ``"plans"`` (of all operators
-    together), the smaller ones by module and function, and one per operator.
+    """Return the fill of all caches of this process. There is no communication.
 
-    Plans that are made again and again for the same operator tell that its sizes or numbers change at each call.
+    The keys are ``"layouts"`` (all that are alive), ``"redistributions"``, ``"plans"`` (of all operators together), the module
+    and function of each smaller cache, and the name of each operator.
+
+    If plans of one operator are made again and again, its sizes or numbers change at each call.
 
     >>> import torch, dtensor as dt
     >>> x = dt.zeros(4, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)])
     >>> y = x.cos().cos().cos()
     >>> dt.cache_info()["aten.cos.default"].limit
     1024
-
-    No communication, no errors: numbers of this process.
     """
     return {
         "layouts": CacheInfo(interned(), None, None),

@@ -1,6 +1,6 @@
-"""The key of a call: its static arguments and the interned layouts of its tensors.
+"""Cache key: the static arguments of a call and the interned layouts of its tensors, under which its plan is found again.
 
-Numbers that only enter the arithmetic (a step size) are keyed by type, so a plan is found again when they change.
+A number that only enters the arithmetic (a step size) is in the key by its type, so the plan is found again when it changes.
 """
 
 from __future__ import annotations
@@ -17,23 +17,28 @@ from ..base.tensor_tree import listed
 from ..base.tracing import has_no_values
 from ..layout.layout import Layout
 from . import wrap
-from .plain_tensor_args import as_plain_gradient, made_by_torch
+from .plain_tensor_args import keep_gradient_plain, made_by_torch
 
-AS_IT_IS = frozenset((type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, str))  # in a key as in a call
+KEYED_AS_IS = frozenset((type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, str))
 _TRUE, _FALSE = object(), object()  # True == 1 as a dictionary key; these are not
-_KIND = attrgetter("ndim", "layout", "dtype")
-_SYMBOLS: dict[type, Any] = {OpenSize: int, torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
-TRUTHS: dict[Any, str] = {_TRUE: "True", _FALSE: "False"}
+_get_kind = attrgetter("ndim", "layout", "dtype")
+_NUMBER_TYPES: dict[type, Any] = {OpenSize: int, torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+BOOL_NAMES: dict[Any, str] = {_TRUE: "True", _FALSE: "False"}
 
 
 @aside
-def _compared(x: torch.Tensor) -> Any:
-    """The number in a plain tensor of no dims, for a comparison between ranks: it decides nothing."""
+def _read_number(x: torch.Tensor) -> Any:
+    """Return the number in a plain 0-d tensor, for a comparison between ranks; no layout depends on it."""
     return x.tolist()
 
 
 def static(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | None = None) -> Any:
-    """The local form of one argument, its part of the key appended; to ``numbers`` those that are in the key by their type."""
+    """Append the part of the key for one argument, and return its local value.
+
+    Args:
+        by_type: a number is in the key by its type.
+        numbers: numbers that are in the key by their type are appended to it.
+    """
     kind = type(value)
     if kind is int or kind is float or kind is complex:
         if by_type:
@@ -58,20 +63,20 @@ def static(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | None 
             key.append(value._layout)
             return value._local
         if value.requires_grad:
-            as_plain_gradient(value)
-        without = has_no_values(value)
-        key.append((*_manner(value), made_by_torch(), without))  # what is traced, ranks have not compared
-        if numbers is not None and kind is torch.Tensor and not without and not value.dim() and value.device.type == "cpu":
-            numbers.append(_compared(value))
-        # the zeros of forward-mode gradients have no memory, and what knows that lies above the local operators
+            keep_gradient_plain(value)
+        is_traced = has_no_values(value)
+        key.append((*_plain_tensor_key(value), made_by_torch(), is_traced))  # ranks have not compared traced values
+        if numbers is not None and kind is torch.Tensor and not is_traced and not value.dim() and value.device.type == "cpu":
+            numbers.append(_read_number(value))
+        # the zeros of forward-mode gradients have no memory, and the key that handles them is above the local operators
         return torch.zeros_like(value) if value._is_zerotensor() else value
-    if kind in _SYMBOLS:  # of a program that is traced: looked at where its value decides something
+    if kind in _NUMBER_TYPES:  # a symbol of a traced program: it is specialized only if a layout depends on it
         if by_type:
-            key.append(_SYMBOLS[kind])
+            key.append(_NUMBER_TYPES[kind])
         elif kind is torch.SymInt or kind is OpenSize:
             key.append(size_of(value))
         else:
-            return static(_SYMBOLS[kind](value), key, by_type)
+            return static(_NUMBER_TYPES[kind](value), key, by_type)
         return value
     if kind is torch.Size:
         value = tuple(value)
@@ -79,36 +84,8 @@ def static(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | None 
     return value
 
 
-def stand_in(value: Any, by_type: bool) -> Any:
-    """``value`` as plans are made for it: for a symbol a number of its kind, where any other has the same plan."""
-    if isinstance(value, (list, tuple)):
-        return type(value)([stand_in(item, by_type) for item in value]) if type(value) in (list, tuple) else value
-    kind = _SYMBOLS.get(type(value))
-    return value if kind is None else kind(2) if by_type else size_of(value)
-
-
-def sized_of(values: Iterable[Any]) -> list[Any]:
-    """The tensors among them whose sizes are symbols."""
-    return [x for one in values for x in listed(one) if (layout := getattr(x, "_layout", None)) is not None and layout.sized]
-
-
-def settle(values: Iterable[Any]) -> None:
-    """Have numbers for the sizes of these tensors from now on, on which the graph is guarded."""
-    for x in sized_of(values):
-        layout = x._layout
-        shape, stride = [tuple(map(settled, values)) for values in (layout.shape, layout.stride)]
-        x._layout = Layout.of(layout.mesh, layout.placements, shape, stride, layout.dtype)
-        still_open((*layout.shape, *layout.stride))
-
-
-def _manner(x: torch.Tensor) -> tuple[Any, ...]:
-    if x.is_nested:  # it has no sizes, and is refused where the call is planned
-        return (x.layout,)
-    return sizes(x.shape), sizes(x.stride()) if x.layout is torch.strided else None, x.dtype
-
-
 def static_list(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | None = None) -> Any:
-    """The same of a list or tuple."""
+    """Append the part of the key for a list or tuple, and return it with local values; arguments as for :func:`static`."""
     first = type(value[0]) if value else None
     if first is wrap.TENSOR:
         try:
@@ -120,8 +97,8 @@ def static_list(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | 
             key += layouts
             return locals_
     elif first is torch.Tensor and set(map(type, value)) == {first}:
-        of_one_kind = set(map(_KIND, value)) == {(0, torch.strided, dtype := value[0].dtype)}  # step counts
-        key.append((made_by_torch(), len(value), dtype) if of_one_kind else (made_by_torch(), *map(_manner, value)))
+        are_scalars = set(map(_get_kind, value)) == {(0, torch.strided, dtype := value[0].dtype)}  # step counts
+        key.append((made_by_torch(), len(value), dtype) if are_scalars else (made_by_torch(), *map(_plain_tensor_key, value)))
         return list(value)
     elif (first is int or first is float) and (len(value) == 1 or len(set(map(type, value))) == 1):  # True == 1 as a key
         key.append((first, len(value)) if by_type else (first, *value))
@@ -133,3 +110,37 @@ def static_list(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | 
         return value
     key.append(len(value))
     return [static(item, key, by_type, numbers) for item in value]
+
+
+def _plain_tensor_key(x: torch.Tensor) -> tuple[Any, ...]:
+    if x.is_nested:  # it has no sizes; planning refuses it
+        return (x.layout,)
+    return sizes(x.shape), sizes(x.stride()) if x.layout is torch.strided else None, x.dtype
+
+
+# --- symbolic sizes -----------------------------------------------------------------------------------------------------
+def planned_value(value: Any, by_type: bool) -> Any:
+    """Return ``value`` with a number in place of each symbol, as plans are made for it.
+
+    Args:
+        by_type: the plan is the same for all numbers of a type.
+    """
+    if isinstance(value, (list, tuple)):
+        return type(value)([planned_value(item, by_type) for item in value]) if type(value) in (list, tuple) else value
+    number_type = _NUMBER_TYPES.get(type(value))
+    return value if number_type is None else number_type(2) if by_type else size_of(value)
+
+
+def with_symbolic_sizes(values: Iterable[Any]) -> list[Any]:
+    """Return the tensors among ``values`` with symbolic sizes."""
+    tensors = (x for value in values for x in listed(value))
+    return [x for x in tensors if (layout := getattr(x, "_layout", None)) is not None and layout.sized]
+
+
+def settle(values: Iterable[Any]) -> None:
+    """Specialize the symbolic sizes of these tensors to numbers; the traced graph is guarded on them."""
+    for x in with_symbolic_sizes(values):
+        layout = x._layout
+        shape, stride = [tuple(map(settled, sizes)) for sizes in (layout.shape, layout.stride)]
+        x._layout = Layout.of(layout.mesh, layout.placements, shape, stride, layout.dtype)
+        still_open((*layout.shape, *layout.stride))

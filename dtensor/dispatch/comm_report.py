@@ -1,4 +1,4 @@
-"""Report: describe what a plan redistributes, for ``explain``, errors, and the warning of an operator that gathers."""
+"""Communication report: describe what a plan redistributes, for ``explain``, errors, and the warning before a gather."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..errors import GatherWarning
 from ..propagation.op_schema import Operator
 from ..propagation.propagate import Plan
 
-_ANNOUNCED: set[str] = set()
+_WARNED: set[str] = set()  # names of operators
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cause:
-    """An operator call that communicates, for those who listen to what it issues."""
+    """The operator call that issues collectives, for listeners."""
 
     operator: Operator
     plan: Plan
@@ -26,37 +26,37 @@ class Cause:
         return self.operator.name
 
 
-def announce(plan: Plan, name: str) -> None:
-    """Warn, once per operator, that it gathers: its layouts and the bytes."""
-    if name in _ANNOUNCED or not plan.moves:
+def warn_of_gather(plan: Plan, name: str) -> None:
+    """Warn, once for each operator, that it gathers: with its layouts and the bytes received per rank."""
+    if name in _WARNED or not plan.moves:
         return
-    _ANNOUNCED.add(name)
-    moved = sum(move.bytes for _, move in plan.moves)
+    _WARNED.add(name)
+    received = sum(move.bytes for _, move in plan.moves)
     layouts = ", ".join(map(repr, plan.call.operands))
     warnings.warn(
         f"{name} has no sharding rule for {layouts}: every rank all-gathers the operands "
-        f"({bytes_text(moved)} received per rank) and computes the full result. Redistribute to "
+        f"({bytes_text(received)} received per rank) and computes the full result. Redistribute to "
         "Replicate() explicitly, or declare a rule with dtensor.register_sharding.",
         GatherWarning,
-        stacklevel=_users_frame(),
+        stacklevel=_stack_level_of_user(),
     )
 
 
-def _users_frame() -> int:
-    """The stack level of the user's line, as ``warnings`` counts from who called."""
+def _stack_level_of_user() -> int:
+    """Return the stack level of the user's line, counted from the caller as ``warnings`` counts."""
     level, frame, last = 1, sys._getframe(1), users_frame(sys._getframe(1))
     while frame is not last and frame.f_back is not None:
         frame, level = frame.f_back, level + 1
     return level
 
 
-def describe(plan: Plan) -> str:
-    """The plan in words: what moves, what runs, what comes out."""
+def describe_plan(plan: Plan) -> str:
+    """Return the plan as text: what is redistributed, what runs, what is written back."""
     lines = [f"  {slot[0]}{'' if slot[1] is None else f'[{slot[1]}]'}: {move}" for slot, move in plan.moves]
     lines += [f"  write {slot[0]} back: {move}" for slot, move in plan.write_back]
-    kernel = None if plan.chosen is None else plan.chosen.kernel_row
-    if kernel is not None and kernel.kernel is not None:
-        lines.append(f"  a kernel with the sharded factor {kernel.factor!r}: {kernel.kernel.collectives} collectives of its own")
+    strategy = None if plan.chosen is None else plan.chosen.kernel_row
+    if strategy is not None and (kernel := strategy.kernel) is not None:
+        lines.append(f"  a kernel with the sharded factor {strategy.factor!r}: {kernel.collectives} collectives of its own")
     if plan.how == "gather":
         lines.append("  no sharding rule applies: every rank computes the full result")
     return "\n".join(lines)

@@ -1,8 +1,8 @@
-"""Dispatch: look the plan of an operator call up, or make it; run it.
+"""Dispatcher: look up the plan of an operator call, or make it, and run it.
 
-A hit with nothing to move costs the look-up, the local op and one wrapper. A miss goes down once: its arguments are bound by
-name; operands in several places, and plain ones that are written to, have ways of their own; else a plan is made, bound to steps,
-and kept.
+A hit without redistribution costs the look-up, the local operator and one wrapper. A miss binds the arguments by name. Operands
+on several meshes, and plain tensors that are written to, get runners of their own. For other calls a plan is made, bound to a
+program and cached.
 """
 
 from __future__ import annotations
@@ -32,64 +32,73 @@ from ..rules.registry import lookup
 from ..watchdog.levels import Level
 from . import wrap
 from .announced import announced_call
-from .cache_key import AS_IT_IS, settle, sized_of, stand_in, static, static_list
+from .cache_key import KEYED_AS_IS, planned_value, settle, static, static_list, with_symbolic_sizes
 from .cross_mesh import across_places, meshes_of
 from .frame import Runner
 from .local_op import local_function
-from .op_fingerprint import Notes, counting, failed
+from .op_fingerprint import PlanFingerprints, record_calls, record_error
 from .operand_layouts import plan_of_bound
-from .plain_tensor_args import agree_on_declared, through_copies
+from .plain_tensor_args import compare_plain_arguments, through_copies, with_constants
 from .program import bind_program, runner_of
-from .torch_constants import with_constants
 from .variants import with_variants
 from .wrap import wrap_local, wrap_view
 
-PLANS: Shared[tuple[Any, ...], Any] = Shared(each=1024, together=8192)  # per operator, of all operators
+PLANS: Shared[tuple[Any, ...], Any] = Shared(each=1024, together=8192)  # limits: per operator, and for all operators together
 watched("plans", PLANS.fullness)
 
 
 class Entry:
-    """One operator's plans, and ``run``, its ``__torch_dispatch__``."""
+    """The plan cache of one operator, and its ``__torch_dispatch__``.
 
-    __slots__ = ("func", "local", "misses", "notes", "operator", "plans", "run", "scalar_names", "scalar_positions")
+    Attributes:
+        func, operator: the overload, and its parsed schema.
+        local_op: the callable for local tensors.
+        scalar_names, scalar_positions: arguments whose numbers are in the cache key by their type.
+        plans: cache key -> program.
+        fingerprints: records each look-up for ``check_ranks``; None if ranks are not compared.
+        misses: the number of plans made.
+        run: the ``__torch_dispatch__`` of this operator.
+    """
+
+    __slots__ = ("fingerprints", "func", "local_op", "misses", "operator", "plans", "run", "scalar_names", "scalar_positions")
 
     def __init__(self, func: Any) -> None:
         self.func = func
-        self.local = local_function(func)
+        self.local_op = local_function(func)
         self.operator: Operator = operator_of(func)
         rule = lookup(func) or rule_of_each(func)
         by_type = frozenset() if rule is None or rule.floats_matter else self.operator.scalars | self.operator.tensors
         self.scalar_names = by_type
         self.scalar_positions = frozenset(i for i, name in enumerate(self.operator.names) if name in by_type)
         self.plans = PLANS.part()
-        self.notes = Notes(self.operator, self.plans) if Level.now == "watch" and Level.armed else None
+        self.fingerprints = PlanFingerprints(self.operator, self.plans) if Level.now == "watch" and Level.armed else None
         self.misses = 0
-        self.run = _dispatch_of(self)
+        self.run = _make_dispatch(self)
 
 
 _ENTRIES: dict[int, Entry] = {}
-_CHANGING = RLock()  # who adds or drops entries; those who look one up read a dictionary
-
-
-_VIEWING: Any = lambda plan, operator: (None, None)  # noqa: E731  # replaced by tensor/views/lazy_view.py
-_IN_INFERENCE = torch.is_inference_mode_enabled
-_modes = count_dispatch_modes
+_ENTRIES_LOCK = RLock()  # held to add or drop entries; a look-up only reads the dictionary
+_make_view_runners: Any = lambda plan, operator: (None, None)  # noqa: E731  # replaced by tensor/views/lazy_view.py
+_in_inference_mode = torch.is_inference_mode_enabled
+_count_modes = count_dispatch_modes
 _LIBRARY: torch.library.Library | None = None
-_COLLECTIVES = frozenset(
-    ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
-)  # gathered, they would count twice
+# namespaces of collectives; on gathered operands they would count each value once for each rank
+_COLLECTIVES = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"))
 
 
-def install_views(viewing: Callable[[Plan, Operator], tuple[Runner | None, Runner | None]]) -> None:
-    """Set how view operators run if their results cannot be views of local tensors: always, or if the local operator refuses."""
-    global _VIEWING
-    _VIEWING = viewing
+def install_views(make_view_runners: Callable[[Plan, Operator], tuple[Runner | None, Runner | None]]) -> None:
+    """Set the function that makes the two runners of view operators with results that are not views of local tensors.
+
+    The first one, if it is not None, runs every call; the second one runs a call that the local operator refuses.
+    """
+    global _make_view_runners
+    _make_view_runners = make_view_runners
 
 
 def clear_plans() -> None:
-    """Forget all plans, as after registering a rule."""
+    """Drop all plans, as after registering a rule."""
     global _LIBRARY
-    with _CHANGING:
+    with _ENTRIES_LOCK:
         _ENTRIES.clear()
         PLANS.clear()
         if _LIBRARY is not None:
@@ -102,22 +111,22 @@ Level.changed.append(clear_plans)
 
 
 def plans_of_operators() -> dict[str, tuple[int, int]]:
-    """Per operator: plans kept, plans made."""
+    """Return by operator how many plans are cached, and how many were made."""
     return {str(entry.func): (len(entry.plans), entry.misses) for entry in list(_ENTRIES.values())}
 
 
 def dispatch(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-    """``__torch_dispatch__`` of a DTensor."""
+    """Run an operator call: the ``__torch_dispatch__`` of a DTensor."""
     entry = _ENTRIES.get(id(func))  # an overload's own hash is Python code; the entry keeps it alive
-    return (_entered(func) if entry is None else entry).run(cls, func, types, args, kwargs)
+    return (_get_or_make_entry(func) if entry is None else entry).run(cls, func, types, args, kwargs)
 
 
-def _entered(func: Any) -> Entry:
-    """The entry of an operator met for the first time. Torch is told, so that it calls ``run`` directly from now on."""
+def _get_or_make_entry(func: Any) -> Entry:
+    """Return the entry of an operator, and register its ``run`` with torch, which calls it directly from now on."""
     global _LIBRARY
-    with _CHANGING:
+    with _ENTRIES_LOCK:
         entry = _ENTRIES.get(id(func))
-        if entry is not None:  # another thread was faster
+        if entry is not None:  # another thread has made it
             return entry
         entry = Entry(func)
         if func.namespace == "aten" and find_torch_dispatch_rule(func, wrap.TENSOR) is None:
@@ -129,26 +138,26 @@ def _entered(func: Any) -> Entry:
         return entry
 
 
-def _dispatch_of(entry: Entry) -> Callable[..., Any]:
-    """What happens at each call of one operator."""
-    tensor, is_view, local_op = wrap.TENSOR, entry.operator.is_view, entry.local
-    find: Callable[..., Any] = entry.plans.get if entry.notes is None else entry.notes.find
-    general = _general_form_of(entry, find)
+def _make_dispatch(entry: Entry) -> Callable[..., Any]:
+    """Make the function that each call of one operator runs."""
+    tensor, is_view, local_op = wrap.TENSOR, entry.operator.is_view, entry.local_op
+    find: Callable[..., Any] = entry.plans.get if entry.fingerprints is None else entry.fingerprints.find
+    run_general = _make_general_dispatch(entry, find)
     keyed, listed = entry.operator.keyed, entry.operator.listed
 
     def run(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         try:
-            if _modes() and tracing.taken_in((args, kwargs)):
+            if _count_modes() and tracing.taken_in((args, kwargs)):
                 return func(*args, **(kwargs or {}))
             if is_view:
-                if _IN_INFERENCE() and not args[0].is_inference():
-                    with torch.inference_mode(False):  # a view of an ordinary tensor is one: autograd gives it its version
+                if _in_inference_mode() and not args[0].is_inference():
+                    with torch.inference_mode(False):  # a view of a normal tensor shares its version counter
                         return run(cls, func, types, args, kwargs)
                 if args[0]._begins:
-                    return general(args, kwargs or {})
+                    return run_general(args, kwargs or {})
             if not kwargs:
                 kwargs = {}
-                if args and type(args[0]) is tensor:  # the most frequent forms: the same look-up in fewer steps
+                if args and type(args[0]) is tensor:  # the most frequent signatures: the look-up in fewer steps
                     if len(args) == 2 and type(args[1]) is tensor:
                         found = find(signature := (args[0]._layout, args[1]._layout))
                         if type(found) is Layout:
@@ -173,7 +182,7 @@ def _dispatch_of(entry: Entry) -> Callable[..., Any]:
                             else:
                                 signature = (args[0]._layout, *args[1:])
                             found = find(signature)
-                        except TypeError:  # numbers that are symbols
+                        except TypeError:  # symbolic numbers
                             pass
                         else:
                             if found is None:
@@ -181,32 +190,32 @@ def _dispatch_of(entry: Entry) -> Callable[..., Any]:
                             if type(found) is Layout:
                                 return wrap_local(local_op(args[0]._local, *args[1:]), found)
                             return found(args, kwargs, [args[0]._local, *args[1:]], {})
-            return general(args, kwargs)
+            return run_general(args, kwargs)
         except Exception as error:
-            failed(entry.operator, error, args, kwargs or {})
-            if (told := tracing.explained(error, entry.operator.name)) is not error:
-                raise told from error
+            record_error(entry.operator, error, args, kwargs or {})
+            if (explained := tracing.explained(error, entry.operator.name)) is not error:
+                raise explained from error
             raise
 
-    return counting(entry.operator, run) if Level.now == "strict" else run
+    return record_calls(entry.operator, run) if Level.now == "strict" else run
 
 
-def _general_form_of(entry: Entry, find: Callable[..., Any]) -> Callable[..., Any]:
-    """A call of one operator, whatever its arguments."""
-    tensor, is_view, local_op = wrap.TENSOR, entry.operator.is_view, entry.local
-    by_type, names_by_type, noted = entry.scalar_positions, entry.scalar_names, entry.notes is not None
+def _make_general_dispatch(entry: Entry, find: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the function that runs a call of one operator with any arguments."""
+    tensor, is_view, local_op = wrap.TENSOR, entry.operator.is_view, entry.local_op
+    by_type, names_by_type, records = entry.scalar_positions, entry.scalar_names, entry.fingerprints is not None
     options = entry.operator.options
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         key: list[Any] = []
-        numbers: list[Any] | None = [] if noted else None
+        numbers: list[Any] | None = [] if records else None
         local_args: list[Any] = []
         for value in args:
             kind = type(value)
             if kind is tensor:
                 key.append(value._layout)
                 local_args.append(value._local)
-            elif kind in AS_IT_IS or (kind is int and len(local_args) not in by_type):
+            elif kind in KEYED_AS_IS or (kind is int and len(local_args) not in by_type):
                 key.append(value)
                 local_args.append(value)
             else:
@@ -228,54 +237,55 @@ def _general_form_of(entry: Entry, find: Callable[..., Any]) -> Callable[..., An
             found = _miss(entry, signature, args, kwargs)
         if type(found) is not Layout:
             return found(args, kwargs, local_args, local_kwargs)
-        made = local_op(*local_args, **local_kwargs) if local_kwargs else local_op(*local_args)
-        return wrap_view(made, found, args[0]) if is_view else wrap_local(made, found)
+        result = local_op(*local_args, **local_kwargs) if local_kwargs else local_op(*local_args)
+        return wrap_view(result, found, args[0]) if is_view else wrap_local(result, found)
 
     return run
 
 
-def _replicated(tensors: Sequence[Any]) -> bool:
+def _are_replicated(tensors: Sequence[Any]) -> bool:
     return all(x._layout.is_replicated for x in tensors if hasattr(x, "_layout"))
 
 
-def _broadcast(args: Any, kwargs: Any, local_args: Any, local_kwargs: Any) -> Any:
-    """The one collective that leaves what all ranks have alike as it is. The pieces are the user's from now on."""
-    pieces = [x.to_local() if hasattr(x, "_layout") else x for x in args[0]]
-    return torch.ops.c10d.broadcast_.default(pieces, *args[1:], **kwargs)
+def _broadcast_replicated(args: Any, kwargs: Any, local_args: Any, local_kwargs: Any) -> Any:
+    """Broadcast the local tensors of replicated DTensors, which changes no value; they are exposed to user code from now on."""
+    local = [x.to_local() if hasattr(x, "_layout") else x for x in args[0]]
+    return torch.ops.c10d.broadcast_.default(local, *args[1:], **kwargs)
 
 
 def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout | Runner:
+    """Make the program of a call whose plan is not cached, and cache it under ``signature`` if that decides the program."""
     if entry.func.namespace in _COLLECTIVES:
         if args and (announced := announced_call(args[0])) is not None:
             return announced
         wrapper = wrapped_by_torch(sys._getframe())
-        if entry.operator.name == "c10d::broadcast_" and not wrapper and _replicated(args[0]):
-            return _broadcast
+        if entry.operator.name == "c10d::broadcast_" and not wrapper and _are_replicated(args[0]):
+            return _broadcast_replicated
         raise UnsupportedOperationError(
             f"{entry.operator.name} got a DTensor, but collectives of torch.distributed take local tensors; "
             f"use x.redistribute(placements=...), or pass the local tensor: x.to_local(){wrapper}"
         )
     if tracing.under_way():
-        args = tuple([stand_in(value, i in entry.scalar_positions) for i, value in enumerate(args)])
-        kwargs = {name: stand_in(value, name in entry.scalar_names) for name, value in kwargs.items()}
+        args = tuple([planned_value(value, i in entry.scalar_positions) for i, value in enumerate(args)])
+        kwargs = {name: planned_value(value, name in entry.scalar_names) for name, value in kwargs.items()}
     operator, bound = entry.operator, entry.operator.bind(args, kwargs)
     if autograd_node() is not None and operator.lacks(bound):
         return lambda *call: None if len(operator.returns) == 1 else (None,) * len(operator.returns)
-    if any(0 in x._layout.shape for x in sized_of(bound.values())):  # what kernels do of nothing is looked up, in numbers
+    if any(0 in x._layout.shape for x in with_symbolic_sizes(bound.values())):  # kernels treat size 0 specially
         settle(bound.values())
     meshes = tuple(meshes_of(bound.values()))
     special = across_places(operator, bound, meshes) or through_copies(operator, bound)
     if special is not None:
-        return _kept(entry, signature, special)
+        return _cache_program(entry, signature, special)
     if (constants := with_constants(operator, bound)) is not None:
-        return constants  # not kept: the key does not say which function calls
+        return constants  # not cached: the key does not say which function calls
     replan = partial(_plan, operator)
     plan, program = replan(args, kwargs, bound, meshes)
-    compared = agree_on_declared(operator, bound, plan)
+    was_compared = compare_plain_arguments(operator, bound, plan)
     program = with_variants(plan, program, operator, args, kwargs, replan)
-    if compared and operator.mutated and plan.rule is not None and plan.rule.kind == "pointwise":
-        return program  # not kept: a plain value that is written to a DTensor is compared in every call
-    return _kept(entry, signature, program)
+    if was_compared and operator.mutated and plan.rule is not None and plan.rule.kind == "pointwise":
+        return program  # not cached: a plain value that is written to a DTensor is compared in every call
+    return _cache_program(entry, signature, program)
 
 
 def _plan(
@@ -289,26 +299,28 @@ def _plan(
     """Plan a call and bind its program. This is the only way into planning, for a cache miss and for a variant of a key.
 
     Args:
-        bound, meshes: the arguments by name and the meshes of the operands, where the caller has them.
+        bound, meshes: the arguments by name and the meshes of the operands, if the caller has them.
+        choose: selects the strategies.
     """
     bound = operator.bind(args, kwargs) if bound is None else bound
     meshes = tuple(meshes_of(bound.values())) if meshes is None else meshes
     with tracing.aside():
         plan = plan_of_bound(operator, bound, meshes, choose)
-        whole, if_refused = _VIEWING(plan, operator) if operator.is_view or operator.reshapes else (None, None)
+        whole, if_refused = _make_view_runners(plan, operator) if operator.is_view or operator.reshapes else (None, None)
         return plan, bind_program(plan, operator, args, kwargs, whole, if_refused)
 
 
-def _kept(entry: Entry, signature: tuple[Any, ...], found: Layout | Runner) -> Layout | Runner:
+def _cache_program(entry: Entry, signature: tuple[Any, ...], program: Layout | Runner) -> Layout | Runner:
     entry.misses += 1
-    PLANS.keep(entry.plans, signature, found if entry.notes is None else entry.notes.beside(found, signature))
-    return found
+    cached = program if entry.fingerprints is None else entry.fingerprints.with_fingerprint(program, signature)
+    PLANS.keep(entry.plans, signature, cached)
+    return program
 
 
 def run_chosen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], choose: Chooser) -> Any:
-    """The results of one call whose rows ``choose`` picks. The plan is made anew and not kept."""
+    """Return the results of one call with the strategies that ``choose`` selects. Its plan is not cached."""
     operator = operator_of(func)
-    _, found = _plan(operator, args, kwargs, choose=choose)
+    _, program = _plan(operator, args, kwargs, choose=choose)
     local_args = [static(value, [], False) for value in args]
     local_kwargs = {name: static(value, [], False) for name, value in kwargs.items()}
-    return runner_of(found, operator)(args, kwargs, local_args, local_kwargs)
+    return runner_of(program, operator)(args, kwargs, local_args, local_kwargs)

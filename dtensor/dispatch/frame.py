@@ -1,8 +1,8 @@
 """Frame: one operator call while the steps of its program run, and the types of steps and runners.
 
-Calls that share a plan share their signature (:class:`~dtensor.propagation.op_schema.Form`): as many positional
-arguments, the same keywords. So a step knows the :data:`Place` of each argument when the program is bound. A default is a
-constant.
+Calls that share a plan share their signature (:class:`~dtensor.propagation.op_schema.Form`): the same number of positional
+arguments and the same keywords. So a step knows the :data:`Place` of each argument, its position or keyword, when the program is
+bound. A default is a constant.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ Runner = Callable[[Args, Keywords, list[Any], Keywords], Any]
 
 
 class Frame:
-    """One call under way. Steps read and change it.
+    """The state of one call. Steps read and change it.
 
     Attributes:
         args, kwargs: the arguments as the user gave them.
         local_args, local_kwargs: the same with local tensors in place of DTensors; steps redistribute and replace them here.
-        made: the result of the local call, before it is wrapped.
-        output: what the user gets.
-        ownerships: the row ownership of operands, read before the call (see :mod:`.disjoint_partial`).
+        local_result: the result of the local call, before it is wrapped.
+        output: what the call returns to the user.
+        ownerships: the row ownership of operands, read before the call (see :mod:`.facts`).
     """
 
-    made: Any = None
+    local_result: Any = None
     output: Any = None
     ownerships: Any = None
 
@@ -41,11 +41,11 @@ class Frame:
         return self.args[place] if type(place) is int else self.kwargs[place]  # type: ignore[index]
 
     def local(self, place: Place) -> Any:
-        """Return the local form of the argument at ``place``."""
+        """Return the local value of the argument at ``place``."""
         return self.local_args[place] if type(place) is int else self.local_kwargs[place]  # type: ignore[index]
 
     def put_local(self, place: Place, value: Any) -> None:
-        """Replace the local form of the argument at ``place``."""
+        """Replace the local value of the argument at ``place``."""
         if isinstance(place, int):
             self.local_args[place] = value
         else:
@@ -60,7 +60,7 @@ def argument_at(place: Place, args: Args, kwargs: Keywords) -> Any:
     return args[place] if isinstance(place, int) else kwargs[place]
 
 
-def results_of(made: Any, operator: Operator) -> Args:
+def results_of(local_result: Any, operator: Operator) -> Args:
     """Return the results of a local call as a tuple, one for each return value of ``operator``."""
     count = len(operator.returns)
-    return () if count == 0 else (made,) if count == 1 else tuple(made)
+    return () if count == 0 else (local_result,) if count == 1 else tuple(local_result)

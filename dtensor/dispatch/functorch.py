@@ -1,8 +1,9 @@
-"""DTensors that transforms of ``torch.func`` hide, and functions of autograd that go through such transforms.
+"""Functorch: DTensors inside transforms of ``torch.func``, and autograd functions that such transforms support.
 
-``vmap`` shows a tensor of one dim less than the DTensor below it has: as that tensor lies, see :func:`layout_of`. A function of
-layouts runs on what is below, with the batch in front and a dim more in each layout. The old ``vmap``, by which autograd takes
-gradients in batches (``is_grads_batched=True``, ``vectorize=True``), is no transform: what it hides is opened by its level.
+``vmap`` wraps a DTensor in a tensor with one dim less; :func:`layout_of` gives the layout without that dim. An autograd function
+with layouts among its arguments runs on the DTensors below, with the batch as the first dim and one more dim in each layout. The
+legacy ``vmap``, by which autograd takes gradients in batches (``is_grads_batched=True``, ``vectorize=True``), is no transform of
+``torch.func``: its tensors are unwrapped by their level.
 """
 
 from __future__ import annotations
@@ -35,24 +36,29 @@ from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Placement, Replicate, Shard
 
-_LEVEL = 1  # of the old vmap: torch opens one at a time
+_LEGACY_LEVEL = 1  # torch enters one legacy vmap at a time
 
 
 class Transformed(torch.autograd.Function):
-    """A function of DTensors that transforms of ``torch.func`` go through: with ``setup_context``, where arguments may be hidden
-    (see :func:`layout_of`), and :meth:`lay`, since the function runs on a batch where the batch is whole on all ranks.
+    """An autograd function of DTensors that transforms of ``torch.func`` support.
+
+    Subclasses define ``setup_context``, in which arguments may be wrapped by a transform (see :func:`layout_of`), and
+    :meth:`lay`, since the function runs on batches with an unsharded batch dim.
     """
 
     @staticmethod
     def lay(x: Any, placements: Sequence[Placement]) -> Any:
-        """``x`` (a DTensor, perhaps hidden) under other placements."""
+        """Return ``x`` (a DTensor, perhaps wrapped by a transform) redistributed to other placements."""
         raise NotImplementedError
 
 
 def recorded(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``function.apply`` for arguments that are DTensors: without a search for what a functorch transform left behind, which
-    wraps plain tensors only. Inside a transform, torch's own, or refused if the function is not :class:`Transformed`."""
-    alone = super(torch.autograd.Function, function).apply  # type: ignore[misc]  # the C++ one
+    """Return ``function.apply`` for DTensor arguments.
+
+    Outside of transforms it skips torch's search for wrappers of dead transforms, which wrap plain tensors only. Inside of a
+    transform it raises UnsupportedOperationError if ``function`` is not :class:`Transformed`.
+    """
+    apply_directly = super(torch.autograd.Function, function).apply  # type: ignore[misc]  # the method in C++
     if not issubclass(function, Transformed):
 
         def apply(*args: Any) -> Any:
@@ -61,22 +67,22 @@ def recorded(function: type[torch.autograd.Function]) -> Callable[..., Any]:
                     f"{function.__name__} inside torch.func.grad, vjp, jvp or vmap is not supported; differentiate by "
                     "torch.autograd.grad, torch.autograd.functional or torch.autograd.forward_ad"
                 )
-            return alone(*args)
+            return apply_directly(*args)
 
         return apply
 
-    def call(*args: Any) -> Any:
+    def apply_under_transforms(*args: Any) -> Any:
         if functorch_active():
-            return within.apply(*map(_Box.of, args))
-        return in_batches(*args) if any(map(_is_old, args)) else alone(*args)
+            return boxed.apply(*map(_LayoutBox.of, args))
+        return apply_batched(*args) if any(map(_is_legacy_wrapped, args)) else apply_directly(*args)
 
-    within = _with_boxes(function, call)
-    in_batches = super(torch.autograd.Function, _of_old_batches(function, call)).apply  # type: ignore[misc]
-    return call
+    boxed = _make_boxed_function(function, apply_under_transforms)
+    apply_batched = super(torch.autograd.Function, _make_legacy_function(function, apply_under_transforms)).apply  # type: ignore[misc]
+    return apply_under_transforms
 
 
-class _Box:
-    """A layout among arguments that torch looks through for those that override its functions: a layout does."""
+class _LayoutBox:
+    """Box of a layout among arguments: torch searches arguments for objects with ``__torch_function__``, and a layout has one."""
 
     __slots__ = ("layout",)
 
@@ -85,70 +91,70 @@ class _Box:
 
     @staticmethod
     def of(x: Any) -> Any:
-        return _Box(x) if isinstance(x, Layout) else x
+        return _LayoutBox(x) if isinstance(x, Layout) else x
 
 
-def _with_boxes(function: type[Transformed], call: Callable[..., Any]) -> type[Transformed]:
-    """The same function of boxed layouts."""
+def _make_boxed_function(function: type[Transformed], call: Callable[..., Any]) -> type[Transformed]:
+    """Return ``function`` with boxed layouts as arguments, and with a ``vmap`` rule."""
 
-    def opened(args: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(x.layout if isinstance(x, _Box) else x for x in args)
+    def unbox(args: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(x.layout if isinstance(x, _LayoutBox) else x for x in args)
 
     def forward(*args: Any) -> Any:
-        return function.forward(*opened(args))
+        return function.forward(*unbox(args))
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        function.setup_context(ctx, opened(inputs), output)
+        function.setup_context(ctx, unbox(inputs), output)
 
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        made = call(*_of_batch(function, info.batch_size, opened(args), in_dims))
-        return made, (0,) * len(made) if isinstance(made, tuple) else 0
+        result = call(*_make_batched_args(function, info.batch_size, unbox(args), in_dims))
+        return result, (0,) * len(result) if isinstance(result, tuple) else 0
 
     methods = {"forward": forward, "setup_context": setup_context, "vmap": vmap}
     return type(function.__name__, (function,), {name: staticmethod(method) for name, method in methods.items()})
 
 
-def _of_old_batches(function: type[Transformed], call: Callable[..., Any]) -> type[Transformed]:
-    """The same function of tensors under the old ``vmap``."""
+def _make_legacy_function(function: type[Transformed], call: Callable[..., Any]) -> type[Transformed]:
+    """Return ``function`` for tensors of the legacy ``vmap``."""
+
+    def wrap_batch(x: Any) -> Any:
+        return add_batch_dim(x, 0, _LEGACY_LEVEL)
 
     def forward(*args: Any) -> Any:
-        given = [remove_batch_dim(x, _LEVEL, 1, 0) if _is_old(x) else x for x in args]
-        dims = [0 if _is_old(x) else None for x in args]
-        size = next(x.shape[0] for x, dim in zip(given, dims, strict=True) if dim == 0)
-        made = call(*_of_batch(function, size, given, dims))
-        return tuple(map(_batched, made)) if isinstance(made, tuple) else _batched(made)
+        unwrapped = [remove_batch_dim(x, _LEGACY_LEVEL, 1, 0) if _is_legacy_wrapped(x) else x for x in args]
+        dims = [0 if _is_legacy_wrapped(x) else None for x in args]
+        size = next(x.shape[0] for x, dim in zip(unwrapped, dims, strict=True) if dim == 0)
+        result = call(*_make_batched_args(function, size, unwrapped, dims))
+        return tuple(map(wrap_batch, result)) if isinstance(result, tuple) else wrap_batch(result)
 
     return type(function.__name__, (function,), {"forward": staticmethod(forward)})
 
 
-def _batched(x: Any) -> Any:
-    return add_batch_dim(x, 0, _LEVEL)
+def _make_batched_args(function: type[Transformed], size: int, args: Sequence[Any], dims: Sequence[Any]) -> list[Any]:
+    """Return the arguments below a ``vmap``: row-major tensors with an unsharded batch dim first, and layouts with one more dim.
 
-
-def _of_batch(function: type[Transformed], size: int, args: Sequence[Any], dims: Sequence[Any]) -> list[Any]:
-    """The arguments below a ``vmap``: row-major tensors, the batch in front and whole on all ranks, layouts of a dim more."""
-    given = []
+    Args:
+        size: the batch size.
+        dims: the batch dim of each argument; None if it has none.
+    """
+    batched = []
     for x, dim in zip(args, dims, strict=True):
         if isinstance(x, Layout):
-            x = _widened(x, size)
+            placements = tuple(_shift_shard_dim(p, 1) for p in x.placements)
+            x = x.replace(placements=placements, shape=(size, *x.shape))
         elif isinstance(x, torch.Tensor):
             x = (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).contiguous()
             if (own := layout_of(x)) is not None:
-                wanted = tuple(_moved(p, 1) for p in _without(own, 0).placements)
-                x = x if wanted == own.placements else function.lay(x, wanted)
-        given.append(x)
-    return given
+                target = tuple(_shift_shard_dim(p, 1) for p in _remove_dim(own, 0).placements)
+                x = x if target == own.placements else function.lay(x, target)
+        batched.append(x)
+    return batched
 
 
-def _widened(layout: Layout, size: int) -> Layout:
-    placements = tuple(_moved(p, 1) for p in layout.placements)
-    return layout.replace(placements=placements, shape=(size, *layout.shape))
-
-
-def _without(layout: Layout, dim: int) -> Layout:
-    """The layout of each of the tensors along a dim; where that is cut, each is whole."""
+def _remove_dim(layout: Layout, dim: int) -> Layout:
+    """Return the layout of one slice along ``dim``; a mesh dim that shards ``dim`` replicates the slice."""
     placements = tuple(
-        Replicate() if getattr(p, "dim", None) == dim else _moved(p, -1) if getattr(p, "dim", dim) > dim else p
+        Replicate() if getattr(p, "dim", None) == dim else _shift_shard_dim(p, -1) if getattr(p, "dim", dim) > dim else p
         for p in layout.placements
     )
     shape, stride = [*layout.shape], [*layout.stride]
@@ -156,26 +162,26 @@ def _without(layout: Layout, dim: int) -> Layout:
     return Layout.of(layout.mesh, placements, tuple(shape), tuple(stride), layout.dtype)
 
 
-def _moved(placement: Placement, by: int) -> Placement:
+def _shift_shard_dim(placement: Placement, by: int) -> Placement:
     return replace(placement, dim=placement.dim + by) if isinstance(placement, Shard) else placement
 
 
 def layout_of(x: Any) -> Any:
-    """The layout of a DTensor, as it is seen also where transforms hide it: ``vmap`` takes a dim away. None: it is no DTensor."""
+    """Return the layout of a DTensor, also inside transforms, without the dims that ``vmap`` removes; None for other objects."""
     own = getattr(x, "_layout", None)
     if own is not None or not isinstance(x, torch.Tensor):
         return own
     if is_functorch_wrapped(x):
         below = layout_of(functorch_unwrapped(x))
-        return _without(below, hidden_dim(x)) if below is not None and is_functorch_batched(x) else below
+        return _remove_dim(below, hidden_dim(x)) if below is not None and is_functorch_batched(x) else below
     if is_legacy_batched(x):
-        below = layout_of(_opened(x))
-        return None if below is None else _without(below, 0)
+        below = layout_of(_unwrap_legacy(x))
+        return None if below is None else _remove_dim(below, 0)
     return None
 
 
 def placed_of(x: Any) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Mesh and placements of a DTensor, also where transforms hide it; a compiled program asks for these without sizes."""
+    """Return the mesh and the placements of a DTensor, also inside transforms; torch.compile traces this without sizes."""
     own: tuple[DeviceMesh, tuple[Placement, ...]] | None = getattr(x, "_placed", None)
     if own is None:
         layout = layout_of(x)
@@ -183,34 +189,38 @@ def placed_of(x: Any) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     return own
 
 
-def _opened(x: torch.Tensor) -> torch.Tensor:
-    """What is below the old ``vmap``, the batch in front."""
-    below = remove_batch_dim(x, _LEVEL, 1, 0)
+def _unwrap_legacy(x: torch.Tensor) -> torch.Tensor:
+    """Return the tensor below the legacy ``vmap``, with the batch as its first dim."""
+    below = remove_batch_dim(x, _LEGACY_LEVEL, 1, 0)
     if is_legacy_batched(below):
         raise UnsupportedOperationError("nested batched gradients of a DTensor (is_grads_batched=True) are not supported")
     return below
 
 
 def below_transforms() -> AbstractContextManager[Any]:
-    """What is made here is a constant to transforms of ``torch.func`` around, which would wrap each rank's tensor."""
+    """Return a context in which new tensors are constants to the transforms of ``torch.func`` around it.
+
+    Otherwise these would wrap the local tensor of each rank.
+    """
     return DisableFuncTorch() if functorch_active() else nullcontext()
 
 
 def transformed() -> bool:
-    """Whether transforms of ``torch.func`` see what is done here (see :func:`below_transforms`)."""
+    """Return True inside a transform of ``torch.func``, but not inside of :func:`below_transforms`."""
     return functorch_active() and not is_key_excluded(DispatchKey.FuncTorchDynamicLayerFrontMode)
 
 
-def within_transforms(made: Any) -> Any:
-    """What was made below them, as they take what is made inside of them: something that the function may write to."""
-    return made.clone() if functorch_active() else made
+def within_transforms(x: Any) -> Any:
+    """Return ``x``, made below the active transforms, as a tensor that the transformed function may write to."""
+    return x.clone() if functorch_active() else x
 
 
 def constant(x: torch.Tensor) -> torch.Tensor:
-    """What a plain tensor is below all transforms.
+    """Unwrap a plain tensor from all transforms.
 
     Raises:
-        LayoutError: one of them differentiates it. UnsupportedOperationError: one of them hides a dim.
+        LayoutError: a transform differentiates it.
+        UnsupportedOperationError: a ``vmap`` batches it.
     """
     with ExitStack() as levels:
         while is_functorch_wrapped(x):
@@ -229,22 +239,22 @@ def constant(x: torch.Tensor) -> torch.Tensor:
 
 
 def has_tangent(x: torch.Tensor) -> bool:
-    """Whether derivatives are carried forward with ``x``."""
+    """Return True if ``x`` has a tangent of forward-mode differentiation."""
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
 def alone(x: torch.Tensor) -> torch.Tensor:
-    """``x.detach()``, for which the old ``vmap`` has no rule."""
+    """Return ``x.detach()``, for which the legacy ``vmap`` has no rule."""
     if not is_legacy_batched(x):
         return x.detach()
     with torch.no_grad():
         return x.view_as(x)
 
 
-def _is_old(x: Any) -> bool:
+def _is_legacy_wrapped(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and is_legacy_batched(x)
 
 
 def is_wrapped(x: torch.Tensor) -> bool:
-    """Whether a transform (``vmap``, also the one of ``gradcheck``) hides what this tensor is."""
+    """Return True if a transform wraps ``x``, also the legacy ``vmap`` of ``gradcheck``."""
     return is_functorch_wrapped(x) or is_legacy_batched(x)

@@ -1,4 +1,4 @@
-"""Gradients of what was moved go back to where that lies."""
+"""Gradient redistribution: the gradient of a redistributed operand is redistributed back to the placements of the operand."""
 
 from __future__ import annotations
 
@@ -12,56 +12,64 @@ from ..base.mode_stack import Scoped
 from ..cost.link import link_of
 from ..layout.layout import Layout
 from ..placement import Replicate, Shard
-from .alias_base import recorded
+from .version_counters import is_recorded
 
-PLANNED: Scoped[Callable[[], bool]] = Scoped("planned")  # asks whether a plan says where operands are to lie, and moves them
-BRINGING = ContextVar("bringing back", default=False)  # what is moved now is moved for the calls: no program asked for it
+PLANNED: Scoped[Callable[[], bool]] = Scoped("planned")  # returns True if a program plan chooses the layouts of operands
+BRINGING = ContextVar("bringing back", default=False)  # True while dispatch, not the program, redistributes a gradient
 
 
-def brought(grad: Any, move: Callable[[], Any]) -> Any:
-    """``move()``: a gradient where its value lies, for the calls that meet both; itself where a plan says what they are given."""
+def brought(grad: Any, redistribute: Callable[[], Any]) -> Any:
+    """Return ``redistribute()``, the gradient in the placements of its value; ``grad`` itself if a plan chooses layouts."""
     if PLANNED.held and PLANNED.last(bool)():
         return grad
     token = BRINGING.set(True)
     try:
-        return move()
+        return redistribute()
     finally:
         BRINGING.reset(token)
 
 
-def bring_back(x: Any, part: bool) -> bool:
-    """Have the gradient of ``x``, which is moved, brought to where ``x`` lies once all of its terms are there: half of what
-    adding them up everywhere moves, and the pass back meets what the pass forward left where that lies. Whether it has one."""
-    if not (x.requires_grad and torch.is_grad_enabled() and recorded(x)):
+def register_grad_redistribute(x: Any, is_part: bool) -> bool:
+    """Redistribute the complete gradient of ``x``, which is redistributed itself, to the sharded placements of ``x``.
+
+    That moves half of what an all-reduce of the gradient moves, and the backward pass meets what the forward pass left in the
+    same placements.
+
+    Args:
+        is_part: ``x`` is one of several views of its base.
+
+    Returns:
+        True if autograd records ``x``, so that its gradient passes here.
+    """
+    if not (x.requires_grad and torch.is_grad_enabled() and is_recorded(x)):
         return False
-    layout, known = x._layout, x.grad_fn.metadata  # of the node: what is written to in place has another
+    layout, metadata = x._layout, x.grad_fn.metadata  # per node: a tensor that is written in place gets another node
     key = "dtensor", x.output_nr
-    if key in known or layout.reduced() is not layout or not any(layout.splits):
+    if key in metadata or layout.reduced() is not layout or not any(layout.splits):
         return True
-    known[key] = True
+    metadata[key] = True
 
-    def bring(grad: Any) -> Any:
-        have = getattr(grad, "_layout", None)
-        if have is None or have.mesh != layout.mesh:
+    def redistribute_grad(grad: Any) -> Any:
+        found = getattr(grad, "_layout", None)
+        if found is None or found.mesh != layout.mesh:
             return None
-        pairs = list(zip(layout.placements, have.placements, strict=True))
-        if any(isinstance(found, Shard) and not isinstance(own, Shard) for own, found in pairs):
-            return None  # it is cut in smaller blocks
-        cut = [(own, found) for own, found in pairs if isinstance(own, Shard)]
-        if all(found in (own, Replicate()) or (part and isinstance(found, Shard)) for own, found in cut):
-            return None  # who puts parts' gradients together has them moved together
-        wanted = have.replace(placements=[own if isinstance(own, Shard) else found for own, found in pairs])
-        ragged = any(isinstance(where, Shard) and where.sizes is not None for pair in cut for where in pair)
-        if ragged and _takes_long(wanted, have):
-            return None  # it stays as even as it is
-        return brought(grad, lambda: grad.redistribute(placements=wanted.placements))
+        pairs = list(zip(layout.placements, found.placements, strict=True))
+        if any(isinstance(theirs, Shard) and not isinstance(ours, Shard) for ours, theirs in pairs):
+            return None  # the gradient is sharded further
+        sharded = [(ours, theirs) for ours, theirs in pairs if isinstance(ours, Shard)]
+        if all(theirs in (ours, Replicate()) or (is_part and isinstance(theirs, Shard)) for ours, theirs in sharded):
+            return None  # the backward of chunk or unbind redistributes all parts in one exchange
+        target = found.replace(placements=[ours if isinstance(ours, Shard) else theirs for ours, theirs in pairs])
+        uneven = any(isinstance(each, Shard) and each.sizes is not None for pair in sharded for each in pair)
+        if uneven and _makes_slow_rank(target, found):
+            return None
+        return brought(grad, lambda: grad.redistribute(placements=target.placements))
 
-    x.register_hook(bring)
+    x.register_hook(redistribute_grad)
     return True
 
 
-def _takes_long(wanted: Layout, have: Layout) -> bool:
-    """Whether somebody gets more than he has, and not only a little: what each operation that meets what lies there would take is
-    one more collective at least."""
-    most, ranks, rate = wanted.max_local_nbytes, wanted.mesh.size(), link_of(wanted.mesh).exchange
-    return most > have.max_local_nbytes and rate.seconds(ranks, most) > 1.25 * rate.seconds(ranks, 0)
+def _makes_slow_rank(target: Layout, found: Layout) -> bool:
+    """Return True if the largest local tensor grows, and is large enough to slow down each later collective on it."""
+    most, ranks, rate = target.max_local_nbytes, target.mesh.size(), link_of(target.mesh).exchange
+    return most > found.max_local_nbytes and rate.seconds(ranks, most) > 1.25 * rate.seconds(ranks, 0)

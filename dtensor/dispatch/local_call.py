@@ -1,20 +1,26 @@
 """Local call: the function that runs on the local tensors of a planned call, and the arguments that differ on each rank.
 
-It is the operator itself, a function of the operator's rule, a kernel with collectives of its own, or a form of these that skips
+It is the operator itself, a function of the operator's rule, a kernel with collectives of its own, or one of these that skips
 ranks whose results have no elements.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from ..base.memory_order import memory_order
+from ..base.tensor_tree import tensors
+from ..base.torch_internals import tree_map
 from ..base.tracing import REFUSED
 from ..comm import communicator_of
+from ..layout.layout import Layout
+from ..mesh.device_mesh import DeviceMesh
 from ..propagation.op_schema import Form, Operator
 from ..propagation.propagate import Plan
 from ..random.draw import from_one_state
@@ -22,10 +28,8 @@ from ..ranks.rank_values import RankValues, agreed
 from ..rules.call import Call
 from ..rules.kernel_context import KernelContext, plain_op
 from ..rules.rule import LocalView
-from .empty_shards import as_all_ranks_do, idle_of
-from .foreach_scalars import with_numbers_once
 from .frame import Frame
-from .fused_list_ops import through_memory
+from .list_ops import convert_scalars_once, match_list_strides
 from .local_op import local_function
 
 Constants = dict[str, Any]  # arguments by name that a rank gets in place of the user's
@@ -48,63 +52,61 @@ class LocalCall:
 
     def __call__(self, frame: Frame) -> None:
         local_args, local_kwargs = frame.local_args, frame.local_kwargs
-        for where, value in self.constants:
-            local_args[where] = value
+        for position, value in self.constants:
+            local_args[position] = value
         if self.keywords:
             local_kwargs.update(self.keywords)
-        frame.made = self.func(*local_args, **local_kwargs)
+        frame.local_result = self.func(*local_args, **local_kwargs)
 
 
 def call_local_function(plan: Plan, operator: Operator, form: Form) -> LocalCall:
     """Call the local function on the local tensors that this process holds."""
     rule = plan.rule
     if operator.facts.flat:
-        return LocalCall(through_memory(operator))
+        return LocalCall(match_list_strides(operator))
     if plan.how == "gather":
-        return LocalCall(_draw_on_whole_operands(plan, operator) if operator.seeded else operator.func)
+        return LocalCall(_draw_on_gathered(plan, operator) if operator.seeded else operator.func)
     if is_kernel(plan):
-        tail = [(slice(form.count, form.count), form.tail)] if form.tail else []
-        kernel = kernel_of(plan)
-        nothing = idle_of(plan, operator) if _runs_alone(plan) else None
-        return LocalCall(partial(nothing.without(kernel) if nothing else kernel, **_but_for(form.lacking, operator.outs)), tail)
-    own = None if rule is None or rule.local is None else _of_those_here(plan, rule.local)
-    by_member = _constants(plan)
+        defaults = [(slice(form.count, form.count), form.tail)] if form.tail else []
+        kernel = bind_kernel(plan)
+        empty = find_empty_ranks(plan, operator) if _is_plain_kernel(plan) else None
+        lacking = {name: value for name, value in form.lacking.items() if name not in operator.outs}
+        return LocalCall(partial(empty.skip(kernel) if empty else kernel, **lacking), defaults)
+    rule_function = None if rule is None or rule.local is None else _function_for_ranks_here(plan, rule.local)
+    by_member = _rank_constants(plan)
     if by_member:
-        return _with_rank_constants(plan, operator, form, by_member)
-    if own:
-        nothing = idle_of(plan, operator)
-        return LocalCall(own if nothing is None else nothing.without(getattr(own, "of_one_rank", own)))
-    func = with_numbers_once(plan, operator, local_function(operator.func))
-    if operator.mutated and not operator.outs and not operator.facts.per_element and _may_share_memory(plan):
+        return _call_with_rank_constants(plan, operator, form, by_member)
+    if rule_function:
+        empty = find_empty_ranks(plan, operator)
+        one_rank_function = getattr(rule_function, "of_one_rank", rule_function)
+        return LocalCall(rule_function if empty is None else empty.skip(one_rank_function))
+    func = convert_scalars_once(plan, operator, local_function(operator.func))
+    if operator.mutated and not operator.outs and not operator.facts.per_element and _may_refuse_shared_memory(plan):
         return LocalCall(_clone_if_refused(plan, func))
-    return LocalCall(as_all_ranks_do(plan, operator, func))
+    return LocalCall(with_uniform_errors(plan, operator, func))
 
 
-def _draw_on_whole_operands(plan: Plan, operator: Operator) -> Callable[..., Any]:
+def _draw_on_gathered(plan: Plan, operator: Operator) -> Callable[..., Any]:
     """Return the operator on gathered operands, run by every rank from the same generator state, which advances once.
 
     Numbers that the operator returns must be the same on all ranks.
     """
 
-    def one(member: int | None, positional: Sequence[Any], keywords: Constants) -> Any:
+    def run_one(member: int | None, positional: Sequence[Any], keywords: Constants) -> Any:
         return operator.func(*positional, **keywords)
 
     def run(*local_args: Any, **local_kwargs: Any) -> Any:
-        made = from_one_state(plan.call.mesh, local_kwargs.get("generator"), one, local_args, local_kwargs)
-        if not isinstance(made, tuple):
-            return made
-        return tuple(agreed([*value], operator.name) if isinstance(value, RankValues) else value for value in made)
+        result = from_one_state(plan.call.mesh, local_kwargs.get("generator"), run_one, local_args, local_kwargs)
+        if not isinstance(result, tuple):
+            return result
+        return tuple(agreed([*value], operator.name) if isinstance(value, RankValues) else value for value in result)
 
     return run
 
 
-def _of_those_here(plan: Plan, own: Callable[..., Any]) -> Callable[..., Any]:
+def _function_for_ranks_here(plan: Plan, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a rule's function for the ranks of this process: the version for one rank if this process is one rank."""
-    return own if communicator_of(plan.call.mesh).holds_all else getattr(own, "of_one_rank", own)
-
-
-def _but_for(values: Constants, names: Sequence[str]) -> Constants:
-    return {name: value for name, value in values.items() if name not in names}
+    return function if communicator_of(plan.call.mesh).holds_all else getattr(function, "of_one_rank", function)
 
 
 def is_kernel(plan: Plan) -> bool:
@@ -119,70 +121,73 @@ def has_own_function(plan: Plan) -> bool:
     return is_kernel(plan) or (plan.rule is not None and plan.rule.local is not None)
 
 
-def _runs_alone(plan: Plan) -> bool:
+def _is_plain_kernel(plan: Plan) -> bool:
     """Return True if the kernel is the operator itself, without collectives: ranks with nothing to compute may skip it."""
-    row = None if plan.chosen is None else plan.chosen.kernel_row
-    return row is not None and row.kernel is not None and row.kernel.run is plain_op
+    strategy = None if plan.chosen is None else plan.chosen.kernel_row
+    return strategy is not None and strategy.kernel is not None and strategy.kernel.run is plain_op
 
 
-def kernel_of(plan: Plan) -> Callable[..., Any]:
+def bind_kernel(plan: Plan) -> Callable[..., Any]:
     """Return the kernel of a plan with its context bound."""
     assert plan.rule is not None
-    chosen, row = plan.chosen, None if plan.chosen is None else plan.chosen.kernel_row
+    chosen, strategy = plan.chosen, None if plan.chosen is None else plan.chosen.kernel_row
     assert chosen is not None
-    if row is None or row.kernel is None:
+    if strategy is None or strategy.kernel is None:
         assert plan.rule.run is not None
-        return partial(plan.rule.run, KernelContext(_served(plan), chosen.operands, chosen.results, (), (1,)))
+        return partial(plan.rule.run, KernelContext(_keyed_call(plan), chosen.operands, chosen.results, (), (1,)))
     splits = chosen.kernel_splits
     mesh_dims = tuple(mesh_dim for split in splits.values() for mesh_dim in split.mesh_dims)
     sizes = next(iter(splits.values())).sizes if len(splits) == 1 else ()
-    return partial(row.kernel.run, KernelContext(_served(plan), chosen.operands, chosen.results, mesh_dims, sizes, splits))
+    context = KernelContext(_keyed_call(plan), chosen.operands, chosen.results, mesh_dims, sizes, splits)
+    return partial(strategy.kernel.run, context)
 
 
-def _served(plan: Plan) -> Call:
+def _keyed_call(plan: Plan) -> Call:
     """Return the call without the values of numbers that calls with the same plan may differ in."""
     return plan.call if plan.rule is not None and plan.rule.floats_matter else plan.call.for_all_numbers()
 
 
 # --- arguments that differ from rank to rank ----------------------------------------------------------------------------
-def _constants(plan: Plan) -> dict[int, Constants]:
+def _rank_constants(plan: Plan) -> dict[int, Constants]:
     """Return for each member in this process the arguments that the rule's ``local_args`` replaces; {} if it replaces none."""
     rewrite = None if plan.rule is None else plan.rule.local_args
     if rewrite is None or plan.chosen is None:
         return {}
-    mesh, chosen, call = plan.call.mesh, plan.chosen, _served(plan)
+    mesh, chosen, call = plan.call.mesh, plan.chosen, _keyed_call(plan)
     layouts = [layout for layout in chosen.results if layout is not None]
     held = communicator_of(mesh).held
-    found = {member: rewrite(call, LocalView(chosen.operands, layouts, mesh.coordinates[member])) for member in held}
-    return found if any(found.values()) else {}
+    constants = {member: rewrite(call, LocalView(chosen.operands, layouts, mesh.coordinates[member])) for member in held}
+    return constants if any(constants.values()) else {}
 
 
-def _with_rank_constants(plan: Plan, operator: Operator, form: Form, by_member: dict[int, Constants]) -> LocalCall:
-    own = None if plan.rule is None or plan.rule.local is None else _of_those_here(plan, plan.rule.local)
-    known = operator.names if own is None else (*operator.names, *{name for values in by_member.values() for name in values})
-    positional, func = operator.names[: operator.positional], own or local_function(operator.func)
+def _call_with_rank_constants(plan: Plan, operator: Operator, form: Form, by_member: dict[int, Constants]) -> LocalCall:
+    rule_function = None if plan.rule is None or plan.rule.local is None else _function_for_ranks_here(plan, plan.rule.local)
+    accepted = {*operator.names}
+    if rule_function is not None:
+        accepted.update(name for values in by_member.values() for name in values)
+    positional, func = operator.names[: operator.positional], rule_function or local_function(operator.func)
     if plan.moves and operator.facts.needs_strides:
-        func = _dense_if_refused(func)
-    given = {member: _filled(form, values) for member, values in by_member.items()}
-    named = {
-        member: {name: value for name, value in values.items() if name in known and name not in positional}
+        func = _make_contiguous_if_refused(func)
+    by_position = {member: _fill_positions(form, values) for member, values in by_member.items()}
+    by_name = {
+        member: {name: value for name, value in values.items() if name in accepted and name not in positional}
         for member, values in by_member.items()
     }
-    comm, nothing = communicator_of(plan.call.mesh), idle_of(plan, operator)
+    comm, empty = communicator_of(plan.call.mesh), find_empty_ranks(plan, operator)
     if not comm.holds_all:
         (member,) = by_member
-        return LocalCall(func, given[member], named[member]) if nothing is None else LocalCall(nothing.without(func))
+        return LocalCall(func, by_position[member], by_name[member]) if empty is None else LocalCall(empty.skip(func))
 
-    def one(member: int, *local_args: Any, **local_kwargs: Any) -> Any:
+    def run_one(member: int, *local_args: Any, **local_kwargs: Any) -> Any:
         filled = list(local_args)
-        for where, value in given[member]:
-            filled[where] = value
-        return func(*filled, **{**local_kwargs, **named[member]})
+        for position, value in by_position[member]:
+            filled[position] = value
+        return func(*filled, **{**local_kwargs, **by_name[member]})
 
-    return LocalCall(partial(comm.map, one if nothing is None else nothing.or_nothing(one)))
+    return LocalCall(partial(comm.map, run_one if empty is None else empty.skip_member(run_one)))
 
 
-def _dense_if_refused(func: Callable[..., Any]) -> Callable[..., Any]:
+def _make_contiguous_if_refused(func: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``func``, a view operator; it copies a redistributed operand if its strides do not allow the view."""
 
     def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -194,40 +199,145 @@ def _dense_if_refused(func: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _filled(form: Form, values: Constants) -> Filled:
+def _fill_positions(form: Form, values: Constants) -> Filled:
     """Return positions and values for ``values``; arguments that the call left out get their defaults as far as needed."""
     names = form.operator.names[: form.operator.positional]
     last = max((k for k, name in enumerate(names) if name in values), default=-1)
-    late = [values.get(name, default) for name, default in zip(names[form.count : last + 1], form.tail, strict=False)]
-    given: list[tuple[Any, Any]] = [(k, values[name]) for k, name in enumerate(names[: form.count]) if name in values]
-    return [*given, (slice(form.count, form.count), late)] if late else given
+    appended = [values.get(name, default) for name, default in zip(names[form.count : last + 1], form.tail, strict=False)]
+    filled: list[tuple[Any, Any]] = [(k, values[name]) for k, name in enumerate(names[: form.count]) if name in values]
+    return [*filled, (slice(form.count, form.count), appended)] if appended else filled
 
 
 # --- operands that share memory with the one written to --------------------------------------------------------------------
-def _may_share_memory(plan: Plan) -> bool:
+def _may_refuse_shared_memory(plan: Plan) -> bool:
     """Return True if torch may refuse overlapping operands on some ranks and not on others.
 
     Torch refuses operands that share memory if both are dense or their strides differ. A shard with one row may be dense where
     the global tensor is not, and a shard with no rows is never refused.
     """
     layouts = plan.call.operands
-    gaps = any(memory_order(tuple(layout.shape), layout.stride) is None for layout in layouts)
-    return gaps or any(one is not None and min(one.sizes) < 2 for layout in layouts if not layout.sized for one in layout.splits)
+    have_gaps = any(memory_order(tuple(layout.shape), layout.stride) is None for layout in layouts)
+    splits = [split for layout in layouts if not layout.sized for split in layout.splits if split is not None]
+    return have_gaps or any(min(split.sizes) < 2 for split in splits)
 
 
 def _clone_if_refused(plan: Plan, func: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``func``; on a rank where it refuses operands that share memory, it gets copies of all operands but the first."""
     comm = communicator_of(plan.call.mesh)
 
-    def one(member: int, local_args: Sequence[Any], local_kwargs: dict[str, Any]) -> Any:
+    def clone_tensor(value: Any) -> Any:
+        return value.clone() if isinstance(value, torch.Tensor) else value
+
+    def run_one(member: int, local_args: Sequence[Any], local_kwargs: dict[str, Any]) -> Any:
         try:
             return func(*local_args, **local_kwargs)
         except REFUSED:
             first, *others = local_args
-            return func(first, *map(_cloned, others), **{name: _cloned(value) for name, value in local_kwargs.items()})
+            return func(first, *map(clone_tensor, others), **{name: clone_tensor(x) for name, x in local_kwargs.items()})
 
-    return lambda *local_args, **local_kwargs: comm.map(one, local_args, local_kwargs)
+    return lambda *local_args, **local_kwargs: comm.map(run_one, local_args, local_kwargs)
 
 
-def _cloned(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
+# --- empty shards -------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class EmptyRanks:
+    """The ranks of this process whose results have no elements: they skip the kernel, which many accelerators do not start.
+
+    Attributes:
+        members: these ranks.
+        mesh: the mesh of the call.
+        layouts: the layouts of the results; None for a result that was not requested.
+        outs: the names of ``out=`` arguments.
+    """
+
+    members: frozenset[int]
+    mesh: DeviceMesh
+    layouts: tuple[Layout | None, ...]
+    outs: tuple[str, ...]
+
+    def make_results(self, member: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Allocate the empty results of one rank, on the device of its first tensor argument, else of the mesh.
+
+        ``out=`` tensors are returned as they are.
+        """
+        like = next(iter(tensors((args, kwargs))), None)
+        like = torch.empty(0, device=self.mesh.device_type) if like is None else like
+        blocks = [kwargs[out] for out in self.outs if out in kwargs] or [
+            None if layout is None else layout.block_beside(like, member) for layout in self.layouts
+        ]
+        return blocks[0] if len(blocks) == 1 else tuple(blocks)
+
+    def skip_member(self, run_one: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``run_one(member, *locals)`` for ranks with elements, and empty results for these ranks."""
+
+        def run(member: int, *args: Any, **kwargs: Any) -> Any:
+            is_empty = member in self.members
+            result = self.make_results(member, args, kwargs) if is_empty else run_one(member, *args, **kwargs)
+            return tuple(result) if isinstance(result, tuple) else result  # equal types on all ranks, not torch's named tuples
+
+        return run
+
+    def skip(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``func``, which gets the local tensors of one rank, for the ranks of this process; these ranks skip it."""
+        run_one = self.skip_member(lambda member, *args, **kwargs: func(*args, **kwargs))
+        comm = communicator_of(self.mesh)
+        return partial(comm.map, run_one) if comm.holds_all else partial(run_one, *self.members)
+
+
+def find_empty_ranks(plan: Plan, operator: Operator) -> EmptyRanks | None:
+    """Return the ranks of this process whose results have no elements; None if there are none, or results are not known."""
+    if plan.chosen is None or operator.is_view or operator.seeded or operator.mutated.difference(operator.outs):
+        return None
+    if "device" in operator.names:  # its results may be on another device than the mesh's, as in forward mode
+        return None
+    mesh, results, returns = plan.call.mesh, plan.chosen.results, operator.func._schema.returns
+    layouts = [layout for layout in results if layout is not None]
+    if len(results) != len(returns) or any(not _may_have_empty_shard(layout) or layout.sized for layout in layouts):
+        return None
+    if any(str(one.type) != "Tensor" for one in returns) or not any(layout.numel for layout in layouts):  # empty on all ranks
+        return None
+    held = communicator_of(mesh).held
+    members = frozenset(m for m in held if not any(math.prod(layout.shape_of(m)) for layout in layouts))
+    return EmptyRanks(members, mesh, results, operator.outs) if members else None
+
+
+def _may_have_empty_shard(layout: Layout) -> bool:
+    """Return True if the local tensor of a rank has no elements, or if symbolic sizes leave that open."""
+    return layout.sized or not layout.numel or any(split is not None and 0 in split.sizes for split in layout.splits)
+
+
+def with_uniform_errors(plan: Plan, operator: Operator, func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``func`` for ranks with empty shards, so that they raise what ranks with elements raise.
+
+    A rank with empty results skips the kernel (:class:`EmptyRanks`). A rank with an empty operand first calls it once with one
+    element in place of none: kernels refuse a dtype only if they have something to do.
+    """
+    empty = find_empty_ranks(plan, operator)
+    compute = func if empty is None else empty.skip(func)
+    comm, operands = communicator_of(plan.call.mesh), plan.call.operands if plan.chosen is None else plan.chosen.operands
+    never_raises = operator.is_view or operator.mutated or operator.seeded
+    if never_raises or comm.holds_all or not any(map(_may_have_empty_shard, operands)) or not all(x.numel for x in operands):
+        return compute
+    coordinate = plan.call.mesh.coordinates[comm.held[0]]
+    if all(math.prod(x.local_shape(coordinate)) for x in operands):
+        return compute
+
+    def with_one_element(x: Any) -> Any:
+        is_empty = isinstance(x, torch.Tensor) and not x.numel()
+        return torch.ones([n or 1 for n in x.shape], dtype=x.dtype, device=x.device) if is_empty else x
+
+    was_tried = False
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal was_tried
+        if not was_tried:
+            try:
+                func(*tree_map(with_one_element, args), **tree_map(with_one_element, kwargs))
+            except NotImplementedError:
+                raise
+            except Exception:  # it is about the ones, which are not this rank's values
+                pass
+            was_tried = True
+        return compute(*args, **kwargs)
+
+    return run

@@ -1,10 +1,11 @@
-"""Counted operations: each operation becomes a part of what ranks compare at the next collective.
+"""Operator fingerprints: each operator call enters the fingerprint that ranks compare at the next collective.
 
-Under ``check_ranks("strict")`` each is taken down with its line and numbers. Under ``"watch"`` the plans that are looked up are
-noted: but for views, memory that is made and left as it is, and what computes with copies alone, which a rank may do by itself
-(the first one prints a norm, and loads what others have no values of yet: ``module.to_empty``). What
-autograd does when it stores a gradient counts nowhere: it copies or does not as somebody else holds a reference, a debugger too.
-Additions in place count in any order: so torch adds gradients up.
+Under ``check_ranks("strict")`` each call is recorded with its line and numbers. Under ``"watch"`` each look-up of a plan is
+recorded. Calls that one rank may make alone are left out: views, memory that is allocated and not written, and computation with
+replicated tensors (rank 0 prints a norm, or loads values that other ranks do not have: ``module.to_empty``).
+
+Calls by which autograd stores a gradient are never recorded: autograd copies the gradient or not, depending on references that
+others hold, such as a debugger. In-place additions are recorded without their order, since torch adds up gradients in any order.
 """
 
 from __future__ import annotations
@@ -29,59 +30,60 @@ from ..watchdog.collective_hooks import note, operations_among
 from ..watchdog.flight_recorder import FAILED, Ring, Trail, fingerprint
 from ..watchdog.levels import Level
 from . import wrap
-from .cache_key import TRUTHS
+from .cache_key import BOOL_NAMES
 
-_KINDS = str | bool | int | float | complex | None | torch.dtype | torch.layout | torch.memory_format
+_REPR_TYPES = str | bool | int | float | complex | None | torch.dtype | torch.layout | torch.memory_format
 
 
-def counting(operator: Operator, run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run``, an operator's dispatch, whose calls count."""
+def record_calls(operator: Operator, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``run``, the dispatch of an operator, with each call recorded (``"strict"``)."""
     stores, unordered = operator.facts.stores or operator.is_view, operator.facts.accumulates
 
-    def counted(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def run_recorded(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if stores and isinstance(autograd_node(), AccumulateGrad):
             return run(cls, func, types, args, kwargs)
         layouts = list(_layouts_of(args, kwargs or {}))
-        ring = _ring_of(layouts) if _counts() else None
+        ring = _ring_of(layouts) if _is_recording() else None
         if ring is None:
             return run(cls, func, types, args, kwargs)
-        what = f"{func}({', '.join(_given(operator, args, kwargs or {}))})  {', '.join(map(_shown, layouts))}"
-        take_down = ring.add_unordered if unordered else ring.add
-        take_down(fingerprint(what), what, _over(layouts[0].mesh), source_location.at(sys._getframe(1)))
-        made = run(cls, func, types, args, kwargs)
-        for result in _tensors(listed(made)):  # by another rule it may lie elsewhere, while the collectives are the same
+        text = f"{func}({', '.join(_static_arguments(operator, args, kwargs or {}))})  {', '.join(map(_layout_text, layouts))}"
+        add = ring.add_unordered if unordered else ring.add
+        add(fingerprint(text), text, _mesh_text(layouts[0].mesh), source_location.at(sys._getframe(1)))
+        output = run(cls, func, types, args, kwargs)
+        for result in _tensors(listed(output)):  # another rule may give it another layout with the same collectives
             if unordered:
-                ring.unordered += _placed(result._layout)
+                ring.unordered += _layout_fingerprint(result._layout)
             else:
-                ring.mix(_placed(result._layout))
-        return made
+                ring.mix(_layout_fingerprint(result._layout))
+        return output
 
-    return counted
+    return run_recorded
 
 
-def failed(operator: Operator, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Leaves word of an operation's error, which counts where the operation does: others may not have met it, and its program
-    may go on. Errors count alike, whatever they say: that may be of a rank's own data.
+def record_error(operator: Operator, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Record that a call raised, if calls of the operator are recorded: other ranks may not raise, and the program may go on.
+
+    All errors of one type are equal: their messages may be about a rank's own data.
     """
     note(error)
     if operator.facts.stores and isinstance(autograd_node(), AccumulateGrad):
         return
-    layouts, what = list(_layouts_of(args, kwargs)), f"{operator.name}, which raised {type(error).__name__}"
-    if not _counts():
+    layouts, text = list(_layouts_of(args, kwargs)), f"{operator.name}, which raised {type(error).__name__}"
+    if not _is_recording():
         return
     if Level.now == "strict" and (ring := _ring_of(layouts)) is not None:
-        ring.add(FAILED, what, _over(layouts[0].mesh), source_location.at(sys._getframe(2)))
+        ring.add(FAILED, text, _mesh_text(layouts[0].mesh), source_location.at(sys._getframe(2)))
     elif Level.now == "watch" and not operator.is_view and (trail := trail_of(layouts)) is not None:
-        trail.fail(what)
+        trail.fail(text)
 
 
-def _counts() -> bool:
-    """Whether operations count now: those of other threads come in no order, those of a program that is traced are not done."""
+def _is_recording() -> bool:
+    """Return True if calls are recorded now: not in other threads, which have no common order, nor while tracing."""
     return threading.get_ident() == threading.main_thread().ident and not (count_dispatch_modes() and under_way())
 
 
 def _ring_of(layouts: list[Layout]) -> Ring | None:
-    """Return the operations of all ranks of the first tensor's mesh; None where they are no processes."""
+    """Return the recorded operations of the ranks of the first tensor's mesh; None if ranks are not processes."""
     return operations_among(layouts[0].mesh._root.world, holders(layouts[0].mesh)) if layouts else None
 
 
@@ -89,12 +91,12 @@ def _layouts_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Layou
     return (value._layout for value in _tensors((*args, *kwargs.values())))
 
 
-class Notes:
-    """One operator's plans, with what notes the calls that find them: a plan is kept with its trail, fingerprint and words.
+class PlanFingerprints:
+    """The plans of one operator with fingerprints: each plan is cached as (program, trail, fingerprint, text) (``"watch"``).
 
     Attributes:
-        find: ``plans.get`` of the plan alone, whose calls count, with the numbers that enter only the arithmetic; not those of
-            other threads, which come in no order, nor while a program is traced.
+        find: ``find(signature, numbers)`` returns the program, None if there is none, and records the look-up: with the numbers
+            that are in the key by their type; not in other threads, which have no common order, nor while tracing.
     """
 
     def __init__(self, operator: Operator, plans: dict[Any, Any]) -> None:
@@ -103,40 +105,40 @@ class Notes:
         get, thread, main, modes = plans.get, threading.get_ident, threading.main_thread().ident, count_dispatch_modes
 
         def find(signature: tuple[Any, ...], numbers: list[Any] | None = None) -> Any:
-            kept = get(signature)
-            found, trail, step, words = (None, *self._step_of(signature)) if kept is None else kept
+            cached = get(signature)
+            program, trail, step, text = (None, *self._fingerprint_of(signature)) if cached is None else cached
             if trail is None or thread() != main or (modes() and under_way()):
-                return found
+                return program
             if not special:
-                trail.hash = hash((trail.hash, step))  # of whole numbers: the same in all processes
+                trail.hash = hash((trail.hash, step))  # hashes of integers are the same in all processes
             elif unordered:
                 trail.unordered += step
             elif isinstance(autograd_node(), AccumulateGrad):
-                return found
+                return program
             else:
                 trail.hash = hash((trail.hash, step))
-            trail.last = words
+            trail.last = text
             if numbers:
                 (so_far := trail.numbers).extend(numbers)
                 if len(so_far) > many:
                     trail.settle()
-            return found
+            return program
 
         self.find = find
 
-    def beside(self, plan: Any, signature: tuple[Any, ...]) -> tuple[Any, ...]:
-        """A plan as it is kept."""
-        return plan, *self._step_of(signature)
+    def with_fingerprint(self, program: Any, signature: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the cache entry of a program."""
+        return program, *self._fingerprint_of(signature)
 
-    def _step_of(self, signature: tuple[Any, ...]) -> tuple[Trail | None, int, str]:
-        """No trail of views, of memory that is made and left as it is, of what ranks do with copies, each for itself."""
+    def _fingerprint_of(self, signature: tuple[Any, ...]) -> tuple[Trail | None, int, str]:
+        """Return the trail, the fingerprint and the text of calls with this cache key; no trail if they are not recorded."""
         trail = None
         if not self._operator.is_view and self._operator.facts.touches != "nothing":
             trail = trail_of(list(_layouts(signature)))
         if trail is None:
             return None, 0, ""
-        words = f"{self._operator.name}({', '.join(map(_part, signature))})"
-        return trail, fingerprint(words), words
+        text = f"{self._operator.name}({', '.join(map(_key_text, signature))})"
+        return trail, fingerprint(text), text
 
 
 def _layouts(signature: Iterable[Any]) -> Iterator[Layout]:
@@ -147,23 +149,23 @@ def _layouts(signature: Iterable[Any]) -> Iterator[Layout]:
             yield from _layouts(part)
 
 
-def _part(part: Any) -> str:
-    """A part of a plan's key in words."""
+def _key_text(part: Any) -> str:
+    """Return a part of a cache key as text."""
     if isinstance(part, tuple):
-        values = [_part(value) for value in part if not isinstance(value, type)]  # beside the types that numbers have
+        values = [_key_text(value) for value in part if not isinstance(value, type)]  # without the types of numbers
         return values[0] if len(values) == 1 else f"[{', '.join(values)}]"
     if isinstance(part, Layout):
-        return _shown(part)
-    return part.__name__ if isinstance(part, type) else TRUTHS.get(part) or _said(part)
+        return _layout_text(part)
+    return part.__name__ if isinstance(part, type) else BOOL_NAMES.get(part) or _value_text(part)
 
 
 @remembered(1024)
-def _placed(layout: Layout) -> int:
-    return fingerprint(_shown(layout))
+def _layout_fingerprint(layout: Layout) -> int:
+    return fingerprint(_layout_text(layout))
 
 
 @remembered(64)
-def _over(mesh: DeviceMesh) -> str:
+def _mesh_text(mesh: DeviceMesh) -> str:
     return repr(mesh.named(range(mesh.ndim)))
 
 
@@ -175,19 +177,19 @@ def _tensors(values: Iterable[Any]) -> Iterator[Any]:
             yield from _tensors(value)
 
 
-def _given(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[str]:
-    """The static arguments by name, in words that are the same on all ranks."""
+def _static_arguments(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[str]:
+    """Yield the arguments that are no DTensors as text that is the same on all ranks."""
     for name, value in (*zip(operator.names, args, strict=False), *kwargs.items()):
         if type(value) is not wrap.TENSOR:
-            yield f"{name}={_said(value)}"
+            yield f"{name}={_value_text(value)}"
 
 
-def _shown(layout: Layout) -> str:
+def _layout_text(layout: Layout) -> str:
     dtype = str(layout.dtype).removeprefix("torch.")
     return f"{dtype}[{', '.join(map(str, layout.shape))}] ({', '.join(map(str, layout.placements))})"
 
 
-def _said(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if type(value) is wrap.TENSOR:
         return "*"
     if isinstance(value, torch.Tensor):
@@ -195,7 +197,7 @@ def _said(value: Any) -> str:
             return f"{value.dtype}{list(value.shape)}".removeprefix("torch.")
         return repr(value.item())  # a number
     if isinstance(value, list | tuple):
-        return _said(value[0]) if len(value) == 1 else f"[{', '.join(map(_said, value))}]"  # dim=[0] is dim=0
+        return _value_text(value[0]) if len(value) == 1 else f"[{', '.join(map(_value_text, value))}]"  # dim=[0] is dim=0
     if isinstance(value, torch.device):
         return value.type  # each rank has its own
-    return repr(value) if isinstance(value, _KINDS) else type(value).__name__
+    return repr(value) if isinstance(value, _REPR_TYPES) else type(value).__name__

@@ -1,4 +1,4 @@
-"""The operands of a call: where they live, and what stands for each while it is planned."""
+"""Operand layouts: replace the tensors of a call by their layouts, and plan the call."""
 
 from __future__ import annotations
 
@@ -17,50 +17,64 @@ from ..propagation.make_call import Slot, make_call
 from ..propagation.op_schema import Operator
 from ..propagation.propagate import Plan, gather, propagate
 from ..propagation.select_strategy import Chooser, choose
-from .cross_mesh import apart, meshes_of
-from .disjoint_partial import facts_of_call
-from .plain_tensor_args import admit
+from .cross_mesh import make_mesh_error, meshes_of
+from .facts import facts_of_call
+from .plain_tensor_args import check_plain_argument
 
 
 def plan_for(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], choose: Chooser = choose) -> Plan:
-    """The plan of a call with these arguments; nothing runs."""
+    """Plan a call with these arguments; nothing runs."""
     bound = operator.bind(args, kwargs)
     return plan_of_bound(operator, bound, tuple(meshes_of(bound.values())), choose)
 
 
 def plan_of_bound(operator: Operator, bound: dict[str, Any], meshes: Sequence[DeviceMesh], choose: Chooser = choose) -> Plan:
-    """The same for arguments by name, and the meshes that they live on."""
+    """Plan a call with these arguments by name.
+
+    Args:
+        meshes: the meshes of its operands.
+        choose: selects the strategies.
+
+    Raises:
+        MeshError: the operands are on several meshes.
+    """
     if len(meshes) != 1:
-        raise apart(operator.name, meshes)
+        raise make_mesh_error(operator.name, meshes)
     (mesh,) = meshes
     plain: set[Slot] = set()
     layouts = laid_out(operator, bound, mesh, plain)
-    if plain and any(x.layout != torch.strided for x in tensors(list(bound.values()))):  # no rule speaks of sparse ones
+    if plain and any(x.layout != torch.strided for x in tensors(list(bound.values()))):  # no rule handles sparse tensors
         return gather(operator, *make_call(operator, mesh, layouts, plain), None)
     return propagate(operator, mesh, layouts, frozenset(plain), choose, facts_of_call(operator, bound))
 
 
 def laid_out(operator: Operator, bound: dict[str, Any], mesh: DeviceMesh, plain: set[Slot] | None = None) -> dict[str, Any]:
-    """Arguments with layouts in the place of tensors: of a plain one, whose slot is added to ``plain``, a replicated one."""
-    found: set[Slot] = set() if plain is None else plain
+    """Return the arguments with a layout in place of each tensor: a replicated layout for a plain tensor.
+
+    Args:
+        plain: the slots of plain tensors are added to it.
+
+    Raises:
+        MixedTensorError: a plain tensor is not allowed there.
+    """
+    slots: set[Slot] = set() if plain is None else plain
     for value in chain.from_iterable(map(listed, bound.values())):
         if isinstance(value, torch.Tensor) and not hasattr(value, "_layout"):
             strided(value, operator.name, sparse=True)
     return {
-        name: _layout(value, (name, None), operator, mesh, found) if name in operator.tensors else value
+        name: _replace_tensors(value, (name, None), operator, mesh, slots) if name in operator.tensors else value
         for name, value in bound.items()
     }
 
 
-def _layout(value: Any, slot: Slot, operator: Operator, mesh: DeviceMesh, plain: set[Slot]) -> Any:
-    """Tensors replaced by their layouts, plain ones by a replicated layout where they are allowed."""
+def _replace_tensors(value: Any, slot: Slot, operator: Operator, mesh: DeviceMesh, plain: set[Slot]) -> Any:
     if isinstance(value, (list, tuple)):
-        return [_layout(item, (slot[0], i), operator, mesh, plain) for i, item in enumerate(value)]
+        return [_replace_tensors(item, (slot[0], i), operator, mesh, plain) for i, item in enumerate(value)]
     if not isinstance(value, torch.Tensor):
         return value
     if hasattr(value, "_layout"):
         return value._layout
-    admit(value, *slot, operator)
+    check_plain_argument(value, *slot, operator)
     plain.add(slot)
     stride = value.stride() if value.layout == torch.strided else contiguous_stride(tuple(value.shape))
     return Layout.replicated(mesh, value.shape, stride, value.dtype)

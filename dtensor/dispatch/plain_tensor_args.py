@@ -1,31 +1,43 @@
-"""Plain tensors beside DTensors: which count as replicated, what is asked of the ranks, and writes to them.
+"""Plain tensor arguments: which plain tensors next to DTensors count as replicated, and how writes to plain tensors run.
 
-The law, the same in one process and on processes:
+[Note: Plain tensors next to DTensors]
+The rule is the same in one process and on processes:
 
-- numbers (0-d, one element, one element expanded) and tensors without elements count as the same on every rank;
-- while autograd computes gradients, backward or forward, so do all: its formulas make constants from shapes. Where else torch
-  makes tensors of its own, as ``vmap`` does for ``embedding``, it says so itself;
-- arguments that the operator's rule declares (``Rule.plain``: tables of indices, class weights) are taken, and compared between
-  ranks when their call is planned, once for each combination of shapes and layouts: one exchange of a few bytes, none on a hit;
-- everything else raises on all ranks, unless ``implicit_replication()`` says that every rank holds the same.
+- Numbers (0-d, one element, one element expanded) and tensors without elements count as the same on every rank.
+- While autograd computes gradients, backward or forward, all plain tensors count so: its formulas make constants from shapes.
+  Other torch code that makes constants, such as ``vmap`` for ``embedding``, says so itself.
+- Arguments that the operator's rule declares (``Rule.plain``: tables of indices, class weights) are compared between ranks when
+  their call is planned, once for each combination of shapes and layouts. That is one exchange of a few bytes, none on a hit.
+- Constants that functions of torch make are taken as replicated: see [Note: Constants of torch].
+- Everything else raises on all ranks, unless ``implicit_replication()`` says that every rank has the same value.
 
-A plain tensor that is *written to* must be the same again afterwards: under ``implicit_replication()``, and while autograd adds
-up the gradients of a plain leaf, the operation runs on a replicated copy, and every rank takes over the whole result. Elsewhere
-such a write is refused.
+A plain tensor that is *written to* must be the same on all ranks afterwards. Under ``implicit_replication()``, and while autograd
+adds up the gradients of a plain leaf, the operation runs on a replicated copy, and every rank takes the full result from it.
+Elsewhere such a write is refused.
+
+[Note: Constants of torch]
+Some Python functions of torch make plain tensors and combine them with DTensors. Dispatch cannot tell such a tensor from one of
+the user's. The stack can: :data:`FUNCTIONS` declares these functions, and a call on the way from one of them to dispatch takes
+plain tensors as replicated. This holds only if the function itself was given no plain tensor, so that none of the user's can be
+among them. A function that draws random numbers uses the generator of each rank, so its constants are compared between ranks in
+every call. Such a call is recognized after a cache miss, and its plan is not cached under its own key: the same operator and
+operands in the user's code are refused.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 
 from ..base.modes import MODES
-from ..base.tensor_tree import listed
+from ..base.tensor_tree import leaves, listed
 from ..base.torch_internals import forward_ad, graph_task
-from ..base.user_frames import wrapped_by_torch
+from ..base.user_frames import frames_of_torch, wrapped_by_torch
 from ..base.validation import strided
 from ..comm import PerRank, communicator_of
 from ..comm.cross_rank_check import same_on_all
@@ -37,6 +49,7 @@ from ..propagation.propagate import Plan
 from ..ranks.write_result import assign
 from ..rules.registry import lookup
 from .cross_mesh import Runner, meshes_of
+from .functorch import layout_of
 from .wrap import wrap_local
 
 try:
@@ -47,60 +60,79 @@ except ImportError:  # torch before 2.12 does not say it
         return False
 
 
+# Module and qualified name of a function, and whether it draws random numbers.
+FUNCTIONS: dict[tuple[str, str], bool] = {
+    ("torch.nn.functional", "multi_head_attention_forward"): False,  # zeros, with add_zero_attn=True
+    ("torch.nn.modules.transformer", "_detect_is_causal_mask"): False,  # a causal mask, to compare the given one with
+    ("torch.nn.attention.bias", "CausalBias._dispatch"): False,  # a causal mask
+    ("torch.nn.utils.parametrizations", "_Orthogonal.forward"): False,  # an identity matrix
+    ("torch.nn.utils.parametrizations", "_Orthogonal.right_inverse"): True,  # further columns of a base
+    ("torch.nn.utils.rnn", "unpad_sequence"): False,  # positions, to compare lengths with
+    ("torch.masked._ops", "mean"): False,  # a count of ones
+    ("torch.masked._ops", "_std_var"): False,  # a count of ones
+    ("torch._lowrank", "get_approximate_basis"): True,  # a normal matrix
+}
+
+
+# --- plain tensors that are read ----------------------------------------------------------------------------------------
 def made_by_torch() -> bool:
-    """Whether torch makes the plain tensors of this thread: autograd, backward or forward, or a batching rule of ``vmap``."""
+    """Return True if torch makes the plain tensors of this thread: autograd, backward or forward, or a batching rule of vmap."""
     return graph_task() != -1 or forward_ad._current_level >= 0 or said_alike()
 
 
-def as_plain_gradient(value: torch.Tensor) -> None:
-    """Have the gradient of a plain operand be plain: of a loss of this rank's own part of the batch, to which a penalty of
-    distributed parameters is added. (That of a leaf is the distributed one, as it arrives.)
+def keep_gradient_plain(value: torch.Tensor) -> None:
+    """Make the gradient of a plain operand a plain tensor, for a loss of one rank's part of the batch to which a penalty of
+    distributed parameters is added. The gradient of a leaf arrives as a DTensor.
     """
     if value.grad_fn is not None and torch.is_grad_enabled():
-        value.register_hook(_whole)
+        value.register_hook(_to_plain_gradient)
 
 
-def _whole(grad: Any) -> Any:
+def _to_plain_gradient(grad: Any) -> Any:
     return grad.full_tensor() if hasattr(grad, "_layout") else None
 
 
 def is_number(value: torch.Tensor) -> bool:
-    """Whether a plain tensor holds one number, expanded or 0-d, or none (as on ``meta``): it counts as the same on all ranks."""
+    """Return True if a plain tensor counts as the same on all ranks: one number, 0-d or expanded, no element, or on ``meta``."""
     if value.numel() <= 1 or value.is_meta:
         return True
-    if value.is_nested:  # it has no sizes to look at
+    if value.is_nested:  # it has no sizes
         return False
     return value.layout is torch.strided and not any(n != 1 and step for n, step in zip(value.shape, value.stride(), strict=True))
 
 
 def taken_as_replicated(value: torch.Tensor) -> bool:
-    """Whether a plain tensor beside DTensors counts as the same on all ranks without being asked for."""
+    """Return True if a plain tensor next to DTensors counts as the same on all ranks without a declaration."""
     return is_number(value) or ((MODES.implicit_replication or made_by_torch()) and not isinstance(value, PerRank))
 
 
-def declared(operator: Operator) -> tuple[str, ...]:
-    """The arguments of an operator that may be plain by its rule."""
+def plain_arguments_of(operator: Operator) -> tuple[str, ...]:
+    """Return the names of the arguments that may be plain tensors by the operator's rule."""
     rule = lookup(operator.func)
     return () if rule is None else rule.plain
 
 
-def admit(value: torch.Tensor, name: str, position: int | None, operator: Operator) -> None:
-    """Let a plain tensor stand as argument ``name`` beside DTensors, or at a ``position`` of the list that it is.
+def check_plain_argument(value: torch.Tensor, name: str, position: int | None, operator: Operator) -> None:
+    """Check a plain tensor next to DTensors against [Note: Plain tensors next to DTensors].
+
+    Args:
+        name: the argument that it is.
+        position: its position in that argument, if the argument is a list.
 
     Raises:
-        MixedTensorError: the law above does not allow it.
+        MixedTensorError: the plain tensor is not allowed.
     """
-    anything = MODES.implicit_replication or made_by_torch()
-    # step counts of optimizers are alike on all ranks; so is what a list operator writes beside its lists (``found_inf``)
-    number = operator.facts.per_element and (value.ndim == 0 or (position is None and value.numel() == 1))
-    # results under the mode take the whole value
-    if name in operator.mutated and not (number or (anything and name in operator.outs)):
+    allows_all = MODES.implicit_replication or made_by_torch()
+    # step counts of optimizers are equal on all ranks; so is what a list operator writes next to its lists (``found_inf``)
+    is_count = operator.facts.per_element and (value.ndim == 0 or (position is None and value.numel() == 1))
+    # under the mode, out= tensors take the full value
+    if name in operator.mutated and not (is_count or (allows_all and name in operator.outs)):
         raise MixedTensorError(
             f"{operator.name} would write the value of a DTensor into the plain tensor {name!r}. Distribute "
             "it first with distribute_tensor(t, mesh, [Replicate()] * mesh.ndim), or, if it is the same on "
             "every rank, use `with dtensor.implicit_replication():`"
         )
-    if not is_number(value) and not anything and (isinstance(value, PerRank) or name not in declared(operator)):
+    if not is_number(value) and not allows_all and (isinstance(value, PerRank) or name not in plain_arguments_of(operator)):
         raise MixedTensorError(
             f"{operator.name} mixes DTensors with a plain tensor of shape {tuple(value.shape)} (argument {name!r}). "
             f"If every rank holds the same value, use `with dtensor.implicit_replication():`, or distribute_tensor(t, mesh, "
@@ -108,74 +140,35 @@ def admit(value: torch.Tensor, name: str, position: int | None, operator: Operat
         )
 
 
-def agree_on_declared(operator: Operator, bound: dict[str, Any], plan: Plan) -> bool:
-    """Compare between ranks the plain tensors that stand in a call because its rule declares them: of a call that layouts answer
-    their shapes, which is all that it reads. Return True if there were any.
+def compare_plain_arguments(operator: Operator, bound: dict[str, Any], plan: Plan) -> bool:
+    """Compare between ranks the plain tensors of a call that its rule declares, and return True if there are any.
+
+    If the rule answers the call from layouts, it reads only the shapes, so only these are compared.
 
     Raises:
-        MixedTensorError: on all ranks, if they differ.
+        MixedTensorError: the ranks have different values (on all ranks).
     """
-    names, compared = declared(operator), False
+    names, was_compared = plain_arguments_of(operator), False
     for name in names if names and not (MODES.implicit_replication or made_by_torch()) else ():
         for item in listed(bound.get(name)):
             if isinstance(item, torch.Tensor) and not hasattr(item, "_layout") and not is_number(item):
                 read = torch.tensor(item.shape, device=item.device) if plan.how == "answer" else item
                 same_on_all(plan.call.mesh, read, f"{operator.name} (argument {name!r})")
-                compared = True
-    return compared
-
-
-def through_copies(operator: Operator, bound: dict[str, Any]) -> Runner | None:
-    """How to run a call that writes to plain tensors, where it may: on replicated copies of them, from which every rank takes the
-    whole values (``out=`` arguments have their own way). None: it does not."""
-    if not operator.mutated or not (MODES.implicit_replication or made_by_torch()):
-        return None
-    written = (name for name in operator.names if name in operator.mutated and name not in operator.outs)
-    names = tuple(name for name in written if any(_copied(operator, item) for item in listed(bound.get(name))))
-    return partial(_through_copies, operator, names) if names else None
-
-
-def _copied(operator: Operator, value: Any) -> bool:
-    """Whether it is a plain tensor; step counts of optimizers stay as they are."""
-    plain = isinstance(value, torch.Tensor) and not hasattr(value, "_layout")
-    return plain and not (operator.facts.per_element and value.ndim == 0)
-
-
-def _through_copies(operator: Operator, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> Any:
-    bound = operator.bind(args, kwargs)
-    given = {name: bound[name] for name in names}
-    (mesh,) = meshes_of(bound.values())
-    copies: list[tuple[torch.Tensor, Any]] = []  # each plain tensor and its copy
-
-    def copied(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [*map(copied, value)]
-        if not _copied(operator, value):
-            return value
-        copies.append((value, replicated(value, mesh)))
-        return copies[-1][1]
-
-    bound.update({name: copied(value) for name, value in given.items()})
-    result = operator.call(bound)
-    for value, copy in copies if communicator_of(mesh).held else ():
-        assign(value, copy._local)
-    if len(operator.returns) == 1:
-        return given.get(operator.returns[0] or "", result)
-    results = zip(operator.returns, result or (), strict=True)
-    return tuple(given.get(owner or "", made) for owner, made in results) if operator.returns else None
+                was_compared = True
+    return was_compared
 
 
 def replicated(value: torch.Tensor, mesh: DeviceMesh) -> Any:
-    """A copy of ``value`` on every rank."""
+    """Return a replicated DTensor with a copy of ``value``."""
     local = communicator_of(mesh).map(lambda member, x: x.clone(), strided(value, "a replicated copy").detach())
     return wrap_local(local, Layout.replicated(mesh, local.shape, local.stride(), local.dtype))
 
 
 def laid_out_alike(value: torch.Tensor, x: Any) -> Any:
-    """A plain ``value``, the same on every rank, under the placements of ``x``, which is to have it as its ``data``.
+    """Return the plain ``value``, the same on every rank, with the placements of ``x``, to become the ``data`` of ``x``.
 
     Raises:
-        LayoutError: nobody said that it is the same.
+        LayoutError: no ``implicit_replication()`` says that it is the same.
     """
     if not MODES.implicit_replication or isinstance(value, PerRank):
         raise LayoutError(
@@ -184,3 +177,113 @@ def laid_out_alike(value: torch.Tensor, x: Any) -> Any:
         )
     with torch.no_grad():
         return replicated(value, x._layout.mesh).redistribute(placements=x.placements)
+
+
+# --- plain tensors that are written to ----------------------------------------------------------------------------------
+def through_copies(operator: Operator, bound: dict[str, Any]) -> Runner | None:
+    """Return the runner of a call that may write to plain tensors; None if it writes to none, or may not.
+
+    The call runs on replicated copies of them, from which every rank takes the full values. ``out=`` arguments are handled by the
+    steps of a program.
+    """
+    if not operator.mutated or not (MODES.implicit_replication or made_by_torch()):
+        return None
+    written = (name for name in operator.names if name in operator.mutated and name not in operator.outs)
+    names = tuple(name for name in written if any(_needs_copy(operator, item) for item in listed(bound.get(name))))
+    return partial(_run_on_copies, operator, names) if names else None
+
+
+def _needs_copy(operator: Operator, value: Any) -> bool:
+    """Return True for a plain tensor, but for the step counts of optimizers."""
+    is_plain = isinstance(value, torch.Tensor) and not hasattr(value, "_layout")
+    return is_plain and not (operator.facts.per_element and value.ndim == 0)
+
+
+def _run_on_copies(operator: Operator, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> Any:
+    bound = operator.bind(args, kwargs)
+    arguments = {name: bound[name] for name in names}
+    (mesh,) = meshes_of(bound.values())
+    copies: list[tuple[torch.Tensor, Any]] = []  # each plain tensor and its copy
+
+    def copy_plain(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [*map(copy_plain, value)]
+        if not _needs_copy(operator, value):
+            return value
+        copies.append((value, replicated(value, mesh)))
+        return copies[-1][1]
+
+    bound.update({name: copy_plain(value) for name, value in arguments.items()})
+    result = operator.call(bound)
+    for value, copy in copies if communicator_of(mesh).held else ():
+        assign(value, copy._local)
+    if len(operator.returns) == 1:
+        return arguments.get(operator.returns[0] or "", result)
+    results = zip(operator.returns, result or (), strict=True)
+    return tuple(arguments.get(owner or "", value) for owner, value in results) if operator.returns else None
+
+
+# --- constants of torch -------------------------------------------------------------------------------------------------
+def with_constants(operator: Operator, bound: dict[str, Any]) -> Runner | None:
+    """Return the runner of a call that a function of :data:`FUNCTIONS` makes with constants; see [Note: Constants of torch].
+
+    Args:
+        bound: the arguments of the call by name.
+
+    Returns:
+        None if no declared function makes the call, if it was given plain tensors, or if dispatch takes all operands anyway.
+    """
+    allowed = (*plain_arguments_of(operator), *operator.mutated)
+    names = tuple(name for name in operator.tensors if name not in allowed and any(map(_is_constant, listed(bound[name]))))
+    frame = _find_declared_frame() if names else None
+    if frame is None or _was_given_plain(frame):
+        return None
+    name, draws = frame.f_code.co_name, FUNCTIONS[_function_key(frame)]
+    return partial(_run_with_constants, operator, names, f"{name} (in {operator.name})" if draws else "")
+
+
+def _run_with_constants(
+    operator: Operator, names: tuple[str, ...], drawn_by: str, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any
+) -> Any:
+    bound = operator.bind(args, kwargs)
+    (mesh,) = meshes_of(bound.values())
+
+    def replicate_constants(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [*map(replicate_constants, value)]
+        if not _is_constant(value):
+            return value
+        if drawn_by:
+            same_on_all(mesh, value, drawn_by, instead="call dtensor.manual_seed(seed, mesh) before it")
+        return replicated(value, mesh)
+
+    return operator.call({**bound, **{name: replicate_constants(bound[name]) for name in names}})
+
+
+def _find_declared_frame() -> FrameType | None:
+    """Return the innermost call of a declared function, if only torch's code is between it and dispatch; else None."""
+    return next((frame for frame in frames_of_torch(sys._getframe()) if _function_key(frame) in FUNCTIONS), None)
+
+
+def _function_key(frame: FrameType) -> tuple[str, str]:
+    return frame.f_globals.get("__name__", ""), frame.f_code.co_qualname
+
+
+def _was_given_plain(frame: FrameType) -> bool:
+    """Return True if an argument of the call, as it is now, is a plain tensor or a module with one."""
+    names, _, _, values = inspect.getargvalues(frame)
+    for value in leaves([values.get(name) for name in names]):
+        held = (*value.parameters(), *value.buffers()) if isinstance(value, torch.nn.Module) else (value,)
+        # CausalBias, of the module of its function, is a tensor in name only: it has two lengths
+        if any(_is_plain(x) and layout_of(x) is None and type(x).__module__ != _function_key(frame)[0] for x in held):
+            return True
+    return False
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not hasattr(value, "_layout") and not is_number(value)
+
+
+def _is_constant(value: Any) -> bool:
+    """Return True if the value is a plain tensor that can be a constant, and that dispatch would refuse."""
+    return type(value) is torch.Tensor and _is_plain(value) and not value.requires_grad and not taken_as_replicated(value)

@@ -1,11 +1,11 @@
 """Program: what runs one planned operator call, as ordered steps.
 
-:data:`PASSES` is the one table of what may happen around the local call. Each pass is a function of the plan, the operator and
-the call's signature. It returns a step, or None where it has nothing to do. A program is the steps that remain. It is bound once,
-at the cache miss, and every later call with the same cache key runs the same steps.
+:data:`PASSES` is the one table of what may happen around the local call, in order. Each pass is a function of the plan, the
+operator and the signature of the call. It returns a step, or None if it has nothing to do. A program is the steps that remain.
+It is bound once, at the cache miss, and every later call with the same cache key runs the same steps.
 
-Where the local operator and one wrapper are all that is left, the program is the layout of the result, and dispatch runs it
-without a function of its own.
+If the local operator and one wrapper are all that is left, the program is the layout of the result, and dispatch runs it without
+a function of its own.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from ..layout.layout import Layout
 from ..propagation.op_schema import Form, Operator
 from ..propagation.propagate import Plan
 from .comm_report import Cause
-from .conjugation import carried_out, is_complex
-from .disjoint_partial import attach_row_ownership, mark_deferred_reductions, read_row_ownership
+from .facts import (
+    attach_row_ownership,
+    mark_deferred_reductions,
+    propagate_local_indices,
+    propagate_preferred_layout,
+    read_row_ownership,
+)
 from .frame import Args, Frame, Keywords, Runner, Step
-from .input_strides import order_inputs_in_memory
 from .local_call import LocalCall, call_local_function, is_kernel
-from .local_indices import propagate_local_indices
-from .local_op import local_function
-from .preferred_layout import propagate_preferred_layout
+from .local_op import has_complex, local_function, resolve_conjugation
 from .steps import (
     WrapOutputs,
     allocate_outputs,
@@ -34,6 +36,7 @@ from .steps import (
     check_explicit,
     copy_aliased_results,
     order_arguments,
+    order_inputs_in_memory,
     redistribute_inputs,
     split_aliased_lists,
     wrap_outputs,
@@ -46,31 +49,31 @@ from .wrap import wrap_local, wrap_view
 Pass = Callable[[Plan, Operator, Form], Step | None]
 
 BEFORE: tuple[Pass, ...] = (
-    order_arguments,  # arguments given by name go to their positions
-    split_aliased_lists,  # run a list operator element by element if elements share memory; ends the call
-    read_row_ownership,  # before anything is written
+    order_arguments,  # moves arguments given by keyword to their positions
+    split_aliased_lists,  # runs a list operator element by element if elements share memory; ends the call
+    read_row_ownership,  # reads facts of operands before anything is written
 )
 LOCAL: tuple[Pass, ...] = (
-    check_explicit,  # raise under explicit(); warn before an operator gathers
-    redistribute_inputs,  # collectives
-    order_inputs_in_memory,  # copy operands for operators that read strides
-    allocate_outputs,  # local tensors for out= results
-    call_local_function,  # the operator, a function of its rule, or a kernel with collectives of its own
-    copy_aliased_results,  # results do not share memory with a cached redistributed operand
-    write_into_locals,  # a kernel's results, into the local tensors written in place
-    write_back,  # what was written, into the user's tensors in their layouts
-    bump_versions,  # count writes to elements of lists
-    wrap_outputs,  # local results become DTensors
+    check_explicit,  # raises under explicit(); warns before an operator gathers
+    redistribute_inputs,  # issues the collectives that operands need
+    order_inputs_in_memory,  # copies operands for operators that read strides
+    allocate_outputs,  # makes local tensors for out= results
+    call_local_function,  # calls the operator, a function of its rule, or a kernel with collectives of its own
+    copy_aliased_results,  # copies results that share memory with a redistributed operand, which may be cached
+    write_into_locals,  # writes the results of a kernel into the local tensors of arguments written in place
+    write_back,  # copies what was written into the user's tensors, in their layouts
+    bump_versions,  # counts writes to elements of lists
+    wrap_outputs,  # makes DTensors of the local results
 )
-AFTER: tuple[Pass, ...] = (
-    propagate_local_indices,  # these attach facts to the results: see their modules
+AFTER: tuple[Pass, ...] = (  # these attach facts to the results: see facts.py
+    propagate_local_indices,
     attach_row_ownership,
     mark_deferred_reductions,
     propagate_preferred_layout,
 )
 PASSES = BEFORE + LOCAL + AFTER
 
-# Calls that run as a whole in place of the passes in LOCAL; the first that applies.
+# Runners that replace the passes in LOCAL; the first that applies.
 WHOLE: tuple[Callable[[Plan, Operator, Form], Runner | None], ...] = (give_answer, decompose, run_outside_mesh)
 
 
@@ -87,7 +90,7 @@ def bind_program(
 
     Args:
         whole: runs the call in place of the passes in ``LOCAL`` (a view that is computed when it is read).
-        if_refused: runs the call where the local operator refuses the strides of a shard. This is the only retry.
+        if_refused: runs the call if the local operator refuses the strides of a shard. This is the only retry.
         after: the passes that run on the wrapped results.
 
     Returns:
@@ -99,24 +102,24 @@ def bind_program(
         communicates = whole is None and (plan.communicates or is_kernel(plan))
     else:
         communicates = False
-    before, behind = _steps(BEFORE, plan, operator, form), _steps(after, plan, operator, form)
+    before, behind = _bind_steps(BEFORE, plan, operator, form), _bind_steps(after, plan, operator, form)
     if whole is not None:
-        run = _run_steps([*before, run_whole(whole), *behind]) if before or behind else whole
+        run = _make_runner([*before, run_whole(whole), *behind]) if before or behind else whole
     else:
-        local = _steps(LOCAL, plan, operator, form)
+        local = _bind_steps(LOCAL, plan, operator, form)
         call, wrap = next(x for x in local if isinstance(x, LocalCall)), local[-1]
         assert isinstance(wrap, WrapOutputs)
         if len(local) > 2 or before or behind:
             at = local.index(call)
-            run = _run_local([*before, *local[:at]], call, local[at + 1 : -1], wrap, behind)
+            run = _make_local_runner([*before, *local[:at]], call, local[at + 1 : -1], wrap, behind)
         elif if_refused is None and _is_plain(plan, operator, call, wrap):
             return wrap.layout  # type: ignore[return-value]  # it has one: it is plain
         else:
-            run = _call_and_wrap(call, wrap)
+            run = _make_short_runner(call, wrap)
     if communicates:
         run = because(Cause(operator, plan), run)  # collectives are reported for this operator
-    if is_complex(plan):
-        run = carried_out(run)  # lazy conjugation is carried out inside
+    if has_complex(plan):
+        run = resolve_conjugation(run)
     return run if if_refused is None else _with_retry(run, if_refused)
 
 
@@ -125,14 +128,14 @@ def runner_of(program: Layout | Runner, operator: Operator) -> Runner:
     if not isinstance(program, Layout):
         return program
     wrap = WrapOutputs.of_view(program, 0) if operator.is_view else WrapOutputs.of_one(program)
-    return _call_and_wrap(LocalCall(local_function(operator.func)), wrap)
+    return _make_short_runner(LocalCall(local_function(operator.func)), wrap)
 
 
-def _steps(passes: Sequence[Pass], plan: Plan, operator: Operator, form: Form) -> list[Step]:
+def _bind_steps(passes: Sequence[Pass], plan: Plan, operator: Operator, form: Form) -> list[Step]:
     return [step for make in passes if (step := make(plan, operator, form)) is not None]
 
 
-def _run_steps(steps: Sequence[Step]) -> Runner:
+def _make_runner(steps: Sequence[Step]) -> Runner:
     """Return the function that runs ``steps`` on one frame."""
 
     def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
@@ -145,10 +148,10 @@ def _run_steps(steps: Sequence[Step]) -> Runner:
     return run
 
 
-def _run_local(
+def _make_local_runner(
     before: Sequence[Step], call: LocalCall, between: Sequence[Step], wrap: WrapOutputs, after: Sequence[Step]
 ) -> Runner:
-    """Return the function that runs these steps, the local call and the wrapping in line: both are on every hot path."""
+    """Return the function that runs these steps. The local call and the wrapping are inlined: every plan-cache hit runs them."""
     func, constants, keywords = call.func, call.constants, call.keywords
     output = wrap.output
 
@@ -157,14 +160,14 @@ def _run_local(
         for step in before:
             if step(frame):
                 return frame.output
-        for where, value in constants:
-            frame.local_args[where] = value
+        for position, value in constants:
+            frame.local_args[position] = value
         if keywords:
             frame.local_kwargs.update(keywords)
-        frame.made = func(*frame.local_args, **frame.local_kwargs)
+        frame.local_result = func(*frame.local_args, **frame.local_kwargs)
         for step in between:
             step(frame)
-        frame.output = output(frame.args, frame.kwargs, frame.made)
+        frame.output = output(frame.args, frame.kwargs, frame.local_result)
         for step in after:
             step(frame)
         return frame.output
@@ -176,18 +179,18 @@ def _is_plain(plan: Plan, operator: Operator, call: LocalCall, wrap: WrapOutputs
     """Return True if the local operator and one wrapper, without an offset or a lazy conjugation, are the whole program."""
     plain_call = call.func is local_function(operator.func) and not call.constants and not call.keywords
     plain_wrap = wrap.layout is not None and not any(plan.starts)
-    return plain_call and plain_wrap and not is_complex(plan)
+    return plain_call and plain_wrap and not has_complex(plan)
 
 
-def _call_and_wrap(call: LocalCall, wrap: WrapOutputs) -> Runner:
-    """Return the function that calls and wraps, without a frame: most programs are no more than that."""
+def _make_short_runner(call: LocalCall, wrap: WrapOutputs) -> Runner:
+    """Return the function that calls and wraps, without a frame: most programs do no more."""
     func, constants, keywords = call.func, call.constants, call.keywords
     layout, start, output = wrap.layout, wrap.start, wrap.output
     if constants or keywords:
 
         def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
-            for where, value in constants:
-                local_args[where] = value
+            for position, value in constants:
+                local_args[position] = value
             if keywords:
                 local_kwargs.update(keywords)
             return output(args, kwargs, func(*local_args, **local_kwargs))
@@ -201,10 +204,12 @@ def _call_and_wrap(call: LocalCall, wrap: WrapOutputs) -> Runner:
 
 
 def _with_retry(run: Runner, if_refused: Runner) -> Runner:
-    def retried(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
+    """Return ``run``; a call that the local operator refuses runs by ``if_refused``."""
+
+    def run_or_retry(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
         try:
             return run(args, kwargs, local_args, local_kwargs)
         except REFUSED:
             return if_refused(args, kwargs, local_args, local_kwargs)
 
-    return retried
+    return run_or_retry

@@ -1,4 +1,4 @@
-"""Rules by users, in the registry that the library's own live in: in the library's words, or as a table of placements."""
+"""Register sharding rules of users: a notation with keywords, or a table of placements, into the registry of all rules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..rules.rule import Choice, Factors, Kernel, LocalView, Rule, labels, parse
 from .dispatcher import clear_plans
 from .user_strategy_table import Table, factors_of_table
 
-_REPLACED: dict[str, Rule | None] = {}  # by the key of a user's rule: what was there before
+_REPLACED: dict[str, Rule | None] = {}  # by the key of a user's rule: the rule that it replaced
 
 
 @overload
@@ -50,38 +50,44 @@ def register_sharding(
 
 
 def register_sharding(op: Any, notation: str | by | None = None, *, samples: Sequence[Any] = (), **words: Any) -> Any:
-    """Declare how ``op`` may be sharded: by notation, in one call; or, without one, as a decorator of a table of placements.
+    """Declare how ``op`` may be sharded: by notation, in one call, or without one as a decorator of a table of strategies.
 
-    The notation and its words are those of the library's own rules (table: ``docs/sharding_rules.md``). A rule that the library
-    has for the op is replaced until :func:`unregister_sharding`. Check yours with ``dtensor.testing.verify_rule(op)``.
+    The notation and its keywords are those of the library's own rules (table: ``docs/sharding_rules.md``). The library's rule for
+    the op, if any, is replaced until :func:`unregister_sharding`. Check your rule with ``dtensor.testing.verify_rule(op)``.
 
     Args:
-        op: an overload, ``torch.ops.aten.add.Tensor``; an operator that has one signature, ``torch.ops.mylib.halve``; what
-            ``torch.library.custom_op`` returned; or a list of these.
+        op: an overload, ``torch.ops.aten.add.Tensor``; an operator that has one signature, ``torch.ops.mylib.halve``; the
+            result of ``torch.library.custom_op``; or a list of these.
         notation: ``"m k, k n -> m n"``, ``"each: a* [@dim] b* -> each: a* [@dim] b*"``, ``by("left", {True: ..., False: ...})``.
-        sums: letters, groups and picked dims whose shards leave terms, combined by ``reduce``; or what each leaves.
-        partials: how terms pass: ``linear("x")``, ``monotone``, ``"sum,R -> sum"``, or a tuple of these.
-        kernel: what computes with blocks of the dims in brackets: ``kernel(at, *args, **kwargs)`` on locals, a ``Kernel`` that
-            also says what it costs, or a ``Fold``. ``kernels``: by letter.
-        sizes: letters whose sizes an argument says, ``{"r": "factor"}``.
-        nonempty: letters whose blocks must have elements, ``"*"`` for all.
-        when: a predicate on a full choice, for what depends on more.
+        sums: letters, groups and picked dims with shards that give partial results, reduced by ``reduce``; or a dict from each
+            to its reduction.
+        partials: how partial operands pass to results: ``linear("x")``, ``monotone``, ``"sum,R -> sum"``, or a tuple of these.
+        kernel: the function that computes with shards of the dims in brackets: ``kernel(at, *args, **kwargs)`` on local tensors,
+            a ``Kernel`` that also says its cost, or a ``Fold``.
+        kernels: the same by letter.
+        sizes: letters that have their size from an argument, ``{"r": "factor"}``.
+        nonempty: letters whose shards must have elements, ``"*"`` for all.
+        when: a predicate on a complete choice of strategies, for conditions that the notation cannot say.
         local_args: arguments to replace on one rank, ``local_args(call, view) -> {name: value}``: a size argument, an offset.
-        local: a function to call on locals instead of the op.
-        plain: arguments that may be plain tensors, the same on all ranks, beside DTensors.
+        local: a function to call on local tensors instead of the op.
+        plain: arguments that may be plain tensors next to DTensors; they must be the same on all ranks.
         samples: arguments that ``python -m dtensor verify`` and ``verify_rule`` call it with: tuples, or
             ``dtensor.testing.Sample`` s.
 
-    A table, the decorated function, gets the op's arguments (keyword-only ones by keyword, ``out=`` ones if it names them, as the
-    ``.shape`` and ``.dtype`` of the result), each tensor as its ``Layout`` (``.shape``, ``.ndim``, ``.dtype``), and returns rows
-    ``(outputs, inputs)`` for ONE mesh dim: a placement for each tensor, in the order of the schema, None for what is no tensor. A
-    list of tensors takes a list of placements, or one for all of them; an optional tensor that is left out takes None or
-    anything; where there is one tensor only, its placement may stand alone. Arguments at the end that are no tensors may be left
-    out. ``out=`` tensors are the outputs: a row says nothing of them, or the same again. Meshes of more dims combine rows.
+    The decorated function, a table, gets the op's arguments: each tensor as its ``Layout`` (``.shape``, ``.ndim``, ``.dtype``),
+    keyword-only arguments by keyword, and ``out=`` arguments, if it has parameters for them, as the ``.shape`` and ``.dtype`` of
+    the result. It returns strategies ``(outputs, inputs)`` for ONE mesh dim, and meshes of more dims combine them. Each side has
+    a placement for each tensor, in the order of the schema, and None for an argument that is no tensor:
+
+    - A list of tensors takes a list of placements, or one placement for all of them.
+    - An optional tensor that is left out takes None or anything.
+    - If a side has one tensor only, its placement may be given without a list.
+    - Arguments at the end that are no tensors may be left out.
+    - ``out=`` tensors are the outputs: a strategy says nothing of them, or the placements of the outputs again.
 
     Raises:
-        RuleError: ``op`` is none of these; the notation cannot be read, or names what the operator lacks; when first used, a row
-            that does not fit the op's arguments or results.
+        RuleError: ``op`` is none of these, or the notation cannot be read or does not fit the operator. When the rule is first
+            used: a strategy of the table does not fit the op's arguments or results.
 
     >>> import torch, dtensor as dt
     >>> @torch.library.custom_op("doc::twice", mutates_args=())
@@ -98,16 +104,16 @@ def register_sharding(op: Any, notation: str | by | None = None, *, samples: Seq
     >>> twice(x).placements
     (Shard(dim=0),)
     """
-    overloads = _overloads(op)
+    overloads = _overloads_of(op)
     if notation is not None:
-        return _declare({found: _by_words(found, notation, samples, words) for found in overloads})
+        return _register_rules({each: _make_notation_rule(each, notation, samples, words) for each in overloads})
     if words:
         raise RuleError(f'register_sharding takes {", ".join(sorted(words))} with a notation only, for example "s* -> s*"')
     return functools.partial(_declare_table, overloads, samples)
 
 
 def unregister_sharding(op: Any) -> None:
-    """Forget what ``register_sharding`` declared for ``op``; a rule that the library has for it is back.
+    """Remove the rule that ``register_sharding`` declared for ``op``, and restore the rule that it replaced, if any.
 
     Raises:
         RuleError: ``op`` is no operator, or nothing was declared for it.
@@ -118,7 +124,7 @@ def unregister_sharding(op: Any) -> None:
 
     No communication.
     """
-    for key in map(_key, _overloads(op)):
+    for key in map(_rule_key, _overloads_of(op)):
         if key not in _REPLACED:
             raise RuleError(f"unregister_sharding: nothing was registered for {key}")
         unregister(key)
@@ -131,26 +137,26 @@ def unregister_sharding(op: Any) -> None:
 def _declare_table(overloads: Sequence[Any], samples: Sequence[Any], table: Table) -> Table:
     if not callable(table):
         raise RuleError(f"register_sharding decorates a function that returns strategies, got {table!r}")
-    _declare({found: _by_table(table, samples, operator_of(found).outs) for found in overloads})
+    _register_rules({each: _make_table_rule(table, samples, operator_of(each).outs) for each in overloads})
     return table
 
 
-def _declare(made: Mapping[Any, Rule]) -> None:
-    """Each overload's rule, in place of what it had."""
-    for key, rule in ((_key(found), rule) for found, rule in made.items()):
+def _register_rules(by_overload: Mapping[Any, Rule]) -> None:
+    """Register a rule for each overload, in place of the rule that it has."""
+    for key, rule in ((_rule_key(each), rule) for each, rule in by_overload.items()):
         _REPLACED.setdefault(key, rules().get(key))
         unregister(key)
         register(key, rule)
     clear_plans()
 
 
-def _by_table(table: Table, samples: Sequence[Any], outs: tuple[str, ...]) -> Rule:
-    """A table sees the values of numbers and may ask them, so each value has a plan of its own."""
+def _make_table_rule(table: Table, samples: Sequence[Any], outs: tuple[str, ...]) -> Rule:
+    """Return the rule of a table. The table may read the values of numbers, so each value has a plan of its own."""
     factors: Callable[[Call], Factors] = lambda call: factors_of_table(table, call, outs)  # noqa: E731
     return Rule(factors, kind="custom", floats_matter=True, samples=tuple(samples))
 
 
-def _by_words(overload: Any, notation: str | by, samples: Sequence[Any], words: dict[str, Any]) -> Rule:
+def _make_notation_rule(overload: Any, notation: str | by, samples: Sequence[Any], words: dict[str, Any]) -> Rule:
     """Return the rule of a notation. Functions of the call may read the values of numbers, as a table may."""
     if unknown := sorted(words.keys() - _ACCEPTED):
         raise RuleError(
@@ -165,25 +171,25 @@ def _by_words(overload: Any, notation: str | by, samples: Sequence[Any], words: 
     kernel = words.get("kernel")
     if callable(kernel) and not isinstance(kernel, Fold):
         words = words | {"kernel": Kernel(kernel)}
-    asks = any(callable(words.get(name)) for name in ("when", "local_args", "partials", "reduce"))
-    return by_pattern(notation, kind="custom", floats_matter=asks, samples=tuple(samples), **words)
+    reads_numbers = any(callable(words.get(name)) for name in ("when", "local_args", "partials", "reduce"))
+    return by_pattern(notation, kind="custom", floats_matter=reads_numbers, samples=tuple(samples), **words)
 
 
 _ACCEPTED = frozenset(inspect.signature(get_overloads(register_sharding)[1]).parameters) - {"op", "notation", "samples"}
 
 
 def _check_pattern(pattern: Pattern, overload: Any) -> None:
-    """Raise RuleError where a notation names what the operator lacks, or leaves out a tensor that every call has."""
+    """Raise RuleError if a notation names an argument that the operator lacks, or leaves out a tensor that every call has."""
     tensors = _tensor_arguments(overload)
     required = [name for name, kind in tensors.items() if not kind.startswith("Optional")]
     known = {argument.name for argument in arguments_given(overload)}
     terms = (*pattern.operands, *pattern.results)
-    said = {dim[0].strip("@!") for term in terms for dim in term.dims if is_picked(dim)}
+    picked = {dim[0].strip("@!") for term in terms for dim in term.dims if is_picked(dim)}
     named = {term.name for term in pattern.operands} - {"", EACH}
     results = _result_count(overload)
     each = pattern.operands[0].name == EACH
     count, problem = len(pattern.operands), ""
-    if lacking := sorted((said | named).difference(known)):
+    if lacking := sorted((picked | named).difference(known)):
         problem = f"names {', '.join(lacking)}, which the operator does not have"
     elif not pattern.named and count > len(tensors) and not _takes_list(overload):
         problem = f"has {count} operands, but the operator takes {len(tensors)} tensors"
@@ -213,31 +219,31 @@ def _result_count(overload: Any) -> int:
 
 
 def _check_words(patterns: Sequence[Pattern], overload: Any, words: Mapping[str, Any]) -> None:
-    """Raise RuleError where a keyword speaks of letters that no notation has, or of arguments that the operator lacks."""
+    """Raise RuleError if a keyword names letters that no notation has, or arguments that the operator lacks."""
     letters = {name.strip("@!*.") for pattern in patterns for term in pattern.operands for dim in term.dims for name in dim}
     sizes, partials = words.get("sizes") or {}, words.get("partials", ())
     sums = words.get("sums", "")
     listed = rows(partials)
     parts = listed.parts if isinstance(listed, together) else listed
-    spoken: dict[str, Set[str]] = {
+    letters_named: dict[str, Set[str]] = {
         "sums": labels(sums if isinstance(sums, str) else " ".join(sums)),
         "kernels": frozenset(words.get("kernels") or ()),
         "sizes": frozenset(sizes),
         "nonempty": labels(words.get("nonempty", "")) - {"reduced"},
     }
     arguments = {argument.name for argument in arguments_given(overload)}
-    asked: dict[str, Set[str]] = {
+    arguments_named: dict[str, Set[str]] = {
         "plain": set(words.get("plain", ())),
         "sizes": {size for size in sizes.values() if isinstance(size, str)},
         "partials": {name for part in parts if isinstance(part, (linear, one_of)) for name in part.given},
     }
-    for word, names in spoken.items():
+    for word, names in letters_named.items():
         if unknown := sorted(names - letters):
             texts = " | ".join(pattern.text for pattern in patterns)
             raise RuleError(
                 f"register_sharding for {overload}: {word}= names {', '.join(unknown)}, which {texts!r} does not have"
             )
-    for word, names in asked.items():
+    for word, names in arguments_named.items():
         if unknown := sorted(names - arguments):
             raise RuleError(
                 f"register_sharding for {overload}: {word}= names {', '.join(unknown)}, which the operator does not have: "
@@ -249,11 +255,11 @@ def _check_words(patterns: Sequence[Pattern], overload: Any, words: Mapping[str,
             raise RuleError(f"register_sharding for {overload}: {op!r} is no reduction; use one of {', '.join(REDUCE_OPS)}")
     for part in parts:
         if isinstance(part, str):
-            _check_partial_row(part, overload)
+            _check_partial_strategy(part, overload)
 
 
-def _check_partial_row(text: str, overload: Any) -> None:
-    """Raise RuleError for a partial row that cannot be read, or that has too few or too many operands or results."""
+def _check_partial_strategy(text: str, overload: Any) -> None:
+    """Raise RuleError for a partial strategy that cannot be read, or with a wrong number of operands or results."""
     tensors, results = _tensor_arguments(overload), _result_count(overload)
     required = sum(not kind.startswith("Optional") for kind in tensors.values())
     try:
@@ -270,11 +276,11 @@ def _check_partial_row(text: str, overload: Any) -> None:
         )
 
 
-def _overloads(op: Any) -> list[Any]:
-    return [_overload(item) for item in (op if isinstance(op, (list, tuple)) else [op])]
+def _overloads_of(op: Any) -> list[Any]:
+    return [_find_overload(item) for item in (op if isinstance(op, (list, tuple)) else [op])]
 
 
-def _overload(op: Any) -> Any:
+def _find_overload(op: Any) -> Any:
     found = overload_of(op)
     if found is not None:
         return found
@@ -287,8 +293,8 @@ def _overload(op: Any) -> Any:
     )
 
 
-def _key(overload: Any) -> str:
-    """The rule's name in the registry: the operator's where its overloads take the same arguments, else that overload's alone."""
+def _rule_key(overload: Any) -> str:
+    """Return the name of the rule in the registry: the operator if its overloads take equal arguments, else the overload."""
     name, which = overload._schema.name, overload_served(overload)
     if which:
         return f"{name}.{which}"

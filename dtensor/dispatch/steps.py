@@ -8,44 +8,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import repeat
+from operator import is_
 from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
+from ..base.memory_order import Stride, dense_in
 from ..base.modes import EXPLICIT
 from ..base.tensor_tree import tensors
-from ..comm import communicator_of
+from ..comm import PerRank, communicator_of
 from ..errors import ImplicitCommunicationError, UnsupportedOperationError
 from ..layout.layout import Layout
 from ..propagation.op_schema import Form, Operator, Place
 from ..propagation.propagate import Plan
 from ..ranks.per_rank import shards_of
 from ..ranks.write_result import assign
-from ..redistribute import Plan as Move
-from ..redistribute import execute as run_move
-from ..redistribute import execute_many as run_moves
-from ..redistribute import plan as plan_move
+from ..redistribute import Plan as RedistributionPlan
+from ..redistribute import execute, execute_many
+from ..redistribute import plan as plan_redistribution
 from ..rules.kernel_context import Measured
-from .cached_redistribute import aliases_unseen, moved, moved_together, one_by_one, share_versions
-from .comm_report import announce, describe
+from .comm_report import describe_plan, warn_of_gather
+from .facts import note_local_indices
 from .frame import Args, Frame, Keywords, Step, argument_at, results_of
+from .list_ops import in_one_memory, in_turn
 from .local_call import has_own_function, is_kernel
-from .local_indices import note_names
 from .output_aliasing import apart, memory_of
-from .version_counters import shared
+from .redistribution_cache import Request, redistribute_cached, redistribute_cached_each, redistribute_cached_many
+from .version_counters import share_versions
 from .wrap import wrap_local, wrap_view
 
 
 # --- before the call ----------------------------------------------------------------------------------------------------
 def order_arguments(plan: Plan, operator: Operator, form: Form) -> Step | None:
-    """Put arguments that were given by name, and may stand by position, in their positions."""
+    """Move arguments that were given by keyword, and have a position, to their positions."""
     if not form.reordered:
         return None
 
     def step(frame: Frame) -> None:
-        given, frame.kwargs = operator.in_order(frame.args, frame.kwargs)
-        frame.args = tuple(given)
+        args, frame.kwargs = operator.in_order(frame.args, frame.kwargs)
+        frame.args = tuple(args)
         frame.local_args, frame.local_kwargs = operator.in_order(frame.local_args, frame.local_kwargs)
 
     return step
@@ -58,9 +60,9 @@ def check_explicit(plan: Plan, operator: Operator, form: Form) -> Step | None:
 
     def step(frame: Frame) -> None:
         if EXPLICIT.held and EXPLICIT:
-            raise ImplicitCommunicationError(f"{operator.name} would communicate under explicit():\n{describe(plan)}")
+            raise ImplicitCommunicationError(f"{operator.name} would communicate under explicit():\n{describe_plan(plan)}")
         if plan.how == "gather":
-            announce(plan, operator.name)
+            warn_of_gather(plan, operator.name)
 
     return step
 
@@ -80,33 +82,6 @@ def split_aliased_lists(plan: Plan, operator: Operator, form: Form) -> Step | No
     return step
 
 
-def in_one_memory(operator: Operator, args: Args, kwargs: Keywords) -> bool:
-    """Return True if two elements of a call's lists share memory, as a tensor and its view, and one of them is written to."""
-    first: dict[int, int] = {}
-    written: set[int] = set()
-    several: set[int] = set()
-    for name, values in operator.bind(args, kwargs).items():
-        for index, x in enumerate(values if isinstance(values, (list, tuple)) else ()):
-            if isinstance(x, torch.Tensor):
-                memory = id(shared(x))
-                if first.setdefault(memory, index) != index:
-                    several.add(memory)
-                if name in operator.mutated:
-                    written.add(memory)
-    return not written.isdisjoint(several)
-
-
-def in_turn(operator: Operator, args: Args, kwargs: Keywords) -> None:
-    """Call a list operator that returns nothing once for each element, in order."""
-    count = max(len(x) for x in (*args, *kwargs.values()) if isinstance(x, (list, tuple)))
-
-    def of(index: int, x: Any) -> Any:
-        return x[index : index + 1] if isinstance(x, (list, tuple)) and len(x) == count else x
-
-    for k in range(count):
-        operator.func(*[of(k, x) for x in args], **{name: of(k, x) for name, x in kwargs.items()})
-
-
 def redistribute_inputs(plan: Plan, operator: Operator, form: Form) -> Step | None:
     """Redistribute operands to the layouts of the plan, several operands together.
 
@@ -116,44 +91,96 @@ def redistribute_inputs(plan: Plan, operator: Operator, form: Form) -> Step | No
         return None
     places = [(form.place(name), index, move) for (name, index), move in plan.moves]
     written = operator.mutated.union(name for (name, _), _ in plan.write_back)
-    own = {form.place(name) for (name, index), _ in plan.moves if index is not None or operator.is_view or name in written}
+    uncached = {form.place(name) for (name, index), _ in plan.moves if index is not None or operator.is_view or name in written}
     if len(places) == 1 and isinstance(only := places[0][0], int) and places[0][1] is None:
-        return _redistribute_one(only, places[0][2], cached=not own)
+        return _redistribute_one(only, places[0][2], cached=not uncached)
     if sum(index is not None for _, index, _ in places) > 1:
-        together: Callable[..., list[Any]] = _redistribute_elements
+        redistribute_all: Callable[..., list[Any]] = _redistribute_elements
     elif sum(move.communicates for *_, move in places) > 1:
-        together = moved_together
+        redistribute_all = redistribute_cached_many
     else:
-        together = one_by_one
+        redistribute_all = redistribute_cached_each
 
     def step(frame: Frame) -> None:
-        asked = []
+        requests: list[Request] = []
         for place, index, move in places:
             local = frame.local(place)
-            x = None if place in own else frame.given(place)
-            asked.append((x, move, local if index is None else local[index]))
-        for (place, index, _), there in zip(places, together(asked), strict=True):
+            x = None if place in uncached else frame.given(place)
+            requests.append((x, move, local if index is None else local[index]))
+        for (place, index, _), value in zip(places, redistribute_all(requests), strict=True):
             if index is None:
-                frame.put_local(place, there)
+                frame.put_local(place, value)
             else:
-                frame.local(place)[index] = there
+                frame.local(place)[index] = value
 
     return step
 
 
-def _redistribute_one(place: int, move: Move, cached: bool) -> Step:
+def _redistribute_one(place: int, move: RedistributionPlan, cached: bool) -> Step:
     """Make the step for the usual case: one positional operand."""
 
     def step(frame: Frame) -> None:
         local_args = frame.local_args
-        local_args[place] = moved(frame.args[place] if cached else None, move, local_args[place])
+        local_args[place] = redistribute_cached(frame.args[place] if cached else None, move, local_args[place])
 
     return step
 
 
-def _redistribute_elements(asked: Sequence[tuple[Any, Move, Any]]) -> list[Any]:
+def _redistribute_elements(requests: Sequence[Request]) -> list[Any]:
     """Redistribute elements of lists, as foreach operators take them, in few collectives."""
-    return run_moves([move for _, move, _ in asked], [local for *_, local in asked]).wait()
+    return execute_many([move for _, move, _ in requests], [local for *_, local in requests]).wait()
+
+
+def order_inputs_in_memory(plan: Plan, operator: Operator, form: Form) -> Step | None:
+    """Copy local operands with another memory order than their layouts, if the rule asks for it (``Rule.as_laid_out``).
+
+    The strides of a DTensor are those of the global tensor, but a local tensor may have others (``from_local``, results of local
+    operators). Some operators choose by strides, raise because of them, or read memory without a look at them. These operands
+    are slices or redistributed.
+    """
+    if plan.rule is None or not plan.rule.as_laid_out:
+        return None
+    redistributed = {slot for slot, _ in plan.moves}
+    layouts = {name: x for name, x in plan.call.arguments.items() if isinstance(x, Layout) and name not in operator.mutated}
+    layouts |= {name: x for name, x in zip(plan.call.names, plan.operands, strict=True) if (name, None) in redistributed}
+    places = [(form.place(name), _local_strides(layout)) for name, layout in layouts.items() if layout.ndim > 1]
+    if not places:
+        return None
+
+    def step(frame: Frame) -> None:
+        for place, strides in places:
+            local = frame.local(place)
+            if type(local) is not torch.Tensor or local.stride() != strides[0]:
+                frame.put_local(place, _with_strides(local, strides))
+
+    return step
+
+
+def _local_strides(layout: Layout) -> list[Stride]:
+    """Return the dense strides of the local tensors of this process, in the memory order of ``layout``.
+
+    Dims that the global tensor repeats (stride 0) are outermost: their place is not known, and operators that read rows need
+    these dims unsharded.
+    """
+    order = sorted(range(layout.ndim), key=lambda d: (layout.stride[d] != 0, -layout.stride[d]))
+    return [dense_in(layout.shape_of(member), order) for member in communicator_of(layout.mesh).held]
+
+
+def _with_strides(local: Any, strides: list[Stride]) -> Any:
+    if not isinstance(local, PerRank):
+        return _copy_to_strides(local, strides[0])
+    shards = [_copy_to_strides(shard, stride) for shard, stride in zip(local.shards, strides, strict=True)]
+    return local if all(map(is_, shards, local.shards)) else PerRank(shards)
+
+
+def _copy_to_strides(x: torch.Tensor, stride: Stride) -> torch.Tensor:
+    """Return ``x`` with these strides, itself if it has them; strides of dims with one element or stride 0 do not count."""
+    own = x.stride()
+    if own == stride or not x.numel():
+        return x
+    if all(a in (b, 0) or size == 1 for a, b, size in zip(own, stride, x.shape, strict=True)):
+        return x
+    return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def allocate_outputs(plan: Plan, operator: Operator, form: Form) -> Step | None:
@@ -174,14 +201,17 @@ def allocate_outputs(plan: Plan, operator: Operator, form: Form) -> Step | None:
 
     def allocate(frame: Frame) -> None:
         for name, layout in layouts.items():
-            frame.local_kwargs[name] = _allocated(layout, frame.local_kwargs[name], operator.seeded)
+            frame.local_kwargs[name] = _allocate_output(layout, frame.local_kwargs[name], operator.seeded)
 
     return allocate
 
 
-def _allocated(layout: Layout | None, like: Any, seeded: bool) -> Any:
-    """Return empty local tensors of ``layout``: row-major, since some kernels read their memory so, except for random numbers,
-    whose values follow from the memory order."""
+def _allocate_output(layout: Layout | None, like: Any, seeded: bool) -> Any:
+    """Return uninitialized local tensors of ``layout``; with no elements if there is no layout.
+
+    They are row-major, since some kernels read their memory so. For random numbers, which depend on the memory order, they have
+    the order of the layout.
+    """
     if not isinstance(layout, Layout):
         return torch.empty_like(like).resize_(0)
     coordinates = layout.mesh.coordinates
@@ -195,18 +225,19 @@ def _allocated(layout: Layout | None, like: Any, seeded: bool) -> Any:
 # --- after the call -----------------------------------------------------------------------------------------------------
 def copy_aliased_results(plan: Plan, operator: Operator, form: Form) -> Step | None:
     """Copy results that share memory with a redistributed operand: that copy may be cached, and users write to results."""
-    moved = [(form.place(name), index) for (name, index), move in plan.moves if move.communicates]
-    if not moved or operator.is_view or operator.mutated:
+    redistributed = [(form.place(name), index) for (name, index), move in plan.moves if move.communicates]
+    if not redistributed or operator.is_view or operator.mutated:
         return None
 
     def step(frame: Frame) -> None:
-        given: set[int] = set()
-        for place, index in moved:
+        addresses: set[int] = set()
+        for place, index in redistributed:
             x = frame.local(place)
-            given.update(memory_of(x if index is None else x[index]))
-        given.discard(0)
-        made = frame.made
-        frame.made = type(made)(apart(x, given) for x in made) if isinstance(made, (tuple, list)) else apart(made, given)
+            addresses.update(memory_of(x if index is None else x[index]))
+        addresses.discard(0)
+        result = frame.local_result
+        is_list = isinstance(result, (tuple, list))
+        frame.local_result = type(result)(apart(x, addresses) for x in result) if is_list else apart(result, addresses)
 
     return step
 
@@ -215,12 +246,12 @@ def write_into_locals(plan: Plan, operator: Operator, form: Form) -> Step | None
     """Write what a kernel returned for arguments that are written in place into their local tensors."""
     if not is_kernel(plan) or operator.facts.flat or not operator.mutated.difference(operator.outs):
         return None
-    owners = [(k, form.place(name)) for k, name in enumerate(operator.returns) if name is not None and name not in operator.outs]
+    places = [(k, form.place(name)) for k, name in enumerate(operator.returns) if name is not None and name not in operator.outs]
 
     def step(frame: Frame) -> None:
-        produced = results_of(frame.made, operator)
-        for k, place in owners:
-            assign(frame.local(place), produced[k])
+        results = results_of(frame.local_result, operator)
+        for k, place in places:
+            assign(frame.local(place), results[k])
 
     return step
 
@@ -236,18 +267,18 @@ def write_back(plan: Plan, operator: Operator, form: Form) -> Step | None:
     kernel = is_kernel(plan) and not operator.facts.flat
     places = []
     for (name, index), move in plan.write_back:
-        returned = index is None and name in operator.returns and not (kernel and name not in operator.outs)
-        place = operator.returns.index(name) if returned else None
-        places.append((form.place(name), index, place, not plan.results and name in operator.outs, move))
+        is_returned = index is None and name in operator.returns and not (kernel and name not in operator.outs)
+        result_index = operator.returns.index(name) if is_returned else None
+        places.append((form.place(name), index, result_index, not plan.results and name in operator.outs, move))
 
     def step(frame: Frame) -> None:
-        produced = results_of(frame.made, operator)
+        results = results_of(frame.local_result, operator)
         for place, index, k, shape_is_data, move in places:
-            target, local = frame.given(place), frame.local(place) if k is None else produced[k]
+            target, local = frame.given(place), frame.local(place) if k is None else results[k]
             if index is not None:
                 target, local = target[index], local[index]
             if not shape_is_data or local.shape == target.shape:  # else wrap_outputs gives the target the result's shape
-                assign(target, run_move(move, local.to(move.src.dtype)))  # a rule's own function gives its own dtype
+                assign(target, execute(move, local.to(move.src.dtype)))  # a rule's function may return another dtype
 
     return step
 
@@ -271,43 +302,55 @@ def bump_versions(plan: Plan, operator: Operator, form: Form) -> Step | None:
 
 
 # --- results ------------------------------------------------------------------------------------------------------------
-Finish = Callable[[Args, Keywords, Any], Any]
+MakeOutput = Callable[[Args, Keywords, Any], Any]  # from the user's arguments and keywords, and the local result
 
 
 class WrapOutputs:
-    """The step that turns the results of the local call into what the user gets.
+    """The step that turns the local results into the output of the call.
 
     Attributes:
         layout: the layout of the result, if it is one tensor and wrapping it is all there is to do; else None.
-        start: where that is a view of the first argument, its distance in bytes from the argument's first element.
-        output: a function of the user's arguments, keywords and the local results.
+        start: if that is a view of the first argument, its distance in bytes from the argument's first element.
+        output: makes the output from the user's arguments, keywords and the local result.
     """
 
     __slots__ = ("layout", "output", "start")
 
-    def __init__(self, output: Finish, layout: Layout | None = None, start: int | None = None) -> None:
+    def __init__(self, output: MakeOutput, layout: Layout | None = None, start: int | None = None) -> None:
         self.output, self.layout, self.start = output, layout, start
 
     @classmethod
     def of_one(cls, layout: Layout) -> WrapOutputs:
-        """Wrap the only result, a new tensor."""
-        return cls(lambda args, kwargs, made: wrap_local(made, layout), layout)
+        """Return the step that wraps the only result, a new tensor."""
+        return cls(lambda args, kwargs, result: wrap_local(result, layout), layout)
 
     @classmethod
     def of_view(cls, layout: Layout, start: int, shares: bool = False) -> WrapOutputs:
-        """Wrap the only result, a view of the first argument; ``shares``: autograd does not record it as a view."""
-        if not shares:
-            return cls(lambda args, kwargs, made: wrap_view(made, layout, args[0], start), layout, start)
+        """Return the step that wraps the only result, a view of the first argument.
 
-        def output(args: Args, kwargs: Keywords, made: Any) -> Any:
-            view = wrap_view(made, layout, args[0], start)
+        Args:
+            shares: autograd does not record the result as a view.
+        """
+        if not shares:
+            return cls(lambda args, kwargs, result: wrap_view(result, layout, args[0], start), layout, start)
+
+        def output(args: Args, kwargs: Keywords, result: Any) -> Any:
+            view = wrap_view(result, layout, args[0], start)
             share_versions(view, args[0])
             return view
 
         return cls(output)
 
     def __call__(self, frame: Frame) -> None:
-        frame.output = self.output(frame.args, frame.kwargs, frame.made)
+        frame.output = self.output(frame.args, frame.kwargs, frame.local_result)
+
+
+_UNRECORDED_ALIASES = frozenset((torch.ops.aten.detach.default, torch.ops.aten.view.dtype))
+
+
+def aliases_unseen(operator: Operator) -> bool:
+    """Return True if the result is a view of the operand that autograd does not record as one."""
+    return operator.func in _UNRECORDED_ALIASES
 
 
 def wrap_outputs(plan: Plan, operator: Operator, form: Form) -> WrapOutputs:
@@ -318,89 +361,96 @@ def wrap_outputs(plan: Plan, operator: Operator, form: Form) -> WrapOutputs:
         if isinstance(layouts, Layout):
             return WrapOutputs.of_view(layouts, plan.starts[0], shares)
         return WrapOutputs(_wrap_views(layouts, plan.starts))
-    finish = _finish(plan, operator, form)
-    if isinstance(finish, Layout):
-        return WrapOutputs.of_view(finish, 0, shares) if shares else WrapOutputs.of_one(finish)
-    return WrapOutputs(finish or (lambda args, kwargs, made: args[0]))
+    output = _make_output(plan, operator, form)
+    if isinstance(output, Layout):
+        return WrapOutputs.of_view(output, 0, shares) if shares else WrapOutputs.of_one(output)
+    return WrapOutputs(output or (lambda args, kwargs, result: args[0]))
 
 
-def _finish(plan: Plan, operator: Operator, form: Form) -> Layout | Finish | None:
+def _make_output(plan: Plan, operator: Operator, form: Form) -> Layout | MakeOutput | None:
     """Return the layout of the only new result, or a function that makes the output; None if that is the first argument."""
     returns = operator.returns
     if not returns:
-        return lambda args, kwargs, made: None
+        return lambda args, kwargs, result: None
     layouts: tuple[Any, ...] = plan.results or (None,) * len(returns)
     if plan.how == "rule" and returns == (None,) and isinstance(layouts[0], Layout):
         return layouts[0]
     if plan.how == "rule" and not any(returns) and all(isinstance(x, Layout) for x in layouts):
-        return lambda args, kwargs, made: tuple(map(wrap_local, made, layouts))
+        return lambda args, kwargs, result: tuple(map(wrap_local, result, layouts))
     if len(returns) == 1 and returns[0] not in (None, *operator.outs) and form.place(str(returns[0])) == 0:
         return None
-    each = [_one_result(plan, operator, form, owner, layout) for owner, layout in zip(returns, layouts, strict=True)]
-    if len(each) == 1:
-        return each[0]
-    return lambda args, kwargs, made: tuple([one(args, kwargs, value) for one, value in zip(each, made, strict=True)])
+    parts = [_make_output_part(plan, operator, form, owner, layout) for owner, layout in zip(returns, layouts, strict=True)]
+    if len(parts) == 1:
+        return parts[0]
+    return lambda args, kwargs, result: tuple([part(args, kwargs, value) for part, value in zip(parts, result, strict=True)])
 
 
-def _wrap_views(layouts: list[Layout], starts: tuple[int, ...]) -> Finish:
-    """Wrap views of the first argument; ``starts``: bytes from the argument's first element to the first element of each."""
-    return lambda args, kwargs, made: list(map(wrap_view, made, layouts, repeat(args[0]), starts))
+def _wrap_views(layouts: list[Layout], starts: tuple[int, ...]) -> MakeOutput:
+    """Return the function that wraps views of the first argument.
+
+    Args:
+        starts: bytes from the argument's first element to the first element of each view.
+    """
+    return lambda args, kwargs, result: list(map(wrap_view, result, layouts, repeat(args[0]), starts))
 
 
-def _one_result(plan: Plan, operator: Operator, form: Form, owner: str | None, layout: Any) -> Finish:
+def _make_output_part(plan: Plan, operator: Operator, form: Form, owner: str | None, layout: Any) -> MakeOutput:
+    """Return the function that makes one return value; ``owner`` names the argument that it is, None for a new tensor."""
     if owner in operator.outs:
-        return _given_out(plan, form.place(owner), layout)
+        return _return_out_argument(plan, form.place(owner), layout)
     if owner is not None:
         place = form.place(owner)
         return lambda args, kwargs, value: argument_at(place, args, kwargs)
     if plan.how == "rule" and isinstance(layout, list) and all(isinstance(item, Layout) for item in layout):
         return lambda args, kwargs, value: list(map(wrap_local, value, layout))
-    if plan.how == "rule" and plan.results and layout is None:  # some kernels give gradients that nobody asked for, on some ranks
-        return lambda args, kwargs, value: None if value is None or tensors(value) else _as_made(plan, None, value)
+    if plan.how == "rule" and plan.results and layout is None:  # on some ranks some kernels return gradients not asked for
+        return lambda args, kwargs, value: None if value is None or tensors(value) else _wrap_unplanned(plan, None, value)
     if plan.how == "rule" and isinstance(layout, Layout):
         return lambda args, kwargs, value: wrap_local(value, layout)
-    return lambda args, kwargs, value: _as_made(plan, layout, value)
+    return lambda args, kwargs, value: _wrap_unplanned(plan, layout, value)
 
 
-def _as_made(plan: Plan, layout: Any, value: Any) -> Any:
+def _wrap_unplanned(plan: Plan, layout: Any, value: Any) -> Any:
+    """Wrap a local result whose layout the plan does not say, or not completely: it follows from the value."""
     if isinstance(value, Measured):
-        made = wrap_local(value.local, _measured(plan, value))
-        note_names(made, value.names)
-        return made
+        x = wrap_local(value.local, _layout_of_measured(plan, value))
+        note_local_indices(x, value.names)
+        return x
     if isinstance(value, (list, tuple)) and not hasattr(value, "common"):
         layouts = layout if isinstance(layout, list) else [None] * len(value)
-        return [_as_made(plan, own, item) for own, item in zip(layouts, value, strict=True)]
+        return [_wrap_unplanned(plan, own, item) for own, item in zip(layouts, value, strict=True)]
     if not isinstance(value, torch.Tensor):
         return value[0] if isinstance(value, tuple) else value
     if plan.how == "gather" and (value.is_nested or value.layout is not torch.strided):
-        kind, other = (
+        kind, instead = (
             ("nested", "keep the padding (enable_nested_tensor=False)") if value.is_nested else ("sparse", "pass sparse=False")
         )
         raise UnsupportedOperationError(
-            f"{plan.call.func} would return a {kind} tensor, which is not supported as a DTensor; {other}, or use x.full_tensor()"
+            f"{plan.call.func} would return a {kind} tensor, which is not supported as a DTensor; {instead}, "
+            "or use x.full_tensor()"
         )
     if plan.how == "gather" or layout is None:
-        layout = _whole(plan, value)  # the local is the global one, whatever planning knew of it
+        layout = _replicated_layout(plan, value)  # the local tensor is the global one, whatever the plan expected
     return wrap_local(value, layout)
 
 
-def _measured(plan: Plan, found: Measured) -> Layout:
-    """The layout of what is cut along its first dim alone."""
-    block = shards_of(found.local)[0]
-    shape = (sum(found.split.sizes), *block.shape[1:])
-    splits, terms = (found.split, *[None] * (len(shape) - 1)), (None,) * plan.call.mesh.ndim
-    return Layout.from_splits(plan.call.mesh, splits, terms, shape, found.stride, block.dtype)
+def _layout_of_measured(plan: Plan, value: Measured) -> Layout:
+    """Return the layout of a result that is sharded along its first dim, with sizes that its data decide."""
+    local = shards_of(value.local)[0]
+    shape = (sum(value.split.sizes), *local.shape[1:])
+    splits, partials = (value.split, *[None] * (len(shape) - 1)), (None,) * plan.call.mesh.ndim
+    return Layout.from_splits(plan.call.mesh, splits, partials, shape, value.stride, local.dtype)
 
 
-def _whole(plan: Plan, value: Any) -> Layout:
+def _replicated_layout(plan: Plan, value: Any) -> Layout:
     return Layout.replicated(plan.call.mesh, value.shape, value.stride(), value.dtype)
 
 
-def resized_to(target: Any, value: Any) -> Any:
-    """``target`` with the shape, the layout and the elements of ``value``, in memory of its own.
+def resize_to(target: Any, value: Any) -> Any:
+    """Give ``target`` the shape, layout and elements of ``value``, in new memory, and return it.
 
     Raises:
-        UnsupportedOperationError: it is a view, whose base would not be written to.
+        UnsupportedOperationError: ``target`` is a view, whose base would not be written to.
     """
     if target._base is not None and target.numel():
         raise UnsupportedOperationError(
@@ -411,16 +461,16 @@ def resized_to(target: Any, value: Any) -> Any:
     return target
 
 
-def _given_out(plan: Plan, place: Place, layout: Layout | None) -> Finish:
-    """An ``out=`` tensor of another shape than the result becomes what the result is, as in torch."""
+def _return_out_argument(plan: Plan, place: Place, layout: Layout | None) -> MakeOutput:
+    """Return the function that returns an ``out=`` argument; if the result has another shape, it resizes it, as in torch."""
 
-    def finish(args: Args, kwargs: Keywords, value: Any) -> Any:
-        target, have = argument_at(place, args, kwargs), layout or _whole(plan, value)
-        if target.shape == have.shape:
+    def output(args: Args, kwargs: Keywords, value: Any) -> Any:
+        target, own = argument_at(place, args, kwargs), layout or _replicated_layout(plan, value)
+        if target.shape == own.shape:
             return target
         if hasattr(target, "_layout"):
-            return resized_to(target, wrap_local(value, have.replace(dtype=target.dtype)))
-        whole = Layout.replicated(have.mesh, have.shape, have.stride, have.dtype)
-        return assign(target.resize_(have.shape), run_move(plan_move(have, whole), value))
+            return resize_to(target, wrap_local(value, own.replace(dtype=target.dtype)))
+        full = Layout.replicated(own.mesh, own.shape, own.stride, own.dtype)
+        return assign(target.resize_(own.shape), execute(plan_redistribution(own, full), value))
 
-    return finish
+    return output

@@ -1,7 +1,7 @@
-"""Variants: the programs of one cache key, by the conditions that its plan depends on beside the key.
+"""Variants: the programs of one cache key, by the conditions that its plan depends on in addition to the key.
 
-A plan may depend on the kinds of Python numbers (0, 1, negative, ...), on facts of the operands beside their layouts, and on the
-default dtype. Most plans depend on none of these. Where one does, its cache entry is a table of programs by these conditions, and
+A plan may depend on the kinds of Python numbers (0, 1, negative, ...), on facts of the operands (:mod:`.facts`), and on the
+default dtype. Most plans depend on none of these. If a plan does, its cache entry is a table of programs by these conditions, and
 a call under other conditions is planned once more and added.
 """
 
@@ -17,7 +17,7 @@ from ..layout.layout import Layout
 from ..propagation.op_schema import Operator
 from ..propagation.propagate import Plan
 from ..rules.call import kind_of
-from .disjoint_partial import all_facts, depends_on_facts, quick_facts
+from .facts import all_facts, depends_on_facts, make_quick_facts
 from .frame import Args, Keywords, Runner
 from .program import runner_of
 
@@ -27,53 +27,61 @@ Replan = Callable[[Args, Keywords], tuple[Plan, Layout | Runner]]
 
 
 def conditions_of(plan: Plan, operator: Operator) -> frozenset[str]:
-    """Return what ``plan`` depends on beside its cache key."""
-    depends = {NUMBERS: plan.by_numbers, FACTS: depends_on_facts(plan, operator), DEFAULT_DTYPE: _floats_by_default(plan)}
+    """Return the names of the conditions that ``plan`` depends on in addition to its cache key."""
+    depends = {NUMBERS: plan.by_numbers, FACTS: depends_on_facts(plan, operator), DEFAULT_DTYPE: _depends_on_default_dtype(plan)}
     return frozenset(name for name, holds in depends.items() if holds)
 
 
 def with_variants(
     plan: Plan, program: Layout | Runner, operator: Operator, args: Args, kwargs: Keywords, replan: Replan
 ) -> Layout | Runner:
-    """Return ``program`` for all calls of its cache key: itself if it depends on nothing else, else a table of variants."""
+    """Return the program of all calls with the cache key: ``program`` if it depends on nothing else, else a table of variants.
+
+    Args:
+        replan: plans a call under conditions that the table does not have yet.
+    """
     conditions = conditions_of(plan, operator)
     if not conditions:
         return program
-    table: tuple[Any, ...]  # replaced as a whole, as other threads see it
+    table: tuple[Any, ...]  # replaced as one object, since other threads read it
 
-    def begin() -> None:
+    def reset_table() -> None:
         nonlocal table
-        quick, full = (_key_function(operator, conditions, complete) for complete in (False, True))
+        quick, full = (_make_key_function(operator, conditions, complete) for complete in (False, True))
         table = Bounded(_LIMIT), quick, full
 
-    def add(program: Layout | Runner, args: Args, kwargs: Keywords) -> Any:
+    def add_program(program: Layout | Runner, args: Args, kwargs: Keywords) -> Any:
         programs, _, full = table
         return programs.keep(full(args, kwargs), runner_of(program, operator))
 
     def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
         nonlocal conditions
         programs, quick, full = table
-        found = programs.get(quick(args, kwargs))
-        if found is None:
-            found = programs.get(full(args, kwargs))
-        if found is None:
+        variant = programs.get(quick(args, kwargs))
+        if variant is None:
+            variant = programs.get(full(args, kwargs))
+        if variant is None:
             plan, program = replan(args, kwargs)
             if not conditions >= (depends := conditions_of(plan, operator)):
                 conditions |= depends  # this plan depends on more than the ones before
-                begin()
-            found = add(program, args, kwargs)
-        return found(args, kwargs, local_args, local_kwargs)
+                reset_table()
+            variant = add_program(program, args, kwargs)
+        return variant(args, kwargs, local_args, local_kwargs)
 
-    begin()
-    add(program, args, kwargs)
+    reset_table()
+    add_program(program, args, kwargs)
     return run
 
 
-def _key_function(operator: Operator, conditions: frozenset[str], complete: bool) -> Callable[[Args, Keywords], Any]:
-    """Make the function that returns the value of each condition for a call; ``complete``: also facts that take long to find."""
+def _make_key_function(operator: Operator, conditions: frozenset[str], complete: bool) -> Callable[[Args, Keywords], Any]:
+    """Make the function that returns the value of each condition for a call.
+
+    Args:
+        complete: also find facts that take long to find.
+    """
     parts: list[Callable[[Args, Keywords], Any]] = []
     if FACTS in conditions:
-        parts.append((lambda args, kwargs: all_facts(operator, args, kwargs)) if complete else quick_facts(operator))
+        parts.append((lambda args, kwargs: all_facts(operator, args, kwargs)) if complete else make_quick_facts(operator))
     if NUMBERS in conditions:
         parts.append(_number_kinds)
     if DEFAULT_DTYPE in conditions:
@@ -96,12 +104,12 @@ def _number_kind(value: Any) -> Any:
     return kind_of(value) if isinstance(value, (int, float, complex)) else None
 
 
-def _floats_by_default(plan: Plan) -> bool:
+def _depends_on_default_dtype(plan: Plan) -> bool:
     """Return True if results have a floating dtype that no distributed operand has: it is the default dtype."""
     for i, layout in enumerate(plan.call.operands):
         if _is_floating(layout) and i not in plan.call.plain:
             return False
-    return any(_is_floating(layout) for made in plan.results for layout in (made if isinstance(made, list) else [made]))
+    return any(_is_floating(layout) for result in plan.results for layout in (result if isinstance(result, list) else [result]))
 
 
 def _is_floating(layout: Any) -> bool:

@@ -1,4 +1,9 @@
-"""Version counters: whether the memory of a tensor was written to, also where several tensors got the same memory."""
+"""Version counters: whether the memory of a tensor was written to, and which tensors are the same memory.
+
+Torch counts the writes to a tensor and its views in one version counter. Tensors that have the same memory without being views
+of each other (``x.data``, ``x.detach()`` under inference mode, ``x.set_(y)``) have counters of their own. Such tensors form an
+alias group here, and the writes to all of them are added up. All of this follows from the program, so ranks agree.
+"""
 
 from __future__ import annotations
 
@@ -10,171 +15,289 @@ from typing import Any
 
 import torch
 
-from ..base.torch_internals import DisableTorchFunctionSubclass, DispatchKey, is_key_excluded
+from ..base.memory_order import memory_order, outermost_first
+from ..base.reenable_autograd import seen_by_autograd
+from ..base.torch_internals import CreationMeta, DisableTorchFunctionSubclass, DispatchKey, creation_meta, is_key_excluded
+from ..base.tracing import any_number_is_open, has_no_values
 from ..ranks.per_rank import shards_of
 
-SHARED = "_shared"  # the attribute of a tensor that has its ``Shared``
-_GROUPS = count()
-_ADDRESS, _VERSION = torch.Tensor.data_ptr, attrgetter("_version")
+SHARED = "_shared"  # the attribute of a tensor with its MemoryState
+_GROUP_NUMBERS = count()
+_data_ptr, _version = torch.Tensor.data_ptr, attrgetter("_version")
 
 
-class Shared:
-    """What a tensor, its views and what was detached of them have in common: one counter of torch's.
+class MemoryState:
+    """State that a tensor, its views and its detached aliases share: they have one version counter of torch.
 
     Attributes:
-        given: somebody has their locals, and is not counted when writing to them.
-        counter: what has the counter, where others count apart.
-        group: all that are the same memory and count apart.
+        exposed: user code holds the local tensors; torch does not count what it writes to them.
+        counter: the version counter, if the tensor is in an alias group.
+        group: the alias group: other tensors with the same memory, with counters of their own.
     """
 
-    __slots__ = ("__weakref__", "counter", "given", "group")
+    __slots__ = ("__weakref__", "counter", "exposed", "group")
 
     def __init__(self) -> None:
-        self.given = False
+        self.exposed = False
         self.counter: _Counter | None = None
-        self.group: _Group | None = None
+        self.group: _AliasGroup | None = None
 
 
 class _Counter:
-    """Of whom torch counts the writes, ``of()`` (None: it is gone), and what it had counted when somebody asked."""
-
-    __slots__ = ("last", "of")
-
-    def __init__(self, of: Callable[[], Any]) -> None:
-        self.of, self.last = of, 0
-
-
-Members = tuple[tuple[weakref.ref[Shared], _Counter], ...]
-
-
-class _Group:
-    """All that got the same memory without being views of each other, and how often all of them together have been written to.
-
-    What those that vanished have counted stays counted: when one vanishes is no fact of the program, as one rank may keep it.
+    """The version counter of one member of an alias group.
 
     Attributes:
-        number: of this group alone.
-        state: what those have counted that vanished, and the others.
+        get_tensor: returns a tensor that has the counter; None once that tensor was freed.
+        last: the count at the last look.
+    """
+
+    __slots__ = ("get_tensor", "last")
+
+    def __init__(self, get_tensor: Callable[[], Any]) -> None:
+        self.get_tensor, self.last = get_tensor, 0
+
+
+_Members = tuple[tuple[weakref.ref[MemoryState], _Counter], ...]
+
+
+class _AliasGroup:
+    """Tensors that have the same memory without being views of each other, and how often all of them were written to.
+
+    The writes to members that were freed stay counted. When a member is freed is no fact of the program: one rank may keep it.
+
+    Attributes:
+        number: identifies this group.
+        state: the writes to freed members, and the living members.
     """
 
     __slots__ = ("number", "state")
 
-    def __init__(self, gone: int, members: Members) -> None:
-        self.number, self.state = next(_GROUPS), (gone, members)
+    def __init__(self, freed_writes: int, members: _Members) -> None:
+        self.number, self.state = next(_GROUP_NUMBERS), (freed_writes, members)
 
-    def writes(self) -> int | None:
-        """None: one of them counts nothing."""
-        gone, members = self.state
-        total, live = gone, []
+    def count_writes(self) -> int | None:
+        """Return the number of writes to all members; None if one of them is an inference tensor, which has no counter."""
+        freed_writes, members = self.state
+        total, living = freed_writes, []
         for ref, counter in members:
-            x = counter.of()
+            x = counter.get_tensor()
             if x is not None and x.is_inference():
                 return None
             counter.last = counter.last + 1 if x is None else x._version
             total += counter.last
             if x is None or ref() is None:
-                gone += counter.last
+                freed_writes += counter.last
             else:
-                live.append((ref, counter))
-        self.state = gone, tuple(live)
+                living.append((ref, counter))
+        self.state = freed_writes, tuple(living)
         return total
 
-    def tensors(self) -> list[Shared]:
-        """What those have in common that live."""
-        return [found for ref, _ in self.state[1] if (found := ref()) is not None]
+    def living_states(self) -> list[MemoryState]:
+        """Return the memory states of the members that are alive."""
+        return [state for ref, _ in self.state[1] if (state := ref()) is not None]
 
 
-def shared(x: Any) -> Shared:
-    found: Shared | None = x.__dict__.get(SHARED)
-    if found is None:
-        found = x.__dict__[SHARED] = Shared() if x._base is None else shared(x._base)
-    return found
+def shared(x: Any) -> MemoryState:
+    """Return the memory state of ``x``, which is that of its base."""
+    state: MemoryState | None = x.__dict__.get(SHARED)
+    if state is None:
+        state = x.__dict__[SHARED] = MemoryState() if x._base is None else shared(x._base)
+    return state
 
 
+def users(x: Any) -> Any:
+    """Mark the local tensors of ``x`` (a DTensor) as exposed to user code, and return ``x``.
+
+    Torch does not count writes to them. So from now on nothing that is derived from ``x``, or from its aliases, is cached.
+    """
+    state = shared(x)
+    state.exposed = True
+    for other in state.group.living_states() if state.group else ():
+        other.exposed = True
+    return x
+
+
+def share_versions(view: Any, base: Any) -> None:
+    """Count writes to ``view`` and ``base`` together: ``view`` is the same memory, and autograd does not record it as a view."""
+    view.__dict__[SHARED] = shared(base)
+
+
+# --- versions -----------------------------------------------------------------------------------------------------------
 def versions_of(x: torch.Tensor) -> tuple[int, ...] | None:
-    """What changes whenever the memory of ``x`` is written to; None where nobody counts."""
+    """Return a value that changes with each write to the memory of ``x``; None if torch counts no writes (inference mode)."""
     base = x._base
     root = x if base is None else base
-    found: Shared | None = root.__dict__.get(SHARED)
-    if found is None or found.group is None:
+    state: MemoryState | None = root.__dict__.get(SHARED)
+    if state is None or state.group is None:
         try:
             return -1, root._version
-        except RuntimeError:  # in inference mode nobody counts
+        except RuntimeError:  # an inference tensor has no version counter
             return None
-    writes = found.group.writes()
-    return None if writes is None else (found.group.number, writes)
+    writes = state.group.count_writes()
+    return None if writes is None else (state.group.number, writes)
+
+
+def counted_versions(x: Any) -> tuple[int, ...] | None:
+    """Return :func:`versions_of` the memory of ``x``; None also if user code may write to its local tensors uncounted."""
+    return None if shared(x).exposed else versions_of(version_owner(x))
 
 
 def counting(x: Any) -> Any:
-    """Whose counter tells of writes to the memory of ``x``: another's where it was made apart; None if that is gone."""
-    found = x.__dict__.get("_counted", x)
-    return found() if isinstance(found, weakref.ref) else found
+    """Return the tensor with the version counter for the memory of ``x``: ``x``, or another that was named; None if freed."""
+    owner = x.__dict__.get("_counted", x)
+    return owner() if isinstance(owner, weakref.ref) else owner
+
+
+def version_owner(x: Any) -> Any:
+    """Return the tensor with the version counter for the memory of ``x``, which may be a view."""
+    root = x if x._base is None else x._base
+    owner = counting(root)
+    return root if owner is None else owner
 
 
 class Stamp:
-    """What tensors were: equal to another one while none of them was written to or replaced. It holds their pieces, for an
-    address that is free may be that of the next one."""
+    """Snapshot of versions and addresses: equal to a later one if no tensor was written to or got other memory in between.
 
-    __slots__ = ("_held", "_versions", "_where")
+    It holds the local tensors, since the next allocation may get the address of memory that is free.
+    """
+
+    __slots__ = ("_addresses", "_held", "_versions")
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, versions: list[Any], held: list[torch.Tensor]) -> None:
         self._versions, self._held = versions, held
-        self._where = [*map(id, held), *map(_ADDRESS, held)]
+        self._addresses = [*map(id, held), *map(_data_ptr, held)]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stamp) and self._versions == other._versions and self._where == other._where
+        return isinstance(other, Stamp) and self._versions == other._versions and self._addresses == other._addresses
 
     def lies_as(self, other: Stamp | None) -> bool:
-        """Whether the pieces are the same tensors in the same memory, written to or not."""
-        return other is not None and self._where == other._where
+        """Return True if the local tensors are the same objects in the same memory, written to or not."""
+        return other is not None and self._addresses == other._addresses
 
 
 def stamp(*tensors: Any) -> Stamp:
-    """Changes whenever the value of one does: it was written to as a whole, what is the same memory too (``x.data``), or in its
-    pieces, or it has others."""
+    """Take a snapshot that changes if one of ``tensors`` is written to, in itself, an alias or its local tensors, or replaced."""
     locals_: list[Any] = [x._local if hasattr(x, "_layout") else x for x in tensors]
     held = [shard for local in locals_ for shard in ((local,) if type(local) is torch.Tensor else shards_of(local))]
     with DisableTorchFunctionSubclass():  # an attribute is read in half of the time
         versions = [versions_of(x) for x, local in zip(tensors, locals_, strict=True) if local is not x]
-        return Stamp([*versions, *map(_VERSION, held)], held)
+        return Stamp([*versions, *map(_version, held)], held)
 
 
+# --- alias groups -------------------------------------------------------------------------------------------------------
 def counted_together(x: torch.Tensor, y: torch.Tensor) -> None:
-    """From now on ``x`` and ``y`` are one memory, and each has its own version (``x.data``, ``x.data = y``, ``x.set_(y)``)."""
+    """Join the alias groups of ``x`` and ``y``: from now on they are one memory, and each has a version counter of its own.
+
+    ``x.data``, ``x.data = y`` and ``x.set_(y)`` make such tensors.
+    """
     roots = [t if t._base is None else t._base for t in (x, y)]
-    pair = [shared(root) for root in roots]
-    if pair[0] is pair[1]:
+    states = [shared(root) for root in roots]
+    if states[0] is states[1]:
         return
-    for one, root in zip(pair, roots, strict=True):
-        if one.group is None:
-            one.counter = _Counter(_counter(root))
-            one.group = _Group(0, ((weakref.ref(one), one.counter),))
-    groups = dict.fromkeys(one.group for one in pair if one.group)
+    for state, root in zip(states, roots, strict=True):
+        if state.group is None:
+            state.counter = _Counter(_make_counter_access(root))
+            state.group = _AliasGroup(0, ((weakref.ref(state), state.counter),))
+    groups = dict.fromkeys(state.group for state in states if state.group)
     for group in groups:
-        group.writes()  # those that vanished are counted, and left behind
-    states = [group.state for group in groups]
-    made = _Group(sum(gone for gone, _ in states), tuple(member for _, members in states for member in members))
-    given = any(member.given for member in made.tensors())
-    for member in made.tensors():
-        member.given, member.group = given, made
+        group.count_writes()  # moves freed members to the count of freed writes
+    halves = [group.state for group in groups]
+    joined = _AliasGroup(sum(freed for freed, _ in halves), tuple(member for _, members in halves for member in members))
+    exposed = any(state.exposed for state in joined.living_states())
+    for state in joined.living_states():
+        state.exposed, state.group = exposed, joined
 
 
 def pass_version_on(x: Any, root: torch.Tensor) -> None:
-    """``root`` is now what ``x`` was: those that got the same memory otherwise count with it."""
-    found: Shared | None = x.__dict__.pop(SHARED, None)
-    if found is not None:
-        root.__dict__[SHARED] = found
-        if found.counter is not None and found.counter.of() is x:
-            found.counter.of = weakref.ref(root)
+    """Move the memory state of ``x`` to ``root``, which is now the tensor that ``x`` was."""
+    state: MemoryState | None = x.__dict__.pop(SHARED, None)
+    if state is not None:
+        root.__dict__[SHARED] = state
+        if state.counter is not None and state.counter.get_tensor() is x:
+            state.counter.get_tensor = weakref.ref(root)
 
 
-def _counter(root: Any) -> Callable[[], Any]:
-    """What gives a tensor with the version counter of ``root``: one that was detached, without memory; or itself, if it is a view
-    that is computed, or where torch, below autograd, gives what it detaches a counter of its own."""
+def _make_counter_access(root: Any) -> Callable[[], Any]:
+    """Return a function that returns a tensor with the version counter of ``root``.
+
+    Usually that is a detached tensor without local tensors, so ``root`` may be freed. It is ``root`` itself, weakly, if that is
+    a view that is computed when it is read, or below autograd, where torch gives a detached tensor a new counter.
+    """
     if isinstance(type(root)._local, property) or is_key_excluded(DispatchKey.ADInplaceOrView):
         return weakref.ref(root)
-    made: Any = torch.Tensor.detach(root)
-    made.__dict__.clear()  # no circle: when a member vanishes must not be up to a collector, which runs when it will on each rank
-    del made._local
-    return lambda: made
+    detached: Any = torch.Tensor.detach(root)
+    detached.__dict__.clear()  # no reference cycle: a garbage collector runs at other times on each rank
+    del detached._local
+    return lambda: detached
+
+
+# --- views of a base ----------------------------------------------------------------------------------------------------
+def cache_owner(x: Any, owner: Any) -> tuple[Any, Any]:
+    """Return the tensor that stores cached copies of the memory of ``x``, and which part of its memory ``x`` is.
+
+    The part is None if ``x`` is all of that memory. Views of one part, in any order of dims, are one value. Their base stores
+    it: one rank may keep a view longer than others do, so the lifetime of a view is no fact of the program.
+
+    Args:
+        owner: the :func:`version_owner` of ``x``.
+    """
+    if _is_same_memory(x, owner):
+        return owner, None
+    part = _find_part(x) if owner is x._base else None
+    return (x, None) if part is None else (owner, part)
+
+
+def is_recorded(x: Any) -> bool:
+    """Return True if autograd recorded how ``x`` was made; torch refuses to say so of views made without recording."""
+    if x._base is None:
+        return x.grad_fn is not None
+    if creation_meta(x) in (CreationMeta.NO_GRAD_MODE, CreationMeta.INFERENCE_MODE):
+        return False
+    with seen_by_autograd():  # after a write to the base torch makes the view, and its node, once more
+        return x.grad_fn is not None
+
+
+def _find_part(x: Any) -> Any:
+    """Return a key of the elements of its base that ``x`` is a view of; None if they are not known."""
+    layout, offset = x._layout, offset_in(x._base, x)
+    if offset is None or layout.dtype is not x._base._layout.dtype or layout.is_complex:
+        return None
+    order = outermost_first(layout.stride)
+    return offset, *[(layout.shape[d], layout.stride[d]) for d in order]
+
+
+def _is_same_memory(x: Any, owner: Any) -> bool:
+    """Return True if ``x`` has each element of ``owner``, unchanged, so that its layout says which."""
+    layout, owner_layout = x._layout, owner._layout
+    return x is owner or (
+        layout.dtype is owner_layout.dtype
+        and not layout.is_complex
+        and layout.numel == owner_layout.numel
+        and all(memory_order(each.shape, each.stride) is not None for each in (layout, owner_layout))
+    )
+
+
+def offset_in(root: Any, view: Any) -> int | None:
+    """Return the storage offset that ``view`` has in plain torch, in the memory of ``root``; None if autograd cannot tell."""
+    shown = shown_in(root, view)
+    return None if shown is None else int(shown.storage_offset())
+
+
+def shown_in(root: Any, view: Any) -> torch.Tensor | None:
+    """Return the view of ``root`` that ``view`` is in plain torch, as a meta tensor.
+
+    None if autograd cannot tell: it did not record the view, ``root`` is now seen in another way, or one of the two got other
+    memory.
+    """
+    if "_left" in root.__dict__ or (
+        creation_meta(view) == CreationMeta.MULTI_OUTPUT_NODE and any_number_is_open() and has_no_values(root._local)
+    ):
+        return None  # torch 2.13 has moved the size of a split, if it is a symbol, into the first of its views
+    like = torch.empty_strided(root.shape, root.stride(), dtype=root.dtype, device="meta")
+    try:
+        shown = view._view_func_unsafe(like)
+    except (RuntimeError, IndexError):
+        return None
+    agrees = shown is not None and shown.shape == view.shape and shown.stride() == view.stride()
+    return shown if agrees else None

@@ -1,4 +1,4 @@
-"""Wrapping: make a DTensor of a local tensor and its layout. This is the hot path: nothing is checked."""
+"""Wrap: make a DTensor of a local tensor and its layout. Every operator call runs this, so nothing is checked."""
 
 from __future__ import annotations
 
@@ -10,77 +10,61 @@ from ..base.torch_internals import make_wrapper_subclass, set_conj
 from ..layout.layout import Layout
 
 TENSOR: Any = None  # the DTensor class, installed by tensor/dtensor.py
-_PENDING: Any = None
-SHOWN = "_shown"  # the attribute of one that waits with others: weak references to all of them
-# What the library hangs on tensors, of what they are and of what is known of them; all else are the user's own.
-IDENTITY = frozenset({"_begins", "_data_parallel", "_memory", "_origin", "_pending", "_place"})
-KNOWN = frozenset(
-    {
-        "_apart",
-        "_counted",
-        "_forms",
-        "_grad_layout",
-        "_is_param",
-        "_left",
-        "_names",
-        "_own_uses",
-        "_ownerships",
-        "_parted",
-        "_passed",
-        "_parts",
-        "_shared",
-        "_shown",
-        "_wanted",
-    }
-)
-_MAKE = make_wrapper_subclass
+_make_pending: Any = None
+SHOWN = "_shown"  # the attribute of a tensor that waits for a batch: weak references to all tensors of the batch
+_make_wrapper = make_wrapper_subclass
 _CPU = torch.device("cpu")
 
 
 def install(tensor_type: Any) -> None:
-    """Tell dispatch which class it serves (a layer above this one)."""
+    """Set the DTensor class, which is in a higher layer."""
     global TENSOR
     TENSOR = tensor_type
 
 
-def install_pending(pending: Any) -> None:
-    """Tell dispatch how to make one whose local is on its way."""
-    global _PENDING
-    _PENDING = pending
+def install_pending(make_pending: Any) -> None:
+    """Set the function that makes a DTensor of a local value that is still being received."""
+    global _make_pending
+    _make_pending = make_pending
 
 
 def wrap_local(local: Any, layout: Layout) -> Any:
-    """The DTensor with this local and layout."""
+    """Return the DTensor with this local value and layout."""
     options = layout.made_with
     if options is None:
         layout = layout.known() if layout.sized else layout
         stride = None if layout.dense else layout.stride
         options = (TENSOR, layout.shape, stride, None, None, layout.dtype, torch.strided, _CPU)
         layout.made_with = None if layout.sized else options
-    made = _MAKE(*options) if local.is_cpu else _MAKE(*options[:-1], local.device)
-    made._local = local
-    made._layout = layout
+    x = _make_wrapper(*options) if local.is_cpu else _make_wrapper(*options[:-1], local.device)
+    x._local = local
+    x._layout = layout
     if layout.is_complex and local.is_conj():
-        set_conj(made, True)  # below __torch_dispatch__ nobody carries out a lazy conjugation: torch must see it above
-    return made
+        set_conj(x, True)  # torch resolves lazy conjugation above __torch_dispatch__, so it must see the bit there
+    return x
 
 
 def wrap_view(local: Any, layout: Layout, base: Any, start: int = 0) -> Any:
-    """The DTensor with this local and layout, a view of ``base`` that begins so many bytes after it does."""
+    """Return the DTensor with this local value and layout, a view of ``base``.
+
+    Args:
+        start: bytes from the first element of ``base`` to the first element of the view.
+    """
     if not (start or base._begins):
         return wrap_local(local, layout)
-    begins = begins_after(base, layout, start)
-    made = _MAKE(TENSOR, layout.shape, layout.stride, begins, None, layout.dtype, torch.strided, local.device)
-    made._local, made._layout, made._begins = local, layout, begins
+    offset = begins_after(base, layout, start)
+    x = _make_wrapper(TENSOR, layout.shape, layout.stride, offset, None, layout.dtype, torch.strided, local.device)
+    x._local, x._layout, x._begins = local, layout, offset
     if layout.is_complex and local.is_conj():
-        set_conj(made, True)
-    return made
+        set_conj(x, True)
+    return x
 
 
 def begins_after(base: Any, layout: Layout, start: int) -> int:
-    """Where a view of ``base`` begins, in elements of its layout; ``start``: bytes after where the base does."""
+    """Return the storage offset of a view of ``base``, in elements of its layout; ``start`` as for :func:`wrap_view`."""
     return (base._begins * base._layout.dtype.itemsize + start) // layout.dtype.itemsize if start or base._begins else 0
 
 
 def wrap_pending(pending: Any, layout: Layout, like: Any) -> Any:
-    return _PENDING(pending, layout, like)
+    """Return a DTensor with a local value that is still being received, on the device of ``like``."""
+    return _make_pending(pending, layout, like)

@@ -16,13 +16,12 @@ from ..base.torch_internals import OpOverload, TorchDispatchMode, autograd_node,
 from ..base.user_frames import place_of, users_frame
 from ..comm.events import Event, listening, steps_under_way
 from ..dispatch.cross_mesh import across_places, meshes_of
-from ..dispatch.disjoint_partial import facts_of_call
 from ..dispatch.dispatcher import run_chosen
+from ..dispatch.facts import facts_of_call
 from ..dispatch.grad_redistribute import BRINGING
 from ..dispatch.operand_layouts import plan_of_bound
-from ..dispatch.plain_tensor_args import through_copies
+from ..dispatch.plain_tensor_args import through_copies, with_constants
 from ..dispatch.redistribution_cache import AFRESH
-from ..dispatch.torch_constants import with_constants
 from ..dispatch.version_counters import versions_of
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh

@@ -18,8 +18,7 @@ from ..base.torch_internals import OpOverload, TorchDispatchMode, tree_leaves
 from ..dispatch.cross_mesh import across_places, meshes_of
 from ..dispatch.dispatcher import run_chosen
 from ..dispatch.grad_redistribute import PLANNED
-from ..dispatch.plain_tensor_args import through_copies
-from ..dispatch.torch_constants import with_constants
+from ..dispatch.plain_tensor_args import through_copies, with_constants
 from ..dispatch.version_counters import versions_of
 from ..dispatch.wrap import wrap_local
 from ..propagation.make_call import places_of

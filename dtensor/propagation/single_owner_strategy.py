@@ -2,7 +2,7 @@
 
 One position of a cut dim (the matrix of an expert, of a stack that is cut) is all its owner's. What such a matrix gives is, too,
 and lies along the columns; the next matrix lies along its own. By rows one of the two would move, though the owner has both: it
-computes with them as they are, others have nothing to do (``dispatch/empty_shards.py``). What is less than these, and cut
+computes with them as they are, others have nothing to do (``dispatch/local_call.py``). What is less than these, and cut
 otherwise, goes there.
 """
 

@@ -13,14 +13,14 @@ from ..base.mode_stack import Scoped
 from ..base.patches import changed
 from ..comm import PerRank, communicator_of, per_rank
 from ..dispatch.functorch import below_transforms
-from ..dispatch.wrap import IDENTITY, KNOWN, wrap_local
+from ..dispatch.tensor_state import NOT_COPIED
+from ..dispatch.wrap import wrap_local
 from ..errors import DTensorError, UnsupportedOperationError
 from ..layout.layout import Layout, restore_layout
 from ..mesh.device_mesh import restore_mesh
 from ..placement import Partial, Replicate, Shard
 
 _AS_PIECES: Scoped[None] = Scoped("pieces_while_loading")
-_OURS = (IDENTITY | KNOWN) - {"_begins"}  # a copy begins where it did
 
 
 def shallow(x: Any) -> Any:
@@ -131,7 +131,7 @@ def _dress(made: Any, like: Any) -> None:
 
 def user_attributes(x: Any) -> dict[str, Any]:
     """Return the attributes that users set on ``x``, which go with its copies as those of a plain tensor do."""
-    return {name: value for name, value in x.__dict__.items() if name not in _OURS}
+    return {name: value for name, value in x.__dict__.items() if name not in NOT_COPIED}
 
 
 # What a saved DTensor is made of: values only, so that torch.load(weights_only=True) reads it.

@@ -17,10 +17,9 @@ from ..base.torch_internals import optimizer_supported_types as _optimizer_types
 from ..base.tracing import not_in_graph
 from ..base.validation import element_type, strided
 from ..comm import PerRank, communicator_of
-from ..dispatch.cached_redistribute import users
 from ..dispatch.dispatcher import dispatch
 from ..dispatch.plain_tensor_args import laid_out_alike
-from ..dispatch.version_counters import SHARED, counted_together
+from ..dispatch.version_counters import SHARED, counted_together, users
 from ..dispatch.wrap import install, wrap_local
 from ..errors import DTensorError, LayoutError
 from ..layout.layout import Layout

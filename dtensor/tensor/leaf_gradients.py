@@ -40,12 +40,12 @@ def keep_grad_layout(leaf: Any) -> None:
     if "_grad_layout" in leaf.__dict__:
         return
     kind: Any = type(leaf)
-    current: list[Any] = [leaf._layout]  # and the forms that are kept of it until now, see dispatch/cached_redistribute.py
+    current: list[Any] = [leaf._layout]  # and the forms that are kept of it until now, see dispatch/redistribution_cache.py
 
     def to_leaf_layout(grad: Any) -> Any:
         layout = current[0]
         if len(current) > 1:
-            current.pop().held.clear()
+            current.pop().copies.clear()
         if grad is None:
             return None
         if observed:

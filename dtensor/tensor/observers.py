@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from ..base.mode_stack import Scoped
-from ..dispatch.cached_redistribute import users
+from ..dispatch.version_counters import users
 from ..layout.layout import Layout
 
 

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import unpad_sequence
 
 import dtensor as dt
 from dtensor import Partial
-from dtensor.dispatch.torch_constants import FUNCTIONS
+from dtensor.dispatch.plain_tensor_args import FUNCTIONS
 from dtensor.errors import MixedTensorError
 from dtensor.testing import check
 

@@ -96,13 +96,13 @@ def test_a_row_that_does_not_fit_is_refused_with_its_operator_and_its_number(wha
     dt.register_sharding(twice())(lambda x: [([Shard(0)], [Shard(0)]), row])
     with pytest.raises(RuleError, match=message) as raised:
         twice()(put(X, Shard(0)))
-    assert str(raised.value).startswith("register_sharding for tables.twice.default: row 1, ")
+    assert str(raised.value).startswith("register_sharding for tables.twice.default: strategy 1, ")
 
 
 @pytest.mark.parametrize("rows", [None, 3, "S(0)", Shard(0)])
 def test_a_table_that_returns_no_rows_is_refused(rows: Any) -> None:
     dt.register_sharding(twice())(lambda x: rows)
-    with pytest.raises(RuleError, match=r"tables.twice.default: its table returned .*return a list of rows"):
+    with pytest.raises(RuleError, match=r"tables.twice.default: its table returned .*return a list of strategies"):
         twice()(put(X, Shard(0)))
 
 

@@ -59,8 +59,8 @@ class Seen:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.runs: list[tuple[Plan, Kernel, list[events.Event]]] = []
-        bound = local_call.kernel_of
-        monkeypatch.setattr(local_call, "kernel_of", lambda plan: self._watched(plan, bound(plan)))
+        bound = local_call.bind_kernel
+        monkeypatch.setattr(local_call, "bind_kernel", lambda plan: self._watched(plan, bound(plan)))
 
     def _watched(self, plan: Plan, run: Callable[..., Any]) -> Callable[..., Any]:
         row = None if plan.chosen is None else plan.chosen.kernel_row

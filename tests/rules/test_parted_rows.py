@@ -17,7 +17,7 @@ from torch_versions import needing_whole
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
 from dtensor.debug import CommDebugMode
-from dtensor.dispatch.disjoint_partial import fact_of
+from dtensor.dispatch.facts import find_disjoint_rows
 from dtensor.ranks.per_rank import shards_of
 
 R, SUM = Replicate(), Partial()
@@ -41,10 +41,10 @@ class Checked(TorchDispatchMode):
         if func._schema.is_mutable:  # torch counts the write when all of this has ended
             return made
         for x in made if isinstance(made, (list, tuple)) else (made,):
-            fact = fact_of(x) if isinstance(x, dt.DTensor) else None
+            fact = find_disjoint_rows(x) if isinstance(x, dt.DTensor) else None
             if fact is not None:
                 self.count += 1
-                hidden = shards_of(fact.ownership.others())
+                hidden = shards_of(fact.ownership.foreign_rows())
                 for local, others in zip(shards_of(x._local), hidden, strict=True):
                     assert not local.movedim(fact.dim, 0)[others].any(), func
         return made
@@ -131,7 +131,7 @@ def test_writes_end_what_is_known() -> None:
     one, many = product(MESHES[2,])
     term = dt.DTensor.from_local(dt.per_rank([torch.ones(7, 12), torch.ones(7, 12)]), MESHES[2,], [SUM], shape=(7, 12))
     many.add_(term)
-    assert fact_of(many) is None
+    assert find_disjoint_rows(many) is None
     same(torch.exp(many), torch.exp(one + 2))
     many.add_(1).add_(term)
     same(torch.exp(many), torch.exp(one + 5))
@@ -154,7 +154,7 @@ def test_owners_write_to_their_rows(shape: tuple[int, ...]) -> None:
     own = dt.distribute_tensor(bias, mesh, [R] * mesh.ndim)
     with CommDebugMode() as comm:
         got = many.add_(own).clamp_(max=1).exp() * own
-        assert fact_of(many) is not None
+        assert find_disjoint_rows(many) is not None
         many[:, ::2].exp_()
     assert comm.get_total_counts() == 0
     one.add_(bias).clamp_(max=1)
@@ -183,7 +183,7 @@ def test_a_write_to_the_ends_ends_what_is_known() -> None:
     x, w, ends = (dt.distribute_tensor(t, mesh, [p]) for t, p in ((numbers(7, 8), R), (numbers(3, 8, 12), Shard(0)), (ENDS, R)))
     many, one = F.grouped_mm(x, w, offs=ends), F.grouped_mm(numbers(7, 8), numbers(3, 8, 12), offs=ENDS)
     ends.add_(0)
-    assert fact_of(many) is None
+    assert find_disjoint_rows(many) is None
     same(torch.exp(many), torch.exp(one))
 
 
@@ -200,12 +200,12 @@ def test_groups_that_are_cut_otherwise_have_other_owners() -> None:
 
 def test_copies_and_files_know_nothing() -> None:
     one, many = product(MESHES[2,])
-    assert fact_of(many) is not None
+    assert find_disjoint_rows(many) is not None
     file = io.BytesIO()
     torch.save(many, file)
     file.seek(0)
     for other in (copy.deepcopy(many), torch.load(file, weights_only=False)):
-        assert fact_of(other) is None
+        assert find_disjoint_rows(other) is None
         same(torch.exp(other), torch.exp(one))
 
 

@@ -63,7 +63,7 @@ def test_changing_shapes_keep_the_plans_of_all_operators_together_bounded(monkey
     for name, limit in (
         ("layout.layout._BY_REQUEST", 16),
         ("redistribute.planner._PLANS", 99),
-        ("propagation.row_table._TABLES", 99),
+        ("propagation.strategy_table._TABLES", 99),
     ):
         monkeypatch.setattr(f"dtensor.{name}", Bounded(limit))
     dispatching.clear_plans()

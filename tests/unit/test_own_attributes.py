@@ -1,14 +1,17 @@
-"""What the library hangs on tensors is known by name: captured programs, copies and files pass over it."""
+"""Attributes that the library stores on tensors are declared in one table, which copies, files and captures follow."""
 
 from __future__ import annotations
 
 import gc
+import re
+from pathlib import Path
 
+import pytest
 import torch
 
 import dtensor as dt
 from dtensor import DTensor, Shard
-from dtensor.dispatch.wrap import IDENTITY, KNOWN
+from dtensor.dispatch.tensor_state import ATTRIBUTES
 
 
 def test_all_attributes_that_operations_leave_are_known() -> None:
@@ -26,5 +29,17 @@ def test_all_attributes_that_operations_leave_are_known() -> None:
     made = [y for y in gc.get_objects() if isinstance(y, DTensor) and id(y) not in before]
     assert len(made) >= len(kept)
     left = {name for y in made for name in y.__dict__}
-    assert left <= {"_local", "_layout"} | IDENTITY | KNOWN
+    assert left <= {"_local", "_layout", *ATTRIBUTES}
     assert {"_names", "_grad_layout", "_wanted"} <= left
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_the_declared_writers_and_readers_of_an_attribute_use_it(name: str) -> None:
+    folder = Path(dt.__file__).parent
+    sources = [path.read_text() for path in folder.glob("dispatch/*.py") if path.name != "tensor_state.py"]
+    constants = {match for text in sources for match in re.findall(rf'^(\w+) = "{name}"', text, re.MULTILINE)}
+    constants |= set(re.findall(rf'^(\w+) = "{name}"', (folder / "tensor/autograd.py").read_text(), re.MULTILINE))
+    used = re.compile(rf"\b{name}\b" + "".join(rf"|\b{constant}\b" for constant in constants))
+    assert ATTRIBUTES[name].purpose
+    for module in ATTRIBUTES[name].writers + ATTRIBUTES[name].readers:
+        assert used.search((folder / f"{module}.py").read_text()), module

@@ -11,6 +11,8 @@ import torch
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
 from dtensor.debug import CommDebugMode
+from dtensor.dispatch.redistribution_cache import _RecentByMesh
+from dtensor.errors import ArgumentError
 
 X = torch.arange(24, dtype=torch.float64).reshape(6, 4) / 20 - 0.5
 
@@ -139,8 +141,56 @@ def test_forms_of_long_lived_tensors_are_few() -> None:
         x @ w
     assert collectives(lambda: xs[-1] @ w) == 0
     assert collectives(lambda: xs[0] @ w) == 1
-    held = [x for x in xs if any(forms for forms in x.__dict__["_forms"].held.values())]
+    held = [x for x in xs if any(forms for forms in x.__dict__["_forms"].copies.values())]
     assert len(held) == 4
+
+
+def with_budget(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Set the budget of cached copies for a new mesh; return a function that returns the bytes that are held."""
+    monkeypatch.setenv("DTENSOR_CACHED_COPIES_BYTES", str(nbytes))
+    monkeypatch.setattr("dtensor.dispatch.redistribution_cache._RECENT", _RecentByMesh())
+    before = dt.cache_info()["dispatch.cached_copies_bytes"]
+    assert before.limit == nbytes
+    return lambda: dt.cache_info()["dispatch.cached_copies_bytes"].kept - before.kept
+
+
+def test_the_least_recently_used_copies_are_dropped_beyond_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 6 * 6 * 8  # bytes of a reduced copy
+    held = with_budget(2 * size, monkeypatch)
+    a, b, c = in_terms(), in_terms(), in_terms()
+    a.exp(), b.exp()
+    assert held() == 2 * size
+    assert collectives(lambda: a.exp()) == 0  # b is the least recently used one now
+    assert collectives(lambda: c.exp()) == 1
+    assert held() == 2 * size
+    assert collectives(lambda: (a.exp(), c.exp())) == 0
+    assert collectives(lambda: b.exp()) == 1
+    torch.testing.assert_close(b.exp().full_tensor(), (X @ X.t()).exp())
+
+
+def test_a_freed_copy_counts_until_others_push_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank may keep a tensor longer than another one: what is dropped must not depend on it."""
+    size = 6 * 6 * 8
+    held = with_budget(2 * size, monkeypatch)
+    a, b = in_terms(), in_terms()
+    a.exp(), b.exp()
+    del b
+    assert held() == size
+    in_terms().exp()
+    assert collectives(lambda: a.exp()) == 1
+
+
+def test_no_copy_is_held_with_a_budget_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = with_budget(0, monkeypatch)
+    y = in_terms()
+    assert collectives(lambda: (y.exp(), y.exp())) == 2
+    assert held() == 0
+
+
+def test_a_budget_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DTENSOR_CACHED_COPIES_BYTES", "8GB")
+    with pytest.raises(ArgumentError, match="'8GB' is no whole number of bytes"):
+        dt.cache_info()
 
 
 def test_a_recording_uses_what_is_in_it() -> None:
@@ -199,9 +249,9 @@ def test_a_parameter_may_be_remembered_until_its_gradient_arrives() -> None:
     with dt.remember("parameters"):
         loss = run()
         assert gathers(run) == 0
-    assert any(w.__dict__["_forms"].held.values())
+    assert any(w.__dict__["_forms"].copies.values())
     assert gathers(loss.backward) == 0
-    assert not any(w.__dict__["_forms"].held.values())
+    assert not any(w.__dict__["_forms"].copies.values())
     assert torch.equal(w.grad.full_tensor(), expected.full_tensor())
     with dt.remember("parameters"):
         assert gathers(run) == 1

@@ -25,8 +25,7 @@ from ...comm import communicator_of
 from ...dispatch.cross_mesh import meshes_of
 from ...dispatch.dispatcher import dispatch
 from ...dispatch.operand_layouts import laid_out
-from ...dispatch.plain_tensor_args import replicated, taken_as_replicated
-from ...dispatch.torch_constants import with_constants
+from ...dispatch.plain_tensor_args import replicated, taken_as_replicated, with_constants
 from ...layout.layout import Layout
 from ...propagation.make_call import make_call
 from ...propagation.op_schema import Operator, operator_of

@@ -14,19 +14,12 @@ import torch
 
 from ...base.recorder_hooks import ACTIVE
 from ...base.torch_internals import CreationMeta, creation_meta, swap_impl
+from ...dispatch.tensor_state import OF_MEMORY
 from ...dispatch.version_counters import pass_version_on
 from ...errors import UnsupportedOperationError
 from ..dtensor import DTensor, wrap
 from .lazy_view import RemoteView, twin
 
-_OF_MEMORY = (
-    "_apart",
-    "_counted",
-    "_forms",
-    "_grad_layout",
-    "_left",
-    "_parts",
-)  # instance attributes that speak of the memory, not of the object
 _IN_PLACE = ("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_")
 
 
@@ -77,7 +70,7 @@ def _become(x: DTensor, seen: DTensor) -> None:
     swap_impl(x, seen)
     seen._share(x)
     was._share(seen)
-    for name in _OF_MEMORY:
+    for name in OF_MEMORY:
         if name in x.__dict__:
             seen.__dict__[name] = x.__dict__.pop(name)
     pass_version_on(x, seen)

@@ -19,14 +19,13 @@ from ...base.caches import Bounded, nested_key
 from ...base.symbolic_sizes import settled
 from ...base.torch_internals import make_wrapper_subclass
 from ...base.tracing import REFUSED
-from ...dispatch.alias_base import shown_in
 from ...dispatch.cache_key import settle
-from ...dispatch.cached_redistribute import aliases_unseen, share_versions
 from ...dispatch.dispatcher import dispatch, install_views
 from ...dispatch.frame import Runner
 from ...dispatch.operand_layouts import plan_for
 from ...dispatch.program import bind_program, runner_of
-from ...dispatch.version_counters import counted_together, counting, versions_of
+from ...dispatch.steps import aliases_unseen
+from ...dispatch.version_counters import counted_together, counting, share_versions, shown_in, versions_of
 from ...dispatch.wrap import begins_after
 from ...errors import LayoutError
 from ...layout.layout import Layout

@@ -18,9 +18,9 @@ from ...base.symbolic_sizes import settled
 from ...base.tensor_tree import listed
 from ...base.tracing import REFUSED, is_argument, under_way
 from ...comm import communicator_of
-from ...dispatch.cached_redistribute import NESTED
 from ...dispatch.dispatcher import dispatch
-from ...dispatch.steps import in_one_memory, in_turn
+from ...dispatch.list_ops import in_one_memory, in_turn
+from ...dispatch.redistribution_cache import NESTED
 from ...errors import UnsupportedOperationError
 from ...propagation.op_schema import Operator, operator_of
 from ...ranks.write_result import assign as assign_local

@@ -1,0 +1,412 @@
+"""Facts: what dispatch knows of a tensor beside its layout, and the passes that attach facts to results.
+
+There are three facts. Each is an attribute of the tensor, and strategies are chosen with it:
+
+- **disjoint rows** (:class:`DisjointRows`): a ``Partial("sum")`` tensor in which each row is non-zero on one rank only. A grouped
+  matrix product with sharded groups makes it: the rows of a group belong to the rank that has the group.
+- **local indices** (:class:`LocalIndices`): an index tensor in which each rank has indices into its own shard only, as
+  ``nonzero`` of a sharded mask makes it. Reads and writes by them need no communication.
+- **preferred layout** (:class:`~.redistribution_cache.PreferredLayout`): consumers redistributed the tensor to this layout. An
+  operator that extends the tensor (``cat``) writes its result in that layout. Otherwise a KV cache that is sharded by channel
+  would be gathered completely for each generated token.
+
+A fact is valid for the tensor as it was made. A write to the tensor ends it, and where torch counts no writes there is none.
+Dropping a fact is always safe. All of this follows from the program, so ranks agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..base.recorder_hooks import ACTIVE, current, recorded_by, weakly
+from ..base.torch_internals import tree_leaves
+from ..base.tracing import under_way
+from ..comm import communicator_of
+from ..layout.layout import Layout
+from ..layout.splits import Split
+from ..propagation.disjoint_partial_strategies import SUM
+from ..propagation.make_call import Slot
+from ..propagation.op_schema import Form, Operator
+from ..propagation.propagate import Plan
+from ..rules.disjoint_partial import Known, Left, Parted
+from . import wrap
+from .frame import Args, Frame, Keywords, Step
+from .redistribution_cache import (
+    FORMS,
+    NESTED,
+    WANTED,
+    PreferredLayout,
+    active_recorder,
+    cached_reductions,
+    note_preferred_layout,
+)
+from .version_counters import counted_versions
+
+_DISJOINT_ROWS = "_parted"  # the attribute of a tensor with its DisjointRows
+_OWNERSHIPS = "_ownerships"  # the attribute of a tensor of group ends with the RowOwnerships made of it
+_DEFERRED = "_passed"  # the attribute of a partial tensor with its DeferredReductions
+_LOCAL_INDICES = "_names"  # the attribute of an index tensor with its LocalIndices
+
+
+# --- disjoint rows ------------------------------------------------------------------------------------------------------
+class NotSerialized:
+    """Metadata that ``copy.deepcopy`` and pickling of a plain tensor leave out: it becomes an empty set."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return set, ()
+
+
+class RowOwnerships(NotSerialized, dict[Any, "RowOwnership"]):
+    """The row ownerships that follow from one tensor of group ends, by how groups and rows are sharded."""
+
+    __slots__ = ()
+
+
+class RowOwnership(NotSerialized):
+    """Owners of the rows of a tensor dim: the rows of a group belong to the rank that has the group.
+
+    Attributes:
+        ends: where each group ends, a tensor that is replicated.
+        versions: the versions of ``ends``.
+        split: how the groups are sharded.
+        layout, dim: the layout of a tensor with these rows, and the tensor dim; other mesh dims may shard the rows.
+        recorder: the capture that recorded it, weakly; a recording may use only facts that it contains.
+    """
+
+    __slots__ = ("_foreign", "dim", "ends", "layout", "recorder", "split", "versions")
+
+    def __init__(self, ends: Any, split: Split, layout: Layout, dim: int) -> None:
+        self.ends, self.split, self.layout, self.dim = ends, split, layout, dim
+        self.versions, self.recorder = counted_versions(ends), weakly(current())
+        self._foreign: Any = None
+
+    def is_valid(self) -> bool:
+        """Return True if ``ends`` was not written to, and this thread may use what the recorder recorded."""
+        if not recorded_by(self.recorder, current()):
+            return False
+        return self.versions is not None and self.versions == counted_versions(self.ends)
+
+    def foreign_rows(self) -> Any:
+        """Return on each rank which rows of its local tensor another rank owns, as booleans."""
+        if self._foreign is None:
+            self._foreign = communicator_of(self.layout.mesh).map(self._foreign_rows_of, self.ends._local)
+        return self._foreign
+
+    def _foreign_rows_of(self, member: int, ends: torch.Tensor) -> torch.Tensor:
+        """Rows behind the last group are in no group and zero on all ranks; the owner of the last group owns them."""
+        coordinate = self.layout.mesh.coordinates[member]
+        start, size = self.layout.local_offset(coordinate)[self.dim], self.layout.local_shape(coordinate)[self.dim]
+        rows = torch.arange(start, start + size, device=ends.device)
+        leaf = 0
+        for mesh_dim in self.split.mesh_dims:
+            leaf = leaf * self.layout.mesh.shape[mesh_dim] + coordinate[mesh_dim]
+        first, count = self.split.offsets[leaf], self.split.sizes[leaf]
+        if not count:
+            return torch.ones_like(rows, dtype=torch.bool)
+        before = rows < ends[first - 1] if first else torch.zeros_like(rows, dtype=torch.bool)
+        return before if first + count == ends.shape[0] else before | (rows >= ends[first + count - 1])
+
+
+class DisjointRows:
+    """The fact that the rows of a partial tensor along ``dim`` are non-zero on their owner only.
+
+    Attributes:
+        versions: the versions of the tensor for which the fact is valid.
+        is_being_written: ``versions`` are those before the write that made the rows; torch counts that write when it has ended.
+    """
+
+    __slots__ = ("dim", "is_being_written", "ownership", "versions")
+
+    def __init__(self, ownership: RowOwnership, dim: int, versions: Any, is_being_written: bool = False) -> None:
+        self.ownership, self.dim, self.versions, self.is_being_written = ownership, dim, versions, is_being_written
+
+    def is_valid(self, versions: tuple[int, ...] | None) -> bool:
+        """Return True if the fact is valid for a tensor with these versions. One more write at the first look is its own."""
+        if self.is_being_written and self.versions is not None and versions is not None:
+            more = [now - before for now, before in zip(versions, self.versions, strict=False)]
+            is_own = len(versions) == len(self.versions) and sorted(more) == [0] * (len(more) - 1) + [1] and not more[0]
+            self.versions, self.is_being_written = versions if is_own else None, False
+        return self.versions is not None and self.versions == versions and self.ownership.is_valid()
+
+
+def find_disjoint_rows(x: Any) -> DisjointRows | None:
+    """Return the disjoint rows of a tensor if the fact is valid now, else None."""
+    fact = x.__dict__.get(_DISJOINT_ROWS) if type(x) is wrap.TENSOR else None
+    return fact if type(fact) is DisjointRows and fact.is_valid(counted_versions(x)) else None
+
+
+def _get_or_make_ownership(ends: Any, left: Left, layout: Layout) -> RowOwnership:
+    """Return the row ownership of a product of groups, one for all products of the same groups."""
+    ownerships = ends.__dict__.get(_OWNERSHIPS)
+    if type(ownerships) is not RowOwnerships:
+        ownerships = ends.__dict__[_OWNERSHIPS] = RowOwnerships()
+    assert left.split is not None
+    key = left.split, layout.mesh, layout.splits[left.dim], layout.shape[left.dim], current()
+    ownership: RowOwnership | None = ownerships.get(key)
+    if ownership is None or not ownership.is_valid():
+        ownership = ownerships[key] = RowOwnership(ends, left.split, layout, left.dim)
+    return ownership
+
+
+def read_row_ownership(plan: Plan, operator: Operator, form: Form) -> Step | None:
+    """Read, before the call writes to anything, the row ownership of operands that results inherit."""
+    if plan.chosen is None or not plan.chosen.left:
+        return None
+    slots = [(name, plan.call.names[:i].count(name)) for i, name in enumerate(plan.call.names)]  # name, and index in its list
+    inherited = [None if left.operand is None else slots[left.operand] for left in plan.chosen.left]
+
+    def find_inherited(bound: Mapping[str, Any], name: str, index: int) -> DisjointRows | None:
+        value = bound[name]
+        return find_disjoint_rows(value[index] if isinstance(value, (list, tuple)) else value)
+
+    def step(frame: Frame) -> None:
+        bound = operator.bind(frame.args, frame.kwargs)
+        frame.ownerships = [None if slot is None else find_inherited(bound, *slot) for slot in inherited]
+
+    return step
+
+
+def attach_row_ownership(plan: Plan, operator: Operator, form: Form) -> Step | None:
+    """Attach to each result that the plan predicts to have disjoint rows which rank owns each row.
+
+    Where the plan asks for it, the rows of other ranks are set to zero.
+    """
+    if plan.chosen is None or not plan.chosen.left:
+        return None
+    lefts, layouts = plan.chosen.left, [layout for layout in plan.chosen.results if layout is not None]
+    is_written = bool(operator.mutated)
+
+    def step(frame: Frame) -> None:
+        bound = operator.bind(frame.args, frame.kwargs)
+        results = [x for x in tree_leaves(frame.output) if isinstance(x, torch.Tensor)]
+        for left, inherited in zip(lefts, frame.ownerships, strict=True):
+            x: Any = results[left.result]
+            if inherited is not None:
+                ownership, versions = inherited.ownership, inherited.versions if operator.is_view else counted_versions(x)
+            else:
+                assert left.operand is None  # the plan was made with the operand's fact, which is still valid
+                ownership = _get_or_make_ownership(bound[left.source], left, layouts[left.result])
+                versions = counted_versions(x)
+            if left.masked:
+                shape = [1] * x.ndim
+                shape[left.dim] = -1
+                x._local.masked_fill_(ownership.foreign_rows().view(shape), 0)
+            versions = None if is_written and NESTED.depth else versions
+            x.__dict__[_DISJOINT_ROWS] = DisjointRows(ownership, left.dim, versions, is_written)
+
+    return step
+
+
+# --- deferred reductions ------------------------------------------------------------------------------------------------
+class DeferredReductions(frozenset[int]):
+    """Mesh dims over which an operator computed a partial result from this partial tensor without reducing it."""
+
+    __slots__ = ()
+
+
+def mark_deferred_reductions(plan: Plan, operator: Operator, form: Form) -> Step | None:
+    """Mark partial operands that this operator left unreduced; the cost model expects a later reduction of the result."""
+    if plan.chosen is None or operator.is_view or operator.mutated:
+        return None
+    marks = [(place, dims) for name, dims in _deferred_reductions(plan) if (place := form.given(name)) is not None]
+    if not marks:
+        return None
+    tensor = wrap.TENSOR
+
+    def step(frame: Frame) -> None:
+        for place, dims in marks:
+            if type(x := frame.given(place)) is tensor:
+                x.__dict__[_DEFERRED] = dims
+
+    return step
+
+
+def _deferred_reductions(plan: Plan) -> Iterator[tuple[str, DeferredReductions]]:
+    """Yield by argument the mesh dims over which the operator passes its partial sums on to a result.
+
+    Operands with disjoint rows are left out: the owners of the rows go on with them.
+    """
+    assert plan.chosen is not None
+    parted = plan.call.parted
+    for i, (name, layout) in enumerate(zip(plan.call.names, plan.call.operands, strict=True)):
+        if not layout.is_partial or (parted and parted[i] is not None):
+            continue
+        dims = DeferredReductions(
+            mesh_dim
+            for mesh_dim, strategy in enumerate(plan.chosen.choice.rows)
+            if layout.partials[mesh_dim] == "sum" and strategy.operands[i] == SUM and SUM in strategy.results
+        )
+        if dims:
+            yield name, dims
+
+
+# --- local indices ------------------------------------------------------------------------------------------------------
+class LocalIndices:
+    """The fact that each rank has indices into its own shard only.
+
+    Attributes:
+        columns: for each column of the index tensor, how the indexed dim is sharded; None: indices may refer to any rank.
+        versions: the versions of the index tensor for which the fact is valid.
+    """
+
+    __slots__ = ("columns", "versions")
+
+    def __init__(self, columns: tuple[Split | None, ...], versions: Any) -> None:
+        self.columns, self.versions = columns, versions
+
+
+def find_local_indices(x: Any) -> LocalIndices | None:
+    """Return the local indices of a tensor if the fact is valid now, else None.
+
+    Recordings and traced programs get None: they must be right for other values.
+    """
+    fact = x.__dict__.get(_LOCAL_INDICES) if type(x) is wrap.TENSOR else None
+    if type(fact) is not LocalIndices or fact.versions is None:
+        return None
+    return None if fact.versions != counted_versions(x) or ACTIVE or under_way() else fact
+
+
+def note_local_indices(x: Any, columns: tuple[Split | None, ...]) -> None:
+    """Attach the fact to an index tensor, if any of its columns refers to local indices."""
+    if any(columns) and type(x) is wrap.TENSOR:
+        x.__dict__[_LOCAL_INDICES] = LocalIndices(columns, counted_versions(x))
+
+
+def propagate_local_indices(plan: Plan, operator: Operator, form: Form) -> Step | None:
+    """Pass on to views, column by column, that an index tensor refers to this rank's own shard only."""
+    if not operator.is_view or plan.how != "rule" or not plan.starts or plan.moves or plan.communicates:
+        return None
+    first = plan.call.operands[0]
+    if first.dtype is not torch.int64 or not first.splits or first.splits[0] is None:
+        return None
+    rows = first.shape[0]
+    layouts = [layout for layout in tree_leaves(plan.results) if isinstance(layout, Layout)]
+
+    def step(frame: Frame) -> None:
+        base = frame.args[0]
+        fact = find_local_indices(base) if _LOCAL_INDICES in base.__dict__ else None
+        if fact is not None:
+            for x, layout, start in zip(tree_leaves(frame.output), layouts, plan.starts, strict=True):
+                if len(columns := _columns_of_view(fact.columns, layout, start // layout.dtype.itemsize, rows)) == 1:
+                    note_local_indices(x, columns)
+
+    return step
+
+
+def _columns_of_view(columns: tuple[Split | None, ...], layout: Layout, start: int, rows: int) -> tuple[Split | None, ...]:
+    """Return the column that a 1-d view of an index tensor has, () if it is not in one column.
+
+    Args:
+        start: the first element of the view in the memory of the index tensor, which has one column after the other.
+    """
+    if len(columns) == 1:
+        return columns
+    if not rows or layout.ndim != 1 or layout.stride != (1,) or start % rows + layout.shape[0] > rows:
+        return ()
+    return columns[start // rows : start // rows + 1]
+
+
+# --- preferred layouts --------------------------------------------------------------------------------------------------
+def _is_most_of(x: Any, joined: Any) -> bool:
+    """Return True if ``x`` has more than half of the elements of the list ``joined``."""
+    if type(x) is not wrap.TENSOR or not isinstance(joined, Sequence):
+        return False
+    return bool(2 * x._layout.numel > sum([y.numel() for y in joined]))
+
+
+def _find_preferred_layout(x: Any) -> Layout | None:
+    """Return the layout that an operator needed ``x`` in, or the base of which ``x`` is a slice along an unsharded dim."""
+    base = None if WANTED in x.__dict__ else x._base
+    fact = (x if base is None else base).__dict__.get(WANTED)
+    if type(fact) is not PreferredLayout or not recorded_by(fact.recorder, active_recorder()):
+        return None
+    own, preferred = x._layout, fact.layout
+    if base is None:
+        return preferred if preferred.shape == own.shape else None
+    if own.splits != base._layout.splits or own.partials != base._layout.partials:
+        return None
+    dims = zip((*own.splits, *preferred.splits), own.shape * 2, preferred.shape * 2, strict=True)
+    if any(split is not None and size != preferred_size for split, size, preferred_size in dims):
+        return None  # a dim that is sharded has another size
+    return Layout.from_splits(own.mesh, preferred.splits, preferred.partials, own.shape, own.stride, own.dtype)
+
+
+def propagate_preferred_layout(plan: Plan, operator: Operator, form: Form) -> Step | None:
+    """Note that the result has the layout that operators preferred for the operand that it extends."""
+    if plan.chosen is None or not any(known is not None and known.wanted is not None for known in plan.call.known):
+        return None
+
+    def step(frame: Frame) -> None:
+        if type(result := frame.output) is wrap.TENSOR:
+            note_preferred_layout(result, result._layout)
+
+    return step
+
+
+# --- facts of a call ----------------------------------------------------------------------------------------------------
+def facts_of_call(operator: Operator, bound: Mapping[str, Any]) -> dict[Slot, Known]:
+    """Return the facts of the operands of a call; operands without a fact are left out."""
+    facts: dict[Slot, Known] = {}
+    numbers: dict[int, int] = {}  # by identity of a row ownership: its number in this call
+    for name in filter(operator.tensors.__contains__, operator.names):
+        value = bound.get(name)
+        is_list = isinstance(value, (list, tuple))
+        for index, x in enumerate(value) if is_list else ((None, value),):  # type: ignore[arg-type]
+            may_reduce = type(x) is wrap.TENSOR and not operator.is_view  # a view shows the memory as it is
+            sums = cached_reductions(x) if may_reduce else frozenset()
+            deferred = x.__dict__.get(_DEFERRED) if may_reduce else None
+            parted = None
+            if (rows := find_disjoint_rows(x)) is not None:
+                ownership = rows.ownership
+                source = next((other for other, y in bound.items() if y is ownership.ends), None)
+                parted = Parted(rows.dim, numbers.setdefault(id(ownership), len(numbers)), ownership.split, source)
+            preferred = _find_preferred_layout(x) if operator.facts.joins and _is_most_of(x, value) else None
+            indices = find_local_indices(x)
+            column = indices.columns[0] if indices is not None and len(indices.columns) == 1 else None
+            passed: frozenset[int] = deferred if type(deferred) is DeferredReductions else frozenset()
+            if parted is not None or sums or type(deferred) is DeferredReductions or column is not None or preferred is not None:
+                facts[name, index] = Known(parted, sums, passed, column, preferred)
+    return facts
+
+
+def depends_on_facts(plan: Plan, operator: Operator) -> bool:
+    """Return True if other facts of the operands may give another plan."""
+    if plan.chosen is None:
+        return False
+    joins = operator.facts.joins
+    has_kernels = any(strategy.kernel is not None for strategy in plan.chosen.choice.factors.rows)  # some need no exchange
+    return has_kernels or any("sum" in x.partials or (joins and any(x.splits)) for x in plan.call.operands)
+
+
+def make_quick_facts(operator: Operator) -> Callable[[Args, Keywords], tuple[Any, ...]]:
+    """Make the function that returns the facts of a call's operands as a key; () at once if no operand carries any.
+
+    A view whose base was redistributed has facts without an attribute that says so: :func:`all_facts` finds these, too.
+    """
+    tensor, joins = wrap.TENSOR, operator.facts.joins
+    attributes = frozenset((_DISJOINT_ROWS,) if operator.is_view else (_DISJOINT_ROWS, FORMS, _DEFERRED, _LOCAL_INDICES, WANTED))
+
+    def quick_facts(args: Args, kwargs: Keywords) -> tuple[Any, ...]:
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            kind = type(value)
+            if kind is tensor:
+                has_facts = not attributes.isdisjoint(value.__dict__)
+            else:
+                is_list = (kind is list or kind is tuple) and tensor in map(type, value)
+                elements = [x for x in value if type(x) is tensor] if is_list else ()
+                has_facts = any(not attributes.isdisjoint(x.__dict__) or (joins and x._base is not None) for x in elements)
+            if has_facts:
+                return all_facts(operator, args, kwargs)
+        return ()
+
+    return quick_facts
+
+
+def all_facts(operator: Operator, args: Args, kwargs: Keywords) -> tuple[Any, ...]:
+    """Return the facts of a call's operands as a key."""
+    return tuple(facts_of_call(operator, operator.bind(args, kwargs)).items())
