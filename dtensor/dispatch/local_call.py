@@ -20,7 +20,7 @@ from ..propagation.propagate import Plan
 from ..random.draw import from_one_state
 from ..ranks.rank_values import RankValues, agreed
 from ..rules.call import Call
-from ..rules.kernel_context import KernelContext, plain_op
+from ..rules.kernel_context import KernelContext, run_operator
 from ..rules.rule import LocalView
 from .empty_shards import as_all_ranks_do, idle_of
 from .foreach_scalars import with_numbers_once
@@ -122,7 +122,7 @@ def has_own_function(plan: Plan) -> bool:
 def _runs_alone(plan: Plan) -> bool:
     """Return True if the kernel is the operator itself, without collectives: ranks with nothing to compute may skip it."""
     row = None if plan.chosen is None else plan.chosen.kernel_row
-    return row is not None and row.kernel is not None and row.kernel.run is plain_op
+    return row is not None and row.kernel is not None and row.kernel.run is run_operator
 
 
 def kernel_of(plan: Plan) -> Callable[..., Any]:
