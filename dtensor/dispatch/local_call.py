@@ -26,7 +26,7 @@ from ..propagation.propagate import Plan
 from ..random.draw import from_one_state
 from ..ranks.rank_values import RankValues, agreed
 from ..rules.call import Call
-from ..rules.kernel_context import KernelContext, plain_op
+from ..rules.kernel_context import KernelContext, run_operator
 from ..rules.rule import LocalView
 from .frame import Frame
 from .list_ops import convert_scalars_once, match_list_strides
@@ -124,7 +124,7 @@ def has_own_function(plan: Plan) -> bool:
 def _is_plain_kernel(plan: Plan) -> bool:
     """Return True if the kernel is the operator itself, without collectives: ranks with nothing to compute may skip it."""
     strategy = None if plan.chosen is None else plan.chosen.kernel_row
-    return strategy is not None and strategy.kernel is not None and strategy.kernel.run is plain_op
+    return strategy is not None and strategy.kernel is not None and strategy.kernel.run is run_operator
 
 
 def bind_kernel(plan: Plan) -> Callable[..., Any]:

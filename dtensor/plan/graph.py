@@ -12,8 +12,7 @@ from ..comm.events import Event
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..propagation.select_strategy import declared
-from ..propagation.strategy_choice import Chosen
-from ..propagation.strategy_table import Line
+from ..propagation.strategy_table import Chosen, Line
 from ..redistribute import Step
 from ..rules.call import Call
 from ..rules.flops import Work, work_of

@@ -29,7 +29,7 @@ from ..propagation.make_call import places_of
 from ..propagation.op_schema import Operator, operator_of
 from ..propagation.propagate import Plan
 from ..propagation.select_strategy import choose
-from ..propagation.strategy_choice import Chosen
+from ..propagation.strategy_table import Chosen
 from ..rules.call import Call
 from ..rules.registry import lookup
 from ..rules.rule import Factors, Rule

@@ -24,8 +24,7 @@ from ..dispatch.wrap import wrap_local
 from ..propagation.make_call import places_of
 from ..propagation.op_schema import Operator, operator_of
 from ..propagation.select_strategy import choose, declared, realized
-from ..propagation.strategy_choice import Chosen
-from ..propagation.strategy_table import by_text
+from ..propagation.strategy_table import Chosen, by_text
 from ..redistribute import execute
 from ..redistribute import plan as plan_move
 from ..rules.call import Call

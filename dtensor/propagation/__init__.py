@@ -1,1 +1,1 @@
-"""An operator call and the layouts of its tensors become a plan. Pure: nothing runs."""
+"""Sharding propagation: turn an operator call and the layouts of its tensors into a plan. Pure: nothing runs."""

@@ -1,9 +1,19 @@
-"""Rows for operands whose rows are parted (``rules/disjoint_partial.py``), and of which results that is known. Pure.
+"""Disjoint partial strategies and the single-owner strategy: the ranks that own rows or whole operands compute. Pure.
 
-Two laws. *An operation that treats each position of a factor by itself may be done by the positions' owners*: where a rule allows
-any cut of a factor, each slice of the results follows from that slice of the operands alone. Whatever others have there (they
-computed with zeros) is made zero again. It is declared for operations on single elements: others might refuse zeros. *Groups that
-are cut part the rows of their products*: who holds a group has its rows, and zeros in those of other groups.
+[Note: Disjoint partial strategies]
+The rows of an operand are disjoint if each row is non-zero on one rank only (``rules/disjoint_partial.py``). Two invariants make
+strategies of this fact.
+
+1. An operator that computes each position of a factor by itself may run on the owners of the positions. The other ranks compute
+   with zeros, so their rows are set to zero again. This is limited to operators on single elements, because others might refuse
+   zeros.
+2. If groups are sharded, the rows of their products are disjoint: the rank that has a group has its rows, and zeros elsewhere.
+
+[Note: Single-owner strategy]
+One position of a sharded dim is on one rank: the matrix of an expert in a sharded stack, and what is computed from it. Two such
+operands may be sharded along different dims, so that strategies by dims would move one of them. Instead their owner computes
+alone, and the other ranks have empty shards (``dispatch/empty_shards.py``). Smaller operands that are sharded otherwise are sent
+to the owner.
 """
 
 from __future__ import annotations
@@ -15,146 +25,254 @@ import torch
 from ..layout.layout import Layout
 from ..layout.splits import Split
 from ..placement import Partial
-from ..rules.call import Call
+from ..rules.call import Call, Meta
 from ..rules.disjoint_partial import Left, Parted
-from ..rules.rule import Along, Factors, R, Row, Rule, Spec, alone, candidates, stands
-from .strategy_table import Line, where_of
+from ..rules.op_traits import facts_of, shows_memory
+from ..rules.rule import Along, Choice, Factors, R, Row, Rule, Spec, alone, candidates, find_dim
+from .strategy_table import Chosen, Line, bind_spec
 
 SUM = Partial("sum")
 
 
-def parted_lines(rule: Rule, factors: Factors, call: Call, count: int) -> Iterator[Line]:
-    """The rows that there are beside ``count`` others for operands as they are parted here."""
-    known = {fact.by: fact for fact in call.parted if fact is not None}
-    whole = candidates(factors, ())
-    for fact in known.values():
-        found = [_by_group(row, factors, call, fact) for row in whole if fact.source is not None]
-        if by_element(rule, call):
-            found += [_by_position(row, factors, call, fact) for row in whole]
-        for row in found:
-            if row is not None and (row.operands[0] == SUM or not call.func._schema.is_mutable):
+def disjoint_strategies(rule: Rule, factors: Factors, call: Call, count: int) -> Iterator[Line]:
+    """Yield the strategies for disjoint partial operands of the call, numbered from ``count``."""
+    distinct = {fact.by: fact for fact in call.parted if fact is not None}
+    by_factor = candidates(factors, ())
+    for fact in distinct.values():
+        candidate_strategies = [
+            _strategy_by_group(strategy, factors, call, fact) for strategy in by_factor if fact.source is not None
+        ]
+        if is_elementwise_on_floats(rule, call):
+            candidate_strategies += [_strategy_by_position(strategy, factors, call, fact) for strategy in by_factor]
+        for strategy in candidate_strategies:
+            if strategy is not None and (strategy.operands[0] == SUM or not call.func._schema.is_mutable):
                 operands = [
-                    None if i in call.fixed else where_of(spec, factors.operands[i]) for i, spec in enumerate(row.operands)
+                    None if i in call.fixed_operands else bind_spec(spec, factors.operands[i])
+                    for i, spec in enumerate(strategy.operands)
                 ]
-                results = [where_of(spec, dims) for spec, dims in zip(row.results, factors.results, strict=False)]
-                yield Line(count, row, tuple(operands), tuple(results), False)
+                results = [bind_spec(spec, dims) for spec, dims in zip(strategy.results, factors.results, strict=False)]
+                yield Line(count, strategy, tuple(operands), tuple(results), False)
                 count += 1
 
 
-def by_element(rule: Rule, call: Call) -> bool:
-    """Whether it computes floating numbers (or bools of them) element by element, which raises nothing, and writes nowhere but
-    to its first operand."""
-    if torch.Tag.pointwise not in call.func.tags or not writes_first(call) or rule.run is not None:
+def is_elementwise_on_floats(rule: Rule, call: Call) -> bool:
+    """Return True if the operator computes floating numbers (or bools from them) element by element, cannot raise, and writes at
+    most to its first operand."""
+    if torch.Tag.pointwise not in call.func.tags or not writes_only_first_operand(call) or rule.run is not None:
         return False
     if torch.Tag.nondeterministic_seeded in call.func.tags:
         return False
     dtypes = [call.operands[i].dtype for i, fact in enumerate(call.parted) if fact is not None]
-    made = [meta.dtype for meta in call.results if meta is not None]
-    return all(dtype.is_floating_point or dtype is torch.bool for dtype in (*dtypes, *made))
+    result_dtypes = [meta.dtype for meta in call.results if meta is not None]
+    return all(dtype.is_floating_point or dtype is torch.bool for dtype in (*dtypes, *result_dtypes))
 
 
-def writes_first(call: Call) -> bool:
-    """Whether it writes nowhere but to its first operand, which it returns."""
+def writes_only_first_operand(call: Call) -> bool:
+    """Return True if the operator writes nothing but its first operand, which it returns."""
     schema = call.func._schema
-    written = [argument.name for argument in schema.arguments if argument.alias_info is not None and argument.alias_info.is_write]
-    return not schema.is_mutable or (written == [schema.arguments[0].name] == [call.names[0]] and len(schema.returns) == 1)
+    mutated = [argument.name for argument in schema.arguments if argument.alias_info is not None and argument.alias_info.is_write]
+    return not schema.is_mutable or (mutated == [schema.arguments[0].name] == [call.names[0]] and len(schema.returns) == 1)
 
 
-def _by_position(row: Row, factors: Factors, call: Call, fact: Parted) -> Row | None:
-    """A row that cuts a factor, for operands parted along it."""
-    name = row.factor
-    if name is None or row.kernel is not None or any(spec != Along(name) for spec in row.results):
+def _strategy_by_position(strategy: Row, factors: Factors, call: Call, fact: Parted) -> Row | None:
+    """Return a strategy for operands with disjoint rows along a factor that ``row`` shards, or None."""
+    name = strategy.factor
+    if name is None or strategy.kernel is not None or any(spec != Along(name) for spec in strategy.results):
         return None
-    operands: list[Spec] = [SUM if parted_along(factors, call, i, fact, name) else R for i in range(len(row.operands))]
-    if SUM not in operands or any(isinstance(spec, Partial) for spec in row.operands):
+    operands: list[Spec] = [SUM if is_disjoint_along(factors, call, i, fact, name) else R for i in range(len(strategy.operands))]
+    if SUM not in operands or any(isinstance(spec, Partial) for spec in strategy.operands):
         return None
-    return Row(tuple(operands), (SUM,) * len(row.results), parted=fact)
+    return Row(tuple(operands), (SUM,) * len(strategy.results), parted=fact)
 
 
-def _by_group(row: Row, factors: Factors, call: Call, fact: Parted) -> Row | None:
-    """A row that cuts the groups, for operands parted by the same ones."""
-    operands, changed = list(row.operands), False
+def _strategy_by_group(strategy: Row, factors: Factors, call: Call, fact: Parted) -> Row | None:
+    """Return a strategy that shards the groups, for operands with rows that are disjoint by the same groups, or None."""
+    operands, changed = list(strategy.operands), False
     for name, (groups, source) in factors.groups.items():
-        if row.factor != groups or source != fact.source:
+        if strategy.factor != groups or source != fact.source:
             return None
         for i, spec in enumerate(operands):
-            if spec == R and parted_along(factors, call, i, fact, name):
+            if spec == R and is_disjoint_along(factors, call, i, fact, name):
                 operands[i], changed = SUM, True
-    return Row(tuple(operands), row.results, row.factor, row.kernel, parted=fact) if changed else None
+    return Row(tuple(operands), strategy.results, strategy.factor, strategy.kernel, parted=fact) if changed else None
 
 
-def parted_along(factors: Factors, call: Call, i: int, fact: Parted, name: str) -> bool:
-    own = call.parted[i]
-    return own is not None and own.by == fact.by and factors.operands[i][own.dim] == (name,)
+def is_disjoint_along(factors: Factors, call: Call, i: int, fact: Parted, name: str) -> bool:
+    """Return True if operand ``i`` has the disjoint rows of ``fact`` along a dim that is the factor."""
+    disjoint_rows = call.parted[i]
+    return disjoint_rows is not None and disjoint_rows.by == fact.by and factors.operands[i][disjoint_rows.dim] == (name,)
 
 
-# --- what is chosen ---------------------------------------------------------------------------------------------------------
-def fits(rows: Sequence[Row], call: Call, operands: Sequence[Layout], cut: Mapping[str, Split], left: Sequence[Left]) -> bool:
-    """Whether the rows for parted operands go together: over all of the mesh dims that part them, which do not move."""
-    for row in rows:
-        fact = row.parted
+# --- selected strategies: consistency and disjoint results ------------------------------------------------------------------
+def are_consistent(
+    strategies: Sequence[Row],
+    call: Call,
+    operands: Sequence[Layout],
+    splits: Mapping[str, Split],
+    disjoint_results: Sequence[Left],
+) -> bool:
+    """Return True if the strategies for disjoint operands fit together: they cover all mesh dims of the rows, and these operands
+    do not move."""
+    for strategy in strategies:
+        fact = strategy.parted
         if fact is None:
             continue
-        alike = {m for m, other in enumerate(rows) if other.parted is not None and other.parted.by == fact.by}
-        if alike != set(fact.split.mesh_dims):
+        same_rows = {m for m, other in enumerate(strategies) if other.parted is not None and other.parted.by == fact.by}
+        if same_rows != set(fact.split.mesh_dims):
             return False
-        if row.factor is not None and cut.get(row.factor) != fact.split:
+        if strategy.factor is not None and splits.get(strategy.factor) != fact.split:
             return False
-        if any(spec == SUM and not operands[i].same_data(call.operands[i]) for i, spec in enumerate(row.operands)):
+        if any(spec == SUM and not operands[i].same_data(call.operands[i]) for i, spec in enumerate(strategy.operands)):
             return False
-        if row.factor is None and sum(one.masked for one in left) < len(row.results):
+        if strategy.factor is None and sum(one.masked for one in disjoint_results) < len(strategy.results):
             return False
     return True
 
 
-def left_parted(
-    factors: Factors, call: Call, rows: Sequence[Row], operands: Sequence[Layout], results: Sequence[Layout | None]
+def find_disjoint_results(
+    factors: Factors, call: Call, strategies: Sequence[Row], operands: Sequence[Layout], results: Sequence[Layout | None]
 ) -> tuple[Left, ...]:
-    """The results whose rows are parted when these rows are taken."""
-    if not writes_first(call) or not (call.parted or factors.groups):
+    """Return the results that have disjoint rows if these strategies are selected."""
+    if not writes_only_first_operand(call) or not (call.parted or factors.groups):
         return ()
-    given = [layout for layout in results if layout is not None]
-    found = {left.result: left for left in _by_owners(factors, call, rows, operands, given)}
+    result_layouts = [layout for layout in results if layout is not None]
+    disjoint = {
+        disjoint_result.result: disjoint_result
+        for disjoint_result in _iter_results_of_owners(factors, call, strategies, operands, result_layouts)
+    }
     for name, (groups, source) in factors.groups.items():
-        taken = {m for m, row in enumerate(rows) if row.factor == groups and call.mesh.shape[m] > 1}
-        at = call.names.index(source) if source in call.names else None
-        if not taken or at is None or at in call.plain or not call.operands[at].is_replicated:
+        mesh_dims = {m for m, strategy in enumerate(strategies) if strategy.factor == groups and call.mesh.shape[m] > 1}
+        operand = call.names.index(source) if source in call.names else None
+        if not mesh_dims or operand is None or operand in call.plain or not call.operands[operand].is_replicated:
             continue
-        cuts = [operands[i].splits[d] for i, dims in enumerate(factors.operands) if (d := stands(dims, groups)) is not None]
-        split = cuts[0] if cuts else None
+        operand_splits = [
+            operands[i].splits[d] for i, dims in enumerate(factors.operands) if (d := find_dim(dims, groups)) is not None
+        ]
+        split = operand_splits[0] if operand_splits else None
         for r, dims in enumerate(factors.results):
             d = alone(dims, (name,))
-            if d is not None and split is not None and set(split.mesh_dims) == taken and _in_terms(given[r], taken):
-                found[r] = Left(r, d, source=source, split=split)
-    return tuple(found.values())
+            if (
+                d is not None
+                and split is not None
+                and set(split.mesh_dims) == mesh_dims
+                and _is_partial_sum(result_layouts[r], mesh_dims)
+            ):
+                disjoint[r] = Left(r, d, source=source, split=split)
+    return tuple(disjoint.values())
 
 
-def _by_owners(
-    factors: Factors, call: Call, rows: Sequence[Row], operands: Sequence[Layout], results: Sequence[Layout]
+def _iter_results_of_owners(
+    factors: Factors, call: Call, strategies: Sequence[Row], operands: Sequence[Layout], results: Sequence[Layout]
 ) -> Iterator[Left]:
     for i, fact in enumerate(call.parted):
         if fact is None:
             continue
-        names, over = factors.operands[i][fact.dim], set(fact.split.mesh_dims)
-        along = next((row for row in candidates(factors, ()) if row.factor is not None and (row.factor,) == names), None)
-        if along is None or along.kernel is not None or any(isinstance(spec, Partial) for spec in along.operands):
-            continue
-        taken = [rows[m] for m in over]
-        if any(row.factor is not None or row.kernel is not None for row in taken):
-            continue
-        terms = {j for row in taken for j, spec in enumerate(row.operands) if isinstance(spec, Partial)}
-        if i not in terms or any(
-            not parted_along(factors, call, j, fact, names[0]) or not operands[j].same_data(call.operands[j]) for j in terms
+        names, mesh_dims = factors.operands[i][fact.dim], set(fact.split.mesh_dims)
+        factor_strategy = next(
+            (strategy for strategy in candidates(factors, ()) if strategy.factor is not None and (strategy.factor,) == names),
+            None,
+        )
+        if (
+            factor_strategy is None
+            or factor_strategy.kernel is not None
+            or any(isinstance(spec, Partial) for spec in factor_strategy.operands)
         ):
             continue
-        masked = any(row.parted is not None for row in taken)
+        selected = [strategies[m] for m in mesh_dims]
+        if any(strategy.factor is not None or strategy.kernel is not None for strategy in selected):
+            continue
+        partial_operands = {j for strategy in selected for j, spec in enumerate(strategy.operands) if isinstance(spec, Partial)}
+        if i not in partial_operands or any(
+            not is_disjoint_along(factors, call, j, fact, names[0]) or not operands[j].same_data(call.operands[j])
+            for j in partial_operands
+        ):
+            continue
+        masked = any(strategy.parted is not None for strategy in selected)
         for r, dims in enumerate(factors.results):
             d = alone(dims, names)
-            if d is None or along.results[r] != Along(names[0]) or not _in_terms(results[r], over):
+            if d is None or factor_strategy.results[r] != Along(names[0]) or not _is_partial_sum(results[r], mesh_dims):
                 continue
             if results[r].splits[d] == operands[i].splits[fact.dim]:
                 yield Left(r, d, operand=i, masked=masked)
 
 
-def _in_terms(layout: Layout, mesh_dims: set[int]) -> bool:
+def _is_partial_sum(layout: Layout, mesh_dims: set[int]) -> bool:
     return all(layout.partials[m] == "sum" for m in mesh_dims)
+
+
+# --- single owner: one rank has several operands completely ------------------------------------------------------------------
+def select_single_owner(rule: Rule, factors: Factors, call: Call) -> Chosen | None:
+    """Return the choice in which the owner alone computes, or None.
+
+    It applies if one rank has two or more operands completely, and they are at least half of the bytes of all operands.
+    """
+    if any(layout.is_partial or layout.sized for layout in call.operands) or not _is_pure_tensor_function(rule, call):
+        return None
+    owners = [find_single_owner(layout) for layout in call.operands]
+    owner = max(owners, key=lambda each: (each is not None and owners.count(each), each or ()))
+    if owner is None or owners.count(owner) < 2 or any(not meta or not meta.shape or 0 in meta.shape for meta in call.results):
+        return None
+    owned_operands = [layout for layout, each in zip(call.operands, owners, strict=True) if each == owner]
+    if 2 * sum([layout.nbytes for layout in owned_operands]) < sum([layout.nbytes for layout in call.operands]):
+        return None
+    replicate_all = Row((R,) * len(call.operands), (R,) * len(factors.results))
+    choice = Choice(call, factors, (replicate_all,) * call.mesh.ndim, {})
+    if not rule.allows(choice):
+        return None
+    operands = [
+        _move_to_owner(x, owner) if any(x.splits) and each != owner else x for x, each in zip(call.operands, owners, strict=True)
+    ]
+    if None in operands:
+        return None
+    results = [_result_on_owner(*owner, meta, owned_operands) for meta in call.results if meta is not None]
+    return Chosen(choice, tuple([x for x in operands if x is not None]), tuple(results))
+
+
+def _move_to_owner(layout: Layout, owner: tuple[int, int]) -> Layout | None:
+    """Return the layout of an operand after it is sent to the owner, or None if it is not sharded along that mesh dim alone."""
+    mesh_dim, rank = owner
+    dims = [d for d, split in enumerate(layout.splits) if split is not None]
+    split = layout.splits[dims[0]]
+    if len(dims) > 1 or split is None or split.mesh_dims != (mesh_dim,) or 0 in layout.shape:
+        return None
+    return _layout_on_rank(layout, layout, dims[0], mesh_dim, rank)
+
+
+def find_single_owner(layout: Layout) -> tuple[int, int] | None:
+    """Return (mesh dim, rank) if one rank along a mesh dim has the whole tensor, or None."""
+    splits = [split for split in layout.splits if split is not None]
+    if len(splits) != 1 or len(splits[0].mesh_dims) != 1 or splits[0].sizes.count(0) != len(splits[0].sizes) - 1:
+        return None
+    (mesh_dim,) = splits[0].mesh_dims
+    return mesh_dim, next(k for k, n in enumerate(splits[0].sizes) if n)
+
+
+def _result_on_owner(mesh_dim: int, rank: int, meta: Meta, owned_operands: Sequence[Layout]) -> Layout:
+    """Return the layout of a result that the owner has completely.
+
+    It is sharded along the dim of an operand with the same shape, or along the first dim with several positions.
+    """
+    same_shape = next((layout for layout in owned_operands if layout.shape == meta.shape), None)
+    dims = [d for d, n in enumerate(meta.shape) if (n > 1 if same_shape is None else same_shape.splits[d] is not None)]
+    dim = dims[0] if dims else 0
+    return _layout_on_rank(owned_operands[0], meta, dim, mesh_dim, rank)
+
+
+def _layout_on_rank(owned: Layout, meta: Meta | Layout, dim: int, mesh_dim: int, rank: int) -> Layout:
+    mesh = owned.mesh
+    sizes = tuple([meta.shape[dim] if k == rank else 0 for k in range(mesh.shape[mesh_dim])])
+    splits = [Split((mesh_dim,), sizes) if d == dim else None for d in range(len(meta.shape))]
+    return Layout.from_splits(mesh, splits, (None,) * mesh.ndim, meta.shape, meta.stride, meta.dtype)
+
+
+def _is_pure_tensor_function(rule: Rule, call: Call) -> bool:
+    """Return True if the operator only computes tensors from tensors: no views, no writes, no random numbers, no dependence on
+    the rank."""
+    schema, traits = call.func._schema, facts_of(call.func)
+    if schema.is_mutable or shows_memory(call.func) or traits.flat or traits.per_element or traits.touches != "all":
+        return False
+    if torch.Tag.nondeterministic_seeded in call.func.tags or any(str(returned.type) != "Tensor" for returned in schema.returns):
+        return False
+    if len(call.results) != len(schema.returns) or any(argument.name == "device" for argument in schema.arguments):
+        return False
+    return rule.run is None and rule.local_args is None and rule.writes is None and not rule.measured

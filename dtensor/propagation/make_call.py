@@ -1,4 +1,4 @@
-"""From an operator and its arguments to the :class:`Call` that rules look at. Pure."""
+"""Make calls: build the :class:`Call` that rules read from an operator and its arguments. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..rules.call import Call
 from ..rules.disjoint_partial import NOTHING, Known
 from .op_schema import Operator
 
-Slot = tuple[str, int | None]  # an argument, and the position inside it if it is a list
+Slot = tuple[str, int | None]  # (argument, position in its list or None)
 
 
 def make_call(
@@ -21,35 +21,35 @@ def make_call(
     mesh: DeviceMesh,
     bound: dict[str, Any],
     plain: Collection[Slot] = (),
-    known: Mapping[Slot, Known] = NOTHING,
+    facts: Mapping[Slot, Known] = NOTHING,
 ) -> tuple[Call, tuple[Slot, ...]]:
-    """The call with its operands flattened in schema order, and the slot of each (``out=`` arguments are results)."""
+    """Return the call, and the slot of each operand. Operands are flattened in schema order; ``out=`` arguments are results."""
     operands: list[Layout] = []
     slots: list[Slot] = []
-    fixed: set[int] = set()
+    plain_positions: set[int] = set()
     for slot, item in places_of(operator, bound):
         if isinstance(item, (int, float, complex)):
-            fixed.add(len(slots))
+            plain_positions.add(len(slots))
             item = Layout.replicated(mesh, (), (), torch.float32)
         if isinstance(item, Layout):
             if slot in plain:
-                fixed.add(len(slots))
+                plain_positions.add(len(slots))
             operands.append(item)
             slots.append(slot)
     names = tuple(name for name, _ in slots)
     scalars = operator.scalars.difference(names)
-    call = Call(operator.func, mesh, bound, tuple(operands), names, plain=frozenset(fixed), scalars=scalars)
-    call.known = tuple(map(known.get, slots)) if known else ()
+    call = Call(operator.func, mesh, bound, tuple(operands), names, plain=frozenset(plain_positions), scalars=scalars)
+    call.known = tuple(map(facts.get, slots)) if facts else ()
     return call, tuple(slots)
 
 
 def places_of(operator: Operator, bound: Mapping[str, Any]) -> Iterator[tuple[Slot, Any]]:
-    """What may be operands of a call, in schema order, with where they stand (``out=`` arguments are results)."""
+    """Yield the slot and the value of each argument that may be an operand, in schema order. ``out=`` arguments are results."""
     for name in operator.names:
         if name in operator.outs or not (name in operator.tensors or name in operator.number_operands):
             continue
         value = bound.get(name)
-        listed = isinstance(value, (list, tuple)) and name in operator.tensors
-        for index, item in enumerate(value) if listed else ((None, value),):  # type: ignore[arg-type]  # a list
+        is_list = isinstance(value, (list, tuple)) and name in operator.tensors
+        for index, item in enumerate(value) if is_list else ((None, value),):  # type: ignore[arg-type]  # a list
             if isinstance(item, (int, float, complex, torch.Tensor, Layout)):
                 yield (name, index), item

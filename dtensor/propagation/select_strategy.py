@@ -1,4 +1,4 @@
-"""Choose, for each mesh dim, the row of a rule that costs least. Pure: a function of global facts only."""
+"""Strategy selection: choose the cheapest strategy of a rule for each mesh dim. Pure: a function of global facts only."""
 
 from __future__ import annotations
 
@@ -19,195 +19,233 @@ from ..placement import Partial
 from ..redistribute.intervals import largest, missing
 from ..rules.call import Call, Kind, Meta
 from ..rules.dim_windows import covering, windowed
-from ..rules.factored_dims import NotBlocks, composed, cut_in
+from ..rules.factored_dims import NotBlocks, compose_splits, split_of_factor
 from ..rules.flops import work_of
 from ..rules.op_traits import facts_of
-from ..rules.rule import Along, Choice, Dims, Factors, R, Row, Rule, Spec, stands
-from .disjoint_partial_strategies import fits, left_parted, parted_lines
-from .single_owner_strategy import by_owner
-from .strategy_choice import Chosen
-from .strategy_cost import free_rows, ranked
-from .strategy_table import Table, spelled, table_of, where_of
+from ..rules.rule import Along, Choice, Dims, Factors, R, Row, Rule, Spec, find_dim
+from .disjoint_partial_strategies import are_consistent, disjoint_strategies, find_disjoint_results, select_single_owner
+from .strategy_cost import rank_strategies, select_free_strategies
+from .strategy_table import Chosen, StrategyTable, bind_spec, get_or_build_table, spelled
 
-_TRIES = 256
+_MAX_COMBINATIONS = 256
 
 
-# How a row is chosen on each mesh dim: ``choose``, or (in ``dtensor.testing``) rows that are asked for.
+# The function that selects strategies: ``choose``, or in ``dtensor.testing`` one that forces them.
 Chooser = Callable[[Rule, Factors, Call, Mapping[int, int]], Chosen | None]
 
 
-def choose(rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen | None:
-    """The cheapest valid choice; None if the rule allows none.
+def choose(rule: Rule, factors: Factors, call: Call, inplace_results: Mapping[int, int]) -> Chosen | None:
+    """Return the cheapest valid selection, or None if the rule allows none.
 
     Args:
-        kept: result -> operand that the result is written into (in place): its placement must come back.
+        inplace_results: result -> operand that the result is written into. Its placements must be those of the operand.
     """
     table = declared(rule, factors, call)
-    chosen = _cheapest(rule, table, factors, call, kept)
-    return replace(chosen, by_numbers=True) if chosen is not None and table.by_numbers and _may_differ(call, chosen) else chosen
+    selection = _select_cheapest(rule, table, factors, call, inplace_results)
+    return (
+        replace(selection, by_numbers=True)
+        if selection is not None and table.by_numbers and _depends_on_number_kinds(call, selection)
+        else selection
+    )
 
 
-def _may_differ(call: Call, chosen: Chosen) -> bool:
-    """Where nothing is in terms, and numbers are usual ones, no other row would be better with other numbers."""
-    partial = any(op is not None for layout in (*call.operands, *chosen.results) if layout is not None for op in layout.partials)
-    return partial or any(kind is Kind.ANY for _, kind in call.kinds)
+def _depends_on_number_kinds(call: Call, selection: Chosen) -> bool:
+    """Return True if other kinds of numbers may select other strategies. They do not if nothing is partial and numbers are usual
+    ones."""
+    partial = any(
+        op is not None for layout in (*call.operands, *selection.results) if layout is not None for op in layout.partials
+    )
+    return partial or any(kind is Kind.ANY for _, kind in call.number_kinds)
 
 
-def _cheapest(rule: Rule, table: Table, factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen | None:
-    apart, chosen = _in_place(rule, table, factors, call, kept)
-    if chosen is None or any(made is not None and made.is_partial for made in chosen.results):
-        chosen = by_owner(rule, factors, call) or chosen
-    if chosen is not None:  # what the search below would come to first
-        return chosen
-    priced = _priced(rule, table, factors, call, kept, apart)
+def _select_cheapest(
+    rule: Rule, table: StrategyTable, factors: Factors, call: Call, inplace_results: Mapping[int, int]
+) -> Chosen | None:
+    """Return the first free selection, else the single owner's, else the cheapest of the combinations over mesh dims."""
+    misaligned, selection = _select_free(rule, table, factors, call, inplace_results)
+    if selection is None or any(result is not None and result.is_partial for result in selection.results):
+        selection = select_single_owner(rule, factors, call) or selection
+    if selection is not None:  # the search below would find it first
+        return selection
+    ranked = _rank_on_all_mesh_dims(rule, table, factors, call, inplace_results, misaligned)
     best: tuple[tuple[float, ...], int, Chosen] | None = None
-    for price, picked in _best_first(priced):
-        if best is not None and price[:2] > best[0]:
+    for cost, picked in _iter_best_first(ranked):
+        if best is not None and cost[:2] > best[0]:
             break
-        chosen = realized(rule, picked, factors, call, kept)
-        if chosen is None:
+        selection = realized(rule, picked, factors, call, inplace_results)
+        if selection is None:
             continue
-        moved = _moved(call, chosen)
-        if moved == 0:
-            return chosen
-        found = (price[0] + _in_other_blocks(call, picked, factors, chosen), price[1]), moved, chosen
-        if best is None or found[:2] < best[:2]:
-            best = found
+        redistributed = _count_redistributed(call, selection)
+        if redistributed == 0:
+            return selection
+        candidate = (cost[0] + _realignment_seconds(call, picked, factors, selection), cost[1]), redistributed, selection
+        if best is None or candidate[:2] < best[:2]:
+            best = candidate
     return None if best is None else best[2]
 
 
-def prices(rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]) -> list[list[tuple[Any, Row]]]:
-    """By mesh dim every row with its price, the cheapest first, as :func:`choose` sees them."""
+def prices(rule: Rule, factors: Factors, call: Call, inplace_results: Mapping[int, int]) -> list[list[tuple[Any, Row]]]:
+    """Return for each mesh dim all strategies with their costs, the cheapest first, as :func:`choose` ranks them."""
     table = declared(rule, factors, call)
-    found, chosen = _in_place(rule, table, factors, call, kept)
-    return _priced(rule, table, factors, call, kept, found and chosen is None)
+    free_exists, selection = _select_free(rule, table, factors, call, inplace_results)
+    return _rank_on_all_mesh_dims(rule, table, factors, call, inplace_results, free_exists and selection is None)
 
 
-def _in_place(rule: Rule, table: Table, factors: Factors, call: Call, kept: Mapping[int, int]) -> tuple[bool, Chosen | None]:
-    """Whether rows find all operands along the dims where they want them; and the choice, if also in such blocks."""
-    free = free_rows(table, factors, call, kept)
-    chosen = None if free is None else realized(rule, free, factors, call, kept)
-    return free is not None, None if chosen is None or _moved(call, chosen) else chosen
+def _select_free(
+    rule: Rule, table: StrategyTable, factors: Factors, call: Call, inplace_results: Mapping[int, int]
+) -> tuple[bool, Chosen | None]:
+    """Return whether free strategies exist on all mesh dims, and the selection if they also find the blocks that they need."""
+    free = select_free_strategies(table, factors, call, inplace_results)
+    selection = None if free is None else realized(rule, free, factors, call, inplace_results)
+    return free is not None, None if selection is None or _count_redistributed(call, selection) else selection
 
 
-def _priced(
-    rule: Rule, table: Table, factors: Factors, call: Call, kept: Mapping[int, int], apart: bool
+def _rank_on_all_mesh_dims(
+    rule: Rule, table: StrategyTable, factors: Factors, call: Call, inplace_results: Mapping[int, int], misaligned: bool
 ) -> list[list[tuple[Any, Row]]]:
     work = work_of(rule, factors, call)
-    return [ranked(table, factors, call, kept, mesh_dim, work, apart) for mesh_dim in range(call.mesh.ndim)]
+    return [
+        rank_strategies(table, factors, call, inplace_results, mesh_dim, work, misaligned) for mesh_dim in range(call.mesh.ndim)
+    ]
 
 
-def _in_other_blocks(call: Call, rows: tuple[Row, ...], factors: Factors, chosen: Chosen) -> float:
-    """Seconds of moving the operands that lie where rows want them, but in other blocks than come of it, which no price sees: in
-    one exchange, which takes what the rank gets that gets most of all of them together."""
+def _realignment_seconds(call: Call, strategies: tuple[Row, ...], factors: Factors, selection: Chosen) -> float:
+    """Return the seconds to redistribute operands that are sharded along the right dims in other blocks than selected.
+
+    The cost model does not see these. They go in one exchange, which takes what the rank that receives most receives.
+    """
     ranks, received = call.mesh.shape, []
     mesh_dims: set[int] = set()
-    for i, (have, need) in enumerate(zip(call.operands, chosen.operands, strict=True)):
-        if have is not need and not have.same_data(need):
-            wanted = [where_of(row.operands[i], factors.operands[i]) for row in rows]
-            if all(n == 1 or have.along(mesh_dim) == wanted[mesh_dim] for mesh_dim, n in enumerate(ranks)):
-                copies = have.nbytes // max(1, stored(have).nbytes) if 0 in have.stride else 1
-                received.append(missing(have, need) * have.dtype.itemsize // max(1, copies))
-                mesh_dims.update(m for split in (*have.splits, *need.splits) if split is not None for m in split.mesh_dims)
+    for i, (current, required) in enumerate(zip(call.operands, selection.operands, strict=True)):
+        if current is not required and not current.same_data(required):
+            targets = [bind_spec(strategy.operands[i], factors.operands[i]) for strategy in strategies]
+            if all(n == 1 or current.along(mesh_dim) == targets[mesh_dim] for mesh_dim, n in enumerate(ranks)):
+                copies = current.nbytes // max(1, stored(current).nbytes) if 0 in current.stride else 1
+                received.append(missing(current, required) * current.dtype.itemsize // max(1, copies))
+                mesh_dims.update(m for split in (*current.splits, *required.splits) if split is not None for m in split.mesh_dims)
     if not received:
         return 0.0
     return collective_seconds(call.mesh, tuple(sorted(mesh_dims)), "exchange", largest(sum(received[1:], received[0])))
 
 
-def declared(rule: Rule, factors: Factors, call: Call) -> Table:
-    """All rows that the rule has for this call."""
+def declared(rule: Rule, factors: Factors, call: Call) -> StrategyTable:
+    """Return all strategies that the rule has for this call."""
     partials = tuple(rule.partials(call) if callable(rule.partials) else rule.partials)
-    table = table_of(factors, partials, call)
+    table = get_or_build_table(factors, partials, call)
     if not call.parted:
         return table
-    return replace(table, lines=(*table.lines, *parted_lines(rule, factors, call, len(table.lines))))
+    return replace(table, lines=(*table.lines, *disjoint_strategies(rule, factors, call, len(table.lines))))
 
 
-def realized(rule: Rule, rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen | None:
-    """The choice of one row per mesh dim; None if they contradict each other, or the rule does not allow them here."""
+def realized(
+    rule: Rule, strategies: tuple[Row, ...], factors: Factors, call: Call, inplace_results: Mapping[int, int]
+) -> Chosen | None:
+    """Return the selection of one strategy for each mesh dim, or None if they contradict each other or the rule does not allow
+    them.
+
+    If the rule does not allow the blocks (one is empty, or they are uneven), even blocks are tried.
+    """
     try:
-        chosen = _realize(rows, factors, call, kept)
-        if chosen is not None and any(layout.dtype in NOT_ADDED and any(layout.partials) for layout in chosen.results if layout):
+        selection = _derive_layouts(strategies, factors, call, inplace_results)
+        if selection is not None and any(
+            layout.dtype in NOT_ADDED and any(layout.partials) for layout in selection.results if layout
+        ):
             return None
-        if chosen is not None and not rule.allows(chosen.choice):  # of such blocks: one is empty, or they are not alike
-            chosen = _realize(rows, factors, call, kept, evenly=True) if chosen.choice.splits else None
-            if chosen is None or not rule.allows(chosen.choice):
+        if selection is not None and not rule.allows(
+            selection.choice
+        ):  # the rule refuses these blocks: one is empty, or they are uneven
+            selection = (
+                _derive_layouts(strategies, factors, call, inplace_results, evenly=True) if selection.choice.splits else None
+            )
+            if selection is None or not rule.allows(selection.choice):
                 return None
     except NotBlocks:
         return None
-    if chosen is None:
+    if selection is None:
         return None
     if not (call.parted or factors.groups):
-        return chosen
-    left = left_parted(factors, call, rows, chosen.operands, chosen.results)
-    if not fits(rows, call, chosen.operands, chosen.choice.splits, left):
+        return selection
+    disjoint_results = find_disjoint_results(factors, call, strategies, selection.operands, selection.results)
+    if not are_consistent(strategies, call, selection.operands, selection.choice.splits, disjoint_results):
         return None
-    return replace(chosen, left=left) if left else chosen
+    return replace(selection, left=disjoint_results) if disjoint_results else selection
 
 
-def _moved(call: Call, chosen: Chosen) -> int:
-    """How many operands change."""
-    return sum([have is not need and not have.same_data(need) for have, need in zip(call.operands, chosen.operands, strict=True)])
+def _count_redistributed(call: Call, selection: Chosen) -> int:
+    """Return how many operands are redistributed."""
+    return sum(
+        [
+            current is not required and not current.same_data(required)
+            for current, required in zip(call.operands, selection.operands, strict=True)
+        ]
+    )
 
 
-def _best_first(ranked: list[list[tuple[Any, Row]]]) -> Iterator[tuple[tuple[float, ...], tuple[Row, ...]]]:
-    """Combinations of one row per mesh dim in order of summed price, a bounded number of them."""
+def _iter_best_first(ranked: list[list[tuple[Any, Row]]]) -> Iterator[tuple[tuple[float, ...], tuple[Row, ...]]]:
+    """Yield combinations of one strategy for each mesh dim in the order of their summed costs, at most ``_MAX_COMBINATIONS``.
+
+    The last combination consists of the most expensive strategies, which replicate everything.
+    """
     if not all(ranked):
         return
     start = (0,) * len(ranked)
-    heap, seen = [(_total(ranked, start), start)], {start}
-    for _ in range(_TRIES):
+    heap, visited = [(_sum_costs(ranked, start), start)], {start}
+    for _ in range(_MAX_COMBINATIONS):
         if not heap:
             return
-        price, at = heapq.heappop(heap)
-        yield price, tuple(ranked[i][k][1] for i, k in enumerate(at))
-        for i in range(len(at)):
-            following = (*at[:i], at[i] + 1, *at[i + 1 :])
-            if following[i] < len(ranked[i]) and following not in seen:
-                seen.add(following)
-                heapq.heappush(heap, (_total(ranked, following), following))
+        cost, indices = heapq.heappop(heap)
+        yield cost, tuple(ranked[i][k][1] for i, k in enumerate(indices))
+        for i in range(len(indices)):
+            successor = (*indices[:i], indices[i] + 1, *indices[i + 1 :])
+            if successor[i] < len(ranked[i]) and successor not in visited:
+                visited.add(successor)
+                heapq.heappush(heap, (_sum_costs(ranked, successor), successor))
     last = tuple(len(column) - 1 for column in ranked)
-    yield _total(ranked, last), tuple(column[-1][1] for column in ranked)
+    yield _sum_costs(ranked, last), tuple(column[-1][1] for column in ranked)
 
 
-def _total(ranked: list[list[tuple[Any, Row]]], at: tuple[int, ...]) -> tuple[float, ...]:
-    prices = [ranked[i][k][0] for i, k in enumerate(at)]
-    return tuple(map(sum, zip(*prices, strict=True)))
+def _sum_costs(ranked: list[list[tuple[Any, Row]]], indices: tuple[int, ...]) -> tuple[float, ...]:
+    costs = [ranked[i][k][0] for i, k in enumerate(indices)]
+    return tuple(map(sum, zip(*costs, strict=True)))
 
 
-def _realize(rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[int, int], evenly: bool = False) -> Chosen | None:
-    """The layouts that follow from one row per mesh dim; None if they contradict each other."""
-    taken = [(mesh_dim, row) for mesh_dim, row in enumerate(rows) if call.mesh.shape[mesh_dim] > 1]
-    kernels = {row.factor: row.kernel for _, row in taken if row.kernel is not None}
-    if any(kernels.get(row.factor, row.kernel) is not row.kernel for _, row in taken):
+def _derive_layouts(
+    strategies: tuple[Row, ...], factors: Factors, call: Call, inplace_results: Mapping[int, int], evenly: bool = False
+) -> Chosen | None:
+    """Return the layouts that follow from one strategy for each mesh dim, or None if the strategies contradict each other."""
+    active = [(mesh_dim, strategy) for mesh_dim, strategy in enumerate(strategies) if call.mesh.shape[mesh_dim] > 1]
+    kernels = {strategy.factor: strategy.kernel for _, strategy in active if strategy.kernel is not None}
+    if any(kernels.get(strategy.factor, strategy.kernel) is not strategy.kernel for _, strategy in active):
         return None
     if len(kernels) > 1 and (
         len({kernel.run for kernel in kernels.values()}) > 1 or not all(kernel.joint for kernel in kernels.values())
     ):
         return None
-    used: dict[str, list[int]] = {}
-    for mesh_dim, row in taken:
-        for name in _cut_by(row):
-            used.setdefault(name, []).append(mesh_dim)
-    splits = {name: _split(name, mesh_dims, factors, call, kept, evenly) for name, mesh_dims in used.items()}
+    mesh_dims_of: dict[str, list[int]] = {}
+    for mesh_dim, strategy in active:
+        for name in _sharded_factors(strategy):
+            mesh_dims_of.setdefault(name, []).append(mesh_dim)
+    splits = {
+        name: _choose_split(name, mesh_dims, factors, call, inplace_results, evenly) for name, mesh_dims in mesh_dims_of.items()
+    }
 
     def splits_of(side: str, i: int) -> Mapping[str, Split]:
-        cut = {name: factors.windows[side, i, name] for name in splits if (side, i, name) in factors.windows}
+        windows = {name: factors.windows[side, i, name] for name in splits if (side, i, name) in factors.windows}
         return (
-            {**splits, **{n: Split(splits[n].mesh_dims, windowed(splits[n].sizes, window)) for n, window in cut.items()}}
-            if cut
+            {**splits, **{n: Split(splits[n].mesh_dims, windowed(splits[n].sizes, window)) for n, window in windows.items()}}
+            if windows
             else splits
         )
 
-    fixed, mesh = call.fixed, call.mesh
+    fixed, mesh = call.fixed_operands, call.mesh
     operands = []
     for i, layout in enumerate(call.operands):
         if i not in fixed:
-            specs = [row.operands[i] for row in rows]
-            own = _held(factors, "operand", i, factors.operands[i])
-            layout = _place(mesh, factors.operands[i], specs, splits_of("operand", i), own, layout, (layout,))
+            specs = [strategy.operands[i] for strategy in strategies]
+            factor_sizes = _local_factor_sizes(factors, "operand", i, factors.operands[i])
+            layout = _derive_layout(mesh, factors.operands[i], specs, splits_of("operand", i), factor_sizes, layout, (layout,))
         operands.append(layout)
-    for i in _wanted_whole(taken, factors, used) if kernels else ():
+    for i in _replicated_kernel_operands(active, factors, mesh_dims_of) if kernels else ():
         operands[i] = operands[i].whole()
     results: list[Layout | None] = []
     tensors = iter(range(len(factors.results)))
@@ -216,109 +254,136 @@ def _realize(rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[
             results.append(None)
             continue
         r = next(tensors)
-        specs = [row.results[r] for row in rows]
-        own = _held(factors, "result", r, factors.results[r])
-        results.append(_place(mesh, factors.results[r], specs, splits_of("result", r), own, meta, call.operands))
-    kernel_row = next((row for _, row in taken if row.kernel is not None and row.factor in splits), None)
-    return Chosen(Choice(call, factors, rows, splits), tuple(operands), tuple(results), kernel_row)
+        specs = [strategy.results[r] for strategy in strategies]
+        factor_sizes = _local_factor_sizes(factors, "result", r, factors.results[r])
+        results.append(_derive_layout(mesh, factors.results[r], specs, splits_of("result", r), factor_sizes, meta, call.operands))
+    kernel_row = next((strategy for _, strategy in active if strategy.kernel is not None and strategy.factor in splits), None)
+    return Chosen(Choice(call, factors, strategies, splits), tuple(operands), tuple(results), kernel_row)
 
 
-def _wanted_whole(taken: Sequence[tuple[int, Row]], factors: Factors, used: Mapping[str, Sequence[int]]) -> Iterator[int]:
-    """Operands that a kernel wants whole though others are cut along their factors."""
+def _replicated_kernel_operands(
+    active: Sequence[tuple[int, Row]], factors: Factors, mesh_dims_of: Mapping[str, Sequence[int]]
+) -> Iterator[int]:
+    """Yield the operands that a kernel needs replicated though other strategies shard their factors."""
     for i, dims in enumerate(factors.operands):
-        cut = {mesh_dim for names in dims for name in names for mesh_dim in used.get(name, ())}
-        if any(row.kernel is not None and mesh_dim in cut and row.operands[i] == R for mesh_dim, row in taken):
+        sharded_mesh_dims = {mesh_dim for names in dims for name in names for mesh_dim in mesh_dims_of.get(name, ())}
+        if any(
+            strategy.kernel is not None and mesh_dim in sharded_mesh_dims and strategy.operands[i] == R
+            for mesh_dim, strategy in active
+        ):
             yield i
 
 
-def _cut_by(row: Row) -> Iterable[str]:
-    """All factors that a row cuts: the one that it is called by, and those that what goes elsewhere comes to lie by."""
-    if row.factor is None:
+def _sharded_factors(strategy: Row) -> Iterable[str]:
+    """Return the factors that a strategy shards: its own, and those of operands and results that it exchanges."""
+    if strategy.factor is None:
         return ()
-    return dict.fromkeys((row.factor, *(spec.factor for spec in (*row.operands, *row.results) if isinstance(spec, Along))))
+    return dict.fromkeys(
+        (strategy.factor, *(spec.factor for spec in (*strategy.operands, *strategy.results) if isinstance(spec, Along)))
+    )
 
 
-def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: Mapping[int, int], evenly: bool = False) -> Split:
-    """How ``name`` is cut by ``mesh_dims``: as in the operand that already is (written ones first, then the largest), or
-    ``evenly`` by the same ranks.
+def _choose_split(
+    name: str, mesh_dims: list[int], factors: Factors, call: Call, inplace_results: Mapping[int, int], evenly: bool = False
+) -> Split:
+    """Return how ``mesh_dims`` shard the factor: as an operand is sharded already, or in even blocks.
 
-    Where operands are cut differently some move anyhow, and so would what they grow to: then evenly, if that leaves nobody with
-    more (written ones stay).
+    Written operands come first, then the largest. ``evenly`` forces even blocks over the same ranks. If operands are sharded
+    differently some move anyhow, so even blocks are taken if no rank then has more. Written operands keep their blocks.
     """
-    wanted, size = set(mesh_dims), factors.sizes[name]
-    cut: list[tuple[int, int, Split]] = []  # operand, its dim, how that is cut
+    wanted_mesh_dims, size = set(mesh_dims), factors.sizes[name]
+    sharded: list[tuple[int, int, Split]] = []  # operand, its dim, the split of that dim
     for i, dims in enumerate(factors.operands):
-        d = stands(dims, name)
+        d = find_dim(dims, name)
         current = None if d is None else call.operands[i].splits[d]
         if d is not None and current is not None:
-            cut.append((i, d, current))
-    if any(at != cut[0][2] or factors.operands[i][d] != factors.operands[cut[0][0]][cut[0][1]] for i, d, at in cut):
-        written = set(kept.values())
-        cut.sort(key=lambda item: (item[0] not in written, -call.operands[item[0]].numel, item[0]))
-    pieces: list[tuple[tuple[int, ...], tuple[int, ...], range]] = []
-    whole: list[Split] = []
-    for i, d, current in cut:
+            sharded.append((i, d, current))
+    if any(
+        at != sharded[0][2] or factors.operands[i][d] != factors.operands[sharded[0][0]][sharded[0][1]] for i, d, at in sharded
+    ):
+        written = set(inplace_results.values())
+        sharded.sort(key=lambda item: (item[0] not in written, -call.operands[item[0]].numel, item[0]))
+    windowed_splits: list[tuple[tuple[int, ...], tuple[int, ...], range]] = []
+    full_splits: list[Split] = []
+    for i, d, current in sharded:
         window = factors.windows.get(("operand", i, name))
         names = factors.operands[i][d]
-        found = cut_in(names, name, current, wanted, _held(factors, "operand", i, (names,)), call.mesh.shape)
-        if found is not None and window is None:
-            if i in kept.values():
-                return found
-            whole.append(found)
-        if found is not None and window is not None:
-            pieces.append((*found, window))
-    if whole:
-        even = chunk_sizes(size, tuple(call.mesh.shape[i] for i in whole[0].mesh_dims))
-        if max(even) == max(whole[0].sizes) and not evenly:
-            return whole[0]
-        dealt = evenly or any(found != whole[0] for found in whole) or _parts_grow(name, factors, call, whole[0].sizes)
-        return Split(whole[0].mesh_dims, even) if dealt else whole[0]
-    ordered = pieces[0][0] if pieces else tuple(sorted(mesh_dims))
+        factor_split = split_of_factor(
+            names, name, current, wanted_mesh_dims, _local_factor_sizes(factors, "operand", i, (names,)), call.mesh.shape
+        )
+        if factor_split is not None and window is None:
+            if i in inplace_results.values():
+                return factor_split
+            full_splits.append(factor_split)
+        if factor_split is not None and window is not None:
+            windowed_splits.append((*factor_split, window))
+    if full_splits:
+        even = chunk_sizes(size, tuple(call.mesh.shape[i] for i in full_splits[0].mesh_dims))
+        if max(even) == max(full_splits[0].sizes) and not evenly:
+            return full_splits[0]
+        use_even = (
+            evenly
+            or any(factor_split != full_splits[0] for factor_split in full_splits)
+            or _result_outgrows_operands(name, factors, call, full_splits[0].sizes)
+        )
+        return Split(full_splits[0].mesh_dims, even) if use_even else full_splits[0]
+    ordered = windowed_splits[0][0] if windowed_splits else tuple(sorted(mesh_dims))
     default = chunk_sizes(size, tuple(call.mesh.shape[i] for i in ordered))
-    if not pieces:
+    if not windowed_splits:
         return Split(ordered, default)
-    return Split(ordered, covering(default, [(blocks, window) for nesting, blocks, window in pieces if nesting == ordered]))
+    return Split(
+        ordered, covering(default, [(blocks, window) for nesting, blocks, window in windowed_splits if nesting == ordered])
+    )
 
 
-def _held(factors: Factors, side: str, i: int, dims: Dims) -> Mapping[str, int]:
-    """How many positions of each factor these dims of an operand or a result, where they are of several, have."""
-    known = factors.windows
-    inside = [(side, i, name) for names in dims if len(names) > 1 for name in names] if known else ()
-    windows = {key[2]: len(known[key]) for key in inside if key in known}
-    return {**factors.sizes, **windows} if windows else factors.sizes
+def _local_factor_sizes(factors: Factors, side: str, i: int, dims: Dims) -> Mapping[str, int]:
+    """Return the size of each factor as this tensor has it: of composite dims the sizes of windows."""
+    composite = {(side, i, name) for names in dims if len(names) > 1 for name in names} if factors.windows else set()
+    window_sizes = {key[2]: len(factors.windows[key]) for key in composite & factors.windows.keys()}
+    return {**factors.sizes, **window_sizes} if window_sizes else factors.sizes
 
 
-def _parts_grow(name: str, factors: Factors, call: Call, sizes: Sequence[int]) -> bool:
-    """Whether a part of something that was cut along a factor, as blocks show of which the first is not the largest, becomes more
-    than twice as much as memory has of all operands. What is only made like another (gradients are stored in it) lies as that."""
-    computed = facts_of(call.func).touches == "all" and all(made.alias_info is None for made in call.func._schema.returns)
+def _result_outgrows_operands(name: str, factors: Factors, call: Call, sizes: Sequence[int]) -> bool:
+    """Return True if results become more than twice as large as the operands, which are uneven parts of another tensor.
+
+    Parts show in blocks of which the first is not the largest. Results that are only shaped like an operand keep its blocks,
+    because gradients are stored in them.
+    """
+    computed = facts_of(call.func).touches == "all" and all(
+        result_sizes.alias_info is None for result_sizes in call.func._schema.returns
+    )
     if sizes[0] == max(sizes) or not computed:
         return False
-    given = [stored(layout).numel for layout in call.operands]
+    operand_sizes = [stored(layout).numel for layout in call.operands]
     metas = [meta for meta in call.results if meta is not None]
-    made = [math.prod(meta.shape) for dims, meta in zip(factors.results, metas, strict=True) if stands(dims, name) is not None]
-    return sum(made) > 2 * sum(given)
+    result_sizes = [
+        math.prod(meta.shape) for dims, meta in zip(factors.results, metas, strict=True) if find_dim(dims, name) is not None
+    ]
+    return sum(result_sizes) > 2 * sum(operand_sizes)
 
 
-def _place(
+def _derive_layout(
     mesh: DeviceMesh,
     dims: Dims,
     specs: Sequence[Spec],
     splits: Mapping[str, Split],
     sizes: Mapping[str, int],
     meta: Meta | Layout,
-    known: Sequence[Layout],
+    candidates: Sequence[Layout],
 ) -> Layout:
-    """The layout of a tensor with these factors when each mesh dim follows its spec; ``known``: what it may turn out to be."""
+    """Return the layout of a tensor with these factors if each mesh dim follows its spec.
+
+    ``candidates``: layouts that are reused if they are equal.
+    """
     shape = mesh.shape
-    tensor_splits = tuple([composed(names, splits, sizes) for names in dims])
+    tensor_splits = tuple([compose_splits(names, splits, sizes) for names in dims])
     partials = tuple(
         [spec.reduce_op if isinstance(spec, Partial) and n > 1 else None for spec, n in zip(specs, shape, strict=True)]
     )
-    if 1 in shape:  # those mesh dims are spelled as the rule says
-        idle = {i: spelled(spec, dims) for i, spec in enumerate(specs) if shape[i] == 1}
-        return Layout.from_splits(mesh, tensor_splits, partials, meta.shape, meta.stride, meta.dtype, idle)
-    for layout in () if has_symbols(meta.shape) else known:  # symbols would be compared, which makes guards
+    if 1 in shape:  # mesh dims of one rank keep the placement of the strategy
+        singleton_placements = {i: spelled(spec, dims) for i, spec in enumerate(specs) if shape[i] == 1}
+        return Layout.from_splits(mesh, tensor_splits, partials, meta.shape, meta.stride, meta.dtype, singleton_placements)
+    for layout in () if has_symbols(meta.shape) else candidates:  # comparing symbolic sizes would add guards
         if (
             not layout.sized
             and layout.splits == tensor_splits

@@ -1,8 +1,8 @@
-"""Global shapes, strides and dtypes of results.
+"""Shape inference: global shapes, strides and dtypes of results.
 
-Found by running the operator without data, on the meta device; operators whose results look different from device to device run
-on fake tensors of the mesh's device instead. Where a rule says how the shapes of results follow from those of dense operands, the
-operator is asked once for all sizes: dtypes, and the order of dims in memory, do not depend on sizes that are neither 0 nor 1.
+The operator runs without data on the meta device. If its results depend on the device, it runs on fake tensors of the mesh's
+device. If the rule states how shapes of results follow from dense operands, the operator runs once for all sizes. Dtypes and the
+memory order of dims do not depend on sizes other than 0 and 1.
 """
 
 from __future__ import annotations
@@ -32,41 +32,47 @@ class NotInferable(Exception):
     """The shape of a result depends on data, or the operator has no meta kernel."""
 
 
-Answer = tuple[tuple[torch.dtype, tuple[int, ...]] | None, ...]  # dtype and memory order of each result that there is
-_ANSWERS: Bounded[Any, Answer | None] = Bounded(4096, "infer.answers")  # None: the results do not look as the rule says
+CachedResults = tuple[
+    tuple[torch.dtype, tuple[int, ...]] | None, ...
+]  # dtype and memory order of each result, None for one that is absent
+_INFERENCE_CACHE: Bounded[Any, CachedResults | None] = Bounded(
+    4096, "infer.answers"
+)  # None: the results do not have the shapes that the rule states
 
 
 def results_of(operator: Operator, rule: Rule | None, call: Call) -> tuple[Any, ...]:
-    """As :func:`infer`, without asking the operator where its rule and what is known of it tell.
+    """Return the metadata of the results as :func:`infer_from_operator` does, but use the shape function of the rule where it has
+    one.
 
     Raises:
-        NotInferable: see :func:`infer`.
+        NotInferable: the shape of a result depends on data, or the operator has no meta kernel.
     """
-    shapes = None if rule is None or rule.shapes is None else _lawful(operator, rule, call)
-    key = None if shapes is None else _beside_sizes(operator, call)
+    shapes = None if rule is None or rule.shapes is None else _shapes_by_rule(operator, rule, call)
+    key = None if shapes is None else _size_independent_key(operator, call)
     if shapes is None or key is None:
-        return infer(operator, call.arguments)
-    known = _ANSWERS.get(key, ())
-    if known:
-        return tuple([one and Meta(shape, dense_in(shape, one[1]), one[0]) for shape, one in zip(shapes, known, strict=True)])
-    metas = infer(operator, call.arguments)
-    if known is not None:
-        _ANSWERS.keep(key, _as_told(metas, shapes))
+        return infer_from_operator(operator, call.arguments)
+    cached = _INFERENCE_CACHE.get(key, ())
+    if cached:
+        return tuple([one and Meta(shape, dense_in(shape, one[1]), one[0]) for shape, one in zip(shapes, cached, strict=True)])
+    metas = infer_from_operator(operator, call.arguments)
+    if cached is not None:
+        _INFERENCE_CACHE.keep(key, _make_cache_entry(metas, shapes))
     return metas
 
 
-def _as_told(metas: tuple[Any, ...], shapes: Shapes) -> Answer | None:
+def _make_cache_entry(metas: tuple[Any, ...], shapes: Shapes) -> CachedResults | None:
+    """Return dtype and memory order of each result, or None if the results do not have the shapes that the rule states."""
     if len(metas) != len(shapes) or not all(meta is None or isinstance(meta, Meta) for meta in metas):
         return None
-    told: list[Any] = [None if meta is None else (meta.dtype, memory_order(meta.shape, meta.stride)) for meta in metas]
-    as_told = (
-        one is None or (one[1] is not None and meta.shape == shape) for one, meta, shape in zip(told, metas, shapes, strict=True)
+    entry: list[Any] = [None if meta is None else (meta.dtype, memory_order(meta.shape, meta.stride)) for meta in metas]
+    matches = (
+        one is None or (one[1] is not None and meta.shape == shape) for one, meta, shape in zip(entry, metas, shapes, strict=True)
     )
-    return tuple(told) if all(as_told) else None
+    return tuple(entry) if all(matches) else None
 
 
-def _lawful(operator: Operator, rule: Rule, call: Call) -> Any:
-    """The shapes that the rule tells, for operands that the law speaks of."""
+def _shapes_by_rule(operator: Operator, rule: Rule, call: Call) -> Any:
+    """Return the shapes that the rule states, or None if its shape function does not apply to these operands."""
     assert rule.shapes is not None
     if operator.facts.per_element or operator.outs or operator.facts.by_device:
         return None
@@ -80,79 +86,83 @@ def _lawful(operator: Operator, rule: Rule, call: Call) -> Any:
     return rule.shapes(call)
 
 
-def _beside_sizes(operator: Operator, call: Call) -> Any:
-    """What dtypes follow from: all arguments but the sizes of tensors; None where that is not told."""
+def _size_independent_key(operator: Operator, call: Call) -> Any:
+    """Return a key of all arguments without the sizes of tensors, or None if some argument cannot be part of a key."""
     key: list[Any] = [operator.name, torch.get_default_dtype()]
     for value in call.arguments.values():
         kind = type(value)
         if kind is Layout:
-            key.append(_in_memory(value))
+            key.append(_memory_order_key(value))
         elif kind is float or kind is complex:
             key.append(kind)
         elif kind is list or kind is tuple:
             kinds = set(map(type, value))
             if not kinds <= {int, bool} and kinds != {Layout}:
                 return None
-            key.append(tuple(map(_in_memory, value)) if kinds == {Layout} else tuple(value))
-        elif value is None or kind in _PLAIN:
+            key.append(tuple(map(_memory_order_key, value)) if kinds == {Layout} else tuple(value))
+        elif value is None or kind in _PLAIN_TYPES:
             key.append((kind, value))
         else:
             return None
     return tuple(key)
 
 
-def _in_memory(layout: Layout) -> Any:
+def _memory_order_key(layout: Layout) -> Any:
     return layout.dtype, layout.ndim, () if layout.dense else memory_order(tuple(layout.shape), layout.stride)
 
 
-_PLAIN = frozenset((bool, int, str, torch.dtype, torch.device, torch.layout, torch.memory_format))
+_PLAIN_TYPES = frozenset((bool, int, str, torch.dtype, torch.device, torch.layout, torch.memory_format))
 
 
-def infer(operator: Operator, arguments: dict[str, Any]) -> tuple[Any, ...]:
-    """Per return value of the operator its :class:`Meta` (a list of them for a list, None for what is no tensor).
+def infer_from_operator(operator: Operator, arguments: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the :class:`Meta` of each return value: a list for a list, None for a value that is no tensor.
+
+    Errors that plain torch raises for wrong arguments pass through.
 
     Raises:
-        NotInferable: see there. Errors that plain torch raises for wrong arguments pass through.
+        NotInferable: the shape of a result depends on data, or the operator has no meta kernel.
     """
-    mode = fake_mode_of(arguments.values())
+    fake_mode = fake_mode_of(arguments.values())
     if operator.facts.per_element and not operator.returns:
-        if operator.facts.each is not None and mode is None:  # nothing is found out but whether sizes fit
+        if operator.facts.each is not None and fake_mode is None:  # this only checks that sizes fit
             with suppress(NotInferable):
-                _run(operator, {name: _to_meta(value) for name, value in arguments.items()}, arguments)
+                _run_inference(operator, {name: _to_meta_tensors(value) for name, value in arguments.items()}, arguments)
         return ()
     if operator.returns and not operator.gives_tensors:
-        return (None,) * len(operator.returns)  # a Python value: it depends on data
-    if operator.facts.by_device or mode is not None:
-        with mode or _MODES.fake:
-            return _run(operator, {name: _to_meta(value, None) for name, value in arguments.items()}, arguments)
-    bound = {name: _to_meta(value) if name in operator.tensors else value for name, value in arguments.items()}
+        return (None,) * len(operator.returns)  # a Python value depends on data
+    if operator.facts.by_device or fake_mode is not None:
+        with fake_mode or _FAKE_MODES.fake:
+            return _run_inference(operator, {name: _to_meta_tensors(value, None) for name, value in arguments.items()}, arguments)
+    bound = {name: _to_meta_tensors(value) if name in operator.tensors else value for name, value in arguments.items()}
     if bound.get("device") is not None:
         bound["device"] = META
     if bound.get("pin_memory"):
         bound["pin_memory"] = False
-    if not _without_elements(operator, arguments):
+    if not _has_only_empty_tensors(operator, arguments):
         try:
-            return _run(operator, bound, arguments)
+            return _run_inference(operator, bound, arguments)
         except (RuntimeError, TypeError, IndexError, ValueError):
-            metas = asked(operator, arguments)
+            metas = infer_by_trial_run(operator, arguments)
             if metas is None:
                 raise
             return metas
     try:
-        metas = _run(operator, bound, arguments)
+        metas = _run_inference(operator, bound, arguments)
     except (RuntimeError, TypeError, IndexError, ValueError):
         metas = ()
-    if sum(math.prod(meta.shape) for meta in metas if isinstance(meta, Meta)) > _SMALL:
+    if sum(math.prod(meta.shape) for meta in metas if isinstance(meta, Meta)) > _MAX_TRIAL_ELEMENTS:
         return metas
     try:
-        return _run(operator, {name: _to_meta(value, CPU) for name, value in arguments.items()}, arguments)
+        return _run_inference(operator, {name: _to_meta_tensors(value, CPU) for name, value in arguments.items()}, arguments)
     except NotInferable:
-        return metas or _run(operator, bound, arguments)
+        return metas or _run_inference(operator, bound, arguments)
 
 
-def _without_elements(operator: Operator, arguments: dict[str, Any]) -> bool:
-    """Whether it costs nothing to ask the operator itself, which of tensors without elements often says something else than its
-    meta kernel: what one refuses the other takes, or they use other words."""
+def _has_only_empty_tensors(operator: Operator, arguments: dict[str, Any]) -> bool:
+    """Return True if all tensors are empty and the operator may run on them to infer its results.
+
+    Without elements the kernel costs nothing. Meta kernels often accept or refuse other empty operands than kernels do.
+    """
     if operator.func.namespace != "aten" or operator.seeded or operator.mutated:
         return False
     empty = False
@@ -164,150 +174,169 @@ def _without_elements(operator: Operator, arguments: dict[str, Any]) -> bool:
     return empty
 
 
-_SMALL = 1 << 16  # elements of results that are made of nothing, as by new_zeros
+_MAX_TRIAL_ELEMENTS = 1 << 16  # limits results that are made from empty operands, as by new_zeros
 
 
-def asked_with_outs(operator: Operator, arguments: dict[str, Any]) -> tuple[Any, ...] | None:
-    """What the operator itself makes of ``out=`` tensors that are not of the shape or dtype of its results: kernels say otherwise
-    than their meta functions what they refuse, how they lay out what they resize, and whether they warn. It is asked on a few
-    numbers of its own. None: they fit, or there is more than a little to compute, or numbers like these are refused anyway.
+def infer_mismatched_outs(operator: Operator, arguments: dict[str, Any]) -> tuple[Any, ...] | None:
+    """Run the operator on a few small values if its ``out=`` tensors do not have the shape or dtype of its results.
+
+    Meta functions differ from kernels in what they refuse, how they lay out what they resize, and whether they warn. Return None
+    if the tensors fit, if there is more than a little to compute, or if the operator refuses the trial values.
     """
     outs = [arguments[name] for name in operator.outs if isinstance(arguments.get(name), Layout)]
     if operator.func.namespace != "aten" or not outs or fake_mode_of(arguments.values()) is not None:
         return None
-    device = _device_of(outs[0])
+    device = _trial_device(outs[0])
     if operator.seeded and (arguments.get("generator") is not None or device.type != "cpu"):
         return None
-    data_decide = torch.Tag.dynamic_output_shape in operator.func.tags
+    shape_depends_on_data = torch.Tag.dynamic_output_shape in operator.func.tags
     with torch.random.fork_rng((), enabled=operator.seeded):
         try:
-            if not data_decide:
-                with _MODES.fake:  # makes nothing where the sizes alone say what comes out
-                    new = _made(operator, {name: _to_meta(value, None) for name, value in arguments.items()})
-                if _fit(new, outs) or sum(x.numel() for x in new) > _SMALL:
+            if not shape_depends_on_data:
+                with _FAKE_MODES.fake:  # allocates nothing if sizes determine the results
+                    results = _call_without_outs(
+                        operator, {name: _to_meta_tensors(value, None) for name, value in arguments.items()}
+                    )
+                if _outs_fit(results, outs) or sum(x.numel() for x in results) > _MAX_TRIAL_ELEMENTS:
                     return None
-            if sum(math.prod(x.shape) for x in _laid_out(arguments)) > _SMALL:
+            if sum(math.prod(x.shape) for x in _collect_layouts(arguments)) > _MAX_TRIAL_ELEMENTS:
                 return None
-            new = _made(operator, {name: _of_numbers(value, device) for name, value in arguments.items()})
+            results = _call_without_outs(operator, {name: _make_trial_value(value, device) for name, value in arguments.items()})
         except (RuntimeError, TypeError, IndexError, ValueError):
             return None
-        if _fit(new, outs, data_decide):
+        if _outs_fit(results, outs, shape_depends_on_data):
             return None
-        result = operator.call({name: _of_numbers(value, device) for name, value in arguments.items()})
-    return None if data_decide else _metas_of(operator, result)
+        result = operator.call({name: _make_trial_value(value, device) for name, value in arguments.items()})
+    return None if shape_depends_on_data else _result_metas(operator, result)
 
 
-def asked(operator: Operator, arguments: dict[str, Any]) -> tuple[Any, ...] | None:
-    """What the operator itself makes of a few numbers, where its meta function refuses them: what it raises, all raise.
+def infer_by_trial_run(operator: Operator, arguments: dict[str, Any]) -> tuple[Any, ...] | None:
+    """Run the operator itself on a few values if its meta function refuses them. What the operator raises, all ranks raise.
 
-    None: it cannot be asked, or data decide what comes out.
+    Return None if it cannot run like this, or if the shapes of its results depend on data.
     """
-    laid_out = _laid_out(arguments)
-    if operator.func.namespace != "aten" or operator.seeded or not laid_out or sum(math.prod(x.shape) for x in laid_out) > _SMALL:
+    layouts = _collect_layouts(arguments)
+    if (
+        operator.func.namespace != "aten"
+        or operator.seeded
+        or not layouts
+        or sum(math.prod(x.shape) for x in layouts) > _MAX_TRIAL_ELEMENTS
+    ):
         return None
-    result = operator.call({name: _of_numbers(value, _device_of(laid_out[0])) for name, value in arguments.items()})
+    result = operator.call({name: _make_trial_value(value, _trial_device(layouts[0])) for name, value in arguments.items()})
     if torch.Tag.dynamic_output_shape in operator.func.tags or result is None:
         return None
-    return _metas_of(operator, result)
+    return _result_metas(operator, result)
 
 
-def _metas_of(operator: Operator, result: Any) -> tuple[Any, ...]:
-    return tuple(map(_meta_of, (result,) if len(operator.returns) == 1 else result))
+def _result_metas(operator: Operator, result: Any) -> tuple[Any, ...]:
+    return tuple(map(_to_meta, (result,) if len(operator.returns) == 1 else result))
 
 
-def _device_of(layout: Layout) -> torch.device:
-    """Where numbers of one's own are made beside tensors of this layout."""
+def _trial_device(layout: Layout) -> torch.device:
+    """Return the device of trial values for a layout: that of its mesh, or the CPU for a meta mesh."""
     return torch.device("cpu" if layout.mesh.device_type == "meta" else layout.mesh.device_type)
 
 
-def _made(operator: Operator, bound: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    made = operator.call(bound, operator.func.overloadpacket)
-    return made if isinstance(made, tuple) else (made,)
+def _call_without_outs(operator: Operator, bound: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    result = operator.call(bound, operator.func.overloadpacket)
+    return result if isinstance(result, tuple) else (result,)
 
 
-def _fit(new: tuple[torch.Tensor, ...], outs: list[Layout], data_decide: bool = False) -> bool:
-    return all(x.dtype == out.dtype and (data_decide or x.shape == out.shape) for x, out in zip(new, outs, strict=False))
+def _outs_fit(results: tuple[torch.Tensor, ...], outs: list[Layout], shape_depends_on_data: bool = False) -> bool:
+    return all(
+        x.dtype == out.dtype and (shape_depends_on_data or x.shape == out.shape) for x, out in zip(results, outs, strict=False)
+    )
 
 
-def _laid_out(arguments: dict[str, Any]) -> list[Layout]:
+def _collect_layouts(arguments: dict[str, Any]) -> list[Layout]:
     return [x for value in arguments.values() for x in listed(value) if isinstance(x, Layout)]
 
 
-def _of_numbers(value: Any, device: torch.device) -> Any:
-    """Layouts as tensors that hold ones, matrices the unit matrix, integers zeros: what most operators take."""
+def _make_trial_value(value: Any, device: torch.device) -> Any:
+    """Replace layouts by tensors of ones, of unit matrices, or of integer zeros: values that most operators accept."""
     if type(value) in (list, tuple):
-        return [_of_numbers(item, device) for item in value]
+        return [_make_trial_value(item, device) for item in value]
     if not isinstance(value, Layout):
         return value
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride, strict=True))
-    made = torch.zeros(max(0, reach), dtype=value.dtype, device=device).as_strided(value.shape, value.stride)
+    storage_size = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride, strict=True))
+    tensor = torch.zeros(max(0, storage_size), dtype=value.dtype, device=device).as_strided(value.shape, value.stride)
     if value.dtype.is_floating_point or value.dtype.is_complex:
-        with suppress(RuntimeError):  # where elements share memory
-            (made.diagonal(0, -2, -1) if value.ndim > 1 else made).fill_(1)
-    return made
+        with suppress(RuntimeError):  # raised if elements share memory
+            (tensor.diagonal(0, -2, -1) if value.ndim > 1 else tensor).fill_(1)
+    return tensor
 
 
-class _Modes(threading.local):
-    """A mode for fake tensors; every thread has its own, since a mode remembers that one of its kernels runs."""
+class _FakeModes(threading.local):
+    """A fake tensor mode for each thread, because a mode remembers that one of its kernels runs."""
 
     @cached_property
     def fake(self) -> FakeTensorMode:
-        """Made where it is asked for: making one imports torch's compiler."""
+        """The mode of this thread. It is made at first use, because making it imports torch's compiler."""
         return FakeTensorMode()
 
 
-_MODES = _Modes()
+_FAKE_MODES = _FakeModes()
 
 
-def _run(operator: Operator, bound: dict[str, Any], arguments: dict[str, Any]) -> tuple[Any, ...]:
+def _run_inference(operator: Operator, bound: dict[str, Any], arguments: dict[str, Any]) -> tuple[Any, ...]:
     outs = [name for name in operator.outs if isinstance(bound.get(name), torch.Tensor)] if operator.outs else ()
-    sizes = {name: bound[name].shape for name in outs} if outs else None
+    out_shapes = {name: bound[name].shape for name in outs} if outs else None
     try:
-        result = _result_of(operator, bound, arguments)
+        result = _call_inference_function(operator, bound, arguments)
     except (NotImplementedError, UnsupportedFakeTensorException, ZeroDivisionError) as error:
-        raise NotInferable(str(error)) from error  # divisions: torch's own decompositions of means over no elements
+        raise NotInferable(str(error)) from error  # ZeroDivisionError: torch's decompositions of empty means
     except (AssertionError, KeyError) as error:
-        raise RuntimeError(f"{operator.name}: {error}") from error  # what the kernels raise
+        raise RuntimeError(f"{operator.name}: {error}") from error  # the kernels raise this class
     except RuntimeError as error:
         if "meta" in str(error).lower():
             raise NotInferable(str(error)) from error
         if "zero-size dimension" in str(error) and bound.get("dim") not in (None, [], ()):
-            raise IndexError(f"{operator.name}: {error}") from error  # what the kernels raise
+            raise IndexError(f"{operator.name}: {error}") from error  # the kernels raise this class
         raise
     if result is None:
         return ()
     values = (result,) if len(operator.returns) == 1 else result
-    metas = _as_computed(operator, tuple([_meta_of(value) for value in values]), bound)
-    if sizes is None:
+    metas = _apply_stride_function(operator, tuple([_to_meta(value) for value in values]), bound)
+    if out_shapes is None:
         return metas
     pairs = zip(operator.returns, metas, strict=False)
-    resized = [isinstance(meta, Meta) and sizes.get(str(out), meta.shape) != meta.shape for out, meta in pairs]
-    return _as_new(operator, bound, metas, resized) if any(resized) else metas
+    resized = [isinstance(meta, Meta) and out_shapes.get(str(out), meta.shape) != meta.shape for out, meta in pairs]
+    return _use_strides_of_new_results(operator, bound, metas, resized) if any(resized) else metas
 
 
-def _as_new(operator: Operator, bound: dict[str, Any], metas: tuple[Any, ...], resized: list[bool]) -> tuple[Any, ...]:
-    """With the strides of new results where an ``out=`` tensor takes another shape: kernels lay it out as they would those."""
+def _use_strides_of_new_results(
+    operator: Operator, bound: dict[str, Any], metas: tuple[Any, ...], resized: list[bool]
+) -> tuple[Any, ...]:
+    """Return the metas with the strides of new results for ``out=`` tensors that are resized: kernels lay both out alike."""
     try:
-        made = operator.call(bound, operator.func.overloadpacket)
+        result = operator.call(bound, operator.func.overloadpacket)
     except (RuntimeError, TypeError, NotImplementedError):
         return metas
-    new = _as_computed(operator, tuple(_meta_of(value) for value in ((made,) if len(metas) == 1 else made)), bound)
+    new_metas = _apply_stride_function(
+        operator, tuple(_to_meta(value) for value in ((result,) if len(metas) == 1 else result)), bound
+    )
     return tuple(
-        Meta(meta.shape, own.stride, meta.dtype) if laid_out and isinstance(own, Meta) and own.shape == meta.shape else meta
-        for meta, own, laid_out in zip(metas, new, resized, strict=True)
+        Meta(meta.shape, own.stride, meta.dtype) if is_resized and isinstance(own, Meta) and own.shape == meta.shape else meta
+        for meta, own, is_resized in zip(metas, new_metas, resized, strict=True)
     )
 
 
-def _as_computed(operator: Operator, metas: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, ...]:
-    """With the strides that a kernel gives new results."""
-    law = operator.facts.strides
-    if law is None:
+def _apply_stride_function(operator: Operator, metas: tuple[Any, ...], arguments: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the metas with the strides that the kernel gives to new results."""
+    stride_function = operator.facts.strides
+    if stride_function is None:
         return metas
-    owned = zip(operator.returns, metas, strict=True)
-    return tuple([Meta(x.shape, sizes(law(x, given)), x.dtype) if own is None and isinstance(x, Meta) else x for own, x in owned])
+    owners_and_metas = zip(operator.returns, metas, strict=True)
+    return tuple(
+        [
+            Meta(x.shape, sizes(stride_function(x, arguments)), x.dtype) if own is None and isinstance(x, Meta) else x
+            for own, x in owners_and_metas
+        ]
+    )
 
 
-def _result_of(operator: Operator, bound: dict[str, Any], arguments: dict[str, Any]) -> Any:
+def _call_inference_function(operator: Operator, bound: dict[str, Any], arguments: dict[str, Any]) -> Any:
     infer = operator.facts.infer
     try:
         if infer is None:
@@ -321,20 +350,20 @@ def _result_of(operator: Operator, bound: dict[str, Any], arguments: dict[str, A
     return operator.call(bound, operator.func.overloadpacket).to(bound[operator.outs[0]].dtype)
 
 
-def _to_meta(value: Any, device: torch.device | None = META) -> Any:
-    """Layouts as tensors without data, on ``device`` (None: where their mesh is)."""
+def _to_meta_tensors(value: Any, device: torch.device | None = META) -> Any:
+    """Replace layouts by tensors without data on ``device``, or on the device of their mesh if it is None."""
     if isinstance(value, Layout):
-        where = device or torch.device("cpu" if value.mesh.device_type == "meta" else value.mesh.device_type)
-        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=where)
+        target = device or torch.device("cpu" if value.mesh.device_type == "meta" else value.mesh.device_type)
+        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=target)
     if type(value) in (list, tuple):
-        return [_to_meta(item, device) for item in value]
+        return [_to_meta_tensors(item, device) for item in value]
     return value
 
 
-def _meta_of(value: Any) -> Any:
+def _to_meta(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        start = size_of(value.storage_offset() * value.itemsize)
-        return Meta(sizes(value.shape), sizes(value.stride()), value.dtype, start)
+        storage_offset_bytes = size_of(value.storage_offset() * value.itemsize)
+        return Meta(sizes(value.shape), sizes(value.stride()), value.dtype, storage_offset_bytes)
     if isinstance(value, (list, tuple)):
-        return [_meta_of(item) for item in value]
+        return [_to_meta(item) for item in value]
     return None

@@ -1,8 +1,23 @@
-"""What the rows of a call cost on one mesh dim: what they move and compute, and what they leave owing. Pure: a function of global
-facts only.
+"""Strategy cost: seconds of communication, computation and deferred communication of a strategy on one mesh dim. Pure.
 
-Prices depend on sizes, but a row that finds all operands where it wants them is free whatever their size, and is found by a
-look-up.
+Costs depend on sizes. A strategy that finds all operands placed as it needs is free for all sizes, and is found by look-up.
+
+[Note: Cost heuristics]
+Each heuristic is a function of this module. ``docs/cost_model.md`` gives the reasons. ``benchmarks/every_family.py`` compares the
+bytes and FLOPs of model families with those of programs written by hand.
+
+======================================  ===================================================================================
+``select_free_strategies``              take a strategy without communication, if no operand is partial
+``_redistribute_seconds``               reduce a partial value at the price of an all-reduce, because it is often gathered later
+``_operand_seconds``                    halve the price of a reduction that an earlier operator deferred
+``_from_reduced_copy_seconds``          use the cached reduction of a partial operand instead of reducing again
+``_deferred_costs``                     charge results for the communication that later operators need
+``_grows_results``                      gather a sharded operand before its partial results outgrow it (tables of positions)
+``_changes_sharding``                   let the larger operand decide the sharding of the result (batch norm under FSDP)
+``_has_row_owners``                     charge disjoint partial results like sharded ones (mixtures of experts)
+``_shards_single_position``             ignore factors of size one (convolutions with one group)
+``_result_bytes_per_rank``              prefer smaller results per rank if all else is equal
+======================================  ===================================================================================
 """
 
 from __future__ import annotations
@@ -18,255 +33,304 @@ from ..placement import Partial, Replicate, Shard
 from ..rules.call import Call
 from ..rules.flops import Work, elsewhere, row_seconds
 from ..rules.rule import Factors, Kernel, Row
-from .strategy_table import Line, Table, Where
+from .strategy_table import Line, StrategyTable, Where
 
-LOCAL_STEP = 1e-7  # seconds: a local slice or zero costs next to nothing
-Kept = Mapping[int, int]  # result -> operand that the result is written into
+LOCAL_STEP = 1e-7  # seconds of a local slice, or of making zeros
+InplaceResults = Mapping[int, int]  # result -> operand that the result is written into
 
 
-def free_rows(table: Table, factors: Factors, call: Call, kept: Kept) -> tuple[Row, ...] | None:
-    """Per mesh dim the best of the rows that move nothing; None if some mesh dim has none.
+def select_free_strategies(
+    table: StrategyTable, factors: Factors, call: Call, inplace_results: InplaceResults
+) -> tuple[Row, ...] | None:
+    """Return for each mesh dim the best strategy without communication, or None if some mesh dim has none.
 
-    Terms are debt: whether to pass them on or to add them up first is a question of prices, so none is free where there are some.
+    A partial operand is never free: reducing it now or later is a question of cost.
     """
     picked = []
     for mesh_dim, ranks in enumerate(call.mesh.shape):
         if any(layout.partials[mesh_dim] is not None for layout in call.operands):
             return None
-        lines = [
-            line
-            for line in table.free.get(_here(call, mesh_dim), ())
-            if all(line.results[r] == call.operands[i].along(mesh_dim) for r, i in kept.items() if r < len(line.results))
+        candidates = [
+            bound
+            for bound in table.free.get(_current_placements(call, mesh_dim), ())
+            if all(
+                bound.results[r] == call.operands[i].along(mesh_dim) for r, i in inplace_results.items() if r < len(bound.results)
+            )
         ]
-        if not lines or ranks == 1:  # of one rank, rows with moves are free too
+        if not candidates or ranks == 1:  # on one rank, strategies that redistribute are free too
             return None
         nbytes = call.result_bytes()
-        if all(map(_leaves_terms, lines)) and _grows(factors, call, mesh_dim, nbytes):
+        if all(map(_leaves_partial, candidates)) and _grows_results(factors, call, mesh_dim, nbytes):
             return None
-        if len(lines) > 1:
-            lines.sort(key=lambda line: (_memory(line, nbytes, 1 / ranks), line.order))
-        picked.append(lines[0].row)
+        if len(candidates) > 1:
+            candidates.sort(key=lambda bound: (_result_bytes_per_rank(bound, nbytes, 1 / ranks), bound.order))
+        picked.append(candidates[0].row)
     return tuple(picked)
 
 
-def ranked(
-    table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int, work: Work, apart: bool
+def rank_strategies(
+    table: StrategyTable,
+    factors: Factors,
+    call: Call,
+    inplace_results: InplaceResults,
+    mesh_dim: int,
+    work: Work,
+    misaligned: bool,
 ) -> list[tuple[Any, Row]]:
-    """All rows by price on one mesh dim: (seconds of communication, now and owed, and of products, whether it shards what nobody
-    has sharded, operands that change, bytes per rank of the results, declaration order).
+    """Return all strategies of one mesh dim, the cheapest first, each with its cost.
 
-    A result in terms is owed a reduction. What is gathered for an operand that stays cut is gathered together, with one latency;
-    not so where nothing stays, for who leaves everything whole has later operators computed on every rank. Work counts where
-    products take longer than memory. A value that is not cut is not cut only because that is free: results keep the placements
-    that their operands suggest. ``apart``: what rows find along the right dims does not lie in the right blocks.
+    A cost is a tuple. It has the seconds of communication (now and deferred) and of products, whether unsharded values become
+    sharded, how many operands change, the bytes of results per rank, and the order of declaration.
+
+    Gathers for an operand that stays sharded count one latency, because they are batched. If nothing stays sharded they count
+    fully, because later operators then compute on every rank. Products count if they take longer than memory. An unsharded value
+    is not sharded only because that is free. ``misaligned``: free strategies find their operands along the right dims, in other
+    blocks.
     """
-    ranks, fixed, nbytes = call.mesh.shape[mesh_dim], call.fixed, call.result_bytes()
-    owed = _debts(table, factors, call, nbytes, mesh_dim, apart)
+    ranks, fixed, nbytes = call.mesh.shape[mesh_dim], call.fixed_operands, call.result_bytes()
+    deferred = _deferred_costs(table, factors, call, nbytes, mesh_dim, misaligned)
     device, work = device_of(call.mesh), elsewhere(work, call, mesh_dim)
-    multiplies = work.flops / device.rate(work.dtype) > work.nbytes / device.memory
+    is_compute_bound = work.flops / device.rate(work.dtype) > work.nbytes / device.memory
     current = [layout.along(mesh_dim) for layout in call.operands]
-    lasting = _lasting(factors, current)
-    together = link_of(call.mesh, (mesh_dim,)).all_gather.seconds(ranks, 0)
-    moving: dict[tuple[int, Where, float], float] = {}
-    priced = []
-    for line in table.lines:
-        if not line.on(mesh_dim):
+    keeps_result_dim = _operands_sharing_result_dims(factors, current)
+    gather_latency = link_of(call.mesh, (mesh_dim,)).all_gather.seconds(ranks, 0)
+    seconds_of: dict[tuple[int, Where, float], float] = {}
+    ranked = []
+    for bound in table.lines:
+        if not bound.on(mesh_dim):
             continue
-        row = line.row_for(factors)
-        seconds, gathers, stays, changes, invented = 0.0, 0, False, 0, row.factor is not None
-        part = _largest_part(line, call, current, mesh_dim)
-        for i, target in enumerate(line.operands):
+        strategy = bound.row_for(factors)
+        seconds, gathered_operands, changed_operands = 0.0, 0, 0
+        keeps_sharded, introduces_sharding = False, strategy.factor is not None
+        fraction = _largest_shard_fraction(bound, call, current, mesh_dim)
+        for i, target in enumerate(bound.operands):
             if i in fixed or target is None:
                 continue
-            cost = moving.get((i, target, part))
+            cost = seconds_of.get((i, target, fraction))
             if cost is None:
-                cost = moving[i, target, part] = _brought(call, i, current[i], target, mesh_dim, part)
+                cost = seconds_of[i, target, fraction] = _operand_seconds(call, i, current[i], target, mesh_dim, fraction)
             seconds += cost
-            changes += cost > 0
-            gathers += cost > LOCAL_STEP and isinstance(current[i], int) and isinstance(target, Replicate)
-            stays = stays or (isinstance(target, int) and current[i] == target)
-            invented = invented and not isinstance(current[i], int)
-        for r in kept:
-            if r < min(len(line.results), len(nbytes)):
-                cost = _move(line.results[r], current[kept[r]], call.operands[kept[r]], mesh_dim)
+            changed_operands += cost > 0
+            gathered_operands += cost > LOCAL_STEP and isinstance(current[i], int) and isinstance(target, Replicate)
+            keeps_sharded = keeps_sharded or (isinstance(target, int) and current[i] == target)
+            introduces_sharding = introduces_sharding and not isinstance(current[i], int)
+        for r, i in inplace_results.items():
+            if r < min(len(bound.results), len(nbytes)):
+                cost = _redistribute_seconds(bound.results[r], current[i], call.operands[i], mesh_dim)
                 seconds += cost
-                changes += cost > 0
-        if stays and gathers > 1:
-            seconds -= (gathers - 1) * together
-        anew, owners = row.factor is not None and _cuts_anew(line, call, current, lasting), _by_owners(line, factors, call)
-        for r, where in enumerate(line.results):
-            if r not in kept and not isinstance(where, Replicate):
-                summed, cut = owed[r]
-                seconds += summed if isinstance(where, Partial) and not owners else cut if anew or owners else 0.0
-        if multiplies:
-            seconds += row_seconds(device, work, row, ranks, factors.sizes, part)
-        if row.kernel is not None:
-            seconds += kernel_seconds(row, call, mesh_dim)
-        priced.append(((seconds if ranks > 1 else 0.0, invented, changes, _memory(line, nbytes, part), line.order), row))
-    priced.sort(key=lambda item: item[0])
-    return priced
+                changed_operands += cost > 0
+        if keeps_sharded and gathered_operands > 1:
+            seconds -= (gathered_operands - 1) * gather_latency
+        has_owners = _has_row_owners(bound, factors, call)
+        is_resharded = strategy.factor is not None and _changes_sharding(bound, call, current, keeps_result_dim)
+        for r, where in enumerate(bound.results):
+            if r not in inplace_results and not isinstance(where, Replicate):
+                reduction, resharding = deferred[r]
+                if isinstance(where, Partial) and not has_owners:
+                    seconds += reduction
+                elif is_resharded or has_owners:
+                    seconds += resharding
+        if is_compute_bound:
+            seconds += row_seconds(device, work, strategy, ranks, factors.sizes, fraction)
+        if strategy.kernel is not None:
+            seconds += kernel_seconds(strategy, call, mesh_dim)
+        result_bytes = _result_bytes_per_rank(bound, nbytes, fraction)
+        cost_terms = (seconds if ranks > 1 else 0.0, introduces_sharding, changed_operands, result_bytes, bound.order)
+        ranked.append((cost_terms, strategy))
+    ranked.sort(key=lambda item: item[0])
+    return ranked
 
 
-def _brought(call: Call, i: int, source: Where, target: Where, mesh_dim: int, part: float) -> float:
-    """Seconds to have an operand where a row wants it."""
+def _operand_seconds(call: Call, i: int, source: Where, target: Where, mesh_dim: int, fraction: float) -> float:
+    """Return the seconds to redistribute one operand to the placement that a strategy needs.
+
+    If later operators prefer the present placement, moving back counts too. If an earlier operator deferred the reduction, this
+    use pays half.
+    """
     layout = call.operands[i]
-    cost = _move(source, target, layout, mesh_dim, part)
-    if target != source and call.wanted(i):
-        cost += _move(target, source, layout, mesh_dim)  # and what becomes of it back again
+    cost = _redistribute_seconds(source, target, layout, mesh_dim, fraction)
+    if target != source and call.has_preferred_layout(i):
+        cost += _redistribute_seconds(target, source, layout, mesh_dim)  # and redistribute it back
     if isinstance(target, Partial):
         return cost
-    cost = min([cost, *[_from_sum(at, target, layout, mesh_dim) for at in call.sums(i, mesh_dim)]])
-    return cost / 2 if call.passed(i, mesh_dim) else cost  # by this use and those to come
+    cost = min(
+        [
+            cost,
+            *[
+                _from_reduced_copy_seconds(sharded_dim, target, layout, mesh_dim)
+                for sharded_dim in call.reduced_copy_dims(i, mesh_dim)
+            ],
+        ]
+    )
+    return cost / 2 if call.is_reduction_deferred(i, mesh_dim) else cost  # shared with later uses
 
 
-def _lasting(factors: Factors, current: Sequence[Where]) -> set[int]:
-    """The operands that are cut along a dim that some result has."""
-    made = {name for dims in factors.results for names in dims for name in names}
-    return {i for i, at in enumerate(current) if isinstance(at, int) and not made.isdisjoint(factors.operands[i][at])}
+def _operands_sharing_result_dims(factors: Factors, current: Sequence[Where]) -> set[int]:
+    """Return the operands that are sharded along a dim that some result has."""
+    result_factors = {name for dims in factors.results for names in dims for name in names}
+    return {
+        i for i, dim in enumerate(current) if isinstance(dim, int) and not result_factors.isdisjoint(factors.operands[i][dim])
+    }
 
 
-def kernel_seconds(row: Row, call: Call, mesh_dim: int) -> float:
-    """Seconds of the collectives of a row's kernel."""
+def kernel_seconds(strategy: Row, call: Call, mesh_dim: int) -> float:
+    """Return the seconds of the collectives of a strategy's kernel."""
     ranks = call.mesh.shape[mesh_dim]
-    if row.kernel is None or ranks == 1:
+    if strategy.kernel is None or ranks == 1:
         return 0.0
     rate = link_of(call.mesh, (mesh_dim,)).exchange
-    return row.kernel.collectives * rate.seconds(ranks, 0) + row.kernel.nbytes(call) / rate.bandwidth
+    return strategy.kernel.collectives * rate.seconds(ranks, 0) + strategy.kernel.nbytes(call) / rate.bandwidth
 
 
-def _debts(
-    table: Table, factors: Factors, call: Call, nbytes: list[int], mesh_dim: int, apart: bool
+def _deferred_costs(
+    table: StrategyTable, factors: Factors, call: Call, nbytes: list[int], mesh_dim: int, misaligned: bool
 ) -> list[tuple[float, float]]:
-    """Seconds that each result costs later on: if it is left in terms, to add them up; if it is cut as no operand was, to cut it
-    as the others are. None of them where a row moves nothing and there are no terms yet, but where all such rows leave terms
-    that are larger than what is cut, or make terms of one that was whole, or find it in other blocks: then what scattering them
-    takes.
+    """Return for each result two deferred costs in seconds: to reduce it if it is partial, and to reshard it if its sharding is
+    new.
 
-    Latencies do not count: what is owed may be paid together with something else. But where some row leaves a cut as it is, who
-    cuts otherwise has it to change once more. On the other mesh dims a result is as small a part as that of any operand.
+    Both are 0 if a strategy needs no communication, and no operand is partial. This does not hold if all such strategies leave
+    partial results that are larger than what is sharded, make a replicated operand partial, or find other blocks. Then a partial
+    result defers a reduce-scatter.
+
+    Latencies do not count, because deferred communication may be batched. But if some strategy keeps a sharding, resharding
+    counts its latency. On the other mesh dims a result is as small a part as that of any operand.
     """
-    current, terms = _here(call, mesh_dim), 2
+    current, reduction_passes = _current_placements(call, mesh_dim), 2
     if not any(isinstance(where, Partial) for where in current):
-        fitting = [
-            line
-            for line in table.lines
-            if all(map(_fits, current, line.operands)) and _moves_nothing(line, factors) and not _cuts_one(line, factors, call)
+        free = [
+            bound
+            for bound in table.lines
+            if all(map(_is_free_for, current, bound.operands))
+            and _has_local_kernel(bound, factors)
+            and not _shards_single_position(bound, factors, call)
         ]
-        asked = any(isinstance(line.row.kernel, Kernel) for line in table.lines)  # who owns each element could be
-        grow = all(map(_leaves_terms, fitting)) and (asked or _grows(factors, call, mesh_dim, nbytes))
-        if fitting and not apart and not grow:
+        has_kernel = any(
+            isinstance(bound.row.kernel, Kernel) for bound in table.lines
+        )  # the kernel could send each element from its owner
+        grows = all(map(_leaves_partial, free)) and (has_kernel or _grows_results(factors, call, mesh_dim, nbytes))
+        if free and not misaligned and not grows:
             return [(0.0, 0.0)] * len(nbytes)
-        terms = 1 if fitting else 2
+        reduction_passes = 1 if free else 2
     link = link_of(call.mesh, (mesh_dim,))
-    parts = [
+    shard_counts = [
         math.prod(n for i, n in enumerate(call.mesh.shape) if i != mesh_dim and isinstance(layout.placements[i], Shard))
         for layout in call.operands
     ]
-    sizes = [size / max(parts, default=1) for size in nbytes]
+    sizes = [size / max(shard_counts, default=1) for size in nbytes]
     ranks = call.mesh.shape[mesh_dim]
-    stays = any(
-        isinstance(at, int) and at == to and factors.sizes.get(line.row.factor or "", ranks) >= ranks
-        for line in table.lines
-        for at, to in zip(current, line.operands, strict=True)
+    keeps_sharded = any(
+        isinstance(at, int) and at == to and factors.sizes.get(bound.row.factor or "", ranks) >= ranks
+        for bound in table.lines
+        for at, to in zip(current, bound.operands, strict=True)
     )
-    again = link.exchange.seconds(ranks, 0) if stays else 0.0
-    return [(terms * size / link.all_reduce.bandwidth, again + size / ranks / link.exchange.bandwidth) for size in sizes]
-
-
-def _cuts_anew(line: Line, call: Call, current: Sequence[Where], lasting: Collection[int]) -> bool:
-    """Whether the results' cut is no operand's, or a smaller one's than one that moves, whose cut they could have had
-    (``lasting``: those operands). Of two as large, one of which becomes whole for the other's sake, the first decides."""
-    cut = [
-        i for i, (at, target) in enumerate(zip(current, line.operands, strict=True)) if isinstance(at, int) and target is not None
+    resharding_latency = link.exchange.seconds(ranks, 0) if keeps_sharded else 0.0
+    return [
+        (reduction_passes * size / link.all_reduce.bandwidth, resharding_latency + size / ranks / link.exchange.bandwidth)
+        for size in sizes
     ]
-    stays = [i for i in cut if line.operands[i] == current[i]]
-    moves = [i for i in cut if line.operands[i] != current[i] and i in lasting]
-    if not stays or not moves:
-        return not stays
+
+
+def _changes_sharding(bound: Line, call: Call, current: Sequence[Where], keeps_result_dim: Collection[int]) -> bool:
+    """Return True if the results are sharded as no operand is, or as a smaller operand than one that moves.
+
+    ``keeps_result_dim``: operands with a sharding that results could keep. Of two equally large operands, one of which is
+    replicated for the other, the first decides.
+    """
+    sharded = [
+        i
+        for i, (at, target) in enumerate(zip(current, bound.operands, strict=True))
+        if isinstance(at, int) and target is not None
+    ]
+    unchanged = [i for i in sharded if bound.operands[i] == current[i]]
+    changed = [i for i in sharded if bound.operands[i] != current[i] and i in keeps_result_dim]
+    if not unchanged or not changed:
+        return not unchanged
     nbytes = [layout.nbytes for layout in call.operands]
-    held, moved = max(stays, key=nbytes.__getitem__), max(moves, key=nbytes.__getitem__)
-    if moved < held and isinstance(line.operands[moved], Replicate):
-        return nbytes[moved] >= nbytes[held]
-    return nbytes[moved] > nbytes[held]
+    largest_unchanged, largest_changed = max(unchanged, key=nbytes.__getitem__), max(changed, key=nbytes.__getitem__)
+    if largest_changed < largest_unchanged and isinstance(bound.operands[largest_changed], Replicate):
+        return nbytes[largest_changed] >= nbytes[largest_unchanged]
+    return nbytes[largest_changed] > nbytes[largest_unchanged]
 
 
-def _here(call: Call, mesh_dim: int) -> tuple[Where | None, ...]:
-    fixed = call.fixed
+def _current_placements(call: Call, mesh_dim: int) -> tuple[Where | None, ...]:
+    fixed = call.fixed_operands
     return tuple([None if i in fixed else layout.along(mesh_dim) for i, layout in enumerate(call.operands)])
 
 
-def _fits(where: Where | None, wanted: Where | None) -> bool:
-    """Whether it is there, or is added once: what is whole counts as a term on one rank."""
-    return where == wanted or (isinstance(where, Replicate) and isinstance(wanted, Partial))
+def _is_free_for(current: Where | None, target: Where | None) -> bool:
+    """Return True if the operand has the wanted placement, or is replicated and becomes partial (its value on one rank)."""
+    return current == target or (isinstance(current, Replicate) and isinstance(target, Partial))
 
 
-def _moves_nothing(line: Line, factors: Factors) -> bool:
-    """Of a row that finds its operands where it wants them."""
-    kernel = line.row_for(factors).kernel
+def _has_local_kernel(bound: Line, factors: Factors) -> bool:
+    """Return True if the strategy itself issues no collective."""
+    kernel = bound.row_for(factors).kernel
     return kernel is None or kernel.collectives == 0
 
 
-def _cuts_one(line: Line, factors: Factors, call: Call) -> bool:
-    """Whether its factor has one position, of a dim that has more: groups of a convolution that are none."""
-    name = line.row.factor
+def _shards_single_position(bound: Line, factors: Factors, call: Call) -> bool:
+    """Return True if the factor has one position of a larger dim: a convolution with a single group."""
+    name = bound.row.factor
     if name is None or factors.sizes.get(name) != 1:
         return False
     return any(
-        isinstance(at, int) and layout.shape[at] > 1
-        for at, layout in zip(line.operands, call.operands, strict=True)
-        if at is not None
+        isinstance(dim, int) and layout.shape[dim] > 1
+        for dim, layout in zip(bound.operands, call.operands, strict=True)
+        if dim is not None
     )
 
 
-def _leaves_terms(line: Line) -> bool:
-    return any(isinstance(where, Partial) for where in line.results)
+def _leaves_partial(bound: Line) -> bool:
+    return any(isinstance(where, Partial) for where in bound.results)
 
 
-def _grows(factors: Factors, call: Call, mesh_dim: int, nbytes: list[int]) -> bool:
-    """Whether the results are more than twice as large as all operands that are cut; or what is cut is added to a whole one that
-    is as large as they are."""
+def _grows_results(factors: Factors, call: Call, mesh_dim: int, nbytes: list[int]) -> bool:
+    """Return True if results are more than twice as large as all sharded operands, or if an added replicated operand is as large
+    as them."""
     if any(
         call.operands[i].nbytes >= sum(nbytes) and isinstance(call.operands[i].along(mesh_dim), Replicate)
         for i in factors.additive
     ):
         return True
-    cut = [stored(layout).nbytes for layout in call.operands if isinstance(layout.along(mesh_dim), int)]
-    return bool(cut) and 2 * sum(cut) < sum(nbytes)
+    sharded_bytes = [stored(layout).nbytes for layout in call.operands if isinstance(layout.along(mesh_dim), int)]
+    return bool(sharded_bytes) and 2 * sum(sharded_bytes) < sum(nbytes)
 
 
-def _by_owners(line: Line, factors: Factors, call: Call) -> bool:
-    """Whether the rows of a line's results are parted: each has one owner, whom later operations find it with."""
-    row = line.row
-    if row.parted is not None or any(row.factor == groups for groups, _ in factors.groups.values()):
+def _has_row_owners(bound: Line, factors: Factors, call: Call) -> bool:
+    """Return True if each row of the results has one owner, which later operators use."""
+    strategy = bound.row
+    if strategy.parted is not None or any(strategy.factor == groups for groups, _ in factors.groups.values()):
         return True
-    return any(fact is not None and isinstance(where, Partial) for fact, where in zip(call.parted, line.operands, strict=False))
+    return any(fact is not None and isinstance(where, Partial) for fact, where in zip(call.parted, bound.operands, strict=False))
 
 
-def _memory(line: Line, nbytes: list[int], part: float) -> float:
-    return sum(size * part if isinstance(where, int) else size for where, size in zip(line.results, nbytes, strict=False))
+def _result_bytes_per_rank(bound: Line, nbytes: list[int], fraction: float) -> float:
+    return sum(size * fraction if isinstance(where, int) else size for where, size in zip(bound.results, nbytes, strict=False))
 
 
-def _largest_part(line: Line, call: Call, current: Sequence[Where], mesh_dim: int) -> float:
-    """Which part of what a row cuts the fullest rank of a mesh dim has: as in the operands that stay, if they are cut alike."""
-    parts = {
-        _part(layout, at, mesh_dim)
-        for at, target, layout in zip(current, line.operands, call.operands, strict=True)
-        if isinstance(at, int) and at == target
+def _largest_shard_fraction(bound: Line, call: Call, current: Sequence[Where], mesh_dim: int) -> float:
+    """Return the largest fraction of the sharded factor on one rank: that of the operands that stay, if they agree, else 1 /
+    ranks."""
+    fractions = {
+        _shard_fraction(layout, current_placement, mesh_dim)
+        for current_placement, target, layout in zip(current, bound.operands, call.operands, strict=True)
+        if isinstance(current_placement, int) and current_placement == target
     }
-    return parts.pop() if len(parts) == 1 else 1 / call.mesh.shape[mesh_dim]
+    return fractions.pop() if len(fractions) == 1 else 1 / call.mesh.shape[mesh_dim]
 
 
-def _part(layout: Layout, dim: int, mesh_dim: int) -> float:
-    """Which part of a tensor dim, as far as other mesh dims leave it, the fullest rank of a mesh dim has."""
+def _shard_fraction(layout: Layout, dim: int, mesh_dim: int) -> float:
+    """Return the fraction of a tensor dim, as other mesh dims leave it, on the fullest rank of the mesh dim."""
     placement, ranks, split = layout.placements[mesh_dim], layout.mesh.shape[mesh_dim], layout.splits[dim]
     if split is None or (isinstance(placement, Shard) and placement.sizes is None):
         return 1 / ranks
     return min(1.0, max(split.sizes) * len(split.sizes) / (layout.shape[dim] or 1) / ranks)
 
 
-def _from_sum(at: int | None, target: Where, layout: Layout, mesh_dim: int) -> float:
-    """Seconds to have terms as ``target`` from where they were added up before: cut along a dim, or whole."""
-    if at is None or at == target:
+def _from_reduced_copy_seconds(sharded_dim: int | None, target: Where, layout: Layout, mesh_dim: int) -> float:
+    """Return the seconds to make ``target`` from the cached reduction of a partial operand, which is sharded along a dim or
+    replicated (None)."""
+    if sharded_dim is None or sharded_dim == target:
         return LOCAL_STEP
     ranks, link = layout.mesh.shape[mesh_dim], link_of(layout.mesh, (mesh_dim,))
     nbytes = stored(layout).max_local_nbytes / ranks
@@ -275,9 +339,11 @@ def _from_sum(at: int | None, target: Where, layout: Layout, mesh_dim: int) -> f
     )
 
 
-def _move(source: Where, target: Where, layout: Layout, mesh_dim: int, part: float = 0.0) -> float:
-    """Seconds to change one mesh dim's placement, other mesh dims as they are. An exchange takes what its fullest rank sends or
-    gets (``part``: of what will be cut)."""
+def _redistribute_seconds(source: Where, target: Where, layout: Layout, mesh_dim: int, fraction: float = 0.0) -> float:
+    """Return the seconds to change the placement on one mesh dim, with the other mesh dims unchanged.
+
+    An exchange takes what its fullest rank sends or receives. ``fraction``: the largest fraction of the target on one rank.
+    """
     if source == target:
         return 0.0
     if isinstance(source, Replicate):
@@ -286,13 +352,13 @@ def _move(source: Where, target: Where, layout: Layout, mesh_dim: int, part: flo
     link = link_of(layout.mesh, (mesh_dim,))
     match source, target:
         case (Partial(), Partial()):
-            return 1.5 * link.all_reduce.seconds(ranks, 2 * nbytes)  # never better than having it whole
+            return 1.5 * link.all_reduce.seconds(ranks, 2 * nbytes)  # never cheaper than replicating it
         case (Partial(), _):
-            # Scattering moves half of what reducing everywhere does, but the next operation usually gathers it again.
+            # A reduce-scatter moves half of what an all-reduce moves, but the next operator usually gathers the result.
             return link.all_reduce.seconds(ranks, 2 * nbytes)
         case (int(), int()):
-            most = nbytes * part / _part(layout, source, mesh_dim) if part else 0.0
-            return link.exchange.seconds(ranks, max(nbytes, most))
+            largest_transfer = nbytes * fraction / _shard_fraction(layout, source, mesh_dim) if fraction else 0.0
+            return link.exchange.seconds(ranks, max(nbytes, largest_transfer))
         case (int(), Partial()):
             return 1.5 * link.all_gather.seconds(ranks, nbytes * (ranks - 1))
         case _:

@@ -1,7 +1,7 @@
-"""The rows of a rule that a call allows, and where each wants its operands. Pure: a function of global facts only.
+"""Strategy tables: the strategies of a rule that a call allows, and the placements that each needs. Pure: a function of global
+facts.
 
-Both follow from how the rule's factors stand in the tensor dims and from dtypes, not from sizes: a :class:`Table` serves calls of
-all sizes.
+A table depends on the factors of tensor dims and on dtypes, not on sizes. So a :class:`StrategyTable` serves calls of all sizes.
 """
 
 from __future__ import annotations
@@ -13,84 +13,115 @@ from typing import Any
 import torch
 
 from ..base.caches import Bounded
+from ..layout.layout import Layout
+from ..layout.splits import Split
 from ..placement import Monoid, Partial, Placement, Replicate, Shard
 from ..rules.call import Call, Kind
-from ..rules.rule import ANY_PARTIAL, Along, Dims, Factors, Partials, R, Row, Spec, candidates, stands
+from ..rules.disjoint_partial import Left
+from ..rules.rule import ANY_PARTIAL, Along, Choice, Dims, Factors, Partials, R, Row, Spec, candidates, find_dim
 
 Where = int | Placement  # a tensor dim, or Replicate / Partial
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A row with where it wants operands and leaves results; operands that are never moved have None."""
+    """A strategy bound to tensor dims: placements of operands and results, None for an operand that is never redistributed."""
 
     order: int
     row: Row
     operands: tuple[Where | None, ...]
     results: tuple[Where, ...]
-    kernel: bool  # the row runs the kernel that a call's factors have for its factor: the table holds none of a call's own
+    kernel: bool  # it runs the kernel of the call's factors, which the table does not store
 
     def __str__(self) -> str:
-        """As rows of terms are written, with the tensor dims that are sharded: ``S(0),R -> S(0)``, ``sum,R -> sum``."""
+        """Return the notation of partial rules with the sharded tensor dims: ``S(0),R -> S(0)``, ``sum,R -> sum``."""
         operands = [word(R if where is None else where) for where in self.operands]
         owners = " by owners" if self.row.parted is not None else ""
         return f"{','.join(operands)} -> {','.join(map(word, self.results))}{owners}"
 
     def row_for(self, factors: Factors) -> Row:
-        """The row with the kernel that a call's factors have for it."""
-        row = self.row
-        return replace(row, kernel=factors.kernels[row.factor]) if self.kernel and row.factor else row
+        """Return the strategy with the kernel that the call's factors have for it."""
+        strategy = self.row
+        return replace(strategy, kernel=factors.kernels[strategy.factor]) if self.kernel and strategy.factor else strategy
 
     @property
-    def invents(self) -> bool:
-        """Whether it cuts results though no operand is cut."""
-        cut = [any(isinstance(where, int) for where in places) for places in (self.operands, self.results)]
-        return cut == [False, True]
+    def introduces_sharding(self) -> bool:
+        """Return True if results are sharded though no operand is."""
+        is_sharded = [any(isinstance(where, int) for where in places) for places in (self.operands, self.results)]
+        return is_sharded == [False, True]
 
     def on(self, mesh_dim: int) -> bool:
-        """Whether it is a row for that mesh dim: for parted operands, one of those that part them."""
+        """Return True if the strategy applies to the mesh dim. A strategy for disjoint partial operands applies to the mesh dims
+        of their rows."""
         return self.row.parted is None or mesh_dim in self.row.parted.split.mesh_dims
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """All rows, and by what they want those that are free then. ``by_numbers``: other kinds of numbers may have other rows."""
+class StrategyTable:
+    """The strategies of a rule, and those without communication by the operand placements that they need.
+
+    ``by_numbers``: other kinds of numbers may have other strategies.
+    """
 
     lines: tuple[Line, ...]
     free: Mapping[tuple[Where | None, ...], tuple[Line, ...]]
     by_numbers: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The selected strategies of a call with the layouts that follow from them.
+
+    Attributes:
+        kernel_row: the strategy with the kernel that runs (one of them, if a joint kernel has several factors).
+        by_numbers: other kinds of numbers may select other strategies.
+        left: the results that are known to have disjoint rows.
+    """
+
+    choice: Choice
+    operands: tuple[Layout, ...]
+    results: tuple[Layout | None, ...]
+    kernel_row: Row | None = None
+    by_numbers: bool = False
+    left: tuple[Left, ...] = ()
+
+    @property
+    def kernel_splits(self) -> dict[str, Split]:
+        """The splits of the kernel's factors."""
+        names = {row.factor for row in self.choice.rows if row.kernel is not None}
+        return {name: split for name, split in self.choice.splits.items() if name in names}
+
+
 def by_text(lines: Sequence[Line]) -> dict[str, Line]:
-    """Rows by what they say; those that say the same are numbered."""
-    found: dict[str, Line] = {}
+    """Return the strategies by their text. Equal texts are numbered."""
+    by_name: dict[str, Line] = {}
     for line in lines:
-        text, count = str(line), 1
-        while text in found:
+        name, count = str(line), 1
+        while name in by_name:
             count += 1
-            text = f"{line} #{count}"
-        found[text] = line
-    return found
+            name = f"{line} #{count}"
+        by_name[name] = line
+    return by_name
 
 
-def texts_of(rows: Sequence[Row], lines: Sequence[Line], factors: Factors) -> tuple[str, ...]:
-    """Which of these lines rows are, by what they say."""
-    named = {line.row_for(factors): text for text, line in by_text(lines).items()}
-    return tuple([named[row] for row in rows])
+def texts_of(strategies: Sequence[Row], lines: Sequence[Line], factors: Factors) -> tuple[str, ...]:
+    """Return the text of each selected strategy among the bound ones."""
+    names = {line.row_for(factors): text for text, line in by_text(lines).items()}
+    return tuple([names[strategy] for strategy in strategies])
 
 
 def word(where: Where) -> str:
-    """``S(0)``, ``sum``, ``R``."""
+    """Return ``S(0)``, ``sum`` or ``R``."""
     return str(where.reduce_op) if isinstance(where, Partial) else f"S({where})" if isinstance(where, int) else str(where)
 
 
-_TABLES: Bounded[Any, Table] = Bounded(2048, "prices.tables")
+_TABLE_CACHE: Bounded[Any, StrategyTable] = Bounded(2048, "prices.tables")
 
 
-def table_of(factors: Factors, partials: Partials, call: Call) -> Table:
-    """The rows that hold for these factors and dtypes, cached."""
+def get_or_build_table(factors: Factors, partials: Partials, call: Call) -> StrategyTable:
+    """Return the strategies that are valid for these factors and dtypes (cached)."""
     monoids = tuple(dict.fromkeys(op for layout in call.operands for op in layout.partials if isinstance(op, Monoid)))
-    fixed, dtypes = call.fixed, tuple([meta.dtype for meta in call.results if meta is not None])
+    fixed, dtypes = call.fixed_operands, tuple([meta.dtype for meta in call.results if meta is not None])
     key = (
         factors.operands,
         factors.results,
@@ -104,110 +135,122 @@ def table_of(factors: Factors, partials: Partials, call: Call) -> Table:
         fixed,
         tuple([layout.dtype for layout in call.operands]),
         dtypes,
-        call.kinds,
+        call.number_kinds,
     )
-    found = _TABLES.get(key)
-    if found is None:
-        rows = (*partials, *_monoid_rows(factors, monoids, partials))
-        found = _TABLES.keep(key, _table(factors, rows, call, fixed, dtypes))
-    return found
+    table = _TABLE_CACHE.get(key)
+    if table is None:
+        strategies = (*partials, *_monoid_strategies(factors, monoids, partials))
+        table = _TABLE_CACHE.keep(key, _build_table(factors, strategies, call, fixed, dtypes))
+    return table
 
 
-def _table(factors: Factors, partials: Partials, call: Call, fixed: frozenset[int], dtypes: tuple[torch.dtype, ...]) -> Table:
+def _build_table(
+    factors: Factors, partials: Partials, call: Call, fixed: frozenset[int], dtypes: tuple[torch.dtype, ...]
+) -> StrategyTable:
     lines: list[Line] = []
     by_numbers = False
     free: dict[tuple[Where | None, ...], list[Line]] = {}
-    for row in candidates(factors, partials):
-        if not all(isinstance(row.operands[i], Replicate) for i in fixed) or not _sound_dtypes(row, call, dtypes):
+    for strategy in candidates(factors, partials):
+        if not all(isinstance(strategy.operands[i], Replicate) for i in fixed) or not _keeps_dtype_algebra(
+            strategy, call, dtypes
+        ):
             continue
-        by_numbers = by_numbers or _asks_for_numbers(row, call)
-        if not _holds_for(row, call, dtypes):
+        by_numbers = by_numbers or _needs_number_kinds(strategy, call)
+        if not _is_valid_for_numbers(strategy, call, dtypes):
             continue
-        own = row.kernel is not None and row.kernel is factors.kernels.get(row.factor or "")
-        if own:
-            row = Row(row.operands, row.results, row.factor)
+        uses_call_kernel = strategy.kernel is not None and strategy.kernel is factors.kernels.get(strategy.factor or "")
+        if uses_call_kernel:
+            strategy = Row(strategy.operands, strategy.results, strategy.factor)
         operands = tuple(
-            None if i in fixed else where_of(spec, dims)
-            for i, (spec, dims) in enumerate(zip(row.operands, factors.operands, strict=True))
+            None if i in fixed else bind_spec(spec, dims)
+            for i, (spec, dims) in enumerate(zip(strategy.operands, factors.operands, strict=True))
         )
-        results = tuple(where_of(spec, dims) for spec, dims in zip(row.results, factors.results, strict=False))
-        lines.append(line := Line(len(lines), row, operands, results, own))
-        if not (own or line.invents) and (row.kernel is None or row.kernel.collectives == 0):
-            free.setdefault(operands, []).append(line)
-    return Table(tuple(lines), {operands: tuple(alike) for operands, alike in free.items()}, by_numbers)
+        results = tuple(bind_spec(spec, dims) for spec, dims in zip(strategy.results, factors.results, strict=False))
+        lines.append(bound := Line(len(lines), strategy, operands, results, uses_call_kernel))
+        if not (uses_call_kernel or bound.introduces_sharding) and (strategy.kernel is None or strategy.kernel.collectives == 0):
+            free.setdefault(operands, []).append(bound)
+    return StrategyTable(tuple(lines), {operands: tuple(group) for operands, group in free.items()}, by_numbers)
 
 
-def _monoid_rows(factors: Factors, monoids: tuple[Monoid, ...], partials: Partials) -> Iterator[Row]:
-    """Where terms of any named reduction pass, so do those of a user's, if it acts element by element and is not finished yet."""
+def _monoid_strategies(factors: Factors, monoids: tuple[Monoid, ...], partials: Partials) -> Iterator[Row]:
+    """Yield strategies that pass partial values of a user's monoid: it acts on single elements and has no final step.
+
+    They exist only where partial values of any built-in reduction pass.
+    """
     for op in monoids if set(ANY_PARTIAL) <= set(partials) else ():
         if op.elementwise and op.finalize is None:
             yield Row((Partial(op),) * len(factors.operands), (Partial(op),) * len(factors.results))
 
 
-def _sound_dtypes(row: Row, call: Call, results: tuple[torch.dtype, ...]) -> bool:
-    """Whether the dtypes of a partial row keep its algebra.
+def _keeps_dtype_algebra(strategy: Row, call: Call, results: tuple[torch.dtype, ...]) -> bool:
+    """Return True if a strategy for partial values is valid for the dtypes.
 
-    Sums and products of integers wrap in their own dtype and bools add by ``or``, so terms may not change dtype first, except
-    to a floating dtype that holds all values of theirs: terms are larger than their sum, so rounding each of them to fewer bits
-    is not what rounding the sum is. Max and min pass conversions that keep the order. There is no mean of integers.
-    A product that is added up in more bits than a byte has none of its terms in a byte.
+    Sums and products of integers wrap in their own dtype, and bools add by ``or``. So addends may not change dtype first, except
+    to a floating dtype that holds all their values. Addends are larger than their sum, so rounding each of them differs from
+    rounding the sum. Max and min pass conversions that keep the order. Integers have no mean. A product that is accumulated in
+    more bits than a byte has no addends of one byte.
     """
-    # results that are whole take nothing from terms
-    dtypes = [dtype for spec, dtype in zip(row.results, results, strict=False) if isinstance(spec, Partial)]
-    if row.factor is not None:
-        return row.kernel is not None or not any(dtype.is_floating_point and dtype.itemsize == 1 for dtype in dtypes)
-    for i, spec in enumerate(row.operands):
+    # replicated results do not depend on partial operands
+    dtypes = [dtype for spec, dtype in zip(strategy.results, results, strict=False) if isinstance(spec, Partial)]
+    if strategy.factor is not None:
+        return strategy.kernel is not None or not any(dtype.is_floating_point and dtype.itemsize == 1 for dtype in dtypes)
+    for i, spec in enumerate(strategy.operands):
         if isinstance(spec, Partial):
             source = call.operands[i].dtype
             if spec.reduce_op == "avg" and not (source.is_floating_point or source.is_complex):
                 return False
-            if not all(dtype == source or _converts(spec.reduce_op, source, dtype) for dtype in dtypes):
+            if not all(dtype == source or _conversion_keeps_reduction(spec.reduce_op, source, dtype) for dtype in dtypes):
                 return False
     return True
 
 
-def _asks_for_numbers(row: Row, call: Call) -> bool:
-    """Whether :func:`_holds_for` looks at numbers."""
-    of_operands = any(where == i for where, _ in call.kinds for i, _ in row.needs)
-    return of_operands or (_adds_up(row) and any(isinstance(where, str) for where, _ in call.kinds))
+def _needs_number_kinds(strategy: Row, call: Call) -> bool:
+    """Return True if :func:`_is_valid_for_numbers` reads the kinds of numbers for this strategy."""
+    of_operands = any(where == i for where, _ in call.number_kinds for i, _ in strategy.needs)
+    return of_operands or (_leaves_partial_sum(strategy) and any(isinstance(where, str) for where, _ in call.number_kinds))
 
 
-def _holds_for(row: Row, call: Call, results: tuple[torch.dtype, ...]) -> bool:
-    """Whether what multiplies or divides terms is known to be finite, or not to be zero.
+def _is_valid_for_numbers(strategy: Row, call: Call, results: tuple[torch.dtype, ...]) -> bool:
+    """Return True if multipliers and divisors of partial values are known to be finite, or non-zero.
 
-    Numbers that are no operands scale what is added up (``alpha``) or do no harm: they must be finite in all dtypes at hand.
+    Numbers that are no operands scale an addend (``alpha``) or have no influence. They must be finite in all dtypes of the call.
     """
-    enough = Kind.HALF if torch.float16 in results else Kind.WIDE
-    kinds = dict(call.kinds)
-    for i, what in row.needs:
+    largest_kind = Kind.HALF if torch.float16 in results else Kind.WIDE
+    kinds = dict(call.number_kinds)
+    for i, need in strategy.needs:
         kind, dtype = kinds.get(i), call.operands[i].dtype
-        if kind is None and (what == "nonzero" or dtype.is_floating_point or dtype.is_complex):
+        if kind is None and (need == "nonzero" or dtype.is_floating_point or dtype.is_complex):
             return False
-        if kind is not None and (kind > enough or (what == "nonzero" and kind is Kind.ZERO)):
+        if kind is not None and (kind > largest_kind or (need == "nonzero" and kind is Kind.ZERO)):
             return False
-    return not _adds_up(row) or all(kind <= enough for where, kind in kinds.items() if isinstance(where, str))
+    return not _leaves_partial_sum(strategy) or all(
+        kind <= largest_kind for where, kind in kinds.items() if isinstance(where, str)
+    )
 
 
-def _adds_up(row: Row) -> bool:
-    return any(isinstance(spec, Partial) and spec.reduce_op in ("sum", "avg") for spec in row.results)
+def _leaves_partial_sum(strategy: Row) -> bool:
+    return any(isinstance(spec, Partial) and spec.reduce_op in ("sum", "avg") for spec in strategy.results)
 
 
-def _converts(op: Any, source: torch.dtype, target: torch.dtype) -> bool:
+def _conversion_keeps_reduction(op: Any, source: torch.dtype, target: torch.dtype) -> bool:
     if op in ("max", "min"):
-        return _keeps_order(source, target)
-    return _holds(source, target)
+        return _conversion_keeps_order(source, target)
+    return _represents_all_values(source, target)
 
 
-def _holds(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether a floating (or complex) dtype has the other's values, real parts at least."""
+def _represents_all_values(source: torch.dtype, target: torch.dtype) -> bool:
+    """Return True if the floating or complex dtype ``target`` has all values of ``source``, at least the real parts."""
     if not all(dtype.is_floating_point or dtype.is_complex for dtype in (source, target)):
         return False
     old, new = torch.finfo(source), torch.finfo(target)
     return new.eps <= old.eps and new.max >= old.max
 
 
-def _keeps_order(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether conversion is non-decreasing for all values, NaN included: into floats, and into integers that hold all values."""
+def _conversion_keeps_order(source: torch.dtype, target: torch.dtype) -> bool:
+    """Return True if the conversion is non-decreasing for all values, NaN included.
+
+    This holds for conversions into floats, and into integers that hold all values.
+    """
     if target is torch.bool or source.is_complex or target.is_complex:
         return False
     if target.is_floating_point or source is torch.bool:
@@ -218,15 +261,15 @@ def _keeps_order(source: torch.dtype, target: torch.dtype) -> bool:
     return bool(new.min <= old.min and old.max <= new.max)
 
 
-def where_of(spec: Spec, dims: Dims) -> Where:
-    """Where a spec has a tensor with these factors."""
+def bind_spec(spec: Spec, dims: Dims) -> Where:
+    """Return the tensor dim along which the spec shards a tensor with these factors, or its placement."""
     if isinstance(spec, Along):
-        dim = stands(dims, spec.factor)
+        dim = find_dim(dims, spec.factor)
         return Replicate() if dim is None else dim
     return spec
 
 
 def spelled(spec: Spec, dims: Dims) -> Placement:
-    """What a row wants of a tensor, as a placement."""
-    where = where_of(spec, dims)
+    """Return the placement that a spec gives to a tensor with these factors."""
+    where = bind_spec(spec, dims)
     return Shard(where) if isinstance(where, int) else where

@@ -1,4 +1,4 @@
-"""Sharding rules: the notation, the words, the registry, and one file of declarations per operator family."""
+"""Sharding rules: the notation, the declaration functions, the registry, and a file of declarations for each operator family."""
 
 from .folds import Fold
 from .notation_rules import by

@@ -1,28 +1,240 @@
-"""A notation bound to a call: which factor every tensor dim is, and how large each factor is."""
+"""Bind notations to calls: match a pattern with the tensors of a call, and find the factor of each tensor dim and its size.
+
+A :class:`PatternMatch` depends on the numbers of dims and the selected dims only. It is cached, so another call of this kind only
+fills in sizes.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..base.caches import remembered
 from ..placement import Monoid
 from .call import Call
-from .notation import Pattern, argument_of, is_group, is_picked
-from .pattern_match import NUMBER, Binder, Picks, Recipe, label_of, lacking, operand_terms, recipe_of, result_terms
+from .notation import EACH, Pattern, Term, argument_of, is_group, is_picked
 from .rule import Dims, Factors, Shapes, Word
 
 Reduction = str | Monoid
-Sizes = Mapping[str, str | Callable[[Call], int]]  # letter -> the argument that is its size, or what computes it
+Sizes = Mapping[str, str | Callable[[Call], int]]  # letter -> the argument that is its size, or a function that computes it
+SelectedDims = tuple[tuple[str, Any], ...]  # argument -> the dims that it selects, as passed
+NUMBER_TERM = -1  # the term of a number, which is in no pattern
+
+
+class PatternMismatch(Exception):
+    """The tensors of a call do not have as many dims as the pattern states."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
-    """The factors of a call's tensors, and what its recipe says of them."""
+class PatternMatch:
+    """The factors of all dims, without sizes.
 
-    recipe: Recipe
+    Attributes:
+        whole: factors that must be unsharded.
+        summed: factors of operands that some result lacks.
+        products: some dim consists of several factors.
+    """
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    whole: frozenset[str]
+    summed: tuple[str, ...]
+    additive: frozenset[int]
+    products: bool
+
+
+@remembered(4096)
+def match_pattern(
+    pattern: Pattern,
+    names: tuple[str, ...],
+    fixed: frozenset[int],
+    ndims: tuple[int, ...],
+    out_ndims: tuple[int | None, ...],
+    picked: SelectedDims,
+) -> PatternMatch | None:
+    """Return the factors of operands and results with these numbers of dims, or None if they do not fit.
+
+    ``names``: the argument of each operand, of which ``fixed`` are numbers. A number of dims None is no tensor.
+    """
+    terms, outs = match_operand_terms(pattern, names, fixed), match_result_terms(pattern, out_ndims)
+    if terms is None or outs is None:
+        return None
+    result_ndims = [ndim for ndim in out_ndims if ndim is not None]
+    try:
+        return PatternBinder(pattern, dict(picked)).bind(
+            [(Term(()) if k == NUMBER_TERM else pattern.operands[k], ndim) for k, ndim in zip(terms, ndims, strict=True)],
+            [(pattern.results[k], ndim) for k, ndim in zip(outs, result_ndims, strict=True)],
+        )
+    except PatternMismatch:
+        return None
+
+
+def match_operand_terms(pattern: Pattern, names: tuple[str, ...], fixed: frozenset[int]) -> tuple[int, ...] | None:
+    """Return for each operand its term in the pattern, or None if some operand has none."""
+    if pattern.operands[0].name == EACH:
+        terms = [0] * len(names)
+    elif pattern.named:
+        places = {term.name: i for i, term in enumerate(pattern.operands)}
+        terms = [places.get(name, len(places)) for name in names]
+    else:
+        terms = list(range(len(names)))
+    added = {k for k, term in enumerate(pattern.operands) if term.additive}  # additive terms may be numbers too
+    terms = [NUMBER_TERM if i in fixed and k not in added else k for i, k in enumerate(terms)]
+    return tuple(terms) if max(terms, default=0) < len(pattern.operands) else None
+
+
+def match_result_terms(pattern: Pattern, ndims: Sequence[int | None]) -> tuple[int, ...] | None:
+    """Return for each tensor result its term in the pattern, or None if some result has none."""
+    each = pattern.results[0].name == EACH
+    terms = tuple([0 if each else i for i, ndim in enumerate(ndims) if ndim is not None])
+    return None if terms and terms[-1] >= len(pattern.results) else terms
+
+
+class PatternBinder:
+    """Find the number of dims of each group, then name the dims."""
+
+    def __init__(self, pattern: Pattern, picked: Mapping[str, Any]) -> None:
+        self.pattern, self.picked = pattern, picked
+        self.lengths: dict[str, int] = {}
+        self.whole = {word.strip("@!*.") for word in pattern.whole}
+
+    def bind(self, operands: Sequence[tuple[Term, int]], results: Sequence[tuple[Term, int]]) -> PatternMatch:
+        for term, ndim in sorted((*operands, *results), key=lambda item: not any(map(is_picked, item[0].dims))):
+            self.measure_groups(term, ndim)
+        operand_dims = tuple([self.name_dims(term, ndim, ()) for term, ndim in operands])
+        operand_factors = frozenset(name for dims in operand_dims for dim in dims for name in dim)
+        result_dims = tuple(
+            [
+                self.drop_new_dims(self.name_dims(*self.find_kept_dims(term, ndim, operands)), operand_factors)
+                for term, ndim in results
+            ]
+        )
+        summed = reduced_factors(operand_dims, result_dims)
+        whole = frozenset(name for name in operand_factors if notation_label(name) in self.whole)
+        additive = frozenset(i for i, (term, _) in enumerate(operands) if term.additive)
+        products = any(len(dim) > 1 for dims in (*operand_dims, *result_dims) for dim in dims)
+        return PatternMatch(operand_dims, result_dims, whole, summed, additive, products)
+
+    def selected_places(self, name: str, ndim: int) -> tuple[int, ...]:
+        """Return the dims that an argument selects of a tensor of ``ndim`` dims. None or an empty list select all."""
+        value = self.picked[name]
+        if value is None or value == ():
+            return () if value == () and name[-1] == "!" else tuple(range(ndim))
+        dims = tuple(v + ndim if v < 0 else v for v in ((value,) if isinstance(value, int) else value)) if ndim else ()
+        if any(not 0 <= v < ndim for v in dims):
+            raise PatternMismatch
+        return tuple(dict.fromkeys(dims))
+
+    def measure_groups(self, term: Term, ndim: int) -> None:
+        """Record the number of dims of a term's groups, if the term determines them."""
+        groups = [k for k, dim in enumerate(term.dims) if is_group(dim)]
+        picking = next((k for k, dim in enumerate(term.dims) if is_picked(dim)), None)
+        if picking is not None:
+            start, stop, picked = self.selected_region(term, picking, ndim)
+            rest, first = stop - start - len(picked), min(picked, default=stop)
+            before = sum(p not in picked for p in range(start, first)) if picking + 1 in groups else rest
+            for k, length in ((picking - 1, before), (picking + 1, rest - before if picking - 1 in groups else rest)):
+                if k in groups and self.lengths.setdefault(term.dims[k][0], length) != length:
+                    raise PatternMismatch
+        elif len(unknown := [k for k in groups if len(groups) == 1 or term.dims[k][0] not in self.lengths]) == 1:
+            known_length = sum(self.lengths[term.dims[k][0]] for k in groups if k not in unknown)
+            length, name = ndim - (len(term.dims) - len(groups)) - known_length, term.dims[unknown[0]][0]
+            if length >= 0 and not term.additive:
+                self.lengths[name] = max(length, self.lengths.get(name, 0))
+
+    def selected_region(self, term: Term, picking: int, ndim: int) -> tuple[int, int, tuple[int, ...]]:
+        """Return start and stop of the dims of the selected ones and adjacent groups, and the selected dims."""
+        start = picking - (picking > 0 and is_group(term.dims[picking - 1]))
+        after = picking + 1 + (picking + 1 < len(term.dims) and is_group(term.dims[picking + 1]))
+        stop = ndim - (len(term.dims) - after)
+        picked = self.selected_places(argument_of(term.dims[picking]), ndim)
+        if any(not start <= p < stop for p in picked):
+            raise PatternMismatch
+        return start, stop, picked
+
+    def find_kept_dims(self, term: Term, ndim: int, operands: Sequence[tuple[Term, int]]) -> tuple[Term, int, tuple[int, ...]]:
+        """Return a result term with its number of dims, and the dims of size one that ``keepdim`` keeps."""
+        picked: tuple[int, ...] = ()
+        if not any(map(is_picked, term.dims)) and not term.additive:
+            operand = next(((t, n) for t, n in operands if any(map(is_picked, t.dims))), None)
+            if operand is not None:
+                selected = self.selected_places(next(argument_of(dim) for dim in operand[0].dims if is_picked(dim)), operand[1])
+                own_ndim = sum(self.lengths.get(dim[0], 0) if is_group(dim) else 1 for dim in term.dims)
+                if selected and own_ndim + len(selected) == ndim:
+                    picked = selected
+        return term, ndim, picked
+
+    def name_dims(self, term: Term, ndim: int, kept: tuple[int, ...]) -> Dims:
+        """Return the factors of one tensor's dims. ``kept``: dims of size one in place of reduced dims."""
+        dims = term.dims
+        if term.additive and not any(map(is_group, dims)):
+            dims = dims[-ndim:] if 0 < ndim < len(dims) else () if not ndim else dims
+        picking = next((k for k, dim in enumerate(dims) if is_picked(dim)), None)
+        names = list(
+            self.name_around_selected(term, picking, ndim) if picking is not None else self.name_in_order(dims, ndim - len(kept))
+        )
+        for place in sorted(kept):
+            names.insert(place, ())
+        if len(names) != ndim:
+            raise PatternMismatch
+        return tuple(names)
+
+    def name_in_order(self, dims: Sequence[tuple[str, ...]], ndim: int) -> Iterator[tuple[str, ...]]:
+        groups = [dim for dim in dims if is_group(dim)]
+        for dim in dims:
+            if is_group(dim):
+                full = self.lengths.get(dim[0], 0)
+                own = ndim - len(dims) + 1 if len(groups) == 1 else full
+                yield from self.name_group(dim, full, own)
+            else:
+                yield dim
+
+    def name_group(self, dim: tuple[str, ...], full: int, own: int) -> Iterator[tuple[str, ...]]:
+        """Return the factors of a group, right-aligned."""
+        label = dim[0].rstrip("*.")
+        return ((f"{label}.{full - own + i}",) for i in range(own))
+
+    def name_around_selected(self, term: Term, picking: int, ndim: int) -> Iterator[tuple[str, ...]]:
+        """Yield the dims of a term with selected dims among those of the adjacent groups."""
+        start, stop, picked = self.selected_region(term, picking, ndim)
+        label = argument_of(term.dims[picking]).rstrip("!")
+        others = iter(
+            [name for dim in term.dims if is_group(dim) for name in self.name_group(dim, *(self.lengths.get(dim[0], 0),) * 2)]
+        )
+        head, tail = iter(term.dims[:start]), iter(term.dims[len(term.dims) - (ndim - stop) :])
+        for place in range(ndim):
+            if place in picked:
+                yield (f"{label}.{picked.index(place)}",)
+            else:
+                next_dim = next(head if place < start else others if place < stop else tail, None)
+                if next_dim is None:
+                    raise PatternMismatch
+                yield next_dim
+
+    def drop_new_dims(self, dims: Dims, operand_factors: frozenset[str]) -> Dims:
+        """Return the dims of a result without factors that no operand has."""
+        return tuple(dim if operand_factors.issuperset(dim) else () for dim in dims)
+
+
+def reduced_factors(operands: Sequence[Dims], results: Sequence[Dims]) -> tuple[str, ...]:
+    """Return the factors of operands that some result lacks."""
+    factors = dict.fromkeys(name for dims in operands for dim in dims for name in dim)
+    return tuple([name for name in factors if not results or any(all(name not in dim for dim in dims) for dims in results)])
+
+
+def notation_label(factor: str) -> str:
+    """Return the label of a factor in the notation: ``m``, ``s`` for a factor of group ``s*``, ``dim`` for a selected one."""
+    return factor.partition(".")[0]
+
+
+# --- binding: a match with sizes ------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The factors of a call's tensors, and the pattern match that they come from."""
+
+    recipe: PatternMatch
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
     sizes: dict[str, int]
@@ -30,81 +242,92 @@ class Bound:
     @property
     def summed(self) -> tuple[str, ...]:
         """Factors of operands that some result lacks."""
-        return self.recipe.summed if self.results == self.recipe.results else lacking(self.operands, self.results)
+        return self.recipe.summed if self.results == self.recipe.results else reduced_factors(self.operands, self.results)
 
 
-def bound(pattern: Pattern, call: Call, sizes: Sizes, left_out: frozenset[int] = frozenset()) -> Bound | None:
-    """``call`` under a pattern, but for the results ``left_out``; None if the number of dims does not fit."""
+def bind_call(pattern: Pattern, call: Call, sizes: Sizes, left_out: frozenset[int] = frozenset()) -> Bound | None:
+    """Return the factors of ``call`` under a pattern, without the results ``left_out``. None if the number of dims does not
+    fit."""
     metas = [None if meta is None or i in left_out else meta.shape for i, meta in enumerate(call.results)]
     shapes = [layout.shape for layout in call.operands]
     out_ndims = tuple([None if shape is None else len(shape) for shape in metas])
-    recipe = recipe_of(pattern, call.names, call.fixed, tuple(map(len, shapes)), out_ndims, picks(pattern, call))
+    recipe = match_pattern(
+        pattern, call.names, call.fixed_operands, tuple(map(len, shapes)), out_ndims, selected_dims(pattern, call)
+    )
     if recipe is None:
         return None
-    made = [shape for shape in metas if shape is not None]
-    known = sizes_of(recipe, shapes, made, call, sizes)
-    if known is None:
+    result_shapes = [shape for shape in metas if shape is not None]
+    sizes_by_factor = factor_sizes(recipe, shapes, result_shapes, call, sizes)
+    if sizes_by_factor is None:
         return None
-    operands = tuple([_fitted(dims, shape, known) for dims, shape in zip(recipe.operands, shapes, strict=True)])
-    results = tuple([_fitted(dims, shape, known) for dims, shape in zip(recipe.results, made, strict=True)])
-    return Bound(recipe, operands, results, known)
+    operands = tuple(
+        [_drop_broadcast_dims(dims, shape, sizes_by_factor) for dims, shape in zip(recipe.operands, shapes, strict=True)]
+    )
+    results = tuple(
+        [_drop_broadcast_dims(dims, shape, sizes_by_factor) for dims, shape in zip(recipe.results, result_shapes, strict=True)]
+    )
+    return Bound(recipe, operands, results, sizes_by_factor)
 
 
 def bind(pattern: Pattern, call: Call, reduce_op: Any = "sum", sizes: Sizes | None = None) -> Factors | None:
-    """The factors of a call under a pattern; None if the number of dims does not fit."""
-    found = bound(pattern, call, sizes or {})
-    if found is None:
+    """Return the factors of a call under a pattern. None if the number of dims does not fit."""
+    bound = bind_call(pattern, call, sizes or {})
+    if bound is None:
         return None
-    reduced = {} if reduce_op is None else dict.fromkeys(found.summed, reduce_op)
-    return Factors(found.operands, found.results, found.sizes, found.recipe.whole, reduced, found.recipe.additive)
+    reduced = {} if reduce_op is None else dict.fromkeys(bound.summed, reduce_op)
+    return Factors(bound.operands, bound.results, bound.sizes, bound.recipe.whole, reduced, bound.recipe.additive)
 
 
-def picks(pattern: Pattern, call: Call) -> Picks:
-    """What the arguments that pick dims say."""
+def selected_dims(pattern: Pattern, call: Call) -> SelectedDims:
+    """Return the values of the arguments that select dims."""
     if not pattern.picking:
         return ()
-    found = []
+    selected = []
     for name in pattern.picking:
         value = call.arguments.get(name.rstrip("!"))
-        found.append((name, tuple(value) if isinstance(value, (list, tuple)) else value))
-    return tuple(found)
+        selected.append((name, tuple(value) if isinstance(value, (list, tuple)) else value))
+    return tuple(selected)
 
 
-# --- sizes, for each call ---------------------------------------------------------------------------------------------
-def sizes_of(
-    recipe: Recipe, shapes: Sequence[Sequence[int]], made: Sequence[Sequence[int]], call: Call, given: Sizes
+# --- factor sizes of a call -------------------------------------------------------------------------------------------
+def factor_sizes(
+    recipe: PatternMatch,
+    shapes: Sequence[Sequence[int]],
+    result_shapes: Sequence[Sequence[int]],
+    call: Call,
+    declared_sizes: Sizes,
 ) -> dict[str, int] | None:
-    """The size of each factor: the largest that it has anywhere; None if products do not come out."""
+    """Return the size of each factor: the largest that it has anywhere. None if the sizes of a product contradict each other."""
     sizes: dict[str, int] = {}
     for dims, shape in zip(recipe.operands, shapes, strict=True):
         for dim, size in zip(dims, shape, strict=True):
             if len(dim) == 1 and sizes.get(dim[0], 1) == 1:
                 sizes[dim[0]] = size
     if recipe.products:
-        for letter, value in given.items():
+        for letter, value in declared_sizes.items():
             sizes[letter] = int(value(call) if callable(value) else call[value])
-        tensors = [*zip(recipe.operands, shapes, strict=True), *zip(recipe.results, made, strict=False)]
+        tensors = [*zip(recipe.operands, shapes, strict=True), *zip(recipe.results, result_shapes, strict=False)]
         for dims, shape in (*tensors, *tensors):
             for dim, size in zip(dims, shape, strict=True):
-                if len(dim) > 1 and not _divided(dim, size, sizes):
+                if len(dim) > 1 and not _infer_factor_size(dim, size, sizes):
                     return None
         if any(name not in sizes for dims in recipe.operands for dim in dims for name in dim):
             return None
     return sizes
 
 
-def _divided(dim: tuple[str, ...], size: int, sizes: dict[str, int]) -> bool:
-    """Learn the one factor of a product whose size is not known yet; whether the product can be ``size``."""
+def _infer_factor_size(dim: tuple[str, ...], size: int, sizes: dict[str, int]) -> bool:
+    """Infer the one unknown factor size of a product. Return True if the product can be ``size``."""
     unknown = [name for name in dim if name not in sizes]
-    known = math.prod(sizes.get(name, 1) for name in dim)
+    known_product = math.prod(sizes.get(name, 1) for name in dim)
     if len(unknown) == 1:
-        sizes[unknown[0]] = size // max(1, known)
-        known *= sizes[unknown[0]]
-    return len(unknown) > 1 or known == size
+        sizes[unknown[0]] = size // max(1, known_product)
+        known_product *= sizes[unknown[0]]
+    return len(unknown) > 1 or known_product == size
 
 
-def _fitted(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> Dims:
-    """``dims``, but none where a dim of size one is broadcast."""
+def _drop_broadcast_dims(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> Dims:
+    """Return ``dims`` without the factors of broadcast dims of size one."""
     for dim, size in zip(dims, shape, strict=True):
         if len(dim) == 1 and sizes[dim[0]] != size:
             return tuple([d if len(d) != 1 or sizes[d[0]] == n else () for d, n in zip(dims, shape, strict=True)])
@@ -114,15 +337,18 @@ def _fitted(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> Dims:
 # --- shapes -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class ShapesOf(Word):
-    """The shapes of the results where every factor has one size, by the first of these patterns that fits."""
+    """The shapes of the results by the first of these patterns that fits, if every factor has one size."""
 
     patterns: tuple[Pattern, ...]
 
     def __call__(self, call: Call) -> Shapes | None:
         shapes = [layout.shape for layout in call.operands]
         ndims, count, keepdim = tuple(map(len, shapes)), len(call.func._schema.returns), bool(call.get("keepdim"))
-        found = (_forward(one, call.names, call.fixed, ndims, count, picks(one, call), keepdim) for one in self.patterns)
-        recipe = next((one for one in found if one is not None), None)
+        matches = (
+            _match_forward(one, call.names, call.fixed_operands, ndims, count, selected_dims(one, call), keepdim)
+            for one in self.patterns
+        )
+        recipe = next((one for one in matches if one is not None), None)
         if recipe is None or recipe.products:
             return None
         sizes: dict[str, int] = {}
@@ -134,33 +360,33 @@ class ShapesOf(Word):
 
 
 @remembered(4096)
-def _forward(
+def _match_forward(
     pattern: Pattern,
     names: tuple[str, ...],
     fixed: frozenset[int],
     ndims: tuple[int, ...],
     count: int,
-    picked: Picks,
+    picked: SelectedDims,
     keepdim: bool,
-) -> Recipe | None:
-    """As :func:`recipe_of`, for ``count`` results whose numbers of dims are not known yet."""
-    terms, outs = operand_terms(pattern, names, fixed), result_terms(pattern, (0,) * count)
-    operands = recipe_of(pattern, names, fixed, ndims, (), picked)
+) -> PatternMatch | None:
+    """Return the match as :func:`match_pattern` does, for ``count`` results of which the numbers of dims are not known yet."""
+    terms, outs = match_operand_terms(pattern, names, fixed), match_result_terms(pattern, (0,) * count)
+    operands = match_pattern(pattern, names, fixed, ndims, (), picked)
     if operands is None or terms is None or outs is None:
         return None
-    binder = Binder(pattern, dict(picked))
-    given = [(pattern.operands[k], ndim) for k, ndim in zip(terms, ndims, strict=True) if k != NUMBER]
-    for term, ndim in sorted(given, key=lambda item: not any(map(is_picked, item[0].dims))):
-        binder.measure(term, ndim)
+    binder = PatternBinder(pattern, dict(picked))
+    operand_terms = [(pattern.operands[k], ndim) for k, ndim in zip(terms, ndims, strict=True) if k != NUMBER_TERM]
+    for term, ndim in sorted(operand_terms, key=lambda item: not any(map(is_picked, item[0].dims))):
+        binder.measure_groups(term, ndim)
     letters = {name for dims in operands.operands for dim in dims for name in dim}
-    gone = {name: sum(label_of(letter) == name.rstrip("!") for letter in letters) for name, _ in picked}
+    gone = {name: sum(notation_label(letter) == name.rstrip("!") for letter in letters) for name, _ in picked}
     ndims_out = []
     for k in outs:
         dims = pattern.results[k].dims
-        if any(not dim or (is_picked(dim) and not any(dim in term.dims for term, _ in given)) for dim in dims):
-            return None  # of some size of its own
+        if any(not dim or (is_picked(dim) and not any(dim in term.dims for term, _ in operand_terms)) for dim in dims):
+            return None  # the dim has a size of its own
         own = sum(
             binder.lengths.get(dim[0], 0) if is_group(dim) else gone[argument_of(dim)] if is_picked(dim) else 1 for dim in dims
         )
         ndims_out.append(own + (sum(gone.values()) if keepdim and not any(map(is_picked, dims)) else 0))
-    return recipe_of(pattern, names, fixed, ndims, tuple(ndims_out), picked)
+    return match_pattern(pattern, names, fixed, ndims, tuple(ndims_out), picked)

@@ -1,20 +1,20 @@
-"""The words in which rules are declared. Each makes a :class:`Rule` from a notation and registers it under its names.
+"""Declaration functions of rules. Each makes a :class:`Rule` from a notation and registers it under its operator names.
 
 =========== =============================================================================================================
-einsum      linear in each operand, by pattern: ``einsum("mm", "m k, k n -> m n")``; letters absent on the right are summed
-blockwise   block by block, by pattern: ``sums=`` names the letters whose blocks give terms, ``kernel=`` computes with blocks
-            of what is in brackets
-reduce      the dims that an argument picks vanish, ``op`` says how their shards combine
-along       results look like the operands, the picked dims must be whole (or have a kernel)
+einsum      linear in each operand: ``einsum("mm", "m k, k n -> m n")``; letters absent on the right are summed
+blockwise   block by block: ``sums=`` names the letters with blocks that leave partial values, ``kernel=`` computes with
+            blocks of the dims in brackets
+reduce      the dims of an argument vanish, ``op`` combines their shards
+along       results have the shape of operands, the selected dims must be unsharded (or have a kernel)
 fold        block -> monoid -> finish: one collective by declaration (``folds.py``)
-scan        what runs along a dim, each block continuing those before it (``scans.py``)
+scan        a running operation along a dim, each block continuing those before it (``scans.py``)
 pointwise   every tensor dim of the (broadcast) result is a factor
 view        element order is kept, any partial kind passes
-kernel_rule a function of the call gives factors and kernels: for what no notation says
+kernel_rule a function of the call returns factors and kernels, where no notation does
 composed    a function of tensors, made of other operators
 =========== =============================================================================================================
 
-How partial values pass is said in words too (``partial_rules.py``): ``linear("grad")``, ``monotone``, ``one_of("x", "other")``.
+``partial_rules.py`` declares how partial values pass: ``linear("grad")``, ``monotone``, ``one_of("x", "other")``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .bind_notation import bind as bind
 from .call import Call
 from .folds import Fold, Taking
 from .notation import Pattern, parse
-from .notation_rules import Left, Notation, by, fitting
+from .notation_rules import Notation, ReduceChoice, by, fitting
 from .partial_rules import rows
 from .registry import register, register_tagged
 from .rule import ANY_PARTIAL, Factors, Kernel, LocalView, Rule, Word, labels
@@ -39,8 +39,8 @@ from .rule import ANY_PARTIAL, Factors, Kernel, LocalView, Rule, Word, labels
 MakeKernel = Callable[[Call], Kernel | None]
 
 
-def _pattern(text: str | Pattern | by | fitting) -> Pattern | by | fitting:
-    """``"a b -> b a | s* -> s*"``: the first that fits."""
+def _parse_patterns(text: str | Pattern | by | fitting) -> Pattern | by | fitting:
+    """Return the parsed pattern. ``"a b -> b a | s* -> s*"`` is the first that fits."""
     if isinstance(text, (Pattern, fitting)):
         return text
     if isinstance(text, by):
@@ -51,25 +51,27 @@ def _pattern(text: str | Pattern | by | fitting) -> Pattern | by | fitting:
 def einsum(
     names: str, pattern: str, *, linear: bool = True, partials: Any = (), sizes: Sizes | None = None, **options: Any
 ) -> Rule:
-    """A rule by pattern. ``linear``: linear in each operand, so a letter absent on the right is summed, and partial sums pass
-    beside factors that are known to be finite."""
+    """Declare a rule by pattern.
+
+    ``linear``: linear in each operand. Letters absent on the right are summed, and partial sums pass beside finite operands.
+    """
     parsed = parse(pattern)
     factors = Notation(parsed, {"*": "sum"} if linear else {}, sizes=sizes or {})
     options.setdefault("shapes", ShapesOf((parsed,)))
-    passing = rows(partials, _multilinear(parsed) if linear else ())
+    passing = rows(partials, _multilinear_partials(parsed) if linear else ())
     return register(names, Rule(factors, passing, kind="einsum", **options))
 
 
 def blockwise(names: str, pattern: str | Pattern | by | fitting, **options: Any) -> Rule:
-    """A rule by pattern in which nothing is taken to be linear; ``options`` as :func:`by_pattern`."""
+    """Declare a rule by pattern that is not taken to be linear. ``options`` are those of :func:`by_pattern`."""
     return register(names, by_pattern(pattern, **options))
 
 
 def by_pattern(
     pattern: str | Pattern | by | fitting,
     *,
-    sums: str | Mapping[str, Left] = "",
-    reduce: Left = "sum",
+    sums: str | Mapping[str, ReduceChoice] = "",
+    reduce: ReduceChoice = "sum",
     refuses_nothing: bool = False,
     kernel: Kernel | Fold | MakeKernel | None = None,
     kernels: Mapping[str, Kernel] | None = None,
@@ -78,41 +80,41 @@ def by_pattern(
     kind: str = "blockwise",
     **options: Any,
 ) -> Rule:
-    """A rule by pattern (or by several, ``by("left", {True: ..., False: ...})``), in which nothing is taken to be linear.
+    """Return a rule by pattern, or by several (``by("left", {True: ..., False: ...})``), that is not taken to be linear.
 
     Args:
-        sums: letters, groups and picked dims (``"*"``: all) whose blocks give terms of results that lack them, which ``reduce``
-            combines; or what each leaves, ``{"n": "sum", "k": "R"}``, also one for each result. Others must be whole.
-        reduce: a reduction, or a word that chooses one for a call: ``by("reduction", {1: "avg", 2: "sum"})``.
+        sums: letters, groups and selected dims (``"*"``: all) with blocks that leave partial results, combined by ``reduce``. Or
+            the reduction of each: ``{"n": "sum", "k": "R"}``, also one for each result. Others must be unsharded.
+        reduce: a reduction, or a function that chooses one for a call: ``by("reduction", {1: "avg", 2: "sum"})``.
         refuses_nothing: the operator does not reduce blocks without elements.
-        kernel: what computes with blocks of the dims in brackets, a fold for one; ``kernels``: by letter.
-        sizes: letters whose sizes an argument says: ``{"r": "upscale_factor"}``.
-        shapes: True where the sizes of a letter are one, in operands and results, whatever other arguments say.
+        kernel: computes with blocks of the dims in brackets, for example a fold. ``kernels``: by letter.
+        sizes: letters with a size that an argument states: ``{"r": "upscale_factor"}``.
+        shapes: True if each letter has one size in operands and results, whatever other arguments say.
     """
-    said = sums if not isinstance(sums, str) else {sums: reduce} if sums else {}
-    left = {label: op for words, op in said.items() for label in labels(words) or {"*"}}
+    reduce_ops = sums if not isinstance(sums, str) else {sums: reduce} if sums else {}
+    left = {label: op for words, op in reduce_ops.items() for label in labels(words) or {"*"}}
     if refuses_nothing:
         options.setdefault("nonempty", "reduced")
-    parsed = _pattern(pattern)
+    parsed = _parse_patterns(pattern)
     if options.get("shapes") is True:
-        assert not isinstance(parsed, by)  # what an argument chooses is not told
+        assert not isinstance(parsed, by)  # the pattern that an argument chooses is unknown here
         options["shapes"] = ShapesOf(parsed.patterns if isinstance(parsed, fitting) else (parsed,))
-    made = kernel.kernel(parsed) if isinstance(kernel, Fold) else kernel
-    factors = Notation(parsed, left, refuses_nothing, made, kernels or {}, sizes or {})
+    kernel_of_pattern = kernel.kernel(parsed) if isinstance(kernel, Fold) else kernel
+    factors = Notation(parsed, left, refuses_nothing, kernel_of_pattern, kernels or {}, sizes or {})
     return Rule(factors, rows(partials), kind=kind, **options)
 
 
-def reduce(names: str, op: Left, dim: str = "dim", *, kernel: Kernel | MakeKernel | None = None, **options: Any) -> Rule:
-    """A rule for operations that reduce the dims in argument ``dim``; their shards combine by ``op`` (None: must be whole)."""
+def reduce(names: str, op: ReduceChoice, dim: str = "dim", *, kernel: Kernel | MakeKernel | None = None, **options: Any) -> Rule:
+    """Declare operators that reduce the dims in argument ``dim``. Shards combine by ``op`` (None: the dims must be unsharded)."""
     pattern = f"a* {f'@{dim}' if kernel is None and op is not None else f'[@{dim}]'} b* -> each: a* b*"
     options.setdefault("shapes", True)
     return blockwise(names, pattern, sums={"*": op}, kernel=kernel, kind="reduce", **options)
 
 
 def along(names: str, dim: str = "dim", *, kernel: Kernel | MakeKernel | None = None, **options: Any) -> Rule:
-    """A rule for operations whose operands and results have one shape and that need the dims in argument ``dim`` whole.
+    """Declare operators with operands and results of one shape that need the dims in argument ``dim`` unsharded.
 
-    ``kernel`` computes with such a dim sharded: a :class:`Kernel`, or a word that gives one or None for a call.
+    ``kernel`` computes with such a dim sharded: a :class:`Kernel`, or a function that returns one or None for a call.
     """
     pattern = f"each: a* [@{dim}] b* -> each: a* [@{dim}] b*"
     options.setdefault("shapes", True)
@@ -131,34 +133,37 @@ def fold(
     takes: str = "",
     **options: Any,
 ) -> Rule:
-    """A rule whose dims in brackets are folded: what a block gives, combined over the ranks, finished on each.
+    """Declare a fold over the dims in brackets: a state of each block, combined over the ranks, finished on each rank.
 
     Args:
-        block: ``block(part, *blocks)``, a block of each operand, gives the state: dims ``part.dims`` with size one.
-        monoid: how states combine; one collective. Without ``finish`` none: the states are terms of the result.
-        finish: ``finish(part, *blocks, *state)`` gives the results; of the state, a number, where they are a Python value.
+        block: ``block(part, *blocks)``, with a block of each operand, returns the state: dims ``part.dims`` have size one.
+        monoid: combines states in one collective. Without ``finish`` there is none: the states are addends of the result.
+        finish: ``finish(part, *blocks, *state)`` returns the results. For a Python value it gets the state, a number.
         numbers: how many tensors a state consists of.
-        dtype: of the state, in which floating blocks come; default that of the result, at least float32.
-        takes: ``"floating"``, ``"real"`` or ``"numbers"`` (no bools): other operands must be whole.
+        dtype: dtype of the state, to which floating blocks are converted. Default: that of the result, at least float32.
+        takes: ``"floating"``, ``"real"`` or ``"numbers"`` (no bools). Other operands must be unsharded.
     """
-    parsed = _pattern(pattern)
-    made = Fold(block, monoid, finish, numbers, dtype).kernel(parsed)
+    parsed = _parse_patterns(pattern)
+    kernel = Fold(block, monoid, finish, numbers, dtype).kernel(parsed)
     if isinstance(parsed, Pattern):
         options.setdefault("shapes", True)
     options.setdefault("kind", "fold")
-    return blockwise(names, parsed, kernel=Taking(made, takes) if takes else made, **options)
+    return blockwise(names, parsed, kernel=Taking(kernel, takes) if takes else kernel, **options)
 
 
-def _multilinear(pattern: Pattern) -> tuple[str, ...]:
-    """Linear in each factor operand, the others fixed and finite; an added one is one more term of the sum (or of the mean)."""
+def _multilinear_partials(pattern: Pattern) -> tuple[str, ...]:
+    """Return strategies for partial sums and means of an operator that is linear in each multiplied operand.
+
+    The other operands are finite. An added operand is one more addend of the sum (or of the mean).
+    """
     rows = []
     results = len(pattern.results)
     added = [term.additive for term in pattern.operands]
     for i, additive in enumerate(added):
         if not additive:
             for op, bias in (("sum", "sum"), ("avg", "R"), *([("avg", "avg")] if any(added) else [])):
-                left = [op if j == i else bias if added[j] else "finite" for j in range(len(added))]
-                rows.append(f"{','.join(left)} -> {','.join([op] * results)}")
+                operands = [op if j == i else bias if added[j] else "finite" for j in range(len(added))]
+                rows.append(f"{','.join(operands)} -> {','.join([op] * results)}")
     if any(added):
         rows.append(f"{','.join('avg' if a else 'R' for a in added)} -> {','.join(['avg'] * results)}")
     return tuple(rows)
@@ -166,53 +171,53 @@ def _multilinear(pattern: Pattern) -> tuple[str, ...]:
 
 # --- element by element -------------------------------------------------------------------------------------------------
 def pointwise(names: str, *, partials: Any = (), **options: Any) -> Rule:
-    """A rule for operations that act element by element on broadcast operands."""
-    return register(names, _pointwise(partials, **options))
+    """Declare operators that act element by element on broadcast operands."""
+    return register(names, _make_pointwise_rule(partials, **options))
 
 
-def _pointwise(partials: Any = (), **options: Any) -> Rule:
+def _make_pointwise_rule(partials: Any = (), **options: Any) -> Rule:
     return Rule(POINTWISE, rows(partials), shapes=ONE_SHAPE, kind="pointwise", **options)
 
 
 _BROADCAST = parse("each: s* -> each: s*")
 POINTWISE = Notation(_BROADCAST)
 ONE_SHAPE = ShapesOf((_BROADCAST,))
-register_tagged(torch.Tag.pointwise, _pointwise())
+register_tagged(torch.Tag.pointwise, _make_pointwise_rule())
 
 
 # --- functions of the call ----------------------------------------------------------------------------------------------
 def view(names: str, factors: str | Callable[[Call], Factors | None], **options: Any) -> Rule:
-    """A rule for operations that only rename, split, merge, drop or repeat dims: partial values of any kind pass."""
+    """Declare operators that only rename, split, merge, drop or repeat dims. Partial values of any kind pass."""
     options["partials"] = rows(options.pop("partials", ANY_PARTIAL))
     sizes = options.pop("sizes", {})
-    made = Notation(_pattern(factors), sizes=sizes) if isinstance(factors, str) else factors
-    return register(names, Rule(made, kind="view", **options))
+    factors_of_call = Notation(_parse_patterns(factors), sizes=sizes) if isinstance(factors, str) else factors
+    return register(names, Rule(factors_of_call, kind="view", **options))
 
 
 def kernel_rule(names: str, factors: Callable[[Call], Factors | None], *, partials: Any = (), **options: Any) -> Rule:
-    """A rule whose factors (with their kernels) are given by a function of the call."""
+    """Declare a rule with a function of the call that returns the factors and their kernels."""
     if not callable(factors):
         raise RuleError(f"kernel_rule({names!r}) needs a function of the call")
     return register(names, Rule(factors, rows(partials), kind="kernel", **options))
 
 
 def composed(names: str, function: Callable[..., Any], plain: tuple[str, ...] = ()) -> Rule:
-    """Operators that are others put together: ``function``, called with DTensors, each part placed by its own rule."""
-    return register(names, Rule(NOTHING, decompose=function, kind="decomposition", plain=plain))
+    """Declare operators as a function of other operators. It is called with DTensors, and each part follows its own rule."""
+    return register(names, Rule(NO_FACTORS, decompose=function, kind="decomposition", plain=plain))
 
 
-class _Nothing(Word):
-    """No factors: the rule has nothing to place."""
+class _NoFactors(Word):
+    """No factors: the rule places nothing."""
 
     def __call__(self, call: Call) -> Factors | None:
         return None
 
 
-NOTHING = _Nothing()
+NO_FACTORS = _NoFactors()
 
 
 @dataclass(frozen=True, slots=True)
-class local_size(Word):  # noqa: N801  a word, used like a function
+class local_size(Word):  # noqa: N801  used like a function
     """``local_args`` that replaces a size argument by the local size of result 0."""
 
     argument: str

@@ -1,7 +1,7 @@
-"""Windows: a tensor that holds only some positions of a factor, as a slice does.
+"""Dim windows: tensors that have only some positions of a factor, as a slice does.
 
-A window is a ``range`` of positions of the factor. Each rank keeps the part of the window that lies in its block, so slicing,
-splitting and joining along a sharded dim move nothing; the pieces are as uneven as they come.
+A window is a ``range`` of positions of the factor. Each rank keeps the part of the window in its block, so slicing, splitting and
+concatenating along a sharded dim move nothing. The resulting shards may be uneven.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 
 
 def count_below(window: range, bound: int) -> int:
-    """How many positions of the window are less than ``bound``.
+    """Return how many positions of the window are less than ``bound``.
 
     >>> count_below(range(1, 9, 3), 5)
     2
@@ -20,7 +20,7 @@ def count_below(window: range, bound: int) -> int:
 
 
 def windowed(sizes: Sequence[int], window: range) -> tuple[int, ...]:
-    """How many positions of the window each block holds.
+    """Return how many positions of the window each block has.
 
     >>> windowed((4, 0, 3), range(1, 7, 2))
     (2, 0, 1)
@@ -30,9 +30,9 @@ def windowed(sizes: Sequence[int], window: range) -> tuple[int, ...]:
 
 
 def covering(default: Sequence[int], pieces: Iterable[tuple[Sequence[int], range]]) -> tuple[int, ...]:
-    """Block sizes of a factor under which its windows have the given block sizes: the most like ``default`` of them.
+    """Return block sizes of a factor with which its windows have the given block sizes, as close to ``default`` as possible.
 
-    ``default`` itself where no cut gives those sizes, or only a lopsided one.
+    Return ``default`` if no split gives those sizes, or only one with a block more than twice as large.
 
     >>> covering((4, 3), [((2, 0), range(0, 2)), ((2, 3), range(2, 7))])
     (4, 3)
@@ -40,18 +40,18 @@ def covering(default: Sequence[int], pieces: Iterable[tuple[Sequence[int], range
     ((6, 1), (2, 2))
     """
     total, ranks = sum(default), len(default)
-    start, end = [total] * ranks, [0] * ranks  # of what each rank must hold
+    start, end = [total] * ranks, [0] * ranks  # the range of positions that each rank must have
     for sizes, window in pieces:
         done = 0
         for r, size in enumerate(sizes):
             if size:
                 start[r], end[r] = min(start[r], window[done]), max(end[r], window[done + size - 1] + 1)
             done += size
-    first = list(accumulate(end, max))[:-1]  # where the boundary after each rank may lie
+    first = list(accumulate(end, max))[:-1]  # bounds for the boundary after each rank
     last = list(accumulate(reversed(start), min))[-2::-1]
     if any(low > high for low, high in zip(first, last, strict=True)):
         return tuple(default)
-    wanted = list(accumulate(default))[:-1]
-    ends = [0, *(min(max(end, low), high) for end, low, high in zip(wanted, first, last, strict=True)), total]
-    found = tuple(after - before for before, after in pairwise(ends))
-    return found if max(found) <= 2 * max(default) else tuple(default)
+    default_ends = list(accumulate(default))[:-1]
+    ends = [0, *(min(max(end, low), high) for end, low, high in zip(default_ends, first, last, strict=True)), total]
+    sizes_of_factor = tuple(after - before for before, after in pairwise(ends))
+    return sizes_of_factor if max(sizes_of_factor) <= 2 * max(default) else tuple(default)

@@ -1,8 +1,9 @@
-"""Terms whose rows are *parted*: along one dim each row is one rank's, and zeros on the others, as data decide.
+"""Disjoint partial values: partial sums of which each row is non-zero on one rank, and other operand facts.
 
-Where matrices of groups are cut over ranks (the experts of a mixture), a rank has the rows of its groups. They are terms like any
-others: their sum is the value. That every row has one owner is a fact beside their layout: with it, an operation that treats each
-row by itself can be done by the owners, though it is not linear. Who forgets the fact has terms, and is right.
+If matrices of groups are sharded (the experts of a mixture), a rank computes the rows of its groups and zeros elsewhere. Data
+decide which rows these are. The rows are a partial sum as any other: their sum is the value. That each row has one owner is a
+fact beside the layout. With it, an operation on single rows may run on the owners, though it is not linear. Dropping the fact is
+always safe: the tensor is then handled as an ordinary ``Partial("sum")``.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from ..layout.splits import Split
 
 @dataclass(frozen=True, slots=True)
 class Parted:
-    """What is known of one operand in terms.
+    """The disjoint rows of one partial operand.
 
     Attributes:
-        dim: its rows are parted along this one.
-        by: equal numbers, within a call, are the same rows on the same ranks.
-        split: how the groups are cut that decide; rows are parted over its mesh dims together.
-        source: the argument that says which group a row belongs to, if it is one of the call.
+        dim: the tensor dim of the rows.
+        by: equal numbers within a call mean the same rows on the same ranks.
+        split: the split of the groups. Rows are disjoint over its mesh dims together.
+        source: the argument that states the group of each row, if it is one of the call.
     """
 
     dim: int
@@ -35,15 +36,14 @@ class Parted:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known of one operand beside its layout.
+    """The facts of one operand beside its layout.
 
     Attributes:
-        parted: how its rows are parted.
-        sums: mesh dims over which it is in terms that have been added up before, for another operation, and along which dim
-            these sums are cut, None if they are whole.
-        passed: mesh dims over which it is in terms that another operation has passed on.
-        names: of a vector of positions that is cut, how some dim is cut of which each rank's are in its own block.
-        wanted: what an operator had it moved to.
+        parted: its disjoint rows.
+        sums: (mesh dim, tensor dim) of reductions over a mesh dim that are cached. The tensor dim is sharded, None: replicated.
+        passed: mesh dims over which an earlier operator deferred the reduction.
+        names: of a sharded vector of positions, the split of the dim that they index. Each rank's positions are in its own block.
+        wanted: the preferred layout: an operator redistributed the operand to it.
     """
 
     parted: Parted | None = None
@@ -53,17 +53,17 @@ class Known:
     wanted: Layout | None = None
 
 
-NOTHING: Mapping[Any, Known] = MappingProxyType({})  # by argument and position in a list
+NOTHING: Mapping[Any, Known] = MappingProxyType({})  # by argument and position in its list
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A result whose rows are parted.
+    """A result with disjoint rows.
 
     Attributes:
-        result: its position among those that are tensors; ``dim``: along which.
-        operand: one that is parted alike; None where ``source`` says whose each row is, as ``split`` cuts the groups.
-        masked: other ranks' rows are to be made zeros.
+        result: its position among the tensor results. ``dim``: the tensor dim of the rows.
+        operand: an operand with the same rows. None if ``source`` states the owner of each row, for groups split by ``split``.
+        masked: the rows of other ranks must be set to zero.
     """
 
     result: int

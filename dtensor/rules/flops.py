@@ -1,8 +1,8 @@
-"""What an operation computes and touches, and how a row divides that. Pure: functions of global facts only.
+"""FLOPs and bytes of an operator, and how a strategy divides them among ranks. Pure: functions of global facts only.
 
-FLOPs are those of products: a *contraction* sums, over factors that two operands share, products of their elements, so it takes a
-multiplication and an addition for each combination of all of their positions. Rules whose factors do not show it say it
-themselves (``Rule.flops``). All else is a matter of memory: operands are read once, results written once, views are free.
+FLOPs are those of products. A *contraction* sums, over factors that two operands share, the products of their elements: a
+multiplication and an addition for each combination of all positions. Rules with factors that do not show this state it themselves
+(``Rule.flops``). All else is memory traffic: operands are read once, results are written once, views are free.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .rule import Along, Factors, Row, Rule, Spec
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What an operation does as a whole, before it is divided among ranks.
+    """The work of an operator, before it is divided among ranks.
 
     Attributes:
-        flops: of its products; 0 if it is no contraction.
+        flops: FLOPs of its products, 0 if it is no contraction.
         operands, results: bytes of each tensor that is read or written.
-        dtype: in which it computes.
-        sizes: size of each factor that the products run over: cutting one of them divides the FLOPs.
-        free: it touches nothing, and is no kernel to launch.
+        dtype: the dtype in which it computes.
+        sizes: the size of each factor of the products. Sharding one of them divides the FLOPs.
+        free: it reads and writes nothing, and launches no kernel.
     """
 
     flops: float
@@ -46,7 +46,7 @@ class Work:
 
 
 def work_of(rule: Rule | None, factors: Factors | None, call: Call) -> Work:
-    """The work of a whole call, whatever its operands' layouts; without a rule or its factors what the shapes tell.
+    """Return the work of a whole call, whatever its operands' layouts. Without a rule or factors it follows from the shapes.
 
     >>> import dtensor as dt
     >>> from dtensor.layout.layout import Layout
@@ -70,67 +70,69 @@ def work_of(rule: Rule | None, factors: Factors | None, call: Call) -> Work:
         return Work(0 if rule is None or rule.flops is None else rule.flops(call), operands, results, dtype, {})
     if rule is not None and rule.flops is not None:
         return Work(rule.flops(call), operands, results, dtype, factors.sizes)
-    sizes = _multiplied(factors) or {}
+    sizes = _contraction_factors(factors) or {}
     return Work(2 * math.prod(sizes.values()) if sizes else 0, operands, results, dtype, sizes)
 
 
-def _multiplied(factors: Factors) -> dict[str, int] | None:
-    """The factors that the products of a contraction run over, and their sizes; None if it is none."""
+def _contraction_factors(factors: Factors) -> dict[str, int] | None:
+    """Return the factors of the products of a contraction with their sizes, or None if it is none."""
     if not factors.reduced or len(factors.operands) < 2:
         return None
-    met: dict[str, int] = {}  # factor -> how many operands that are multiplied have it
+    operand_counts: dict[str, int] = {}  # factor -> the number of multiplied operands that have it
     for i, dims in enumerate(factors.operands):
         if i not in factors.additive:
             for dim in dims:
                 for name in dim:
-                    met[name] = met.get(name, 0) + 1
+                    operand_counts[name] = operand_counts.get(name, 0) + 1
     for name, op in factors.reduced.items():
-        if met.get(name, 0) > 1 and "sum" in (op if isinstance(op, tuple) else (op,)):
-            return {name: factors.sizes[name] for name in met}
+        if operand_counts.get(name, 0) > 1 and "sum" in (op if isinstance(op, tuple) else (op,)):
+            return {name: factors.sizes[name] for name in operand_counts}
     return None
 
 
-# --- on one mesh dim ------------------------------------------------------------------------------------------------------
+# --- work on one mesh dim -------------------------------------------------------------------------------------------------
 def share(size: int, ranks: int) -> float:
-    """Which part of a factor the busiest of ``ranks`` has: of 8 heads among 512 ranks an eighth, not a 512th."""
+    """Return the largest fraction of a factor on one of ``ranks`` ranks: of 8 heads on 512 ranks an eighth, not a 512th."""
     return -(-size // ranks) / size if size else 1.0
 
 
 def elsewhere(work: Work, call: Call, mesh_dim: int) -> Work:
-    """What the other mesh dims leave for this one to divide, as far as their operands' layouts tell before they have chosen.
+    """Return the work that the other mesh dims leave to this one, estimated from the operands' layouts.
 
-    A mesh dim along which some operand is cut divides all of the work.
+    A mesh dim that shards some operand divides all of the work.
     """
-    left = 1.0
+    fraction = 1.0
     for other, ranks in enumerate(call.mesh.shape):
         if other != mesh_dim and ranks > 1 and any(isinstance(layout.placements[other], Shard) for layout in call.operands):
-            left /= ranks
-    if left == 1.0:
+            fraction /= ranks
+    if fraction == 1.0:
         return work
-    operands, results = ([n * left for n in sizes] for sizes in (work.operands, work.results))
-    return replace(work, flops=work.flops * left, operands=tuple(operands), results=tuple(results))
+    operands, results = ([n * fraction for n in sizes] for sizes in (work.operands, work.results))
+    return replace(work, flops=work.flops * fraction, operands=tuple(operands), results=tuple(results))
 
 
-def row_seconds(device: Device, work: Work, row: Row, ranks: int, sizes: Mapping[str, int], least: float = 0.0) -> float:
-    """Time of one rank's part of ``work`` on a mesh dim of ``ranks`` that follows ``row``.
+def row_seconds(device: Device, work: Work, row: Row, ranks: int, sizes: Mapping[str, int], min_fraction: float = 0.0) -> float:
+    """Return the seconds of one rank's part of ``work`` on a mesh dim of ``ranks`` ranks with this strategy.
 
-    A row that cuts a factor divides FLOPs if the products run over it, and bytes of those tensors that have it; a row of terms,
-    and one that has everything whole, divides nothing: each rank does all of the work.
+    A strategy that shards a factor divides the FLOPs if the products have the factor, and the bytes of tensors that have it. A
+    strategy for partial or replicated operands divides nothing: each rank does all of the work.
 
     Args:
-        work: what :func:`elsewhere` leaves for this mesh dim.
-        sizes: those of all factors, ``Factors.sizes``.
-        least: the part of what is cut that the busiest rank has in any case, as operands lie.
+        work: the work that :func:`elsewhere` leaves to this mesh dim.
+        sizes: the sizes of all factors, ``Factors.sizes``.
+        min_fraction: the fraction of the sharded factor that the fullest rank has at least, from the operands' layouts.
     """
     if work.free:
         return 0.0
     name = row.factor
     if name is None:
         return device.seconds(work.flops, work.nbytes, work.dtype)
-    part = max(least, share(sizes[name], ranks) if name in sizes else 1 / ranks)  # a factor of a user's own row has no size
-    nbytes = _divided(work.operands, row.operands, part) + _divided(work.results, row.results, part)
-    return device.seconds(work.flops * part if name in work.sizes else work.flops, nbytes, work.dtype)
+    fraction = max(
+        min_fraction, share(sizes[name], ranks) if name in sizes else 1 / ranks
+    )  # a factor of a user's table has no size
+    nbytes = _bytes_per_rank(work.operands, row.operands, fraction) + _bytes_per_rank(work.results, row.results, fraction)
+    return device.seconds(work.flops * fraction if name in work.sizes else work.flops, nbytes, work.dtype)
 
 
-def _divided(nbytes: Sequence[float], specs: Sequence[Spec], part: float) -> float:
-    return sum((size * part if isinstance(spec, Along) else size for size, spec in zip(nbytes, specs, strict=False)), 0.0)
+def _bytes_per_rank(nbytes: Sequence[float], specs: Sequence[Spec], fraction: float) -> float:
+    return sum((size * fraction if isinstance(spec, Along) else size for size, spec in zip(nbytes, specs, strict=False)), 0.0)

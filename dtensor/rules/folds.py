@@ -1,7 +1,7 @@
-"""Folds: what each rank makes of its block, combined by a monoid in one collective, and finished on every rank.
+"""Folds: a state of each block, combined by a monoid in one collective, and finished on every rank.
 
-A fold computes with blocks of the dims that its notation has in brackets. Its parts are mathematics on plain tensors: they know
-of no ranks. What it costs follows from the state: so many numbers for each element of what is left when the dims are reduced.
+A fold computes with blocks of the dims in brackets. Its parts are mathematics on plain tensors, independent of ranks. Its cost
+follows from the state: its numbers for each element that is left after the reduction.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..layout.layout import Layout
 from ..placement import Monoid, Partial
 from .bind_notation import Reduction, bind
 from .call import Call
-from .kernel_context import At, KernelContext, argument_names
+from .kernel_context import At, KernelContext, schema_argument_names
 from .notation import Pattern
 from .notation_rules import by, fitting
 from .rule import Kernel, R, Word
@@ -31,8 +31,10 @@ REDUCED = "a* [@dim] b* -> each: a* b*"
 
 @dataclass(frozen=True, slots=True)
 class InPairs:
-    """States of several numbers, stacked along dim 0, combined in pairs: ``combine`` tells numbers (dim 0 of a state) apart, and
-    no elements."""
+    """Combine states of several numbers, stacked along dim 0, in pairs.
+
+    ``combine`` distinguishes numbers (dim 0 of a state), but not elements.
+    """
 
     combine: Callable[[Tensor, Tensor], Tensor]
 
@@ -40,12 +42,12 @@ class InPairs:
         return in_pairs(self.combine, stack.movedim(0, 1), 1)
 
 
-class Part:
-    """What the parts of a fold are told of the call, beside a block of each tensor.
+class FoldContext:
+    """The facts of the call that the parts of a fold get beside a block of each tensor.
 
     Attributes:
-        dims: the tensor dims (of operand 0) that are folded; a state has them with size one.
-        dtype: the dtype of the state, in which floating blocks come.
+        dims: the folded tensor dims (of operand 0). A state has them with size one.
+        dtype: the dtype of the state, to which floating blocks are converted.
     """
 
     __slots__ = ("_arguments", "_member", "_plan", "dims", "dtype")
@@ -55,7 +57,7 @@ class Part:
         self.dims, self.dtype = plan.dims, plan.dtype
 
     def __getitem__(self, name: str) -> Any:
-        """The value of an argument in this call."""
+        """Return the value of an argument in this call."""
         return self._arguments.get(name)
 
     @property
@@ -65,30 +67,31 @@ class Part:
 
     @property
     def count(self) -> int:
-        """How many elements of the whole are folded into one."""
+        """The number of global elements that are folded into one."""
         return self._plan.count
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where the block of operand 0 begins, as numbers that tensors can be added to."""
+        """The global position of the first element of operand 0's block, as numbers that tensors can be added to."""
         layout = self._plan.folded
         return tuple(as_torch_has_them(layout.local_offset(layout.mesh.coordinates[self._member])))
 
 
 @dataclass(frozen=True, slots=True)
 class Fold(Word):
-    """What a block gives, how that combines in one collective, and what the whole gives.
+    """A fold: the state of a block, a monoid that combines states in one collective, and the final step.
 
-    ``block(part, *blocks)``, of a block of each operand, is the *state*, in which dims ``part.dims`` have size one; ``monoid``
-    combines states; ``finish(part, *blocks, *state)`` gives the results. ``part["name"]`` is an argument of the call.
+    ``block(part, *blocks)`` returns the *state* of a block of each operand, in which dims ``part.dims`` have size one. ``monoid``
+    combines states. ``finish(part, *blocks, *state)`` returns the results. ``part["name"]`` is an argument of the call.
 
     Args:
-        block: gives the state; blocks without elements count as the identity.
-        monoid: a reduction's name, a :class:`Monoid`, or a function of the call that gives one.
-        finish: None: states are terms of the result, and nothing is communicated. Of a Python value it gets the state, a number.
+        block: returns the state. Blocks without elements count as the identity.
+        monoid: a reduction's name, a :class:`Monoid`, or a function of the call that returns one.
+        finish: the final step. None: states are addends of the result, and nothing is communicated. For a Python value it gets
+            the state, a number.
         numbers: how many tensors ``block`` returns, a tuple if several.
-        dtype: of the state, in which floating blocks come; default that of the result, at least float32.
-        pattern: the notation that has the folded dims in brackets; registration fills it in.
+        dtype: dtype of the state, to which floating blocks are converted. Default: that of the result, at least float32.
+        pattern: the notation with the folded dims in brackets. Registration sets it.
 
     >>> Fold(lambda part, x: x.exp().sum(part.dims, keepdim=True), "sum", lambda part, x, total: x.exp() / total).numbers
     1
@@ -103,15 +106,15 @@ class Fold(Word):
 
     def __call__(self, at: KernelContext, *args: Any, **kwargs: Any) -> Any:
         if "fold" not in at.known:
-            at.known["fold"] = _Plan.of(self, at)
+            at.known["fold"] = _Plan.make(self, at)
         plan: _Plan = at.known["fold"]
         arguments = dict(zip(plan.names, args, strict=False)) | kwargs
-        blocks = [plan.wide(arguments[name]) for name in plan.tensors]
-        parts: dict[int, Part] = {}
+        blocks = [plan.to_state_dtype(arguments[name]) for name in plan.tensors]
+        contexts: dict[int, FoldContext] = {}
 
         def state_of(here: At, *blocks: Tensor) -> Tensor:
-            part = parts[here.member] = Part(plan, here.member, arguments)
-            return self.state(part, plan, *blocks)
+            context = contexts[here.member] = FoldContext(plan, here.member, arguments)
+            return self.state(context, plan, *blocks)
 
         state = at.map(state_of, *blocks)
         if self.finish is not None:
@@ -119,25 +122,25 @@ class Fold(Word):
         if not plan.results and self.finish is not None:
             return self.finish(state.item())
 
-        def finished(here: At, state: Tensor, *blocks: Tensor) -> Any:
+        def finish_block(here: At, state: Tensor, *blocks: Tensor) -> Any:
             if self.finish is None:
-                return plan.shaped(here.member, (state,))
+                return plan.shape_results(here.member, (state,))
             numbers = (state,) if self.numbers == 1 else state.unbind(0)
-            value = self.finish(parts[here.member], *blocks, *numbers)
-            return plan.shaped(here.member, value if isinstance(value, tuple) else (value,))
+            value = self.finish(contexts[here.member], *blocks, *numbers)
+            return plan.shape_results(here.member, value if isinstance(value, tuple) else (value,))
 
-        return at.map(finished, state, *blocks)
+        return at.map(finish_block, state, *blocks)
 
-    def state(self, part: Part, plan: _Plan, *blocks: Tensor) -> Tensor:
-        """A block's part of the state."""
+    def state(self, part: FoldContext, plan: _Plan, *blocks: Tensor) -> Tensor:
+        """Return the state of a block."""
         first = blocks[0]
         if all(map(torch.numel, blocks)):
-            made = self.block(part, *blocks)
+            block_state = self.block(part, *blocks)
             if self.numbers > 1:
-                return torch.stack([x if x.dtype is plan.dtype else x.to(plan.dtype) for x in made])
-            state: Tensor = made if made.ndim == first.ndim else made.reshape(plan.kept(first))
+                return torch.stack([x if x.dtype is plan.dtype else x.to(plan.dtype) for x in block_state])
+            state: Tensor = block_state if block_state.ndim == first.ndim else block_state.reshape(plan.state_shape(first))
             return state
-        shape = plan.kept(first)
+        shape = plan.state_shape(first)
         shape = shape if self.numbers == 1 else [self.numbers, *shape]
         return identity(plan.monoid, first.new_empty(shape, dtype=plan.dtype))
 
@@ -145,16 +148,16 @@ class Fold(Word):
         return ()  # mathematics on plain tensors
 
     def kernel(self, pattern: Pattern | by | fitting) -> Kernel:
-        """The kernel of a notation, with its costs."""
-        made = replace(self, pattern=pattern)
+        """Return the kernel for a notation, with its costs."""
+        bound_fold = replace(self, pattern=pattern)
         if self.finish is None:
             assert isinstance(self.monoid, (str, Monoid))
-            return Kernel(made, Partial(self.monoid), joint=True)
-        return Kernel(made, R, collectives=1, nbytes=made.nbytes, joint=True)
+            return Kernel(bound_fold, Partial(self.monoid), joint=True)
+        return Kernel(bound_fold, R, collectives=1, nbytes=bound_fold.nbytes, joint=True)
 
     def nbytes(self, call: Call) -> int:
-        """Bytes of a state."""
-        shape, dims = call.shape(0), _folded(self.pattern, call)
+        """Return the bytes of a state."""
+        shape, dims = call.shape(0), _folded_dims(self.pattern, call)
         rows = math.prod(size for d, size in enumerate(shape) if d not in dims)
         return rows * self.numbers * _state_dtype(self, call).itemsize
 
@@ -166,17 +169,17 @@ def _state_dtype(fold: Fold, call: Call) -> torch.dtype:
     return torch.promote_types(call.operands[0].dtype if result is None else result.dtype, torch.float32)
 
 
-def _folded(pattern: Pattern | by | fitting | None, call: Call) -> tuple[int, ...]:
-    """The dims of operand 0 that the notation has in brackets."""
+def _folded_dims(pattern: Pattern | by | fitting | None, call: Call) -> tuple[int, ...]:
+    """Return the dims of operand 0 that are in brackets."""
     chosen: Any = pattern(call) if isinstance(pattern, (by, fitting)) else pattern
     factors = bind(chosen, call, None)
-    assert factors is not None  # else the kernel would not run
+    assert factors is not None  # otherwise the kernel would not run
     return tuple(d for d, dim in enumerate(factors.operands[0]) if not factors.whole.isdisjoint(dim))
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What a fold works out once for all runs of a plan."""
+    """The facts that a fold computes once for all runs of a plan."""
 
     names: tuple[str, ...]
     tensors: tuple[str, ...]
@@ -186,53 +189,53 @@ class _Plan:
     folded: Layout  # operand 0
     count: int
     results: tuple[Layout, ...]
-    shapes: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict, compare=False)  # of results, by member
+    shapes: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict, compare=False)  # result shapes, by rank
 
     @classmethod
-    def of(cls, fold: Fold, at: KernelContext) -> _Plan:
+    def make(cls, fold: Fold, at: KernelContext) -> _Plan:
         call = at.call
-        given = tuple(dict.fromkeys(name for i, name in enumerate(call.names) if i not in call.fixed))
+        given = tuple(dict.fromkeys(name for i, name in enumerate(call.names) if i not in call.fixed_operands))
         monoid = fold.monoid if isinstance(fold.monoid, (str, Monoid)) else fold.monoid(call)
         results = tuple(layout for layout in at.results if layout is not None)
-        folded, dims = at.operands[0], _folded(fold.pattern, call)
+        folded, dims = at.operands[0], _folded_dims(fold.pattern, call)
         count = math.prod([folded.shape[d] for d in dims])
-        return cls(at.once(argument_names), given, dims, _state_dtype(fold, call), monoid, folded, count, results)
+        return cls(at.once(schema_argument_names), given, dims, _state_dtype(fold, call), monoid, folded, count, results)
 
-    def kept(self, block: Tensor) -> list[int]:
-        """The shape of a state of a block of operand 0."""
+    def state_shape(self, block: Tensor) -> list[int]:
+        """Return the shape of the state of a block of operand 0."""
         return [1 if d in self.dims else size for d, size in enumerate(block.shape)]
 
-    def wide(self, block: Tensor) -> Tensor:
+    def to_state_dtype(self, block: Tensor) -> Tensor:
         return block if block.dtype is self.dtype or not self.dtype.is_floating_point else block.to(self.dtype)
 
-    def shaped(self, member: int, values: tuple[Tensor, ...]) -> Any:
-        """The results in their dtypes, without the folded dims where they lack them."""
+    def shape_results(self, member: int, values: tuple[Tensor, ...]) -> Any:
+        """Return the results in their dtypes, without the folded dims if they lack them."""
         shapes = self.shapes.get(member)
         if shapes is None:
             shapes = tuple([layout.shape_of(member) for layout in self.results])
             self.shapes[member] = shapes
-        made = []
+        results = []
         for value, shape, layout in zip(values, shapes, self.results, strict=True):
             value = value if value.shape == shape else value.reshape(shape)
-            made.append(value if value.dtype is layout.dtype else value.to(layout.dtype))
-        return made[0] if len(made) == 1 else tuple(made)
+            results.append(value if value.dtype is layout.dtype else value.to(layout.dtype))
+        return results[0] if len(results) == 1 else tuple(results)
 
 
 @dataclass(frozen=True, slots=True)
 class Taking(Word):
-    """``kernel`` for operands (the first of them) of these dtypes; others the operator itself takes, or refuses."""
+    """A kernel for first operands of certain dtypes. Other operands are passed to the operator itself, which may refuse them."""
 
     kernel: Kernel
     takes: str
 
     def __call__(self, call: Call) -> Kernel | None:
-        return self.kernel if _IS[self.takes](call.operands[0].dtype) else None
+        return self.kernel if _ACCEPTS[self.takes](call.operands[0].dtype) else None
 
     def own(self) -> tuple[Any, ...]:
         return (self.kernel,)
 
 
-_IS: dict[str, Callable[[torch.dtype], bool]] = {
+_ACCEPTS: dict[str, Callable[[torch.dtype], bool]] = {
     "floating": lambda dtype: dtype.is_floating_point,
     "real": lambda dtype: not dtype.is_complex,
     "numbers": lambda dtype: dtype is not torch.bool,

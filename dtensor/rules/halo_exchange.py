@@ -1,7 +1,7 @@
-"""Positions that are read by what slides over them: each rank computes the outputs that lie in its block, and asks its neighbours
-for the inputs beyond its edges (a halo), which are few where windows are small.
+"""Halo exchange: a rank computes the outputs of its block, and receives the inputs beyond its edges from its neighbors.
 
-Inputs and outputs of one dim are windows of one factor (``dim_windows.py``): an output stands where it is aligned to an input.
+Inputs and outputs of one dim are windows of one factor (``dim_windows.py``). An output's position is the input position that it
+is aligned to.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 from ..layout.layout import Layout
 from .kernel_context import At, KernelContext
 
-Held = Callable[[int], range]  # the positions that a member has, or needs
+PositionsOf = Callable[[int], range]  # rank -> the positions that it has, or needs
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
-    """Output ``o`` of one dim reads ``size`` of its inputs, ``dilation`` apart, from ``o * stride - padding`` on."""
+class SlidingWindow:
+    """Output ``o`` of one dim reads ``size`` inputs, ``dilation`` positions apart, from ``o * stride - padding`` on."""
 
     inputs: int
     outputs: int
@@ -32,104 +32,108 @@ class Reach:
 
     @property
     def width(self) -> int:
-        """How far one output reads."""
+        """The distance from the first to the last input of one output, plus one."""
         return (self.size - 1) * self.dilation + 1
 
-    def read(self, outputs: range) -> range:
-        """The positions that these outputs read, also those of the padding."""
+    def positions_read(self, outputs: range) -> range:
+        """Return the positions that these outputs read, those of the padding included."""
         start = outputs.start * self.stride - self.padding
         return range(start, start + (len(outputs) - 1) * self.stride + self.width) if outputs else range(0)
 
-    def inside(self, outputs: range) -> range:
-        """The inputs that these outputs read."""
-        read = self.read(outputs)
+    def inputs_read(self, outputs: range) -> range:
+        """Return the inputs that these outputs read, without padding."""
+        read = self.positions_read(outputs)
         start = min(max(read.start, 0), self.inputs)
         return range(start, max(start, min(read.stop, self.inputs)))
 
-    def windows(self, cut: tuple[int, ...] | None) -> tuple[int, range, range]:
-        """The size of the factor, and where inputs and outputs stand in it (inputs being ``cut``).
+    def factor_windows(self, input_blocks: tuple[int, ...] | None) -> tuple[int, range, range]:
+        """Return the size of the factor, and the windows of inputs and outputs in it.
 
-        With padding an output keeps to its number; without, to the first input that it reads, or to the last, where blocks are
-        more even then.
+        With padding an output is aligned to the input of its number. Without padding it is aligned to the first input that it
+        reads, or to the last, if blocks of the outputs are then more even. ``cut``: the block sizes of the inputs.
         """
         beyond = self.width - 1
-        later = cut is not None and not self.padding and max(cut[0] - beyond, *cut[1:]) < max(*cut[:-1], cut[-1] - beyond)
+        later = (
+            input_blocks is not None
+            and not self.padding
+            and max(input_blocks[0] - beyond, *input_blocks[1:]) < max(*input_blocks[:-1], input_blocks[-1] - beyond)
+        )
         first = beyond if later else 0
         stands = range(first, first + self.outputs * self.stride, self.stride)
         return max(self.inputs, stands.stop - self.stride + 1), range(self.inputs), stands
 
     @property
     def halo(self) -> int:
-        """How many inputs of others a block reads."""
+        """The number of inputs of other ranks that a block reads."""
         return max(0, self.width - min(self.stride, self.width))
 
 
-def span(layout: Layout | None, dim: int) -> Held:
-    """The positions of a dim that a member holds."""
+def held_positions(layout: Layout | None, dim: int) -> PositionsOf:
+    """Return a function from a rank to the positions of a dim that it has."""
     assert layout is not None
 
-    def held(member: int) -> range:
+    def positions_of(member: int) -> range:
         coordinate = layout.mesh.coordinates[member]
         start = layout.local_offset(coordinate)[dim]
         return range(start, start + layout.local_shape(coordinate)[dim])
 
-    return held
+    return positions_of
 
 
-def common(one: range, other: range) -> range:
-    """What two ranges of positions share."""
+def intersect_ranges(one: range, other: range) -> range:
+    """Return the positions that are in both ranges."""
     start = max(one.start, other.start)
     return range(start, max(start, min(one.stop, other.stop)))
 
 
-def exchanged(at: KernelContext, x: Any, dim: int, layout: Layout, have: Held, need: Held) -> list[Any]:
-    """By group position, what a rank needs of the block ``x`` that this position has (of ``layout``, but for ``dim``)."""
+def exchange_halos(at: KernelContext, x: Any, dim: int, layout: Layout, held: PositionsOf, needed: PositionsOf) -> list[Any]:
+    """Return for each group position the part of its block ``x`` that this rank needs (``layout``, except along ``dim``)."""
     mesh, mesh_dims = at.call.mesh, at.mesh_dims
 
-    def chunks(here: At, block: Tensor) -> list[Tensor]:
-        own = have(here.member)
-        parts = [common(own, need(other)) for other in mesh.members_of(mesh_dims, here.member)]
-        return [block.narrow(dim, part.start - own.start if part else 0, len(part)).contiguous() for part in parts]
+    def make_chunks(here: At, block: Tensor) -> list[Tensor]:
+        own = held(here.member)
+        overlaps = [intersect_ranges(own, needed(other)) for other in mesh.members_of(mesh_dims, here.member)]
+        return [block.narrow(dim, overlap.start - own.start if overlap else 0, len(overlap)).contiguous() for overlap in overlaps]
 
     def shape_of(source: int, target: int) -> tuple[int, ...]:
         shape = list(layout.shape_of(source))
-        shape[dim] = len(common(have(source), need(target)))
+        shape[dim] = len(intersect_ranges(held(source), needed(target)))
         return tuple(shape)
 
-    return list(at.comm.all_to_all(at.map(chunks, x), mesh_dims, shape_of).wait())
+    return list(at.comm.all_to_all(at.map(make_chunks, x), mesh_dims, shape_of).wait())
 
 
-def read_around(at: KernelContext, x: Any, dim: int, layout: Layout, reach: Reach, outputs: Held) -> Any:
-    """The inputs that a rank's outputs read, zeros where they read padding."""
-    have = span(layout, dim)
+def read_with_halo(at: KernelContext, x: Any, dim: int, layout: Layout, reach: SlidingWindow, outputs: PositionsOf) -> Any:
+    """Return the inputs that a rank's outputs read, with zeros for padding."""
+    held = held_positions(layout, dim)
 
-    def joined(here: At, *parts: Tensor) -> Tensor:
-        made, read = torch.cat(parts, dim), reach.read(outputs(here.member))
+    def join_and_pad(here: At, *parts: Tensor) -> Tensor:
+        block, read = torch.cat(parts, dim), reach.positions_read(outputs(here.member))
         before = min(len(read), max(0, -read.start))
-        around = before, len(read) - made.shape[dim] - before
-        return torch.nn.functional.pad(made, [0, 0] * (made.ndim - 1 - dim) + [*around]) if any(around) else made
+        around = before, len(read) - block.shape[dim] - before
+        return torch.nn.functional.pad(block, [0, 0] * (block.ndim - 1 - dim) + [*around]) if any(around) else block
 
-    return at.map(joined, *exchanged(at, x, dim, layout, have, lambda member: reach.inside(outputs(member))))
+    return at.map(join_and_pad, *exchange_halos(at, x, dim, layout, held, lambda member: reach.inputs_read(outputs(member))))
 
 
-def added_around(at: KernelContext, grad: Any, dim: int, layout: Layout, reach: Reach, outputs: Held) -> Any:
-    """From the gradient of what :func:`read_around` gave to that of a rank's own block."""
-    have = span(layout, dim)
+def add_halo_gradients(at: KernelContext, grad: Any, dim: int, layout: Layout, reach: SlidingWindow, outputs: PositionsOf) -> Any:
+    """Return the gradient of a rank's block from the gradient of the result of :func:`read_with_halo`."""
+    held = held_positions(layout, dim)
 
-    def need(member: int) -> range:
-        return reach.inside(outputs(member))
+    def needed(member: int) -> range:
+        return reach.inputs_read(outputs(member))
 
-    def cropped(here: At, grad: Tensor) -> Tensor:
-        inside = need(here.member)
-        return grad.narrow(dim, inside.start - reach.read(outputs(here.member)).start if inside else 0, len(inside))
+    def crop(here: At, grad: Tensor) -> Tensor:
+        inside = needed(here.member)
+        return grad.narrow(dim, inside.start - reach.positions_read(outputs(here.member)).start if inside else 0, len(inside))
 
-    def summed(here: At, *parts: Tensor) -> Tensor:
-        own, mesh = have(here.member), at.call.mesh
+    def sum_parts(here: At, *parts: Tensor) -> Tensor:
+        own, mesh = held(here.member), at.call.mesh
         total = parts[0].new_zeros(layout.shape_of(here.member))
         for other, part in zip(mesh.members_of(at.mesh_dims, here.member), parts, strict=True):
-            into = common(own, need(other))
+            into = intersect_ranges(own, needed(other))
             if into:
                 total.narrow(dim, into.start - own.start, len(into)).add_(part)
         return total
 
-    return at.map(summed, *exchanged(at, at.map(cropped, grad), dim, layout, need, have))
+    return at.map(sum_parts, *exchange_halos(at, at.map(crop, grad), dim, layout, needed, held))

@@ -1,7 +1,8 @@
-"""The words for operators that read or write elements by index: ``reads("take", FLAT)`` is ``result[i] = self[index[i]]``,
-``writes("index_add", ROWS, adds)`` is ``self[.., index[i], ..] += source[.., i, ..]``.
+"""Indexing rules: declarations of operators that read or write elements by index.
 
-The dims of the indices stand in place of those that are indexed: in what is read, and in what is written.
+``reads("take", FLAT)`` is ``result[i] = self[index[i]]``. ``writes("index_add", ROWS, adds)`` is ``self[.., index[i],
+..] += source[.., i, ..]``. The dims of the indices replace the indexed dims, in the result of a read and in the source of a
+write.
 """
 
 from __future__ import annotations
@@ -18,125 +19,127 @@ from ..placement import REDUCE_OPS, Monoid, Partial
 from .call import Call
 from .partial_rules import one_of
 from .registry import register
-from .rule import Along, Choice, Dims, Factors, Kernel, R, Row, Rule, Word, named, own_factors, uncut
-from .sharded_index_exchange import read_fetched, write_sent
-from .sharded_index_local import Address, lead_of, of_own, read_owned, write_owned
+from .rule import Along, Choice, Dims, Factors, Kernel, R, Row, Rule, Word, all_unsharded, factors_of_first_operand, name_dims
+from .sharded_index_exchange import read_by_exchange, write_by_exchange
+from .sharded_index_local import Address, index_dims_position, read_local_masked, run_local, write_local_masked
 
-Combined = Callable[[Call], str | None]
+CombineOp = Callable[[Call], str | None]
 
-CONSTANT = ("avg", "max", "min")  # of a constant they are that constant
-# terms of what is written to and of what is written
-REPLACED = (*((op, op) for op in REDUCE_OPS), *(pair for op in CONSTANT for pair in ((op, "R"), ("R", op))))
-ADDED = (("sum", "sum"), ("avg", "avg"), ("avg", "R"), ("R", "avg"))
+CONSTANT_REDUCTIONS = ("avg", "max", "min")  # reductions of a constant that are the constant
+# (reduction of partial destinations, of partial sources)
+REPLACE_PARTIALS = (*((op, op) for op in REDUCE_OPS), *(pair for op in CONSTANT_REDUCTIONS for pair in ((op, "R"), ("R", op))))
+ADD_PARTIALS = (("sum", "sum"), ("avg", "avg"), ("avg", "R"), ("R", "avg"))
 
 
 def reads(names: str, address: Address, op: Any = None, **options: Any) -> Rule:
-    """A rule for operations that read the elements of operand 0 which an index names. ``op`` reads from a block, where the
-    operator itself does not take an index for each dim."""
-    fetched = Kernel(partial(read_fetched, address, op), collectives=1, nbytes=_of_result)
-    kernel = Kernel(partial(read_owned, address, op), lacking=Partial("sum"), joint=True)
-    own = Kernel(partial(of_own, address, op, None))
-    factors = Indexed(address, kernel, travelling=fetched, staying=own)
+    """Declare operators that read the elements of operand 0 at an index.
+
+    ``op`` reads from a block, if the operator itself does not take an index for each dim.
+    """
+    exchange = Kernel(partial(read_by_exchange, address, op), collectives=1, nbytes=_result_share_bytes)
+    kernel = Kernel(partial(read_local_masked, address, op), lacking=Partial("sum"), joint=True)
+    local = Kernel(partial(run_local, address, op, None))
+    factors = IndexingFactors(address, kernel, travelling=exchange, staying=local)
     return register(
-        names, Rule(factors, one_of(address.operand), when=Allowed(factors, no_foreign_zeros), kind="read", **options)
+        names, Rule(factors, one_of(address.operand), when=IndexingCondition(factors, allows_zero_fill), kind="read", **options)
     )
 
 
 def writes(
-    names: str, address: Address, combined: Combined, op: Any = None, *, whole: str = "", masks: Any = None, **options: Any
+    names: str, address: Address, combined: CombineOp, op: Any = None, *, whole: str = "", masks: Any = None, **options: Any
 ) -> Rule:
-    """A rule for operations that write to the elements of operand 0 which an index names.
+    """Declare operators that write to the elements of operand 0 at an index.
 
     Args:
-        combined: the reduction that joins what is written with what is there, so that ranks may share it out, of a call (None:
-            it replaces that; ``""``: they may not).
-        op: writes to a block, where the operator itself does not take an index for each dim.
-        whole: factors that are, beside those.
-        masks: the factors where a mask names the elements.
+        combined: a function of the call that returns the reduction of written and existing values, so that ranks may divide the
+            indices. None: values are replaced. ``""``: only one rank may combine.
+        op: writes to a block, if the operator itself does not take an index for each dim.
+        whole: further factors that must be unsharded.
+        masks: a function that returns the factors if a mask selects the elements.
     """
-    kernel = Kernel(partial(write_owned, address, op), joint=True)
-    sent = Kernel(partial(write_sent, address, op), collectives=1, nbytes=_of_source)
-    own = Kernel(partial(of_own, address, op, 0))
-    factors = Indexed(address, kernel, combined, frozenset(whole.split()), masks, sent, own)
-    options.setdefault("partials", Written(combined))
-    options["when"] = Allowed(factors, options.get("when"))
+    kernel = Kernel(partial(write_local_masked, address, op), joint=True)
+    exchange = Kernel(partial(write_by_exchange, address, op), collectives=1, nbytes=_source_share_bytes)
+    local = Kernel(partial(run_local, address, op, 0))
+    factors = IndexingFactors(address, kernel, combined, frozenset(whole.split()), masks, exchange, local)
+    options.setdefault("partials", WritePartials(combined))
+    options["when"] = IndexingCondition(factors, options.get("when"))
     return register(names, Rule(factors, kind="write", **options))
 
 
-# --- how what is written joins with what is there ---------------------------------------------------------------------
+# --- reductions of written and existing values ------------------------------------------------------------------------
 def adds(call: Call) -> str:
-    """It is added."""
+    """Return the reduction of a write that adds."""
     return "sum"
 
 
 def replaces(call: Call) -> None:
-    """It takes its place."""
+    """Return None: a write that replaces."""
 
 
-def alone(call: Call) -> str:
-    """In a way of which no rank can do a part."""
+def combine_on_owner(call: Call) -> str:
+    """Return the mark of a write of which no rank can do a part."""
     return ""
 
 
-def may_accumulate(call: Call) -> str | None:
-    """As argument ``accumulate`` says."""
+def accumulate_if_asked(call: Call) -> str | None:
+    """Return the reduction that argument ``accumulate`` states."""
     return "sum" if call["accumulate"] else None
 
 
-def reduces(call: Call) -> str | None:
-    """As arguments ``reduce`` and ``include_self`` say."""
-    how = call.get("reduce")
-    passing = {"add": "sum", "sum": "sum", "amax": "max", "amin": "min"} if call.get("include_self", True) else {}
-    return None if how is None else passing.get(how, "")
+def combine_by_reduce(call: Call) -> str | None:
+    """Return the reduction that arguments ``reduce`` and ``include_self`` state."""
+    reduce_op = call.get("reduce")
+    partial_ops = {"add": "sum", "sum": "sum", "amax": "max", "amin": "min"} if call.get("include_self", True) else {}
+    return None if reduce_op is None else partial_ops.get(reduce_op, "")
 
 
-# --- terms ------------------------------------------------------------------------------------------------------------
+# --- strategies for partial operands ----------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
-class Written(Word):
-    """Rows for terms of what is written to and of what is written; a number that is written is no operand."""
+class WritePartials(Word):
+    """Strategies for partial destinations and sources. A source that is a number is no operand."""
 
-    combined: Combined
+    combined: CombineOp
 
     def __call__(self, call: Call) -> tuple[str, ...]:
-        how, indices = self.combined(call), len(_indices(call))
+        combine_op, indices = self.combined(call), len(_index_operands(call))
         sources = len(call.operands) - 1 - indices
-        pairs = ADDED if how == "sum" else REPLACED if how is None else ()
+        pairs = ADD_PARTIALS if combine_op == "sum" else REPLACE_PARTIALS if combine_op is None else ()
         return tuple(
             [
-                f"{','.join([to, *['R'] * indices, *[source] * sources])} -> {source if to == 'R' else to}"
-                for to, source in pairs
+                f"{','.join([target, *['R'] * indices, *[source] * sources])} -> {source if target == 'R' else target}"
+                for target, source in pairs
                 if sources or source == "R"
             ]
         )
 
 
-def no_foreign_zeros(choice: Choice) -> bool:
-    """Kernels that fill with zeros do not meet terms of a reduction that zeros may change."""
-    return all(row.kernel is None for row in choice.rows) or not any(
-        isinstance(spec, Partial) and isinstance(spec.reduce_op, Monoid) for row in choice.rows for spec in row.operands
+def allows_zero_fill(choice: Choice) -> bool:
+    """Return True if no kernel that fills with zeros meets a partial value of a user's monoid, which zeros may change."""
+    return all(strategy.kernel is None for strategy in choice.rows) or not any(
+        isinstance(spec, Partial) and isinstance(spec.reduce_op, Monoid) for strategy in choice.rows for spec in strategy.operands
     )
 
 
 # --- factors ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
-class Indexed(Word):
-    """The factors of an operation that reads (``combined`` is None), or writes, elements of operand 0; see :func:`writes`."""
+class IndexingFactors(Word):
+    """The factors of an operator that reads (``combined`` is None) or writes elements of operand 0; see :func:`writes`."""
 
     address: Address
     kernel: Kernel
-    combined: Combined | None = None
+    combined: CombineOp | None = None
     whole: frozenset[str] = frozenset()
     masks: Callable[[Call], Factors | None] | None = None
     travelling: Kernel | None = None
     staying: Kernel | None = None
 
     def __call__(self, call: Call) -> Factors | None:
-        places = self.address.dims(call)
-        if places is None:
+        dims = self.address.dims(call)
+        if dims is None:
             return None if self.masks is None else self.masks(call)
         if not call.shape(0) and self.address.form in ("rows", "elements"):
-            return uncut(call)
-        return self._by_element(call, *places) if self.address.form == "elements" else self._by_index(call, places)
+            return all_unsharded(call)
+        return self._by_element(call, *dims) if self.address.form == "elements" else self._by_index(call, dims)
 
     def __str__(self) -> str:
         return f"by {self.address.form}"
@@ -144,155 +147,173 @@ class Indexed(Word):
     def own(self) -> tuple[Any, ...]:
         return () if self.masks is None else (self.masks,)
 
-    def _by_index(self, call: Call, places: Sequence[int]) -> Factors | None:
-        """The dims of indices stand in place of those that are indexed, in front if these are not adjacent."""
-        dims, sizes = own_factors(call)
-        shapes = [call.shape(i) for i in _indices(call)]
-        made, more = named("i", torch.broadcast_shapes(*shapes) if shapes[1:] else shapes[0])
-        sizes |= more
-        indices = [_fitted(made, shape, sizes) or () for shape in shapes]
+    def _by_index(self, call: Call, indexed_dims: Sequence[int]) -> Factors | None:
+        """Return the factors if the dims of indices replace the indexed dims, in front if these are not adjacent."""
+        dims, sizes = factors_of_first_operand(call)
+        shapes = [call.shape(i) for i in _index_operands(call)]
+        index_dims, index_sizes = name_dims("i", torch.broadcast_shapes(*shapes) if shapes[1:] else shapes[0])
+        sizes |= index_sizes
+        indices = [_broadcast_dims(index_dims, shape, sizes) or () for shape in shapes]
         if self.address.form == "rows":
-            if len(made) > 1:
+            if len(index_dims) > 1:
                 raise IndexError(f"{call.func._schema.name}(): Index is supposed to be a vector")
-            made = made or ((),)
-        others, lead = [dim for d, dim in enumerate(dims) if d not in places], lead_of(places)
-        elements = (*others[:lead], *made, *others[lead:])
+            index_dims = index_dims or ((),)
+        others, lead = [dim for d, dim in enumerate(dims) if d not in indexed_dims], index_dims_position(indexed_dims)
+        elements = (*others[:lead], *index_dims, *others[lead:])
         sources = [call.shape(i) for i in range(1 + len(shapes), len(call.operands))]
-        terms = [_fitted(elements, shape, sizes) for shape in sources]
-        flat = self.address.form == "flat"
-        if None in terms and not flat:
-            if self.address.form == "rows" and made[0]:  # torch's inference does not look
+        source_dims = [_broadcast_dims(elements, shape, sizes) for shape in sources]
+        is_flat = self.address.form == "flat"
+        if None in source_dims and not is_flat:
+            if self.address.form == "rows" and index_dims[0]:  # torch's inference does not check
                 raise RuntimeError(
                     f"{call.func._schema.name}(): source {sources[0]} is not self {call.shape(0)} with {call.shape(1)} rows"
                 )
             return None
-        # the same number of elements in another shape
-        misfit = set(more) if flat and any(shape != shapes[0] for shape in sources) else set()
-        operands = (dims, *indices, *(term or ((),) * len(shape) for term, shape in zip(terms, sources, strict=True)))
-        return self._joined(call, operands, elements, sizes, tuple(more), places, misfit)
+        # the source may have the same number of elements in another shape
+        misfit = set(index_sizes) if is_flat and any(shape != shapes[0] for shape in sources) else set()
+        operands = (dims, *indices, *(term or ((),) * len(shape) for term, shape in zip(source_dims, sources, strict=True)))
+        return self._make_factors(call, operands, elements, sizes, tuple(index_sizes), indexed_dims, misfit)
 
-    def _by_element(self, call: Call, place: int) -> Factors:
-        """Dims that are not indexed go together; what is shorter there holds a window of them."""
-        dims, sizes = own_factors(call)
+    def _by_element(self, call: Call, indexed_dim: int) -> Factors:
+        """Return the factors if the dims that are not indexed correspond. A shorter tensor has a window of them."""
+        dims, sizes = factors_of_first_operand(call)
         shapes = [call.shape(i) for i in range(1, len(call.operands))]
         if any(len(shape) != len(dims) for shape in shapes):
-            return uncut(call)
-        sizes["i"] = max(shape[place] for shape in shapes)
-        elements = (*dims[:place], ("i",), *dims[place + 1 :])
-        shown = {("operand", i): shape for i, shape in enumerate(shapes, 1)}
+            return all_unsharded(call)
+        sizes["i"] = max(shape[indexed_dim] for shape in shapes)
+        elements = (*dims[:indexed_dim], ("i",), *dims[indexed_dim + 1 :])
+        tensor_shapes = {("operand", i): shape for i, shape in enumerate(shapes, 1)}
         if self.combined is None:
-            shown["result", 0] = shapes[0]
-        each = [(at, name, size) for at, shape in shown.items() for (name,), size in zip(elements, shape, strict=True)]
+            tensor_shapes["result", 0] = shapes[0]
+        each = [(at, name, size) for at, shape in tensor_shapes.items() for (name,), size in zip(elements, shape, strict=True)]
         windows = {(*at, name): range(size) for at, name, size in each if size < sizes[name]}
         longer = {name for _, name, size in each if size > sizes[name]}
-        return self._joined(call, (dims, *(elements,) * len(shapes)), elements, sizes, ("i",), (place,), longer, windows)
+        return self._make_factors(
+            call, (dims, *(elements,) * len(shapes)), elements, sizes, ("i",), (indexed_dim,), longer, windows
+        )
 
-    def _joined(
+    def _make_factors(
         self,
         call: Call,
         operands: tuple[Dims, ...],
         elements: Dims,
         sizes: Mapping[str, int],
-        made: tuple[str, ...],
-        places: Sequence[int],
+        index_factors: tuple[str, ...],
+        indexed_dims: Sequence[int],
         whole: set[str],
         windows: Mapping[tuple[str, int, str], range] = MappingProxyType({}),
     ) -> Factors:
-        """``made``: the factors of the indices."""
-        kernels = dict.fromkeys([f"d{d}" for d in places], self.kernel)
+        """Return the factors with their kernels and strategies. ``index_factors``: the factors of the indices."""
+        kernels = dict.fromkeys([f"d{d}" for d in indexed_dims], self.kernel)
         fits = not windows and not (whole and self.address.form == "elements")
-        rows = self._travelling(call, operands, sizes, made, places) if fits else ()
+        strategies = self._exchange_strategies(call, operands, sizes, index_factors, indexed_dims) if fits else ()
         if self.combined is None:
-            return Factors(operands, (elements,), sizes, frozenset(whole), kernels=kernels, windows=windows, rows=rows)
-        how = self.combined(call)
-        kept = self.whole.union(whole, () if how else made)
-        reduced, additive = dict.fromkeys(made, how) if how else {}, frozenset({0} if how == "sum" else ())
-        return Factors(operands, (operands[0],), sizes, kept, reduced, additive, kernels, rows, windows)
+            return Factors(operands, (elements,), sizes, frozenset(whole), kernels=kernels, windows=windows, rows=strategies)
+        combine_op = self.combined(call)
+        unsharded = self.whole.union(whole, () if combine_op else index_factors)
+        reduced, additive = (
+            dict.fromkeys(index_factors, combine_op) if combine_op else {},
+            frozenset({0} if combine_op == "sum" else ()),
+        )
+        return Factors(operands, (operands[0],), sizes, unsharded, reduced, additive, kernels, strategies, windows)
 
-    def _travelling(
-        self, call: Call, operands: tuple[Dims, ...], sizes: Mapping[str, int], made: tuple[str, ...], places: Sequence[int]
+    def _exchange_strategies(
+        self,
+        call: Call,
+        operands: tuple[Dims, ...],
+        sizes: Mapping[str, int],
+        index_factors: tuple[str, ...],
+        indexed_dims: Sequence[int],
     ) -> tuple[Row, ...]:
-        """Those of what is cut along a dim, where the elements that are named are cut too, by the first of their dims."""
-        count = len(_indices(call))
-        if self.travelling is None or self.address.form not in ("rows", "places", "elements") or not made:
+        """Return strategies for a source that is sharded along an indexed dim while indices are sharded by their first dim."""
+        count = len(_index_operands(call))
+        if self.travelling is None or self.address.form not in ("rows", "places", "elements") or not index_factors:
             return ()
-        listed, source = tuple((name,) for name in made), operands[1 + count :]
-        if self.combined is not None and not (source and _contains(source[0], listed)):
+        index_dims, source = tuple((name,) for name in index_factors), operands[1 + count :]
+        if self.combined is not None and not (source and _contains_run(source[0], index_dims)):
             return ()
-        elements, names, rows = Along(made[0]), operands[1 : 1 + count], []
-        written = (elements,) * len(source)
-        for k, along in enumerate(Along(f"d{d}") for d in places):
+        elements, dims_of_indices, strategies = Along(index_factors[0]), operands[1 : 1 + count], []
+        source_specs = (elements,) * len(source)
+        for k, along in enumerate(Along(f"d{d}") for d in indexed_dims):
             result = (elements,) if self.combined is None else (along,)
-            if call.known and names[k] == listed and len(made) == 1 and call.named_by(1 + k) is not None:
-                alike = tuple([elements if (made[0],) in dims else R for dims in names])
-                rows.append(Row((along, *alike, *written), result, along.factor, self.staying))
-            if _dealt_out(call, names, made[0], sizes[made[0]]):
-                rows.append(Row((along, *(R,) * count, *written), result, along.factor, self.travelling))
-        return tuple(rows)
+            if (
+                call.known
+                and dims_of_indices[k] == index_dims
+                and len(index_factors) == 1
+                and call.local_index_split(1 + k) is not None
+            ):
+                index_specs = tuple([elements if (index_factors[0],) in dims else R for dims in dims_of_indices])
+                strategies.append(Row((along, *index_specs, *source_specs), result, along.factor, self.staying))
+            if _is_worth_exchanging(call, dims_of_indices, index_factors[0], sizes[index_factors[0]]):
+                strategies.append(Row((along, *(R,) * count, *source_specs), result, along.factor, self.travelling))
+        return tuple(strategies)
 
-    def names_own(self, choice: Choice) -> bool:
-        """Whether the names that are said to be of a rank's own block are: they, and the block, lie as when that was found."""
+    def are_indices_local(self, choice: Choice) -> bool:
+        """Return True if indices that are marked as local are local in this choice: they and the source have the same splits as
+        when marked."""
         call, operands = choice.call, choice.factors.operands
-        for row in choice.rows:
-            if row.kernel is self.staying and row.factor is not None:
-                places = self.address.dims(call) or ()
-                naming = 1 + places.index(int(row.factor[1:]))
-                ((named,),) = operands[naming]
-                if choice.splits.get(row.factor) != call.named_by(naming):
+        for strategy in choice.rows:
+            if strategy.kernel is self.staying and strategy.factor is not None:
+                indexed_dims = self.address.dims(call) or ()
+                index_operand = 1 + indexed_dims.index(int(strategy.factor[1:]))
+                ((index_factor,),) = operands[index_operand]
+                if choice.splits.get(strategy.factor) != call.local_index_split(index_operand):
                     return False
-                if choice.splits.get(named) != call.operands[naming].splits[0]:
+                if choice.splits.get(index_factor) != call.operands[index_operand].splits[0]:
                     return False
         return True
 
 
 @dataclass(frozen=True, slots=True)
-class Allowed(Word):
-    """What a rule says of a choice, and that names are found where they were."""
+class IndexingCondition(Word):
+    """The ``when`` of a rule, together with the check that local indices are local."""
 
-    factors: Indexed
+    factors: IndexingFactors
     rule: Callable[[Choice], bool] | None = None
 
     def __call__(self, choice: Choice) -> bool:
-        return self.factors.names_own(choice) and (self.rule is None or self.rule(choice))
+        return self.factors.are_indices_local(choice) and (self.rule is None or self.rule(choice))
 
     def own(self) -> tuple[Any, ...]:
         return () if self.rule is None else (self.rule,)
 
 
-def _dealt_out(call: Call, names: Sequence[Dims], first: str, size: Any) -> bool:
-    """Whether names are cut, or so many (or an open number) that no rank would go without."""
+def _is_worth_exchanging(call: Call, index_dims: Sequence[Dims], first: str, size: Any) -> bool:
+    """Return True if indices are sharded, or if each rank gets at least one (or their number is symbolic)."""
     if not isinstance(size, int) or size >= call.mesh.size():
         return True
-    cut = [
-        layout.splits[dims.index((first,))] for dims, layout in zip(names, call.operands[1:], strict=False) if (first,) in dims
+    splits = [
+        layout.splits[dims.index((first,))]
+        for dims, layout in zip(index_dims, call.operands[1:], strict=False)
+        if (first,) in dims
     ]
-    return any(split is not None for split in cut)
+    return any(split is not None for split in splits)
 
 
-def _contains(dims: Dims, listed: Dims) -> bool:
+def _contains_run(dims: Dims, listed: Dims) -> bool:
     return any(dims[k : k + len(listed)] == listed for k in range(len(dims)))
 
 
-def _of_result(call: Call) -> int:
-    """A rank's part of the result, which others may have."""
+def _result_share_bytes(call: Call) -> int:
+    """Return the bytes of a rank's share of the result, which other ranks may have to send."""
     return call.result_bytes()[0] // call.mesh.size()
 
 
-def _of_source(call: Call) -> int:
-    """A rank's part of what is written, which others may own."""
+def _source_share_bytes(call: Call) -> int:
+    """Return the bytes of a rank's share of the source, which it may have to send."""
     return call.operands[-1].nbytes // call.mesh.size()
 
 
-def _indices(call: Call) -> list[int]:
+def _index_operands(call: Call) -> list[int]:
     return [i for i, name in enumerate(call.names) if name in ("index", "indices")]
 
 
-def _fitted(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> Dims | None:
-    """The last of ``dims``, as many as ``shape`` has, none where one element is broadcast; None if they do not fit."""
-    own = dims[max(0, len(dims) - len(shape)) :]
-    if len(own) < len(shape):
+def _broadcast_dims(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> Dims | None:
+    """Return the last of ``dims``, as many as ``shape`` has, without those of broadcast elements. None if they do not fit."""
+    aligned = dims[max(0, len(dims) - len(shape)) :]
+    if len(aligned) < len(shape):
         return None
-    fits = [not dim or sizes[dim[0]] == size for dim, size in zip(own, shape, strict=True)]
+    fits = [not dim or sizes[dim[0]] == size for dim, size in zip(aligned, shape, strict=True)]
     if any(size != 1 and not fit for size, fit in zip(shape, fits, strict=True)):
         return None
-    return tuple([dim if fit else () for dim, fit in zip(own, fits, strict=True)])
+    return tuple([dim if fit else () for dim, fit in zip(aligned, fits, strict=True)])

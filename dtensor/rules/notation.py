@@ -1,18 +1,18 @@
-"""The factor notation: an operation seen as a map between named factors of its tensor dims.
+"""Notation of factors: an operation as a map between named factors of its tensor dims.
 
-``"m k, k n -> m n"`` names the dims of two operands and one result. A letter that stands on both sides passes through, one
-that is absent on the right is reduced.
+``"m k, k n -> m n"`` names the dims of two operands and one result. A letter on both sides passes through, one that is absent on
+the right is reduced.
 
 ======================= =====================================================================================================
 ``m``                   a factor, one dim
-``[m]``                 every rank needs it whole, unless the rule has a kernel that computes with its blocks
+``[m]``                 must be unsharded, unless the rule has a kernel that computes with its blocks
 ``(g i)``, ``(g [i])``  one dim made of two factors, major first
-``s*``, ``[s*]``        any number of dims, in every term that has them the same ones, right-aligned; size one broadcasts
+``s*``, ``[s*]``        any number of dims, the same in every term that has them, right-aligned; size one broadcasts
 ``...``                 a group too, without a name
-``@dim``, ``[@dim]``    the dims that argument ``dim`` picks, however many; ``a* @dim b*``: those before and those after them.
+``@dim``, ``[@dim]``    the dims that argument ``dim`` selects; ``a* @dim b*``: those before and those after them.
                         Absent on the right they are reduced (``keepdim`` leaves a dim of size one); only on the right, new.
-                        None and an empty list pick all dims, of ``@dim!`` none
-``1``, ``[]``           a dim that is no factor: of size one, or made of nothing that could be cut
+                        None and an empty list select all dims, of ``@dim!`` none
+``1``, ``[]``           a dim that is no factor: of size one, or one that cannot be sharded
 ``+m n``                an operand that is added to the result once
 ``weight: m n``         the operand of this argument; operands that a call lacks are left out
 ``each: s*``            every operand, every result
@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from ..base.caches import remembered
 from ..errors import RuleError
 
-Dim = tuple[str, ...]  # the factors of one tensor dim, major first; () is none
+Dim = tuple[str, ...]  # the factors of one tensor dim, major first; () if it has none
 EACH = "each"
 
 _WORD = r"\.\.\.|@[a-z]\w*!?|[a-z]\w*\*?"
@@ -43,7 +43,7 @@ _NAME = re.compile(r"\s*([A-Za-z_]\w*)\s*:")
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One operand or result: its dims, whether it is added to the result once, and which argument it is, where that is said."""
+    """An operand or result: its dims, whether it is added to the result once, and the name of its argument if it is given."""
 
     dims: tuple[Dim, ...]
     additive: bool = False
@@ -52,11 +52,11 @@ class Term:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pattern:
-    """A parsed rule notation; each text has one.
+    """A parsed rule notation. Equal texts give the same object.
 
     Attributes:
-        whole: what stands in brackets.
-        picking: the arguments that pick dims, as written (``dim``, ``dim!``).
+        whole: the factors in brackets.
+        picking: the arguments that select dims, as written (``dim``, ``dim!``).
     """
 
     text: str
@@ -67,28 +67,28 @@ class Pattern:
 
     @property
     def named(self) -> bool:
-        """Whether operands are told apart by their arguments, not by their places."""
+        """Return True if operands are identified by their arguments, not by their positions."""
         return bool(self.operands[0].name)
 
 
 def is_group(dim: Dim) -> bool:
-    """Whether these are any number of dims."""
+    """Return True if the dim is a group: any number of dims."""
     return len(dim) == 1 and dim[0][-1] in "*."
 
 
 def is_picked(dim: Dim) -> bool:
-    """Whether an argument tells which dims these are."""
+    """Return True if an argument selects the dims."""
     return len(dim) == 1 and dim[0][0] == "@"
 
 
 def argument_of(dim: Dim) -> str:
-    """The argument that picks a dim, as the notation writes it."""
+    """Return the argument that selects a dim, as the notation writes it."""
     return dim[0][1:]
 
 
 @remembered(8192)
 def parse(text: str) -> Pattern:
-    """The pattern that ``text`` denotes.
+    """Return the pattern that ``text`` denotes.
 
     Raises:
         RuleError: not of the form ``"a b, b c -> a c"``.
@@ -96,20 +96,20 @@ def parse(text: str) -> Pattern:
     left, arrow, right = text.partition("->")
     if not arrow:
         raise RuleError(f"pattern {text!r} has no '->'; write for example \"m k, k n -> m n\"")
-    whole: set[str] = set()
-    operands = tuple(_term(part, text, whole) for part in left.split(","))
-    results = tuple(_term(part, text, whole) for part in right.split(","))  # nothing on the right is one 0-d result
+    unsharded: set[str] = set()
+    operands = tuple(_parse_term(part, text, unsharded) for part in left.split(","))
+    results = tuple(_parse_term(part, text, unsharded) for part in right.split(","))  # an empty right side is one 0-d result
     if len({bool(term.name) for term in operands}) > 1:
         raise RuleError(f"pattern {text!r} names some operands but not all; name all of them")
-    known = {name for term in operands for dim in term.dims for name in dim}
-    unknown = {name for term in results for dim in term.dims for name in dim if name[0] != "@"} - known
+    operand_factors = {name for term in operands for dim in term.dims for name in dim}
+    unknown = {name for term in results for dim in term.dims for name in dim if name[0] != "@"} - operand_factors
     if unknown:
         raise RuleError(f"pattern {text!r}: {sorted(unknown)} appear only on the right of '->'")
     picking = dict.fromkeys(argument_of(dim) for term in (*operands, *results) for dim in term.dims if is_picked(dim))
-    return Pattern(text, operands, results, frozenset(whole), tuple(picking))
+    return Pattern(text, operands, results, frozenset(unsharded), tuple(picking))
 
 
-def _term(part: str, text: str, whole: set[str]) -> Term:
+def _parse_term(part: str, text: str, unsharded: set[str]) -> Term:
     name = _NAME.match(part)
     part = part[name.end() :] if name else part
     part = part.strip()
@@ -124,10 +124,10 @@ def _term(part: str, text: str, whole: set[str]) -> Term:
         if token in ("1", "[]"):
             dims.append(())
         elif token[0] == "[":
-            whole.add(token[1:-1])
+            unsharded.add(token[1:-1])
             dims.append((token[1:-1],))
         elif token[0] == "(":
-            whole.update(inner[1:-1] for inner in token[1:-1].split() if inner[0] == "[")
+            unsharded.update(inner[1:-1] for inner in token[1:-1].split() if inner[0] == "[")
             dims.append(tuple(token[1:-1].replace("[", "").replace("]", "").split()))
         else:
             dims.append((token,))

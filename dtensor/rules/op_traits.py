@@ -1,7 +1,7 @@
-"""What is known of operators beside their rules: where torch says otherwise without data than its kernels do, or has other words.
+"""Operator traits: facts of operators beside their rules, such as strides and refusals that torch's inference does not know.
 
-Declared in ``rules/aten/`` with :func:`fact`, by the names that rules are declared by, and asked for by the engine with
-:func:`facts_of`: it knows no operator by name.
+``rules/aten/`` declares them with :func:`fact`, by operator names. The engine reads them with :func:`facts_of`, and knows no
+operator by name.
 """
 
 from __future__ import annotations
@@ -16,37 +16,40 @@ from .call import Meta
 from .registry import read_all
 from .rule import Rule
 
-Given = dict[str, Any]  # arguments by name, as tensors without data
-Ask = Callable[..., Any]  # the operator itself (or the function that follows) on these
-Law = Callable[[Meta, Given], tuple[int, ...]]
+MetaArguments = dict[str, Any]  # arguments by name, with meta tensors
+RunInference = Callable[..., Any]  # ``ask(given, func)`` runs the operator (or ``func``) on these arguments
+StrideFunction = Callable[[Meta, MetaArguments], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of one operator.
+    """The traits of one operator.
 
     Attributes:
-        strides: of a new result, where inference is not what the kernels do.
-        infer: results without data, where the operator's own inference is not asked as it is: ``infer(ask, given, device)``.
-        by_device: strides or auxiliary shapes follow the library that computes (LAPACK, MKL or cuSOLVER, cuFFT, oneDNN or cuDNN).
-        refuses: each raises what the kernel does and inference lets pass, given the name and the arguments, tensors as layouts.
-        is_view: a result is a view of an argument, which the schema does not say.
-        shows: the elements that a view shows: a row or slice of a dim (``"slice"``), all in their order (``"all"``), or
-            the mirror image of each (``"mirror"``: what is done to every element is its own inverse).
-        needs_strides: a view that the strides of a block may not allow, where those of the whole do.
-        spelled: the function to call on locals; None, the operator itself, where torch's of that name takes other arguments.
+        strides: the strides of a new result, if inference differs from the kernels.
+        infer: ``infer(ask, given, device)`` returns results without data, instead of the operator's own inference.
+        by_device: strides or auxiliary shapes depend on the library that computes (LAPACK, MKL or cuSOLVER, cuFFT, oneDNN or
+            cuDNN).
+        refuses: checks that raise what the kernel raises and inference does not. They get the name and the arguments, tensors as
+            layouts.
+        is_view: a result is a view of an argument, which the schema does not state.
+        shows: the elements that a view has: a row or slice of a dim (``"slice"``), all in their order (``"all"``), or each
+            negated or conjugated (``"mirror"``: the operation is its own inverse).
+        needs_strides: a view that the strides of a block may not allow though those of the global tensor do.
+        spelled: the function to call on local tensors. None: the operator itself, because torch's function of that name takes
+            other arguments.
         takes_tensors: a list operator that makes a tensor of each number, converted to the dtype of its element.
-        per_element: it works on each element of its lists by itself.
-        each: the operator whose rule each element follows, where it has none of its own.
+        per_element: it computes each element of its lists by itself.
+        each: the operator with the rule that each element follows, if the list operator has none.
         flat: it reads its lists as flat memory, in the strides of the first.
-        joins: its result has its operands side by side: more of what the largest is.
-        touches: the memory that it reads and writes: of operands too, of results alone, or none (what is made and left as it is).
-        stores: autograd calls it when it stores a gradient, or does not where nobody else holds a reference: ranks may differ.
-        accumulates: torch adds gradients up with it, in an order that may differ between ranks (pipelines keep them in sets).
+        joins: its result concatenates its operands, and is preferred in the layout of the largest.
+        touches: the memory that it reads and writes: operands and results, results alone, or nothing (uninitialized results).
+        stores: autograd calls it when it stores a gradient, unless no other reference exists. So ranks may differ.
+        accumulates: torch accumulates gradients with it, in an order that may differ between ranks (pipelines keep them in sets).
     """
 
-    strides: Law | None = None
-    infer: Callable[[Ask, Given, str], Any] | None = None
+    strides: StrideFunction | None = None
+    infer: Callable[[RunInference, MetaArguments, str], Any] | None = None
     by_device: bool = False
     refuses: tuple[Callable[[str, dict[str, Any]], None], ...] = ()
     is_view: bool = False
@@ -63,65 +66,67 @@ class Facts:
     accumulates: bool = False
 
 
-_FACTS: dict[str, Facts] = {}
-_LISTS: list[str] = []  # how the names of list operators begin that are called as what they do to each element
-_NOTHING = Facts()
+_TRAITS: dict[str, Facts] = {}
+_LIST_PREFIXES: list[str] = []  # prefixes of list operators that apply the operator named by the rest to each element
+_NO_TRAITS = Facts()
 
 
-def fact(names: str, **known: Any) -> None:
-    """Declare what is known of operators (``"op"``: of all overloads; ``"op.overload"``; ``"op.default"``, that without a name).
+def fact(names: str, **traits: Any) -> None:
+    """Declare the traits of operators (``"op"``: of all overloads; ``"op.overload"``; ``"op.default"``: the overload without a
+    name).
 
     Raises:
-        RuleError: something is known of one of them already, which stands elsewhere.
+        RuleError: the traits of one of them are declared already.
     """
     for name in names.split():
-        if f"aten::{name}" in _FACTS:
+        if f"aten::{name}" in _TRAITS:
             raise RuleError(f"the traits of aten::{name} are declared twice; declare them once")
-        _FACTS[f"aten::{name}"] = Facts(**known)
+        _TRAITS[f"aten::{name}"] = Facts(**traits)
 
 
-def lists(prefix: str) -> None:
-    """Declare that operators with this prefix do to each element of their lists what the rest of their name says."""
-    _LISTS.append(prefix)
+def declare_list_prefix(prefix: str) -> None:
+    """Declare that operators with this prefix apply the operator named by the rest to each element of their lists."""
+    _LIST_PREFIXES.append(prefix)
 
 
 def list_forms(name: str) -> list[str]:
-    """The names that list forms of ``"mul"`` may have."""
+    """Return the names that list variants of ``"mul"`` may have."""
     read_all()
-    return [prefix + name for prefix in _LISTS]
+    return [prefix + name for prefix in _LIST_PREFIXES]
 
 
 def rule_of_each(func: Any) -> Rule | None:
-    """The rule that each element of a list operator follows."""
+    """Return the rule that each element of a list operator follows, or None."""
     each = facts_of(func).each
     return None if each is None else read_all().get(each)
 
 
 @remembered(8192)
 def facts_of(func: Any) -> Facts:
-    """What is known of an overload: its own, its operator's, or that of the operator it is an in-place variant of."""
+    """Return the traits of an overload, merged with those of its operator and of the operator of which it is the in-place
+    variant."""
     read_all()
     schema = func._schema
     names = (f"{schema.name}.{schema.overload_name or 'default'}", schema.name, schema.name.removesuffix("_"))
-    found = [_FACTS[name] for name in dict.fromkeys(names) if name in _FACTS]
-    namespace, _, own = schema.name.partition("::")
-    for prefix in _LISTS:
-        if own.startswith(prefix):
-            each = own.removeprefix(prefix).removesuffix("_")
-            found.append(Facts(per_element=True, each=f"{namespace}::{each}"))
-    return found[0] if len(found) == 1 else _merged(found) if found else _NOTHING
+    declared = [_TRAITS[name] for name in dict.fromkeys(names) if name in _TRAITS]
+    namespace, _, operator_name = schema.name.partition("::")
+    for prefix in _LIST_PREFIXES:
+        if operator_name.startswith(prefix):
+            element_operator = operator_name.removeprefix(prefix).removesuffix("_")
+            declared.append(Facts(per_element=True, each=f"{namespace}::{element_operator}"))
+    return declared[0] if len(declared) == 1 else _merge_traits(declared) if declared else _NO_TRAITS
 
 
 @remembered(8192)
 def shows_memory(func: Any) -> bool:
-    """Whether some result of an overload is memory of an argument, not written to."""
+    """Return True if some result of an overload is a view of an argument and is not written to."""
     schema = func._schema
-    written = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
-    shown = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-    return shown or (facts_of(func).is_view and not written)
+    mutates = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
+    aliases = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    return aliases or (facts_of(func).is_view and not mutates)
 
 
-def _merged(found: list[Facts]) -> Facts:
-    """What the first of them says, and beside it what the others say."""
-    said = [{f.name: getattr(each, f.name) for f in fields(each) if getattr(each, f.name) != f.default} for each in found]
-    return Facts(**{name: value for each in reversed(said) for name, value in each.items()})
+def _merge_traits(traits: list[Facts]) -> Facts:
+    """Return the traits of the first with those that only later ones declare."""
+    declared = [{f.name: getattr(each, f.name) for f in fields(each) if getattr(each, f.name) != f.default} for each in traits]
+    return Facts(**{name: value for each in reversed(declared) for name, value in each.items()})

@@ -1,4 +1,5 @@
-"""Random operations as declarations: a block of what one global draw gives, whether or not the values of an operand decide it."""
+"""Random operators as declarations: a rank's block of one global random tensor, also if operand values decide what is
+generated."""
 
 from __future__ import annotations
 
@@ -24,52 +25,52 @@ from .rule import Rule, Word
 
 @dataclass(frozen=True, slots=True)
 class DrawLike(Word):
-    """A block of what the op draws for a whole tensor with the strides of the global operand, whose values do not matter."""
+    """A block of the random tensor that the operator generates for the global tensor. Values of the operand have no influence."""
 
     def __call__(self, at: KernelContext, like: Any, *args: Any, **kwargs: Any) -> Any:
-        result, func, (sampler, has_out) = at.results[0], at.call.func, at.once(_manner)
+        result, func, (sampler, has_out) = at.results[0], at.call.func, at.once(_sampler_and_out)
         assert result is not None
 
-        def block(layouts: Sequence[Layout], args: Any, kwargs: Any) -> Any:
-            drawn, whole = layouts
+        def generate(layouts: Sequence[Layout], args: Any, kwargs: Any) -> Any:
+            result_layout, operand_layout = layouts
             if sampler is not None and DRAWING.mode == "counter":
-                given = _arguments_of(func, args, kwargs)
-                return draw_counted(drawn, sampler, given, given.get("generator"))
-            return draw(drawn, lambda device: sample(drawn, whole, device, args, kwargs))
+                named = _arguments_of(func, args, kwargs)
+                return draw_counted(result_layout, sampler, named, named.get("generator"))
+            return draw(result_layout, lambda device: run_operator(result_layout, operand_layout, device, args, kwargs))
 
-        def sample(drawn: Layout, layout: Layout, device: torch.device, args: Any, kwargs: Any) -> Tensor:
-            whole = room_for(layout, device)
-            into = {"out": room_for(drawn, device)} if has_out else {}
-            made: Tensor = func(whole, *args, **kwargs, **into)
-            return made
+        def run_operator(result_layout: Layout, layout: Layout, device: torch.device, args: Any, kwargs: Any) -> Tensor:
+            operand_layout = allocate_global(layout, device)
+            into = {"out": allocate_global(result_layout, device)} if has_out else {}
+            result_tensor: Tensor = func(operand_layout, *args, **kwargs, **into)
+            return result_tensor
 
-        return as_one_step((result, at.operands[0]), block, args, kwargs)
+        return as_one_step((result, at.operands[0]), generate, args, kwargs)
 
 
-def room_for(layout: Layout, device: torch.device) -> Tensor:
-    """Room for a whole result: what is drawn for an element follows from where in memory it lies."""
+def allocate_global(layout: Layout, device: torch.device) -> Tensor:
+    """Return memory for a global result. The number generated for an element depends on its place in memory."""
     return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
 
 
-def _manner(call: Call) -> tuple[Sampler | None, bool]:
-    """How an operator draws by counting, and whether it is one that fills ``out=``."""
+def _sampler_and_out(call: Call) -> tuple[Sampler | None, bool]:
+    """Return the sampler with which the operator generates by counters, or None, and whether it fills ``out=``."""
     schema = call.func._schema
     return sampler_of(schema.name.partition("::")[2]), any(argument.is_out for argument in schema.arguments)
 
 
 def _arguments_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments after the first by name, defaults filled in."""
+    """Return the arguments after the first by name, with defaults filled in."""
     declared = func._schema.arguments[1:]
-    given = {argument.name: argument.default_value for argument in declared if argument.has_default_value()}
-    return given | dict(zip((argument.name for argument in declared), args, strict=False)) | kwargs
+    named = {argument.name: argument.default_value for argument in declared if argument.has_default_value()}
+    return named | dict(zip((argument.name for argument in declared), args, strict=False)) | kwargs
 
 
 @dataclass(frozen=True, slots=True)
 class DrawAround(Word):
-    """The op on whole tensors that hold one block each, and elsewhere ``other``, a value that the op takes.
+    """The operator on global tensors that contain one block each, and elsewhere ``other``, a value that the operator accepts.
 
-    How many numbers are drawn does not depend on values, so each block is what one device gives, at the cost of the whole
-    tensor's time and transient memory on each rank (see ``draw``).
+    How many numbers are generated does not depend on values. So each block is what one device generates, at the cost of the
+    global tensor's time and memory on each rank (see ``draw``).
     """
 
     other: float
@@ -77,35 +78,41 @@ class DrawAround(Word):
     def __call__(self, at: KernelContext, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
         result, call = at.results[0], at.call
         assert result is not None
-        op, mesh, (_, has_out) = call.func, call.mesh, at.once(_manner)  # by its packet, one element is a number
+        op, mesh, (_, has_out) = (
+            call.func,
+            call.mesh,
+            at.once(_sampler_and_out),
+        )  # not the packet, which takes one element as a number
         places = [i for i, value in enumerate(args) if isinstance(value, Tensor)]
-        given = [layout for layout, name in zip(at.operands, call.names, strict=True) if isinstance(call.arguments[name], Layout)]
+        layouts = [
+            layout for layout, name in zip(at.operands, call.names, strict=True) if isinstance(call.arguments[name], Layout)
+        ]
 
-        def one(layouts: Sequence[Layout], member: int | None, *values: Any) -> Tensor:
-            whole = list(values)
+        def generate_block(layouts: Sequence[Layout], member: int | None, *values: Any) -> Tensor:
+            embedded = list(values)
             for layout, i in zip(layouts[1:], places, strict=True):
-                whole[i] = around(values[i], layout, member, self.other)
-            into = {"out": room_for(layouts[0], values[places[0]].device)} if has_out else {}
-            return own_block_of(op(*whole, generator=generator, **into), layouts[0], member)
+                embedded[i] = embed_block(values[i], layout, member, self.other)
+            into = {"out": allocate_global(layouts[0], values[places[0]].device)} if has_out else {}
+            return own_block_of(op(*embedded, generator=generator, **into), layouts[0], member)
 
-        def drawn(layouts: Sequence[Layout], *args: Any) -> Any:
-            return from_one_state(mesh, generator, partial(one, layouts), *args)
+        def generate(layouts: Sequence[Layout], *args: Any) -> Any:
+            return from_one_state(mesh, generator, partial(generate_block, layouts), *args)
 
-        return as_one_step((result, *given), drawn, *args)
+        return as_one_step((result, *layouts), generate, *args)
 
 
-def around(block: Tensor, layout: Layout, member: int | None, other: float) -> Tensor:
-    """A tensor of the global shape that holds one member's block (None: no block), and ``other`` elsewhere.
+def embed_block(block: Tensor, layout: Layout, member: int | None, fill_value: float) -> Tensor:
+    """Return a tensor of the global shape with one rank's block (None: no block) and ``fill_value`` elsewhere.
 
-    It lies in memory as torch has a tensor like the global one, whose elements may share memory (it is expanded).
+    Its memory order is that of a tensor like the global one, which may be expanded.
     """
     if member is not None and block.shape == layout.shape and block.stride() == layout.stride:
         return block
     stride = torch.empty_like(torch.empty_strided(layout.shape, layout.stride, device="meta")).stride()
-    whole = torch.empty_strided(layout.shape, stride, dtype=block.dtype, device=block.device).fill_(other)
+    embedded = torch.empty_strided(layout.shape, stride, dtype=block.dtype, device=block.device).fill_(fill_value)
     if member is not None:
-        place_in(whole, layout, layout.mesh.coordinates[member]).copy_(block)
-    return whole
+        place_in(embedded, layout, layout.mesh.coordinates[member]).copy_(block)
+    return embedded
 
 
 def drawn(
@@ -117,7 +124,9 @@ def drawn(
     partials: Any = (),
     factors: Any = None,
 ) -> Rule:
-    """A rule for operators that draw. ``around``: what stands beside a rank's block where values decide what is drawn (a value
-    that the operator takes); ``run``: another kernel."""
+    """Declare random operators.
+
+    ``around``: the value beside a rank's block if values decide what is generated. ``run``: another kernel.
+    """
     kernel = run or (DrawLike() if around is None else DrawAround(around))
     return register(names, Rule(factors or Notation(parse(pattern)), rows(partials), run=kernel, kind="random"))

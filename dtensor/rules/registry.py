@@ -1,7 +1,7 @@
-"""Where rules are found: by operator name, for all its overloads, in-place and ``out=`` variants.
+"""Registry of rules by operator name: one rule serves all overloads, in-place and ``out=`` variants.
 
-Modules of declarations, the library's own among them, are named here and read at the first question, not at import: half of the
-package is declarations.
+Modules of declarations, also those of the library, are registered by name and imported at the first look-up, not at import of the
+package: half of the package is declarations.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ _RULES: dict[str, Rule] = {}
 _FAMILIES: dict[str, str] = {}  # operator -> the module of dtensor.rules.aten that declares its rule
 _TAGGED: dict[Any, Rule] = {}
 _SEEDED = frozenset({torch.Tag.nondeterministic_seeded})
-_reading = RLock()
-_unread: list[str] = []  # modules that declare rules
+_READ_LOCK = RLock()
+_UNREAD_MODULES: list[str] = []  # modules that declare rules
 
 
 def read_from(module: str) -> None:
-    """Say which module declares rules when it is imported."""
-    _unread.append(module)
+    """Register a module that declares rules when it is imported."""
+    _UNREAD_MODULES.append(module)
 
 
 def read_all() -> dict[str, Rule]:
-    """The rules, those of modules that were not read yet among them."""
-    if _unread:
-        with _reading:  # who comes meanwhile waits: half of the rules would be another plan
-            for module in tuple(_unread):
+    """Return all rules. Import the modules that were not imported yet."""
+    if _UNREAD_MODULES:
+        with _READ_LOCK:  # other threads wait: a partly loaded registry would give them other plans
+            for module in tuple(_UNREAD_MODULES):
                 import_module(module)
-                _unread.remove(module)
+                _UNREAD_MODULES.remove(module)
     return _RULES
 
 
@@ -44,7 +44,7 @@ def register(names: str, rule: Rule) -> Rule:
     """Declare ``rule`` for operators (``"mm"`` is ``aten::mm``; ``"lib::op"``; ``"op.overload"`` for one overload only).
 
     Raises:
-        RuleError: a name has a rule already.
+        RuleError: a name already has a rule.
     """
     for name in names.split():
         full = name if "::" in name else f"aten::{name}"
@@ -74,50 +74,53 @@ def family_of(name: str) -> str | None:
 
 
 def register_tagged(tag: Any, rule: Rule) -> None:
-    """Declare ``rule`` for operators without one of their own that say by a tag of torch what they are (and draw nothing)."""
+    """Declare ``rule`` for operators without an own rule that have a tag of torch and are not random."""
     _TAGGED[tag] = rule
 
 
 def unregister(name: str) -> None:
-    """Forget the rule of one operator name."""
+    """Remove the rule of one operator name."""
     read_all().pop(name if "::" in name else f"aten::{name}", None)
 
 
 def rules() -> dict[str, Rule]:
-    """All registered rules by operator name (a copy)."""
+    """Return all registered rules by operator name (a copy)."""
     return dict(read_all())
 
 
 def lookup(func: Any) -> Rule | None:
-    """The rule for an operator overload: its own, its operator's, that of the one it is an in-place variant of, or of its tag."""
-    known = read_all() if _unread else _RULES
+    """Return the rule of an overload, or None.
+
+    It is that of the overload, of its operator, of the operator of which it is the in-place variant, or of its tag.
+    """
+    registered = read_all() if _UNREAD_MODULES else _RULES
     name = func._schema.name
-    found = known.get(f"{name}.{overload_served(func) or 'default'}")
-    if found is not None:
-        return found
-    found = known.get(name)
-    if found is None and name.endswith("_") and not name.endswith("__"):
-        found = known.get(name[:-1])
-    if found is None and name.startswith("prims::"):  # torch's decompositions in forward mode, in words of their own
-        same = known.get(name.replace("prims::", "aten::"))
-        found = same if same is not None and same.kind == "pointwise" else None
-    if found is None and not _SEEDED.issubset(func.tags):
-        found = next((_TAGGED[tag] for tag in func.tags if tag in _TAGGED), None)
-    return found
+    rule = registered.get(f"{name}.{overload_served(func) or 'default'}")
+    if rule is not None:
+        return rule
+    rule = registered.get(name)
+    if rule is None and name.endswith("_") and not name.endswith("__"):
+        rule = registered.get(name[:-1])
+    if rule is None and name.startswith("prims::"):  # decompositions of forward AD use prims operators
+        aten_rule = registered.get(name.replace("prims::", "aten::"))
+        rule = aten_rule if aten_rule is not None and aten_rule.kind == "pointwise" else None
+    if rule is None and not _SEEDED.issubset(func.tags):
+        rule = next((_TAGGED[tag] for tag in func.tags if tag in _TAGGED), None)
+    return rule
 
 
 @remembered(8192)
 def overload_served(func: Any) -> str:
-    """The overload's name; that of the one without ``out=`` that takes the same arguments, where it has such a form."""
+    """Return the overload's name. For an ``out=`` overload, that of the overload with the same arguments without ``out=``."""
     name = str(func._schema.overload_name)
     packet = getattr(func, "overloadpacket", None)
     if packet is None or not any(argument.is_out for argument in func._schema.arguments):
         return name
-    taken = _taken(func._schema)
+    types = _argument_types(func._schema)
     others = [other for other in packet.overloads() if not any(a.is_out for a in getattr(packet, other)._schema.arguments)]
-    same = [other for other in others if _taken(getattr(packet, other)._schema) == taken]
-    return name.removesuffix("_out") if not same else same[0].removeprefix("default")
+    matching = [other for other in others if _argument_types(getattr(packet, other)._schema) == types]
+    return name.removesuffix("_out") if not matching else matching[0].removeprefix("default")
 
 
-def _taken(schema: Any) -> list[str]:
+def _argument_types(schema: Any) -> list[str]:
     return [str(argument.type) for argument in schema.arguments if not argument.is_out]

@@ -1,8 +1,8 @@
-"""What a rule is: data that says which placements an operation keeps, on ONE mesh dim.
+"""Rules: data that states which placements an operator keeps, on ONE mesh dim.
 
-``Factors`` is a rule applied to one call: every tensor dim written as a product of factors. Sharding a factor shards every
-tensor dim it leads; a factor missing from a result leaves it ``Partial``. ``candidates`` turns that and the rule's partial rows
-into :class:`Row` s, the ways in which the local op gives the right blocks.
+``Factors`` is a rule applied to one call: every tensor dim is a product of factors. Sharding a factor shards every tensor dim
+that it leads. A factor that a result lacks leaves the result ``Partial``. ``candidates`` makes the strategies from the factors
+and the rule's partial strategies: the ways in which the local operator computes the right blocks.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from ..placement import REDUCE_OPS, Monoid, Partial, Replicate
 from .call import Call, Meta
 from .disjoint_partial import Parted
 
-Dims = tuple[tuple[str, ...], ...]  # per tensor dim its factors, major first; () cannot be sharded
+Dims = tuple[tuple[str, ...], ...]  # for each tensor dim its factors, major first; () cannot be sharded
 Shapes = tuple[tuple[int, ...], ...]
 
 
 class Word:
-    """What the language makes of a declaration: called like the function that it stands for."""
+    """A callable object that a declaration function makes: data instead of a closure, so that its parts can be inspected."""
 
     __slots__ = ()
 
     def own(self) -> tuple[Any, ...]:
-        """Kernels and functions that were handed to it."""
+        """Return the kernels and functions that were passed to the declaration."""
         return ()
 
 
 @dataclass(frozen=True, slots=True)
 class Along:
-    """On this mesh dim the tensor is sharded along a factor."""
+    """A tensor that is sharded along a factor on this mesh dim."""
 
     factor: str
 
@@ -50,16 +50,17 @@ R = Replicate()
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """How to compute when a factor that the plain local op needs whole is sharded.
+    """A function with collectives that computes while a factor is sharded that the operator needs unsharded.
 
     Args:
-        run: ``run(at, *args, **kwargs)`` gets the op's arguments with tensors replaced by locals, and a ``KernelContext``; it
-            returns locals.
-        lacking: the spec of the results that do not have the factor, one for all or one for each result.
-        collectives: how many ``run`` issues, the usual number where the data decide; ``nbytes``: that a rank gives to all of them
-            (it receives as many where two share the factor). Prices, which ``tests/rules/test_kernel_costs.py`` compares.
-        joint: ``run`` also computes with several of its factors sharded, by different mesh dims.
-        orderless: a block may be any slices along the factor.
+        run: ``run(at, *args, **kwargs)`` gets a ``KernelContext`` and the operator's arguments with local tensors. It returns
+            local tensors.
+        lacking: the spec of the results that lack the factor, one for all or one for each result.
+        collectives: how many collectives ``run`` issues. If data decide, the usual number.
+        nbytes: bytes that a rank sends in all of them (it receives as many if two ranks share the factor). Both are costs, which
+            ``tests/rules/test_kernel_costs.py`` compares.
+        joint: ``run`` also computes with several of its factors sharded by different mesh dims.
+        orderless: a block may consist of any slices along the factor.
     """
 
     run: Callable[..., Any]
@@ -80,16 +81,16 @@ class Factors:
     Attributes:
         operands, results: the factors of each tensor dim.
         sizes: global size of each factor.
-        whole: factors that every rank needs whole.
-        reduced: factor -> reduce op of the results that lack it ("R": they are whole, and the same), or one for each result.
+        whole: factors that must be unsharded.
+        reduced: factor -> reduce op of the results that lack it, or one for each result. "R": these results are replicated.
         additive: operands that are added once, so they are Partial wherever a factor is summed.
-        kernels: factor -> kernel to run instead of the op when this factor is sharded.
-        rows: the rows of the factors, where they do not follow from their positions (a user's table of placements).
-        windows: ("operand" or "result", position, factor) -> the positions of the factor that this tensor holds, where not all.
-        groups: factor -> the factor that counts its groups, and the argument that says which group each position belongs to.
-        orderless: factors whose blocks may be any slices, also for what computes instead of the op.
+        kernels: factor -> kernel that runs instead of the operator if the factor is sharded.
+        rows: strategies that do not follow from the positions of factors (a user's table of placements).
+        windows: ("operand" or "result", position, factor) -> the positions of the factor that this tensor has, if not all.
+        groups: factor -> the factor that counts its groups, and the argument that states the group of each position.
+        orderless: factors with blocks that may be any slices, also for what computes instead of the operator.
 
-    Names that begin with "@" are readings of their tensor dim, each the whole of it ("@0" with what is inside it, "@0/2").
+    Names that begin with "@" are readings of a tensor dim. Each reading is the complete dim ("@0" with its inner part "@0/2").
     """
 
     operands: tuple[Dims, ...]
@@ -107,13 +108,16 @@ class Factors:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way to place operands and results on one mesh dim so that the local op is right (``parted``: for such operands)."""
+    """A strategy: placements of operands and results on one mesh dim with which the local operator is right.
+
+    ``parted``: the disjoint rows of the operands that it is for.
+    """
 
     operands: tuple[Spec, ...]
     results: tuple[Spec, ...]
     factor: str | None = None
     kernel: Kernel | None = None
-    needs: tuple[tuple[int, str], ...] = ()  # operands that must be "finite", or "nonzero"
+    needs: tuple[tuple[int, str], ...] = ()  # operands that must be "finite" or "nonzero"
     parted: Parted | None = None
 
 
@@ -122,7 +126,7 @@ Partials = tuple[str | Row, ...]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A full choice for all mesh dims: how each factor is cut (in units of the factor)."""
+    """A strategy for each mesh dim, with the resulting splits of factors."""
 
     call: Call
     factors: Factors
@@ -130,13 +134,13 @@ class Choice:
     splits: Mapping[str, Split]
 
     def sizes(self, factor: str) -> tuple[int, ...]:
-        """Block sizes of a factor (one block if it is not sharded)."""
+        """Return the block sizes of a factor (one block if it is not sharded)."""
         split = self.splits.get(factor)
         return (self.factors.sizes[factor],) if split is None else split.sizes
 
 
 class LocalView:
-    """The blocks of one member, for ``local_args``: shapes and offsets of operands and results, per tensor dim."""
+    """The blocks of one rank, for ``local_args``: shapes and offsets of operands and results, for each tensor dim."""
 
     def __init__(self, operands: Sequence[Layout], results: Sequence[Layout], coordinate: tuple[int, ...]) -> None:
         self._layouts = operands, results
@@ -164,31 +168,33 @@ class Rule:
     """A sharding rule.
 
     Attributes:
-        factors: the factors of a call, or None where the rule does not apply (the op then decomposes or gathers).
-        partials: how partial operands pass through (see :func:`parse_partial`; a :class:`Row` says what a text cannot), or a
-            function of the call giving the rows.
-        when: a predicate on a full choice, true only where the local ops give the right blocks.
-        nonempty: letters, groups and picked dims of the notation whose blocks must all have elements, ``"*"`` of all of them,
-            ``"reduced"`` of what shards are combined of, unless by sums and norms: the operator refuses to have none.
-        local_args: arguments to replace for one member, ``local_args(call, view) -> {name: value}``; ``local`` may have others.
-        local: a function to call instead of the op, same arguments.
-        run: the same with a ``KernelContext`` first, whatever row is chosen (random ops: every block of one global draw).
-        answer: the value itself, from layouts alone, for operations that return no tensor (``NotImplemented``: the data decide).
-        absent: the Python value on ranks outside of the mesh, for operations that return no tensor.
-        metas: what the results look like, for operators whose own meta kernel is missing or refuses what they take.
-        shapes: the shapes of the results where they follow from those of the operands, none of whose sizes is 0 or 1 (None: the
-            operator is asked, as it is where this is not given). Where operands are dense in memory, so are the results.
-        decompose: the operation in terms of others, with its arguments; it is called with DTensors and comes before ``factors``,
-            for the calls that ``decomposes`` picks (default all).
-        measured: result shapes depend on data; ``factors`` has none, and what the local op or kernel gives is whole on all ranks,
-            but what a kernel gives as :class:`~dtensor.rules.kernel_context.Measured`.
-        writes: arguments that a call writes to though its schema does not say so (running statistics).
-        plain: arguments that may be plain tensors, the same on all ranks, beside DTensors (tables of indices, class weights).
-        floats_matter: the plan depends on the value of Python floats (an output size, say): they enter the cache key.
-        as_laid_out: the operator chooses, refuses or reads memory by its operands' strides: blocks get the order of the global.
-        flops: of the products of a whole call, where the factors do not show them (see ``flops.py``).
-        kind: the verb that made it, for the docs.
-        samples: arguments to verify it with, as whoever declared it gave them.
+        factors: a function from a call to its factors, or to None if the rule does not apply. The operator then decomposes or is
+            gathered.
+        partials: strategies for partial operands (see :func:`parse_partial`), or a function of the call that returns them. A
+            strategy object states what a text cannot.
+        when: a predicate on a complete choice. It is true only if the local operators compute the right blocks.
+        nonempty: letters, groups and selected dims of the notation with blocks that must have elements, because the operator
+            refuses to have none. ``"*"``: all of them. ``"reduced"``: those that are reduced, unless by sums and norms.
+        local_args: ``local_args(call, view) -> {name: value}``: arguments to replace for one rank. ``local`` may have other
+            arguments.
+        local: a function to call instead of the operator, with the same arguments.
+        run: the same with a ``KernelContext`` first, for all strategies (random operators: a block of one global random tensor).
+        answer: a function from the call to the value of an operator that returns no tensor. ``NotImplemented``: data decide.
+        absent: the Python value on ranks outside of the mesh, for operators that return no tensor.
+        metas: metadata of the results, for operators with a missing or too strict meta kernel.
+        shapes: shapes of the results, if they follow from operand shapes without sizes 0 and 1. None: the operator is run on meta
+            tensors. If operands are dense in memory, so are the results.
+        decompose: the operator in terms of others, called with DTensors. It comes before ``factors``, for the calls that
+            ``decomposes`` selects (default all).
+        measured: result shapes depend on data. Factors have no results. Results are replicated, except
+            :class:`~dtensor.rules.kernel_context.Measured` ones of a kernel.
+        writes: arguments that a call writes to though its schema does not state it (running statistics).
+        plain: arguments that may be plain tensors, equal on all ranks, beside DTensors (tables of indices, class weights).
+        floats_matter: the plan depends on the values of Python floats (an output size), so they are part of the cache key.
+        as_laid_out: the operator depends on the strides of its operands, so blocks get the memory order of the global tensor.
+        flops: FLOPs of the products of a whole call, if the factors do not show them (see ``flops.py``).
+        kind: the declaration function that made the rule, for the docs.
+        samples: arguments that verify the rule, given by its author.
     """
 
     factors: Callable[[Call], Factors | None]
@@ -214,7 +220,8 @@ class Rule:
     samples: tuple[Any, ...] = ()
 
     def allows(self, choice: Choice) -> bool:
-        """Whether the local ops give the right blocks: a mean of means is the mean where all blocks have one size."""
+        """Return True if the local operators compute the right blocks. A mean of means is the mean only if all blocks have one
+        size."""
         reduced = choice.factors.reduced
         for name, split in choice.splits.items():
             if self.nonempty and 0 in split.sizes and self._needs_elements(name, reduced):
@@ -228,18 +235,18 @@ class Rule:
             case "*":
                 return True
             case "reduced":
-                return factor in reduced and not starts_at_zero(reduced[factor])
+                return factor in reduced and not has_zero_identity(reduced[factor])
             case _:
                 return factor.partition(".")[0] in labels(self.nonempty)
 
 
-def starts_at_zero(op: Any) -> bool:
-    """Whether 0 is the reduction of nothing, which is what operators give that refuse other ones."""
+def has_zero_identity(op: Any) -> bool:
+    """Return True if the reduction of nothing is 0, which operators return that refuse other empty reductions."""
     return not isinstance(op, tuple) and not identity(op, torch.empty((), device="cpu")).item()
 
 
 def labels(words: str) -> frozenset[str]:
-    """The letters, groups and picked dims that ``words`` name.
+    """Return the letters, groups and selected dims that ``words`` name.
 
     >>> sorted(labels("m s* @dim"))
     ['dim', 'm', 's']
@@ -247,70 +254,87 @@ def labels(words: str) -> frozenset[str]:
     return frozenset(word.strip("@!*.") for word in words.split() if word != "*")
 
 
-def named(prefix: str, shape: Sequence[int]) -> tuple[Dims, dict[str, int]]:
-    """A factor for each dim, and their sizes."""
+def name_dims(prefix: str, shape: Sequence[int]) -> tuple[Dims, dict[str, int]]:
+    """Return a factor for each dim, and their sizes."""
     sizes = {f"{prefix}{d}": size for d, size in enumerate(shape)}
     return tuple([(name,) for name in sizes]), sizes
 
 
-def own_factors(call: Call) -> tuple[Dims, dict[str, int]]:
-    """One factor for each dim of operand 0, and their sizes."""
-    return named("d", call.shape(0))
+def factors_of_first_operand(call: Call) -> tuple[Dims, dict[str, int]]:
+    """Return one factor for each dim of operand 0, and their sizes."""
+    return name_dims("d", call.shape(0))
 
 
-def uncut(call: Call) -> Factors:
-    """Every rank needs all of it."""
+def all_unsharded(call: Call) -> Factors:
+    """Return factors with which every rank needs all operands unsharded."""
     results = tuple([((),) * len(meta.shape) for meta in call.results if meta is not None])
     return Factors(tuple([((),) * len(layout.shape) for layout in call.operands]), results, {})
 
 
-def stands(dims: Dims, factor: str) -> int | None:
-    """The tensor dim that ``factor`` is part of; None if it stands nowhere."""
+def find_dim(dims: Dims, factor: str) -> int | None:
+    """Return the tensor dim that has ``factor``, or None."""
     return next((d for d, names in enumerate(dims) if factor in names), None)
 
 
 def alone(dims: Dims, names: tuple[str, ...]) -> int | None:
-    """The tensor dim that is these factors and no others."""
+    """Return the tensor dim that consists of exactly these factors, or None."""
     return dims.index(names) if names in dims else None
 
 
 def candidates(factors: Factors, partials: Partials) -> list[Row]:
-    """All rows, the ones that shard first (declaration order breaks ties)."""
-    rows = [*factors.rows]
+    """Return all strategies, those that shard a factor first. The order of declaration breaks ties."""
+    strategies = [*factors.rows]
     names = dict.fromkeys(name for dims in (*factors.operands, *factors.results) for dim in dims for name in dim)
     for name in names:
-        if name[0] != "@" and name not in factors.whole and (row := _row_of(factors, name)) is not None:
-            rows.append(row)
+        if name[0] != "@" and name not in factors.whole and (strategy := _strategy_of_factor(factors, name)) is not None:
+            strategies.append(strategy)
     for text in partials:
-        row = text if isinstance(text, Row) else parse_partial(text, len(factors.operands), len(factors.results))
-        if row is not None:
-            rows.append(row)
-    rows.append(Row((R,) * len(factors.operands), (R,) * len(factors.results)))
-    return rows
+        strategy = text if isinstance(text, Row) else parse_partial(text, len(factors.operands), len(factors.results))
+        if strategy is not None:
+            strategies.append(strategy)
+    strategies.append(Row((R,) * len(factors.operands), (R,) * len(factors.results)))
+    return strategies
 
 
-def _row_of(factors: Factors, name: str) -> Row | None:
-    operand_dims = [stands(dims, name) for dims in factors.operands]
-    result_dims = [stands(dims, name) for dims in factors.results]
+def orderless(rule: Rule, factors: Factors, factor: str) -> bool:
+    """Return True if no computation depends on where blocks along ``factor`` begin, so that blocks may be any slices of the dim.
+
+    This holds for a single factor without a kernel that needs the position, with at most a reduction over it.
+    ``Factors.orderless`` states it where ``rule.run`` computes the blocks.
+    """
+    if rule.run is not None or factor in factors.orderless:
+        return factor in factors.orderless
+    rows = [] if factors.rows else [row for row in candidates(factors, ()) if row.factor == factor]
+    monoids = [spec for row in rows for spec in row.results if isinstance(spec, Partial) and not isinstance(spec.reduce_op, str)]
+    windowed = any(key[2] == factor for key in factors.windows)
+    return bool(rows) and not monoids and not windowed and (rows[0].kernel is None or rows[0].kernel.orderless)
+
+
+def _strategy_of_factor(factors: Factors, name: str) -> Row | None:
+    """Return the strategy that shards a factor, or None if there is none."""
+    operand_dims = [find_dim(dims, name) for dims in factors.operands]
+    result_dims = [find_dim(dims, name) for dims in factors.results]
     if sum(name in dim for dims in factors.operands for dim in dims) != sum(d is not None for d in operand_dims):
         return None  # twice in one operand, as on a diagonal
     kernel = factors.kernels.get(name)
     op = factors.reduced.get(name)
-    lacking: Spec | tuple[Spec, ...] = kernel.lacking if kernel is not None else _left(op)
+    missing: Spec | tuple[Spec, ...] = kernel.lacking if kernel is not None else _missing_factor_spec(op)
     if kernel is None and op is None and any(d is None for d in result_dims):
         return None
-    summed = all(d is None for d in result_dims)  # elsewhere each block of the result needs the operand whole
-    added: Spec = lacking if summed and isinstance(lacking, Partial) else R
-    each = lacking if isinstance(lacking, tuple) else (lacking,) * len(result_dims)
-    operands = tuple((added if i in factors.additive else R) if d is None else Along(name) for i, d in enumerate(operand_dims))
+    is_reduced = all(d is None for d in result_dims)  # otherwise each block of the result needs the unsharded operand
+    additive_spec: Spec = missing if is_reduced and isinstance(missing, Partial) else R
+    each = missing if isinstance(missing, tuple) else (missing,) * len(result_dims)
+    operands = tuple(
+        (additive_spec if i in factors.additive else R) if d is None else Along(name) for i, d in enumerate(operand_dims)
+    )
     if not any(isinstance(spec, Along) for spec in operands):
         return None
     results = tuple(spec if d is None else Along(name) for d, spec in zip(result_dims, each, strict=True))
     return Row(operands, results, name, kernel)
 
 
-def _left(op: Reduced | None) -> Spec | tuple[Spec, ...]:
-    """What shards of a factor leave of results that lack it."""
+def _missing_factor_spec(op: Reduced | None) -> Spec | tuple[Spec, ...]:
+    """Return the spec of results that lack a sharded factor."""
     if isinstance(op, tuple):
         return tuple(R if each == "R" else Partial(each) for each in op)
     return R if op is None or op == "R" else Partial(op)
@@ -318,11 +342,11 @@ def _left(op: Reduced | None) -> Spec | tuple[Spec, ...]:
 
 @remembered(4096)
 def parse_partial(text: str, operand_count: int, result_count: int) -> Row | None:
-    """The row that ``"sum,R -> sum"`` denotes; ``"sum... -> sum"`` repeats for all operands; None if the counts do not fit.
+    """Return the strategy that ``"sum,R -> sum"`` denotes, or None if the counts of operands and results do not fit.
 
-    ``finite`` and ``nonzero`` are ``R`` for operands that are known to be so, whatever their values: integers and bools are
-    finite, numbers are looked at. ``0 * inf`` is NaN and so is ``inf - inf``: terms do not pass a factor that may be infinite,
-    nor a divisor that may be zero.
+    ``"sum... -> sum"`` repeats for all operands. ``finite`` and ``nonzero`` are ``R`` for operands that are known to be so.
+    Integers and bools are finite, numbers are checked. ``0 * inf`` is NaN and so is ``inf - inf``: a partial value does not pass
+    a factor that may be infinite, nor a divisor that may be zero.
 
     >>> parse_partial("sum... -> sum", 3, 1).operands
     (Partial(sum), Partial(sum), Partial(sum))
@@ -330,21 +354,21 @@ def parse_partial(text: str, operand_count: int, result_count: int) -> Row | Non
     left, arrow, right = text.partition("->")
     if not arrow:
         raise RuleError(f'partial strategy {text!r} has no "->"; write for example "sum,R -> sum"')
-    operands = _specs(left, operand_count)
-    results = _specs(right, result_count)
+    operands = _parse_specs(left, operand_count)
+    results = _parse_specs(right, result_count)
     if operands is None or results is None:
         return None
-    needs = [(i, word) for i, word in enumerate(map(str.strip, left.split(","))) if word in KNOWN]
+    needs = [(i, word) for i, word in enumerate(map(str.strip, left.split(","))) if word in KNOWN_VALUES]
     return Row(operands, results, needs=tuple(needs))
 
 
-def _specs(text: str, count: int) -> tuple[Spec, ...] | None:
+def _parse_specs(text: str, count: int) -> tuple[Spec, ...] | None:
     words = [word.strip() for word in text.split(",")] if text.strip() else []
     if len(words) == 1 and words[0].endswith("..."):
         words = [words[0].removesuffix("...")] * count
-    return None if len(words) != count else tuple(R if word == "R" or word in KNOWN else Partial(word) for word in words)
+    return None if len(words) != count else tuple(R if word == "R" or word in KNOWN_VALUES else Partial(word) for word in words)
 
 
-KNOWN = ("finite", "nonzero")
+KNOWN_VALUES = ("finite", "nonzero")
 ANY_PARTIAL = tuple(f"{op}... -> {op}..." for op in REDUCE_OPS)
 LINEAR_PARTIAL = ("sum... -> sum...", "avg... -> avg...")

@@ -1,4 +1,4 @@
-"""Scans: what runs along a dim, block by block, each block continuing what the blocks before it made."""
+"""Scans: running operations along a dim, block by block, each block continuing those before it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .kernel_context import KernelContext
 from .rule import Kernel, Rule, Word
 
 Tensors = tuple[Tensor, ...]
-_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+_SUM_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
 class Scan(Word):
-    """A kernel: ``block(x, dim, start)`` of each block, with the last slices of the blocks before it joined from the left."""
+    """A kernel that applies ``block(x, dim, start)`` to each block, and joins it with the last slices of the blocks before it."""
 
     block: Callable[[Tensor, int, int], Any]
     join: Callable[..., Any]
@@ -31,15 +31,15 @@ class Scan(Word):
         layout, ndim = at.operands[0], len(at.call.shape(0))
         dim = dim % ndim
         dtypes = [meta.dtype for meta in at.results if meta is not None]
-        wide = [_WIDE.get(dtype, dtype) for dtype in dtypes]
+        sum_dtypes = [_SUM_DTYPES.get(dtype, dtype) for dtype in dtypes]
 
-        def scanned(here: Any, own: Tensor) -> Tensors:
-            made = self.block(own if own.dtype is wide[0] else own.to(wide[0]), dim, here.offset)
+        def scan_block(here: Any, own: Tensor) -> Tensors:
+            scanned = self.block(own if own.dtype is sum_dtypes[0] else own.to(sum_dtypes[0]), dim, here.offset)
             if self.parts == 1:
-                return (made if made.dtype is wide[0] else made.to(wide[0]),)
-            return tuple([part.to(dtype) for part, dtype in zip(made, wide, strict=True)])
+                return (scanned if scanned.dtype is sum_dtypes[0] else scanned.to(sum_dtypes[0]),)
+            return tuple([part.to(dtype) for part, dtype in zip(scanned, sum_dtypes, strict=True)])
 
-        def last(_: Any, own: Tensors) -> Tensors:
+        def last_slices(_: Any, own: Tensors) -> Tensors:
             return tuple(part.narrow(dim, max(part.shape[dim] - 1, 0), min(1, part.shape[dim])) for part in own)
 
         def shape_of(member: int) -> tuple[int, ...]:
@@ -47,38 +47,37 @@ class Scan(Word):
             shape[dim] = min(1, shape[dim])
             return tuple(shape)
 
-        def continued(here: Any, own: Tensors, ends: Sequence[Sequence[Tensor]]) -> Any:
+        def continue_block(here: Any, own: Tensors, ends: Sequence[Sequence[Tensor]]) -> Any:
             prefix: Tensors | None = None
             for position in range(here.index):
                 if at.sizes[position]:
                     end = tuple(part[position] for part in ends)
-                    prefix = end if prefix is None else self.joined(prefix, end)
-            made = own if prefix is None else self.joined(prefix, own)
-            results = [part if part.dtype is dtype else part.to(dtype) for part, dtype in zip(made, dtypes, strict=True)]
+                    prefix = end if prefix is None else self.join_parts(prefix, end)
+            scanned = own if prefix is None else self.join_parts(prefix, own)
+            results = [part if part.dtype is dtype else part.to(dtype) for part, dtype in zip(scanned, dtypes, strict=True)]
             return tuple(results) if self.parts > 1 else results[0]
 
-        blocks = at.map(scanned, x)
-        lasts = at.map(last, blocks)
-        ends = [at.all_gather(part, shape_of) for part in lasts]  # per part, by group position
-        return at.map(continued, blocks, ends)
+        blocks = at.map(scan_block, x)
+        lasts = at.map(last_slices, blocks)
+        ends = [at.all_gather(part, shape_of) for part in lasts]  # for each part, by group position
+        return at.map(continue_block, blocks, ends)
 
-    def joined(self, left: Tensors, right: Tensors) -> Tensors:
+    def join_parts(self, left: Tensors, right: Tensors) -> Tensors:
         return self.join(left, right) if self.parts > 1 else (self.join(left[0], right[0]),)
 
     def nbytes(self, call: Call) -> int:
-        """Bytes of one slice of each result, as it is computed."""
+        """Return the bytes of one slice of each result, in the dtype of the computation."""
         shape, dtypes = call.shape(0), [meta.dtype for meta in call.results if meta is not None]
         rows = math.prod(shape) // max(1, shape[call.dims("dim", len(shape))[0]]) if shape else 0
-        return rows * sum(_WIDE.get(dtype, dtype).itemsize for dtype in dtypes)
+        return rows * sum(_SUM_DTYPES.get(dtype, dtype).itemsize for dtype in dtypes)
 
 
 def scan(names: str, block: Callable[..., Any], join: Callable[..., Any], *, parts: int = 1, **options: Any) -> Rule:
-    """A rule for what runs along the dim of argument ``dim``: one all-gather for each result, a slice of a block each.
+    """Declare a running operation along the dim of argument ``dim``: one all-gather for each result, of one slice of each block.
 
     Args:
-        block: ``block(x, dim, start)`` scans a block that begins at position ``start``; half precision comes as float32.
-        join: ``join(left, right)`` continues ``right`` from the last slice of what is left of it; tuples where there are
-            several ``parts``.
+        block: ``block(x, dim, start)`` scans a block that begins at position ``start``. Half precision is converted to float32.
+        join: ``join(left, right)`` continues ``right`` from the last slice before it. Tuples if there are several ``parts``.
     """
-    made = Scan(block, join, parts)
-    return along(names, kernel=Kernel(made, collectives=parts, nbytes=made.nbytes), **options)
+    scan_kernel = Scan(block, join, parts)
+    return along(names, kernel=Kernel(scan_kernel, collectives=parts, nbytes=scan_kernel.nbytes), **options)

@@ -1,9 +1,9 @@
-"""Elements that operands name by index, where both the elements and the names are cut: what one rank asks of another, or has for
-it, goes there and nothing else travels. Nothing at all does where each rank names its own.
+"""Sharded indexing, exchange: indexing along a sharded dim with sharded indices.
 
-All ranks know all names, which are whole on each (a tensor remembers that form, so that the next call by the same names moves
-none): each knows how much goes from whom to whom, and all raise or none. Where there are no values (a traced program, a dry run),
-or a recording is to hold for others, whole blocks travel.
+Indices are replicated (the index tensor caches that copy, so the next call with it moves nothing). So each rank knows how many
+elements go between each pair of ranks, and all ranks raise together. One all-to-all sends exactly these elements. It is not
+issued if all indices are local. If values are unknown (a traced program, a dry run) or a recording must hold for other values,
+whole shards are all-gathered.
 """
 
 from __future__ import annotations
@@ -21,209 +21,244 @@ from ..base.recorder_hooks import ACTIVE
 from ..base.tracing import under_way
 from ..layout.layout import Layout
 from ..ranks.per_rank import shards_of
-from .kernel_context import At, KernelContext, integers_on
-from .sharded_index_local import Address, bound, on_block, positions_of, with_room, without_room
+from .kernel_context import At, KernelContext, make_index_tensor
+from .sharded_index_local import Address, bind_indexing, crop_block, find_positions, pad_block, run_on_block
 
 
-def read_fetched(address: Address, op: Any, at: KernelContext, *args: Any, **named: Any) -> Any:
-    """The elements that a rank's part of the names means, from who has them."""
-    made, block = at.results[0], args[0]
-    assert made is not None
-    names = _Names(address, op, at, made, names_lead(address, op, at), args)
-    lead = names.lead
+def read_by_exchange(address: Address, op: Any, at: KernelContext, *args: Any, **named: Any) -> Any:
+    """Return the elements at a rank's part of the indices, received from the ranks that have them."""
+    result, block = at.results[0], args[0]
+    assert result is not None
+    exchange = _IndexExchange(address, op, at, result, find_index_position(address, op, at), args)
+    index_position = exchange.lead
 
-    def read(here: At, block: Tensor, asked: list[Tensor], whole: bool = False) -> Tensor:
-        return names.run(block, names.within(here, asked, whole), args[1:], named)
+    def read_block(here: At, block: Tensor, requested: list[Tensor], is_global: bool = False) -> Tensor:
+        return exchange.apply_operator(block, exchange.to_block_positions(here, requested, is_global), args[1:], named)
 
-    if names.unseen:
+    if exchange.has_no_values:
         parts = at.all_gather(block, at.operands[0].shape_of)
-        joint = at.map(lambda here, *parts: torch.cat(parts, names.dim), *parts)
-        return at.map(lambda here, x, seen: names.shaped(here, read(here, x, names.of(here, seen), True)), joint, names.seen)
-    if names.all_own:
-        return at.map(lambda here, x, seen: names.shaped(here, read(here, x, names.of(here, seen))), block, names.seen)
+        joint = at.map(lambda here, *parts: torch.cat(parts, exchange.dim), *parts)
+        return at.map(
+            lambda here, x, located: exchange.restore_index_dims(
+                here, read_block(here, x, exchange.part_of(here, located), True)
+            ),
+            joint,
+            exchange.located,
+        )
+    if exchange.all_local:
+        return at.map(
+            lambda here, x, located: exchange.restore_index_dims(here, read_block(here, x, exchange.part_of(here, located))),
+            block,
+            exchange.located,
+        )
 
-    def picked(k: int, here: At, block: Tensor, seen: list[Tensor]) -> Tensor:
-        asked = names.of(here, seen, k)
-        return read(here, block, [each[asked[0] == here.index] for each in asked])
+    def pick_requested(k: int, here: At, block: Tensor, located: list[Tensor]) -> Tensor:
+        requested = exchange.part_of(here, located, k)
+        return read_block(here, block, [each[requested[0] == here.index] for each in requested])
 
-    def joined(here: At, parts: list[Tensor], seen: list[Tensor]) -> Tensor:
-        owners, *_ = names.of(here, seen)
-        return names.shaped(here, torch.cat(parts, lead).index_select(lead, owners.argsort(stable=True).argsort()))
+    def join_received(here: At, parts: list[Tensor], located: list[Tensor]) -> Tensor:
+        owners, *_ = exchange.part_of(here, located)
+        return exchange.restore_index_dims(
+            here, torch.cat(parts, index_position).index_select(index_position, owners.argsort(stable=True).argsort())
+        )
 
-    chunks = [at.map(partial(picked, k), block, names.seen) for k in range(len(at.sizes))]
-    arrived = at.comm.all_to_all(chunks, at.mesh_dims, lambda giver, taker: names.shape_between(taker, giver, giver)).wait()
-    return at.map(joined, arrived, names.seen)
+    chunks = [at.map(partial(pick_requested, k), block, exchange.located) for k in range(len(at.sizes))]
+    arrived = at.comm.all_to_all(chunks, at.mesh_dims, lambda giver, taker: exchange.shape_between(taker, giver, giver)).wait()
+    return at.map(join_received, arrived, exchange.located)
 
 
-def write_sent(address: Address, op: Any, at: KernelContext, *args: Any, **named: Any) -> Any:
-    """What names mean of a block, written there: each rank gives what it has for others to them. Of an element that is named
-    twice, in the order of the whole."""
-    given, place = at.operands[-1], address.argument
-    lead = names_lead(address, op, at)
-    if address.form != "elements":  # where dims before it are broadcast
-        lead += given.ndim - (at.operands[0].ndim - len(address.dims(at.call) or ()) + at.once(names_ndim))
-    names = _Names(address, op, at, given, lead, args)
-    listed = at.map(lambda here, source: names.listed(source, lead), args[place + 1])
+def write_by_exchange(address: Address, op: Any, at: KernelContext, *args: Any, **named: Any) -> Any:
+    """Write to a block the elements that indices assign to it. Each rank sends elements of other blocks to their owners.
 
-    def write(here: At, block: Tensor, asked: list[Tensor], source: Tensor) -> Tensor:
+    If an element is written twice, the writes have the order of the global indices.
+    """
+    source_layout, place = at.operands[-1], address.argument
+    index_position = find_index_position(address, op, at)
+    if address.form != "elements":  # dims before it may be broadcast
+        index_position += source_layout.ndim - (
+            at.operands[0].ndim - len(address.dims(at.call) or ()) + at.once(count_index_dims)
+        )
+    exchange = _IndexExchange(address, op, at, source_layout, index_position, args)
+    flat_source = at.map(lambda here, source: exchange.flatten_index_dims(source, index_position), args[place + 1])
+
+    def write_block(here: At, block: Tensor, requested: list[Tensor], source: Tensor) -> Tensor:
         rest = [*args[1 : place + 1], source, *args[place + 2 :]]
-        return names.run(block, names.within(here, asked), rest, named, writing=True)
+        return exchange.apply_operator(block, exchange.to_block_positions(here, requested), rest, named, writing=True)
 
-    if names.unseen:
-        parts = at.all_gather(listed, lambda member: names.shape_with(math.prod(names.held(member)), member))
-        source = at.map(lambda here, *parts: torch.cat(parts, lead), *parts)
-        return at.map(lambda here, x, seen, source: write(here, x, names.of_all(here, seen), source), args[0], names.seen, source)
-    if names.all_own:
-        return at.map(lambda here, x, seen, source: write(here, x, names.of(here, seen), source), args[0], names.seen, listed)
+    if exchange.has_no_values:
+        parts = at.all_gather(
+            flat_source, lambda member: exchange.shape_with(math.prod(exchange.index_block_shape(member)), member)
+        )
+        source = at.map(lambda here, *parts: torch.cat(parts, index_position), *parts)
+        return at.map(
+            lambda here, x, located, source: write_block(here, x, exchange.group_part(here, located), source),
+            args[0],
+            exchange.located,
+            source,
+        )
+    if exchange.all_local:
+        return at.map(
+            lambda here, x, located, source: write_block(here, x, exchange.part_of(here, located), source),
+            args[0],
+            exchange.located,
+            flat_source,
+        )
 
-    def picked(k: int, here: At, source: Tensor, seen: list[Tensor]) -> Tensor:
-        return source.index_select(lead, (names.of(here, seen)[0] == k).nonzero()[:, 0])
+    def pick_source(k: int, here: At, source: Tensor, located: list[Tensor]) -> Tensor:
+        return source.index_select(index_position, (exchange.part_of(here, located)[0] == k).nonzero()[:, 0])
 
-    def joined(here: At, block: Tensor, parts: list[Tensor], seen: list[Tensor]) -> Tensor:
-        asked = names.of_all(here, seen)
-        mine, source = [each[asked[0] == here.index] for each in asked], torch.cat(parts, lead)
-        if not names.in_order:
+    def join_and_write(here: At, block: Tensor, parts: list[Tensor], located: list[Tensor]) -> Tensor:
+        requested = exchange.group_part(here, located)
+        mine, source = [each[requested[0] == here.index] for each in requested], torch.cat(parts, index_position)
+        if not exchange.in_order:
             sort = mine[1].argsort()
-            source, mine = source.index_select(lead, sort), [each[sort] for each in mine]
-        return write(here, block, mine, source)
+            source, mine = source.index_select(index_position, sort), [each[sort] for each in mine]
+        return write_block(here, block, mine, source)
 
-    chunks = [at.map(partial(picked, k), listed, names.seen) for k in range(len(at.sizes))]
-    arrived = at.comm.all_to_all(chunks, at.mesh_dims, lambda giver, taker: names.shape_between(giver, taker, giver)).wait()
-    return at.map(joined, args[0], arrived, names.seen)
-
-
-def names_lead(address: Address, op: Any, at: KernelContext) -> int:
-    """Where the dims of the names begin in what they name."""
-    return 0 if address.form == "elements" else bound(address, op, at)[2]
+    chunks = [at.map(partial(pick_source, k), flat_source, exchange.located) for k in range(len(at.sizes))]
+    arrived = at.comm.all_to_all(chunks, at.mesh_dims, lambda giver, taker: exchange.shape_between(giver, taker, giver)).wait()
+    return at.map(join_and_write, args[0], arrived, exchange.located)
 
 
-def names_ndim(call: Any) -> int:
-    """How many dims the indices have together."""
+def find_index_position(address: Address, op: Any, at: KernelContext) -> int:
+    """Return the position of the index dims in the indexed tensor."""
+    return 0 if address.form == "elements" else bind_indexing(address, op, at)[2]
+
+
+def count_index_dims(call: Any) -> int:
+    """Return the number of dims of the broadcast indices."""
     return max(call.operands[i].ndim for i, name in enumerate(call.names) if name in ("index", "indices"))
 
 
-class _Names:
-    """What each group position names.
+class _IndexExchange:
+    """The indices of each group position, and the exchange that they need.
 
     Attributes:
-        seen: on each rank, of each element that is named, of the rank's block of the other dims: which group position has it, its
-            place among them, and by dim that is indexed a position.
-        dim: the indexed dim that is cut.
-        lead: where the dims of the names begin in ``layout``, of what is cut as they are; ndim: how many; first: the cut one.
-        unseen: there are no values to look at, or others' may come.
-        all_own: all name what they have.
-        in_order: what comes from each group position comes after what comes from those before it.
+        located: on each rank, for each indexed element of the rank's block of the other dims: the owner's group position, the
+            number of the element, and the position by indexed dim.
+        dim: the indexed dim that is sharded.
+        lead: the position of the index dims in ``layout``, which is sharded as they are. ndim: their number. first: the sharded
+            one.
+        has_no_values: index values are unknown, or the recording must hold for other values.
+        all_local: each rank indexes elements of its own block only.
+        in_order: elements from each group position follow those from the positions before it.
     """
 
     def __init__(self, address: Address, op: Any, at: KernelContext, layout: Layout, lead: int, args: tuple[Any, ...]) -> None:
         self.address, self.at, self.layout, self.lead = address, at, layout, lead
-        self.runs = bound(address, op, at)
+        self.runs = bind_indexing(address, op, at)
         self.dims = self.runs[1]
         (factor,) = at.splits
-        self.dim, self.ndim = int(factor[1:]), at.once(names_ndim)
+        self.dim, self.ndim = int(factor[1:]), at.once(count_index_dims)
         self.first = self.dim if address.form == "elements" else 0
-        self.unseen = bool(ACTIVE) or under_way() or any(x.is_meta for x in shards_of(args[0]))
+        self.has_no_values = bool(ACTIVE) or under_way() or any(x.is_meta for x in shards_of(args[0]))
         self.ends = list(accumulate(at.sizes))
-        starts = [span.start for span in self._spans(at.comm.held[0])]
+        starts = [span.start for span in self._spans_of(at.comm.held[0])]
         self.in_order = starts == sorted(starts)
-        self.seen = at.map(self._seen, args[0], args[address.argument])
-        if self.unseen:
+        self.located = at.map(self._locate_indices, args[0], args[address.argument])
+        if self.has_no_values:
             return
-        counts = at.map(self._counts, self.seen)
+        counts = at.map(self._count_requests, self.located)
         self._table = dict(zip(at.comm.held, [own.tolist() for own in shards_of(counts)], strict=True))
         tables = self._table.values()
-        self.all_own = not any(n for table in tables for k, row in enumerate(table) for j, n in enumerate(row) if j != k)
+        self.all_local = not any(n for table in tables for k, row in enumerate(table) for j, n in enumerate(row) if j != k)
 
-    def _seen(self, here: At, block: Tensor, given: Any) -> list[Tensor]:
-        offset, found = self.layout.local_offset(self.at.call.mesh.coordinates[here.member]), []
-        for place in positions_of(self.address, given, [self.at.operands[0].shape[d] for d in self.dims], block.device):
-            for d, size in enumerate(self.held(here.member)):
+    def _locate_indices(self, here: At, block: Tensor, index: Any) -> list[Tensor]:
+        offset, positions = self.layout.local_offset(self.at.call.mesh.coordinates[here.member]), []
+        for place in find_positions(self.address, index, [self.at.operands[0].shape[d] for d in self.dims], block.device):
+            for d, size in enumerate(self.index_block_shape(here.member)):
                 if d != self.first and size != place.shape[d]:
                     place = place.narrow(d, offset[self.lead + d], size)
-            found.append(self.listed(place))
-        cut = found[self.dims.index(self.dim)]
-        return [_owners(cut, self.ends), torch.arange(cut.shape[0], device=cut.device), *found]
+            positions.append(self.flatten_index_dims(place))
+        sharded = positions[self.dims.index(self.dim)]
+        return [_find_owners(sharded, self.ends), torch.arange(sharded.shape[0], device=sharded.device), *positions]
 
-    def held(self, member: int) -> tuple[int, ...]:
-        """The sizes of a member's block along the dims of the names."""
+    def index_block_shape(self, member: int) -> tuple[int, ...]:
+        """Return the sizes of a rank's block along the index dims."""
         return tuple(self.layout.shape_of(member)[self.lead : self.lead + self.ndim])
 
-    def listed(self, x: Tensor, lead: int = 0) -> Tensor:
-        """The dims of names, which begin at ``lead``, as one: the one that is cut before the others."""
+    def flatten_index_dims(self, x: Tensor, lead: int = 0) -> Tensor:
+        """Return ``x`` with its index dims, which begin at ``lead``, flattened into one, the sharded one first."""
         x = x.movedim(lead + self.first, lead) if self.first else x
         return x.flatten(lead, lead + self.ndim - 1) if self.ndim > 1 else x
 
-    def shaped(self, here: At, x: Tensor) -> Tensor:
-        """What is listed of a member's block, as it is there."""
+    def restore_index_dims(self, here: At, x: Tensor) -> Tensor:
+        """Return a rank's block with the flattened index dims in their shape and order."""
         if self.ndim == 1:
             return x
-        first, *others = self.held(here.member)[self.first], *self._others(here.member)
+        first, *others = self.index_block_shape(here.member)[self.first], *self._other_index_sizes(here.member)
         x = x.unflatten(self.lead, (first, *others))
         return x.movedim(self.lead, self.lead + self.first).contiguous() if self.first else x
 
-    def _others(self, member: int) -> tuple[int, ...]:
-        held = self.held(member)
-        return (*held[: self.first], *held[self.first + 1 :])
+    def _other_index_sizes(self, member: int) -> tuple[int, ...]:
+        sizes = self.index_block_shape(member)
+        return (*sizes[: self.first], *sizes[self.first + 1 :])
 
-    def _spans(self, member: int) -> list[range]:
-        """By group position which of the elements it names."""
+    def _spans_of(self, member: int) -> list[range]:
+        """Return for each group position the range of elements that it indexes."""
         key = "spans", member
-        found: list[range] | None = self.at.known.get(key)
-        if found is None:
-            mesh, rows, d = self.at.call.mesh, math.prod(self._others(member)), self.lead + self.first
-            found = self.at.known[key] = []
+        spans: list[range] | None = self.at.known.get(key)
+        if spans is None:
+            mesh, rows, d = self.at.call.mesh, math.prod(self._other_index_sizes(member)), self.lead + self.first
+            spans = self.at.known[key] = []
             for other in mesh.members_of(self.at.mesh_dims, member):
                 coordinate = mesh.coordinates[other]
                 start = self.layout.local_offset(coordinate)[d] * rows
-                found.append(range(start, start + self.layout.local_shape(coordinate)[d] * rows))
-        return found
+                spans.append(range(start, start + self.layout.local_shape(coordinate)[d] * rows))
+        return spans
 
-    def of(self, here: At, each: list[Tensor], position: int | None = None) -> list[Tensor]:
-        """The part of these that a group position names, or the rank itself."""
-        span = self._spans(here.member)[here.index if position is None else position]
+    def part_of(self, here: At, each: list[Tensor], position: int | None = None) -> list[Tensor]:
+        """Return the part of each tensor that a group position indexes (default: this rank)."""
+        span = self._spans_of(here.member)[here.index if position is None else position]
         return [x[span.start : span.stop] for x in each]
 
-    def of_all(self, here: At, each: list[Tensor]) -> list[Tensor]:
-        """Those that the group names, by group position."""
-        spans = self._spans(here.member)
+    def group_part(self, here: At, each: list[Tensor]) -> list[Tensor]:
+        """Return the part of each tensor that the group indexes, by group position."""
+        spans = self._spans_of(here.member)
         return [torch.cat([x[span.start : span.stop] for span in spans]) for x in each]
 
-    def within(self, here: At, asked: list[Tensor], whole: bool = False) -> list[Tensor]:
-        """The same with positions in the rank's own block, or in the whole; of what it has not, behind its end."""
-        places = dict(zip(self.dims, asked[2:], strict=True))
-        if not whole:
+    def to_block_positions(self, here: At, requested: list[Tensor], is_global: bool = False) -> list[Tensor]:
+        """Return the located elements with positions in the rank's block, or in the global dim. Elements of others get the
+        position behind the end."""
+        places = dict(zip(self.dims, requested[2:], strict=True))
+        if not is_global:
             own = places[self.dim] - here.offset if here.offset else places[self.dim]
-            places[self.dim] = torch.where(asked[0] == here.index, own, here.size) if self.unseen else own
-        return [*asked[:2], *places.values()]
+            places[self.dim] = torch.where(requested[0] == here.index, own, here.size) if self.has_no_values else own
+        return [*requested[:2], *places.values()]
 
-    def run(self, block: Tensor, asked: list[Tensor], rest: Sequence[Any], named: Any, writing: bool = False) -> Tensor:
-        """What the operator gives of a block where these are its positions."""
-        dropped = int(self.unseen) if writing else None
+    def apply_operator(
+        self, block: Tensor, requested: list[Tensor], arguments: Sequence[Any], named: Any, writing: bool = False
+    ) -> Tensor:
+        """Return the result of the operator on a block with these positions."""
+        dropped = int(self.has_no_values) if writing else None
         if self.address.form != "elements":
-            return on_block(self.runs, self.address, block, asked[2:], rest, named, dropped)
-        moved = with_room(block, self.dims, dropped or 0).movedim(self.dim, 0)  # one dim for all: a row after the other
-        rows, given = math.prod(moved.shape[1:]), list(rest)
-        given[0], given[self.address.argument - 1] = 0, asked[2] * rows + asked[1].remainder(max(1, rows))
-        made: Tensor = self.runs[0](moved.reshape(-1), *given, **named)
-        return without_room(made.reshape(moved.shape).movedim(0, self.dim), block, self.dims).contiguous() if writing else made
+            return run_on_block(self.runs, self.address, block, requested[2:], arguments, named, dropped)
+        moved = pad_block(block, self.dims, dropped or 0).movedim(self.dim, 0)  # flatten: index single elements
+        rows, operator_arguments = math.prod(moved.shape[1:]), list(arguments)
+        operator_arguments[0], operator_arguments[self.address.argument - 1] = (
+            0,
+            requested[2] * rows + requested[1].remainder(max(1, rows)),
+        )
+        result: Tensor = self.runs[0](moved.reshape(-1), *operator_arguments, **named)
+        return crop_block(result.reshape(moved.shape).movedim(0, self.dim), block, self.dims).contiguous() if writing else result
 
-    def _counts(self, here: At, seen: list[Tensor]) -> Tensor:
+    def _count_requests(self, here: At, located: list[Tensor]) -> Tensor:
         count = len(self.at.sizes)
-        return torch.stack([seen[0][span.start : span.stop].bincount(minlength=count) for span in self._spans(here.member)])
+        return torch.stack([located[0][span.start : span.stop].bincount(minlength=count) for span in self._spans_of(here.member)])
 
     def shape_with(self, count: int, member: int) -> tuple[int, ...]:
-        """Of so many elements as a member holds those that are named."""
+        """Return the shape of ``count`` indexed elements in a rank's block."""
         shape = self.layout.shape_of(member)
         return (*shape[: self.lead], count, *shape[self.lead + self.ndim :])
 
-    def shape_between(self, namer: int, owner: int, giver: int) -> tuple[int, ...]:
-        """Of those that one member names and another has, as the giver of both holds them."""
+    def shape_between(self, requester: int, owner: int, giver: int) -> tuple[int, ...]:
+        """Return the shape of the elements that one rank requests and another owns, in the giver's block."""
         mesh = self.at.call.mesh
-        k, j = (mesh.index_over(self.at.mesh_dims, mesh.coordinates[member]) for member in (namer, owner))
-        known = self._table.get(giver) or next(iter(self._table.values()))  # where one rank's is here, its group is asked about
-        return self.shape_with(known[k][j], giver)
+        k, j = (mesh.index_over(self.at.mesh_dims, mesh.coordinates[member]) for member in (requester, owner))
+        counts = self._table.get(giver) or next(iter(self._table.values()))  # a process with one rank only asks about its group
+        return self.shape_with(counts[k][j], giver)
 
 
-def _owners(index: Tensor, ends: list[int]) -> Tensor:
-    """Of positions along a dim whose blocks end there, which block each is in."""
-    return torch.searchsorted(integers_on(index.device, ends), index, right=True)
+def _find_owners(index: Tensor, ends: list[int]) -> Tensor:
+    """Return the block that has each position. ``ends``: the end of each block along the dim."""
+    return torch.searchsorted(make_index_tensor(index.device, ends), index, right=True)

@@ -18,8 +18,7 @@ from ..plan.graph import Asked
 from ..propagation.op_schema import Operator, operator_of
 from ..propagation.propagate import composite
 from ..propagation.select_strategy import Chooser, declared, realized
-from ..propagation.strategy_choice import Chosen
-from ..propagation.strategy_table import Where, by_text
+from ..propagation.strategy_table import Chosen, Where, by_text
 from ..rules.call import Call
 from ..rules.rule import Factors, Rule
 from ..tensor.dtensor import DTensor

@@ -74,7 +74,7 @@ def test_grouped_heads_a_scale_and_a_mesh_of_two_dims() -> None:
 
 def test_written_out_where_no_operator_computes_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on accelerators."""
-    monkeypatch.setattr(blocks, "is_served", lambda query: False)
+    monkeypatch.setattr(blocks, "has_fused_kernel", lambda query: False)
     for length, ranks in ((13, 3), (2, 3)):
         for is_causal in (True, False):
             check(dt.init_device_mesh("cpu", (ranks,)), length, is_causal=is_causal)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import dtensor as dt
 from dtensor import Replicate, Shard
-from dtensor.propagation.single_owner_strategy import owner_of
+from dtensor.propagation.disjoint_partial_strategies import find_single_owner
 
 STACK = (3, 5, 7)
 
@@ -80,7 +80,7 @@ def test_what_lies_elsewhere_and_is_less_comes_to_the_owner() -> None:
     up, down = [dt.distribute_tensor(torch.rand(3, 8, 8), mesh, [Shard(0)])[1] for _ in range(2)]
     few = dt.distribute_tensor(torch.rand(2, 8), mesh, [Shard(1)])
     made = torch.cat([up.t(), down, few])
-    assert owner_of(made.layout) == (0, 1)
+    assert find_single_owner(made.layout) == (0, 1)
     for own in whole(made):
         torch.testing.assert_close(own, torch.cat([whole(up)[0].t(), whole(down)[0], whole(few)[0]]))
 

@@ -103,7 +103,7 @@ def test_blocks_written_out_where_no_operator_computes_them(
     name: str, fn: Any, tensors: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on accelerators, here under all ways to cut."""
-    monkeypatch.setattr(blocks, "is_served", lambda query: False)
+    monkeypatch.setattr(blocks, "has_fused_kernel", lambda query: False)
     test_values_and_gradients_however_sharded(name, fn, tensors)
 
 
@@ -113,7 +113,7 @@ def test_a_row_that_is_no_number_is_none_in_blocks_written_out_either() -> None:
     hidden = torch.zeros(5, 7, dtype=torch.bool)
     hidden[1] = True
     mask = torch.zeros(5, 7, dtype=torch.float64).masked_fill(hidden, -torch.inf)
-    out, _ = blocks.attention_written_out(q, k, v, attn_mask=mask)
+    out, _ = blocks.attention_reference(q, k, v, attn_mask=mask)
     assert out[0, 1, 2].isnan().all()
     assert not out[:, :, 1].any()  # it sees nothing
     torch.testing.assert_close(out[1], sdpa(q, k, v, mask).nan_to_num()[1])

@@ -42,7 +42,7 @@ def test_numbers_do_not_make_plans() -> None:
 def test_changing_shapes_keep_caches_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dtensor.dispatch.dispatcher.PLANS.each", 20)
     monkeypatch.setattr("dtensor.dispatch.dispatcher.PLANS.together", 70)
-    for cache, limit in ((infer._ANSWERS, 2), (prices._TABLES, 2), (layout._BY_REQUEST, 30), (planner._PLANS, 20)):
+    for cache, limit in ((infer._INFERENCE_CACHE, 2), (prices._TABLE_CACHE, 2), (layout._BY_REQUEST, 30), (planner._PLANS, 20)):
         cache.clear()
         monkeypatch.setattr(cache, "limit", limit)
     dispatching.clear_plans()

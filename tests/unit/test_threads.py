@@ -52,7 +52,7 @@ def test_a_thread_plans_while_another_is_within_an_operator_without_data() -> No
     """Fake tensors remember whose kernel runs in their mode: each thread has a mode of its own."""
     x = dt.distribute_tensor(torch.arange(21.0).view(7, 3), dt.init_device_mesh("cpu", (2,)), [Shard(0)])
     out = torch.zeros_like(x)
-    with shape_inference._MODES.fake as mode, in_kernel_invocation_manager(mode), ThreadPoolExecutor(1) as other:
+    with shape_inference._FAKE_MODES.fake as mode, in_kernel_invocation_manager(mode), ThreadPoolExecutor(1) as other:
         made: Any = other.submit(torch.fft.rfft, x)
         written: Any = other.submit(torch.mul, x, 2.0, out=out)
     assert torch.equal(made.result().full_tensor(), torch.fft.rfft(x.full_tensor()))

@@ -1,7 +1,6 @@
 """Batch norm: channels are a factor; in training the statistics run over the samples and positions of all ranks.
 
-Running statistics are updated with the global mean and variance, on every rank alike: they stay equal wherever they are
-replicated.
+Running statistics are updated with the global mean and variance on every rank, so replicas stay equal.
 """
 
 from __future__ import annotations
@@ -15,138 +14,150 @@ from torch import Tensor
 
 from ...errors import MixedTensorError
 from ..call import Call, Meta
-from ..kernel_context import At, KernelContext, asked_for, on_each_rank, wide, without_out
+from ..kernel_context import At, KernelContext, drop_unrequested_results, functional_overload, on_each_rank, to_sum_dtype
 from ..registry import register
 from ..rule import Dims, Factors, Kernel, Rule
 from .norms import (
-    Seen,
-    affine,
-    asked_dtypes,
-    centred,
-    centred_gradient,
-    combined,
+    NormCall,
+    combine_moments,
+    cpu_statistics_dtype,
     factors_of,
+    gather_moments,
     gradient_terms,
+    handle_empty_blocks,
+    input_gradient,
     input_shape,
-    moments,
-    on_cpu,
-    unless_empty,
+    normalize,
+    requested_dtypes,
+    scale_and_shift,
 )
 
 aten = torch.ops.aten
-RUNNING = ("running_mean", "running_var")
+RUNNING_STATISTICS = ("running_mean", "running_var")
 
 
 def is_training(call: Call) -> bool:
-    """Under whichever name the overload has it; ``cudnn_batch_norm_backward`` exists for training only."""
+    """Return True in training, under each overload's name of the argument. ``cudnn_batch_norm_backward`` exists for training
+    only."""
     return bool(call.get("training", call.get("train", not call.func._schema.name.endswith("no_training"))))
 
 
-def written(call: Call) -> tuple[str, ...]:
-    """The running statistics, in training.
+def written_statistics(call: Call) -> tuple[str, ...]:
+    """Return the running statistics in training, else ().
 
     Raises:
         MixedTensorError: they are plain tensors, which the ranks of one process would all update.
     """
     if not is_training(call):
         return ()
-    if any(call.names[i] in RUNNING for i in call.plain):
+    if any(call.names[i] in RUNNING_STATISTICS for i in call.plain):
         raise MixedTensorError(
             f"{call.func._schema.name} would update plain running statistics with those of a DTensor; make them distributed "
             "first: distribute_module(m, mesh), or distribute_tensor(buffer, mesh, [Replicate()] * mesh.ndim)"
         )
-    return RUNNING
+    return RUNNING_STATISTICS
 
 
-def over_samples(call: Call) -> Seen:
+def describe_batch_norm(call: Call) -> NormCall:
     shape = input_shape(call)
     sizes = {"n": shape[0], "c": shape[1]} | {f"s{d}": size for d, size in enumerate(shape) if d > 1}
-    own: Dims = tuple((name,) for name in sizes)
-    channels = ("weight", "bias", *RUNNING, "save_mean", "save_invstd", "save_var", "rstd")
-    dims = dict.fromkeys(channels, own[1:2]) | dict.fromkeys(("input", "grad_out", "grad_output"), own) | {"reserveSpace": ((),)}
-    return Seen(dims, sizes, tuple(name for name in sizes if name != "c"))
+    input_dims: Dims = tuple((name,) for name in sizes)
+    channels = ("weight", "bias", *RUNNING_STATISTICS, "save_mean", "save_invstd", "save_var", "rstd")
+    dims = (
+        dict.fromkeys(channels, input_dims[1:2])
+        | dict.fromkeys(("input", "grad_out", "grad_output"), input_dims)
+        | {"reserveSpace": ((),)}
+    )
+    return NormCall(dims, sizes, tuple(name for name in sizes if name != "c"))
 
 
-def around_channels(call: Call) -> tuple[int, ...]:
+def reduced_dims(call: Call) -> tuple[int, ...]:
     return tuple(d for d in range(len(input_shape(call))) if d != 1)
 
 
-def per_channel(parameter: Any, dims: tuple[int, ...]) -> Any:
-    """(c,) so that it broadcasts against a block, whose other dims are ``dims``."""
-    return None if parameter is None else wide(parameter).reshape(1, -1, *(1,) * (len(dims) - 1))
+def broadcast_per_channel(parameter: Any, dims: tuple[int, ...]) -> Any:
+    """Return a parameter of shape (c,) so that it broadcasts against a block with the other dims ``dims``."""
+    return None if parameter is None else to_sum_dtype(parameter).reshape(1, -1, *(1,) * (len(dims) - 1))
 
 
-def samples(call: Call) -> int:
-    """How many values each channel has."""
+def count_per_channel(call: Call) -> int:
+    """Return how many values each channel has."""
     shape = input_shape(call)
     return math.prod(shape) // shape[1]
 
 
 def batch_norm(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
-    own, count, dims = at.named(args, kwargs), at.once(samples), at.once(around_channels)
-    blocks, counts = moments(at, own["input"], dims, count)
+    own, count, dims = at.named(args, kwargs), at.once(count_per_channel), at.once(reduced_dims)
+    blocks, counts = gather_moments(at, own["input"], dims, count)
     eps, step = own.get("eps", own.get("epsilon")), own.get("momentum", own.get("exponential_average_factor"))
-    given = [own.get(name) for name in ("weight", "bias", *RUNNING)]
-    kept = [at.dtype(i) for i in range(1, len(at.results))]
-    return normalized_and_kept(own["input"], blocks, counts, given, eps, step, dims, count, kept)
+    parameters = [own.get(name) for name in ("weight", "bias", *RUNNING_STATISTICS)]
+    saved_dtypes = [at.dtype(i) for i in range(1, len(at.results))]
+    return normalize_and_save(own["input"], blocks, counts, parameters, eps, step, dims, count, saved_dtypes)
 
 
 @on_each_rank
-def normalized_and_kept(
+def normalize_and_save(
     x: Tensor,
     blocks: list[Tensor],
     counts: list[int],
-    given: list[Any],
+    parameters: list[Any],
     eps: float,
     step: float,
     dims: tuple[int, ...],
     count: int,
-    kept: list[torch.dtype],
+    saved_dtypes: list[torch.dtype],
 ) -> Any:
-    """The normalized block and what is saved; updates the running statistics (``given``, behind weight and bias)."""
-    mean, variance = combined(blocks, counts)
-    weight, bias = (per_channel(value, dims) for value in given[:2])
-    out, mean, rstd = centred(x, mean, variance, eps, weight, bias, mean.dtype)
-    for running, value in zip(given[2:], (mean, variance * (count / max(1, count - 1))), strict=True):
+    """Return the normalized block and what is saved, and update the running statistics (``given``, after weight and bias)."""
+    mean, variance = combine_moments(blocks, counts)
+    weight, bias = (broadcast_per_channel(value, dims) for value in parameters[:2])
+    out, mean, rstd = normalize(x, mean, variance, eps, weight, bias, mean.dtype)
+    for running, value in zip(parameters[2:], (mean, variance * (count / max(1, count - 1))), strict=True):
         if running is not None:
             running.mul_(1 - step).add_(value.reshape(-1), alpha=step)
-    saved = (value.reshape(-1).to(dtype) for value, dtype in zip((mean, rstd), kept, strict=False))
-    return out, *saved, *(x.new_empty(0, dtype=dtype) for dtype in kept[2:])
+    saved = (value.reshape(-1).to(dtype) for value, dtype in zip((mean, rstd), saved_dtypes, strict=False))
+    return out, *saved, *(x.new_empty(0, dtype=dtype) for dtype in saved_dtypes[2:])
 
 
 def batch_norm_backward(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
-    """Gradients of input, weight and bias; the last two are the sums that the first needs."""
-    own, dims = at.named(args, kwargs), at.once(around_channels)
-    mean, rstd = per_channel(own["save_mean"], dims), per_channel(own.get("save_invstd", own.get("save_var")), dims)
+    """Return the gradients of input, weight and bias. The last two are the sums that the first needs."""
+    own, dims = at.named(args, kwargs), at.once(reduced_dims)
+    mean, rstd = (
+        broadcast_per_channel(own["save_mean"], dims),
+        broadcast_per_channel(own.get("save_invstd", own.get("save_var")), dims),
+    )
     grad = own.get("grad_out", own.get("grad_output"))
     _, normalized, upstream, terms = gradient_terms(grad, own["input"], mean, rstd, None, dims)
-    scale = affine(rstd, per_channel(own["weight"], dims))
-    asked = asked_dtypes(at.call, own.get("output_mask", [True] * 3))
-    return channel_gradients(upstream, normalized, at.all_reduce(terms, "sum"), at.once(samples), scale, asked)
+    scale = scale_and_shift(rstd, broadcast_per_channel(own["weight"], dims))
+    dtypes = requested_dtypes(at.call, own.get("output_mask", [True] * 3))
+    return channel_gradients(upstream, normalized, at.all_reduce(terms, "sum"), at.once(count_per_channel), scale, dtypes)
 
 
 @on_each_rank
 def channel_gradients(upstream: Tensor, normalized: Tensor, sums: Tensor, count: int, scale: Tensor, dtypes: Any) -> Any:
-    given = (centred_gradient(upstream, normalized, sums, count, scale), sums[1].reshape(-1), sums[0].reshape(-1))
-    return tuple(None if dtype is None else x.to(dtype) for x, dtype in zip(given, dtypes, strict=True))
+    gradients = (input_gradient(upstream, normalized, sums, count, scale), sums[1].reshape(-1), sums[0].reshape(-1))
+    return tuple(None if dtype is None else x.to(dtype) for x, dtype in zip(gradients, dtypes, strict=True))
 
 
 def batch_norm_factors(call: Call) -> Factors:
-    """In evaluation the empty statistics lack every factor."""
-    seen, training = over_samples(call), is_training(call)
-    written(call)
-    call.results = saved_on_cpu(call, training)
-    of_channels, (_, *rest) = (seen.sizes["c"],), call.results
-    saved = [seen.dims["rstd"] if i < 2 and meta and meta.shape == of_channels else ((),) for i, meta in enumerate(rest)]
-    factors = factors_of(call, seen, batch_norm, (seen.dims["input"], *saved), 2)
-    return factors if training else replace(factors, kernels=dict.fromkeys(seen.sizes, Kernel(in_evaluation, joint=True)))
+    """Return the factors of a forward pass. In evaluation the empty statistics lack every factor."""
+    norm_call, training = describe_batch_norm(call), is_training(call)
+    written_statistics(call)
+    call.results = fix_saved_metas(call, training)
+    of_channels, (_, *rest) = (norm_call.sizes["c"],), call.results
+    saved = [norm_call.dims["rstd"] if i < 2 and meta and meta.shape == of_channels else ((),) for i, meta in enumerate(rest)]
+    factors = factors_of(call, norm_call, batch_norm, (norm_call.dims["input"], *saved), 2)
+    return (
+        factors
+        if training
+        else replace(factors, kernels=dict.fromkeys(norm_call.sizes, Kernel(batch_norm_in_evaluation, joint=True)))
+    )
 
 
-def in_evaluation(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
-    """The operator, which on accelerators does not start for no samples: what it saves is then that of any."""
-    op, results = at.once(without_out), at.results
+def batch_norm_in_evaluation(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
+    """Run the operator. On accelerators it refuses empty batches; then its saved values are those of any batch."""
+    op, results = at.once(functional_overload), at.results
 
-    def one(here: At, x: Tensor, *rest: Any, **named: Any) -> Any:
+    def normalize_block(here: At, x: Tensor, *rest: Any, **named: Any) -> Any:
         if x.numel():
             return op(x, *rest, **named)
         if not x.shape[1]:
@@ -154,12 +165,13 @@ def in_evaluation(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
         _, *saved = op(x.new_zeros([size or 1 for size in x.shape]), *rest, **named)
         return x.clone(), *saved
 
-    return at.map(one, *args, **kwargs)
+    return at.map(normalize_block, *args, **kwargs)
 
 
-def saved_on_cpu(call: Call, training: bool) -> tuple[Meta | None, ...]:
-    """What CPU kernels save, which torch's meta kernels do not tell: nothing in evaluation, and the input's dtype."""
-    dtype = on_cpu(call)
+def fix_saved_metas(call: Call, training: bool) -> tuple[Meta | None, ...]:
+    """Return the metas of what CPU kernels save, which torch's meta kernels do not know: nothing in evaluation, and the input's
+    dtype."""
+    dtype = cpu_statistics_dtype(call)
     if dtype is None:
         return call.results
     first, *rest = call.results
@@ -168,37 +180,38 @@ def saved_on_cpu(call: Call, training: bool) -> tuple[Meta | None, ...]:
 
 
 def batch_norm_backward_factors(call: Call) -> Factors:
-    seen = over_samples(call)
-    made = tuple(seen.dims[name] for name in ("input", "weight", "bias"))
-    made = asked_for(call, made) if "output_mask" in call.arguments else made
-    factors = factors_of(call, seen, batch_norm_backward, made, 2)
-    return factors if is_training(call) else replace(factors, kernels={}, reduced=dict.fromkeys(seen.inner, "sum"))
+    norm_call = describe_batch_norm(call)
+    result_dims = tuple(norm_call.dims[name] for name in ("input", "weight", "bias"))
+    result_dims = drop_unrequested_results(call, result_dims) if "output_mask" in call.arguments else result_dims
+    factors = factors_of(call, norm_call, batch_norm_backward, result_dims, 2)
+    return factors if is_training(call) else replace(factors, kernels={}, reduced=dict.fromkeys(norm_call.inner, "sum"))
 
 
-def nothing_normalized(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+def empty_batch_norm(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
     return x.clone(), x.new_zeros(x.shape[1]), x.new_zeros(x.shape[1])
 
 
-def no_gradients(grad: Tensor, x: Tensor, weight: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:
+def empty_gradients(grad: Tensor, x: Tensor, weight: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:
     zeros = x.new_zeros(x.shape[1], dtype=(x if weight is None else weight).dtype)
     return tuple(
-        value if asked else None for value, asked in zip((torch.zeros_like(x), zeros, zeros.clone()), args[-1], strict=True)
+        value if is_requested else None
+        for value, is_requested in zip((torch.zeros_like(x), zeros, zeros.clone()), args[-1], strict=True)
     )
 
 
 for _name in ("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit.no_stats"):
     _packet, _, _overload = _name.partition(".")
-    _local = unless_empty(getattr(getattr(aten, _packet), _overload or "default"), nothing_normalized)
-    register(_name, Rule(batch_norm_factors, local=_local, writes=written, kind="kernel"))
+    _local = handle_empty_blocks(getattr(getattr(aten, _packet), _overload or "default"), empty_batch_norm)
+    register(_name, Rule(batch_norm_factors, local=_local, writes=written_statistics, kind="kernel"))
 register("_native_batch_norm_legit_no_training", Rule(batch_norm_factors, kind="kernel"))
-_local = unless_empty(aten.native_batch_norm_backward, no_gradients, block=1)
+_local = handle_empty_blocks(aten.native_batch_norm_backward, empty_gradients, block=1)
 register("native_batch_norm_backward", Rule(batch_norm_backward_factors, local=_local, kind="kernel"))
 
 
 def batch_norm_in_training(at: KernelContext, *args: Any) -> Any:
-    """What cuDNN keeps for its backward pass cannot be cut, so blocks are computed as above."""
-    return (batch_norm if is_training(at.call) else in_evaluation)(at, *args)
+    """Compute blocks with the kernels above, because what cuDNN saves for its backward pass cannot be sharded."""
+    return (batch_norm if is_training(at.call) else batch_norm_in_evaluation)(at, *args)
 
 
-register("cudnn_batch_norm", Rule(batch_norm_factors, run=batch_norm_in_training, writes=written, kind="kernel"))
+register("cudnn_batch_norm", Rule(batch_norm_factors, run=batch_norm_in_training, writes=written_statistics, kind="kernel"))
 register("cudnn_batch_norm_backward", Rule(batch_norm_backward_factors, run=batch_norm_backward, kind="kernel"))

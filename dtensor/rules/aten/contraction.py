@@ -1,4 +1,4 @@
-"""Contractions: products of matrices, their sums with a bias, and operations that are sums of products in disguise."""
+"""Contractions: products of matrices, their sums with a bias, and other operations that are sums of products."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from ..call import Call
 from ..declare import bind, blockwise, einsum, kernel_rule
-from ..kernel_context import KernelContext, densely, on_each_rank
+from ..kernel_context import KernelContext, on_contiguous, on_each_rank
 from ..notation import parse
 from ..op_traits import fact
 from ..partial_rules import linear
@@ -27,8 +27,8 @@ einsum("dot vdot", "k, k ->")
 einsum("ger outer", "m, n -> m n")
 
 
-def no_empty_block_beside_a_fraction(choice: Choice) -> bool:
-    """torch cuts a fraction that scales integers to an integer, and refuses it where there is nothing to sum."""
+def allows_fractional_scale(choice: Choice) -> bool:
+    """Return True unless a block is empty beside a fractional scale of integers, which torch truncates and then refuses."""
     call = choice.call
     result = call.results[0]
     exact = result is None or result.dtype.is_floating_point or result.dtype.is_complex
@@ -36,67 +36,69 @@ def no_empty_block_beside_a_fraction(choice: Choice) -> bool:
     return exact or not fraction or all(0 not in choice.sizes(name) for name in choice.splits)
 
 
-einsum("addmm", "+m n, m k, k n -> m n", when=no_empty_block_beside_a_fraction)
-einsum("baddbmm", "+b m n, b m k, b k n -> b m n", when=no_empty_block_beside_a_fraction)
-einsum("addbmm", "+m n, b m k, b k n -> m n", when=no_empty_block_beside_a_fraction)
+einsum("addmm", "+m n, m k, k n -> m n", when=allows_fractional_scale)
+einsum("baddbmm", "+b m n, b m k, b k n -> b m n", when=allows_fractional_scale)
+einsum("addbmm", "+m n, b m k, b k n -> m n", when=allows_fractional_scale)
 einsum("addr", "+m n, m, n -> m n")
 
 
-def no_empty_block_of_a_number(choice: Choice) -> bool:
-    """``addmv`` of an empty matrix returns its first operand as it is, not expanded to the shape of the result."""
+def allows_expanded_addend(choice: Choice) -> bool:
+    """Return True unless ``addmv`` has an empty block: torch then returns its first operand without expanding it."""
     result = choice.call.results[0]
     return min(*choice.sizes("m"), *choice.sizes("k")) > 0 or (result is not None and choice.call.shape(0) == result.shape)
 
 
-einsum("addmv", "+m, m k, k -> m", when=no_empty_block_of_a_number)
+einsum("addmv", "+m, m k, k -> m", when=allows_expanded_addend)
 
 
-def dotted(name: str, call: Call) -> int:
-    """FLOPs where each element of the result takes all of a row of argument ``name``."""
+def row_product_flops(name: str, call: Call) -> int:
+    """Return the FLOPs if each element of the result needs a complete row of argument ``name``."""
     result = call.results[0]
     return 0 if result is None else 2 * math.prod(result.shape) * call.shape(call.names.index(name))[-1]
 
 
 # the activation needs the whole sum
-blockwise("_addmm_activation", "+m n, m [k], [k] n -> m n", flops=partial(dotted, "mat1"))
+blockwise("_addmm_activation", "+m n, m [k], [k] n -> m n", flops=partial(row_product_flops, "mat1"))
 
-# a weight of one dim gives no output dim; without a bias there are two operands
+# a weight of one dim gives no output dim; a call without a bias has two operands
 WITHOUT_BIAS = tuple(row for op in ("sum", "avg") for row in (f"{op},finite -> {op}", f"finite,{op} -> {op}"))
 einsum("linear", "b* k, n* k, +n* -> b* n*", partials=WITHOUT_BIAS)
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def _flatten_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _gradient(of: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """``left @ right``, the gradient of a matrix, which lies in memory as that does: by columns where its columns do."""
+def _matrix_gradient(of: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return ``left @ right``, the gradient of a matrix, in the memory order of that matrix."""
     return torch.mm(right.t(), left.t()).t() if of.stride() == (1, of.shape[0]) else torch.mm(left, right)
 
 
 def linear_gradients(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, output_mask: Sequence[bool]) -> tuple[Any, ...]:
-    """Gradients of input, weight and bias, those that are asked for (only mkldnn and MPS have the operator itself)."""
-    rows, of_rows = _rows(x), _rows(grad)
-    of_input, of_weight, of_bias = output_mask
+    """Return the requested gradients of input, weight and bias (only mkldnn and MPS have the operator itself)."""
+    rows, grad_rows = _flatten_rows(x), _flatten_rows(grad)
+    needs_input, needs_weight, needs_bias = output_mask
     return (
-        _gradient(rows, of_rows, weight).view(x.shape) if of_input else None,
-        _gradient(weight, of_rows.t(), rows) if of_weight else None,
-        of_rows.sum(0) if of_bias else None,
+        _matrix_gradient(rows, grad_rows, weight).view(x.shape) if needs_input else None,
+        _matrix_gradient(weight, grad_rows.t(), rows) if needs_weight else None,
+        grad_rows.sum(0) if needs_bias else None,
     )
 
 
 blockwise(
     "linear_backward",
     "b* k, b* n, n k -> b* k, n k, n",
-    sums={"b": "sum", "n": "sum", "k": "R"},  # the gradient of the bias does not know k
+    sums={"b": "sum", "n": "sum", "k": "R"},  # the gradient of the bias has no k
     flops=lambda call: 2 * math.prod(call.shape(0)) * call.shape(1)[-1] * sum(call["output_mask"][:2]),
     local=on_each_rank(linear_gradients),
     shapes=True,
 )
-fact("linear_backward", infer=lambda ask, given, device: linear_gradients(*given.values()))  # torch's forgets half of the mask
+fact(
+    "linear_backward", infer=lambda ask, given, device: linear_gradients(*given.values())
+)  # torch's meta kernel ignores half of the mask
 
 
-# --- matmul, and einsum in inference mode, arrive whole ----------------------------------------------------------------
+# --- matmul, and einsum in inference mode, are not decomposed ----------------------------------------------------------
 blockwise(
     "matmul",
     "b* m k, b* k n -> b* m n | k, k -> | b* m k, k -> b* m | k, b* k n -> b* n",
@@ -107,16 +109,18 @@ blockwise(
 
 
 def matmul_gradients(grad: torch.Tensor, x: torch.Tensor, y: torch.Tensor, mask: Sequence[bool]) -> tuple[Any, ...]:
-    """Gradients of the operands of a product of matrices and stacks of them, those that are asked for (only nested tensors have
-    the operator itself)."""
+    """Return the requested gradients of the operands of a matrix product or of stacks of them (only nested tensors have the
+    operator)."""
     if y.ndim == 2:
-        of_x, of_weight, _ = linear_gradients(x, grad, y.t(), (*mask, False))
-        return of_x, None if of_weight is None else of_weight.t()
+        x_gradient, weight_gradient, _ = linear_gradients(x, grad, y.t(), (*mask, False))
+        return x_gradient, None if weight_gradient is None else weight_gradient.t()
     stacks = grad.shape[:-2]
-    left, right, of_product = (t.expand(*stacks, *t.shape[-2:]).reshape(math.prod(stacks), *t.shape[-2:]) for t in (x, y, grad))
+    left, right, product_gradient = (
+        t.expand(*stacks, *t.shape[-2:]).reshape(math.prod(stacks), *t.shape[-2:]) for t in (x, y, grad)
+    )
     return (
-        torch.bmm(of_product, right.mT).view(*stacks, *x.shape[-2:]).sum_to_size(x.shape) if mask[0] else None,
-        torch.bmm(left.mT, of_product).view(*stacks, *y.shape[-2:]).sum_to_size(y.shape) if mask[1] else None,
+        torch.bmm(product_gradient, right.mT).view(*stacks, *x.shape[-2:]).sum_to_size(x.shape) if mask[0] else None,
+        torch.bmm(left.mT, product_gradient).view(*stacks, *y.shape[-2:]).sum_to_size(y.shape) if mask[1] else None,
     )
 
 
@@ -132,35 +136,37 @@ fact("matmul_backward", infer=lambda ask, given, device: matmul_gradients(*given
 
 
 def einsum_factors(call: Call) -> Factors | None:
-    """Every letter of the equation is a factor; a letter twice in one operand (a diagonal) decomposes."""
+    """Return every letter of the equation as a factor. With a letter twice in one operand (a diagonal) the operator
+    decomposes."""
     left, arrow, right = call["equation"].replace(" ", "").partition("->")
     if not arrow:
         once = sorted(letter for letter in set(left) if letter.isalpha() and left.count(letter) == 1)
         right = "..." * ("..." in left) + "".join(once)
     if any(term.count(letter) > 1 for term in left.split(",") for letter in term if letter.isalpha()):
         return None
-    return bind(parse(f"{_spelled(left)} -> {_spelled(right)}"), call)
+    return bind(parse(f"{_lowercase_letters(left)} -> {_lowercase_letters(right)}"), call)
 
 
-def _spelled(terms: str) -> str:
-    """As the notation has it, in which letters are small."""
+def _lowercase_letters(terms: str) -> str:
+    """Return the terms in the notation of rules, which has lowercase letters."""
     words = re.findall(r"\.\.\.|[A-Za-z,]", terms)
     return " ".join(word if word == word.lower() else f"{word.lower()}_" for word in words)
 
 
-def in_each(call: Call) -> tuple[str, ...]:
-    """Linear in each operand, the others fixed and finite."""
+def partials_of_each_operand(call: Call) -> tuple[str, ...]:
+    """Return strategies for an operator that is linear in each operand, with the others fixed and finite."""
     count = len(call.operands)
     return tuple(
         f"{','.join(op if i == k else 'finite' for k in range(count))} -> {op}" for i in range(count) for op in ("sum", "avg")
     )
 
 
-register("einsum", Rule(einsum_factors, in_each, kind="einsum"))
+register("einsum", Rule(einsum_factors, partials_of_each_operand, kind="einsum"))
 
 
 def trilinear_factors(call: Call) -> Factors | None:
-    """Three operands with dims of size one put in at ``expand``, multiplied, summed over ``sumdim``."""
+    """Return the factors of three operands, expanded by dims of size one at ``expand``, multiplied, and summed over
+    ``sumdim``."""
     dims = range(len(call.shape(0)) + len(call["expand1"]))
     terms = [" ".join(f"d{d}" for d in dims if d not in call[name]) for name in ("expand1", "expand2", "expand3", "sumdim")]
     return bind(parse(f"{', '.join(terms[:3])} -> {terms[3]}"), call)
@@ -169,21 +175,22 @@ def trilinear_factors(call: Call) -> Factors | None:
 register("_trilinear", Rule(trilinear_factors, linear("i1", "i2", "i3"), kind="einsum"))
 
 
-# --- distances: every pair of rows by itself ------------------------------------------------------------------------
-def same_method(call: Call, view: LocalView) -> dict[str, Any]:
-    """The way to compute Euclidean distances that the whole matrices would take (matrix products from 26 rows on)."""
+# --- distances of pairs of rows -------------------------------------------------------------------------------------
+def local_cdist_args(call: Call, view: LocalView) -> dict[str, Any]:
+    """Return the method that the global matrices would use for Euclidean distances (matrix products from 26 rows on)."""
     if call["compute_mode"] not in (None, 0):
         return {}
     return {"compute_mode": 1 if max(call.shape(0)[-2], call.shape(1)[-2]) > 25 else 2}
 
 
 def distances_of_coordinates(at: KernelContext, x: Any, y: Any, p: float, mode: Any = None) -> Any:
-    """The p-th powers of distances along some coordinates add up."""
+    """Return distances from blocks of coordinates: the p-th powers of partial distances add up."""
     return at.all_reduce(torch.ops.aten._cdist_forward(x, y, p, 2).pow(p), "sum").pow(1 / p)
 
 
 def distance_factors(call: Call) -> Factors | None:
-    """Distances along blocks of coordinates: their sum (p = 1, and counts of differences, p = 0), the largest (p = inf)."""
+    """Return factors with partial distances of coordinates: sums (p = 1, and counts of differences, p = 0), the largest (p =
+    inf)."""
     factors, p = bind(parse("... p m, ... r m -> ... p r"), call, None), call["p"]
     if factors is None:
         return None
@@ -196,42 +203,54 @@ def distance_factors(call: Call) -> Factors | None:
     return replace(factors, kernels={"m": Kernel(distances_of_coordinates, collectives=1, nbytes=lambda call: nbytes)})
 
 
-kernel_rule("_cdist_forward", distance_factors, local_args=same_method, floats_matter=True, flops=partial(dotted, "x1"))
-blockwise("_euclidean_dist", "... p [m], ... r [m] -> ... p r", flops=partial(dotted, "x1"))
-# with the distances given, the gradient of one coordinate needs only that coordinate
+kernel_rule(
+    "_cdist_forward", distance_factors, local_args=local_cdist_args, floats_matter=True, flops=partial(row_product_flops, "x1")
+)
+blockwise("_euclidean_dist", "... p [m], ... r [m] -> ... p r", flops=partial(row_product_flops, "x1"))
+# given the distances, the gradient of one coordinate needs only that coordinate
 blockwise("_cdist_backward", "... p r, ... p m, ... r m, ... p r -> ... p m", sums="r")
 blockwise("_pdist_forward", "[p] [m] -> [p]", as_laid_out=True)
-blockwise("_pdist_backward", "[p], [p] m, [p] -> [p] m", local=densely(torch.ops.aten._pdist_backward))
+blockwise("_pdist_backward", "[p], [p] m, [p] -> [p] m", local=on_contiguous(torch.ops.aten._pdist_backward))
 
 
 # --- low precision --------------------------------------------------------------------------------------------------
-def blocks_of_eight(choice: Choice) -> bool:
-    """What the CUDA kernels of 8-bit products ask of every block."""
+def has_cuda_block_sizes(choice: Choice) -> bool:
+    """Return True if every block has the sizes that the CUDA kernels of 8-bit products require."""
     if choice.call.mesh.device_type != "cuda":
         return True
     return all(size % 8 == 0 and size > 16 for name in choice.splits for size in choice.sizes(name))
 
 
-einsum("_int_mm", "m k, k n -> m n", when=blocks_of_eight)  # int32 sums of int8 products are exact in any order
+einsum("_int_mm", "m k, k n -> m n", when=has_cuda_block_sizes)  # int32 sums of int8 products are exact in any order
 
 
 def scaled_factors(call: Call) -> Factors | None:
-    """Scales are one number, or one per row and one per column; k is whole, so that sums are rounded once."""
+    """Return the factors of a scaled product. Scales are one number, or one per row and column. k is unsharded, so sums are
+    rounded once."""
     if not len(call.shape(0)) == len(call.shape(1)) == 2:
-        return None  # torch refuses them
+        return None  # torch raises for these
     (m, k), (_, n) = call.shape(0), call.shape(1)
     sizes = {"m": m, "k": k, "n": n}
-    own = {"self": ("m", "k"), "mat2": ("k", "n"), "scale_a": ("m", ""), "scale_b": ("", "n"), "bias": ("n",), "scale_result": ()}
+    dims_of_argument = {
+        "self": ("m", "k"),
+        "mat2": ("k", "n"),
+        "scale_a": ("m", ""),
+        "scale_b": ("", "n"),
+        "bias": ("n",),
+        "scale_result": (),
+    }
     operands: list[Dims] = []
     for name, layout in zip(call.names, call.operands, strict=True):
         shape = tuple(layout.shape)
         if layout.numel == 1:
             operands.append(((),) * len(shape))
-        elif len(shape) == len(own[name]) and all(size == sizes.get(d, 1) for d, size in zip(own[name], shape, strict=True)):
-            operands.append(tuple((d,) if d else () for d in own[name]))
+        elif len(shape) == len(dims_of_argument[name]) and all(
+            size == sizes.get(d, 1) for d, size in zip(dims_of_argument[name], shape, strict=True)
+        ):
+            operands.append(tuple((d,) if d else () for d in dims_of_argument[name]))
         else:
-            return None  # scales by blocks
+            return None  # scales of blocks
     return Factors(tuple(operands), ((("m",), ("n",)),), sizes, whole=frozenset("k"))
 
 
-kernel_rule("_scaled_mm", scaled_factors, when=blocks_of_eight, flops=partial(dotted, "self"))
+kernel_rule("_scaled_mm", scaled_factors, when=has_cuda_block_sizes, flops=partial(row_product_flops, "self"))

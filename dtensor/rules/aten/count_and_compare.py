@@ -1,8 +1,7 @@
-"""Counts and tests over all elements: histograms, ``bincount``, ``isin``, ``hash_tensor``, ``equal``, ``allclose``; and what asks
-for a Python value, the same on every rank.
+"""Count and compare all elements: histograms, ``bincount``, ``isin``, ``hash_tensor``, ``equal``, ``allclose``, Python values.
 
-Each rank counts its own block between the same ends. Ends that the data give, and the length of a ``bincount``, are one small
-reduction. A density divides by the number of all elements, so its counts are added first.
+Each rank counts its own block between the same bounds. Bounds from data, and the length of a ``bincount``, are one small
+reduction. A density divides by the number of all elements, so its counts are reduced first.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from ...placement import Monoid, Partial
 from ..call import Call, Meta
-from ..declare import NOTHING, blockwise, fold
+from ..declare import NO_FACTORS, blockwise, fold
 from ..folds import REDUCED
 from ..kernel_context import KernelContext
 from ..notation_rules import by
@@ -24,7 +23,7 @@ from ..rule import Kernel, R, Rule
 
 aten = torch.ops.aten
 
-# --- questions ----------------------------------------------------------------------------------------------------------
+# --- Python values ------------------------------------------------------------------------------------------------------
 blockwise("_local_scalar_dense", "[s*] ->", kind="whole")
 fold(
     "equal",
@@ -48,19 +47,20 @@ fold(
 )
 register(
     "is_same_size",
-    Rule(NOTHING, answer=lambda call: call.shape(0) == call.shape(1), kind="answer", plain=("self", "other")),
+    Rule(NO_FACTORS, answer=lambda call: call.shape(0) == call.shape(1), kind="answer", plain=("self", "other")),
 )
 
 
-def memory_of_one_length(call: Call) -> bool:
-    """Whether two tensors span as many elements of memory (forward AD asks whether a tangent can lie as its primal does)."""
+def have_equal_storage_spans(call: Call) -> bool:
+    """Return True if two tensors span equally many elements of memory. Forward AD asks whether a tangent fits its primal's
+    memory."""
     spans = [1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride, strict=True)) for x in call.operands[:2] if x.numel]
     return len(spans) != 1 and len(set(spans)) <= 1
 
 
-register("_has_same_storage_numel", Rule(NOTHING, answer=memory_of_one_length, kind="answer"))
+register("_has_same_storage_numel", Rule(NO_FACTORS, answer=have_equal_storage_spans, kind="answer"))
 
-# found among the elements of some block: or; found in no block: and
+# found in some block: max; found in no block: min
 blockwise(
     "isin", "elements: e*, test_elements: t* -> e*", sums={"t*": by("invert", {False: "max", True: "min"})}, as_laid_out=True
 )
@@ -75,96 +75,98 @@ fold(
 
 
 # --- histograms ---------------------------------------------------------------------------------------------------------
-def ends(at: KernelContext, x: Any, dtype: torch.dtype = torch.float64, nothing: float = -torch.inf) -> Any:
-    """The least and the largest element of all; ``nothing`` is less than any."""
+def find_min_max(at: KernelContext, x: Any, dtype: torch.dtype = torch.float64, nothing: float = -torch.inf) -> Any:
+    """Return the smallest and the largest of all elements. ``nothing`` is less than any."""
 
-    def own(_: Any, block: Tensor) -> Tensor:
+    def min_max_of_block(_: Any, block: Tensor) -> Tensor:
         wide = block.detach().to(dtype)
         return torch.stack((-wide.amin(), wide.amax())) if block.numel() else wide.new_full((2,), nothing)
 
-    return at.map(lambda _, found: torch.stack((-found[0], found[1])), at.all_reduce(at.map(own, x), "max"))
+    return at.map(lambda _, extremes: torch.stack((-extremes[0], extremes[1])), at.all_reduce(at.map(min_max_of_block, x), "max"))
 
 
-def counts_between(at: KernelContext, x: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
-    """Counts of each block between the same ends; those of the data where none are given."""
+def histc_of_blocks(at: KernelContext, x: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
+    """Return the counts of each block between the same bounds: those of the data if none are given."""
     if min != max or not at.call.operands[0].numel:
         return at.map(lambda _, block: aten.histc(block, bins, min, max), x)
 
-    def count(_: Any, block: Tensor, bounds: Tensor) -> Tensor:
+    def count_block(_: Any, block: Tensor, bounds: Tensor) -> Tensor:
         low, high = bounds.tolist()
-        if low == high:  # as torch widens an interval of no length
+        if low == high:  # torch widens an empty interval like this
             low, high = low - 1, high + 1
         return aten.histc(block, bins, low, high)
 
-    return at.map(count, x, ends(at, x))
+    return at.map(count_block, x, find_min_max(at, x))
 
 
-def interval_of_data(call: Call) -> Kernel:
-    asked = int(call["min"] == call["max"] and call.operands[0].numel > 0)  # where the interval ends, two float64
-    return Kernel(counts_between, lacking=Partial("sum"), collectives=asked, nbytes=lambda call: 16 * asked, joint=True)
+def histc_kernel(call: Call) -> Kernel:
+    needs_interval = int(call["min"] == call["max"] and call.operands[0].numel > 0)  # the bounds of the interval: two float64
+    return Kernel(
+        histc_of_blocks, lacking=Partial("sum"), collectives=needs_interval, nbytes=lambda call: 16 * needs_interval, joint=True
+    )
 
 
-blockwise("histc", "[s*] -> []", kernel=interval_of_data, kind="kernel", floats_matter=True)
+blockwise("histc", "[s*] -> []", kernel=histc_kernel, kind="kernel", floats_matter=True)
 
 
-def bins_of_blocks(at: KernelContext, x: Any, weights: Any = None, minlength: int = 0) -> Any:
-    """Counts (or summed weights) of each block, as many as the largest number of all asks for."""
+def bincount_of_blocks(at: KernelContext, x: Any, weights: Any = None, minlength: int = 0) -> Any:
+    """Return the counts (or summed weights) of all blocks, as many as the largest number requires."""
 
-    def count(_: Any, block: Tensor, weight: Tensor | None, bounds: Tensor) -> Tensor:
+    def count_block(_: Any, block: Tensor, weight: Tensor | None, bounds: Tensor) -> Tensor:
         low, high = bounds.tolist()
         if low < 0:
             raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")
-        made = aten.bincount(block, weight, max(high + 1, minlength))
+        counts = aten.bincount(block, weight, max(high + 1, minlength))
         if block.numel() or weight is None or not at.call.shape(0)[0]:
-            return made
-        return made.to(weight.dtype if weight.dtype is torch.float32 else torch.float64)  # as where there is something to count
+            return counts
+        return counts.to(weight.dtype if weight.dtype is torch.float32 else torch.float64)  # the dtype of a non-empty count
 
-    return at.all_reduce(at.map(count, x, weights, ends(at, x, torch.int64, -(2**62))), "sum")
+    return at.all_reduce(at.map(count_block, x, weights, find_min_max(at, x, torch.int64, -(2**62))), "sum")
 
 
-def of_bins(call: Call) -> Kernel | None:
-    """Two integers, then as many numbers as there are bins, or more."""
+def bincount_kernel(call: Call) -> Kernel | None:
+    """Return the kernel of a ``bincount``: it reduces two integers, then one number for each bin."""
     number = 8 if len(call.operands) == 1 else max(4, call.operands[1].dtype.itemsize)
-    taken = len({tuple(layout.shape) for layout in call.operands}) == 1 and call["minlength"] >= 0  # torch refuses others
-    kernel = Kernel(bins_of_blocks, collectives=2, nbytes=lambda call: 16 + number * max(1, call["minlength"]))
-    return kernel if taken else None
+    is_valid = len({tuple(layout.shape) for layout in call.operands}) == 1 and call["minlength"] >= 0  # torch refuses others
+    kernel = Kernel(bincount_of_blocks, collectives=2, nbytes=lambda call: 16 + number * max(1, call["minlength"]))
+    return kernel if is_valid else None
 
 
-blockwise("bincount", "each: [n] ->", kernel=of_bins, kind="kernel", measured=True)
+blockwise("bincount", "each: [n] ->", kernel=bincount_kernel, kind="kernel", measured=True)
 
 
 def histogram_of_blocks(
     at: KernelContext, x: Any, bins: Any = 100, *, range: Any = None, weight: Any = None, density: bool = False
 ) -> Any:
-    """Counts, and the edges."""
-    given = not isinstance(bins, int)
-    found = ends(at, x) if not given and range is None and at.call.operands[0].numel else None
+    """Return the counts, and the edges."""
+    has_edges = not isinstance(bins, int)
+    interval = find_min_max(at, x) if not has_edges and range is None and at.call.operands[0].numel else None
 
-    def own(_: Any, block: Tensor, edges: Any, weights: Tensor | None, bounds: Tensor | None) -> list[Tensor]:
+    def histogram_of_block(_: Any, block: Tensor, edges: Any, weights: Tensor | None, bounds: Tensor | None) -> list[Tensor]:
         between = range if bounds is None else bounds.tolist()
-        if given:
-            made = aten.histogram.bins_tensor(block, edges, weight=weights)
+        if has_edges:
+            counts_and_edges = aten.histogram.bins_tensor(block, edges, weight=weights)
         elif block.numel():
-            made = aten.histogram.bin_ct(block, bins, range=between, weight=weights)
-        else:  # of nothing it would choose ends of its own
-            made = aten.histogram.bin_ct(block.new_zeros(1), bins, range=between or [0.0, 1.0])
-            made = made[0].zero_(), made[1]
-        return list(made)
+            counts_and_edges = aten.histogram.bin_ct(block, bins, range=between, weight=weights)
+        else:  # for an empty block torch would choose other bounds
+            counts_and_edges = aten.histogram.bin_ct(block.new_zeros(1), bins, range=between or [0.0, 1.0])
+            counts_and_edges = counts_and_edges[0].zero_(), counts_and_edges[1]
+        return list(counts_and_edges)
 
-    counts, edges = at.map(own, x, bins if given else None, weight, found)
+    counts, edges = at.map(histogram_of_block, x, bins if has_edges else None, weight, interval)
     if density:
         counts = at.map(lambda _, sums, edges: sums / sums.sum() / edges.diff(), at.all_reduce(counts, "sum"), edges)
     return counts, edges
 
 
-def of_histogram(call: Call) -> Kernel:
-    found = isinstance(call["bins"], int) and call["range"] is None and call.operands[0].numel > 0
+def histogram_kernel(call: Call) -> Kernel:
+    needs_interval = isinstance(call["bins"], int) and call["range"] is None and call.operands[0].numel > 0
     counts = sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in call.results[:1] if meta is not None)
     return Kernel(
         histogram_of_blocks,
         lacking=(R if call["density"] else Partial("sum"), R),
-        collectives=found + bool(call["density"]),
-        nbytes=lambda call: 16 * found + counts * bool(call["density"]),
+        collectives=needs_interval + bool(call["density"]),
+        nbytes=lambda call: 16 * needs_interval + counts * bool(call["density"]),
         joint=True,
     )
 
@@ -175,10 +177,10 @@ def histogram_metas(call: Call) -> tuple[Meta, ...]:
     return Meta((count,), (1,), dtype), Meta((count + 1,), (1,), dtype)
 
 
-blockwise(  # weights lie as the elements do
+blockwise(  # weights are sharded as the elements
     "histogram",
     "self: [s*], weight: [s*], bins: [] -> [], []",
-    kernel=of_histogram,
+    kernel=histogram_kernel,
     kind="kernel",
     metas=histogram_metas,
     floats_matter=True,

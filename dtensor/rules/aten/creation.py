@@ -1,4 +1,4 @@
-"""New tensors made like another one, which gives dtype and device, and how dims are cut that are as large as its own."""
+"""Creation of tensors like another one, which determines dtype and device, and the sharding of dims of the same size."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from ..call import Call
 from ..declare import kernel_rule
 from ..kernel_context import At, KernelContext
 from ..op_traits import fact
-from ..rule import Factors, Kernel, LocalView, own_factors
+from ..rule import Factors, Kernel, LocalView, factors_of_first_operand
 
 
-def made_like(call: Call) -> Factors:
-    """Dims that are as large as the model's are cut as those are: gradients of reads, buffers for a batch's results."""
-    dims, sizes = own_factors(call)
+def new_tensor_factors(call: Call) -> Factors:
+    """Return factors that shard dims of the model's size as the model: gradients of reads, buffers for a batch's results."""
+    dims, sizes = factors_of_first_operand(call)
     result = call.results[0]
     assert result is not None
-    alike = [a == b for a, b in zip(result.shape, call.shape(0), strict=False)]
-    own = tuple([dims[d] if d < len(alike) and alike[d] else () for d in range(len(result.shape))])
-    kernels = {name: Kernel(make, joint=True) for name in sizes if (name,) not in own}
+    same_size = [a == b for a, b in zip(result.shape, call.shape(0), strict=False)]
+    own = tuple([dims[d] if d < len(same_size) and same_size[d] else () for d in range(len(result.shape))])
+    kernels = {name: Kernel(make_blocks, joint=True) for name in sizes if (name,) not in own}
     return Factors((dims,), (own,), sizes, kernels=kernels)
 
 
-def make(at: KernelContext, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """One with blocks of some dims, also where the model's blocks are of others."""
-    packet, layout = at.call.func.overloadpacket, at.results[0]  # not the out= overload
+def make_blocks(at: KernelContext, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return new blocks, also if the model is sharded along other dims."""
+    packet, layout = at.call.func.overloadpacket, at.results[0]  # the packet selects the overload without out=
     assert layout is not None
     strided = at.call.get("stride") is not None
 
-    def one(here: At, block: Any) -> Any:
+    def make_block(here: At, block: Any) -> Any:
         shape = layout.shape_of(here.member)
-        given = (shape, stride_like(shape, at.call["stride"])) if strided else (shape,)
-        return packet(block, *given, *args[len(given) :], **kwargs)
+        leading = (shape, stride_like(shape, at.call["stride"])) if strided else (shape,)
+        return packet(block, *leading, *args[len(leading) :], **kwargs)
 
-    return at.map(one, model)
+    return at.map(make_block, model)
 
 
-def local_sizes(call: Call, at: LocalView) -> dict[str, Any]:
+def local_size_args(call: Call, at: LocalView) -> dict[str, Any]:
     if call.get("stride") is None:
         return {"size": at.results[0]}
     return {"size": at.results[0], "stride": stride_like(at.results[0], call["stride"])}
@@ -46,13 +46,13 @@ def local_sizes(call: Call, at: LocalView) -> dict[str, Any]:
 
 kernel_rule(
     "new_empty new_empty_strided new_zeros new_ones new_full",
-    made_like,
+    new_tensor_factors,
     partials=tuple(f"{op} -> R" for op in REDUCE_OPS),
-    local_args=local_sizes,
+    local_args=local_size_args,
 )
 
 
-# --- of what they are like they read the sizes alone ---
+# --- the model's memory is not read ---
 fact("empty.memory_format empty_permuted.default empty_strided.default empty_like.default", touches="nothing")
 fact("new_empty.default new_empty_strided.default", touches="nothing")
 fact("zeros_like.default ones_like.default full_like.default", touches="results")

@@ -1,7 +1,5 @@
-"""Operations that are others put together: where all parts have rules, so have they.
-
-They are called with DTensors, and each part is placed by its own rule.
-"""
+"""Decompositions: operations that are functions of other operators. They are called with DTensors, and each part follows its own
+rule."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from ..op_traits import fact
 aten = torch.ops.aten
 
 
-# --- masks: the elements that a mask picks, in row-major order ---
+# --- masks: the selected elements, in row-major order ---
 def _check_mask(mask: Tensor, name: str) -> None:
     if mask.dtype is not torch.bool:
         raise RuntimeError(f"{name} takes a boolean mask, got dtype {mask.dtype}")
@@ -35,16 +33,16 @@ def masked_select(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
-    """The k-th element picked is the k-th of the source."""
+    """Return ``x`` in which the k-th selected element is the k-th of the source."""
     _check_mask(mask, "masked_scatter")
-    x, whole = torch.broadcast_tensors(x, mask)
-    if source.numel() < whole.numel():
-        assert_async(whole.sum() <= source.numel(), "Number of elements of source < number of ones in mask")
-    place = whole.reshape(-1).cumsum(0).sub(1).clamp(min=0).view(whole.shape)
+    x, full_mask = torch.broadcast_tensors(x, mask)
+    if source.numel() < full_mask.numel():
+        assert_async(full_mask.sum() <= source.numel(), "Number of elements of source < number of ones in mask")
+    source_positions = full_mask.reshape(-1).cumsum(0).sub(1).clamp(min=0).view(full_mask.shape)
     if not source.numel():
         return x.clone(memory_format=torch.contiguous_format)
-    values = source.reshape(-1).take(place.clamp(max=source.numel() - 1))
-    return torch.where(whole, values, x).contiguous()  # row-major, whatever comes in
+    values = source.reshape(-1).take(source_positions.clamp(max=source.numel() - 1))
+    return torch.where(full_mask, values, x).contiguous()  # row-major for any input
 
 
 def masked_scatter_backward(grad: Tensor, mask: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -56,16 +54,16 @@ def unsafe_masked_index(x: Tensor, mask: Tensor, indices: Sequence[Tensor | None
     if not x.numel():
         places = [None if index is None else torch.zeros_like(index) for index in indices]
         return x.new_full(aten._unsafe_index(x.new_empty([max(1, size) for size in x.shape]), places).shape, fill)
-    return aten._unsafe_index.Tensor(x, _inside(x, indices)).masked_fill(mask.logical_not(), fill)
+    return aten._unsafe_index.Tensor(x, _clamp_indices(x, indices)).masked_fill(mask.logical_not(), fill)
 
 
 def unsafe_masked_index_put(x: Tensor, mask: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> Tensor:
     if not x.numel():
         return x.clone()
-    return aten._unsafe_index_put.default(x, _inside(x, indices), values.masked_fill(mask.logical_not(), 0), True)
+    return aten._unsafe_index_put.default(x, _clamp_indices(x, indices), values.masked_fill(mask.logical_not(), 0), True)
 
 
-def _inside(x: Tensor, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _clamp_indices(x: Tensor, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [
         None if index is None else index.clamp(min=-size, max=size - 1) for index, size in zip(indices, x.shape, strict=False)
     ]
@@ -85,19 +83,22 @@ def nonzero_static(x: Tensor, *, size: int, fill_value: int = -1) -> Tensor:
 
 
 def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int) -> Tensor:
-    """Each tensor in ``num_chunks`` padded chunks along ``dim``, the rest flat, one tensor's chunks beside another's."""
-    aten._chunk_cat([torch.empty(x.shape, dtype=x.dtype, device="meta") for x in tensors], dim, num_chunks)  # what torch refuses
+    """Return each tensor in ``num_chunks`` padded chunks along ``dim``, the rest flattened, the chunks of all tensors side by
+    side."""
+    aten._chunk_cat(
+        [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in tensors], dim, num_chunks
+    )  # raise what torch raises
     dim, rows = dim % max(1, tensors[0].ndim), []
     for x in tensors:
-        each = -(-x.shape[dim] // num_chunks)
-        missing = each * num_chunks - x.shape[dim]
+        chunk_size = -(-x.shape[dim] // num_chunks)
+        missing = chunk_size * num_chunks - x.shape[dim]
         padded = F.pad(x, (*(0, 0) * (x.ndim - dim - 1), 0, missing)) if missing else x
-        rows.append(padded.reshape(*x.shape[:dim], num_chunks, each * math.prod(x.shape[dim + 1 :])))
+        rows.append(padded.reshape(*x.shape[:dim], num_chunks, chunk_size * math.prod(x.shape[dim + 1 :])))
     return torch.cat(rows, dim + 1)
 
 
 def block_diag(tensors: Sequence[Tensor]) -> Tensor:
-    """Each block between zeros, one below the other."""
+    """Return the blocks on the diagonal, with zeros elsewhere."""
     for i, x in enumerate(tensors):
         if x.ndim > 2:
             raise RuntimeError(
@@ -115,41 +116,43 @@ def block_diag(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def zeros_like_other(x: Tensor, other: Tensor, *, self_num_batch_dims: int = 0) -> Tensor:
-    """Where forward AD keeps the tangent of ``other``, after the batch dims that ``x`` has."""
+    """Return the zeros in which forward AD keeps the tangent of ``other``, after the batch dims of ``x``."""
     return torch.zeros_like(other.expand(*x.shape[:self_num_batch_dims], *other.shape) if self_num_batch_dims else other)
 
 
 composed("_new_zeros_with_same_feature_meta", zeros_like_other)
 
 
-def resized(x: Tensor, size: Sequence[int], *, memory_format: torch.memory_format | None = None) -> Tensor:
-    """The elements as they lie in memory, as many as there is room for; what comes after them is undefined (0 here)."""
-    made = torch.empty(size, device="meta", memory_format=memory_format or torch.contiguous_format)
-    if x.shape == made.shape and (memory_format is None or x.stride() == made.stride()):
+def resize_decomposition(x: Tensor, size: Sequence[int], *, memory_format: torch.memory_format | None = None) -> Tensor:
+    """Return the elements in memory order, as many as fit. Elements beyond them are undefined (0 here)."""
+    target = torch.empty(size, device="meta", memory_format=memory_format or torch.contiguous_format)
+    if x.shape == target.shape and (memory_format is None or x.stride() == target.stride()):
         return x
-    if made.numel() <= x.numel() or memory_order(tuple(x.shape), x.stride()) is None:  # a view of the same memory
-        same = made.numel() == x.numel() and x.is_contiguous() and made.is_contiguous()
-        return x.view(size) if same else aten.as_strided.default(x, list(size), made.stride())
+    if target.numel() <= x.numel() or memory_order(tuple(x.shape), x.stride()) is None:  # a view of the same memory
+        same = target.numel() == x.numel() and x.is_contiguous() and target.is_contiguous()
+        return x.view(size) if same else aten.as_strided.default(x, list(size), target.stride())
     if x._base is not None and x.numel():
         raise UnsupportedOperationError(
             f"resize_: a view of shape {tuple(x.shape)} cannot grow to {tuple(size)}, beyond its elements in "
             "the storage of its base; resize the base, or a clone"
         )
-    flat, total = x.permute(outermost_first(x.stride())).reshape(-1), made.numel()
+    flat, total = x.permute(outermost_first(x.stride())).reshape(-1), target.numel()
     flat = flat[:total] if total <= flat.shape[0] else F.pad(flat, (0, total - flat.shape[0]))
-    order = outermost_first(made.stride())
-    return flat.view([made.shape[dim] for dim in order]).permute([order.index(dim) for dim in range(made.ndim)])
+    order = outermost_first(target.stride())
+    return flat.view([target.shape[dim] for dim in order]).permute([order.index(dim) for dim in range(target.ndim)])
 
 
-def resized_as(x: Tensor, template: Tensor, *, memory_format: torch.memory_format | None = None) -> Tensor:
+def resize_as_decomposition(x: Tensor, template: Tensor, *, memory_format: torch.memory_format | None = None) -> Tensor:
     if memory_format is torch.preserve_format:
         formats = (torch.contiguous_format, *({4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(template.ndim, [])))
         memory_format = next((f for f in formats if template.is_contiguous(memory_format=f)), torch.contiguous_format)
-    return resized(x, template.shape, memory_format=memory_format)
+    return resize_decomposition(x, template.shape, memory_format=memory_format)
 
 
-def set_to(x: Tensor, source: Tensor | None = None, offset: int = 0, size: Any = None, stride: Sequence[int] = ()) -> Tensor:
-    """Other memory: that of ``source``, which a storage alone does not give."""
+def set_decomposition(
+    x: Tensor, source: Tensor | None = None, offset: int = 0, size: Any = None, stride: Sequence[int] = ()
+) -> Tensor:
+    """Return the other memory: that of ``source``. A storage alone has no layout."""
     if source is None:
         return x.new_empty(0)
     if not isinstance(source, Tensor):
@@ -159,9 +162,9 @@ def set_to(x: Tensor, source: Tensor | None = None, offset: int = 0, size: Any =
     return source if size is None else source.as_strided(size, stride or contiguous_stride(tuple(size)), offset)
 
 
-composed("set_", set_to)
-composed("resize_as_", resized_as)
-composed("resize_", resized)
+composed("set_", set_decomposition)
+composed("resize_as_", resize_as_decomposition)
+composed("resize_", resize_decomposition)
 composed("nonzero_static", nonzero_static)
 composed("_chunk_cat", chunk_cat)
 composed("block_diag", block_diag)
@@ -169,7 +172,7 @@ composed("block_diag", block_diag)
 
 # --- norms of slices ---
 def renorm(x: Tensor, p: Any, dim: int, maxnorm: Any) -> Tensor:
-    """Slices whose norm is larger are scaled down to it."""
+    """Scale slices down to ``maxnorm`` if their norm is larger."""
     if x.ndim < 2:
         raise RuntimeError(f"renorm: input needs at least 2 dimensions, got {x.ndim} dimensions")
     dim %= x.ndim
@@ -183,17 +186,17 @@ def renorm(x: Tensor, p: Any, dim: int, maxnorm: Any) -> Tensor:
 composed("renorm", renorm)
 
 
-# --- what torch.amp.GradScaler does to gradients ---
+# --- gradients of torch.amp.GradScaler ---
 def check_and_unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """Gradients times ``inv_scale``, in place; ``found_inf`` (plain, one number) becomes 1 if any element is not finite.
+    """Multiply gradients by ``inv_scale`` in place. Set ``found_inf`` (plain, one number) to 1 if any element is not finite.
 
-    The largest magnitude is not finite exactly if some element is not: one reduction tells all ranks alike.
+    The largest magnitude is not finite exactly if some element is not. So one reduction gives all ranks the same answer.
     """
     largest = torch.stack(list(torch._foreach_norm(grads, float("inf"))))
     broken: Any = largest.isfinite().all().logical_not().to(found_inf.dtype)
-    whole = broken if hasattr(found_inf, "_layout") else broken.full_tensor()
-    torch.maximum(found_inf, whole, out=found_inf)
-    torch._foreach_mul_(grads, inv_scale.reshape(()))  # each is one number, of any shape
+    found_everywhere = broken if hasattr(found_inf, "_layout") else broken.full_tensor()
+    torch.maximum(found_inf, found_everywhere, out=found_inf)
+    torch._foreach_mul_(grads, inv_scale.reshape(()))  # both are one number, of any shape
 
 
 composed("_amp_foreach_non_finite_check_and_unscale_", check_and_unscale)
@@ -216,29 +219,31 @@ def native_multi_head_attention(
     average_attn_weights: bool = True,
     mask_type: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of (batch, sequence, features), and its weights where asked for. Query, key and value may be one tensor."""
+    """Return the attention of (batch, sequence, features), and its weights if requested. Query, key and value may be one
+    tensor."""
     projected = [
         F.linear(x, weight, bias).unflatten(-1, (num_head, -1)).transpose(1, 2)
         for x, weight, bias in zip((query, key, value), qkv_weight.chunk(3), qkv_bias.chunk(3), strict=True)
     ]
-    hidden = None if mask is None else broadcast_mask(mask, mask_type)
+    is_hidden = None if mask is None else broadcast_mask(mask, mask_type)
     weights = None
     if need_weights:
         q, k, v = projected
         scores = (q * (embed_dim // num_head) ** -0.5) @ k.transpose(-2, -1)
-        weights = (scores if hidden is None else scores.masked_fill(hidden, float("-inf"))).softmax(-1)
+        weights = (scores if is_hidden is None else scores.masked_fill(is_hidden, float("-inf"))).softmax(-1)
         out = weights @ v
         weights = weights.mean(1) if average_attn_weights else weights
     else:
         q, k, v = projected
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=None if hidden is None else hidden.logical_not())
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=None if is_hidden is None else is_hidden.logical_not())
     return F.linear(out.transpose(1, 2).flatten(2), proj_weight, proj_bias), weights
 
 
 def broadcast_mask(mask: Tensor, mask_type: int | None) -> Tensor:
-    """What is hidden, broadcastable to (batch, heads, queries, keys): type 0 is (queries, keys), 1 is (batch, keys), 2 is full.
+    """Return where the mask hides, broadcastable to (batch, heads, queries, keys).
 
-    Masks of numbers hide where they are not zero, as in the operator.
+    Mask type 0 is (queries, keys), 1 is (batch, keys), 2 is full. Masks of numbers hide where they are not zero, as in the
+    operator.
     """
     hidden = mask.bool()
     return hidden[:, None, None, :] if mask_type == 1 else hidden
@@ -266,9 +271,9 @@ def transformer_encoder_layer(
     mask: Tensor | None = None,
     mask_type: int | None = None,
 ) -> Tensor:
-    """The layer's forward pass in evaluation."""
+    """Return the layer's forward pass in evaluation."""
 
-    def attend(x: Tensor) -> Tensor:
+    def self_attention(x: Tensor) -> Tensor:
         own = (qkv_weight, qkv_bias, proj_weight, proj_bias)
         return native_multi_head_attention(x, x, x, embed_dim, num_heads, *own, mask, False, True, mask_type)[0]
 
@@ -283,9 +288,9 @@ def transformer_encoder_layer(
         return F.layer_norm(x, (embed_dim,), norm_weight_2, norm_bias_2, eps)
 
     if norm_first:
-        x = src + attend(norm_1(src))
+        x = src + self_attention(norm_1(src))
         return x + feed_forward(norm_2(x))
-    x = norm_1(src + attend(src))
+    x = norm_1(src + self_attention(src))
     return norm_2(x + feed_forward(x))
 
 

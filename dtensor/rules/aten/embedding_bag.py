@@ -1,8 +1,8 @@
-"""Bags of embeddings: bags and columns are factors; the bounds of bags are whole on every rank.
+"""Embedding bags: bags and columns are factors; the bounds of bags are replicated.
 
-Where there are as many indices for each bag on average, indices that are cut, in whatever blocks, cut the bags. Which are whose
-only the bounds say: a rank gathers all of them, few bytes beside what they pick, and looks up those of its bags. Of what the
-backward pass needs the places of indices and the sizes of bags are whole.
+If the number of indices is a multiple of the number of bags, sharding the indices, in any blocks, shards the bags. Only the
+bounds state which indices belong to which bag. So a rank gathers all indices, which are few bytes compared with what they select,
+and looks up those of its bags. Of what the backward pass needs, the places of indices and the sizes of bags are replicated.
 """
 
 from __future__ import annotations
@@ -16,77 +16,84 @@ from ...base.recorder_hooks import site
 from ...placement import Partial
 from ..call import Call
 from ..declare import blockwise, kernel_rule
-from ..kernel_context import At, KernelContext, densely, without_out
+from ..kernel_context import At, KernelContext, functional_overload, on_contiguous
 from ..notation_rules import by
 from ..rule import Along, Choice, Dims, Factors, Kernel, R, Row
 
 aten = torch.ops.aten
-PER_INDEX = ("indices", "per_sample_weights")
-BAGS: Dims = (("b",), ("e",))
+INDEX_ARGUMENTS = ("indices", "per_sample_weights")
+BAG_DIMS: Dims = (("b",), ("e",))
 
 
-# --- a rank's own -------------------------------------------------------------------------------------------------------
-def bags_of(here: At, at: KernelContext, rows: Any) -> range:
-    """The bags that are the member's, which a layout has along its first dim."""
+# --- bags of one rank ---------------------------------------------------------------------------------------------------
+def bags_of_member(here: At, at: KernelContext, rows: Any) -> range:
+    """Return the bags of a rank: its block of the first dim of a layout."""
     coordinate = at.call.mesh.coordinates[here.member]
     first = rows.local_offset(coordinate)[0]
     return range(first, first + rows.local_shape(coordinate)[0])
 
 
-def known(offsets: Tensor) -> bool:
-    """Whether the bounds can be read."""
+def has_readable_bounds(offsets: Tensor) -> bool:
+    """Return True if the values of the bounds are available."""
     return type(offsets) is Tensor and not offsets.is_meta
 
 
-def positions(bags: range, count: int, indices: Tensor, offsets: Tensor) -> slice:
-    """Where the indices of some of ``count`` bags are."""
+def index_range_of_bags(bags: range, count: int, indices: Tensor, offsets: Tensor) -> slice:
+    """Return the range of the indices of some of ``count`` bags."""
     end = indices.shape[0]
     start, stop = (int(offsets[bag]) if bag < len(offsets) else end for bag in (bags.start, bags.stop))
     return slice(start, end if bags.stop == count else stop)
 
 
-@site  # the bounds decide, so each replay looks at those that it has
-def looked_up(op: Any, bags: range, count: int, weight: Tensor, **settings: Any) -> tuple[Tensor, ...]:
-    """The results of these bags, and of all of them what is kept whole."""
-    if not weight.shape[1]:  # a CUDA kernel does not start for no columns, and then says nothing of bags either
-        one = looked_up(op, bags, count, weight.new_zeros((len(weight), 1)), **settings)
-        return tuple(x.narrow(1, 0, 0) if x.ndim > 1 else x for x in one)
+@site  # the bounds decide, so each replay reads its own
+def look_up_bags(op: Any, bags: range, count: int, weight: Tensor, **settings: Any) -> tuple[Tensor, ...]:
+    """Return the results of these bags, and of all bags what is kept replicated."""
+    if not weight.shape[1]:  # a CUDA kernel does not start without columns, and then leaves the bag sizes unset
+        single_column = look_up_bags(op, bags, count, weight.new_zeros((len(weight), 1)), **settings)
+        return tuple(x.narrow(1, 0, 0) if x.ndim > 1 else x for x in single_column)
     if len(bags) == count:
-        whole: tuple[Tensor, ...] = op(weight, **settings)
-        return whole
+        all_results: tuple[Tensor, ...] = op(weight, **settings)
+        return all_results
     own = slice(bags.start, bags.stop)
-    if not bags or not known(settings["offsets"]):
-        made = op(weight, **settings)
-        return made[0][own], made[1], made[2], made[3][own] if made[3].ndim > 1 else made[3]
-    _, places, sizes, largest = op(weight.narrow(1, 0, 1), **settings)  # refuses bounds that are none
+    if not bags or not has_readable_bounds(settings["offsets"]):
+        all_results_of_op = op(weight, **settings)
+        return (
+            all_results_of_op[0][own],
+            all_results_of_op[1],
+            all_results_of_op[2],
+            all_results_of_op[3][own] if all_results_of_op[3].ndim > 1 else all_results_of_op[3],
+        )
+    _, places, sizes, largest = op(weight.narrow(1, 0, 1), **settings)  # raises for wrong bounds
     indices, offsets, weights = (settings[name] for name in ("indices", "offsets", "per_sample_weights"))
-    part = positions(bags, count, indices, offsets)
-    here = {
-        "indices": indices[part],
-        "offsets": offsets[own] - part.start,
-        "per_sample_weights": None if weights is None else weights[part],
+    own_indices = index_range_of_bags(bags, count, indices, offsets)
+    own_settings = {
+        "indices": indices[own_indices],
+        "offsets": offsets[own] - own_indices.start,
+        "per_sample_weights": None if weights is None else weights[own_indices],
         "include_last_offset": False,
     }
-    found = op(weight, **settings | here)
-    return found[0], places, sizes, found[3] if largest.ndim > 1 else largest
+    own_results = op(weight, **settings | own_settings)
+    return own_results[0], places, sizes, own_results[3] if largest.ndim > 1 else largest
 
 
-def own_bags(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
-    op, rows, given = at.once(without_out), at.results[0], at.named(args, kwargs)
-    assert rows is not None
-    weight, offsets = given.pop("weight"), given.pop("offsets")
-    indices, weights = (_gathered(at, name, given.pop(name, None)) for name in PER_INDEX)
+def embedding_bag_of_blocks(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
+    op, result, arguments = at.once(functional_overload), at.results[0], at.named(args, kwargs)
+    assert result is not None
+    weight, offsets = arguments.pop("weight"), arguments.pop("offsets")
+    indices, weights = (_all_gather_indices(at, name, arguments.pop(name, None)) for name in INDEX_ARGUMENTS)
 
-    def one(here: At, weight: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> tuple[Tensor, ...]:
-        own = bags_of(here, at, rows)
+    def look_up_own_bags(
+        here: At, weight: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        own = bags_of_member(here, at, result)
         beside = {"offsets": offsets, "per_sample_weights": weights}
-        return looked_up(op, own, rows.shape[0], weight, indices=indices, **beside, **given)
+        return look_up_bags(op, own, result.shape[0], weight, indices=indices, **beside, **arguments)
 
-    return at.map(one, weight, indices, offsets, weights)
+    return at.map(look_up_own_bags, weight, indices, offsets, weights)
 
 
-def _gathered(at: KernelContext, name: str, x: Any) -> Any:
-    """All of what there is for each index."""
+def _all_gather_indices(at: KernelContext, name: str, x: Any) -> Any:
+    """Return the unsharded values for all indices."""
     layout = None if x is None else at.operands[at.call.names.index(name)]
     if layout is None or layout.splits[0] is None:
         return x
@@ -95,116 +102,120 @@ def _gathered(at: KernelContext, name: str, x: Any) -> Any:
 
 
 @site
-def own_part(op: Any, bags: range, count: int, grad: Tensor, **given: Any) -> Tensor:
-    """What the gradient of these bags gives: for the table, or for each index, zeros for those of other bags."""
+def gradient_of_bags(op: Any, bags: range, count: int, grad: Tensor, **given: Any) -> Tensor:
+    """Return the gradient that these bags give: for the table, or for each index with zeros for other bags."""
     indices, offsets = given["indices"], given["offsets"]
     if len(bags) == count:
         return cast(Tensor, op(grad, **given))
-    if not bags or not known(offsets):
-        whole = _among(grad, bags, count)
+    if not bags or not has_readable_bounds(offsets):
+        embedded = _embed_in_zeros(grad, bags, count)
         largest = given.get("maximum_indices")
-        there = {} if largest is None or largest.ndim < 2 else {"maximum_indices": _among(largest, bags, count)}
-        return cast(Tensor, op(whole, **given | there))
-    part, own = positions(bags, count, indices, offsets), slice(bags.start, bags.stop)
+        embedded_maximum = (
+            {} if largest is None or largest.ndim < 2 else {"maximum_indices": _embed_in_zeros(largest, bags, count)}
+        )
+        return cast(Tensor, op(embedded, **given | embedded_maximum))
+    own_indices, own = index_range_of_bags(bags, count, indices, offsets), slice(bags.start, bags.stop)
     places = given["offset2bag"]
-    here = {
-        "indices": indices[part],
-        "offsets": offsets[own] - part.start,
-        "offset2bag": places[part] - bags.start if len(places) else places,
+    own_arguments = {
+        "indices": indices[own_indices],
+        "offsets": offsets[own] - own_indices.start,
+        "offset2bag": places[own_indices] - bags.start if len(places) else places,
     }
     if "bag_size" in given:
-        here["bag_size"] = given["bag_size"][own]
+        own_arguments["bag_size"] = given["bag_size"][own]
     if given.get("per_sample_weights") is not None:
-        here["per_sample_weights"] = given["per_sample_weights"][part]
+        own_arguments["per_sample_weights"] = given["per_sample_weights"][own_indices]
     if given.get("scale_grad_by_freq"):
-        here["scale_grad_by_freq"] = False
-    found: Tensor = op(grad, **given | here)
-    if given.get("scale_grad_by_freq"):  # by how often all bags have it
-        found /= torch.bincount(indices, minlength=len(found)).clamp_(min=1)[:, None]
-    if found.ndim > 1:
-        return found
-    whole = found.new_zeros(indices.shape)
-    whole[part] = found
-    return whole
+        own_arguments["scale_grad_by_freq"] = False
+    gradient: Tensor = op(grad, **given | own_arguments)
+    if given.get("scale_grad_by_freq"):  # divide by the frequency in all bags
+        gradient /= torch.bincount(indices, minlength=len(gradient)).clamp_(min=1)[:, None]
+    if gradient.ndim > 1:
+        return gradient
+    embedded = gradient.new_zeros(indices.shape)
+    embedded[own_indices] = gradient
+    return embedded
 
 
-def _among(block: Tensor, bags: range, count: int) -> Tensor:
-    whole = block.new_zeros((count, *block.shape[1:]))
-    whole[bags.start : bags.stop] = block
-    return whole
+def _embed_in_zeros(block: Tensor, bags: range, count: int) -> Tensor:
+    embedded = block.new_zeros((count, *block.shape[1:]))
+    embedded[bags.start : bags.stop] = block
+    return embedded
 
 
-def own_gradients(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
-    op, rows, given = at.once(without_out), at.operands[0], at.named(args, kwargs)
-    names = tuple(given)[1:]
+def gradients_of_blocks(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
+    op, grad_layout, arguments = at.once(functional_overload), at.operands[0], at.named(args, kwargs)
+    names = tuple(arguments)[1:]
 
-    def one(here: At, grad: Tensor, *values: Any) -> Tensor:
-        return own_part(op, bags_of(here, at, rows), rows.shape[0], grad, **dict(zip(names, values, strict=True)))
+    def gradient_of_own_bags(here: At, grad: Tensor, *values: Any) -> Tensor:
+        return gradient_of_bags(
+            op, bags_of_member(here, at, grad_layout), grad_layout.shape[0], grad, **dict(zip(names, values, strict=True))
+        )
 
-    return at.map(one, *given.values())
+    return at.map(gradient_of_own_bags, *arguments.values())
 
 
 # --- declarations -------------------------------------------------------------------------------------------------------
-def lookup(call: Call) -> Factors | None:
+def embedding_bag_factors(call: Call) -> Factors | None:
     results = [meta for meta in call.results if meta is not None]
     if len(results[0].shape) != 2 or len(call["indices"].shape) != 1:
-        return None  # torch says what is wrong
+        return None  # torch raises for these
     (bags, columns), (count,) = results[0].shape, call["indices"].shape
-    dims: dict[str, Dims] = {"weight": ((), ("e",)), "offsets": ((),), **dict.fromkeys(PER_INDEX, (("i",),))}
-    moved = sum(name in call.names for name in PER_INDEX)
-    kernel = Kernel(own_bags, collectives=moved, nbytes=_listed_bytes, joint=True)
-    by_bags = Row(
-        tuple(Along("i") if name in PER_INDEX else R for name in call.names),
+    dims: dict[str, Dims] = {"weight": ((), ("e",)), "offsets": ((),), **dict.fromkeys(INDEX_ARGUMENTS, (("i",),))}
+    gathered = sum(name in call.names for name in INDEX_ARGUMENTS)
+    kernel = Kernel(embedding_bag_of_blocks, collectives=gathered, nbytes=_index_bytes, joint=True)
+    shard_bags = Row(
+        tuple(Along("i") if name in INDEX_ARGUMENTS else R for name in call.names),
         tuple(Along("b") if len(meta.shape) > 1 else R for meta in results),
         "b",
         kernel,
     )
     return Factors(
         tuple(dims[name] for name in call.names),
-        tuple(BAGS if len(meta.shape) > 1 else ((),) for meta in results),
+        tuple(BAG_DIMS if len(meta.shape) > 1 else ((),) for meta in results),
         {"b": bags, "e": columns, "i": count},
         whole=frozenset("bi"),
-        kernels={"e": Kernel(own_bags, joint=True)},
-        rows=(by_bags,) if bags and count % bags == 0 else (),
+        kernels={"e": Kernel(embedding_bag_of_blocks, joint=True)},
+        rows=(shard_bags,) if bags and count % bags == 0 else (),
     )
 
 
-def _listed_bytes(call: Call) -> int:
-    """Of a rank's indices, and of their weights."""
-    listed = [layout for layout, name in zip(call.operands, call.names, strict=True) if name in PER_INDEX]
+def _index_bytes(call: Call) -> int:
+    """Return the bytes of a rank's indices and weights."""
+    listed = [layout for layout, name in zip(call.operands, call.names, strict=True) if name in INDEX_ARGUMENTS]
     return sum(layout.max_local_nbytes for layout in listed)
 
 
-SUMS = tuple(f"{op},finite,finite{weights} -> {op},R,R,R" for op in ("sum", "avg") for weights in ("", ",finite"))
+BAG_PARTIALS = tuple(f"{op},finite,finite{weights} -> {op},R,R,R" for op in ("sum", "avg") for weights in ("", ",finite"))
 kernel_rule(
     "_embedding_bag _embedding_bag_forward_only",
-    lookup,
-    partials=by("mode", {0: SUMS, 1: SUMS}),  # linear in the table, but for the largest (2)
+    embedding_bag_factors,
+    partials=by("mode", {0: BAG_PARTIALS, 1: BAG_PARTIALS}),  # linear in the table, except for mode 2 (max)
     plain=("offsets",),
 )
 
 
-def is_dense(choice: Choice) -> bool:
+def has_dense_gradient(choice: Choice) -> bool:
     return not choice.call.get("sparse")
 
 
-OWN = {"b": Kernel(own_gradients, lacking=Partial("sum"))}
-REST = "offset2bag: [], bag_size: [], per_sample_weights: [], maximum_indices:"
-BOUNDS = "indices: [], offsets: []"
+BAG_KERNELS = {"b": Kernel(gradients_of_blocks, lacking=Partial("sum"))}
+BAG_OPERANDS = "offset2bag: [], bag_size: [], per_sample_weights: [], maximum_indices:"
+INDEX_OPERANDS = "indices: [], offsets: []"
 blockwise(
     "_embedding_bag_backward",
-    f"grad: [b] e, {BOUNDS}, {REST} [b] e -> [] e | grad: [b] e, {BOUNDS}, {REST} [] -> [] e",
-    kernels=OWN,
-    when=is_dense,
+    f"grad: [b] e, {INDEX_OPERANDS}, {BAG_OPERANDS} [b] e -> [] e | grad: [b] e, {INDEX_OPERANDS}, {BAG_OPERANDS} [] -> [] e",
+    kernels=BAG_KERNELS,
+    when=has_dense_gradient,
 )
 blockwise(
     "_embedding_bag_dense_backward",
-    f"grad: [] e, indices: [], {REST} [] e -> [] e | grad: [] e, indices: [], {REST} [] -> [] e",
-    local=densely(aten._embedding_bag_dense_backward.default),
+    f"grad: [] e, indices: [], {BAG_OPERANDS} [] e -> [] e | grad: [] e, indices: [], {BAG_OPERANDS} [] -> [] e",
+    local=on_contiguous(aten._embedding_bag_dense_backward.default),
 )
 blockwise(
     "_embedding_bag_per_sample_weights_backward",
-    f"grad: [b] e, weight: [] e, {BOUNDS}, offset2bag: [] -> []",
-    kernels=OWN,
+    f"grad: [b] e, weight: [] e, {INDEX_OPERANDS}, offset2bag: [] -> []",
+    kernels=BAG_KERNELS,
     sums="e",
 )

@@ -1,7 +1,7 @@
-"""Largest and smallest elements: ``amax``, ``max``, ``max.dim``, ``argmax``, ``aminmax`` and their mirror images.
+"""Extrema: largest and smallest elements (``amax``, ``max``, ``max.dim``, ``argmax``, ``aminmax`` and their mirror images).
 
-Values alone combine as ``Partial("max")``. With an index, each rank's best (value, index) pair goes through one small collective;
-of equal values the first index wins, and NaN beats everything, as on one device.
+Values alone combine as ``Partial("max")``. With an index, each rank's best (value, index) pair goes through one small collective.
+Of equal values the first index wins, and NaN wins over everything, as on one device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...comm.local_reduce import bounds
 from ...placement import Monoid
 from ..call import Call
 from ..declare import fold, reduce
-from ..folds import REDUCED, InPairs, Part
+from ..folds import REDUCED, FoldContext, InPairs
 
 reduce("amax max", "max", partials="max -> max", refuses_nothing=True)
 reduce("amin min", "min", partials="min -> min", refuses_nothing=True)
@@ -25,34 +25,34 @@ reduce("aminmax", ("min", "max"), refuses_nothing=True)
 
 # --- value and index ------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
-class Best:
-    """Of (value, index) pairs the better value, of equal values the smaller index; NaN is best.
+class BestWithIndex:
+    """The best of (value, index) pairs: the better value, of equal values the smaller index; NaN is best.
 
-    A state is int64 of shape ``(2, ...)``: floats travel as the bits of a float64, which holds every narrower one exactly.
+    A state is int64 of shape ``(2, ...)``. Floats are the bits of a float64, which represents every narrower one exactly.
     """
 
     op: str  # "max" or "min"
 
-    def block(self, part: Part, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The best of a block, its index row-major over the folded dims of the whole."""
+    def block(self, part: FoldContext, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the best of a block. Its index is row-major over the folded dims of the global tensor."""
         rest = [d for d in range(x.ndim) if d not in part.dims]
         value, local = getattr(x.permute(*rest, *part.dims).flatten(len(rest)), self.op)(-1)
         index, step, local_step = torch.zeros_like(local), 1, 1
         for d in reversed(part.dims):
             index += (local // local_step % x.shape[d] + part.offsets[d]) * step
             step, local_step = step * part.shape[d], local_step * x.shape[d]
-        kept = [1 if d in part.dims else size for d, size in enumerate(x.shape)]
-        return bits(value).reshape(kept), index.reshape(kept)
+        state_shape = [1 if d in part.dims else size for d, size in enumerate(x.shape)]
+        return to_int64_bits(value).reshape(state_shape), index.reshape(state_shape)
 
     def monoid(self, call: Call) -> Monoid:
         is_float = call.operands[0].dtype.is_floating_point
-        better = _Better(self.op, is_float)
-        return Monoid(f"arg{self.op}", better, _NoElement(self.op, is_float), combine_all=InPairs(better))
+        better = _BetterPair(self.op, is_float)
+        return Monoid(f"arg{self.op}", better, _WorstPair(self.op, is_float), combine_all=InPairs(better))
 
 
 @dataclass(frozen=True, slots=True)
-class _Better:
-    """The better of two pairs of value and position: of equal values the first, NaN before all."""
+class _BetterPair:
+    """The better of two pairs of value and index: of equal values the first, NaN before all."""
 
     op: str
     is_float: bool
@@ -68,8 +68,8 @@ class _Better:
 
 
 @dataclass(frozen=True, slots=True)
-class _NoElement:
-    """No value is worse, and no index loses more ties."""
+class _WorstPair:
+    """The identity: no value is worse, and no index is larger."""
 
     op: str
     is_float: bool
@@ -77,22 +77,22 @@ class _NoElement:
     def __call__(self, like: Tensor) -> Tensor:
         dtype = torch.float64 if self.is_float else torch.int64
         worst = torch.full(like.shape[1:], bounds(dtype)[self.op == "min"], dtype=dtype, device=like.device)
-        return torch.stack([bits(worst), torch.full_like(like[1], torch.iinfo(torch.int64).max)])
+        return torch.stack([to_int64_bits(worst), torch.full_like(like[1], torch.iinfo(torch.int64).max)])
 
 
-def bits(values: Tensor) -> Tensor:
+def to_int64_bits(values: Tensor) -> Tensor:
     return values.to(torch.float64).contiguous().view(torch.int64) if values.is_floating_point() else values.to(torch.int64)
 
 
-def value_and_index(part: Part, x: Tensor, value: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+def finish_value_and_index(part: FoldContext, x: Tensor, value: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     return (value.contiguous().view(torch.float64) if x.is_floating_point() else value).to(x.dtype), index
 
 
-def index_alone(part: Part, x: Tensor, value: Tensor, index: Tensor) -> Tensor:
+def finish_index(part: FoldContext, x: Tensor, value: Tensor, index: Tensor) -> Tensor:
     return index
 
 
-for _best in (Best("max"), Best("min")):
+for _best in (BestWithIndex("max"), BestWithIndex("min")):
     _pair: dict[str, Any] = {"block": _best.block, "monoid": _best.monoid, "numbers": 2, "dtype": torch.int64}
-    fold(f"{_best.op}.dim {_best.op}.dim_{_best.op}", REDUCED, finish=value_and_index, **_pair)
-    fold(f"arg{_best.op}", REDUCED, finish=index_alone, takes="numbers", **_pair)
+    fold(f"{_best.op}.dim {_best.op}.dim_{_best.op}", REDUCED, finish=finish_value_and_index, **_pair)
+    fold(f"arg{_best.op}", REDUCED, finish=finish_index, takes="numbers", **_pair)

@@ -1,4 +1,4 @@
-"""Importing this module registers every rule of the library: a family is a file beside it."""
+"""Library of rules: importing this module registers every rule of the library. A family is a file of this folder."""
 
 from importlib import import_module
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How operators run on locals: which have a function of torch's that takes other arguments, and what views show."""
+"""Local overrides: torch functions that replace operators on local tensors, and the elements that views have."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 
 from ...base.caches import remembered
 from ...base.symbolic_sizes import sizes
-from ..op_traits import fact, lists
+from ..op_traits import declare_list_prefix, fact
 
 
 def _slice(x: torch.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> torch.Tensor:
-    """``aten::slice``, which torch offers as indexing only."""
+    """Return ``aten::slice``, for which torch has only indexing."""
     if dim == 0:
         return x[start:end:step]
     if dim == 1:
@@ -26,7 +26,7 @@ def _sliced(dim: int, start: int | None, end: int | None, step: int) -> tuple[sl
 
 
 def _to_copy(x: torch.Tensor, *, layout: Any = None, pin_memory: Any = None, **options: Any) -> torch.Tensor:
-    """``aten::_to_copy``, which torch offers as a method of a composite; locals are strided."""
+    """Return ``aten::_to_copy``, for which torch has only a composite method. Local tensors are strided."""
     if layout in (None, torch.strided) and not pin_memory:
         return x.to(copy=True, **options)
     return torch.ops.aten._to_copy(x, layout=layout, pin_memory=pin_memory, **options)
@@ -47,9 +47,9 @@ fact("view.default", shows="all", needs_strides=True)
 fact("view view_as_complex view_as_real", needs_strides=True)
 fact("squeeze unsqueeze", shows="all")
 fact("_conj _neg_view", shows="mirror")
-# Composites write through it into `out=`, although its schema says that it is no view.
+# Composites write through it into `out=`, although its schema does not declare a view.
 fact("_unsafe_view", is_view=True, shows="all")
-lists("_foreach_")
+declare_list_prefix("_foreach_")
 for _name in ("add", "sub", "mul", "div"):
     fact(f"_foreach_{_name}.Scalar _foreach_{_name}.ScalarList", takes_tensors=True)
     fact(f"_foreach_{_name}_.Scalar _foreach_{_name}_.ScalarList", takes_tensors=True)

@@ -1,11 +1,11 @@
-"""Losses: a mean is a sum over the *global* count, so that uneven and empty blocks weigh what they should.
+"""Losses: a mean is a sum over the *global* count, so that uneven and empty blocks have the right weight.
 
-``reduction="none"`` is element by element (or sample by sample), a sum is ``Partial("sum")``, and of a mean each rank's sum over
-the count of the whole is a term; where all blocks are even, their means have that mean.
+``reduction="none"`` is element by element (or sample by sample), and a sum is ``Partial("sum")``. For a mean, each rank's sum
+over the global count is an addend. If all blocks are even, the mean of their means is right too.
 
 Negative log likelihood over a sharded class dim (vocabulary parallelism) moves no score: each rank scores the targets in its own
-range. The count is the weight of the targets, one number to reduce where the batch is sharded; the mean is NaN exactly where the
-plain loss is, when no target counts at all.
+range. The count is the weight of the targets, one number to reduce if the batch is sharded. The mean is NaN exactly where the
+plain loss is, if no target counts at all.
 """
 
 from __future__ import annotations
@@ -25,66 +25,66 @@ from ..notation_rules import by
 from ..rule import Along, Dims, Factors, Kernel, Partials, R, Row
 
 NONE, MEAN, SUM = 0, 1, 2  # the values of argument ``reduction``
-TERMS = Partial("sum")
+PARTIAL_SUM = Partial("sum")
 
 
-def functional(call: Call) -> Any:
-    """The overload that returns its result (an ``out=`` argument is filled by the engine)."""
+def default_overload(call: Call) -> Any:
+    """Return the overload that returns its result. The engine fills an ``out=`` argument."""
     return call.func.overloadpacket.default
 
 
-def with_reduction(call: Call, args: tuple[Any, ...], reduction: int) -> tuple[Any, ...]:
-    """Positional arguments with ``reduction`` replaced."""
+def replace_reduction(call: Call, args: tuple[Any, ...], reduction: int) -> tuple[Any, ...]:
+    """Return the positional arguments with ``reduction`` replaced."""
     place = [argument.name for argument in call.func._schema.arguments].index("reduction")
     return (*args[:place], reduction, *args[place + 1 :])
 
 
-def sums_dtype(dtype: torch.dtype) -> torch.dtype:
-    """A sum of half precision would overflow where the mean does not."""
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums. A sum in half precision would overflow where the mean does not."""
     return torch.promote_types(dtype, torch.float32)
 
 
-# --- a mean is a sum over the count of the whole ----------------------------------------------------------------------------
+# --- a mean is a sum over the global count ----------------------------------------------------------------------------------
 Count = Callable[[Call], int]
 
 
 def count_elements(call: Call) -> int:
-    """How many losses there are of operands that are compared element by element."""
+    """Return the number of losses of operands that are compared element by element."""
     shapes = (layout.shape for name, layout in zip(call.names, call.operands, strict=True) if name != "grad_output")
     return torch.broadcast_shapes(*shapes).numel()
 
 
 def count_samples(call: Call) -> int:
-    """How many losses there are of samples."""
+    """Return the number of losses of samples."""
     return call.shape(call.names.index("self"))[0]
 
 
-def gradient_over(count: Count) -> Any:
-    """The gradient of a mean: the local operator would divide by the number of local elements."""
+def mean_gradient(count: Count) -> Any:
+    """Return a kernel for the gradient of a mean, because the local operator would divide by the number of local elements."""
 
-    def program(at: KernelContext, grad: Any, *args: Any, **kwargs: Any) -> Any:
-        return functional(at.call)(*with_reduction(at.call, (grad / count(at.call), *args), SUM), **kwargs)
+    def run_gradient(at: KernelContext, grad: Any, *args: Any, **kwargs: Any) -> Any:
+        return default_overload(at.call)(*replace_reduction(at.call, (grad / count(at.call), *args), SUM), **kwargs)
 
-    return program
+    return run_gradient
 
 
 # --- element by element -----------------------------------------------------------------------------------------------------
-EACH, ALL = "each: s* -> s*", "each: s* ->"
+ELEMENTWISE, REDUCED_TO_SCALAR = "each: s* -> s*", "each: s* ->"
 blockwise(
     "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits",
-    by("reduction", {NONE: EACH, MEAN: ALL, SUM: ALL}),
+    by("reduction", {NONE: ELEMENTWISE, MEAN: REDUCED_TO_SCALAR, SUM: REDUCED_TO_SCALAR}),
     sums={"s": by("reduction", {MEAN: "avg", SUM: "sum"})},
 )
 blockwise(
     "mse_loss_backward smooth_l1_loss_backward huber_loss_backward soft_margin_loss_backward binary_cross_entropy_backward",
-    by("reduction", {NONE: EACH, MEAN: "each: [s*] -> s*", SUM: EACH}),
-    kernel=Kernel(gradient_over(count_elements), joint=True, orderless=True),
+    by("reduction", {NONE: ELEMENTWISE, MEAN: "each: [s*] -> s*", SUM: ELEMENTWISE}),
+    kernel=Kernel(mean_gradient(count_elements), joint=True, orderless=True),
 )
 
 
-# --- margins of classes: samples are factors, classes are whole -------------------------------------------------------------
-def operand_dims(call: Call, first: int) -> tuple[list[Dims], int]:
-    """Dims of operands from ``first`` on (scores, labels, class weights), and the number of samples."""
+# --- margins of classes: samples are factors, classes are unsharded ---------------------------------------------------------
+def margin_operand_dims(call: Call, first: int) -> tuple[list[Dims], int]:
+    """Return the dims of operands from ``first`` on (scores, labels, class weights), and the number of samples."""
     scores = call.shape(first)
     batched = len(scores) == 2
     samples = scores[0] if batched else 1
@@ -96,42 +96,42 @@ def operand_dims(call: Call, first: int) -> tuple[list[Dims], int]:
 
 
 def margin_factors(call: Call) -> Factors:
-    dims, samples = operand_dims(call, 0)
+    dims, samples = margin_operand_dims(call, 0)
     loss: Dims = (("n",),) if len(call.shape(0)) == 2 and call["reduction"] == NONE else ()
     results = (loss, dims[1]) if len(call.results) == 2 else (loss,)
-    if not loss:  # the meta kernel gives a single sample's loss a dim
+    if not loss:  # the meta kernel gives the loss of a single sample a dim
         call.results = tuple(
             meta and (replace(meta, shape=(), stride=()) if i == 0 else meta) for i, meta in enumerate(call.results)
         )
-    kernels = {} if loss else {"n": Kernel(loss_of_samples, lacking=TERMS, orderless=True)}
+    kernels = {} if loss else {"n": Kernel(loss_of_samples, lacking=PARTIAL_SUM, orderless=True)}
     return Factors(tuple(dims), results, {"n": samples}, kernels=kernels)
 
 
 def loss_of_samples(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
-    """The loss of a block: its sum, for a mean over the count of the whole."""
+    """Return the loss of a block: its sum, divided by the global count for a mean."""
     total = count_samples(at.call) if at.call["reduction"] == MEAN else 1
-    made = functional(at.call)(*with_reduction(at.call, args, SUM), **kwargs)
-    loss, *rest = (made,) if isinstance(made, Tensor) else made
-    loss = of_something(loss, args[0]) / total
-    return (loss, *[of_targets(x, args[1]) for x in rest]) if rest else loss
+    results = default_overload(at.call)(*replace_reduction(at.call, args, SUM), **kwargs)
+    loss, *rest = (results,) if isinstance(results, Tensor) else results
+    loss = zero_if_empty(loss, args[0]) / total
+    return (loss, *[reshape_like_targets(x, args[1]) for x in rest]) if rest else loss
 
 
 @on_each_rank
-def of_targets(which: Tensor, targets: Tensor) -> Tensor:
-    """Which classes are targets; of no samples a CUDA kernel gives this no shape."""
+def reshape_like_targets(which: Tensor, targets: Tensor) -> Tensor:
+    """Return the target marks in the shape of the targets. For empty batches a CUDA kernel returns another shape."""
     return which.reshape(targets.shape)
 
 
 @on_each_rank
-def of_something(loss: Tensor, x: Tensor) -> Tensor:
-    """A sum; torch leaves the loss of no samples as it found the memory (a CUDA kernel not even its shape)."""
+def zero_if_empty(loss: Tensor, x: Tensor) -> Tensor:
+    """Return the sum, or 0 for an empty block: torch leaves that loss uninitialized (a CUDA kernel even its shape)."""
     return loss if x.numel() else loss.new_zeros(())
 
 
 def margin_gradient_factors(call: Call) -> Factors:
-    dims, samples = operand_dims(call, 1)
+    dims, samples = margin_operand_dims(call, 1)
     grad: Dims = (("n",),) if call.shape(0) else ()
-    kernels = {"n": Kernel(gradient_over(count_samples), orderless=True)} if call["reduction"] == MEAN else {}
+    kernels = {"n": Kernel(mean_gradient(count_samples), orderless=True)} if call["reduction"] == MEAN else {}
     return Factors((grad, *dims), (dims[0],), {"n": samples}, kernels=kernels)
 
 
@@ -139,21 +139,21 @@ kernel_rule("multi_margin_loss multilabel_margin_loss_forward", margin_factors)
 kernel_rule("multi_margin_loss_backward multilabel_margin_loss_backward", margin_gradient_factors)
 
 
-along("glu glu_backward glu_jvp glu_backward_jvp", shapes=None)  # the halves of a dim meet
+along("glu glu_backward glu_jvp glu_backward_jvp", shapes=None)  # the halves of a dim are combined
 
 
 # --- negative log likelihood of class indices -------------------------------------------------------------------------------
-IGNORED = -100  # what local targets of other ranks become: local targets are never negative
+IGNORED = -100  # the mark of targets of other ranks: local targets are never negative
 
 
-def own_targets(target: Tensor, start: int, size: int, total: int, ignore_index: int) -> Tensor:
-    """Targets counted from ``start``, those that are ignored or belong to other ranks marked ``IGNORED``.
+def local_targets(target: Tensor, start: int, size: int, total: int, ignore_index: int) -> Tensor:
+    """Return targets counted from ``start``, with ``IGNORED`` for those that are ignored or belong to other ranks.
 
     Raises:
-        IndexError: a target that is no class, as the plain loss does (on CPU; elsewhere asserted on the device).
+        IndexError: a target is no class, as in the plain loss (on CPU; elsewhere asserted on the device).
     """
-    target = target.long()  # labels of one byte would wrap around
-    check_range(target, range(total), ignore_index, _no_class)
+    target = target.long()  # byte labels would wrap around
+    check_range(target, range(total), ignore_index, _wrong_class_error)
     if not size:
         return torch.full_like(target, IGNORED)
     local = target - start
@@ -161,31 +161,31 @@ def own_targets(target: Tensor, start: int, size: int, total: int, ignore_index:
     return local.masked_fill_(others.logical_or_(target == ignore_index) if 0 <= ignore_index < total else others, IGNORED)
 
 
-def _no_class(target: int) -> Exception:
+def _wrong_class_error(target: int) -> Exception:
     return IndexError(f"Target {target} is out of bounds.")
 
 
-def classes_of(call: Call) -> tuple[int, int]:
-    """The dim of the scores that has the classes, and how many there are."""
+def class_dim_and_count(call: Call) -> tuple[int, int]:
+    """Return the class dim of the scores, and the number of classes."""
     shape = call.shape(call.names.index("self"))
     dim = min(1, len(shape) - 1)
     return dim, shape[dim]
 
 
-def of_own_classes(at: KernelContext, target: Any, weight: Any, ignore_index: int) -> tuple[Any, Any]:
-    """Each rank's targets and weights, of the classes that its block of scores has."""
-    dim, total = at.once(classes_of)
+def select_own_classes(at: KernelContext, target: Any, weight: Any, ignore_index: int) -> tuple[Any, Any]:
+    """Return each rank's targets and weights for the classes in its block of scores."""
+    dim, total = at.once(class_dim_and_count)
 
-    def own(here: At, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def select_on_rank(here: At, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
         classes = at.held("self", dim, here.member)
-        local = own_targets(target, classes.start, len(classes), total, ignore_index)
+        local = local_targets(target, classes.start, len(classes), total, ignore_index)
         return local, None if weight is None else weight.narrow(0, classes.start, len(classes))
 
-    return at.map(own, target, weight)
+    return at.map(select_on_rank, target, weight)
 
 
-def weight_of(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
-    """The total weight of the targets that count."""
+def total_weight(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
+    """Return the total weight of the targets that count."""
     target = target.long()
     counts = target != ignore_index
     if weight is None:
@@ -196,72 +196,72 @@ def weight_of(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: t
 
 
 @on_each_rank
-def losses_in_sum(op: Any, scores: Tensor, target: Tensor, weight: Tensor | None, ignored: int) -> tuple[Tensor, Tensor]:
+def sum_losses_and_weights(op: Any, scores: Tensor, target: Tensor, weight: Tensor | None, ignored: int) -> tuple[Tensor, Tensor]:
     return op(scores, target, weight, SUM, ignored) if target.numel() else (scores.sum(), scores.sum())
 
 
 @on_each_rank
-def loss_of_own(op: Any, scores: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
-    """In sum: a rank without a class has targets, which generated code would look up all the same."""
+def sum_own_losses(op: Any, scores: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+    """Return the sum of losses. A rank without classes has targets, which generated code would look up."""
     return op(scores, target, weight, SUM, IGNORED)[0] if scores.numel() else scores.sum()
 
 
 @on_each_rank
-def loss_of_each(op: Any, scores: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+def own_losses(op: Any, scores: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
     return op(scores, target, weight, NONE, IGNORED)[0] if scores.numel() else scores.new_zeros(target.shape)
 
 
-def nll_loss(at: KernelContext, scores: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
-    op, dtype = at.once(functional), at.dtype(0)
-    wide = sums_dtype(dtype)
-    if "c" not in at.splits and reduction != NONE and dtype is wide:  # the operator gives the two sums of all classes
-        loss, total = losses_in_sum(op, scores, target, weight, ignore_index)
+def nll_loss_of_blocks(at: KernelContext, scores: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
+    op, dtype = at.once(default_overload), at.dtype(0)
+    wide = sum_dtype(dtype)
+    if "c" not in at.splits and reduction != NONE and dtype is wide:  # the operator returns both sums over all classes
+        loss, total = sum_losses_and_weights(op, scores, target, weight, ignore_index)
     else:
-        own = of_own_classes(at, target, weight, ignore_index)
-        total = weight_of(target, weight, ignore_index, wide)
+        own = select_own_classes(at, target, weight, ignore_index)
+        total = total_weight(target, weight, ignore_index, wide)
         if reduction == NONE:
-            return loss_of_each(op, scores, *own), torch.zeros_like(total, dtype=dtype)
+            return own_losses(op, scores, *own), torch.zeros_like(total, dtype=dtype)
         if dtype is wide:
-            loss = loss_of_own(op, scores, *own)
+            loss = sum_own_losses(op, scores, *own)
         else:
-            loss = loss_of_each(op, scores, *own).sum(dtype=wide)
+            loss = own_losses(op, scores, *own).sum(dtype=wide)
     if reduction == MEAN:
         total = at.all_reduce(total, "sum", tuple([name for name in at.splits if name != "c"]), spent=True)
         loss = loss / total
     return (loss, total) if dtype is wide else (loss.to(dtype), total.to(dtype))
 
 
-# every rank needs all weights for the mean
-IN_BATCH, ALONE = "self: n c s*, target: n s*, weight: []", "self: c, target: , weight: []"
-SCORES = by_pattern(f"{IN_BATCH} -> n s*, | {IN_BATCH} -> , | {ALONE} -> ,").factors
+# the mean needs all weights on every rank
+BATCHED, UNBATCHED = "self: n c s*, target: n s*, weight: []", "self: c, target: , weight: []"
+NLL_NOTATION = by_pattern(f"{BATCHED} -> n s*, | {BATCHED} -> , | {UNBATCHED} -> ,").factors
 
 
 def nll_factors(call: Call) -> Factors | None:
-    found, none, mean = SCORES(call), call["reduction"] == NONE, call["reduction"] == MEAN
-    if found is None:
+    factors, none, mean = NLL_NOTATION(call), call["reduction"] == NONE, call["reduction"] == MEAN
+    if factors is None:
         return None
-    # the operator's own sums over a block of the batch are terms of both results (of half precision they might overflow), and
-    # without a reduction a sample's loss is its own, the weight being zero on every rank
-    own = none or (not mean and call.operands[0].dtype in (torch.float32, torch.float64))
-    by_class = Kernel(nll_loss, lacking=(TERMS, R), joint=True)
-    # the weight of the targets of one rank: a term of the total, which a mean has reduced already
+    # The operator's sums over a block of the batch are addends of both results (in half precision they might overflow).
+    # Without a reduction each sample has its own loss, and the weight is zero on every rank.
+    keeps_operator = none or (not mean and call.operands[0].dtype in (torch.float32, torch.float64))
+    by_class = Kernel(nll_loss_of_blocks, lacking=(PARTIAL_SUM, R), joint=True)
+    # the weight of one rank's targets is an addend of the total, which a mean has already reduced
     by_batch = Kernel(
-        nll_loss,
-        lacking=(TERMS, R if mean else TERMS),
+        nll_loss_of_blocks,
+        lacking=(PARTIAL_SUM, R if mean else PARTIAL_SUM),
         collectives=int(mean),
         nbytes=lambda call: statistics_bytes(call, call["reduction"] == MEAN),
         joint=True,
         orderless=True,
     )
-    kernels = {name: by_class if name == "c" else by_batch for name in found.sizes if name == "c" or not own}
-    reduced = {name: "R" if none else "sum" for name in found.sizes if name not in kernels}
-    return replace(found, reduced=reduced, kernels=kernels)
+    kernels = {name: by_class if name == "c" else by_batch for name in factors.sizes if name == "c" or not keeps_operator}
+    reduced = {name: "R" if none else "sum" for name in factors.sizes if name not in kernels}
+    return replace(factors, reduced=reduced, kernels=kernels)
 
 
 kernel_rule("nll_loss_forward nll_loss2d_forward", nll_factors, plain=("target", "weight"))
 
 
-def nll_gradient(
+def nll_gradient_of_blocks(
     at: KernelContext,
     grad: Any,
     scores: Any,
@@ -271,36 +271,39 @@ def nll_gradient(
     ignore_index: int,
     total: Any,
 ) -> Any:
-    own = of_own_classes(at, target, weight, ignore_index)
-    return gradient_of_own(at.once(functional), grad, scores, *own, reduction, total)
+    own = select_own_classes(at, target, weight, ignore_index)
+    return gradient_of_own_classes(at.once(default_overload), grad, scores, *own, reduction, total)
 
 
 @on_each_rank
-def gradient_of_own(
+def gradient_of_own_classes(
     op: Any, grad: Tensor, scores: Tensor, target: Tensor, weight: Tensor | None, reduction: int, total: Tensor
 ) -> Any:
     return op(grad, scores, target, weight, reduction, IGNORED, total) if scores.numel() else torch.zeros_like(scores)
 
 
-GRADIENTS = by_pattern(
-    f"grad_output: n s*, {IN_BATCH}, total_weight: -> n c s* | grad_output: , {IN_BATCH}, total_weight: -> n c s* "
-    f"| grad_output: , {ALONE}, total_weight: -> c",
-    kernels={"c": Kernel(nll_gradient)},
+NLL_GRADIENT_NOTATION = by_pattern(
+    f"grad_output: n s*, {BATCHED}, total_weight: -> n c s* | grad_output: , {BATCHED}, total_weight: -> n c s* "
+    f"| grad_output: , {UNBATCHED}, total_weight: -> c",
+    kernels={"c": Kernel(nll_gradient_of_blocks)},
 ).factors
 
 
-def nll_gradient_rows(call: Call) -> Partials:
-    """Without a mean the total weight, which may be zero, is not looked at: linear in the gradient, and its terms may stay."""
-    dims = GRADIENTS(call)
-    if call["reduction"] == MEAN or dims is None:
+def nll_gradient_strategies(call: Call) -> Partials:
+    """Return strategies for partial gradients. Without a mean the total weight, which may be zero, is not read.
+
+    So the operator is linear in the gradient, which may stay partial.
+    """
+    factors = NLL_GRADIENT_NOTATION(call)
+    if call["reduction"] == MEAN or factors is None:
         return ()
     weights = ",finite" * (len(call.operands) - 4)
-    rows: list[str | Row] = [f"{op},R,R{weights},R -> {op}" for op in ("sum", "avg")]
-    for name in dims.sizes:
+    strategies: list[str | Row] = [f"{op},R,R{weights},R -> {op}" for op in ("sum", "avg")]
+    for name in factors.sizes:
         if name != "c":
-            operands = [Along(name) if any(name in dim for dim in d) else R for d in dims.operands[:-1]]
-            rows.append(Row((*operands, TERMS), (Along(name),), name))
-    return tuple(rows)
+            operands = [Along(name) if any(name in dim for dim in d) else R for d in factors.operands[:-1]]
+            strategies.append(Row((*operands, PARTIAL_SUM), (Along(name),), name))
+    return tuple(strategies)
 
 
-kernel_rule("nll_loss_backward nll_loss2d_backward", GRADIENTS, partials=nll_gradient_rows, as_laid_out=True)
+kernel_rule("nll_loss_backward nll_loss2d_backward", NLL_GRADIENT_NOTATION, partials=nll_gradient_strategies, as_laid_out=True)

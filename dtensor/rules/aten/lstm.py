@@ -1,7 +1,7 @@
-"""Layers of an LSTM as one kernel (oneDNN's, on CPU): sequences are factors; time steps, features and weights are whole.
+"""LSTM layers as one kernel (oneDNN's, on CPU): sequences are a factor; time steps, features and weights are unsharded.
 
-What the kernel keeps for its backward pass has a form of its own, of a size that follows from a rank's own sequences: no layout
-says how to move it. It is not kept, and the backward pass makes it again.
+What the kernel saves for its backward pass has a format and a size that depend on a rank's own sequences, which no layout
+describes. It is not saved; the backward pass computes it again.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ aten = torch.ops.aten
 
 
 @on_each_rank
-def layer(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    """Output and last states; nothing for the backward pass."""
+def run_layer(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    """Return output and last states, with an empty workspace for the backward pass."""
     *_, hx, cx, _, _, _, hidden = args[:10]
     nothing = x.new_empty(0, dtype=torch.uint8)
     if not x.numel():
@@ -30,27 +30,29 @@ def layer(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 
 @on_each_rank
-def layer_gradients(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    """Of the input, the weights and the first states."""
+def run_layer_gradients(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    """Return the gradients of the input, the weights and the first states."""
     weights, hx, cx = args[:4], args[4], args[5]
     if not x.numel():
-        given = zip((hx, cx), args[10:12], strict=True)
-        return *map(torch.zeros_like, (x, *weights)), *(torch.zeros_like(s) if g is None else g.clone() for s, g in given)
+        state_gradients = zip((hx, cx), args[10:12], strict=True)
+        return *map(torch.zeros_like, (x, *weights)), *(
+            torch.zeros_like(s) if g is None else g.clone() for s, g in state_gradients
+        )
     reverse, mode, hidden, layers, biases, train, both, sizes, batch_first, _ = args[12:]
     settings = (reverse, sizes, mode, hidden, layers, biases, both, batch_first, train)
-    with torch.enable_grad():  # which asks the kernel to keep it
-        *_, kept = aten.mkldnn_rnn_layer.default(x, *weights, hx, cx, *settings)
-    gradients: tuple[Tensor, ...] = aten.mkldnn_rnn_layer_backward.default(x, *args[:-1], kept)
+    with torch.enable_grad():  # makes the kernel save its workspace
+        *_, workspace = aten.mkldnn_rnn_layer.default(x, *weights, hx, cx, *settings)
+    gradients: tuple[Tensor, ...] = aten.mkldnn_rnn_layer_backward.default(x, *args[:-1], workspace)
     return gradients
 
 
-def not_packed(choice: Choice) -> bool:
-    """Packed sequences end one after another."""
+def is_unpacked(choice: Choice) -> bool:
+    """Return True if the sequences are not packed, or nothing is sharded. Packed sequences end one after another."""
     return not choice.call["batch_sizes"] or not choice.splits
 
 
-def products(call: Call) -> float:
-    """Each step multiplies its features, and the state before it, by the weights."""
+def layer_flops(call: Call) -> float:
+    """Return the FLOPs: each step multiplies its features, and the state before it, by the weights."""
     steps, sequences, features = call.shape(0)
     gates, hidden = call.shape(2)
     return 2.0 * steps * sequences * gates * (features + hidden)
@@ -64,17 +66,17 @@ GRADIENTS = (
     "hy_: b [], cy_: b [], grad_output: [] b [], grad_hy: b [], grad_cy: b [], workspace: [] "
     "-> [] b [], [] [], [] [], [], [], b [], b []"
 )
-# the gates of one step of a cell, on accelerators; a bias is of all sequences
+# the gates of one step of a cell, on accelerators; a bias is shared by all sequences
 blockwise("_thnn_fused_lstm_cell", "b [], b [], b [], [], [] -> b [], b [], b []")
 blockwise("_thnn_fused_lstm_cell_backward_impl", "b [], b [], b [], b [], b [] -> b [], b [], []", sums="b")
 blockwise("_thnn_fused_gru_cell", "b [], b [], b [], [], [] -> b [], b []")
 blockwise("_thnn_fused_gru_cell_backward", "b [], b [] -> b [], b [], b [], [], []", sums="b")
-blockwise("mkldnn_rnn_layer", LAYER, sums={"b": "R"}, when=not_packed, local=layer, flops=products)
+blockwise("mkldnn_rnn_layer", LAYER, sums={"b": "R"}, when=is_unpacked, local=run_layer, flops=layer_flops)
 blockwise(
     "mkldnn_rnn_layer_backward",
     GRADIENTS,
     sums="b",
-    when=not_packed,
-    local=layer_gradients,
-    flops=lambda call: 3 * products(call),
+    when=is_unpacked,
+    local=run_layer_gradients,
+    flops=lambda call: 3 * layer_flops(call),
 )

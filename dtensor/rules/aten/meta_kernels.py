@@ -1,7 +1,7 @@
-"""What torch's inference without data does not know: kernels that it has no twin of, or that do otherwise than their twins.
+"""Meta kernels: corrections of torch's inference without data, for kernels that it lacks or contradicts.
 
-Without these a result would have another dtype or shape than its blocks, a block would be computed with rounded indices, or every
-rank would raise another error than torch.
+Without these, a result would have another dtype or shape than its blocks, a block would be computed with rounded indices, or
+ranks would raise another error than torch.
 """
 
 from __future__ import annotations
@@ -14,76 +14,79 @@ from typing import Any
 import torch
 
 from ...layout.layout import Layout
-from ..op_traits import Ask, Given, fact
-from .output_strides import as_if_empty_like, row_major, suggested_by, transformed
+from ..op_traits import MetaArguments, RunInference, fact
+from .output_strides import as_if_empty_like, fft_strides, row_major, suggested_format
 
 META = torch.device("meta")
 
 
-# --- results ------------------------------------------------------------------------------------------------------------
-def like(name: str) -> Callable[[Ask, Given, str], Any]:
-    """Contiguous, in the shape and dtype of this argument: gradients without a meta kernel."""
-    return lambda ask, given, device: torch.empty(given[name].shape, dtype=given[name].dtype, device=META)
+# --- results of inference -----------------------------------------------------------------------------------------------
+def empty_like_argument(name: str) -> Callable[[RunInference, MetaArguments, str], Any]:
+    """Return an inference: contiguous, in the shape and dtype of this argument. It is for gradients without a meta kernel."""
+    return lambda ask, arguments, device: torch.empty(arguments[name].shape, dtype=arguments[name].dtype, device=META)
 
 
-def with_(name: str, convert: Callable[[Any, Given], Any]) -> Callable[[Ask, Given, str], Any]:
-    """The operator's own inference, one argument otherwise."""
-    return lambda ask, given, device: ask({**given, name: convert(given[name], given)})
+def with_converted_argument(
+    name: str, convert: Callable[[Any, MetaArguments], Any]
+) -> Callable[[RunInference, MetaArguments, str], Any]:
+    """Return the operator's own inference with one argument converted."""
+    return lambda ask, arguments, device: ask({**arguments, name: convert(arguments[name], arguments)})
 
 
-def labels(target: torch.Tensor, given: Given) -> torch.Tensor:
-    """The operators take labels of one byte, their meta kernels do not."""
+def convert_byte_labels(target: torch.Tensor, arguments: MetaArguments) -> torch.Tensor:
+    """Return byte labels as int64. The operators accept them, their meta kernels do not."""
     return target.long() if target.dtype is torch.uint8 else target
 
 
-def of_input(weight: torch.Tensor | None, given: Given) -> torch.Tensor | None:
-    """Results have the dtype of the input, whatever the weight has; those of the meta kernel have the wider one."""
-    return None if weight is None else weight.to(given["self"].dtype)
+def convert_to_input_dtype(weight: torch.Tensor | None, arguments: MetaArguments) -> torch.Tensor | None:
+    """Return the weight in the dtype of the input, which results have. The meta kernel gives the wider dtype."""
+    return None if weight is None else weight.to(arguments["self"].dtype)
 
 
-def last_dim_only(ask: Ask, given: Given, device: str) -> Any:
-    """Torch 2.11 fails on dims out of order; only the last one changes sizes, and strides have a law of their own."""
-    return ask({**given, "self": given["self"].contiguous(), "dim": given["dim"][-1:]})
+def infer_last_dim(ask: RunInference, arguments: MetaArguments, device: str) -> Any:
+    """Infer with the last dim only, which alone changes sizes. Torch 2.11 fails on dims out of order; strides have a rule of
+    their own."""
+    return ask({**arguments, "self": arguments["self"].contiguous(), "dim": arguments["dim"][-1:]})
 
 
-def of_query(ask: Ask, given: Given, device: str) -> Any:
-    """Torch 2.11 takes sums of float64 for float32."""
-    return [x.to(torch.promote_types(x.dtype, given["query"].dtype)) for x in ask(given)]
+def sums_in_query_dtype(ask: RunInference, arguments: MetaArguments, device: str) -> Any:
+    """Infer sums of float64 as float64. Torch 2.11 infers float32."""
+    return [x.to(torch.promote_types(x.dtype, arguments["query"].dtype)) for x in ask(arguments)]
 
 
-def scaled_product(ask: Ask, given: Given, device: str) -> Any:
-    """The CPU takes any order and sizes, the meta kernel what a GPU takes."""
+def infer_scaled_mm(ask: RunInference, arguments: MetaArguments, device: str) -> Any:
+    """Infer any order and sizes on the CPU. The meta kernel accepts what a GPU accepts."""
     if device != "cpu":
-        return ask(given)
-    rows, columns = given["self"], given["mat2"]
-    return torch.empty(rows.shape[0], columns.shape[1], dtype=given.get("out_dtype") or rows.dtype, device=META)
+        return ask(arguments)
+    rows, columns = arguments["self"], arguments["mat2"]
+    return torch.empty(rows.shape[0], columns.shape[1], dtype=arguments.get("out_dtype") or rows.dtype, device=META)
 
 
-def copied_view(ask: Ask, given: Given, device: str) -> Any:
-    """The kernel copies what cannot be viewed, its meta kernel does not."""
-    return given["self"].clone(memory_format=torch.contiguous_format).view(given["size"])
+def infer_view_copy(ask: RunInference, arguments: MetaArguments, device: str) -> Any:
+    """Infer a view or a copy. The kernel copies what cannot be viewed, its meta kernel does not."""
+    return arguments["self"].clone(memory_format=torch.contiguous_format).view(arguments["size"])
 
 
-# --- refusals -----------------------------------------------------------------------------------------------------------
-def of_dtypes(
+# --- checks that kernels make and meta kernels do not -------------------------------------------------------------------
+def require_dtypes(
     argument: str, what: str, *dtypes: torch.dtype, error: type[Exception] = RuntimeError
 ) -> Callable[[str, dict[str, Any]], None]:
-    """An argument, if it is a tensor, has one of these dtypes."""
+    """Return a check that an argument, if it is a tensor, has one of these dtypes."""
 
-    def check(name: str, arguments: dict[str, Any]) -> None:
-        given = arguments[argument]
-        if isinstance(given, Layout) and given.dtype not in dtypes:
-            raise error(f"{name}: expected {what} of dtype {' or '.join(map(str, dtypes))}, got {given.dtype}")
+    def check_dtype(name: str, arguments: dict[str, Any]) -> None:
+        value = arguments[argument]
+        if isinstance(value, Layout) and value.dtype not in dtypes:
+            raise error(f"{name}: expected {what} of dtype {' or '.join(map(str, dtypes))}, got {value.dtype}")
 
-    return check
-
-
-indices_of = partial(of_dtypes, "index", "indices")
+    return check_dtype
 
 
-def places(name: str, arguments: dict[str, Any]) -> None:
-    """Indices are integers or masks, masks have the sizes of the dims that they stand for, the others go together."""
-    shape, d, numbered = arguments["self"].shape, 0, []
+require_index_dtypes = partial(require_dtypes, "index", "indices")
+
+
+def check_indices(name: str, arguments: dict[str, Any]) -> None:
+    """Raise unless indices are integers or masks, masks have the sizes of their dims, and the others broadcast together."""
+    shape, d, index_shapes = arguments["self"].shape, 0, []
     for item in arguments["indices"]:
         if not isinstance(item, Layout):
             d += 1
@@ -97,34 +100,34 @@ def places(name: str, arguments: dict[str, Any]) -> None:
             d += len(item.shape)
         elif item.dtype in (torch.int64, torch.int32):
             d += 1
-            numbered.append(item.shape)
+            index_shapes.append(item.shape)
         else:
             raise IndexError(f"tensors used as indices must be long, int, byte or bool tensors, not {item.dtype}")
-    if any(len({size for size in sizes if size != 1}) > 1 for sizes in zip_longest(*map(reversed, numbered), fillvalue=1)):
+    if any(len({size for size in sizes if size != 1}) > 1 for sizes in zip_longest(*map(reversed, index_shapes), fillvalue=1)):
         raise IndexError(
             "shape mismatch: indexing tensors could not be broadcast together with shapes "
-            f"{', '.join(map(str, map(list, numbered)))}"
+            f"{', '.join(map(str, map(list, index_shapes)))}"
         )
 
 
-def of_one_dtype(second: str) -> Callable[[str, dict[str, Any]], None]:
-    def check(name: str, arguments: dict[str, Any]) -> None:
+def require_same_dtype(second: str) -> Callable[[str, dict[str, Any]], None]:
+    def check_dtype(name: str, arguments: dict[str, Any]) -> None:
         one, other = arguments["self"].dtype, arguments[second].dtype
         if one is not other:
             raise RuntimeError(f"{name}: expected tensors of the same dtype, got {one} and {other}")
 
-    return check
+    return check_dtype
 
 
-def dim_in_range(name: str, arguments: dict[str, Any]) -> None:
-    """``dim`` is one of ``self``, if any."""
+def check_dim_in_range(name: str, arguments: dict[str, Any]) -> None:
+    """Raise unless ``dim`` is a dim of ``self``, or None."""
     dim, ndim = arguments["dim"], max(1, arguments["self"].ndim)
     if dim is not None and not -ndim <= dim < ndim:
         raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {dim})")
 
 
-def dims_there(name: str, arguments: dict[str, Any]) -> None:
-    """``self`` has the dims that are named, of which a tensor of none has none, and the row that is."""
+def check_dims_exist(name: str, arguments: dict[str, Any]) -> None:
+    """Raise unless ``self`` has the dims and the index that the arguments name."""
     shape = arguments["self"].shape
     for key in arguments.keys() & {"dim", "dim1", "dim2"}:
         if not -len(shape) <= arguments[key] < len(shape):
@@ -134,103 +137,105 @@ def dims_there(name: str, arguments: dict[str, Any]) -> None:
         raise IndexError(f"{name}: index {index} is out of range for a dim of size {size}")
 
 
-def dim_below_ndim(name: str, arguments: dict[str, Any]) -> None:
-    """``dim`` is not beyond those of ``self``; below them another error says so."""
+def check_dim_below_ndim(name: str, arguments: dict[str, Any]) -> None:
+    """Raise unless ``dim`` is below the number of dims of ``self``. Another check refuses negative dims."""
     if arguments["dim"] >= arguments["self"].ndim:
         raise RuntimeError(f"{name}: expected a dim below {arguments['self'].ndim}, got {arguments['dim']}")
 
 
-def weights_of_dtype(name: str, arguments: dict[str, Any]) -> None:
-    """Weights and statistics have the dtype of the input, or are of single precision beside one in half."""
+def check_weight_dtypes(name: str, arguments: dict[str, Any]) -> None:
+    """Raise unless weights and statistics have the dtype of the input, or are float32 beside an input in half precision."""
     dtype = arguments["input"].dtype
-    given = (arguments.get(each) for each in ("weight", "bias", "running_mean", "running_var"))
-    dtypes = {layout.dtype for layout in given if isinstance(layout, Layout)}
+    values = (arguments.get(each) for each in ("weight", "bias", "running_mean", "running_var"))
+    dtypes = {layout.dtype for layout in values if isinstance(layout, Layout)}
     if dtypes - {dtype} and (dtypes != {torch.float32} or dtype not in (torch.float16, torch.bfloat16)):
         raise RuntimeError(
             f"{name}: the dtypes of weights {' and '.join(sorted(map(str, dtypes)))} do not match the input's dtype {dtype}"
         )
 
 
-def positive_norms(name: str, arguments: dict[str, Any]) -> None:
-    """There is a norm of this order, and a largest one."""
-    dim_in_range(name, arguments)
+def check_renorm(name: str, arguments: dict[str, Any]) -> None:
+    """Raise unless the order of the norm is positive and the largest norm is not negative."""
+    check_dim_in_range(name, arguments)
     order, largest = arguments["p"], arguments["maxnorm"]
     if not order > 0 or largest < 0:
         raise RuntimeError(f"{name}: expected p > 0 and maxnorm >= 0, got p={order} and maxnorm={largest}")
 
 
-def added(
+def require_expandable(
     name: str, product: Callable[[dict[str, Any]], Iterable[int]], whose: str = "the product's"
 ) -> Callable[[str, dict[str, Any]], None]:
-    """What is added to a product expands to its sizes, which does not grow with it."""
+    """Return a check that an addend expands to the sizes of a product."""
 
-    def check(operator: str, arguments: dict[str, Any]) -> None:
-        given, sizes = arguments[name], tuple(product(arguments))
-        if isinstance(given, Layout):
-            fits = [own in (1, size) for own, size in zip(reversed(given.shape), reversed(sizes), strict=False)]
-            if given.ndim > len(sizes) or not all(fits):
-                raise RuntimeError(f"{operator}: {list(given.shape)} cannot be expanded to {whose} sizes {list(sizes)}")
+    def check_expandable(operator: str, arguments: dict[str, Any]) -> None:
+        addend, sizes = arguments[name], tuple(product(arguments))
+        if isinstance(addend, Layout):
+            is_expandable = [own in (1, size) for own, size in zip(reversed(addend.shape), reversed(sizes), strict=False)]
+            if addend.ndim > len(sizes) or not all(is_expandable):
+                raise RuntimeError(f"{operator}: {list(addend.shape)} cannot be expanded to {whose} sizes {list(sizes)}")
 
-    return check
+    return check_expandable
 
 
-def of_view(view: Callable[..., torch.Tensor]) -> Callable[[str, dict[str, Any]], None]:
-    """A gradient of a view expands to that view of the input's sizes, of which the meta kernel makes zeros without asking."""
+def require_view_sizes(view: Callable[..., torch.Tensor]) -> Callable[[str, dict[str, Any]], None]:
+    """Return a check that the gradient of a view expands to the view's sizes. The meta kernel makes zeros without a check."""
     named = ("dim", "start", "end", "step", "index", "offset", "dim1", "dim2")
 
-    def sizes(given: dict[str, Any]) -> Iterable[int]:
-        return view(torch.empty(given["input_sizes"], device=META), *(given[key] for key in named if key in given)).shape
+    def view_shape(arguments: dict[str, Any]) -> Iterable[int]:
+        return view(
+            torch.empty(arguments["input_sizes"], device=META), *(arguments[key] for key in named if key in arguments)
+        ).shape
 
-    return added("grad_output", sizes, "the view's")
+    return require_expandable("grad_output", view_shape, "the view's")
 
 
-def as_large(name: str, arguments: dict[str, Any]) -> None:
-    """The gradient has the output's sizes: one kernel says so, the other reads beyond its memory."""
+def check_grad_shape(name: str, arguments: dict[str, Any]) -> None:
+    """Raise unless the gradient has the output's shape. One kernel checks it, the other reads beyond its memory."""
     grad, output = arguments["grad_output"], arguments["output"]
     if grad.shape != output.shape:
         raise RuntimeError(f"{name}: the gradient has shape {list(grad.shape)}, but the output has shape {list(output.shape)}")
 
 
-def close_or_not(name: str, arguments: dict[str, Any]) -> None:
-    """Elements can be compared one by one: nothing is inferred of a Python value."""
-    x, y = (torch.empty(given.shape, dtype=given.dtype, device=META) for given in (arguments["self"], arguments["other"]))
+def check_comparable(name: str, arguments: dict[str, Any]) -> None:
+    """Raise unless elements can be compared one by one. A Python value is not inferred."""
+    x, y = (torch.empty(layout.shape, dtype=layout.dtype, device=META) for layout in (arguments["self"], arguments["other"]))
     torch.isclose(x, y, arguments["rtol"], arguments["atol"])
 
 
-def no_bools(name: str, arguments: dict[str, Any]) -> None:
-    """A sum of bools is an integer, which its own memory cannot hold: kernels have no form for it."""
+def refuse_bools(name: str, arguments: dict[str, Any]) -> None:
+    """Raise for bools: their sum is an integer, which their own memory cannot hold."""
     if arguments["self"].dtype is torch.bool:
         raise NotImplementedError(f"{name}: not implemented for bools in place")
 
 
-def no_numbers(name: str, arguments: dict[str, Any]) -> None:
-    """The meta kernel takes dims for granted."""
+def refuse_zero_dims(name: str, arguments: dict[str, Any]) -> None:
+    """Raise for tensors without dims, which the meta kernel accepts."""
     if any(not x.shape for x in arguments["tensors"] if isinstance(x, Layout)):
         raise RuntimeError("zero-dimensional tensors cannot be concatenated")
 
 
-def picked_from_grid(ask: Ask, given: Given, device: str) -> Any:
-    """Samples and channels of the image, positions of the grid."""
-    return given["self"].new_empty((*given["self"].shape[:2], *given["grid"].shape[1:-1]))
+def infer_grid_sample(ask: RunInference, arguments: MetaArguments, device: str) -> Any:
+    """Infer samples and channels of the image, positions of the grid."""
+    return arguments["self"].new_empty((*arguments["self"].shape[:2], *arguments["grid"].shape[1:-1]))
 
 
-def lstm_step(ask: Ask, given: Given, device: str) -> Any:
-    """Output, next state and gates; torch's twin looks for the biases' device where there are none."""
-    state = given["cx"]
-    return torch.empty_like(state), torch.empty_like(state), torch.empty_like(given["input_gates"])
+def infer_lstm_cell(ask: RunInference, arguments: MetaArguments, device: str) -> Any:
+    """Infer output, next state and gates. Torch's meta kernel reads the device of biases that may be absent."""
+    state = arguments["cx"]
+    return torch.empty_like(state), torch.empty_like(state), torch.empty_like(arguments["input_gates"])
 
 
-def gru_step(ask: Ask, given: Given, device: str) -> Any:
-    """The next state, and five values of each of its elements for the backward pass."""
-    state = given["hx"]
+def infer_gru_cell(ask: RunInference, arguments: MetaArguments, device: str) -> Any:
+    """Infer the next state, and five values of each of its elements for the backward pass."""
+    state = arguments["hx"]
     return torch.empty_like(state), state.new_empty(state.shape[0], 5 * state.shape[1])
 
 
-def gru_gradients(ask: Ask, given: Given, device: str) -> Any:
-    """Of both gates, the state before, and both biases."""
-    grad = given["grad_hy"]
+def infer_gru_gradients(ask: RunInference, arguments: MetaArguments, device: str) -> Any:
+    """Infer the gradients of both gates, the state before, and both biases."""
+    grad = arguments["grad_hy"]
     rows, gates = grad.shape[0], 3 * grad.shape[1]
-    biases = [grad.new_empty(gates) if given["has_bias"] else None for _ in range(2)]
+    biases = [grad.new_empty(gates) if arguments["has_bias"] else None for _ in range(2)]
     return grad.new_empty(rows, gates), grad.new_empty(rows, gates), torch.empty_like(grad), *biases
 
 
@@ -240,61 +245,72 @@ fact(
     by_device=True,
 )
 for _name in ("_fft_c2c", "_fft_r2c", "_fft_c2r"):
-    fact(_name, by_device=True, infer=last_dim_only, strides=transformed(_name))
-fact("multi_margin_loss_backward multilabel_margin_loss_backward fractional_max_pool3d_backward", infer=like("self"))
-fact("_ctc_loss_backward", infer=like("log_probs"))
-fact("cudnn_grid_sampler", infer=picked_from_grid)
+    fact(_name, by_device=True, infer=infer_last_dim, strides=fft_strides(_name))
+fact(
+    "multi_margin_loss_backward multilabel_margin_loss_backward fractional_max_pool3d_backward", infer=empty_like_argument("self")
+)
+fact("_ctc_loss_backward", infer=empty_like_argument("log_probs"))
+fact("cudnn_grid_sampler", infer=infer_grid_sample)
 fact("cudnn_grid_sampler_backward", infer=lambda ask, given, device: [torch.empty_like(given[name]) for name in ("self", "grid")])
-fact("_thnn_fused_lstm_cell", infer=lstm_step)
-fact("_thnn_fused_gru_cell", infer=gru_step)
-fact("_thnn_fused_gru_cell_backward", infer=gru_gradients)
-fact("glu_jvp", infer=like("glu"))
-fact("glu_backward_jvp", infer=like("grad_x"))
-fact("view_copy.default", infer=copied_view)
-fact("soft_margin_loss.default huber_loss.default", infer=with_("target", lambda x, given: x.to(given["self"].dtype)))
-fact("_scaled_dot_product_flash_attention_for_cpu.default", infer=of_query)
-fact("nll_loss nll_loss2d nll_loss_forward nll_loss_backward nll_loss2d_backward", infer=with_("target", labels))
-fact("nll_loss2d_forward", infer=with_("target", labels), strides=row_major)
-fact("_scaled_mm _scaled_mm_v2", infer=scaled_product)
-for _side, _other in (("l", "left"), ("r", "right")):  # the kernels shift by bools, their meta kernels do not
+fact("_thnn_fused_lstm_cell", infer=infer_lstm_cell)
+fact("_thnn_fused_gru_cell", infer=infer_gru_cell)
+fact("_thnn_fused_gru_cell_backward", infer=infer_gru_gradients)
+fact("glu_jvp", infer=empty_like_argument("glu"))
+fact("glu_backward_jvp", infer=empty_like_argument("grad_x"))
+fact("view_copy.default", infer=infer_view_copy)
+fact(
+    "soft_margin_loss.default huber_loss.default",
+    infer=with_converted_argument("target", lambda x, given: x.to(given["self"].dtype)),
+)
+fact("_scaled_dot_product_flash_attention_for_cpu.default", infer=sums_in_query_dtype)
+fact(
+    "nll_loss nll_loss2d nll_loss_forward nll_loss_backward nll_loss2d_backward",
+    infer=with_converted_argument("target", convert_byte_labels),
+)
+fact("nll_loss2d_forward", infer=with_converted_argument("target", convert_byte_labels), strides=row_major)
+fact("_scaled_mm _scaled_mm_v2", infer=infer_scaled_mm)
+for _side, _other in (("l", "left"), ("r", "right")):  # the kernels accept bool shifts, their meta kernels do not
     for _form, _end in (("", ""), ("i", "_")):
         _same = getattr(torch.ops.aten, f"bitwise_{_other}_shift{_end}")
         fact(f"__{_form}{_side}shift__", infer=lambda ask, given, device, same=_same: ask(given, same))
 
 _LONG, _INT = torch.int64, torch.int32
-fact("index_add index_select", refuses=(indices_of(_INT, _LONG),))
-fact("index_reduce", refuses=(indices_of(_INT, _LONG), dim_in_range))
-fact("index_copy put", refuses=(indices_of(_LONG),))
-fact("index_fill", refuses=(indices_of(_LONG, error=IndexError),), strides=as_if_empty_like("self"))
+fact("index_add index_select", refuses=(require_index_dtypes(_INT, _LONG),))
+fact("index_reduce", refuses=(require_index_dtypes(_INT, _LONG), check_dim_in_range))
+fact("index_copy put", refuses=(require_index_dtypes(_LONG),))
+fact("index_fill", refuses=(require_index_dtypes(_LONG, error=IndexError),), strides=as_if_empty_like("self"))
 fact(
     "index.Tensor _unsafe_index.Tensor index_put.default index_put_.default _index_put_impl_.default _unsafe_index_put.default",
-    refuses=(places,),
+    refuses=(check_indices,),
 )
 fact(
     "binary_cross_entropy",
-    refuses=(of_one_dtype("target"),),
-    infer=with_("weight", of_input),
+    refuses=(require_same_dtype("target"),),
+    infer=with_converted_argument("weight", convert_to_input_dtype),
     strides=as_if_empty_like("self"),
 )
-fact("masked_scatter", refuses=(of_one_dtype("source"),))
-fact("slice_scatter select_scatter diagonal_scatter", refuses=(dims_there,))
-fact("unique_dim unique_consecutive unique_dim_consecutive", refuses=(dim_in_range,))
-fact("addmm _addmm_activation", refuses=(added("self", lambda given: (*given["mat1"].shape[:1], *given["mat2"].shape[1:])),))
-fact("addmv", refuses=(added("self", lambda given: given["mat"].shape[:1]),))
-fact("select_backward", refuses=(of_view(torch.Tensor.select),))
-fact("slice_backward", refuses=(of_view(torch.ops.aten.slice.Tensor),))
-fact("diagonal_backward", refuses=(of_view(torch.Tensor.diagonal),))
-fact("_softmax_backward_data", refuses=(as_large,))
-fact("_log_softmax_backward_data", refuses=(as_large,), strides=row_major)
-fact("allclose", refuses=(close_or_not,))
-fact("renorm", refuses=(positive_norms,))
-fact("native_layer_norm native_group_norm", refuses=(weights_of_dtype,))
+fact("masked_scatter", refuses=(require_same_dtype("source"),))
+fact("slice_scatter select_scatter diagonal_scatter", refuses=(check_dims_exist,))
+fact("unique_dim unique_consecutive unique_dim_consecutive", refuses=(check_dim_in_range,))
+fact(
+    "addmm _addmm_activation",
+    refuses=(require_expandable("self", lambda given: (*given["mat1"].shape[:1], *given["mat2"].shape[1:])),),
+)
+fact("addmv", refuses=(require_expandable("self", lambda given: given["mat"].shape[:1]),))
+fact("select_backward", refuses=(require_view_sizes(torch.Tensor.select),))
+fact("slice_backward", refuses=(require_view_sizes(torch.ops.aten.slice.Tensor),))
+fact("diagonal_backward", refuses=(require_view_sizes(torch.Tensor.diagonal),))
+fact("_softmax_backward_data", refuses=(check_grad_shape,))
+fact("_log_softmax_backward_data", refuses=(check_grad_shape,), strides=row_major)
+fact("allclose", refuses=(check_comparable,))
+fact("renorm", refuses=(check_renorm,))
+fact("native_layer_norm native_group_norm", refuses=(check_weight_dtypes,))
 fact(
     "native_batch_norm _native_batch_norm_legit.default _native_batch_norm_legit.no_stats",
-    refuses=(weights_of_dtype,),
-    strides=suggested_by("input"),
+    refuses=(check_weight_dtypes,),
+    strides=suggested_format("input"),
 )
-fact("cat.default", refuses=(no_numbers,))
-fact("cumsum_", refuses=(no_bools,))
-fact("narrow_copy", refuses=(dim_below_ndim,))
-fact("multinomial.out", refuses=(of_dtypes("out", "out", _LONG),))  # results are not converted
+fact("cat.default", refuses=(refuse_zero_dims,))
+fact("cumsum_", refuses=(refuse_bools,))
+fact("narrow_copy", refuses=(check_dim_below_ndim,))
+fact("multinomial.out", refuses=(require_dtypes("out", "out", _LONG),))  # the kernel does not convert results

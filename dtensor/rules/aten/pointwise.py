@@ -1,10 +1,10 @@
-"""Operations that act element by element, one name on a line, by how partial values pass through them.
+"""Pointwise operators, one name on a line, grouped by how partial values pass through them.
 
-A row holds for all values, or it is not here: ``f(sum of terms) = sum of f(term)`` for linear ``f``,
-``f(max(a, b)) = max(f(a), f(b))`` for non-decreasing ``f`` that keeps NaN. A product is linear in terms as long as the other
-factor is finite, ``0 * inf`` being NaN, and a quotient as long as the divisor is not zero (``"sum,finite -> sum"``).
-(``add`` has no ``"sum,R -> sum"``: the replicated operand would be counted once per rank. Propagation turns it into a partial
-sum first, which costs nothing.) Rows hold where the dtype keeps the algebra: see ``row_table``.
+A strategy holds for all values, or it is not here: ``f(sum of addends) = sum of f(addend)`` for linear ``f``, ``f(max(a, b)) =
+max(f(a), f(b))`` for non-decreasing ``f`` that keeps NaN. A product is linear in partial values if the other factor is finite,
+``0 * inf`` being NaN, and a quotient if the divisor is not zero (``"sum,finite -> sum"``). (``add`` has no ``"sum,R -> sum"``:
+the replicated operand would be counted once per rank. Propagation turns it into a partial sum first, which costs nothing.) A
+strategy holds only if the dtypes keep its algebra: see ``propagation/strategy_table.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..notation_rules import by
 from ..op_traits import fact
 from ..partial_rules import copies, falling, forgets, linear, monotone, on_floats, one_of
 
-# --- nothing passes -----------------------------------------------------------------------------------------------------
+# --- no partial value passes --------------------------------------------------------------------------------------------
 pointwise(
     """
     abs
@@ -152,8 +152,8 @@ pointwise(
     special_zeta
     """
 )
-pointwise("floor_divide remainder", plain=("other",))  # tables of strides, as unravel_index makes them
-pointwise("eq ne", plain=("other",))  # with what torch makes to compare with, as causal masks
+pointwise("floor_divide remainder", plain=("other",))  # strides, as unravel_index makes them
+pointwise("eq ne", plain=("other",))  # tensors that torch makes for the comparison, as in causal masks
 
 # --- maxima and minima: non-decreasing, NaN kept ------------------------------------------------------------------------
 pointwise(
@@ -183,11 +183,13 @@ pointwise("erfc", partials=falling)
 pointwise("clamp", partials=("max,R,R -> max", "min,R,R -> min", "max,R -> max", "min,R -> min"))
 pointwise("clamp_min maximum", partials=("max,max -> max", "max,R -> max", "R,max -> max", "min,R -> min"))
 pointwise("clamp_max minimum", partials=("min,min -> min", "min,R -> min", "R,min -> min", "max,R -> max"))
-pointwise("bitwise_right_shift __rshift__ __irshift__", partials=("max,R -> max", "min,R -> min"))  # a quotient, rounded down
+pointwise(
+    "bitwise_right_shift __rshift__ __irshift__", partials=("max,R -> max", "min,R -> min")
+)  # a quotient that is rounded down
 
 # --- sums and means: linear ---------------------------------------------------------------------------------------------
-# A finite shift keeps the order of floats (an infinite one makes NaN of the terms that are infinite the other way); integers
-# wrap around, and a step other than 1 may turn the order about. The mean of equal constants is the constant.
+# A finite shift keeps the order of floats (an infinite one makes NaN of addends of the other infinity); integers
+# wrap around, and a step other than 1 may reverse the order. The mean of equal constants is the constant.
 SHIFT = ("sum,sum -> sum", "avg,avg -> avg", "avg,R -> avg", "R,avg -> avg")
 GROWS_IN_BOTH = on_floats("max,finite -> max", "finite,max -> max", "min,finite -> min", "finite,min -> min")
 GROWS_IN_FIRST = on_floats("max,finite -> max", "min,finite -> min", "finite,max -> min", "finite,min -> max")
@@ -203,7 +205,7 @@ pointwise("_neg_view", partials=linear(), local=torch.neg)
 pointwise("mul", partials=(linear("self", "other"), "product,product -> product"))
 pointwise("div", partials=by("rounding_mode", {None: ("sum,nonzero -> sum", "avg,nonzero -> avg")}))
 pointwise("polar", partials=linear("abs"))  # sines of infinity are NaN
-# a product with a power of two, modulo that of the dtype
+# a product with a power of two, modulo 2 ** bits
 pointwise("bitwise_left_shift __lshift__ __ilshift__", partials="sum,R -> sum")
 pointwise("lerp", partials=("sum,sum,finite -> sum", "avg,avg,finite -> avg", "avg,R,finite -> avg", "R,avg,finite -> avg"))
 pointwise(
@@ -238,7 +240,7 @@ pointwise(
 )
 pointwise("hardshrink_backward", partials=linear("grad_out"))
 pointwise("native_dropout_backward", partials=("sum,finite -> sum", "avg,finite -> avg"))
-# products with operands that may hold anything
+# products with operands of unknown values
 pointwise(
     """
     elu_backward
@@ -253,18 +255,19 @@ pointwise(
 
 
 @on_each_rank
-def log_sigmoid_and_kept(x: Tensor) -> tuple[Tensor, Tensor]:
-    """CPUs keep a value of each element for the gradient, accelerators none, and their gradients do not look at it."""
-    out, kept = torch.ops.aten.log_sigmoid_forward(x)
-    return out, kept if kept.shape == x.shape else x.new_empty(()).expand(x.shape)
+def log_sigmoid_with_buffer(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the result and the saved values. CPUs save one value for each element for the gradient, accelerators none, and
+    ignore it."""
+    out, saved = torch.ops.aten.log_sigmoid_forward(x)
+    return out, saved if saved.shape == x.shape else x.new_empty(()).expand(x.shape)
 
 
-pointwise("log_sigmoid_forward", local=log_sigmoid_and_kept)
+pointwise("log_sigmoid_forward", local=log_sigmoid_with_buffer)
 
-# --- choices and copies: element k of the result is one of the operands' elements, in every term alike ------------------
+# --- choices and copies: element k of the result is an operand's element, the same one in every addend ------------------
 pointwise("where", partials=one_of("self", "other"))
 pointwise(
-    # no "avg,R,R -> avg": what masks are filled with is often the least number, and the sum of two of those is infinite
+    # no "avg,R,R -> avg": the fill value is often the smallest number, and the sum of two of them is infinite
     "masked_fill",
     partials=(*(f"{op},R,{op} -> {op}" for op in REDUCE_OPS), "max,R,R -> max", "min,R,R -> min"),
 )
@@ -274,6 +277,6 @@ fact("clone copy new_empty_strided", stores=True)
 fact("add_", accumulates=True)
 pointwise("fill zeros_like ones_like empty_like full_like", partials=forgets)
 
-# --- optimizer steps over lists: every element by itself ----------------------------------------------------------------
+# --- optimizer steps over lists, element by element ---------------------------------------------------------------------
 pointwise("_fused_adam _fused_adamw _fused_sgd _fused_adagrad")
 fact("_fused_adam _fused_adamw _fused_sgd _fused_adagrad", per_element=True, flat=True)

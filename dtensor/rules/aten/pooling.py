@@ -1,6 +1,6 @@
-"""Operations on the positions of images and sequences: pooling, resampling, padding, unfolding. Only positions are whole.
+"""Pooling and other operations on positions of images and sequences: resampling, padding, unfolding. Positions are unsharded.
 
-Blocks of channels must not be empty, which most of these operators refuse (an empty batch they take).
+Blocks of channels must not be empty, because most of these operators refuse them. Empty batches are accepted.
 """
 
 from __future__ import annotations
@@ -10,36 +10,36 @@ from typing import Any
 
 from ..call import Call
 from ..declare import blockwise, kernel_rule, local_size
-from ..kernel_context import densely, functional_of
+from ..kernel_context import functional_operator, on_contiguous
 from ..partial_rules import copies, linear, on_floats
 from ..rule import Dims, Factors, LocalView
 
 POSITIONS = {1: "[x]", 2: "[y] [x]", 3: "[z] [y] [x]"}
-of_gradient = linear("grad_output")
-# sums of elements by weight: of integers they are rounded, and the rounded sum is not the sum of what is rounded
-weighted = on_floats("sum -> sum", "avg -> avg")
+GRADIENT_PARTIALS = linear("grad_output")
+# weighted sums of integers are rounded, and rounding the sum differs from rounding the addends
+WEIGHTED_PARTIALS = on_floats("sum -> sum", "avg -> avg")
 
 
-def on_positions(names: str, count: int, **options: Any) -> None:
+def declare_on_positions(names: str, count: int, **options: Any) -> None:
     """Declare operators that work on the last ``count`` dims, each image by itself."""
     pattern = f"each: n* c {POSITIONS[count]} -> each: n* c {POSITIONS[count]}"
     blockwise(names, pattern, nonempty="c", kind="positions", **options)
 
 
 # --- pooling: indices are positions inside one image ----------------------------------------------------------------
-on_positions("max_pool2d_with_indices adaptive_max_pool2d", 2)
-on_positions("max_pool3d_with_indices adaptive_max_pool3d", 3, as_laid_out=True)
-on_positions("max_pool2d_with_indices_backward", 2, partials=of_gradient)
-on_positions("max_pool3d_with_indices_backward", 3, partials=of_gradient, as_laid_out=True)
-on_positions("avg_pool2d _adaptive_avg_pool2d", 2, partials=weighted)
-on_positions("avg_pool2d_backward _adaptive_avg_pool2d_backward", 2, partials=of_gradient)
-on_positions("avg_pool3d _adaptive_avg_pool3d", 3, partials=weighted)
-on_positions("avg_pool3d_backward _adaptive_avg_pool3d_backward", 3, partials=of_gradient)
-for _count in (2, 3):  # kernels that take indices read their operands as if they were contiguous
+declare_on_positions("max_pool2d_with_indices adaptive_max_pool2d", 2)
+declare_on_positions("max_pool3d_with_indices adaptive_max_pool3d", 3, as_laid_out=True)
+declare_on_positions("max_pool2d_with_indices_backward", 2, partials=GRADIENT_PARTIALS)
+declare_on_positions("max_pool3d_with_indices_backward", 3, partials=GRADIENT_PARTIALS, as_laid_out=True)
+declare_on_positions("avg_pool2d _adaptive_avg_pool2d", 2, partials=WEIGHTED_PARTIALS)
+declare_on_positions("avg_pool2d_backward _adaptive_avg_pool2d_backward", 2, partials=GRADIENT_PARTIALS)
+declare_on_positions("avg_pool3d _adaptive_avg_pool3d", 3, partials=WEIGHTED_PARTIALS)
+declare_on_positions("avg_pool3d_backward _adaptive_avg_pool3d_backward", 3, partials=GRADIENT_PARTIALS)
+for _count in (2, 3):  # kernels with index operands read their operands as contiguous
     for _name in (f"adaptive_max_pool{_count}d_backward", f"fractional_max_pool{_count}d_backward"):
-        on_positions(_name, _count, partials=of_gradient, local=densely(functional_of(_name)))
+        declare_on_positions(_name, _count, partials=GRADIENT_PARTIALS, local=on_contiguous(functional_operator(_name)))
     _name = f"max_unpool{_count}d"
-    on_positions(_name, _count, partials=linear("self"), local=densely(functional_of(_name)))
+    declare_on_positions(_name, _count, partials=linear("self"), local=on_contiguous(functional_operator(_name)))
     _image = f"n c {POSITIONS[_count]}"
     _pattern = f"{_image}, n c [t] -> {_image}, {_image}"
     blockwise(f"fractional_max_pool{_count}d", _pattern, nonempty="c", plain=("random_samples",))
@@ -53,17 +53,17 @@ _MODES = {
 }
 for _count, _names in _MODES.items():
     _copies = f"upsample_nearest{_count}d _upsample_nearest_exact{_count}d"
-    on_positions(_names, _count, partials=weighted, floats_matter=True)
-    on_positions(_copies, _count, partials=copies, floats_matter=True)
+    declare_on_positions(_names, _count, partials=WEIGHTED_PARTIALS, floats_matter=True)
+    declare_on_positions(_copies, _count, partials=copies, floats_matter=True)
     _backward = " ".join(f"{name}_backward" for name in f"{_names} {_copies}".split())
-    on_positions(_backward, _count, partials=of_gradient, local_args=local_size("input_size"), floats_matter=True)
+    declare_on_positions(_backward, _count, partials=GRADIENT_PARTIALS, local_args=local_size("input_size"), floats_matter=True)
 
-# an output position takes its own grid entry from the whole image
+# an output position reads the unsharded image at its own grid entry
 for _count, _grid in {2: "h w", 3: "d h w"}.items():
     _image = POSITIONS[_count]
     blockwise(f"grid_sampler_{_count}d", f"n c {_image}, n {_grid} [t] -> n c {_grid}", partials=linear("input"))
     _pattern = f"n c {_grid}, n c {_image}, n {_grid} [t] -> n c {_image}, n {_grid} [t]"
-    # a few neighbours of each position are read and written, not the whole image
+    # a few neighbors of each position are read and written, not the complete image
     blockwise(f"grid_sampler_{_count}d_backward", _pattern, sums=f"c {_grid}", flops=lambda call: 0)
 blockwise("cudnn_grid_sampler", "n c [] [], n h w [t] -> n c h w", partials=linear("self"))
 blockwise(
@@ -71,31 +71,33 @@ blockwise(
 )
 
 
-def local_size_of_grid(call: Call, at: LocalView) -> dict[str, Any]:
+def local_grid_args(call: Call, at: LocalView) -> dict[str, Any]:
     return {"size": (at.operands[0][0], *call["size"][1:])}
 
 
 GRIDS = "n [] [] -> n [] [] [] | n [] [] -> n [] [] [] []"
-blockwise("affine_grid_generator", GRIDS, partials=linear("theta"), local_args=local_size_of_grid)
+blockwise("affine_grid_generator", GRIDS, partials=linear("theta"), local_args=local_grid_args)
 
 
-# --- padding: each element is a copy of one, and its gradient a sum of some -----------------------------------------
+# --- padding: elements are copies, and gradients are sums -----------------------------------------------------------
 for _count in (1, 2, 3):
-    on_positions(f"reflection_pad{_count}d replication_pad{_count}d", _count, partials=copies)
-    on_positions(f"reflection_pad{_count}d_backward replication_pad{_count}d_backward", _count, partials=of_gradient)
+    declare_on_positions(f"reflection_pad{_count}d replication_pad{_count}d", _count, partials=copies)
+    declare_on_positions(
+        f"reflection_pad{_count}d_backward replication_pad{_count}d_backward", _count, partials=GRADIENT_PARTIALS
+    )
 
 
 # --- windows as columns: ``n c h w`` as ``n (c k) positions`` -------------------------------------------------------
-def elements_of_window(call: Call) -> int:
+def window_size(call: Call) -> int:
     return math.prod(call["kernel_size"])
 
 
 def im2col_factors(call: Call) -> Factors:
     shape = call.shape(0)
     lead: Dims = tuple((f"n.{d}",) for d in range(len(shape) - 3))
-    sizes = {f"n.{d}": shape[d] for d in range(len(lead))} | {"c": shape[-3], "k": elements_of_window(call)}
+    sizes = {f"n.{d}": shape[d] for d in range(len(lead))} | {"c": shape[-3], "k": window_size(call)}
     return Factors(((*lead, ("c",), (), ()),), ((*lead, ("c", "k"), ()),), sizes)
 
 
 kernel_rule("im2col", im2col_factors, partials=linear("self"), nonempty="c")
-blockwise("col2im", "n* (c k) [] -> n* c [] []", sizes={"k": elements_of_window}, partials=linear("self"), nonempty="c")
+blockwise("col2im", "n* (c k) [] -> n* c [] []", sizes={"k": window_size}, partials=linear("self"), nonempty="c")

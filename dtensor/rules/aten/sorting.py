@@ -1,8 +1,8 @@
-"""Order along a sharded dim: ``sort`` and ``topk``.
+"""Sorting along a sharded dim: ``sort`` and ``topk``.
 
-Where another dim can carry the shards they move there, one all-to-all. A dim that is alone is sorted where it is: each rank sorts
-its block, samples of all tell where to part them, and two all-to-alls bring every element to its place, so that no rank
-holds more than its share and what equal elements make of it. The best of each block are enough for ``topk``.
+If another dim can carry the shards, the shards move there in one all-to-all. A single dim is sorted in place: each rank sorts its
+block, samples of all blocks determine the bounds between ranks, and two all-to-alls send each element to its place. No rank holds
+more than its share, except for equal elements. For ``topk`` the best elements of each block are enough.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 
 from ..call import Call
 from ..declare import along, blockwise
-from ..kernel_context import At, KernelContext, integers_on
+from ..kernel_context import At, KernelContext, make_index_tensor
 from ..rule import Kernel
 
-Pair = tuple[torch.Tensor, torch.Tensor]  # values and their places in the whole
+Pair = tuple[torch.Tensor, torch.Tensor]  # values and their global positions
 
 
 # --- sort ---
 def sort_key(x: torch.Tensor, descending: bool) -> torch.Tensor:
-    """Integers in the order of the values: NaN is the largest, -0.0 is 0.0."""
+    """Return integers in the order of the values. NaN is the largest, -0.0 equals 0.0."""
     if x.dtype.is_floating_point:
         wide = x.to(torch.float64) + 0.0
         bits = torch.where(wide.isnan(), torch.full_like(wide, torch.nan).abs(), wide).contiguous().view(torch.int64)
@@ -34,48 +34,50 @@ def sort_key(x: torch.Tensor, descending: bool) -> torch.Tensor:
 
 
 def sort_blocks(at: KernelContext, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """A stable sort, by value and then by place."""
+    """Return values and positions of a stable sort: by value, then by position."""
     descending = bool(at.call.get("descending", False))
 
-    def own(here: At, block: torch.Tensor) -> Pair:
+    def sort_block(here: At, block: torch.Tensor) -> Pair:
         key = sort_key(block, descending)
         order = key.argsort(stable=True)
         return block[order], order + here.offset
 
-    pairs = at.map(own, x)
+    pairs = at.map(sort_block, x)
     count = len(at.sizes)
 
-    def sample(here: At, pair: Pair) -> torch.Tensor:
-        """``count`` pairs of (key, place) spread over the block; those of an empty one are beyond all."""
+    def sample_block(here: At, pair: Pair) -> torch.Tensor:
+        """Return ``count`` pairs of (key, position) spread over the block. Those of an empty block are larger than all."""
         key = sort_key(pair[0], descending)
         if not key.numel():
             return torch.full((2, count), torch.iinfo(torch.int64).max, device=key.device)
         spread = torch.arange(count, device=key.device) * key.numel() // count
         return torch.stack([key[spread], pair[1][spread]])
 
-    samples = at.all_gather(at.map(sample, pairs), lambda member: (2, count))
+    samples = at.all_gather(at.map(sample_block, pairs), lambda member: (2, count))
 
-    def part(here: At, pair: Pair, taken: list[torch.Tensor]) -> torch.Tensor:
-        """How many elements of the block go to each rank: the sizes of its parts."""
-        drawn = torch.cat(taken, 1)
-        drawn = drawn[:, drawn[1].argsort(stable=True)]
-        drawn = drawn[:, drawn[0].argsort(stable=True)]
-        bounds = drawn[:, count::count][:, : count - 1]
-        return _parted(sort_key(pair[0], descending), pair[1], bounds)
+    def count_parts(here: At, pair: Pair, samples_of_ranks: list[torch.Tensor]) -> torch.Tensor:
+        """Return how many elements of the block go to each rank."""
+        ordered_samples = torch.cat(samples_of_ranks, 1)
+        ordered_samples = ordered_samples[:, ordered_samples[1].argsort(stable=True)]
+        ordered_samples = ordered_samples[:, ordered_samples[0].argsort(stable=True)]
+        bounds = ordered_samples[:, count::count][:, : count - 1]
+        return _part_sizes(sort_key(pair[0], descending), pair[1], bounds)
 
-    parts = at.map(part, pairs, samples)
-    table = _tables(at, at.all_gather(parts, lambda member: (count,)))
-    gathered = _exchange(at, pairs, table)
+    part_counts = at.map(count_parts, pairs, samples)
+    table = _send_tables(at, at.all_gather(part_counts, lambda member: (count,)))
+    gathered = _exchange_pairs(at, pairs, table)
 
-    def merged(_: At, pair: Pair) -> Pair:
-        order = sort_key(pair[0], descending).argsort(stable=True)  # parts came in the order of their places
+    def merge_received(_: At, pair: Pair) -> Pair:
+        order = sort_key(pair[0], descending).argsort(stable=True)  # parts are received in the order of their positions
         return pair[0][order], pair[1][order]
 
-    return _exchange(at, at.map(merged, gathered), {group: _to_blocks(rows, at.sizes) for group, rows in table.items()})
+    return _exchange_pairs(
+        at, at.map(merge_received, gathered), {group: _resize_table(rows, at.sizes) for group, rows in table.items()}
+    )
 
 
-def _parted(key: torch.Tensor, place: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-    """Sizes of the parts of a sorted block between the bounds, pairs of (key, place)."""
+def _part_sizes(key: torch.Tensor, place: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+    """Return the sizes of the parts of a sorted block between the bounds, which are pairs of (key, position)."""
     low = torch.searchsorted(key, bounds[0].contiguous())
     high = torch.searchsorted(key, bounds[0].contiguous(), right=True)
     ends = [
@@ -83,76 +85,77 @@ def _parted(key: torch.Tensor, place: torch.Tensor, bounds: torch.Tensor) -> tor
         for a, b, bound in zip(low.tolist(), high.tolist(), bounds[1], strict=True)
     ]
     ends = [0, *ends, key.numel()]
-    return integers_on(key.device, [after - before for before, after in pairwise(ends)])
+    return make_index_tensor(key.device, [after - before for before, after in pairwise(ends)])
 
 
-Table = list[list[int]]  # how many elements go from one group position to another
+SendTable = list[list[int]]  # how many elements go from one group position to another
 
 
-def _tables(at: KernelContext, gathered: list[Any]) -> dict[tuple[int, ...], Table]:
-    """The table of each group that has members here."""
-    found: dict[tuple[int, ...], Table] = {}
+def _send_tables(at: KernelContext, gathered: list[Any]) -> dict[tuple[int, ...], SendTable]:
+    """Return the send table of each group that has ranks in this process."""
+    tables: dict[tuple[int, ...], SendTable] = {}
 
-    def note(here: At, rows: list[torch.Tensor]) -> torch.Tensor:
-        found[tuple(at.call.mesh.members_of(at.mesh_dims, here.member))] = [row.tolist() for row in rows]
+    def record_table(here: At, rows: list[torch.Tensor]) -> torch.Tensor:
+        tables[tuple(at.call.mesh.members_of(at.mesh_dims, here.member))] = [row.tolist() for row in rows]
         return rows[0]
 
-    at.map(note, gathered)
-    return found
+    at.map(record_table, gathered)
+    return tables
 
 
-def _to_blocks(table: Table, sizes: Sequence[int]) -> Table:
-    """From what each rank holds after an exchange, in order, to blocks of ``sizes``."""
-    held = [sum(row[k] for row in table) for k in range(len(sizes))]
-    starts, wanted = [0, *accumulate(held)], [0, *accumulate(sizes)]
+def _resize_table(table: SendTable, sizes: Sequence[int]) -> SendTable:
+    """Return the table that sends what the ranks hold after an exchange to blocks of ``sizes``."""
+    held_sizes = [sum(row[k] for row in table) for k in range(len(sizes))]
+    starts, target_starts = [0, *accumulate(held_sizes)], [0, *accumulate(sizes)]
     return [
-        [max(0, min(starts[i + 1], wanted[k + 1]) - max(starts[i], wanted[k])) for k in range(len(sizes))]
+        [max(0, min(starts[i + 1], target_starts[k + 1]) - max(starts[i], target_starts[k])) for k in range(len(sizes))]
         for i in range(len(sizes))
     ]
 
 
-def _exchange(at: KernelContext, pairs: Any, tables: dict[tuple[int, ...], Table]) -> Any:
-    """Consecutive parts of every rank's pairs to the ranks that the table names; what comes is in the order of the sources."""
+def _exchange_pairs(at: KernelContext, pairs: Any, tables: dict[tuple[int, ...], SendTable]) -> Any:
+    """Send consecutive parts of each rank's pairs by the tables. The received parts are in the order of their sources."""
     mesh, count = at.call.mesh, len(at.sizes)
 
-    def row_of(member: int) -> tuple[tuple[int, ...], int]:
+    def group_row(member: int) -> tuple[tuple[int, ...], int]:
         group = tuple(mesh.members_of(at.mesh_dims, member))
         return group, group.index(member)
 
     def shape_of(source: int, target: int) -> tuple[int, ...]:
-        group, i = row_of(source)
+        group, i = group_row(source)
         return (tables[group][i][group.index(target)],)
 
-    def cut(here: At, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        group, i = row_of(here.member)
+    def split_parts(here: At, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        group, i = group_row(here.member)
         return tuple(x.split(tables[group][i]))
 
     received = []
     for which in (0, 1):
-        chunks = at.map(lambda here, pair, which=which: cut(here, pair[which]), pairs)
+        chunks = at.map(lambda here, pair, which=which: split_parts(here, pair[which]), pairs)
         chunks = [at.map(lambda _, own, k=k: own[k], chunks) for k in range(count)]
         received.append(at.comm.all_to_all(chunks, at.mesh_dims, shape_of).wait())
     return at.map(lambda _, values, places: (torch.cat(values), torch.cat(places)), *received)
 
 
-def of_one_dim(call: Call) -> Kernel | None:
-    """Where no other dim can carry the shards."""
+def sort_kernel(call: Call) -> Kernel | None:
+    """Return the kernel of a sort if no other dim can carry the shards, else None."""
     if len(call.shape(0)) != 1 or call.operands[0].dtype is torch.uint64:
         return None
     return Kernel(sort_blocks, collectives=6, nbytes=lambda call: call.operands[0].max_local_nbytes // 2)
 
 
-along("sort", kernel=of_one_dim, shapes=None)
+along("sort", kernel=sort_kernel, shapes=None)
 
 
 # --- topk ---
-def best_of_blocks(at: KernelContext, x: Any, k: int, dim: int = -1, largest: bool = True, ordered: bool = True) -> Any:
-    """The best of each block and one more, gathered; where equal ones leave the choice open, one device's is all ranks'."""
+def topk_of_blocks(at: KernelContext, x: Any, k: int, dim: int = -1, largest: bool = True, ordered: bool = True) -> Any:
+    """Return the best elements: the best of each block and one more are gathered. With ties the whole tensor is gathered, so all
+    ranks select alike."""
     layout = at.operands[0]
     dim %= len(layout.shape)
     count = min(k + 1, layout.shape[dim])
 
-    def own(here: At, block: torch.Tensor) -> Pair:
+    def topk_of_block(here: At, block: torch.Tensor) -> Pair:
         values, places = torch.topk(block, min(count, here.size), dim, largest)
         return values, places + here.offset
 
@@ -161,34 +164,34 @@ def best_of_blocks(at: KernelContext, x: Any, k: int, dim: int = -1, largest: bo
         shape[dim] = min(count, shape[dim])
         return tuple(shape)
 
-    pairs = at.map(own, x)
+    pairs = at.map(topk_of_block, x)
     values, places = (at.all_gather(at.map(lambda _, pair, which=which: pair[which], pairs), shape_of) for which in (0, 1))
 
-    def best(_: At, found: list[torch.Tensor], where: list[torch.Tensor]) -> Pair:
-        chosen, position = torch.topk(torch.cat(found, dim), count, dim, largest)
-        return chosen, torch.cat(where, dim).gather(dim, position)
+    def merge_candidates(_: At, candidate_values: list[torch.Tensor], candidate_places: list[torch.Tensor]) -> Pair:
+        chosen, position = torch.topk(torch.cat(candidate_values, dim), count, dim, largest)
+        return chosen, torch.cat(candidate_places, dim).gather(dim, position)
 
-    chosen = at.map(best, values, places)
+    chosen = at.map(merge_candidates, values, places)
 
-    def tied(_: At, pair: Pair) -> torch.Tensor:
+    def has_tie(_: At, pair: Pair) -> torch.Tensor:
         first, second = pair[0].narrow(dim, 0, max(0, count - 1)), pair[0].narrow(dim, min(1, count), max(0, count - 1))
         return ((first == second) | (first.isnan() & second.isnan())).any()
 
-    everywhere = tuple(range(at.call.mesh.ndim))
-    if at.comm.all_reduce(at.map(tied, chosen), everywhere, "max").wait().item():
+    all_mesh_dims = tuple(range(at.call.mesh.ndim))
+    if at.comm.all_reduce(at.map(has_tie, chosen), all_mesh_dims, "max").wait().item():
         blocks = at.all_gather(x, layout.shape_of)
         return at.map(lambda _, parts: tuple(torch.topk(torch.cat(parts, dim), k, dim, largest, ordered)), blocks)
     return at.map(lambda _, pair: (pair[0].narrow(dim, 0, k), pair[1].narrow(dim, 0, k)), chosen)
 
 
-def best_bytes(call: Call) -> int:
+def topk_bytes(call: Call) -> int:
     layout = call.operands[0]
     size = layout.shape[call["dim"] % len(layout.shape)]
     return 2 * (call["k"] + 1) * layout.max_local_nbytes // max(1, size)
 
 
-def of_floats(call: Call) -> Kernel | None:
-    return Kernel(best_of_blocks, collectives=3, nbytes=best_bytes) if call.operands[0].dtype.is_floating_point else None
+def topk_kernel(call: Call) -> Kernel | None:
+    return Kernel(topk_of_blocks, collectives=3, nbytes=topk_bytes) if call.operands[0].dtype.is_floating_point else None
 
 
-blockwise("topk", "a* [@dim] b* -> each: a* [] b* | -> each:", kernel=of_floats)
+blockwise("topk", "a* [@dim] b* -> each: a* [] b* | -> each:", kernel=topk_kernel)

@@ -34,8 +34,7 @@ from ...propagation.shape_inference import NotInferable, results_of
 from ...redistribute import redistribute_local
 from ...rules import lookup
 from ...rules.call import Meta
-from ...rules.order_invariance import orderless
-from ...rules.rule import alone
+from ...rules.rule import alone, orderless
 from ..dtensor import DTensor, wrap
 from .flattened_layouts import Cuts, kept_dim, merged_dim, merged_layout, stack_layout
 from .lazy_view import Origin, RemoteView, is_local, plan_of

@@ -1,3 +1,3 @@
-"""Attention: the fused operators, blocks of rows and of keys, and rings."""
+"""Attention: the fused operators, blocks of queries and keys, and ring attention."""
 
 from . import operators as operators

@@ -1,9 +1,9 @@
-"""Attention of blocks of queries and keys, by the CPU operator, whose mask lets a block be computed; elsewhere written out.
+"""Attention of blocks of queries and keys, by the CPU operator, which accepts a mask for a block; elsewhere by a reference.
 
-A block of keys gives a part of every row, and parts are combined by the logarithms of the rows' sums: ``out = sum over blocks of
-exp(lse_block - lse) * out_block`` (Rabe and Staats 2021, "Self-attention does not need O(n^2) memory"). With the rows' global
-``lse`` given, the backward pass of a block of keys is the operator itself. Under a causal mask a block before the rows is seen
-whole, one behind them not at all, the own one causally; elsewhere the mask is written out.
+A block of keys gives a partial output of every row. Partial outputs are combined by the logarithms of the rows' sums: ``out = sum
+over blocks of exp(lse_block - lse) * out_block`` (Rabe and Staats 2021, "Self-attention does not need O(n^2) memory"). With the
+rows' global ``lse``, the backward pass of a block of keys is the operator itself. Under a causal mask, a block of keys before the
+rows is visible, one after them is not, and the rows' own block is causal. Otherwise the mask is made explicitly.
 """
 
 from __future__ import annotations
@@ -21,31 +21,36 @@ aten = torch.ops.aten
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-# --- the operators, which divide by zero where there are no queries or no keys ---------------------------------------------
+# --- operators on blocks, which may be empty -------------------------------------------------------------------------------
 @on_each_rank
-def attention_block(query: Tensor, key: Tensor, value: Tensor, *args: Any, **given: Any) -> tuple[Tensor, Tensor]:
-    """Rows without keys are zeros."""
+def attention_block(query: Tensor, key: Tensor, value: Tensor, *args: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
+    """Return output and log-sums of a block. Rows without keys are zeros. The operators divide by zero without queries or
+    keys."""
     if query.numel() and key.numel():
-        rows, sums = (flash_attention_on_cpu if is_served(query) else attention_written_out)(query, key, value, *args, **given)
+        rows, sums = (flash_attention_on_cpu if has_fused_kernel(query) else attention_reference)(
+            query, key, value, *args, **keywords
+        )
         return rows, sums
     lead = query.shape[:3]
     return query.new_zeros(*lead, value.shape[3]), query.new_zeros(lead, dtype=sums_dtype(query))
 
 
 @on_each_rank
-def attention_gradients(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **given: Any) -> Gradients:
+def attention_gradients(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **keywords: Any) -> Gradients:
     if query.numel() and key.numel():
-        run = aten._scaled_dot_product_flash_attention_for_cpu_backward.default if is_served(query) else gradients_written_out
-        return run(grad, query, key, value, *args, **given)
+        run = (
+            aten._scaled_dot_product_flash_attention_for_cpu_backward.default if has_fused_kernel(query) else gradients_reference
+        )
+        return run(grad, query, key, value, *args, **keywords)
     return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
 
 
-def is_served(query: Tensor) -> bool:
-    """Whether the operator runs here."""
+def has_fused_kernel(query: Tensor) -> bool:
+    """Return True if the CPU operator runs on this device."""
     return query.is_cpu or query.is_meta
 
 
-def attention_written_out(
+def attention_reference(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -55,14 +60,14 @@ def attention_written_out(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What the operator gives; the weights of a block are whole in memory."""
-    _, _, scores = _scores(query, key, is_causal, attn_mask, scale)
+    """Return what the operator returns, with all weights of the block in memory."""
+    _, _, scores = _masked_scores(query, key, is_causal, attn_mask, scale)
     sums = scores.logsumexp(-1)
-    weights = _weights(scores, sums)
-    return (weights @ _by_query_head(value, query).to(weights.dtype)).to(query.dtype), sums
+    weights = _softmax_weights(scores, sums)
+    return (weights @ _repeat_key_heads(value, query).to(weights.dtype)).to(query.dtype), sums
 
 
-def gradients_written_out(
+def gradients_reference(
     grad: Tensor,
     query: Tensor,
     key: Tensor,
@@ -75,20 +80,22 @@ def gradients_written_out(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> Gradients:
-    query_, key_, scores = _scores(query, key, is_causal, attn_mask, scale)
-    weights, upstream = _weights(scores, sums), grad.to(scores.dtype)
-    own = (upstream * out).sum(-1, keepdim=True)
-    scores = weights * (upstream @ _by_query_head(value, query).to(weights.dtype).mT - own)
-    step = _scale_of(query, scale)
-    found = scores @ key_ * step, scores.mT @ query_ * step, weights.mT @ upstream
-    grouped = [x.unflatten(1, (key.shape[1], -1)).sum(2) for x in found[1:]]
-    return tuple(x.to(like.dtype) for x, like in zip((found[0], *grouped), (query, key, value), strict=True))
+    query_, key_, scores = _masked_scores(query, key, is_causal, attn_mask, scale)
+    weights, upstream = _softmax_weights(scores, sums), grad.to(scores.dtype)
+    row_dot = (upstream * out).sum(-1, keepdim=True)
+    scores = weights * (upstream @ _repeat_key_heads(value, query).to(weights.dtype).mT - row_dot)
+    step = _scale_or_default(query, scale)
+    gradients = scores @ key_ * step, scores.mT @ query_ * step, weights.mT @ upstream
+    grouped = [x.unflatten(1, (key.shape[1], -1)).sum(2) for x in gradients[1:]]
+    return tuple(x.to(like.dtype) for x, like in zip((gradients[0], *grouped), (query, key, value), strict=True))
 
 
-def _scores(query: Tensor, key: Tensor, causal: bool, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys, one for each head, in the dtype of sums, and their products, masked."""
-    query_, key_ = (x.to(sums_dtype(query)) for x in (query, _by_query_head(key, query)))
-    scores = query_ @ key_.mT * _scale_of(query, scale)
+def _masked_scores(
+    query: Tensor, key: Tensor, causal: bool, mask: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys (one for each query head, in the dtype of sums), and their masked products."""
+    query_, key_ = (x.to(sums_dtype(query)) for x in (query, _repeat_key_heads(key, query)))
+    scores = query_ @ key_.mT * _scale_or_default(query, scale)
     if causal:
         scores = scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), -math.inf)
     if mask is not None:
@@ -96,17 +103,17 @@ def _scores(query: Tensor, key: Tensor, causal: bool, mask: Tensor | None, scale
     return query_, key_, scores
 
 
-def _weights(scores: Tensor, sums: Tensor) -> Tensor:
-    """Of rows that see nothing: zeros."""
+def _softmax_weights(scores: Tensor, sums: Tensor) -> Tensor:
+    """Return the weights of the keys: zeros for rows that attend to nothing."""
     return (scores - sums.masked_fill(sums == -math.inf, 0.0).unsqueeze(-1)).exp()
 
 
-def _scale_of(query: Tensor, scale: float | None) -> float:
+def _scale_or_default(query: Tensor, scale: float | None) -> float:
     return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
 
 
-def _by_query_head(x: Tensor, query: Tensor) -> Tensor:
-    """Heads of keys or values repeated for the heads of queries that share them."""
+def _repeat_key_heads(x: Tensor, query: Tensor) -> Tensor:
+    """Return heads of keys or values, repeated for the query heads that share them."""
     each = query.shape[1] // x.shape[1]
     return x if each == 1 else x.repeat_interleave(each, 1)
 
@@ -115,9 +122,10 @@ def sums_dtype(query: Tensor) -> torch.dtype:
     return torch.float64 if query.dtype is torch.float64 else torch.float32
 
 
-# --- rows meet a block of keys ---------------------------------------------------------------------------------------------
-class Meeting(NamedTuple):
-    """Positions in the sequences of the rows and of the keys that they meet, the operator's other arguments, the whole mask."""
+# --- a block of rows (queries) and a block of keys -------------------------------------------------------------------------
+class BlockPair(NamedTuple):
+    """The sequence positions of a block of queries (rows) and a block of keys, with the operator's other arguments and the whole
+    mask."""
 
     rows: range
     keys: range
@@ -125,90 +133,93 @@ class Meeting(NamedTuple):
     scale: float | None
     mask: Tensor | None
 
-    def seen(self, like: Tensor) -> dict[str, Any] | None:
-        """What the operator is told of masks; None where the rows see nothing of the keys."""
+    def mask_arguments(self, like: Tensor) -> dict[str, Any] | None:
+        """Return the mask arguments of the operator, or None if the rows attend to none of the keys."""
         rows, keys, mask = self.rows, self.keys, self.mask
         if not keys or (self.causal and keys.start >= rows.stop):
             return None
         if mask is not None and mask.shape[-1] not in (1, len(keys)):
             mask = mask[..., keys.start : keys.stop]
-        own = self.causal and mask is None and keys.start == rows.start and len(rows) <= len(keys)
-        if self.causal and not own and keys.stop > rows.start + 1:
-            causal = visible(rows, keys, like)
-            mask = causal if mask is None else mask + causal  # a row may see nothing by both together
-        return {"is_causal": own, "attn_mask": mask, "scale": self.scale}
+        is_own_block = self.causal and mask is None and keys.start == rows.start and len(rows) <= len(keys)
+        if self.causal and not is_own_block and keys.stop > rows.start + 1:
+            causal = make_causal_bias(rows, keys, like)
+            mask = causal if mask is None else mask + causal  # both masks together may hide everything from a row
+        return {"is_causal": is_own_block, "attn_mask": mask, "scale": self.scale}
 
 
-def visible(rows: range, keys: range, like: Tensor) -> Tensor:
-    """The causal mask of a block as an additive one: 0 where key j <= query i, else -inf."""
-    i = torch.arange(rows.start, rows.stop, device=like.device)[:, None]
-    j = torch.arange(keys.start, keys.stop, device=like.device)[None, :]
-    return torch.zeros(len(rows), len(keys), dtype=like.dtype, device=like.device).masked_fill_(j > i, -math.inf)
+def make_causal_bias(rows: range, keys: range, like: Tensor) -> Tensor:
+    """Return the causal mask of a block as an additive one: 0 where key j <= query i, else -inf."""
+    query_positions = torch.arange(rows.start, rows.stop, device=like.device)[:, None]
+    key_positions = torch.arange(keys.start, keys.stop, device=like.device)[None, :]
+    return torch.zeros(len(rows), len(keys), dtype=like.dtype, device=like.device).masked_fill_(
+        key_positions > query_positions, -math.inf
+    )
 
 
-def part(meeting: Meeting, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """What the keys give the rows, and the logarithms of the rows' sums: -inf of rows that see none of them."""
-    seen = meeting.seen(query)
-    if seen is None:
+def partial_attention(pair: BlockPair, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the partial output of the rows for these keys, and the logarithms of the rows' sums (-inf for rows without keys)."""
+    mask_arguments = pair.mask_arguments(query)
+    if mask_arguments is None:
         rows, dtype = query.shape[:3], sums_dtype(query)
         return query.new_zeros(*rows, value.shape[3]), query.new_full(rows, -math.inf, dtype=dtype)
-    out, sums = attention_block(query, key, value, 0.0, **seen)
-    mask = seen["attn_mask"]
+    out, sums = attention_block(query, key, value, 0.0, **mask_arguments)
+    mask = mask_arguments["attn_mask"]
     return out, sums if mask is None else sums.masked_fill((mask == -math.inf).all(-1), -math.inf)
 
 
-def part_gradients(meeting: Meeting, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> Gradients:
-    """The gradients that rows and keys give each other, with the rows' results ``rest`` of the whole."""
-    seen = meeting.seen(query)
-    if seen is None:
+def partial_gradients(pair: BlockPair, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> Gradients:
+    """Return the gradients that rows and keys give each other. ``rest``: global results of the rows."""
+    mask_arguments = pair.mask_arguments(query)
+    if mask_arguments is None:
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    causal = seen.pop("is_causal")
-    return attention_gradients(grad, query, key, value, *rest, 0.0, causal, **seen)
+    causal = mask_arguments.pop("is_causal")
+    return attention_gradients(grad, query, key, value, *rest, 0.0, causal, **mask_arguments)
 
 
-def share(sums: Tensor, total: Tensor) -> Tensor:
-    """What a part of a row weighs in it, by the logarithms of their sums."""
+def row_weight(sums: Tensor, total: Tensor) -> Tensor:
+    """Return the weight of a partial output in its row, from the logarithms of the partial and the total sum."""
     return torch.where(sums == -math.inf, 0.0, (sums - total).exp()).unsqueeze(-1)
 
 
 @on_each_rank
-def weighed(out: Tensor, sums: Tensor, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """A part of the rows as a term of the whole, and the logarithms of the whole's sums."""
+def scale_partial_output(out: Tensor, sums: Tensor, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return a partial output as an addend of the global output, and the logarithms of the global sums."""
     total = torch.stack(parts).logsumexp(0)
-    return out.to(total.dtype) * share(sums, total), total
+    return out.to(total.dtype) * row_weight(sums, total), total
 
 
 @on_each_rank
-def finished(query: Tensor, out: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """As the operator gives them: sums of 0 for rows that see nothing."""
+def finish_rows(query: Tensor, out: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """Return output and log-sums as the operator does: sums of 0 for rows that attend to nothing."""
     return out.to(query.dtype), torch.where(total == -math.inf, 0.0, total)
 
 
-# --- kernels: a block of rows meets all keys, or all rows meet a block of keys ----------------------------------------------
-def meeting_of(at: KernelContext, here: At, scale: float | None, mask: Tensor | None) -> Meeting:
-    """Each rank's own rows and keys."""
-    return Meeting(at.held("query", 2, here.member), at.held("key", 2, here.member), at.call["is_causal"], scale, mask)
+# --- kernels: sharded queries with all keys, or all queries with sharded keys -----------------------------------------------
+def block_pair_of(at: KernelContext, here: At, scale: float | None, mask: Tensor | None) -> BlockPair:
+    """Return each rank's own rows and keys."""
+    return BlockPair(at.held("query", 2, here.member), at.held("key", 2, here.member), at.call["is_causal"], scale, mask)
 
 
 def attention_of_blocks(
     at: KernelContext, query: Any, key: Any, value: Any, *flags: Any, attn_mask: Any = None, scale: Any = None
 ) -> Any:
-    """Each block of keys gives a part of every row; the parts are weighted by their share of the row's sum and added."""
+    """Return the attention of sharded queries or keys. Each block of keys gives a partial output of every row; these are weighted
+    and added."""
 
-    def own(here: At, mask: Tensor | None, *block: Tensor) -> tuple[Tensor, Tensor]:
-        return part(meeting_of(at, here, scale, mask), *block)
+    def attention_of_block(here: At, mask: Tensor | None, *block: Tensor) -> tuple[Tensor, Tensor]:
+        return partial_attention(block_pair_of(at, here, scale, mask), *block)
 
-    out, sums = at.map(own, attn_mask, query, key, value)
+    out, sums = at.map(attention_of_block, attn_mask, query, key, value)
     if "s" in at.splits:
-        terms, sums = weighed(out, sums, at.all_gather(sums))
+        terms, sums = scale_partial_output(out, sums, at.all_gather(sums))
         out = at.all_reduce(terms, "sum")
-    return finished(query, out, sums)
+    return finish_rows(query, out, sums)
 
 
 def gradients_of_blocks(at: KernelContext, *block: Any, attn_mask: Any = None, scale: Any = None) -> Any:
-    """Terms of the gradients, of a block of queries or of keys."""
+    """Return addends of the gradients for a block of queries or of keys."""
 
-    def own(here: At, mask: Tensor | None, *block: Tensor) -> Gradients:
-        return part_gradients(meeting_of(at, here, scale, mask), *block)
+    def gradients_of_block(here: At, mask: Tensor | None, *block: Tensor) -> Gradients:
+        return partial_gradients(block_pair_of(at, here, scale, mask), *block)
 
-    return at.map(own, attn_mask, *block[:6])
+    return at.map(gradients_of_block, attn_mask, *block[:6])

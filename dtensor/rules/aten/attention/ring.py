@@ -1,12 +1,12 @@
 """Ring attention: queries stay, blocks of keys and values travel around the ranks until each has met every query.
 
-Each rank combines the parts of its rows as they come, by the logarithms of the rows' sums (online softmax), so that it never
-holds more than two blocks of keys: its own share of the sequence and the next one, which arrives while it computes. Backward
-sends gradients of keys and values on with their block; the last pass brings them home (Liu et al. 2023, "Ring attention with
+Each rank combines the partial outputs of its rows by the logarithms of the rows' sums (online softmax). So it never holds more
+than two blocks of keys: its own share of the sequence and the next one, which arrives during computation. The backward pass sends
+gradients of keys and values on with their block; the last step returns them to their owner (Liu et al. 2023, "Ring attention with
 blockwise transformers for near-infinite context", arXiv:2310.01889).
 
-Cost: with n ranks n - 1 passes of one block of keys and values, in backward n - 1 more of their gradients: the bytes of an
-all-gather (and a reduce-scatter), without its memory.
+Cost: with n ranks n - 1 steps that send one block of keys and values, in backward n - 1 more of their gradients. These are the
+bytes of an all-gather (and a reduce-scatter), without its memory.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ....comm import communicator_of
 from ....mesh.device_mesh import DeviceMesh
 from ...call import Call
 from ...kernel_context import KernelContext, on_each_rank
-from .blocks import Gradients, Meeting, finished, part, part_gradients, share, sums_dtype
+from .blocks import BlockPair, Gradients, finish_rows, partial_attention, partial_gradients, row_weight, sums_dtype
 
 
 def ranks_in_ring(call: Call) -> int:
-    """How many ranks cut queries, keys and values alike along sequences of one length; 1: there is no ring."""
+    """Return how many ranks shard queries, keys and values alike along sequences of one length. 1 means that there is no ring."""
     query, key, value = (call.operands[call.names.index(name)] for name in ("query", "key", "value"))
     if query.shape[2] != key.shape[2]:
         return 1
@@ -36,16 +36,16 @@ def ranks_in_ring(call: Call) -> int:
     return math.prod(call.mesh.shape[dim] for dim in cuts[0] if dim in cuts[1] and dim in cuts[2])
 
 
-Pieces = tuple[range, ...]  # positions in the sequence that a rank holds, in the order in which it holds them
+Pieces = tuple[range, ...]  # sequence positions of a rank, in its memory order
 
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """Blocks of keys and values on their way; after ``step`` passes a rank holds the block of the rank ``step`` places before.
+    """Blocks of keys and values in transit. After ``step`` steps a rank holds the block of the rank ``step`` positions before it.
 
     Attributes:
-        rows, keys: the positions that a member's queries and its own keys have.
-        shapes: of a member's own keys and values.
+        rows, keys: functions from a rank to the positions of its queries and of its own keys.
+        shapes: function from a rank to the shapes of its own keys and values.
     """
 
     mesh: DeviceMesh
@@ -61,30 +61,32 @@ class Ring:
         return self.mesh.size_of(self.mesh_dims)
 
     def map(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """``fn(member, *args)`` once per rank held in this process."""
+        """Call ``fn(member, *args)`` for each rank of this process."""
         return communicator_of(self.mesh).map(fn, *args)
 
     def member_behind(self, member: int, steps: int) -> int:
-        """The one that many places before ``member`` in its group: whose block it holds after so many passes."""
+        """Return the rank ``steps`` positions before ``member`` in its group, which owns the block that ``member`` holds after so
+        many steps."""
         group = self.mesh.members_of(self.mesh_dims, member)
         return group[(group.index(member) - steps) % len(group)]
 
-    def unpacked(self, member: int, step: int, block: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of a block that ``member`` holds."""
+    def unpack_block(self, member: int, step: int, block: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of a block that ``member`` holds."""
         shapes = self.shapes(self.member_behind(member, step))
         key, value = block.split([math.prod(shape) for shape in shapes])
         return key.view(shapes[0]), value.view(shapes[1])
 
-    def meetings(self, member: int, step: int, mask: Tensor | None) -> list[list[Meeting]]:
-        """For each piece of a member's rows, its meetings with the pieces of the keys that came."""
+    def block_pairs(self, member: int, step: int, mask: Tensor | None) -> list[list[BlockPair]]:
+        """Return for each piece of a rank's rows its pairs with the pieces of the received keys."""
         keys = self.keys(self.member_behind(member, step))
-        return [[Meeting(own, other, self.causal, self.scale, mask) for other in keys] for own in self.rows(member)]
+        return [[BlockPair(own, other, self.causal, self.scale, mask) for other in keys] for own in self.rows(member)]
 
-    def passed_on(self, block: Any, step: int) -> Callable[[], Any]:
-        """Every rank's ``block`` under way to the rank behind it; a call waits for the one that comes."""
+    def send_to_next(self, block: Any, step: int) -> Callable[[], Any]:
+        """Start to send every rank's ``block`` to the next rank. Return a function that waits for the block from the previous
+        rank."""
         ranks, group_of = self.ranks, functools.partial(self.mesh.members_of, self.mesh_dims)
 
-        def chunks(member: int, block: Tensor) -> list[Tensor]:
+        def make_chunks(member: int, block: Tensor) -> list[Tensor]:
             following = (group_of(member).index(member) + 1) % ranks
             return [block if k == following else block.new_empty(0) for k in range(ranks)]
 
@@ -92,20 +94,20 @@ class Ring:
             arrives = target == self.member_behind(source, -1)
             return (sum(map(math.prod, self.shapes(self.member_behind(source, step)))) if arrives else 0,)
 
-        def from_before(member: int, *arrived: Tensor) -> Tensor:
+        def receive_from_previous(member: int, *arrived: Tensor) -> Tensor:
             return arrived[(group_of(member).index(member) - 1) % ranks]
 
-        pending = communicator_of(self.mesh).all_to_all(self.map(chunks, block), self.mesh_dims, shape_of)
-        return lambda: self.map(from_before, *pending.wait())
+        pending = communicator_of(self.mesh).all_to_all(self.map(make_chunks, block), self.mesh_dims, shape_of)
+        return lambda: self.map(receive_from_previous, *pending.wait())
 
 
-def packed(_: int, key: Tensor, value: Tensor) -> Tensor:
-    """A block as one message."""
+def pack_block(_: int, key: Tensor, value: Tensor) -> Tensor:
+    """Return keys and values as one message."""
     return torch.cat([key.reshape(-1), value.reshape(-1)])
 
 
-def ring_of(at: KernelContext, scale: float | None) -> Ring:
-    """The ring of an operator's call, where each rank has one piece of the sequence."""
+def make_ring(at: KernelContext, scale: float | None) -> Ring:
+    """Return the ring of an operator's call, in which each rank has one piece of the sequence."""
     call = at.call
     layouts = [at.operands[call.names.index(name)] for name in ("key", "value")]
 
@@ -113,114 +115,121 @@ def ring_of(at: KernelContext, scale: float | None) -> Ring:
         key, value = (layout.shape_of(member) for layout in layouts)
         return key, value
 
-    def held(name: str) -> Callable[[int], Pieces]:
+    def positions_of(name: str) -> Callable[[int], Pieces]:
         return lambda member: (at.held(name, 2, member),)
 
-    return Ring(call.mesh, at.mesh_dims, held("query"), held("key"), shapes, call["is_causal"], scale)
+    return Ring(call.mesh, at.mesh_dims, positions_of("query"), positions_of("key"), shapes, call["is_causal"], scale)
 
 
 def ring_attention(
     at: KernelContext, query: Any, key: Any, value: Any, *flags: Any, attn_mask: Any = None, scale: Any = None
 ) -> Any:
-    """Output and rows' sums of each rank's queries, as the operator gives them."""
-    return attend(ring_of(at, scale), query, key, value, attn_mask)
+    """Return output and log-sums of each rank's queries, as the operator does."""
+    return attend(make_ring(at, scale), query, key, value, attn_mask)
 
 
 def attend(ring: Ring, query: Any, key: Any, value: Any, mask: Any = None) -> Any:
-    """Output and rows' sums of each rank's queries, which meet all keys; of a mask each rank has its rows."""
+    """Return output and log-sums of each rank's queries for all keys. Each rank has its rows of the mask."""
 
-    def meet(step: int) -> Callable[..., tuple[Tensor, Tensor]]:
-        def run(member: int, mask: Any, query: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
-            key, value = ring.unpacked(member, step, block)
-            return parts(ring.meetings(member, step, mask), query, key, value)
+    def attend_block(step: int) -> Callable[..., tuple[Tensor, Tensor]]:
+        def attend_on_rank(member: int, mask: Any, query: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
+            key, value = ring.unpack_block(member, step, block)
+            return attend_pieces(ring.block_pairs(member, step, mask), query, key, value)
 
-        return run
+        return attend_on_rank
 
-    met: tuple[Any, Any] | None = None
-    blocks = ring.map(packed, key, value)
+    merged: tuple[Any, Any] | None = None
+    blocks = ring.map(pack_block, key, value)
     for step in range(ring.ranks):
-        arriving = ring.passed_on(blocks, step) if step + 1 < ring.ranks else None
-        here = ring.map(meet(step), mask, query, blocks)
-        met = here if met is None else joined(*met, *here)
+        arriving = ring.send_to_next(blocks, step) if step + 1 < ring.ranks else None
+        partial_output = ring.map(attend_block(step), mask, query, blocks)
+        merged = partial_output if merged is None else merge_partial_outputs(*merged, *partial_output)
         if arriving is not None:
             blocks = arriving()
-    assert met is not None
-    return finished(query, *met)
+    assert merged is not None
+    return finish_rows(query, *merged)
 
 
-def parts(meetings: list[list[Meeting]], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """What keys in pieces give rows in pieces, as :func:`part` tells it."""
-    if len(meetings) == len(meetings[0]) == 1:
-        return part(meetings[0][0], query, key, value)
-    rows = query.split([len(own[0].rows) for own in meetings], 2)
-    blocks = list(zip(*(x.split([len(meeting.keys) for meeting in meetings[0]], 2) for x in (key, value)), strict=True))
-    found = []
-    for own, piece in zip(meetings, rows, strict=True):
-        each = [part(meeting, piece, *block) for meeting, block in zip(own, blocks, strict=True)]
-        found.append(functools.reduce(lambda met, here: joined(*met, *here), each))
-    return torch.cat([out for out, _ in found], 2), torch.cat([sums for _, sums in found], 2)
+def attend_pieces(pairs: list[list[BlockPair]], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the partial output of rows in pieces for keys in pieces, as :func:`partial_attention` does."""
+    if len(pairs) == len(pairs[0]) == 1:
+        return partial_attention(pairs[0][0], query, key, value)
+    rows = query.split([len(own[0].rows) for own in pairs], 2)
+    blocks = list(zip(*(x.split([len(meeting.keys) for meeting in pairs[0]], 2) for x in (key, value)), strict=True))
+    outputs = []
+    for own, piece in zip(pairs, rows, strict=True):
+        each = [partial_attention(meeting, piece, *block) for meeting, block in zip(own, blocks, strict=True)]
+        outputs.append(functools.reduce(lambda merged, output: merge_partial_outputs(*merged, *output), each))
+    return torch.cat([out for out, _ in outputs], 2), torch.cat([sums for _, sums in outputs], 2)
 
 
 @on_each_rank
-def joined(out: Tensor, sums: Tensor, other: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
-    """Two parts of the rows as one."""
+def merge_partial_outputs(out: Tensor, sums: Tensor, other: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two partial outputs of the rows as one."""
     total = torch.logaddexp(sums, more)
-    return out * share(sums, total) + other * share(more, total), total
+    return out * row_weight(sums, total) + other * row_weight(more, total), total
 
 
 def ring_gradients(
-    at: KernelContext, grad: Any, query: Any, key: Any, value: Any, out: Any, sums: Any, *flags: Any, **given: Any
+    at: KernelContext, grad: Any, query: Any, key: Any, value: Any, out: Any, sums: Any, *flags: Any, **keywords: Any
 ) -> Any:
-    """Gradients of each rank's queries, keys and values."""
-    return attend_backward(ring_of(at, given.get("scale")), grad, query, key, value, out, sums, given.get("attn_mask"))
+    """Return the gradients of each rank's queries, keys and values."""
+    return attend_backward(make_ring(at, keywords.get("scale")), grad, query, key, value, out, sums, keywords.get("attn_mask"))
 
 
 def attend_backward(
     ring: Ring, grad: Any, query: Any, key: Any, value: Any, out: Any, sums: Any, mask: Any = None
 ) -> tuple[Any, Any, Any]:
-    """Gradients of each rank's queries, keys and values, of what :func:`attend` gave."""
+    """Return the gradients of each rank's queries, keys and values, for the results of :func:`attend`."""
 
-    def meet(step: int) -> Callable[..., tuple[Tensor, Tensor]]:
-        def run(member: int, mask: Any, block: Tensor, grad: Tensor, query: Tensor, *rest: Tensor) -> Any:
-            key, value = ring.unpacked(member, step, block)
-            dq, dk, dv = parts_gradients(ring.meetings(member, step, mask), grad, query, key, value, *rest)
-            return dq, packed(member, dk, dv).to(sums_dtype(query))
+    def block_gradients(step: int) -> Callable[..., tuple[Tensor, Tensor]]:
+        def block_gradients_on_rank(member: int, mask: Any, block: Tensor, grad: Tensor, query: Tensor, *rest: Tensor) -> Any:
+            key, value = ring.unpack_block(member, step, block)
+            dq, dk, dv = gradients_of_pieces(ring.block_pairs(member, step, mask), grad, query, key, value, *rest)
+            return dq, pack_block(member, dk, dv).to(sums_dtype(query))
 
-        return run
+        return block_gradients_on_rank
 
-    blocks, total, own, coming = ring.map(packed, key, value), None, None, None
+    blocks, total, own_key_gradients, arriving_gradients = ring.map(pack_block, key, value), None, None, None
     for step in range(ring.ranks):
-        arriving = ring.passed_on(blocks, step) if step + 1 < ring.ranks else None
-        of_rows, here = ring.map(meet(step), mask, blocks, grad, query, out, sums)
-        total = of_rows.to(here.dtype) if total is None else total + of_rows
-        if own is None:
-            own = here
+        arriving = ring.send_to_next(blocks, step) if step + 1 < ring.ranks else None
+        query_gradients, key_gradients = ring.map(block_gradients(step), mask, blocks, grad, query, out, sums)
+        total = query_gradients.to(key_gradients.dtype) if total is None else total + query_gradients
+        if own_key_gradients is None:
+            own_key_gradients = key_gradients
         else:
-            coming = ring.passed_on(here if coming is None else here + coming(), step)
+            arriving_gradients = ring.send_to_next(
+                key_gradients if arriving_gradients is None else key_gradients + arriving_gradients(), step
+            )
         if arriving is not None:
             blocks = arriving()
 
-    def at_home(member: int, total: Tensor, query: Tensor, both: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        dk, dv = ring.unpacked(member, 0, both)
+    def finish_gradients(member: int, total: Tensor, query: Tensor, both: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        dk, dv = ring.unpack_block(member, 0, both)
         return total.to(query.dtype), dk.to(query.dtype), dv.to(query.dtype)
 
-    found: tuple[Any, Any, Any] = ring.map(at_home, total, query, own if coming is None else own + coming())
-    return found
+    gradients: tuple[Any, Any, Any] = ring.map(
+        finish_gradients,
+        total,
+        query,
+        own_key_gradients if arriving_gradients is None else own_key_gradients + arriving_gradients(),
+    )
+    return gradients
 
 
-def parts_gradients(
-    meetings: list[list[Meeting]], grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor
+def gradients_of_pieces(
+    pairs: list[list[BlockPair]], grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor
 ) -> Gradients:
-    """The gradients that rows in pieces and keys in pieces give each other, added in the dtype of sums."""
-    if len(meetings) == len(meetings[0]) == 1:
-        return part_gradients(meetings[0][0], grad, query, key, value, *rest)
-    lengths, widths = [len(own[0].rows) for own in meetings], [len(meeting.keys) for meeting in meetings[0]]
+    """Return the gradients that rows in pieces and keys in pieces give each other, added in the dtype of sums."""
+    if len(pairs) == len(pairs[0]) == 1:
+        return partial_gradients(pairs[0][0], grad, query, key, value, *rest)
+    lengths, widths = [len(own[0].rows) for own in pairs], [len(pair.keys) for pair in pairs[0]]
     dq, dk, dv = (torch.zeros_like(x, dtype=sums_dtype(query)) for x in (query, key, value))
     rows = list(zip(*(x.split(lengths, 2) for x in (grad, query, *rest, dq)), strict=True))
     blocks = list(zip(*(x.split(widths, 2) for x in (key, value, dk, dv)), strict=True))
-    for own, (of_out, piece, *known, total) in zip(meetings, rows, strict=True):
-        for meeting, (k, v, *totals) in zip(own, blocks, strict=True):
-            found = part_gradients(meeting, of_out, piece, k, v, *known)
-            for into, term in zip((total, *totals), found, strict=True):
+    for own, (of_out, piece, *row_results, total) in zip(pairs, rows, strict=True):
+        for pair, (k, v, *totals) in zip(own, blocks, strict=True):
+            gradients = partial_gradients(pair, of_out, piece, k, v, *row_results)
+            for into, term in zip((total, *totals), gradients, strict=True):
                 into += term
     return dq, dk, dv
