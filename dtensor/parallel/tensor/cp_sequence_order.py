@@ -1,4 +1,4 @@
-"""Which positions of a sequence the ranks of context parallelism hold."""
+"""Sequence order of context parallelism: the positions that each rank holds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from ...rules.aten.attention.ring import Pieces, Ring
 
 
 class Order(NamedTuple):
-    """Who has which positions of a sequence.
+    """Assignment of the positions of a sequence to ranks.
+
+    Attributes:
+        length: number of positions.
+        ranks: number of ranks.
+        balanced: a rank holds an early and a late block instead of one contiguous block.
 
     >>> Order(8, 2, True).pieces(0), Order(8, 2, True).pieces(1), Order(7, 2, False).pieces(1)
     ((range(0, 2), range(6, 8)), (range(2, 4), range(4, 6)), (range(4, 7),))
@@ -27,11 +32,11 @@ class Order(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How many positions each rank holds: as a ``Shard`` gives them."""
+        """Return the number of positions of each rank, equal to the sizes of a ``Shard``."""
         return chunk_sizes(self.length, (self.ranks,))
 
     def pieces(self, index: int) -> Pieces:
-        """The positions that the rank at ``index`` holds."""
+        """Return the ranges of positions that the rank at ``index`` holds."""
         early = [size - size // 2 if self.balanced else size for size in self.sizes]
         late = [size // 2 for size in reversed(self.sizes)] if self.balanced else []
         starts = offsets_of((*early, *late))
@@ -40,11 +45,11 @@ class Order(NamedTuple):
 
     @property
     def back(self) -> Tensor:
-        """Where each position is found in all ranks' parts, one behind the other."""
+        """Return the permutation that restores the sequence order of the shards concatenated by rank."""
         return torch.tensor(list(chain.from_iterable(chain(*map(self.pieces, range(self.ranks))))), device="cpu").argsort()
 
     def part_of(self, mesh: DeviceMesh, whole: Tensor, dim: int) -> Any:
-        """Each rank's part of a tensor."""
+        """Return each rank's shard of ``whole`` along ``dim``."""
 
         def own(member: int, whole: Tensor) -> Tensor:
             pieces = self.pieces(mesh.coordinates[member][0])
@@ -53,7 +58,7 @@ class Order(NamedTuple):
         return communicator_of(mesh).map(own, whole)
 
     def ring(self, mesh: DeviceMesh, key: Tensor, value: Tensor, causal: bool, scale: float | None) -> Ring:
-        """Around which keys and values of this order travel."""
+        """Return the ring around which the ranks send ``key`` and ``value``."""
         around = [(x.size(0), x.size(1), x.size(3)) for x in (key, value)]
 
         def positions(member: int) -> Pieces:
