@@ -1,54 +1,42 @@
-"""dtensor: SPMD maths on distributed tensors."""
+"""dtensor: SPMD math on distributed tensors."""
 
-import gc as _gc
 import sys
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-_COLLECTS = _gc.isenabled()
-_gc.disable()  # an import leaves no garbage, and a pass over all that torch has made takes as long as the import itself
-try:
-    from .base.late_binding import provided_by as _provided_by
-    from .base.modes import explicit, implicit_replication, remember
-    from .comm import PerRank, map_ranks, per_rank
-    from .dispatch.cache_info import CacheInfo, cache_info
-    from .dispatch.register_sharding import register_sharding, unregister_sharding
-    from .interop.dlpack import teach_dlpack as _teach_dlpack
-    from .interop.dynamo import keep_from_inlining as _keep_from_inlining
-    from .interop.dynamo import written_in_python as _written_in_python
-    from .interop.saved_on_host import teach_save_on_cpu as _teach_save_on_cpu
-    from .interop.state_dicts import teach_state_dicts as _teach_state_dicts
-    from .interop.torch_compile import constants as _constants_of_graphs
-    from .interop.torch_compile import substitutes as _substitutes
-    from .interop.torch_debug_modes import teach_lookers as _teach_lookers
-    from .layout.layout import Layout
-    from .mesh.device_mesh import DeviceMesh, init_device_mesh
-    from .placement import Monoid, Partial, Placement, Replicate, Shard
-    from .random.seed import manual_seed, random_mode
-    from .rules.registry import read_from as _read_from
-    from .tensor import replica_check as _replicas
-    from .tensor.async_tensor import AsyncCollectiveTensor
-    from .tensor.composites import above_autograd as _recomposed
-    from .tensor.composites import as_strided as _strided
-    from .tensor.composites import chunk_of_stack as _stacked
-    from .tensor.composites import constants as _constants
-    from .tensor.composites import data_swap as _exchanged
-    from .tensor.composites import linear_matmul as _whole
-    from .tensor.composites import sequences as _sequences
-    from .tensor.composites import sparse as _sparse_results
-    from .tensor.create import empty, full, linspace, logspace, ones, rand, randn, zeros
-    from .tensor.distribute import distribute_module, distribute_tensor
-    from .tensor.dtensor import DTensor
-    from .tensor.local_map import local_map
-    from .tensor.redistribute_many import redistribute_many
-    from .tensor.views import compile_protocol as _flattened_view
-    from .tensor.views import inplace_view_ops as _seen_anew
-    from .tensor.views import view_writeback as _write_through
-    from .watchdog.levels import check_ranks
-finally:
-    if _COLLECTS:
-        _gc.enable()
+from .base.late_binding import provided_by as _provided_by
+from .base.modes import explicit, implicit_replication, remember
+from .comm import PerRank, map_ranks, per_rank
+from .dispatch.cache_info import CacheInfo, cache_info
+from .dispatch.register_sharding import register_sharding, unregister_sharding
+from .interop.dlpack import teach_dlpack as _teach_dlpack
+from .interop.dynamo import keep_from_inlining as _keep_from_inlining
+from .interop.dynamo import written_in_python as _written_in_python
+from .interop.saved_on_host import teach_save_on_cpu as _teach_save_on_cpu
+from .interop.state_dicts import teach_state_dicts as _teach_state_dicts
+from .interop.torch_compile import constants as _constants_of_graphs
+from .interop.torch_compile import substitutes as _substitutes
+from .interop.torch_debug_modes import teach_lookers as _teach_lookers
+from .layout.layout import Layout
+from .mesh.device_mesh import DeviceMesh, init_device_mesh
+from .placement import Monoid, Partial, Placement, Replicate, Shard
+from .random.seed import manual_seed, random_mode
+from .rules.registry import read_from as _read_from
+from .tensor.async_tensor import AsyncCollectiveTensor
+from .tensor.create import empty, full, linspace, logspace, ones, rand, randn, zeros
+from .tensor.distribute import distribute_module, distribute_tensor
+from .tensor.dtensor import DTensor
+from .tensor.local_map import local_map
+from .tensor.overrides.table import install_overrides as _install_overrides
+from .tensor.redistribute_many import redistribute_many
+from .tensor.replica_check import follow_check_level as _follow_check_level
+from .tensor.views.compile_protocol import install_view_flattening as _install_view_flattening
+from .tensor.views.inplace_view_ops import install_inplace_view_methods as _install_inplace_view_methods
+from .tensor.views.lazy_view import install_operations as _install_view_operations
+from .tensor.views.view_writeback import operate as _operate_on_view
+from .watchdog.levels import check_ranks
+from .watchdog.levels import set_level_from_environment as _set_level_from_environment
 
 __version__ = "0.1.0"
 
@@ -104,8 +92,8 @@ __all__ = [
     "zeros",
 ]
 
-# Not everybody needs these, and they take their time.
-_ROOMS = (
+# Packages that are imported at their first use: their imports take time.
+_LAZY_PACKAGES = (
     "checkpoint",
     "debug",
     "device_mesh",
@@ -118,7 +106,7 @@ _ROOMS = (
     "sharding_spec",
     "testing",
 )
-_NAMES = {
+_LAZY_NAMES = {  # public name -> module that defines it
     "CaptureInfo": "capture.captured",
     "Captured": "capture.captured",
     "capture": "capture.captured",
@@ -136,7 +124,7 @@ _NAMES = {
     "trace": "debug.trace",
 }
 
-if TYPE_CHECKING:  # what the names below are; a checker that saw __getattr__ would take any name for one
+if TYPE_CHECKING:  # a type checker that sees __getattr__ would accept any name
     from . import checkpoint as checkpoint
     from . import debug as debug
     from . import device_mesh as device_mesh
@@ -158,7 +146,7 @@ if TYPE_CHECKING:  # what the names below are; a checker that saw __getattr__ wo
     from .debug.trace import trace as trace
     from .plan import ProgramPlan as ProgramPlan
     from .plan import Sharding as Sharding
-    from .plan import auto_sharding as auto_shard
+    from .plan import auto_shard as auto_shard
     from .plan import plan as plan
     from .sharding_spec import sharded_tensor as sharded_tensor
     from .sharding_spec.shard_model import collect_state_dict as collect_state_dict
@@ -166,27 +154,37 @@ if TYPE_CHECKING:  # what the names below are; a checker that saw __getattr__ wo
 else:
 
     def __getattr__(name: str) -> object:
-        if name in _ROOMS:
+        if name in _LAZY_PACKAGES:
             return import_module(f".{name}", __name__)
-        if name in _NAMES:
-            return getattr(import_module(f".{_NAMES[name]}", __name__), name)
+        if name in _LAZY_NAMES:
+            return getattr(import_module(f".{_LAZY_NAMES[name]}", __name__), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
-    class _Face(ModuleType):
-        """Names some functions as the rooms that they stand in: Python's import would put the room in the function's place."""
+    class _Root(ModuleType):
+        """The package root: keeps functions such as ``dtensor.capture`` when Python imports the package of the same name."""
 
         def __setattr__(self, name: str, value: object) -> None:
-            if not (name in _NAMES and isinstance(value, ModuleType)):
+            if not (name in _LAZY_NAMES and isinstance(value, ModuleType)):
                 super().__setattr__(name, value)
 
-    sys.modules[__name__].__class__ = _Face
+    sys.modules[__name__].__class__ = _Root
 
 
-# The rooms below do not know those above them; they are told here.
+# The root connects the packages: lower packages do not import those above them, and no module registers anything at import.
 _read_from("dtensor.rules.aten.library")
 _provided_by("dtensor.sharding_spec.scattered_tensor", "reshard", "sharding_metadata")
 _provided_by("dtensor.interop.dcp_protocol", "write_items", "chunks", "shard_at")
 _provided_by("dtensor.debug.html", "html_of")
+_set_level_from_environment()
+_follow_check_level()
+
+# What the library defines on its tensors.
+_install_view_operations(_operate_on_view)
+_install_view_flattening()
+_install_inplace_view_methods()
+
+# What the library changes in torch; ``interop/patch_catalog.py`` lists it.
+_install_overrides()
 _keep_from_inlining()
 _teach_state_dicts()
 _teach_lookers()

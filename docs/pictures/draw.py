@@ -166,7 +166,7 @@ def layers() -> Drawing:
     rows = (
         ("extensions", "checkpoint  plan  capture  testing  debug  clusters  sharding_spec", COLORS[0]),
         ("models", "parallel/tensor  parallel/data", COLORS[0]),
-        ("tensor", "tensor  tensor/views  tensor/composites  interop", COLORS[3]),
+        ("tensor", "tensor  tensor/views  tensor/overrides  interop", COLORS[3]),
         ("dispatch", "dispatch: plan cache, steps", COLORS[3]),
         ("planning", "rules  rules/aten  redistribute  propagation  cost  random", COLORS[2]),
         ("values, collectives", "mesh  layout  comm  ranks  placement", COLORS[1]),

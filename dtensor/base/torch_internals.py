@@ -106,6 +106,9 @@ NAMES: dict[str, Internal] = {
     "graph_stays": Internal(
         "torch._C._autograd._get_current_graph_task_keep_graph", "whether a backward pass was given retain_graph=True", _NONE
     ),
+    "storage_use_count": Internal(
+        "torch._C._storage_Use_Count", "memory of gathered parameters that a program still uses is not given back", _NONE
+    ),
     "set_version_counter": Internal(
         "torch._C._autograd._unsafe_set_version_counter",
         "autograd refuses what it has saved of memory that is given back",

@@ -28,10 +28,10 @@ from ..ranks.functorch import each_rank, seen
 from ..tensor import create
 from ..tensor.autograd import as_local, laid
 from ..tensor.compile_protocol import ALL_RANKS, plain_as_tangent
-from ..tensor.composites.above_autograd import undecomposed
 from ..tensor.distribute import distribute_module, distribute_tensor
 from ..tensor.dtensor import DTensor
 from ..tensor.local_layout import Alike, measures
+from ..tensor.overrides.register import keep_operators_with_rules
 from .import_hooks import when_imported
 
 try:
@@ -95,7 +95,7 @@ def _substitute(module: Any) -> None:
     for function, seen_as in _SEEN_AS.items():
         module.substitute_in_graph(function, skip_signature_check=True)(seen_as)
     changed("torch._dynamo")
-    undecomposed()
+    keep_operators_with_rules()
     torch.Tensor.__coerce_same_metadata_as_tangent__ = plain_as_tangent  # type: ignore[attr-defined]  # torch asks for it
     changed("torch.Tensor.__coerce_same_metadata_as_tangent__")
 

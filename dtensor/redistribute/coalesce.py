@@ -3,7 +3,8 @@
 Plans advance in rounds: local steps up to the next collective of each, then these collectives, merged where kind, mesh dims and
 (for reductions) op and dtype agree. All of a round are issued before any is waited for.
 
-Here alone several tensors become what one collective carries; what data parallelism gathers and reduces are :class:`.flat_buffer.Rows`
+Here alone several tensors become what one collective carries; what data parallelism gathers and reduces are
+:class:`.flat_buffer.Rows`
 too.
 """
 

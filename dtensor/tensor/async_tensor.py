@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from ..base.torch_internals import make_wrapper_subclass
+from ..comm import Pending
 from ..dispatch.version_counters import SHARED, shared
 from ..dispatch.wrap import SHOWN, install_pending
 from ..layout.layout import Layout
+from .compile_protocol import Constants, Flatten, flatten, unflatten
 from .dtensor import DTensor
 
 _make = make_wrapper_subclass
@@ -30,15 +32,17 @@ class AsyncCollectiveTensor(DTensor):
     (True, 'DTensor')
 
     The communication is that of the redistribution; what it raises shows where the local is needed.
+    An argument of a function that ``torch.compile`` has compiled keeps this class until ``wait()``.
     """
 
     _pending: Any  # in the instance dictionary: the class can change only while slots are alike
+    _compared = False  # True once guards of torch.compile have compared it: they name the class
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's stub
         if func is _DETACH and type(args[0]) is AsyncCollectiveTensor:  # the same memory, still on its way
             made = _await(args[0]._pending, args[0]._layout, args[0])
-            made.__dict__[SHARED] = shared(args[0])
+            made.__dict__[SHARED], made._compared = shared(args[0]), args[0]._compared
             if (shown := args[0].__dict__.get(SHOWN)) is not None:
                 made.__dict__[SHOWN] = shown
                 shown.append(weakref.ref(made))
@@ -47,22 +51,45 @@ class AsyncCollectiveTensor(DTensor):
 
     @property
     def _local(self) -> Any:
-        made: Any = self
-        arrived, layout = made._pending.wait(), made._layout
-        del made._pending
-        made.__dict__.pop(SHOWN, None)
-        made.__class__ = DTensor
-        made._local, made._layout = arrived, layout
-        return arrived
+        return self._pending.wait() if self._compared else self.wait()._local
+
+    @_local.setter
+    def _local(self, local: Any) -> None:
+        self.wait()._local = local
+
+    @property
+    def _local_for_guards(self) -> Any:
+        """Return the local tensor to ``torch.compile``. From now on only ``wait()`` and writes change the class.
+
+        Guards name the class of an argument and read its local tensor. If that read changed the class, no later argument
+        would pass them.
+        """
+        self._compared = True
+        return self._pending.wait()
+
+    __tensor_flatten__ = Flatten(flatten, "_local_for_guards")
+
+    @staticmethod
+    def __tensor_unflatten__(pieces: dict[str, Any], constants: Constants, size: Any, stride: Any) -> Any:
+        """Return a tensor of this class: graphs check that an argument has the class that was traced."""
+        x = unflatten(pieces, constants, size, stride)
+        made = _await(Pending.of(x._local), x._layout, x)
+        made._compared = True
+        return made
 
     def wait(self) -> DTensor:
-        """Itself, arrived."""
-        self._local  # noqa: B018  it waits
+        """Return this tensor, a plain DTensor now, once its local tensor has arrived."""
+        made: Any = self
+        arrived, layout = made._pending.wait(), made._layout
+        for name in ("_pending", "_compared", SHOWN):
+            made.__dict__.pop(name, None)
+        made.__class__ = DTensor
+        made._local, made._layout = arrived, layout
         return self
 
 
-def _await(pending: Any, layout: Layout, like: Any) -> DTensor:
-    made = _make(AsyncCollectiveTensor, layout.shape, strides=layout.stride, dtype=layout.dtype, device=like.device)
+def _await(pending: Any, layout: Layout, like: Any) -> Any:
+    made: Any = _make(AsyncCollectiveTensor, layout.shape, strides=layout.stride, dtype=layout.dtype, device=like.device)
     made._pending, made._layout = pending, layout
     return made
 

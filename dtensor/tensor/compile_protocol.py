@@ -44,7 +44,7 @@ class Flatten:
                 "torch.export does not support DTensors; export the model before its parameters are distributed, "
                 "or use torch.compile"
             )
-        getattr(x, self.piece)  # one that is on its way arrives, and is a DTensor from now on
+        getattr(x, self.piece)  # one that is under way arrives
         if x._layout.mesh.kind != "process_group":
             if torch_internals.TracingContext.try_get() is not None:
                 _say_once()

@@ -115,5 +115,7 @@ def checksum(local: torch.Tensor) -> int:
     return (found ^ int.from_bytes(bytes(data[whole:].tolist()), "little") ^ data.numel()) & (2**64 - 1)
 
 
-Level.changed.append(_level_changed)
-_level_changed()  # the environment may have said so
+def follow_check_level() -> None:
+    """Check replicas as ``check_ranks(replicas=)`` says, from now on."""
+    Level.changed.append(_level_changed)
+    _level_changed()  # the environment may have set a level

@@ -116,12 +116,11 @@ def refuse_child() -> None:
     )
 
 
-def _from_environment(said: str) -> None:
-    level, _, steps = said.partition(",replicas=")
+def set_level_from_environment() -> None:
+    """Set the level that the environment variable names, ``"watch"`` by default."""
+    value = os.environ.get(VARIABLE, "watch")
+    level, _, steps = value.partition(",replicas=")
     try:
         check_ranks(level, replicas=int(steps or 0))
     except ValueError:
-        raise ArgumentError(f'{VARIABLE} must be a level, or for example "watch,replicas=100"; got {said!r}') from None
-
-
-_from_environment(os.environ.get(VARIABLE, "watch"))
+        raise ArgumentError(f'{VARIABLE} must be a level, or for example "watch,replicas=100"; got {value!r}') from None

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from case_lists import S0, Cases, R, by_rank, line, put, raises, square, value
+from case_lists import S0, Cases, R, by_rank, held, line, put, raises, square, value
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -545,6 +545,70 @@ def gathered_parameters_are_not_registered_again() -> None:
         model: Any = fully_shard(_scaled(), mesh=line())
         model.look = look
         raises(ValueError, "Cannot assign non-leaf Tensor to parameter", functools.partial(model, batch()))
+
+
+@CASES.case
+def gathered_parameters_are_not_registered_without_gradients_either() -> None:
+    def as_parameter(module: Scaled) -> None:
+        module.alias = module.scale
+
+    def as_buffer(module: Scaled) -> None:
+        module.register_buffer("alias", module.scale.detach()[1:])
+
+    for look in (as_parameter, as_buffer):
+        model: Any = fully_shard(_scaled(), mesh=line())
+        model.look = look
+        with torch.no_grad():
+            raises(
+                UnitError,
+                r"'alias' in its forward.*'scale' of FSDPScaled.*self.alias = self.scale.clone\(\)",
+                functools.partial(model, batch()),
+            )
+            model.look = lambda module: None
+            del model.alias
+            model(batch())
+        same_as(_scaled(), model)
+
+
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda x: x,
+    "a view": lambda x: x[1:].t(),
+    "detached": lambda x: x.detach(),
+    "data": lambda x: x.data[0],
+}
+
+
+@CASES.case
+def what_a_program_keeps_of_gathered_parameters_without_gradients_stays_readable() -> None:
+    """It has the values of that forward. ``replicate`` gathers nothing, and gives the parameter itself."""
+    for way, make in WAYS.items():
+        for view in VIEWS.values():
+            model, alone, kept = make(), net(), list[Any]()
+            hook = model[0].register_forward_pre_hook(lambda module, _, view=view, kept=kept: kept.append(view(module.weight)))
+            for _ in range(2):
+                with torch.no_grad():
+                    model(batch())
+                    for each in (model, alone):
+                        each[0].weight.add_(1)
+            hook.remove()
+            same_as(alone, model)
+            for step, x in enumerate(kept):
+                wanted = view(net()[0].weight.detach()) + (2 if way == "replicate" else step)
+                whole = x.full_tensor() if isinstance(x, DTensor) else x
+                for piece in held(whole).values():
+                    torch.testing.assert_close(piece, wanted)
+
+
+@CASES.case
+def what_a_program_keeps_of_unsharded_parameters_without_gradients_stays_readable() -> None:
+    model = fully_shard(net(), mesh=line())
+    with torch.no_grad():
+        model.unshard()
+        kept = model[0].weight
+        model.reshard()
+        for piece in held(kept * 1).values():
+            torch.testing.assert_close(piece, net()[0].weight.detach())
+    same_as(net(), model)
 
 
 class Calls(nn.Module):

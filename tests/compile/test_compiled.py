@@ -13,6 +13,7 @@ from compile_cases import ALL, LINES, Case
 from gloo import run_gloo
 from random_programs import program
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 import dtensor as dt
@@ -174,3 +175,43 @@ def losses_without_classes(backend: str) -> list[str]:
 @pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", "inductor"])  # the former computes in generated code's steps
 def test_losses_of_a_rank_without_classes(backend: str) -> None:
     assert run_gloo(losses_without_classes, 2, backend, timeout_s=280.0) == [[], []]
+
+
+def graphs_for_tensors_under_way() -> None:
+    """Nine tensors under way make the graphs of one that requires grad and of one that does not. A plain DTensor adds its own."""
+    mesh = dt.init_device_mesh("cpu", (2,))
+
+    def scaled(x: Any) -> Any:
+        return x * 2
+
+    def detached(x: Any) -> Any:
+        return x.detach() * 2
+
+    def after_a_break(x: Any) -> Any:
+        y = x * 1
+        torch._dynamo.graph_break()
+        return y + x
+
+    for backend in ("eager", "aot_eager"):
+        for function, parts in ((scaled, 1), (detached, 1), (after_a_break, 2)):
+            torch._dynamo.reset()
+            counter = CompileCounterWithBackend(backend)
+            compiled = torch.compile(function, backend=counter)
+            for step in range(10):
+                source = dt.distribute_tensor(torch.arange(15.0).view(5, 3) + step, mesh, [dt.Shard(0)])
+                source.requires_grad_(step % 3 == 0)
+                x = source.redistribute(placements=[dt.Replicate()], async_op=step < 9)
+                assert isinstance(x, dt.AsyncCollectiveTensor) == (step < 9)
+                out = compiled(x)
+                assert torch.equal(out.full_tensor(), (source * 2).full_tensor())
+                if out.requires_grad:
+                    out.sum().backward()
+                    assert torch.equal(source.grad.full_tensor(), torch.full((5, 3), 2.0))
+                if step < 9:
+                    x.wait()
+                assert type(x) is DTensor
+                assert counter.frame_count == parts * (min(step + 1, 2) if step < 9 else 3), (function, backend, step)
+
+
+def test_tensors_under_way_share_a_graph() -> None:
+    run_gloo(graphs_for_tensors_under_way, 2, timeout_s=280.0)

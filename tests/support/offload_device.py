@@ -18,7 +18,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 import dtensor as dt
 from dtensor.parallel import CPUOffloadPolicy, fully_shard, materialize, replicate
-from dtensor.parallel.data.grad_reduction import Spare, reductions
+from dtensor.parallel.data.grad_reduction import SendBufferPool, start_reductions
 from dtensor.parallel.data.unit import unit_of
 
 DEVICE = "pretended"
@@ -81,7 +81,7 @@ def watched(make: Any, pin: bool, meta: bool) -> tuple[set[tuple[str, str, bool]
         assert seen == [DEVICE]
         (group,) = unit_of(model).groups
         column = {k: tuple(torch.ones(m.compute.shape, device=DEVICE) for _ in range(2)) for k, m in enumerate(group.managed)}
-        (reduction,) = reductions(group, column, True, Spare())
+        (reduction,) = start_reductions(group, column, True, SendBufferPool())
         reduction.arrive()
         early = Event.waited
         assert all(p.grad is None for p in model.parameters())

@@ -34,7 +34,7 @@ LAYERS = (
     "dispatch",
     "tensor",
     "tensor/views",
-    "tensor/composites",
+    "tensor/overrides",
     "interop",
     "parallel/tensor",
     "parallel/data",

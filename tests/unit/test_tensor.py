@@ -233,6 +233,15 @@ def test_an_asynchronous_redistribution_arrives_at_first_use() -> None:
     assert torch.equal(x.detach().redistribute(placements=[Shard(1)], async_op=True).full_tensor(), value(5, 6))
 
 
+def test_data_of_a_tensor_under_way_can_be_assigned() -> None:
+    x, other = (dt.distribute_tensor(value(5, 6) + k, MESH, [Shard(0)]) for k in range(2))
+    y = x.redistribute(placements=[R], async_op=True)
+    y.data = other
+    assert type(y) is DTensor
+    assert y.placements == (Shard(0),)
+    assert torch.equal(y.full_tensor(), value(5, 6) + 1)
+
+
 def test_dtypes_of_a_redistribution() -> None:
     x = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)]).requires_grad_()
     y = x.redistribute(placements=[R], forward_dtype=torch.bfloat16, backward_dtype=torch.float32)

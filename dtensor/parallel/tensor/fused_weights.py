@@ -4,7 +4,7 @@ Gate and up projections are often one matrix of ``2 n`` rows. If that matrix is 
 others the up projection, and the values must be exchanged to combine them. The blocks that each rank needs are blocks of the
 stack ``(2, n, k)``, sharded along ``n``. The stack becomes the stored parameter. The module sees the matrix, computed by a
 parametrization (``torch.nn.utils.parametrize``) as a view of the stack. Its flattened dim need not be read in order, and its
-halves are entries of the stack (``tensor/views/flattened_sharded_dims.py``, ``tensor/composites/chunk_of_stack.py``).
+halves are entries of the stack (``tensor/views/flattened_sharded_dims.py``, ``tensor/overrides/chunk_of_stack.py``).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 from ...errors import StyleError
 from ...mesh.device_mesh import DeviceMesh
 from ...placement import Shard
-from ...tensor.composites.chunk_of_stack import serve_indexing
 from ...tensor.distribute import distribute_at, distribute_tensor
 from ...tensor.dtensor import DTensor
+from ...tensor.overrides.table import install_stack_overrides
 from ...tensor.stale_params import Attributes, note_replaced
 
 
@@ -57,7 +57,7 @@ def distribute_fused_parameter(module: nn.Module, name: str, mesh: DeviceMesh, d
             f"{name!r} of {type(module).__name__} has size {parameter.shape[dim]} along dim {dim}, which is not "
             f"divisible into {parts} parts"
         )
-    serve_indexing()
+    install_stack_overrides()
     module._parameters[name] = value = nn.Parameter(
         parameter.detach(), parameter.requires_grad
     )  # register_parametrization sets its data to the stack

@@ -38,6 +38,10 @@ def _as_any_tangent(view: RemoteView) -> DTensor:
 
 with torch.inference_mode():
     _NOBODY = torch.empty(0, device="cpu")  # of inference mode: without a version
-RemoteView.__tensor_flatten__ = Flatten(_flatten, "_root")
-RemoteView.__tensor_unflatten__ = staticmethod(_unflatten)
-RemoteView.__coerce_tangent_metadata__ = _as_any_tangent  # type: ignore[assignment]  # of views alone
+
+
+def install_view_flattening() -> None:
+    """Define on remote views what ``torch.compile`` asks of a tensor subclass."""
+    RemoteView.__tensor_flatten__ = Flatten(_flatten, "_root")
+    RemoteView.__tensor_unflatten__ = staticmethod(_unflatten)
+    RemoteView.__coerce_tangent_metadata__ = _as_any_tangent  # type: ignore[assignment]  # of views alone

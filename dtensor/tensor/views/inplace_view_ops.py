@@ -83,5 +83,7 @@ def _become(x: DTensor, seen: DTensor) -> None:
     pass_version_on(x, seen)
 
 
-for _name in _IN_PLACE:
-    setattr(DTensor, _name, _in_another_way(_name))
+def install_inplace_view_methods() -> None:
+    """Define the methods of ``_IN_PLACE`` on DTensor."""
+    for name in _IN_PLACE:
+        setattr(DTensor, name, _in_another_way(name))

@@ -30,7 +30,7 @@ from ..copies import dense
 from ..dtensor import DTensor, wrap
 from .flattened_sharded_dims import on_the_stack
 from .fused_projection_slices import of_the_base
-from .lazy_view import Origin, RemoteView, chain_of, changes, install_operations, is_local, plan_of, remote, twin
+from .lazy_view import Origin, RemoteView, chain_of, changes, is_local, plan_of, remote, twin
 
 _aten = torch.ops.aten
 
@@ -276,6 +276,3 @@ def _mirrored(x: DTensor, origin: Origin) -> DTensor:
         seen = f"{origin.operator.name} of {x._layout!r} seen as {origin.layout.dtype}"
         raise UnsupportedOperationError(f"{seen} cannot be written to; write to view.clone()")
     return dense(dispatch(DTensor, origin.operator.func, (), (x,)))
-
-
-install_operations(operate)

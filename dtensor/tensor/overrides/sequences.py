@@ -1,7 +1,7 @@
-"""Sequences of several lengths (``torch.nn.utils.rnn``): padded, packed and padded again.
+"""Sequences of different lengths (``torch.nn.utils.rnn``): pad, pack, and pad packed sequences.
 
-Torch writes them into plain buffers and reads their lengths through pointers; here they are slices, pads and joins of DTensors.
-Lengths are facts about shapes: plain tensors on every rank, as torch has them on the CPU.
+Torch writes sequences into plain buffers and reads their lengths through pointers. Here they are slices, pads and
+concatenations of DTensors. Lengths are plain tensors, equal on all ranks, on the CPU as in torch.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from torch.nn import functional as F
 from ...comm.cross_rank_check import same_on_all
 from ..dtensor import DTensor
 from ..host_access import whole_of
-from .above_autograd import recomposed
 
 
 def pad_sequence(
     sequences: list[Tensor], batch_first: bool = False, padding_value: float = 0.0, padding_side: str = "right"
 ) -> Any:
-    """Torch copies the sequences into a plain buffer, which has the first one's dtype."""
+    """Pad and stack sequences in the dtype of the first one. Torch copies them into a plain buffer."""
     first = sequences[0]
-    alike = all(isinstance(x, DTensor) and x.ndim > 0 and x.shape[1:] == first.shape[1:] for x in sequences)
-    if not alike or padding_side not in ("left", "right"):
+    same_kind = all(isinstance(x, DTensor) and x.ndim > 0 and x.shape[1:] == first.shape[1:] for x in sequences)
+    if not same_kind or padding_side not in ("left", "right"):
         return NotImplemented
     longest = max(x.shape[0] for x in sequences)
     rest = [0, 0] * (first.ndim - 1)
@@ -34,7 +33,7 @@ def pad_sequence(
 
 
 def pack_padded(x: Any, lengths: Tensor, batch_first: bool) -> Any:
-    """The rows of each step that has any, one step after the other, and how many each has."""
+    """Return the rows of all time steps, concatenated, and the number of rows of each step."""
     if isinstance(lengths, DTensor):
         return torch.ops.aten._pack_padded_sequence(x, whole_of(lengths), batch_first)
     batch, steps = (x.shape[:2] if batch_first else x.shape[1::-1]) if x.ndim > 1 else (0, 0)
@@ -50,7 +49,7 @@ def pack_padded(x: Any, lengths: Tensor, batch_first: bool) -> Any:
 
 
 def pad_packed(data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int) -> Any:
-    """Each step's rows made as many as the first one's, and the length of each sequence."""
+    """Pad each time step to the number of rows of the first step. Returns the padded steps and the length of each sequence."""
     if isinstance(batch_sizes, DTensor):
         return torch.ops.aten._pad_packed_sequence(data, whole_of(batch_sizes), batch_first, padding_value, total_length)
     counts = batch_sizes.tolist()
@@ -61,8 +60,3 @@ def pad_packed(data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_val
     padded = F.pad(torch.stack(steps), [*rest, 0, 0, 0, max(0, total_length - len(counts))], value=padding_value)
     lengths = torch.tensor([sum(count > row for count in counts) for row in range(counts[0])], device="cpu")
     return (padded.transpose(0, 1) if batch_first else padded), lengths
-
-
-recomposed("aten::pad_sequence", pad_sequence)
-recomposed("aten::_pack_padded_sequence", pack_padded)
-recomposed("aten::_pad_packed_sequence", pad_packed)

@@ -1,1 +1,0 @@
-"""Operators of torch that are served above autograd, in words of others."""
