@@ -1,6 +1,4 @@
-"""Model parallelism: tensor, sequence, context and data parallelism of whole modules, built on DTensors and their
-redistribution.
-"""
+"""Model parallelism: tensor, sequence, context and data parallelism of modules, built on DTensors."""
 
 from ..interop.dynamo import leave_untraced as _leave_untraced
 from ..tensor.materialize import materialize

@@ -337,7 +337,7 @@ def test_only_this_ranks_part_is_held_between_passes() -> None:
     loss_of(model(own(batches(2)[0], mesh))).backward()
     for module in (model, *model.layers):
         (group,) = unit_of(module).groups
-        assert not group.whole.gathered
+        assert not group.unsharded.is_filled
         assert all(buffer.untyped_storage().nbytes() == 0 for buffer in group.unsharded.buffer.shards)
     assert model.embedding.weight.to_local().shards[0].shape == (4, 5)
 
@@ -347,7 +347,9 @@ def test_only_the_running_unit_is_whole() -> None:
     model = shard(net(), mesh)
     gathered: list[list[bool]] = []
     for layer in model.layers:
-        layer[1].register_forward_hook(lambda *_: gathered.append([unit_of(m).groups[0].unsharded.is_filled for m in model.layers]))
+        layer[1].register_forward_hook(
+            lambda *_: gathered.append([unit_of(m).groups[0].unsharded.is_filled for m in model.layers])
+        )
     model(own(batches(2)[0], mesh))
     assert gathered[:3] == [[True, False, False], [False, True, False], [False, False, True]]
 
@@ -567,12 +569,12 @@ def test_gradients_on_their_way_to_host_memory_are_waited_for_when_the_next_have
     """Copies that arrive when they are waited for, and not before, as from a device."""
     done: list[tuple[str, int]] = []
 
-    def fetched(host: Host, x: Tensor) -> tuple[Tensor, Callable[[], Any]]:
+    def fetched(host: HostOffload, x: Tensor) -> tuple[Tensor, Callable[[], Any]]:
         late, number = torch.full_like(x, float("nan")), sum(what == "sent" for what, _ in done)
         done.append(("sent", number))
         return late, lambda: (late.copy_(x), done.append(("waited", number)))
 
-    monkeypatch.setattr(Host, "fetched", fetched)
+    monkeypatch.setattr(HostOffload, "copy_to_host", fetched)
     mesh, model, alone = dp(), net(), net()
     make(model, mesh, offload_policy=CPUOffloadPolicy())
     if make is shard:

@@ -80,9 +80,12 @@ def watched(make: Any, pin: bool, meta: bool) -> tuple[set[tuple[str, str, bool]
         model(dt.per_rank([torch.ones(2, 5, device=DEVICE)] * 2))
         assert seen == [DEVICE]
         (group,) = unit_of(model).groups
-        column = {k: tuple(torch.ones(m.compute.shape, device=DEVICE) for _ in range(2)) for k, m in enumerate(group.managed)}
+        column = {
+            k: tuple(torch.ones(m.unsharded_layout.shape, device=DEVICE) for _ in range(2))
+            for k, m in enumerate(group.fsdp_params)
+        }
         (reduction,) = start_reductions(group, column, True, SendBufferPool())
-        reduction.arrive()
+        reduction.finish_first_round()
         early = Event.waited
         assert all(p.grad is None for p in model.parameters())
         reduction.deliver()

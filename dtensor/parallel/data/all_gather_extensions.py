@@ -155,17 +155,19 @@ class AllGatherExtensions:
     def make_rows(self, member: int, alignment: int) -> Rows:
         """Return the offsets of the entries in what is gathered, for one member."""
         group = self._axes.mesh.members_of(self._axes.shard, member)
-        placed = [self._entry_boxes(i, k, member, group) for i, k in self._order]
-        boxes = [[each[position] for _, each in placed] for position in range(len(group))]
+        entry_boxes = [self._entry_boxes(i, k, member, group) for i, k in self._order]
+        boxes = [[each[position] for _, each in entry_boxes] for position in range(len(group))]
         is_sharded = [self._fsdp_params[i].shard_dim is not None for i, _ in self._order]
         dtypes = [self._entry_dtype(i, k) for i, k in self._order]
-        return Rows.of_blocks([shape for shape, _ in placed], boxes, dtypes, is_sharded, list(group).index(member), alignment)
+        return Rows.of_blocks(
+            [shape for shape, _ in entry_boxes], boxes, dtypes, is_sharded, list(group).index(member), alignment
+        )
 
     def _entry_boxes(self, i: int, k: int, member: int, group: Sequence[int]) -> tuple[tuple[int, ...], list[Box]]:
         fsdp_param = self._fsdp_params[i]
         if not self._is_extended[i]:
-            whole = fsdp_param.unsharded_layout
-            return whole.shape_of(member), [inside(whole, member, fsdp_param.stored_layout, other) for other in group]
+            layout = fsdp_param.unsharded_layout
+            return layout.shape_of(member), [inside(layout, member, fsdp_param.stored_layout, other) for other in group]
         if fsdp_param.shard_dim is None:
             shape = self._specs[member][i][k][1]
             return shape, [Box((0,) * len(shape), shape)] * len(group)
@@ -207,8 +209,9 @@ class AllGatherExtensions:
         return value.as_strided(size, torch.empty(size, device="meta").stride(), 0)  # without the padding of the last ranks
 
     def _copy_outputs(self, member: int, i: int, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return copies of ``outputs`` in separate storages, the same tensors each time: a wrapper subclass has one storage
-        offset.
+        """Return copies of ``outputs`` in separate storages, the same tensors each time.
+
+        A wrapper subclass that is made of them has one storage offset for all.
         """
         copies = self._outputs.get((member, i))
         if copies is None:

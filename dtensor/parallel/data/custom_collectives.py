@@ -120,8 +120,9 @@ class CommSettings:
     grads_as_bucket_views: bool = False
 
     def on_hook_stream(self, device_type: str) -> AbstractContextManager[Any]:
-        """Return a context in which work is issued on the hook's stream, which waits for the current stream, and vice versa on
-        exit.
+        """Return a context in which work is issued on the hook's stream.
+
+        On entry that stream waits for the current stream, and on exit the current stream waits for it.
         """
         return nullcontext() if self.hook_stream is None else _StreamScope(self.hook_stream, device_type)
 

@@ -79,7 +79,7 @@ class MeshAxes:
 
     @property
     def all_dims(self) -> tuple[int, ...]:
-        """All dims of the data-parallel mesh."""
+        """Dims of the data-parallel mesh, all of them."""
         return tuple(range(self.mesh.ndim))
 
 

@@ -110,15 +110,15 @@ class FSDPModule:
 
     # --- pending gradients -------------------------------------------------------------------------------------------
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear ``.grad`` as any module does, and the pending gradients. No communication. ``optimizer.zero_grad()`` clears both
-        too.
+        """Clear ``.grad``, as any module does, and the pending gradients. No communication.
+
+        ``optimizer.zero_grad()`` clears both too.
         """
         super().zero_grad(set_to_none)  # type: ignore[misc]  # of the module's own class
         clear_pending({id(parameter) for parameter in self.parameters()}, set_to_none)  # type: ignore[attr-defined]  # a module
 
     def get_pending_gradients(self, *, recurse: bool = True) -> dict[nn.Parameter, tuple[Tensor | None, Tensor | None]]:
-        """Return by parameter its pending gradients: this rank's unsharded gradient, and its shard that is not summed over
-        replicas.
+        """Return by parameter its pending gradients: this rank's unsharded gradient, and its shard that is not all-reduced.
 
         Either is None if there is none. No communication. The tensors are those that wait: in-place writes to them count.
         With tensor parallelism the first is a DTensor on its mesh; with all ranks in one process both are ``PerRank``.
@@ -251,8 +251,7 @@ class FSDPModule:
             unit.grad_accumulation.defers_to_end = reduce_scatter_unused_params
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], object], *, stream: Any = None) -> None:
-        """Have ``hook(gradients)`` called on this unit's flat reduced gradients before they are accumulated; it may write to
-        them.
+        """Have ``hook(gradients)`` called on this unit's flat reduced gradients, which it may write, before accumulation.
 
         It is called after the reduce-scatter on a 1-d mesh, and after the all-reduce over replicas on a 2-d one, once for
         each dtype. With ``set_force_sum_reduction_for_comms`` it sees sums that are not divided yet. With all ranks in one
@@ -269,20 +268,19 @@ class FSDPModule:
 
     # --- who communicates --------------------------------------------------------------------------------------------
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Gather this unit's parameters by ``comm(output_tensor, input_tensor, group, async_op)``, in memory of
-        ``comm.allocate``.
+        """Gather this unit's parameters by ``comm(output_tensor, input_tensor, group, async_op)``.
 
-        Tensors are flat, in the dtype in which parameters are gathered (bytes if there are several). With all ranks in one
-        process they are ``PerRank`` and ``group`` is None.
+        Buffers are allocated by ``comm.allocate``. Tensors are flat, in the dtype in which parameters are gathered (bytes if
+        there are several). With all ranks in one process they are ``PerRank`` and ``group`` is None.
         """
         for group in _unit_or_raise(self).groups:
             group.settings.all_gather = comm
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Reduce this unit's gradients by ``comm(output_tensor, input_tensor, group, op, async_op)``, in memory of
-        ``comm.allocate``.
+        """Reduce this unit's gradients by ``comm(output_tensor, input_tensor, group, op, async_op)``.
 
-        Each rank's gradients are followed by flags, which must be reduced in the same way.
+        Buffers are allocated by ``comm.allocate``. Each rank's gradients are followed by flags, which must be reduced in the
+        same way.
         """
         for group in _unit_or_raise(self).groups:
             group.settings.reduce_scatter = comm
@@ -397,8 +395,9 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
 
 
 def make_reshard_group(axes: MeshAxes, reshard_after_forward: Any) -> ReshardGroup | None:
-    """Return the group that shares unsharded values between forward and backward; None if ``reshard_after_forward`` asks for
-    none.
+    """Return the group that shares unsharded values between forward and backward.
+
+    Return None if ``reshard_after_forward`` is not a number, or means no ranks or all.
     """
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool) or not axes.shard:
         return None

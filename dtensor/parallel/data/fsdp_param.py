@@ -23,7 +23,7 @@ EXTENSION_METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 @dataclass(eq=False, slots=True)
 class FSDPParam:
-    """One parameter under data parallelism.
+    """Parameter under data parallelism.
 
     Attributes:
         locations: the modules that have it, and its name in each.

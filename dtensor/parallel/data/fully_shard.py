@@ -85,7 +85,7 @@ def fully_shard(
     return module
 
 
-setattr(fully_shard, "state", state_of)  # noqa: B010  no attribute of functions that types know
+setattr(fully_shard, "state", state_of)  # noqa: B010  type checkers do not know attributes of functions
 
 
 def _make_unit(
@@ -210,8 +210,9 @@ def mix_in_methods(module: nn.Module, methods: type, prefix: str) -> None:
 def units_by_size(
     module: nn.Module, min_num_params: int, never: Collection[type[nn.Module]] = (nn.ModuleList, nn.ModuleDict)
 ) -> list[nn.Module]:
-    """Return the modules to make FSDP units of: inner ones first, ``module`` last, each with ``min_num_params`` that no inner
-    unit has.
+    """Return the modules to make FSDP units of: inner ones first, ``module`` last.
+
+    Each has at least ``min_num_params`` elements of parameters that no inner unit has.
 
     Args:
         never: types that cannot be units, since they are not called.

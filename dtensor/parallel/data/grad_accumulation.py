@@ -30,7 +30,7 @@ from .schedule import Schedule
 
 
 class GradAccumulation:
-    """When the gradients of a unit's groups are reduced. Each group stores its unreduced gradients.
+    """Schedule of a unit's gradient reductions. Each parameter group stores its unreduced gradients.
 
     Attributes:
         requires_sync: reduce in backward; otherwise unsharded gradients are accumulated for a later backward.

@@ -62,8 +62,7 @@ class ReplicatedModule(FSDPModule):
         raise UnsupportedOperationError("a replicated module's gradients are all-reduced; see register_comm_hook")
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
-        """Have ``hook(state, bucket)`` reduce each bucket's gradients instead of the all-reduce, as in
-        ``DistributedDataParallel``.
+        """Have ``hook(state, bucket)`` reduce each bucket's gradients, as in ``DistributedDataParallel``.
 
         Args:
             hook: returns a ``torch.futures.Future`` of the averaged ``bucket.buffer()``; torch's own hooks
@@ -102,8 +101,9 @@ def replicate(
     static_graph: bool = False,
     gradient_as_bucket_view: bool = False,
 ) -> M:
-    """Replicate the parameters and buffers of ``module`` from the first rank, in place, and return it; each rank runs its own
-    batch.
+    """Replicate the parameters and buffers of ``module`` from the first rank, in place, and return it.
+
+    Each rank runs its own batch.
 
     Gradients are averaged over all dims of ``mesh``, by one all-reduce for each bucket, in an order that does not depend on
     what a rank used. A parameter that this rank did not use gets the average of the others; one that no rank used keeps its
@@ -151,7 +151,7 @@ def replicate(
     return module
 
 
-setattr(replicate, "state", state_of)  # noqa: B010  as of fully_shard
+setattr(replicate, "state", state_of)  # noqa: B010  as for fully_shard
 
 
 def _make_unit(
@@ -180,7 +180,7 @@ def _requested_mesh(mesh: Any, device_mesh: Any, process_group: Any, modules: Se
         ArgumentError: several are given.
     """
     if sum(given is not None for given in (mesh, device_mesh, process_group)) > 1:
-        raise ArgumentError("replicate takes one of mesh=, device_mesh= and process_group=, which say the same")
+        raise ArgumentError("replicate takes one of mesh=, device_mesh= and process_group=, which mean the same")
     if process_group is None:
         return mesh if device_mesh is None else device_mesh
     return DeviceMesh.from_group(process_group, next((p.device.type for outer in modules for p in outer.parameters()), "cpu"))
@@ -197,19 +197,15 @@ def _bucket_bytes(bucket_cap_mb: float | None) -> float | None:
 def make_buckets(fsdp_params: list[FSDPParam], max_bytes: float | None) -> list[list[FSDPParam]]:
     """Return the parameters in buckets, in the order in which backward is expected to reach them, each up to its size limit."""
     result: list[list[FSDPParam]] = []
+    sizes = [x.unsharded_layout.max_local_nbytes for x in fsdp_params]
     if max_bytes is None:
-        max_bytes = min(
-            _MAX_BUCKET_BYTES,
-            max(
-                _MIN_BUCKET_BYTES, sum(fsdp_param.unsharded_layout.max_local_nbytes for fsdp_param in fsdp_params) / _MIN_BUCKETS
-            ),
-        )
+        max_bytes = min(_MAX_BUCKET_BYTES, max(_MIN_BUCKET_BYTES, sum(sizes) / _MIN_BUCKETS))
     filled_bytes, capacity = 0.0, min(max_bytes, _FIRST_BUCKET_BYTES)
-    for fsdp_param in reversed(fsdp_params):
-        if not result or filled_bytes + fsdp_param.unsharded_layout.max_local_nbytes > capacity:
+    for fsdp_param, nbytes in zip(reversed(fsdp_params), reversed(sizes), strict=True):
+        if not result or filled_bytes + nbytes > capacity:
             capacity = max_bytes if result else capacity
             result.append([])
             filled_bytes = 0.0
         result[-1].append(fsdp_param)
-        filled_bytes += fsdp_param.unsharded_layout.max_local_nbytes
+        filled_bytes += nbytes
     return result

@@ -157,8 +157,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
         self.epoch, self._samples = state["epoch"], state["samples"]
 
     def distribute(self, samples: torch.Tensor) -> DTensor:
-        """Return the global batch, sharded over ``mesh_dims``, of which a loader made ``samples`` from one of this sampler's
-        batches.
+        """Return ``samples``, which a loader made from a batch of this sampler, as the global batch, sharded over ``mesh_dims``.
 
         Args:
             samples: a tensor with samples along dim 0: this rank's shard, or the global batch if all ranks are in this

@@ -38,11 +38,9 @@ def check_tp_replicated_grads(group: ParamGroup, gradients: Mapping[int, Column]
     """
     pairs = [(group.fsdp_params[i], column) for i, column in gradients.items()]
     unchecked = [
-        (fsdp_param, column)
-        for fsdp_param, column in pairs
-        if fsdp_param.tp_layout is None
-        and not fsdp_param.tp_grads_checked
-        and fsdp_param.stored_layout.mesh != fsdp_param.axes.mesh
+        (x, column)
+        for x, column in pairs
+        if x.tp_layout is None and not x.tp_grads_checked and x.stored_layout.mesh != x.axes.mesh
     ]
     if group.axes.mesh.device_type != "meta":
         for mesh, pairs_here in by_key((pair[0].stored_layout.mesh, pair) for pair in unchecked).items():

@@ -59,7 +59,7 @@ def unit_of(module: nn.Module) -> FSDPUnit | None:
 
 
 class FSDPUnit:
-    """One or several modules and the parameter groups that they need.
+    """Unit of data parallelism: one or several modules and the parameter groups that they need.
 
     Attributes:
         modules: the modules with forward hooks; parameters are resharded after the last of them has run.

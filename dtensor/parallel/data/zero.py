@@ -148,21 +148,19 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({name: value for name, value in outer.items() if name != "params"})
 
-    # --- parts -------------------------------------------------------------------------------------------------------
+    # --- shards -------------------------------------------------------------------------------------------------------
     def _shard_params(self, parameters: Iterable[Tensor]) -> list[nn.Parameter]:
-        """Return the shards of ``parameters``. Their local tensors share one buffer, because they are sent together after a
-        step.
-        """
+        """Return the shards of ``parameters``. Their local tensors share one buffer: they are sent together after a step."""
         made = [self._shard_param(p) for p in parameters]
         added = self._sharded_params[len(self._sharded_params) - len(made) :]
         cut = [x for x in added if x.state is not x.stored and not x.shard.is_meta]
         sharded = [x for x in cut if all(local.is_contiguous() for local in shards_of(x.shard._local))]
-        for (mesh, _), parts in by_key(((x.state.mesh, x.state.dtype), x.shard) for x in sharded).items():
+        for (mesh, _), shards in by_key(((x.state.mesh, x.state.dtype), x.shard) for x in sharded).items():
             comm = communicator_of(mesh)
-            if comm.inner_state:
-                joined = comm.map(_concatenate, *[part._local for part in parts])
-                for part, local in zip(parts, joined, strict=True):
-                    part._local = local
+            if comm.held:
+                joined = comm.map(_concatenate, *[shard._local for shard in shards])
+                for shard, local in zip(shards, joined, strict=True):
+                    shard._local = local
         return made
 
     def _shard_param(self, p: Tensor) -> nn.Parameter:
@@ -175,8 +173,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         return made
 
     def _state_layout(self, stored: Layout) -> Layout:
-        """Return the layout of a parameter's optimizer state: sharded along one tensor dim, evenly if possible, over the dims of
-        the mode.
+        """Return the layout of a parameter's optimizer state, sharded over the mesh dims of the ZeRO-1 mode.
+
+        One tensor dim is sharded, evenly if possible.
         """
         is_own_root = same_root(stored.mesh, self.mesh)
         shard_mesh_dims = {self.mesh._dims[i] for i in self._axes.dims_with(self._axes.mode.state, "S")} if is_own_root else set()
@@ -205,9 +204,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     def _local_of(self, value: Tensor) -> Any:
         return value._local if isinstance(value, DTensor) else _on_all_ranks(value, self.mesh)
 
-    def _gather_params(self, parts: list[_ShardedParam]) -> None:
+    def _gather_params(self, shards: list[_ShardedParam]) -> None:
         """Gather the updated shards into the parameters: one all-gather for all that are sharded over the same ranks."""
-        by_item_size = sorted(parts, key=lambda x: -x.state.dtype.itemsize)
+        by_item_size = sorted(shards, key=lambda x: -x.state.dtype.itemsize)
         out = [self._local_of(x.parameter) for x in by_item_size]
         execute_many([plan(x.state, x.stored) for x in by_item_size], [x.shard._local for x in by_item_size], out=out).wait()
         torch.autograd.graph.increment_version([x.parameter for x in by_item_size])
@@ -243,18 +242,16 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         return mapped(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, self.inner.state_dict())
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Make :meth:`state_dict` return :meth:`consolidated_state_dict` until the next step, on all ranks (``to`` is one of
-        them).
-        """
+        """Make :meth:`state_dict` return :meth:`consolidated_state_dict` until the next step, on all ranks, not only ``to``."""
         self._consolidated = self.consolidated_state_dict()
 
     def _distribute_state(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return ``state_dict`` with the state of each parameter distributed like its shard."""
         saved = (key for group in state_dict["param_groups"] for key in group["params"])  # indices or names of parameters
-        parts = dict(zip(saved, (part for group in self.inner.param_groups for part in group["params"]), strict=False))
+        shards = dict(zip(saved, (shard for group in self.inner.param_groups for shard in group["params"]), strict=False))
         state = dict(state_dict["state"])  # the inner optimizer rejects state that does not fit
-        for k in parts.keys() & state.keys():
-            state[k] = {name: self._distribute_value(value, parts[k]._layout) for name, value in state[k].items()}
+        for k in shards.keys() & state.keys():
+            state[k] = {name: self._distribute_value(value, shards[k]._layout) for name, value in state[k].items()}
         return {**state_dict, "state": state}
 
     def _distribute_value(self, value: Any, layout: Layout) -> Any:
@@ -269,8 +266,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         return wrap(redistribute_local(_on_all_ranks(value, layout.mesh), whole, target).clone(), target)
 
 
-def _concatenate(member: int, *parts: Tensor) -> list[Tensor]:
-    return apart(torch.cat([part.reshape(-1) for part in parts]), [part.shape for part in parts])
+def _concatenate(member: int, *shards: Tensor) -> list[Tensor]:
+    return apart(torch.cat([shard.reshape(-1) for shard in shards]), [shard.shape for shard in shards])
 
 
 def _on_all_ranks(value: Tensor, mesh: DeviceMesh) -> Any:

@@ -39,8 +39,9 @@ WeightFamily = Literal["linear", "transposed linear", "embedding"]
 
 
 def weight_family_of(module: nn.Module) -> WeightFamily:
-    """Return how the weight of ``module`` is stored: (out, in) for "linear", (in, out) for "transposed linear", (row, feature)
-    for "embedding".
+    """Return how the weight of ``module`` is stored.
+
+    "linear": (out, in); "transposed linear": (in, out); "embedding": (row, feature).
 
     Raises:
         StyleError: ``module`` has no two-dimensional weight and no parametrization that computes one.
@@ -338,9 +339,7 @@ def _input_features_of(module: nn.Module, family: WeightFamily) -> int | None:
 
 
 def with_positive_dim(placement: Placement, ndim: int) -> Placement:
-    """Return ``placement`` with its negative tensor dim made positive, as layouts store it, so that equal placements compare
-    equal.
-    """
+    """Return ``placement`` with a non-negative tensor dim, as layouts store it, so that equal placements compare equal."""
     if isinstance(placement, Shard) and placement.dim < 0:
         return Shard(placement.dim + ndim, placement.sizes, placement.level)
     return placement

@@ -1,5 +1,4 @@
-"""Context parallelism: models on local tensors, with the sequence sharded over ranks and keys and values exchanged around a
-ring.
+"""Context parallelism: models on local tensors, with the sequence sharded over ranks and ring attention.
 
 Inside the context a buffer holds this rank's shard of itself, under its own name. With a causal mask and contiguous shards,
 ranks with late positions would do most of the work. Therefore the sequence has 2 n blocks, and a rank gets the i-th from the

@@ -100,8 +100,9 @@ class DividedInput(ParallelStyle):
 
 
 def _sharded_stacks_of(module: nn.Module, mesh: DeviceMesh) -> dict[tuple[nn.Module, str], DTensor] | None:
-    """Return all parameters of a module, by owner and name, if each is a stack of matrices with a non-empty shard on every rank;
-    else None.
+    """Return all parameters of a module, by owner and name, if all are sharded stacks of matrices; else None.
+
+    Each rank must have a non-empty shard of each matrix.
     """
     found: dict[tuple[nn.Module, str], DTensor] = {}
     for owner in module.modules():

@@ -86,8 +86,9 @@ class _PartialOutput(ParallelStyle):
 
 
 class _SharedTail(ParallelStyle):
-    """Sum the gradient of the last ``width`` output features over ranks: all heads use them, and each rank has some of the
-    heads.
+    """Sum the gradient of the last ``width`` output features over ranks.
+
+    All heads use these features, and each rank has some of the heads.
     """
 
     def __init__(self, width: int) -> None:
@@ -163,9 +164,7 @@ def mark_styled(module: nn.Module) -> None:
 
 
 def hook_modules_with_shared_parameters(root: nn.Module, mesh: DeviceMesh) -> None:
-    """Make modules without a style, if they share a parameter with a styled module, take and return tensors that are equal on
-    all ranks.
-    """
+    """Make modules without a style that share a parameter with a styled module take and return replicated tensors."""
     parameters = [(parameter, module) for module in root.modules() for parameter in module._parameters.values()]
     for modules in by_key(pair for pair in parameters if isinstance(pair[0], DTensor)).values():
         unstyled = [module for module in modules if "_replicated_input_hooks" not in module.__dict__]

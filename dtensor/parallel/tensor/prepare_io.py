@@ -155,10 +155,9 @@ class PrepareModuleOutput(ParallelStyle):
 
 
 class PrepareModuleInputOutput(ParallelStyle):
-    """Combine :class:`PrepareModuleInput` and :class:`PrepareModuleOutput`; ``use_local_input`` is ``use_local_output`` of the
-    former.
+    """Combine :class:`PrepareModuleInput` and :class:`PrepareModuleOutput`.
 
-    Cost and errors are those of the two styles.
+    ``use_local_input`` is ``use_local_output`` of the former. Cost and errors are those of the two styles.
 
     >>> import torch, dtensor as dt
     >>> from dtensor.parallel import parallelize_module

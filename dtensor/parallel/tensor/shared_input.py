@@ -104,8 +104,9 @@ _detached_to_local = recorded(_DetachedToLocal)
 
 
 def donate_local(x: Any) -> torch.Tensor:
-    """Return the local tensors of ``x``, which no other code uses and autograd did not save, so that they can be written in
-    place.
+    """Return the local tensors of ``x``, which the caller may write in place.
+
+    No other code may use ``x``, and autograd must not have saved it.
     """
     traced = torch.compiler.is_compiling() or under_way() or functorch_active() or forward_ad._current_level >= 0
     return as_local(x) if traced else as_local(x, give=_detached_to_local)

@@ -1,5 +1,6 @@
-"""Parallel styles: the base class, and the steps that styles share (distribute a parameter, redistribute a value, hook a
-module).
+"""Parallel styles: the base class, and the steps that styles share.
+
+The steps distribute a parameter, redistribute a value at a module's boundary, and register hooks.
 """
 
 from __future__ import annotations
@@ -103,8 +104,9 @@ def distribute_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placeme
 
 
 def tensor_of(module: nn.Module, name: str) -> torch.Tensor | None:
-    """Return the parameter ``name`` of ``module``, or the tensor that a parametrization computes under that name; None if there
-    is neither.
+    """Return the parameter ``name`` of ``module``, or the tensor that a parametrization computes under that name.
+
+    Return None if there is neither.
     """
     value: Any = module._parameters.get(name)
     if value is None and is_parametrized(module, name):
@@ -115,9 +117,7 @@ def tensor_of(module: nn.Module, name: str) -> torch.Tensor | None:
 
 
 def _compute_parametrized(module: nn.Module, name: str) -> Any:
-    """Return the value of a parametrization in evaluation mode: in training mode spectral norm would advance its power
-    iteration.
-    """
+    """Return the value of a parametrization in evaluation mode. In training mode spectral norm advances its power iteration."""
     training_parts = [part for part in _original_tensors_of(module, name).modules() if part.training]
     for part in training_parts:
         part.training = False
@@ -134,8 +134,9 @@ def _original_tensors_of(module: nn.Module, name: str) -> nn.Module:
 
 
 def source_parameters_of(module: nn.Module, name: str) -> list[tuple[nn.Module, str]]:
-    """Return the parameter ``name`` of ``module`` as a pair of owner and name, or the parameters from which a parametrization
-    computes it.
+    """Return the parameter ``name`` of ``module`` as a pair of owner and name.
+
+    If a parametrization computes it, return the parameters that it computes it from.
     """
     if module._parameters.get(name) is not None:
         return [(module, name)]
@@ -160,10 +161,10 @@ def replicate_rest(module: nn.Module, mesh: DeviceMesh, source: int | None) -> N
 
 # --- values that cross a module's boundary -------------------------------------------------------------------------
 def redistribute_over(x: DTensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
-    """Redistribute ``x`` to ``placement`` along the one dim of ``mesh``, and keep its placements along the other dims of its own
-    mesh.
+    """Redistribute ``x`` to ``placement`` along the one dim of ``mesh``.
 
-    So a style over ``mesh["tp"]`` also accepts tensors on ``mesh["dp", "tp"]``.
+    Its placements along the other dims of its own mesh stay. So a style over ``mesh["tp"]`` also accepts tensors on
+    ``mesh["dp", "tp"]``.
 
     Raises:
         MeshError: the mesh of ``x`` does not have that dim.
@@ -179,8 +180,9 @@ def redistribute_over(x: DTensor, mesh: DeviceMesh, placement: Placement) -> DTe
 def make_shared_input(
     x: Any, mesh: DeviceMesh, input_placement: Placement, desired: Placement, global_size: int | None = None
 ) -> DTensor:
-    """Return ``x`` redistributed to ``desired``, as one DTensor for all modules that request it. A plain ``x`` has placement
-    ``input_placement``.
+    """Return ``x`` redistributed to ``desired``, as one DTensor for all modules that request it.
+
+    A plain ``x`` has the placement ``input_placement``.
     """
     return share_input(
         x,
@@ -214,8 +216,9 @@ def as_dtensor(x: Any, mesh: DeviceMesh, placement: Placement, global_size: int 
 
 
 def _extend_to_mesh(x: Any, mesh: DeviceMesh, placement: Placement, global_size: int | None) -> DTensor:
-    """Return ``x`` on its own mesh dims and that of ``mesh``: its local tensors are those over ``mesh`` too. Return ``x`` if it
-    is on that dim.
+    """Return the DTensor ``x`` on its own mesh dims and that of ``mesh``, of which its local tensors are local tensors too.
+
+    Return ``x`` if it is on that mesh dim already.
     """
     own_mesh, mesh_dim = placed_of(x)[0], mesh._dims[0]
     used = {d for dims in own_mesh._dims for d in dims}
@@ -235,8 +238,9 @@ def _extend_to_mesh(x: Any, mesh: DeviceMesh, placement: Placement, global_size:
 
 
 def to_local_if(x: Any, use_local: bool, mesh: DeviceMesh, new: bool = False) -> Any:
-    """Return the local tensors of a DTensor ``x`` over ``mesh`` if ``use_local``, else ``x``. Over other mesh dims it stays a
-    DTensor.
+    """Return the local tensors of a DTensor ``x`` over ``mesh`` if ``use_local``, else ``x``.
+
+    Over other mesh dims the result stays a DTensor.
 
     Args:
         new: no other code uses the memory of ``x``, and autograd did not save it.
