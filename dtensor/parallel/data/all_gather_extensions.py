@@ -84,7 +84,7 @@ class AllGatherExtensions:
                 )
         return any(extended for _, extended in results)
 
-    # --- before ------------------------------------------------------------------------------------------------------
+    # --- before the all-gather ---------------------------------------------------------------------------------------
     @torch.no_grad()
     def make_inputs(self, locals_: Sequence[Any]) -> list[Any]:
         """Return the local values of all entries. The first time ranks exchange the sizes of theirs: one small exchange.
@@ -96,11 +96,8 @@ class AllGatherExtensions:
         own_specs: dict[int, list[InputSpecs]] = {}
         columns = []
         for i, local in enumerate(locals_):
-            columns.append(
-                [local]
-                if not self._is_extended[i]
-                else comm.map(lambda member, x, i=i: self._call_pre_all_gather(member, i, x), local)
-            )
+            pre_all_gather = functools.partial(self._call_pre_all_gather, i)
+            columns.append(comm.map(pre_all_gather, local) if self._is_extended[i] else [local])
         comm.map(lambda member, *own: own_specs.__setitem__(member, [_input_specs(x) for x in own]), *columns)
         if not self._specs:
             self._exchange_specs(comm, own_specs)
@@ -109,7 +106,7 @@ class AllGatherExtensions:
                 raise LayoutError(f"fsdp_pre_all_gather returned {specs}, and {self._specs[member]} the first time")
         return [columns[i][k] for i, k in self._order]
 
-    def _call_pre_all_gather(self, member: int, i: int, local: Any) -> list[Tensor]:
+    def _call_pre_all_gather(self, i: int, member: int, local: Any) -> list[Tensor]:
         fsdp_param, hook = self._fsdp_params[i], local.fsdp_pre_all_gather
         size = torch.Size(fsdp_param.unsharded_layout.shape_of(member))
         count = len(inspect.signature(hook).parameters)
@@ -148,9 +145,9 @@ class AllGatherExtensions:
         return next(iter(self._specs.values()))[i][k][0] if self._is_extended[i] else self._dtypes[i]
 
     def _concat_dim(self, fsdp_param: FSDPParam, shape: Sequence[int]) -> int:
-        return (
-            fsdp_param.shard_dim if fsdp_param.shard_dim is not None and len(shape) == len(fsdp_param.stored_layout.shape) else 0
-        )
+        """Return the dim of an input along which it is concatenated: the sharded dim if both have as many dims, else 0."""
+        dim = fsdp_param.shard_dim
+        return dim if dim is not None and len(shape) == len(fsdp_param.stored_layout.shape) else 0
 
     def make_rows(self, member: int, alignment: int) -> Rows:
         """Return the offsets of the entries in what is gathered, for one member."""
@@ -178,7 +175,7 @@ class AllGatherExtensions:
             start += size[dim]
         return tuple(start if d == dim else n for d, n in enumerate(sizes[0])), boxes
 
-    # --- after -------------------------------------------------------------------------------------------------------
+    # --- after the all-gather ----------------------------------------------------------------------------------------
     @torch.no_grad()
     def make_values(self, locals_: Sequence[Any], gathered: Sequence[Any]) -> list[Any]:
         """Return the unsharded parameters, made of the gathered entries."""

@@ -143,7 +143,7 @@ class _StreamScope:
         self._device.current_stream().wait_stream(self._stream)
 
 
-# --- a user's primitives -----------------------------------------------------------------------------------------------
+# --- a user's primitives ---------------------------------------------------------------------------------------------
 def gather_rows(axes: MeshAxes, custom: AllGather, lengths_of: Lengths, row: Any) -> Pending[Any]:
     """Gather the rows of all ranks with a custom all-gather, concatenated. ``lengths_of(member)``: the lengths of the rows."""
     comm, device, dtype = communicator_of(axes.mesh), torch.device(axes.mesh.device_type), row.dtype
@@ -231,7 +231,7 @@ def _process_group_of(axes: MeshAxes) -> tuple[Any, list[int]]:
     return group.handle, list(range(group.size)) if group.order is None else list(group.order)
 
 
-# --- memory of the process group's ---------------------------------------------------------------------------------------
+# --- memory of the process group's -----------------------------------------------------------------------------------
 class _BackendMemory:
     def __init__(self, backend: Any) -> None:
         self._backend = backend
@@ -268,7 +268,7 @@ def allocating_backend(axes: MeshAxes) -> Any:
     return backend if supports is not None and supports(device) else None
 
 
-# --- communication hooks of replicate -----------------------------------------------------------------------------------
+# --- communication hooks of replicate --------------------------------------------------------------------------------
 CommHook = Callable[[Any, Any], torch.futures.Future[Any]]
 
 

@@ -266,7 +266,7 @@ class FSDPModule:
         for group in groups:
             group.settings.hook, group.settings.hook_stream = hook, stream
 
-    # --- who communicates --------------------------------------------------------------------------------------------
+    # --- communication -----------------------------------------------------------------------------------------------
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Gather this unit's parameters by ``comm(output_tensor, input_tensor, group, async_op)``.
 

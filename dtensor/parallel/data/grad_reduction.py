@@ -309,7 +309,7 @@ class _SkipWithoutGradient:
 
 
 class _SkipUnchanged:
-    """Post-accumulation hook that is called only if ``.grad`` has changed since this object was made."""
+    """Post-accumulation hook that is called only if ``.grad`` has changed since its construction."""
 
     def __init__(self, hook: Callable[[nn.Parameter], None], parameter: nn.Parameter) -> None:
         self.hook, self._version = hook, _grad_version(parameter)

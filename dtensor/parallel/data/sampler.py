@@ -117,7 +117,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
         start = offsets_of(self._blocks)[at]
         return slice(start, start + self._blocks[at])
 
-    # --- where it stands ---------------------------------------------------------------------------------------------------
+    # --- position ----------------------------------------------------------------------------------------------------
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch. Nothing changes if it is the current one."""
         if epoch != self.epoch:

@@ -113,7 +113,7 @@ class Schedule:
         index = order.index(unit) + step
         return order[index] if 0 <= index < len(order) else None
 
-    # --- backward ------------------------------------------------------------------------------------------------
+    # --- backward ----------------------------------------------------------------------------------------------------
     def is_in_backward(self) -> bool:
         """Return True inside a pass of the autograd engine."""
         return graph_task() != -1

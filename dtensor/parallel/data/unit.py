@@ -139,7 +139,7 @@ class FSDPUnit:
                 unit.schedule = schedule
         return self.schedule  # type: ignore[return-value]  # set for this unit by the loop
 
-    # --- forward -------------------------------------------------------------------------------------------------
+    # --- forward -----------------------------------------------------------------------------------------------------
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Unshard the parameters, put them into the modules, start prefetching, and return the inputs for forward."""
         schedule = self._get_or_make_schedule()
@@ -241,7 +241,7 @@ class FSDPUnit:
         for group, values, storage in used:
             group.check_not_registered(values, storage)
 
-    # --- unshard and reshard -------------------------------------------------------------------------------------
+    # --- unshard and reshard -----------------------------------------------------------------------------------------
     def start_unshard(self) -> None:
         """Issue the all-gathers of all groups."""
         for group in self.groups:
@@ -296,7 +296,7 @@ class FSDPUnit:
             group.restore_parameters()
         declare_outside_use(self.groups, self.schedule)
 
-    # --- backward ------------------------------------------------------------------------------------------------
+    # --- backward ----------------------------------------------------------------------------------------------------
     def before_backward(self, uses: Sequence[ForwardUse], views: UnshardedViews, _: Tensor) -> None:
         """Unshard the values that forward used, because a gradient of an output has arrived."""
         schedule = self._get_or_make_schedule()
@@ -363,7 +363,7 @@ class FSDPUnit:
                 if not self.keep_after_backward:
                     group.reshard()
 
-    # --- passes: called by the schedule for all units ------------------------------------------------------------
+    # --- passes: called by the schedule for all units ----------------------------------------------------------------
     def begin_forward(self) -> None:
         """Start a forward pass with a new graph and new unsharded values."""
         self._pass = UnitPass(modules_to_run=self._pass.modules_to_run)

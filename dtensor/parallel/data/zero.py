@@ -148,7 +148,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({name: value for name, value in outer.items() if name != "params"})
 
-    # --- shards -------------------------------------------------------------------------------------------------------
+    # --- shards ------------------------------------------------------------------------------------------------------
     def _shard_params(self, parameters: Iterable[Tensor]) -> list[nn.Parameter]:
         """Return the shards of ``parameters``. Their local tensors share one buffer: they are sent together after a step."""
         made = [self._shard_param(p) for p in parameters]

@@ -120,15 +120,13 @@ class _MatrixParallel(ParallelStyle):
             module.register_forward_hook(lambda mod, inputs, outputs: finish(layouts, use_local, mod, outputs, mesh))
         return module
 
-    # --- named and called as in PyTorch, for subclasses ---------------------------------------------------------------
+    # --- named and called as in PyTorch, for subclasses --------------------------------------------------------------
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         """Distribute the weight and the bias of ``module``; leave a module that has no weight."""
         if source_parameters_of(module, "weight"):
-            self._distribute_weight(
-                module,
-                device_mesh,
-                self._weight_shard_dim if weight_family_of(module) != "transposed linear" else 1 - self._weight_shard_dim,
-            )
+            is_transposed = weight_family_of(module) == "transposed linear"
+            dim = 1 - self._weight_shard_dim if is_transposed else self._weight_shard_dim
+            self._distribute_weight(module, device_mesh, dim)
 
     def _partition_embedding_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         """Distribute the table of an embedding."""
@@ -299,7 +297,7 @@ class SequenceParallel(ParallelStyle):
             module.register_forward_hook(lambda mod, inputs, outputs: finish(use_local, mod, outputs, mesh))
         return module
 
-    # --- named and called as in PyTorch, for subclasses ---------------------------------------------------------------
+    # --- named and called as in PyTorch, for subclasses --------------------------------------------------------------
     def _replicate_module_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         """Replicate the parameters and buffers of ``module``."""
         replicate_own(module, device_mesh, self.src_data_rank)

@@ -16,7 +16,7 @@ from ...ranks.functorch import seen
 from ...tensor.dtensor import DTensor
 from .style import ParallelStyle, as_dtensor, hook_first_output, redistribute_over, require_one_dim, to_local_if
 
-GROUPED_MM_ALIGNMENT = 16  # bytes: products of groups refuse matrices whose rows are no multiple
+GROUPED_MM_ALIGNMENT = 16  # bytes: grouped matmuls require rows of a multiple of it
 
 
 class ReplicatedInputs(ParallelStyle):
@@ -61,20 +61,17 @@ class ShardedExperts(ParallelStyle):
         def enter(
             running_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            sharded_stacks = (
-                None
-                if any(isinstance(seen(x), DTensor) for x in (*args, *kwargs.values()))
-                else _sharded_stacks_of(running_module, mesh)
-            )
+            has_dtensors = any(isinstance(seen(x), DTensor) for x in (*args, *kwargs.values()))
+            sharded_stacks = None if has_dtensors else _sharded_stacks_of(running_module, mesh)
             stack = ExitStack()
             running.append((stack, sharded_stacks is not None))
             if sharded_stacks is None:
                 stack.enter_context(implicit_replication())
                 return _map_arguments(_as_replicated, mesh, args, kwargs)
             for (owner, name), parameter in sharded_stacks.items():
-                places: dict[str, Any] = owner._parameters
-                stack.callback(places.__setitem__, name, parameter)
-                places[name] = parameter.to_local()
+                parameters: dict[str, Any] = owner._parameters
+                stack.callback(parameters.__setitem__, name, parameter)
+                parameters[name] = parameter.to_local()
             return _map_arguments(_with_partial_grad, mesh, args, kwargs)
 
         def leave(*_: Any) -> None:

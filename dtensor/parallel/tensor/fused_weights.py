@@ -58,9 +58,8 @@ def distribute_fused_parameter(module: nn.Module, name: str, mesh: DeviceMesh, d
             f"divisible into {parts} parts"
         )
     install_stack_overrides()
-    module._parameters[name] = value = nn.Parameter(
-        parameter.detach(), parameter.requires_grad
-    )  # register_parametrization sets its data to the stack
+    value = nn.Parameter(parameter.detach(), parameter.requires_grad)  # register_parametrization sets its data to the stack
+    module._parameters[name] = value
     Attributes.of(parameter).set_on(value)
     register_parametrization(module, name, _StackParametrization(dim, parts))
     parametrization: Any = module.parametrizations[name]  # type: ignore[index]  # a dict of modules

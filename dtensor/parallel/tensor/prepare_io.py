@@ -71,7 +71,7 @@ class PrepareModuleInput(ParallelStyle):
         module.register_forward_pre_hook(hook, with_kwargs=True)
         return module
 
-    # --- named and called as in PyTorch, for subclasses ---------------------------------------------------------------
+    # --- named and called as in PyTorch, for subclasses --------------------------------------------------------------
     def _prepare_input_arg(self, input: Any, mesh: Any, input_layout: Placement | None, desired_layout: Placement | None) -> Any:
         """Redistribute one tensor argument to ``desired_layout``. A plain tensor has the placement ``input_layout``."""
         return _redistribute_value(input, as_mesh(mesh), input_layout, desired_layout, self.use_local_output)
@@ -139,7 +139,7 @@ class PrepareModuleOutput(ParallelStyle):
         module.register_forward_hook(lambda _, args, outputs: self._prepare_out_fn(outputs, mesh))
         return module
 
-    # --- named and called as in PyTorch, for subclasses ---------------------------------------------------------------
+    # --- named and called as in PyTorch, for subclasses --------------------------------------------------------------
     def _prepare_out_fn(self, outputs: Any, device_mesh: Any) -> Any:
         """Redistribute the outputs to ``desired_output_layouts``."""
 
@@ -198,7 +198,7 @@ class PrepareModuleInputOutput(ParallelStyle):
         return self.prepare_module_output._apply(module, device_mesh)
 
 
-# --- layouts: of one value, or nested as the value --------------------------------------------------------------------
+# --- layouts: of one value, or nested as the value -------------------------------------------------------------------
 def _map_nested(
     x: Any, mesh: Any, current: NestedLayouts, desired: NestedLayouts, prepare: Callable[[Any, Any, Any, Any], Any]
 ) -> Any:

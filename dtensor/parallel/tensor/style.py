@@ -159,7 +159,7 @@ def replicate_rest(module: nn.Module, mesh: DeviceMesh, source: int | None) -> N
         replicate_own(submodule, mesh, source)
 
 
-# --- values that cross a module's boundary -------------------------------------------------------------------------
+# --- values that cross a module's boundary ---------------------------------------------------------------------------
 def redistribute_over(x: DTensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
     """Redistribute ``x`` to ``placement`` along the one dim of ``mesh``.
 
@@ -254,7 +254,7 @@ def to_local_if(x: Any, use_local: bool, mesh: DeviceMesh, new: bool = False) ->
     layout = layout_of(x)
     outer = own_mesh._derive(*picked(own_mesh, other_dims))
     shard_kinds = {d: {i in other_dims for i in split.mesh_dims} for d, split in enumerate(layout.splits) if split is not None}
-    is_mixed = any(len(kinds) > 1 for kinds in shard_kinds.values())  # sizes there are told by the pieces themselves
+    is_mixed = any(len(kinds) > 1 for kinds in shard_kinds.values())  # the local tensors have the sizes
     sizes = shards_of(local)[0].shape
     shape = None if is_mixed else [sizes[d] if shard_kinds.get(d) == {False} else n for d, n in enumerate(layout.shape)]
     outer_placements = [layout.placements[i] for i in other_dims]
