@@ -83,8 +83,8 @@ def context_parallel(
         return
     with ExitStack() as stack:
         for buffer, dim in zip(buffers, dims, strict=True):
-            whole = buffer._local if isinstance(buffer, DTensor) else buffer.detach()
-            undo = _swap_buffer(buffer, order.part_of(mesh, whole, dim))
+            full = buffer._local if isinstance(buffer, DTensor) else buffer.detach()
+            undo = _swap_buffer(buffer, order.shard_of(mesh, full, dim))
             if id(buffer) not in not_restored:
                 stack.callback(undo)
         stack.enter_context(AroundTheRing(mesh, order))
@@ -122,13 +122,13 @@ def context_parallel_unshard(
         whole = DTensor.from_local(buffer, mesh, [Shard(dim)])
         order = Order(whole.shape[dim], mesh.size(), load_balance)
         split = whole.layout.splits[dim]
-        if mesh.size() > 1 and (split is None or split.sizes != order.sizes):
+        if mesh.size() > 1 and (split is None or split.sizes != order.shard_sizes):
             raise LayoutError(
                 f"shards of {split and split.sizes} positions do not fit a sequence of {order.length} over "
-                f"{order.ranks} ranks, which has shards of {order.sizes}"
+                f"{order.ranks} ranks, which has shards of {order.shard_sizes}"
             )
         gathered = whole.full_tensor()
-        found.append(gathered.index_select(dim, order.back.to(gathered.device)))
+        found.append(gathered.index_select(dim, order.inverse_permutation.to(gathered.device)))
     return found
 
 
@@ -217,7 +217,7 @@ class AroundTheRing(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
-            return self._attend(*args, **(kwargs or {}))
+            return self.attention(*args, **(kwargs or {}))
         if getattr(func, "__name__", None) in _FUSED_ATTENTION:
             raise UnsupportedOperationError(
                 f"{func.__name__} contains its own attention, in which context_parallel cannot exchange keys and "
@@ -247,7 +247,7 @@ class AroundTheRing(TorchFunctionMode):
             for handle in handles.values():
                 handle.remove()
 
-    def _attend(
+    def attention(
         self,
         query: Tensor,
         key: Tensor,
@@ -259,6 +259,7 @@ class AroundTheRing(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        """Compute ring attention of local tensors; the parameters are those of ``F.scaled_dot_product_attention``."""
         if attn_mask is not None or dropout_p > 0:
             raise UnsupportedOperationError(
                 "context_parallel supports is_causal=, but not attn_mask or dropout_p. For your own mask use "
@@ -275,7 +276,7 @@ class AroundTheRing(TorchFunctionMode):
             scale = width**-0.5 if scale is None else scale
             query, key, value = (F.pad(x, (0, max(width, value_width) - x.size(-1))) for x in (query, key, value))
         says(self.mesh, f"attention of parts of a sequence, is_causal={is_causal}, scale={scale}")
-        ring = self.order.ring(self.mesh, key, value, is_causal, scale)
+        ring = self.order.make_ring(self.mesh, key, value, is_causal, scale)
         out: Tensor = _RingAttention.apply(query, key, value, ring)[..., :value_width]
         match operands[0].ndim:
             case 3:
@@ -310,7 +311,7 @@ class AroundTheRing(TorchFunctionMode):
                 "the same placements"
             )
         query, key, value = (x.to_local() for x in operands)
-        local = self._attend(query, key, value, None, 0.0, causal, scale=scale, enable_gqa=grouped)
+        local = self.attention(query, key, value, None, 0.0, causal, scale=scale, enable_gqa=grouped)
         shape = (*first.shape[:-1], operands[2].shape[-1])
         return DTensor.from_local(local, mesh, first.placements, shape=shape)
 
@@ -323,7 +324,7 @@ class AroundTheRing(TorchFunctionMode):
             raise LayoutError(f"query, key and value have {heads} heads; fewer heads of key and value need enable_gqa=True")
 
         def check(member: int, *operands_here: Tensor) -> None:
-            held = self.order.sizes[self.mesh.coordinates[member][0]]
+            held = self.order.shard_sizes[self.mesh.coordinates[member][0]]
             found = [x.shape[-2] for x in operands_here]
             if found != [held] * 3:
                 raise LayoutError(

@@ -22,7 +22,7 @@ class Order(NamedTuple):
         ranks: number of ranks.
         balanced: a rank holds an early and a late block instead of one contiguous block.
 
-    >>> Order(8, 2, True).pieces(0), Order(8, 2, True).pieces(1), Order(7, 2, False).pieces(1)
+    >>> Order(8, 2, True).position_ranges(0), Order(8, 2, True).position_ranges(1), Order(7, 2, False).position_ranges(1)
     ((range(0, 2), range(6, 8)), (range(2, 4), range(4, 6)), (range(4, 7),))
     """
 
@@ -31,42 +31,44 @@ class Order(NamedTuple):
     balanced: bool
 
     @property
-    def sizes(self) -> tuple[int, ...]:
+    def shard_sizes(self) -> tuple[int, ...]:
         """Return the number of positions of each rank, equal to the sizes of a ``Shard``."""
         return chunk_sizes(self.length, (self.ranks,))
 
-    def pieces(self, index: int) -> Pieces:
+    def position_ranges(self, index: int) -> Pieces:
         """Return the ranges of positions that the rank at ``index`` holds."""
-        early = [size - size // 2 if self.balanced else size for size in self.sizes]
-        late = [size // 2 for size in reversed(self.sizes)] if self.balanced else []
+        early = [size - size // 2 if self.balanced else size for size in self.shard_sizes]
+        late = [size // 2 for size in reversed(self.shard_sizes)] if self.balanced else []
         starts = offsets_of((*early, *late))
         held = [(starts[index], early[index])] + ([(starts[-1 - index], late[-1 - index])] if late else [])
         return tuple(range(start, start + size) for start, size in held)
 
     @property
-    def back(self) -> Tensor:
+    def inverse_permutation(self) -> Tensor:
         """Return the permutation that restores the sequence order of the shards concatenated by rank."""
-        return torch.tensor(list(chain.from_iterable(chain(*map(self.pieces, range(self.ranks))))), device="cpu").argsort()
+        return torch.tensor(
+            list(chain.from_iterable(chain(*map(self.position_ranges, range(self.ranks))))), device="cpu"
+        ).argsort()
 
-    def part_of(self, mesh: DeviceMesh, whole: Tensor, dim: int) -> Any:
-        """Return each rank's shard of ``whole`` along ``dim``."""
+    def shard_of(self, mesh: DeviceMesh, full: Tensor, dim: int) -> Any:
+        """Return each rank's shard of ``full`` along ``dim``."""
 
-        def own(member: int, whole: Tensor) -> Tensor:
-            pieces = self.pieces(mesh.coordinates[member][0])
-            return torch.cat([whole.narrow(dim, piece.start, len(piece)) for piece in pieces], dim)
+        def select_positions(member: int, full: Tensor) -> Tensor:
+            ranges = self.position_ranges(mesh.coordinates[member][0])
+            return torch.cat([full.narrow(dim, r.start, len(r)) for r in ranges], dim)
 
-        return communicator_of(mesh).map(own, whole)
+        return communicator_of(mesh).map(select_positions, full)
 
-    def ring(self, mesh: DeviceMesh, key: Tensor, value: Tensor, causal: bool, scale: float | None) -> Ring:
+    def make_ring(self, mesh: DeviceMesh, key: Tensor, value: Tensor, causal: bool, scale: float | None) -> Ring:
         """Return the ring around which the ranks send ``key`` and ``value``."""
         around = [(x.size(0), x.size(1), x.size(3)) for x in (key, value)]
 
-        def positions(member: int) -> Pieces:
-            return self.pieces(mesh.coordinates[member][0])
+        def own_positions(member: int) -> Pieces:
+            return self.position_ranges(mesh.coordinates[member][0])
 
-        def shapes(member: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-            held = self.sizes[mesh.coordinates[member][0]]
+        def local_shapes(member: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+            held = self.shard_sizes[mesh.coordinates[member][0]]
             of_key, of_value = ((batch, heads, held, width) for batch, heads, width in around)
             return of_key, of_value
 
-        return Ring(mesh, (0,), positions, positions, shapes, causal, scale)
+        return Ring(mesh, (0,), own_positions, own_positions, local_shapes, causal, scale)
