@@ -38,7 +38,7 @@ def fully_shard(
     """Shard the parameters of ``module`` that are in no inner unit over the data-parallel mesh, in place, and return it.
 
     Call it on inner modules first, then on the outer one. Each call makes a unit. One all-gather unshards it before it runs,
-    overlapped with the unit before it from the second pass on. It is resharded after forward and unshards again in backward.
+    overlapped with the unit before it from the second pass on. It is resharded after forward and unsharded again in backward.
     One reduce-scatter averages its gradients. With all ranks in one process the batch is a ``per_rank([...])``. A batch that
     is a DTensor over the data-parallel mesh gives the global loss and its gradient, as on one device.
 

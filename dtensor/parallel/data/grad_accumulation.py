@@ -260,7 +260,7 @@ def _patch_zero_grad() -> None:
         if _MAY_HOLD_GRADIENTS:
             clear_pending({id(parameter) for group in self.param_groups for parameter in group["params"]}, set_to_none)
 
-    Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]  # see interop.changes
+    Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]  # see interop.patch_catalog
     changed("torch.optim.optimizer.Optimizer.zero_grad")
 
 

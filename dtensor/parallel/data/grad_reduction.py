@@ -184,7 +184,9 @@ class GradReduction:
             is_used = {i: any(row[k] for row in flag_rows) for k, i in enumerate(self.indices)}
         entries = zip(self.indices, blocks, layouts, strict=True)
         present = [(i, block, layout) for i, block, layout in entries if i not in self.missing or is_used[i]]
-        grads = [(group.fsdp_params[i].parameter, wrap(block, layout)) for i, block, layout in present]
+        grads: list[tuple[nn.Parameter, Tensor]] = [
+            (group.fsdp_params[i].parameter, wrap(block, layout)) for i, block, layout in present
+        ]
         (accumulate_into or accumulate_grads)(grads)
         return True
 
