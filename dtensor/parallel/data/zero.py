@@ -153,8 +153,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         """Return the shards of ``parameters``. Their local tensors share one buffer: they are sent together after a step."""
         made = [self._shard_param(p) for p in parameters]
         added = self._sharded_params[len(self._sharded_params) - len(made) :]
-        cut = [x for x in added if x.state is not x.stored and not x.shard.is_meta]
-        sharded = [x for x in cut if all(local.is_contiguous() for local in shards_of(x.shard._local))]
+        distributed = [x for x in added if x.state is not x.stored and not x.shard.is_meta]
+        sharded = [x for x in distributed if all(local.is_contiguous() for local in shards_of(x.shard._local))]
         for (mesh, _), shards in by_key(((x.state.mesh, x.state.dtype), x.shard) for x in sharded).items():
             comm = communicator_of(mesh)
             if comm.held:
@@ -187,8 +187,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             return stored
         ranks = stored.mesh.size_of(mesh_dims)
         even_dims = [d for d in dims if stored.shape[d] % ranks == 0]
-        cut = even_dims[0] if even_dims else max(dims, key=lambda d: stored.shape[d])
-        placements: list[Placement] = [Shard(cut) if i in mesh_dims else old for i, old in enumerate(stored.placements)]
+        shard_dim = even_dims[0] if even_dims else max(dims, key=lambda d: stored.shape[d])
+        placements: list[Placement] = [Shard(shard_dim) if i in mesh_dims else old for i, old in enumerate(stored.placements)]
         return stored.replace(placements=placements)
 
     def _stored_layout(self, p: Tensor) -> Layout:
