@@ -26,14 +26,14 @@ _DONE: set[str] = set()
 # mode of map_ranks, which lets pass what is compiled.
 LOOKED_INTO = frozenset(
     {
-        "interop/compiled",
+        "interop/torch_compile",
         "layout/layout",
         "mesh/device_mesh",
         "mesh/geometry",
-        "parallel/tensor/boundary",
-        "parallel/tensor/crossing",
+        "parallel/tensor/colwise_rowwise",
         "parallel/tensor/loss",
-        "parallel/tensor/matrix",
+        "parallel/tensor/prepare_io",
+        "parallel/tensor/shared_input",
         "parallel/tensor/style",
         "placement",
         "ranks/run_mode",

@@ -1,4 +1,4 @@
-"""Styles by the name that ``torch.distributed.tensor.parallel.style`` has for them."""
+"""Parallel styles under the module name that ``torch.distributed.tensor.parallel.style`` has for them."""
 
 from .tensor.colwise_rowwise import ColwiseParallel, RowwiseParallel, SequenceParallel
 from .tensor.prepare_io import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput

@@ -96,12 +96,12 @@ def test_values_of_an_ended_backward_are_given_back() -> None:
     for retains in (False, True):
         loss = model(x).square().sum()
         torch.autograd.grad(loss, [x], retain_graph=retains)
-        assert unit.groups[0].whole.gathered is retains
+        assert unit.groups[0].unsharded.is_filled is retains
     for p in model.parameters():
         with torch.no_grad():
             p += 1
     model(x).square().sum().backward()
-    assert not unit.groups[0].whole.gathered
+    assert not unit.groups[0].unsharded.is_filled
 
 
 @pytest.mark.parametrize("way", ["replicated", "without sync", "deferred"])

@@ -106,7 +106,7 @@ def test_passes_without_backward_are_forgotten() -> None:
     for _ in range(5):
         model(dt.per_rank([torch.ones(1, 4), torch.ones(1, 4)]))
     (group,) = model.__dict__["_data_parallel_unit"].groups
-    assert len(group.whole.lent._tensors) <= 8  # those of two passes, of two ranks
+    assert len(group.unsharded.saved_aliases._tensors) <= 8  # those of two passes, of two ranks
 
 
 class Given(nn.Module):

@@ -111,13 +111,13 @@ def test_a_part_is_kept_and_few_bytes_are_gathered() -> None:
     model = wrapped(mesh, reshard_after_forward=2)
     loss = (model(rows(mesh)) ** 2).sum()
     group = unit_of(model[2]).groups[0]
-    assert group.whole.buffer.shards[0].untyped_storage().nbytes() == 0
-    assert [x.numel() for x in group.whole.kept[1].shards] == [(5 * 7 + 7) * 8 // 2] * 4
+    assert group.unsharded.buffer.shards[0].untyped_storage().nbytes() == 0
+    assert [x.numel() for x in group.unsharded.resharded_part[1].shards] == [(5 * 7 + 7) * 8 // 2] * 4
     with CommDebugMode() as comm:
         loss.backward()
     assert comm.get_comm_counts()["all_gather"] == 3
     assert comm.get_comm_bytes()["all_gather"] == sum((i * o + o) * 8 // 2 for i, o in ((3, 5), (5, 7), (7, 2)))
-    assert group.whole.kept is None
+    assert group.unsharded.resharded_part is None
     with torch.no_grad():
         before = model(rows(mesh))
         model[0].weight.mul_(2)  # what was kept is of no use then
@@ -125,14 +125,14 @@ def test_a_part_is_kept_and_few_bytes_are_gathered() -> None:
     model.set_reshard_after_forward(True)
     model.zero_grad()
     step(model, mesh)
-    assert group.whole.kept is None
+    assert group.unsharded.resharded_part is None
 
 
 def test_numbers_that_mean_all_or_nothing_and_such_as_do_not_fit() -> None:
     mesh = dp(4)
     assert unit_of(fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=1)).keep_after_forward is True
     whole = unit_of(fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=4))
-    assert (whole.keep_after_forward, whole.groups[0].neighbours) == (False, None)
+    assert (whole.keep_after_forward, whole.groups[0].reshard_group) == (False, None)
     for number in (0, 3, 8):
         with pytest.raises(ValueError, match="must divide the 4 ranks"):
             fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=number)
@@ -365,8 +365,8 @@ def _options(size: int) -> list[float]:
     share_comm_ctx([model, model[0]])
     grads = step(model, mesh)
     assert_same(grads, alone(size))
-    assert unit_of(model).awaited is None
-    reductions = {id(g.settings.scatter_comm) for m in model[::2] for g in unit_of(m).groups}
+    assert unit_of(model).post_optim_event is None
+    reductions = {id(g.settings.reduce_scatter_comm) for m in model[::2] for g in unit_of(m).groups}
     assert len(reductions) == 1
     model.set_separate_reduce_scatter_group(False)
     return sums(grads)

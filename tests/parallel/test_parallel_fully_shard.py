@@ -29,7 +29,7 @@ from dtensor.parallel import (
     register_fsdp_forward_method,
     replicate,
 )
-from dtensor.parallel.data.offload import Host
+from dtensor.parallel.data.policy import HostOffload
 from dtensor.parallel.data.unit import unit_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
@@ -337,8 +337,8 @@ def test_only_this_ranks_part_is_held_between_passes() -> None:
     loss_of(model(own(batches(2)[0], mesh))).backward()
     for module in (model, *model.layers):
         (group,) = unit_of(module).groups
-        assert not group.whole.gathered
-        assert all(buffer.untyped_storage().nbytes() == 0 for buffer in group.whole.buffer.shards)
+        assert not group.unsharded.is_filled
+        assert all(buffer.untyped_storage().nbytes() == 0 for buffer in group.unsharded.buffer.shards)
     assert model.embedding.weight.to_local().shards[0].shape == (4, 5)
 
 
@@ -347,7 +347,9 @@ def test_only_the_running_unit_is_whole() -> None:
     model = shard(net(), mesh)
     gathered: list[list[bool]] = []
     for layer in model.layers:
-        layer[1].register_forward_hook(lambda *_: gathered.append([unit_of(m).groups[0].whole.gathered for m in model.layers]))
+        layer[1].register_forward_hook(
+            lambda *_: gathered.append([unit_of(m).groups[0].unsharded.is_filled for m in model.layers])
+        )
     model(own(batches(2)[0], mesh))
     assert gathered[:3] == [[True, False, False], [False, True, False], [False, False, True]]
 
@@ -386,7 +388,7 @@ def test_frozen_parameters_have_no_gradient() -> None:
     loss_of(model(own(batches(2)[0], mesh))).backward()
     alone_loss(alone, batches(2)[0]).backward()
     same_gradients(model, alone)
-    assert not unit_of(model.layers[1]).groups[0].whole.gathered
+    assert not unit_of(model.layers[1]).groups[0].unsharded.is_filled
 
 
 def test_parameters_that_no_rank_uses_keep_their_gradient() -> None:
@@ -567,12 +569,12 @@ def test_gradients_on_their_way_to_host_memory_are_waited_for_when_the_next_have
     """Copies that arrive when they are waited for, and not before, as from a device."""
     done: list[tuple[str, int]] = []
 
-    def fetched(host: Host, x: Tensor) -> tuple[Tensor, Callable[[], Any]]:
+    def fetched(host: HostOffload, x: Tensor) -> tuple[Tensor, Callable[[], Any]]:
         late, number = torch.full_like(x, float("nan")), sum(what == "sent" for what, _ in done)
         done.append(("sent", number))
         return late, lambda: (late.copy_(x), done.append(("waited", number)))
 
-    monkeypatch.setattr(Host, "fetched", fetched)
+    monkeypatch.setattr(HostOffload, "copy_to_host", fetched)
     mesh, model, alone = dp(), net(), net()
     make(model, mesh, offload_policy=CPUOffloadPolicy())
     if make is shard:
@@ -756,10 +758,10 @@ def test_units_that_share_an_input_are_freed_one_by_one() -> None:
     x = encoded = start(own([torch.ones(2, 4)] * 2, mesh))
     for block in blocks:
         x = block(x * 1, encoded=encoded)
-        x.register_hook(lambda _: seen.append(sum(unit_of(b).groups[0].whole.gathered for b in blocks)))
+        x.register_hook(lambda _: seen.append(sum(unit_of(b).groups[0].unsharded.is_filled for b in blocks)))
     loss_of(x).backward()
     assert max(seen) <= 2
-    assert not any(unit_of(b).groups[0].whole.gathered for b in blocks)
+    assert not any(unit_of(b).groups[0].unsharded.is_filled for b in blocks)
 
 
 def test_a_copy_made_after_a_pass_trains_by_itself() -> None:
@@ -859,7 +861,7 @@ def test_evaluation_without_gradients_frees_everything() -> None:
     model = shard(net(), mesh)
     with torch.no_grad():
         first = model(own(batches(2)[0], mesh))
-    assert not any(unit_of(m).groups[0].whole.gathered for m in (model, *model.layers))
+    assert not any(unit_of(m).groups[0].unsharded.is_filled for m in (model, *model.layers))
     assert torch.equal(first.shards[0], net()(batches(2)[0][0]))
 
 

@@ -210,7 +210,7 @@ def test_gradients_in_buckets_have_memory_once() -> None:
         model = replicate(nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))), mesh, gradient_as_bucket_view=views)
         model(dt.per_rank([torch.ones(1, 16)] * 2)).sum().backward()
         group = unit_of(model).groups[0]
-        found = [x for each in group.whole.buckets.values() for bucket in each.values() for x in bucket]
+        found = [x for each in group.unsharded.grad_buckets.values() for bucket in each.values() for x in bucket]
         found += [shard for p in model.parameters() for shard in p.grad._local.shards]
         stores = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in found}
         held[views] = sum(stores.values())

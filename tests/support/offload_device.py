@@ -18,7 +18,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 import dtensor as dt
 from dtensor.parallel import CPUOffloadPolicy, fully_shard, materialize, replicate
-from dtensor.parallel.data.grad_reduction import Spare, reductions
+from dtensor.parallel.data.grad_reduction import SendBufferPool, start_reductions
 from dtensor.parallel.data.unit import unit_of
 
 DEVICE = "pretended"
@@ -80,9 +80,12 @@ def watched(make: Any, pin: bool, meta: bool) -> tuple[set[tuple[str, str, bool]
         model(dt.per_rank([torch.ones(2, 5, device=DEVICE)] * 2))
         assert seen == [DEVICE]
         (group,) = unit_of(model).groups
-        column = {k: tuple(torch.ones(m.compute.shape, device=DEVICE) for _ in range(2)) for k, m in enumerate(group.managed)}
-        (reduction,) = reductions(group, column, True, Spare())
-        reduction.arrive()
+        column = {
+            k: tuple(torch.ones(m.unsharded_layout.shape, device=DEVICE) for _ in range(2))
+            for k, m in enumerate(group.fsdp_params)
+        }
+        (reduction,) = start_reductions(group, column, True, SendBufferPool())
+        reduction.finish_first_round()
         early = Event.waited
         assert all(p.grad is None for p in model.parameters())
         reduction.deliver()

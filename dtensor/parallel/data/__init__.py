@@ -1,1 +1,1 @@
-"""Data parallelism: fully sharded, replicated, hybrid, ZeRO."""
+"""Data parallelism: fully sharded and replicated modules, ZeRO-1, and the sampler of distributed batches."""

@@ -1,7 +1,7 @@
-"""A module's buffers under data parallelism: replicated DTensors between passes, local tensors while the module runs.
+"""Module buffers under data parallelism: replicated DTensors between passes, local tensors while the module runs.
 
-Each rank writes its own (the running statistics of a batch norm differ with the batch); after a training pass that wrote some,
-the first rank's values are everybody's again, so that a replicated DTensor is what it says.
+Each rank writes its own local tensor: the running statistics of a batch norm depend on the batch. After a training pass that
+wrote buffers, the first rank's values are broadcast, so that the replicated DTensors are replicated.
 """
 
 from __future__ import annotations
@@ -17,94 +17,99 @@ from ...dispatch.version_counters import Stamp, stamp
 from ...layout.layout import Layout
 from ...redistribute.coalesce import broadcast_many
 from ...tensor.dtensor import DTensor, wrap
-from .dp_modes import Axes
-from .managed_param import of_first, on_first, over_both
+from .dp_modes import MeshAxes
+from .fsdp_param_init import broadcast_from_first, make_unsharded_layout, tensors_with_values
 
 
-class Buffers:
-    """The buffers of some modules; not ``shared``: each rank's own, as plain tensors, for good.
+class ModuleBuffers:
+    """Buffers of some modules. If not ``shared``, each rank keeps buffers of its own, as plain tensors.
 
-    Of a module that other units hold too, around this one or beside it, whichever runs first puts the buffers in place, until it
-    has run: the others find them there.
+    A module may belong to several units. The unit that runs first puts the local tensors in place until it has run, and the
+    others find them there.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], axes: Axes, shared: bool = True) -> None:
+    def __init__(self, modules: Sequence[nn.Module], axes: MeshAxes, shared: bool = True) -> None:
         self.axes = axes
-        self.places: list[tuple[nn.Module, str, Layout | None]] = []
-        self._inside: list[tuple[nn.Module, str, DTensor, Any, Stamp]] = []
+        self.locations: list[tuple[nn.Module, str, Layout | None]] = []  # and the layout on the tensor-parallel mesh
+        self._in_use: list[tuple[nn.Module, str, DTensor, Any, Stamp]] = []
         found = [(module, name, x) for module in modules for name, x in module._buffers.items() if x is not None]
         new = {id(x): x for _, _, x in found if not getattr(x, "_data_parallel", False)}
-        made = {key: _own_copy(x.detach(), axes) for key, x in new.items() if not shared and not isinstance(x, DTensor)}
-        filled = set(map(id, on_first(communicator_of(axes.mesh), axes.both, [x for key, x in new.items() if key not in made])))
+        made = {key: _copy_for_ranks(x.detach(), axes) for key, x in new.items() if not shared and not isinstance(x, DTensor)}
+        shared_buffers = [x for key, x in new.items() if key not in made]
+        with_values = set(map(id, tensors_with_values(communicator_of(axes.mesh), axes.all_dims, shared_buffers)))
         for module, name, buffer in found:
-            key, inside = id(buffer), buffer._layout if isinstance(buffer, DTensor) else None
+            key, tp_layout = id(buffer), buffer._layout if isinstance(buffer, DTensor) else None
             if key not in new:
-                if inside is not None and inside.mesh == axes.mesh:
-                    self.places.append((module, name, None))
+                if tp_layout is not None and tp_layout.mesh == axes.mesh:
+                    self.locations.append((module, name, None))
                 continue
             if key not in made:
-                made[key] = _replicated(buffer, axes, inside, key in filled)
+                made[key] = _replicate_buffer(buffer, axes, tp_layout, key in with_values)
             module._buffers[name] = made[key]
             if isinstance(made[key], DTensor):
-                self.places.append((module, name, inside))
+                self.locations.append((module, name, tp_layout))
 
-    def enter(self, distributed: bool) -> None:
-        """Local tensors in place."""
-        if distributed or self._inside:
+    def put_local(self, has_distributed_batch: bool) -> None:
+        """Put local tensors into the modules, unless the batch is a DTensor over the data-parallel mesh."""
+        if has_distributed_batch or self._in_use:
             return
-        for module, name, inside in self.places:
-            outside = module._buffers[name]
-            if not isinstance(outside, DTensor):
+        for module, name, tp_layout in self.locations:
+            buffer = module._buffers[name]
+            if not isinstance(buffer, DTensor):
                 continue
-            value = outside._local if inside is None else wrap(outside._local, inside)
-            self._inside.append((module, name, outside, value, stamp(outside)))
+            value = buffer._local if tp_layout is None else wrap(buffer._local, tp_layout)
+            self._in_use.append((module, name, buffer, value, stamp(buffer)))
             module._buffers[name] = value
 
-    def leave(self, agree: bool = True) -> None:
-        """DTensors in place again, made equal on all ranks (if they are to ``agree``) where training wrote to them."""
-        written: set[nn.Module] = set()  # batch norm does not count up the version of all that it writes, but of one buffer
-        for module, name, outside, value, versions in self._inside:
-            now = module._buffers[name]
-            if now is not value and isinstance(now, Tensor):
-                with torch.inference_mode(False), torch.no_grad():  # what stays serves passes to come, which may train
-                    outside._local = torch.empty_like(outside._local).copy_(now._local if isinstance(now, DTensor) else now)
-            if now is not value or stamp(outside) != versions:
+    def restore_dtensors(self, synchronize: bool = True) -> None:
+        """Put the DTensors into the modules again. If ``synchronize``, broadcast those that training wrote to."""
+        written: set[nn.Module] = set()  # by module: batch norm advances the version counter of one of its buffers only
+        for module, name, buffer, value, version in self._in_use:
+            current = module._buffers[name]
+            if current is not value and isinstance(current, Tensor):
+                with torch.inference_mode(False), torch.no_grad():  # later passes, which may train, read this tensor
+                    source = current._local if isinstance(current, DTensor) else current
+                    buffer._local = torch.empty_like(buffer._local).copy_(source)
+            if current is not value or stamp(buffer) != version:
                 written.add(module)
-            module._buffers[name] = outside
-        changed = [outside for module, _, outside, _, _ in self._inside if module in written and module.training]
-        self._inside = []
-        if changed and agree:
-            _first_ranks(changed, self.axes)
+            module._buffers[name] = buffer
+        changed = [buffer for module, _, buffer, _, _ in self._in_use if module in written and module.training]
+        self._in_use = []
+        if changed and synchronize:
+            _broadcast_buffers(changed, self.axes)
 
 
-def _replicated(buffer: Tensor, axes: Axes, inside: Layout | None, filled: bool) -> DTensor:
-    """Return a buffer with the first rank's value, on all ranks; not ``filled``: without values."""
+def _replicate_buffer(buffer: Tensor, axes: MeshAxes, tp_layout: Layout | None, has_values: bool) -> DTensor:
+    """Return a DTensor with the first rank's value, replicated over the data-parallel mesh. It is meta if not ``has_values``."""
     comm = communicator_of(axes.mesh)
-    _, whole = over_both(axes, buffer, inside)
+    _, layout = make_unsharded_layout(axes, buffer, tp_layout)
     local = buffer._local if isinstance(buffer, DTensor) else buffer.detach()
     if not comm.held:
-        local = torch.zeros(whole.local_shape(None), dtype=whole.dtype, device=local.device)
+        local = torch.zeros(layout.local_shape(None), dtype=layout.dtype, device=local.device)
     else:
-        local = _own_copy(local if filled else local.to("meta"), axes)
-        if filled and (isinstance(local, PerRank) or not comm.holds_all):
-            local = of_first(comm, local, axes.both)
-    made = wrap(local, whole)
-    made._data_parallel = axes.mesh.device_type  # type: ignore[attr-defined]  # a mark: taken over already
+        local = _copy_for_ranks(local if has_values else local.to("meta"), axes)
+        if has_values and (isinstance(local, PerRank) or not comm.holds_all):
+            local = broadcast_from_first(comm, local, axes.all_dims)
+    made = wrap(local, layout)
+    made._data_parallel = axes.mesh.device_type  # type: ignore[attr-defined]  # marks a buffer that belongs to a unit
     return made
 
 
-def _own_copy(local: Any, axes: Axes) -> Any:
-    """Return a copy of a buffer's value on the device, a piece for each rank here; a meta tensor stays one."""
-    there = local if local.is_meta else local.to(axes.mesh.device_type)
-    copied = communicator_of(axes.mesh).map(lambda member, x: x.detach().clone(memory_format=torch.contiguous_format), there)
-    return local if copied is None else copied  # None: on a rank outside of the mesh
+def _copy_for_ranks(local: Any, axes: MeshAxes) -> Any:
+    """Return a copy of a buffer's value on the device, one for each local rank. A meta tensor is copied as meta."""
+    value = local if local.is_meta else local.to(axes.mesh.device_type)
+    copied = communicator_of(axes.mesh).map(lambda member, x: x.detach().clone(memory_format=torch.contiguous_format), value)
+    return local if copied is None else copied  # None: on a rank outside the mesh
 
 
-def _first_ranks(written: list[DTensor], axes: Axes) -> None:
-    """The first data-parallel rank's values everywhere: one broadcast of bytes, into new tensors: backward may need the old."""
+def _broadcast_buffers(buffers: list[DTensor], axes: MeshAxes) -> None:
+    """Replace the buffers' local tensors by the first data-parallel rank's values, with one broadcast of bytes.
+
+    The local tensors are new: backward may need the old ones.
+    """
     comm = communicator_of(axes.mesh)
-    distinct = list({id(x): x for x in written}.values())
+    distinct = list({id(x): x for x in buffers}.values())
     with torch.inference_mode(False), torch.no_grad():
-        made = broadcast_many(comm, [buffer._local for buffer in distinct], axes.both)
-    for buffer, local in zip(distinct, made, strict=True):
+        locals_ = broadcast_many(comm, [buffer._local for buffer in distinct], axes.all_dims)
+    for buffer, local in zip(distinct, locals_, strict=True):
         buffer._local = local

@@ -1,8 +1,8 @@
-"""How a group's collectives run: over the mesh's communicator, or by primitives of the user's own.
+"""Custom collectives: the settings of a group's collectives, and collectives that a program defines.
 
-A user's all-gather or reduce-scatter is called as torch calls it: flat tensors, every rank's part of one length (ours are padded
-to the longest), in the order of the process group's ranks. With all ranks in one process the tensors are :class:`PerRank`
-and the group is None.
+A custom all-gather or reduce-scatter is called as torch calls it: with flat tensors, parts of equal length for all ranks
+(padded to the longest), in the rank order of the process group. With all ranks in one process the tensors are
+:class:`PerRank` and the group is None.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from ...comm import Communicator, Pending, communicator_of
+from ...comm import Communicator, Pending, communicator_of, shards_of
 from ...comm.backends import all_gather_single, reduce_scatter_single
 from ...comm.communicator import Lengths
 from ...comm.events import Event, issuing, listeners, reporting
 from ...comm.flat_rows import joined
 from ...mesh.process_groups import program_group_of
-from .dp_modes import Axes
+from .dp_modes import MeshAxes
 
 
 class Comm(ABC):
-    """A primitive of communication, and where the memory of its buffers comes from.
+    """Abstract base class of custom collectives: allocates the memory of their buffers.
 
-    What it communicates is the user's; it is counted as one collective.
+    The communication is that of the subclass; it is counted as one collective.
 
     >>> import torch
     >>> class Own(Comm):
@@ -39,18 +39,18 @@ class Comm(ABC):
     >>> Own().allocate((3,), dtype=torch.float32, device=torch.device("cpu")).shape
     torch.Size([3])
 
-    What it raises goes to the program.
+    Errors are passed on to the program.
     """
 
     @abstractmethod
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer; called once for each member that is held here."""
+        """Allocate a buffer; called once for each member of this process."""
 
 
 class AllGather(Comm):
-    """What :meth:`FSDPModule.set_custom_all_gather` takes.
+    """Abstract base class of an all-gather for :meth:`FSDPModule.set_custom_all_gather`.
 
-    One all-gather of each unit's row of bytes.
+    Called once for each unit's row of bytes.
 
     >>> import torch, torch.distributed as dist
     >>> class Own(AllGather):
@@ -61,18 +61,18 @@ class AllGather(Comm):
     >>> isinstance(Own(), Comm)
     True
 
-    What it raises goes to the program.
+    Errors are passed on to the program.
     """
 
     @abstractmethod
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> dist.Work | None:
-        """Every rank's ``input_tensor``, one behind the other, into ``output_tensor``."""
+        """Write the ``input_tensor`` of all ranks, concatenated, into ``output_tensor``."""
 
 
 class ReduceScatter(Comm):
-    """What :meth:`FSDPModule.set_custom_reduce_scatter` takes.
+    """Abstract base class of a reduce-scatter for :meth:`FSDPModule.set_custom_reduce_scatter`.
 
-    One reduce-scatter of each unit's gradients.
+    Called once for the gradients of each unit.
 
     >>> import torch, torch.distributed as dist
     >>> class Own(ReduceScatter):
@@ -83,49 +83,52 @@ class ReduceScatter(Comm):
     >>> isinstance(Own(), Comm)
     True
 
-    It is counted as one collective; what it raises goes to the program, as for the others here.
+    It is counted as one collective. Errors are passed on to the program.
     """
 
     @abstractmethod
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        """This rank's part of the inputs, reduced by ``op``, into ``output_tensor``."""
+        """Write this rank's part of the inputs, reduced by ``op``, into ``output_tensor``."""
 
 
 @dataclass(eq=False, slots=True)
-class Settings:
-    """What may be set of a group's communication between steps.
+class CommSettings:
+    """Settings of a parameter group's communication, which a program may change between steps.
 
     Attributes:
-        divisor: of summed gradients; None: the number of ranks.
-        all_reduces: reduce-scattered gradients are summed over replicas too; otherwise they wait.
-        sums_only: collectives sum; the division follows by itself.
-        hook, hook_stream: called with the reduced gradients, flat, before they are accumulated; and on which stream.
-        gathers, scatters: primitives of the user's; None: the communicator's.
-        scatter_comm: over groups of their own, for reductions; None: over the mesh's.
-        reduces: a :class:`.comm_hook.Reducer` for whole gradients; None: all-reduce.
-        views: whole gradients stay where they were reduced, in memory that serves again when nobody has them as ``.grad``.
+        divide_factor: divisor of summed gradients; None: the number of ranks.
+        requires_all_reduce: all-reduce reduce-scattered gradients over replicas; otherwise they wait for a later pass.
+        force_sum: collectives sum, and the division is separate.
+        hook, hook_stream: called with the flat reduced gradients before they are accumulated; the stream to call it on.
+        all_gather, reduce_scatter: custom collectives; None: those of the communicator.
+        reduce_scatter_comm: communicator over separate process groups for reductions; None: that of the mesh.
+        comm_hook: reduces unsharded gradients; None: all-reduce.
+        grads_as_bucket_views: ``.grad`` are views of the buckets in which gradients are reduced.
     """
 
-    divisor: float | None = None
-    all_reduces: bool = True
-    sums_only: bool = False
+    divide_factor: float | None = None
+    requires_all_reduce: bool = True
+    force_sum: bool = False
     hook: Callable[[Tensor], object] | None = None
     hook_stream: Any = None
-    gathers: AllGather | None = None
-    scatters: ReduceScatter | None = None
-    scatter_comm: Communicator | None = None
-    reduces: Any = None
-    views: bool = False
+    all_gather: AllGather | None = None
+    reduce_scatter: ReduceScatter | None = None
+    reduce_scatter_comm: Communicator | None = None
+    comm_hook: CommHookReducer | None = None
+    grads_as_bucket_views: bool = False
 
     def on_hook_stream(self, device_type: str) -> AbstractContextManager[Any]:
-        """Inside, work goes to the hook's stream, which has waited for this one; who leaves waits for it in turn."""
-        return nullcontext() if self.hook_stream is None else _Aside(self.hook_stream, device_type)
+        """Return a context in which work is issued on the hook's stream.
+
+        On entry that stream waits for the current stream, and on exit the current stream waits for it.
+        """
+        return nullcontext() if self.hook_stream is None else _StreamScope(self.hook_stream, device_type)
 
 
-class _Aside:
-    """Work on another stream, between what this one did before and does after."""
+class _StreamScope:
+    """Context that issues work on another stream, after earlier and before later work of the current stream."""
 
     def __init__(self, stream: Any, device_type: str) -> None:
         self._stream, self._device = stream, torch.get_device_module(device_type)
@@ -140,58 +143,64 @@ class _Aside:
         self._device.current_stream().wait_stream(self._stream)
 
 
-# --- a user's primitives -----------------------------------------------------------------------------------------------
-def gather_rows(axes: Axes, by: AllGather, lengths_of: Lengths, row: Any) -> Pending[Any]:
-    """The rows of all group positions, one behind the other; ``lengths_of(member)``: theirs."""
+# --- a user's primitives ---------------------------------------------------------------------------------------------
+def gather_rows(axes: MeshAxes, custom: AllGather, lengths_of: Lengths, row: Any) -> Pending[Any]:
+    """Gather the rows of all ranks with a custom all-gather, concatenated. ``lengths_of(member)``: the lengths of the rows."""
     comm, device, dtype = communicator_of(axes.mesh), torch.device(axes.mesh.device_type), row.dtype
-    _, order = _torch_group(axes)
+    _, order = _process_group_of(axes)
 
-    def sent(member: int, x: Tensor) -> Tensor:
+    def fill_input(member: int, x: Tensor) -> Tensor:
         most = max(lengths_of(member))
-        return _filled(by.allocate((most,), dtype=dtype, device=device), [x], most)
+        return _fill_padded(custom.allocate((most,), dtype=dtype, device=device), [x], most)
 
-    def room(member: int) -> Tensor:
-        each = lengths_of(member)
-        return by.allocate((len(each) * max(each),), dtype=dtype, device=device)
+    def allocate_output(member: int) -> Tensor:
+        lengths = lengths_of(member)
+        return custom.allocate((len(lengths) * max(lengths),), dtype=dtype, device=device)
 
-    def rows(member: int, got: Tensor) -> Tensor:
-        each, flat = lengths_of(member), got.view(-1)
-        return joined([flat.narrow(0, order[k] * max(each), n) for k, n in enumerate(each)])
+    def take_rows(member: int, got: Tensor) -> Tensor:
+        lengths, flat = lengths_of(member), got.view(-1)
+        return joined([flat.narrow(0, order[k] * max(lengths), n) for k, n in enumerate(lengths)])
 
-    each = max(max(lengths_of(member)) for member in axes.mesh.members) * dtype.itemsize
-    return _run("all_gather", axes, by, comm.map(sent, row), comm.map(room), rows, each)
+    nbytes = max(max(lengths_of(member)) for member in axes.mesh.members) * dtype.itemsize
+    return _run_custom("all_gather", axes, custom, comm.map(fill_input, row), comm.map(allocate_output), take_rows, nbytes)
 
 
-def scatter_row(axes: Axes, by: ReduceScatter, op: str, lengths_of: Lengths, row: Any) -> Pending[Any]:
-    """Position k's part of the rows, reduced; ``lengths_of(member)``: of the parts."""
+def scatter_row(axes: MeshAxes, custom: ReduceScatter, op: str, lengths_of: Lengths, row: Any) -> Pending[Any]:
+    """Reduce-scatter rows with a custom reduce-scatter. ``lengths_of(member)``: the lengths of the parts."""
     comm, device, dtype = communicator_of(axes.mesh), torch.device(axes.mesh.device_type), row.dtype
-    _, order = _torch_group(axes)
+    _, order = _process_group_of(axes)
 
-    def sent(member: int, own: Tensor) -> Tensor:
-        each = lengths_of(member)
-        parts = own.split(list(each))
+    def fill_input(member: int, own: Tensor) -> Tensor:
+        lengths = lengths_of(member)
+        parts = own.split(list(lengths))
         placed = [parts[order.index(k)] for k in range(len(parts))]
-        return _filled(by.allocate((len(each) * max(each),), dtype=dtype, device=device), placed, max(each))
+        return _fill_padded(custom.allocate((len(lengths) * max(lengths),), dtype=dtype, device=device), placed, max(lengths))
 
-    def room(member: int) -> Tensor:
-        return by.allocate((max(lengths_of(member)),), dtype=dtype, device=device)
+    def allocate_output(member: int) -> Tensor:
+        return custom.allocate((max(lengths_of(member)),), dtype=dtype, device=device)
 
-    def mine(member: int, got: Tensor) -> Tensor:
+    def take_own_part(member: int, got: Tensor) -> Tensor:
         position = axes.mesh.members_of(axes.shard, member).index(member)
         return got.view(-1)[: lengths_of(member)[position]]
 
-    output, reduction = comm.map(room), dist.ReduceOp.AVG if op == "avg" else dist.ReduceOp.SUM
-    return _run("reduce_scatter", axes, by, comm.map(sent, row), output, mine, output.nbytes, op=reduction)
+    output, reduction = comm.map(allocate_output), dist.ReduceOp.AVG if op == "avg" else dist.ReduceOp.SUM
+    return _run_custom(
+        "reduce_scatter", axes, custom, comm.map(fill_input, row), output, take_own_part, output.nbytes, op=reduction
+    )
 
 
-def _run(kind: str, axes: Axes, by: Any, source: Any, output: Any, take: Any, nbytes: int, **options: Any) -> Pending[Any]:
-    """What ``take(member, output)`` gives when a user's primitive has filled it. It is one collective of ours, of ``nbytes`` from
-    each rank, whatever it issues."""
+def _run_custom(
+    kind: str, axes: MeshAxes, custom: Any, source: Any, output: Any, take: Any, nbytes: int, **options: Any
+) -> Pending[Any]:
+    """Run a custom collective, and return ``take(member, output)`` once it is done.
+
+    It is reported as one collective with ``nbytes`` from each other rank, whatever it issues.
+    """
     mesh, size, comm = axes.mesh, axes.mesh.size_of(axes.shard), communicator_of(axes.mesh)
 
     def issue() -> Pending[Any]:
-        handle, _ = _torch_group(axes)
-        work = issuing(by)(output_tensor=output, input_tensor=source, group=handle, async_op=True, **options)
+        group_handle, _ = _process_group_of(axes)
+        work = issuing(custom)(output_tensor=output, input_tensor=source, group=group_handle, async_op=True, **options)
 
         def wait() -> Any:
             if work is not None:
@@ -206,41 +215,41 @@ def _run(kind: str, axes: Axes, by: Any, source: Any, output: Any, take: Any, nb
     return reporting(Event(kind, axes.shard, size, (size - 1) * nbytes, mesh, groups=tuple(groups)), issue)
 
 
-def _filled(buffer: Tensor, parts: Sequence[Tensor], each: int) -> Tensor:
-    """``buffer`` with ``parts`` at every ``each`` elements, zeros between."""
+def _fill_padded(buffer: Tensor, parts: Sequence[Tensor], part_size: int) -> Tensor:
+    """Copy ``parts`` into ``buffer`` at multiples of ``part_size``, and fill the rest with zeros."""
     for k, part in enumerate(parts):
-        buffer.view(-1)[k * each : k * each + part.numel()].copy_(part)
-        buffer.view(-1)[k * each + part.numel() : (k + 1) * each].zero_()
+        buffer.view(-1)[k * part_size : k * part_size + part.numel()].copy_(part)
+        buffer.view(-1)[k * part_size + part.numel() : (k + 1) * part_size].zero_()
     return buffer
 
 
-def _torch_group(axes: Axes) -> tuple[Any, list[int]]:
-    """The process group that parameters are cut over, None in one process, and torch's rank in it of each group position."""
+def _process_group_of(axes: MeshAxes) -> tuple[Any, list[int]]:
+    """Return the process group that shards parameters (None in process), and torch's rank in it of each group position."""
     if axes.mesh.kind != "process_group":
         return None, list(range(axes.mesh.size_of(axes.shard)))
     group = program_group_of(axes.mesh, axes.shard)
     return group.handle, list(range(group.size)) if group.order is None else list(group.order)
 
 
-# --- memory of the process group's ---------------------------------------------------------------------------------------
-class _GroupMemory:
+# --- memory of the process group's -----------------------------------------------------------------------------------
+class _BackendMemory:
     def __init__(self, backend: Any) -> None:
         self._backend = backend
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        made: Tensor = self._backend.allocate_tensor(math.prod(size), dtype=dtype, device=device)
-        return made
+        buffer: Tensor = self._backend.allocate_tensor(math.prod(size), dtype=dtype, device=device)
+        return buffer
 
 
-class GroupMemoryAllGather(_GroupMemory, AllGather):
-    """The backend's all-gather in memory that the backend allocates."""
+class GroupMemoryAllGather(_BackendMemory, AllGather):
+    """All-gather of the backend in memory that the backend allocates."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> dist.Work | None:
         return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-class GroupMemoryReduceScatter(_GroupMemory, ReduceScatter):
-    """The backend's reduce-scatter in memory that the backend allocates."""
+class GroupMemoryReduceScatter(_BackendMemory, ReduceScatter):
+    """Reduce-scatter of the backend in memory that the backend allocates."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
@@ -248,12 +257,82 @@ class GroupMemoryReduceScatter(_GroupMemory, ReduceScatter):
         return reduce_scatter_single(output_tensor, input_tensor, op, group=group, async_op=async_op)
 
 
-def allocating_backend(axes: Axes) -> Any:
-    """The backend of the group that parameters are cut over, if it has memory of its own to give; else None."""
-    handle, _ = _torch_group(axes) if axes.shard else (None, [])
-    if handle is None:
+def allocating_backend(axes: MeshAxes) -> Any:
+    """Return the backend of the group that shards parameters, if it has an allocator of its own; else None."""
+    group_handle, _ = _process_group_of(axes) if axes.shard else (None, [])
+    if group_handle is None:
         return None
     device = torch.device(axes.mesh.device_type)
-    backend = handle._get_backend(device)  # as torch's own FSDP asks: there is no public way
+    backend = group_handle._get_backend(device)  # torch's FSDP2 reads it this way; there is no public function
     supports = getattr(backend, "supports_tensor_alloc", None)
     return backend if supports is not None and supports(device) else None
+
+
+# --- communication hooks of replicate --------------------------------------------------------------------------------
+CommHook = Callable[[Any, Any], torch.futures.Future[Any]]
+
+
+class GradBucket:
+    """Argument of a communication hook, with the methods of ``torch.distributed.GradBucket``."""
+
+    def __init__(self, flat: Tensor, parameters: Sequence[nn.Parameter], index: int, last: bool) -> None:
+        self._flat, self._parameters, self._index, self._last = flat, list(parameters), index, last
+
+    def buffer(self) -> Tensor:
+        """Return the flat gradients of this rank, which a hook may write to."""
+        return self._flat
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Replace the tensor that :meth:`buffer` returns."""
+        self._flat = buffer
+
+    def gradients(self) -> list[Tensor]:
+        """Return views of :meth:`buffer`, in the shapes of this rank's parameters."""
+        locals_: list[Any] = [p._local for p in self._parameters]  # type: ignore[attr-defined]  # DTensors
+        shapes = [shards_of(x)[0].shape for x in locals_]
+        pieces = self._flat.split([shape.numel() for shape in shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters, which are DTensors."""
+        return self._parameters
+
+    def index(self) -> int:
+        """Return the index of the bucket in the order of reduction."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Return True if it is the last bucket of a backward pass."""
+        return self._last
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class CommHookReducer:
+    """Reduction of one bucket by a communication hook, as of ``DistributedDataParallel.register_comm_hook``."""
+
+    hook: CommHook
+    state: Any
+    index: int
+    last: bool
+
+    def _guarded(self) -> list[Any]:
+        """Return what ``capture`` guards."""
+        return [self.hook, self.state]
+
+    def __call__(
+        self, comm: Communicator, mesh_dims: Sequence[int], flat: Any, parameters: Sequence[nn.Parameter]
+    ) -> Pending[Any]:
+        """Return the gradients reduced by the hook, followed by the flags, which are all-reduced separately."""
+        count = len(parameters)
+        flags = comm.all_reduce(comm.map(lambda member, x: x[x.numel() - count :].clone(), flat), mesh_dims, "avg")
+        own = comm.map(lambda member, x: x[: x.numel() - count].clone(), flat)
+        future = self.hook(self.state, GradBucket(own, parameters, self.index, self.last))
+
+        def finish() -> Any:
+            reduced = future.wait() if hasattr(future, "wait") else future  # torch's futures have no common base class
+            reduced = reduced[0] if isinstance(reduced, (list, tuple)) else reduced
+            return comm.map(
+                lambda member, x, flag_values: torch.cat([x.view(-1).to(flag_values.dtype), flag_values]), reduced, flags.wait()
+            )
+
+        return Pending(finish)

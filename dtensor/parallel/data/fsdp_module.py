@@ -1,4 +1,4 @@
-"""``FSDPModule``: what a fully sharded module can be told between steps."""
+"""``FSDPModule``: the methods of fully sharded modules, for settings and control between steps."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from ...dispatch.version_counters import stamp
 from ...errors import DTensorError, UnsupportedOperationError
 from ...mesh.create import with_groups_of_its_own
 from .custom_collectives import AllGather, GroupMemoryAllGather, GroupMemoryReduceScatter, ReduceScatter, allocating_backend
-from .dp_modes import Axes
-from .partial_reshard import Neighbours
-from .pending_gradients import WaitingGradients, units_of
-from .unit import Unit, unit_of
+from .dp_modes import MeshAxes
+from .grad_accumulation import clear_pending
+from .partial_reshard import ReshardGroup
+from .unit import FSDPUnit, unit_of
 
 
-class FSDPModule(WaitingGradients):
-    """What a fully sharded module can do besides what it could before.
+class FSDPModule:
+    """Mixin of fully sharded modules, which ``fully_shard`` adds.
 
-    Methods without ``recurse`` are about this module's own unit.
+    Methods without ``recurse`` concern this module's own unit.
 
-    A forward gathers each unit's parameters once (and the backward again, where they were given back), a backward reduces its
-    gradients once: one all-gather and one reduce-scatter per unit. Nobody makes one: ``fully_shard`` does.
+    Forward gathers each unit's parameters once, and backward again if they were resharded. Backward reduces each unit's
+    gradients once. ``.grad`` does not show gradients of passes under ``set_requires_gradient_sync(False)`` or
+    ``set_requires_all_reduce(False)``: see :meth:`get_pending_gradients`.
 
     >>> import torch, dtensor as dt
     >>> from dtensor.parallel import fully_shard
@@ -40,38 +41,40 @@ class FSDPModule(WaitingGradients):
     (Shard(dim=0),)
 
     Raises:
-        ValueError: a method is asked of a module that is no unit.
+        ValueError: a method is called on a module that is not a unit.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Of the module's own class where it is made of something: parts of a sequence, which indexing it makes, are no units."""
+        """Make an object of the module's original class if there are arguments: slices of a ``Sequential`` are not units."""
         if not args and not kwargs:  # copying and unpickling
             return super().__new__(cls)
-        own = cls.__mro__[cls.__mro__.index(WaitingGradients) + 1]
+        own = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
         made = own.__new__(own, *args, **kwargs)
         made.__init__(*args, **kwargs)  # Python does not: it is no instance of cls
         return made
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """``to`` and the like, of the sharded parameters; weights that modules have in common stay one."""
+        """Apply ``to`` and the like to the sharded parameters; weights that modules share stay shared."""
         if (unit := unit_of(self)) is not None:  # type: ignore[arg-type]  # it is a module too
-            unit.put_parameters()
+            unit.restore_parameters()
         made = super()._apply(fn, recurse)  # type: ignore[misc]  # of the module's own class
         if unit is not None:
-            unit.tie()
+            unit.tie_parameters()
         return made
 
     def _get_fsdp_state(self) -> UnitState | None:
-        """``fully_shard.state(self)``, under the name that programs written for torch ask for."""
+        """Return ``fully_shard.state(self)``, under the name that programs for torch use."""
         return state_of(self)  # type: ignore[arg-type]  # it is a module too
 
     # --- memory ------------------------------------------------------------------------------------------------------
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the parameters of this unit now; with ``async_op`` the handle's ``wait()`` ends it. Values that are written to
-        them in place (not through ``.data``) are written to the sharded parameters too, by :meth:`reshard` or the next pass.
+        """Gather the parameters of this unit now; with ``async_op`` the returned handle's ``wait()`` finishes it.
+
+        Values that are written to them in place (not through ``.data``) are copied to the sharded parameters by
+        :meth:`reshard` or the next pass.
         """
-        unit = _unit(self)
-        unit.start_gather()
+        unit = _unit_or_raise(self)
+        unit.start_unshard()
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -79,87 +82,136 @@ class FSDPModule(WaitingGradients):
         return None
 
     def reshard(self) -> None:
-        """Free the gathered parameters of this unit."""
-        unit = _unit(self)
-        unit.put_parameters()
-        unit.free()
+        """Free the unsharded parameters of this unit."""
+        unit = _unit_or_raise(self)
+        unit.restore_parameters()
+        unit.reshard()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether to free after forward and gather again in backward."""
+        """Set whether to reshard after forward and gather again in backward."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"set_reshard_after_forward takes True or False, got {reshard_after_forward!r}")
         for unit in units_of(self, recurse):
             unit.keep_after_forward = not reshard_after_forward
             for group in unit.groups:
-                group.neighbours = None
+                group.reshard_group = None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether to free after backward; not doing so saves a gather where gradients are accumulated over several passes."""
+        """Set whether to reshard after backward. False saves an all-gather if gradients are accumulated over several passes."""
         for unit in units_of(self, recurse):
             unit.keep_after_backward = not reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward gathers this unit's parameters: an embedding's gradient, for one, does not need its weight.
+        """Set whether backward unshards this unit: the gradient of an embedding, for example, does not need its weight.
 
-        If not, a backward that does need one raises a DTensorError instead of computing with freed memory.
+        If not, a backward that does need a parameter raises a DTensorError instead of reading freed memory.
         """
-        _unit(self).gathers_in_backward = unshard_in_backward
+        _unit_or_raise(self).unshards_in_backward = unshard_in_backward
+
+    # --- pending gradients -------------------------------------------------------------------------------------------
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear ``.grad``, as any module does, and the pending gradients. No communication.
+
+        ``optimizer.zero_grad()`` clears both too.
+        """
+        super().zero_grad(set_to_none)  # type: ignore[misc]  # of the module's own class
+        clear_pending({id(parameter) for parameter in self.parameters()}, set_to_none)  # type: ignore[attr-defined]  # a module
+
+    def get_pending_gradients(self, *, recurse: bool = True) -> dict[nn.Parameter, tuple[Tensor | None, Tensor | None]]:
+        """Return by parameter its pending gradients: this rank's unsharded gradient, and its shard that is not all-reduced.
+
+        Either is None if there is none. No communication. The tensors are those that wait: in-place writes to them count.
+        With tensor parallelism the first is a DTensor on its mesh; with all ranks in one process both are ``PerRank``.
+
+        >>> import torch, dtensor as dt
+        >>> from dtensor.parallel import fully_shard
+        >>> mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        >>> model = fully_shard(torch.nn.Linear(3, 1, bias=False), mesh=mesh)
+        >>> model.set_requires_gradient_sync(False)
+        >>> batch = dt.per_rank([torch.ones(1, 3), torch.zeros(1, 3)])
+        >>> model(batch).sum().backward()
+        >>> model.weight.grad, [unreduced.shards for unreduced, _ in model.get_pending_gradients().values()]
+        (None, [(tensor([[1., 1., 1.]]), tensor([[0., 0., 0.]]))])
+        >>> model.synchronize_gradients()
+        >>> model.weight.grad.full_tensor(), model.get_pending_gradients()
+        (tensor([[0.5000, 0.5000, 0.5000]]), {})
+        """
+        return {
+            p: pending for unit in units_of(self, recurse) for p, pending in unit.grad_accumulation.pending_gradients().items()
+        }
+
+    def synchronize_gradients(self, *, recurse: bool = True) -> None:
+        """Reduce the pending gradients now, without another backward, and add them to ``.grad``; all ranks call it.
+
+        One reduction for each unit with pending gradients. With ``replicate``, and if ranks may not have reached the same
+        units, one for each unit.
+        """
+        for unit in units_of(self, recurse):
+            if unit.schedule is not None:
+                unit.grad_accumulation.reduce_pending(unit.schedule)
 
     # --- when it communicates ----------------------------------------------------------------------------------------
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients. If not they are held, unsharded, in the wider of ``reduce_dtype`` and the
-        dtype they come in, and join those of the next backward that does, or of :meth:`synchronize_gradients`.
+        """Set whether backward reduces gradients.
+
+        If not, unsharded gradients are accumulated, in the wider of ``reduce_dtype`` and their own dtype, until the next
+        backward that does, or :meth:`synchronize_gradients`.
         """
         for unit in units_of(self, recurse):
-            unit.unreduced.sync = requires_gradient_sync
+            unit.grad_accumulation.requires_sync = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward, on a 2-d mesh, also sums over the replicas what it has reduce-scattered. If not this rank's part is
-        held, and joins that of the next backward that does: gradients accumulate in a part's memory, and cross replicas once.
+        """Set whether backward, on a 2-d mesh, also all-reduces the reduce-scattered gradients over the replicas.
+
+        If not, this rank's shard is kept until the next backward that does: gradients accumulate in the memory of a shard,
+        and cross replicas once.
         """
         for unit in units_of(self, recurse):
             for group in unit.groups:
-                group.settings.all_reduces = requires_all_reduce
+                group.settings.requires_all_reduce = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Does nothing: every backward waits for its own reductions, so none has to be told that it is the last."""
+        """Do nothing: every backward waits for its own reductions."""
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Units whose gather starts when this one's forward does; default the one that ran next in the pass before."""
-        _unit(self).before_in_forward = [_unit(module) for module in modules]
+        """Set the units to unshard when this unit's forward starts; default the unit that ran next in the pass before."""
+        _unit_or_raise(self).forward_prefetch = [_unit_or_raise(module) for module in modules]
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Units whose gather starts when this one's backward does; default the one that ran before it."""
-        _unit(self).before_in_backward = [_unit(module) for module in modules]
+        """Set the units to unshard when this unit's backward starts; default the unit that ran before it."""
+        _unit_or_raise(self).backward_prefetch = [_unit_or_raise(module) for module in modules]
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many units' gradients may be on their way while the next unit's backward runs; default 1. More hides slower
-        reductions, for the memory of the buffers.
+        """Set how many units' gradients may be in flight while the next unit's backward runs; default 1.
+
+        A larger number hides slower reductions, and costs the memory of their buffers.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers is a number of units, got {max_input_buffers!r}")
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers is at least 1, got {max_input_buffers}")
         for unit in units_of(self, recurse):
-            unit.reductions_under_way = max_input_buffers
+            unit.max_reductions_in_flight = max_input_buffers
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Have the next forward wait for ``event``, once: for an optimizer that ran on another stream. (A gather starts behind
-        what its own stream has, so without other streams there is nothing to wait for; on CPU there never is.)
+        """Have the next forward wait for ``event``, once: for an optimizer that ran on another stream.
+
+        An all-gather starts after the work of its own stream, so without other streams (and on CPU) there is nothing to wait
+        for.
         """
         if not hasattr(event, "wait"):
             raise TypeError(f"set_post_optim_event takes a torch.Event, got {event!r}")
-        _unit(self).awaited = event
+        _unit_or_raise(self).post_optim_event = event
 
     def reset_iter_state(self) -> None:
-        """After a forward or backward that raised: what was under way is dropped, gradients held for a later backward among it.
+        """Drop the state of a forward or backward that raised, including gradients that wait for a later backward.
 
-        Call it on all ranks, on the outermost unit. Collectives that only some ranks had issued cannot be taken back.
+        Call it on all ranks, on the outermost unit. Collectives that only some ranks had issued cannot be undone.
 
         Raises:
             RuntimeError: this unit is inside another one.
         """
-        unit = _unit(self)
+        unit = _unit_or_raise(self)
         if unit.schedule is not None and unit.schedule.units[0] is not unit:
             raise RuntimeError("reset_iter_state must be called on the outermost unit, the module that is called first")
         if unit.schedule is not None:
@@ -169,88 +221,91 @@ class FSDPModule(WaitingGradients):
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this unit's summed gradients by ``factor`` instead of the number of data-parallel ranks.
 
-        Where the batch is a DTensor, and the loss so a global one, nothing is divided, with or without this.
+        If the batch is a DTensor, the loss is global, and nothing is divided in any case.
         """
         if not isinstance(factor, (int, float)) or not factor > 0:
             raise ValueError(f"set_gradient_divide_factor takes a number above 0, got {factor!r}")
-        for group in _unit(self).groups:
-            group.settings.divisor = float(factor)
+        for group in _unit_or_raise(self).groups:
+            group.settings.divide_factor = float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The old name of :meth:`set_gradient_divide_factor`."""
+        """Call :meth:`set_gradient_divide_factor`; deprecated name."""
         warnings.warn(
             "set_reduce_scatter_divide_factor is deprecated; use set_gradient_divide_factor", FutureWarning, stacklevel=2
         )
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Whether collectives may only sum, never average: gradients are divided afterwards. Some hardware sums faster."""
-        for group in _unit(self).groups:
-            group.settings.sums_only = enable
+        """Set whether collectives only sum, never average, and gradients are divided separately. Some hardware sums faster."""
+        for group in _unit_or_raise(self).groups:
+            group.settings.force_sum = enable
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """For ranks that do not reach the same units in backward (they would wait for each other for ever): gradients are reduced
-        when backward has ended, in one order, and a rank takes part with nothing for what it did not reach. Until then
-        parameters stay gathered and gradients whole. What no rank used keeps its ``.grad``.
+        """Set whether ranks may reach different units in backward, which would otherwise deadlock.
 
-        (Parameters that a rank does not use, in a unit that it reaches, need nothing: flags travel with the gradients.)
+        Gradients are then reduced at the end of backward, in one order, and a rank takes part without gradients for units
+        that it did not reach. Until then parameters stay unsharded, and gradients too. A parameter that no rank used keeps
+        its ``.grad``. Unused parameters in a unit that a rank reaches need no setting: flags are sent with the gradients.
         """
         for unit in units_of(self, recurse):
-            unit.unreduced.defers = reduce_scatter_unused_params
+            unit.grad_accumulation.defers_to_end = reduce_scatter_unused_params
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], object], *, stream: Any = None) -> None:
-        """``hook(gradients)`` runs on this unit's reduced gradients, flat, before they are accumulated, and may change them in
-        place: after the reduce-scatter on a 1-d mesh, after the all-reduce over replicas on a 2-d one; once for each dtype.
+        """Have ``hook(gradients)`` called on this unit's flat reduced gradients, which it may write, before accumulation.
 
-        With ``set_force_sum_reduction_for_comms`` it sees sums that are not divided yet. With all ranks in one process it gets
-        a ``PerRank``.
+        It is called after the reduce-scatter on a 1-d mesh, and after the all-reduce over replicas on a 2-d one, once for
+        each dtype. With ``set_force_sum_reduction_for_comms`` it sees sums that are not divided yet. With all ranks in one
+        process it gets a ``PerRank``.
 
         Args:
-            stream: to run it on; on a 1-d mesh only.
+            stream: stream to run it on; on a 1-d mesh only.
         """
-        groups = _unit(self).groups
+        groups = _unit_or_raise(self).groups
         if stream is not None and any(group.axes.shard and group.axes.replicate for group in groups):
             raise ValueError("stream= needs a mesh of one dim; on two mesh dims the hook runs on the stream of the all-reduce")
         for group in groups:
             group.settings.hook, group.settings.hook_stream = hook, stream
 
-    # --- who communicates --------------------------------------------------------------------------------------------
+    # --- communication -----------------------------------------------------------------------------------------------
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Gather this unit's parameters by ``comm(output_tensor, input_tensor, group, async_op)``, in memory of its ``allocate``.
+        """Gather this unit's parameters by ``comm(output_tensor, input_tensor, group, async_op)``.
 
-        Tensors are flat, in the dtype that parameters are gathered in (bytes where there are several). With all ranks in one
-        process they are ``PerRank`` and ``group`` is None.
+        Buffers are allocated by ``comm.allocate``. Tensors are flat, in the dtype in which parameters are gathered (bytes if
+        there are several). With all ranks in one process they are ``PerRank`` and ``group`` is None.
         """
-        for group in _unit(self).groups:
-            group.settings.gathers = comm
+        for group in _unit_or_raise(self).groups:
+            group.settings.all_gather = comm
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Reduce this unit's gradients by ``comm(output_tensor, input_tensor, group, op, async_op)``, in memory of
-        ``comm.allocate``. Behind each rank's gradients stand flags, which are to be reduced alike.
+        """Reduce this unit's gradients by ``comm(output_tensor, input_tensor, group, op, async_op)``.
+
+        Buffers are allocated by ``comm.allocate``. Each rank's gradients are followed by flags, which must be reduced in the
+        same way.
         """
-        for group in _unit(self).groups:
-            group.settings.scatters = comm
+        for group in _unit_or_raise(self).groups:
+            group.settings.reduce_scatter = comm
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Whether buffers come from the backend's own allocator. Backends without one (gloo, ranks in one process) are warned of:
-        nothing changes there.
+        """Set whether buffers come from the backend's own allocator.
+
+        Backends without one (gloo, ranks in one process) give a warning, and nothing changes.
 
         Raises:
             DTensorError: a custom all-gather or reduce-scatter is set, which has memory of its own.
         """
-        for group in _unit(self).groups:
+        for group in _unit_or_raise(self).groups:
             settings = group.settings
-            ours = (None | GroupMemoryAllGather, None | GroupMemoryReduceScatter)
-            if not isinstance(settings.gathers, ours[0]) or not isinstance(settings.scatters, ours[1]):
+            backend_types = (None | GroupMemoryAllGather, None | GroupMemoryReduceScatter)
+            if not isinstance(settings.all_gather, backend_types[0]) or not isinstance(settings.reduce_scatter, backend_types[1]):
                 raise DTensorError("a custom all-gather or reduce-scatter allocates its own memory; remove it first")
             backend = allocating_backend(group.axes) if enable else None
             if enable and backend is None:
                 warnings.warn("this backend does not provide memory for buffers, so they stay as they are", stacklevel=2)
-            settings.gathers = None if backend is None else GroupMemoryAllGather(backend)
-            settings.scatters = None if backend is None else GroupMemoryReduceScatter(backend)
+            settings.all_gather = None if backend is None else GroupMemoryAllGather(backend)
+            settings.reduce_scatter = None if backend is None else GroupMemoryReduceScatter(backend)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Not there: symmetric memory.
+        """Raise an error: symmetric memory is not supported.
 
         Raises:
             UnsupportedOperationError: always.
@@ -258,23 +313,24 @@ class FSDPModule(WaitingGradients):
         raise UnsupportedOperationError(f"buffers in symmetric memory ({backend}) are not supported; remove this call")
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Whether reductions have a process group of their own, so that they need not wait for gathers. All ranks call it. With
-        all ranks in one process there are no groups, and nothing changes.
+        """Set whether reductions use a process group of their own, so that they do not wait for all-gathers.
+
+        All ranks call it. With all ranks in one process there are no groups, and nothing changes.
         """
-        made: dict[Any, Any] = {}
+        comms: dict[Any, Any] = {}
         for group in (group for unit in units_of(self, recurse) for group in unit.groups):
             axes, settings = group.axes, group.settings
             if not enable or axes.mesh.kind != "process_group":
-                settings.scatter_comm = None
+                settings.reduce_scatter_comm = None
                 continue
             key = axes.mesh, axes.shard
-            if key not in made:
-                made[key] = settings.scatter_comm or communicator_of(with_groups_of_its_own(axes.mesh, axes.shard))
-            settings.scatter_comm = made[key]
+            if key not in comms:
+                comms[key] = settings.reduce_scatter_comm or communicator_of(with_groups_of_its_own(axes.mesh, axes.shard))
+            settings.reduce_scatter_comm = comms[key]
 
 
 class UnshardHandle:
-    """A gather under way.
+    """Handle of an all-gather in flight.
 
     >>> import torch, dtensor as dt
     >>> from dtensor.parallel import fully_shard
@@ -285,27 +341,27 @@ class UnshardHandle:
     >>> model.weight.shape
     torch.Size([4, 3])
 
-    ``wait`` raises what the collective does.
+    ``wait`` raises the errors of the collective.
     """
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: FSDPUnit) -> None:
         self._unit = unit
 
     def wait(self) -> None:
-        """The parameters are whole, and stand in the module."""
-        self._unit.gather()
-        self._unit.put_values()
-        for m in (m for group in self._unit.groups for m in group.managed):
-            m.unsharded = stamp(m.placed)
+        """Wait for the all-gather, and put the unsharded parameters into the modules."""
+        self._unit.unshard()
+        self._unit.put_unsharded_values()
+        for fsdp_param in self._unit.fsdp_params():
+            fsdp_param.unshard_version = stamp(fsdp_param.module_value)
 
 
 class UnitState(NamedTuple):
-    """What a unit of data parallelism is now; ``fully_shard.state(module)`` gives it.
+    """Current state of an FSDP unit, as returned by ``fully_shard.state(module)``.
 
     Attributes:
-        modules: that make it up.
-        parameters: that it gathers and reduces: DTensors, also while whole tensors stand in their places.
-        gathered: they are whole here.
+        modules: the modules of the unit.
+        parameters: the DTensors that it gathers and reduces, also while the modules have unsharded tensors.
+        gathered: True if the parameters are unsharded now.
     """
 
     modules: tuple[nn.Module, ...]
@@ -314,15 +370,15 @@ class UnitState(NamedTuple):
 
 
 def state_of(module: nn.Module) -> UnitState | None:
-    """The state of the unit that a module makes up; None: it is none. No communication."""
+    """Return the state of the unit of ``module``, None if it has none. No communication."""
     if (unit := unit_of(module)) is None:
         return None
-    parameters = tuple(m.parameter for group in unit.groups for m in group.managed)
-    return UnitState(tuple(unit.modules), parameters, all(group.whole.gathered for group in unit.groups))
+    parameters = tuple(x.parameter for x in unit.fsdp_params())
+    return UnitState(tuple(unit.modules), parameters, all(group.unsharded.is_filled for group in unit.groups))
 
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
-    """Nothing to share: outermost units have no streams of their own here.
+    """Do nothing but check the arguments: outermost units have no streams of their own to share.
 
     Raises:
         ValueError: one of ``modules`` is not fully sharded.
@@ -335,18 +391,28 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     >>> share_comm_ctx([fully_shard(torch.nn.Linear(3, 4), mesh=mesh) for _ in range(2)])
     """
     for module in modules:
-        _unit(module)
+        _unit_or_raise(module)
 
 
-def neighbours_of(axes: Axes, reshard_after_forward: Any) -> Neighbours | None:
-    """The ranks that keep parts between forward and backward, if it is a number that means some."""
+def make_reshard_group(axes: MeshAxes, reshard_after_forward: Any) -> ReshardGroup | None:
+    """Return the group that shares unsharded values between forward and backward.
+
+    Return None if ``reshard_after_forward`` is not a number, or means no ranks or all.
+    """
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool) or not axes.shard:
         return None
-    made = Neighbours(axes, reshard_after_forward)
-    return made if 1 < made.size < axes.mesh.size_of(axes.shard) else None
+    reshard_group = ReshardGroup(axes, reshard_after_forward)
+    return reshard_group if 1 < reshard_group.size < axes.mesh.size_of(axes.shard) else None
 
 
-def _unit(module: Any) -> Unit:
-    if (found := unit_of(module)) is None:
+def _unit_or_raise(module: Any) -> FSDPUnit:
+    """Return the unit of ``module``, or raise ValueError."""
+    if (unit := unit_of(module)) is None:
         raise ValueError(f"{type(module).__name__} is not a unit of data parallelism; call fully_shard on it first")
-    return found
+    return unit
+
+
+def units_of(module: Any, recurse: bool) -> list[FSDPUnit]:
+    """Return the unit of ``module`` and, with ``recurse``, those of all modules below it."""
+    units = (unit_of(submodule) for submodule in (module.modules() if recurse else [module]))
+    return list(dict.fromkeys(unit for unit in units if unit is not None))

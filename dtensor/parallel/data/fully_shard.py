@@ -1,24 +1,23 @@
-"""``fully_shard``: parameters, gradients and optimizer states cut over the data-parallel ranks, whole only while in use."""
+"""``fully_shard``: parameters, gradients and optimizer states are sharded over the data-parallel ranks, unsharded only in use."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
 
 from ...base.group_by import by_key
 from ...errors import ContradictionError, UnitError
-from .buffers import Buffers
-from .dp_modes import Axes, sharding
-from .fsdp_module import FSDPModule, neighbours_of, state_of
-from .managed import Managed
-from .managed_param import ShardPlacement, adopt, among, onto_one_mesh
-from .param_group import Group
-from .pending_gradients import units_of
+from .buffers import ModuleBuffers
+from .dp_modes import MeshAxes, make_sharding_axes
+from .fsdp_module import FSDPModule, make_reshard_group, state_of, units_of
+from .fsdp_param import FSDPParam
+from .fsdp_param_init import ShardPlacementFn, axes_on_common_root, make_fsdp_params, move_to_common_mesh
+from .param_group import ParamGroup
 from .policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from .unit import Unit, unit_of
+from .unit import FSDPUnit, unit_of
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 DEFAULT_PRECISION = MixedPrecisionPolicy()
@@ -30,41 +29,41 @@ def fully_shard(
     *,
     mesh: Any = None,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: ShardPlacement | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = DEFAULT_PRECISION,
     offload_policy: OffloadPolicy = DEFAULT_OFFLOAD,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> M:
-    """``module``, in place, with the parameters that no inner unit has cut over the data-parallel mesh.
+    """Shard the parameters of ``module`` that are in no inner unit over the data-parallel mesh, in place, and return it.
 
-    Call it on inner modules first, then on the outer one: each call makes a unit, gathered by one all-gather before it runs
-    (while the one before it runs, from the second pass on), freed after, gathered again in backward, its gradients averaged by
-    one reduce-scatter. With all ranks in one process the batch is a ``per_rank([...])``. A batch that is a DTensor over the
-    data-parallel mesh gives the global loss and its gradient, as on one device.
+    Call it on inner modules first, then on the outer one. Each call makes a unit. One all-gather unshards it before it runs,
+    overlapped with the unit before it from the second pass on. It is resharded after forward and unsharded again in backward.
+    One reduce-scatter averages its gradients. With all ranks in one process the batch is a ``per_rank([...])``. A batch that
+    is a DTensor over the data-parallel mesh gives the global loss and its gradient, as on one device.
 
     Args:
-        module: a module, or several that make up one unit, whose common weights stay one. It comes back with the methods of
-            ``FSDPModule`` as well; a type checker learns of them by ``isinstance(model, FSDPModule)``.
-        mesh: 1-d: parameters are cut over it. 2-d: cut over its second dim, copied over its first (HSDP). Tensor-parallel
-            parameters live on ``mesh["tp"]`` of the same mesh; what it cuts along the same tensor dim it cuts first. Default
-            the mesh entered by ``with mesh:``, else all ranks.
-        reshard_after_forward: free after forward; default yes, but for the outermost unit, whose backward comes next. A number
-            n, a divisor of the ranks: keep 1/n, so that backward gathers from n neighbouring ranks only.
-        shard_placement_fn: per parameter the ``Shard(dim)`` to cut by, default (None) ``Shard(0)``; or a
-            ``ShardPlacementResult``, with a mesh of its own.
-        mp_policy: dtypes to compute and to reduce in.
-        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer states in host memory.
-        ignored_params: left as they are.
-        dp_mesh_dims: the dims of ``mesh`` that are data-parallel, by name, where ``mesh`` has others too; default all. With
-            ``replicate=`` alone nothing is cut: parameters stay whole, and gradients are averaged by an all-reduce.
+        module: a module, or several modules of one unit; weights that they share stay shared. It also gets the methods of
+            ``FSDPModule``, which ``isinstance(model, FSDPModule)`` tells a type checker.
+        mesh: 1-d: parameters are sharded over it. 2-d: sharded over its second dim, replicated over its first (HSDP).
+            Tensor-parallel parameters are on ``mesh["tp"]`` of the same mesh; along a tensor dim that both shard, tensor
+            parallelism splits first. Default the mesh entered by ``with mesh:``, else all ranks.
+        reshard_after_forward: reshard after forward; default True, except for the outermost unit, whose backward is next. A
+            number n that divides the ranks: keep 1/n, so that backward gathers from n neighboring ranks only.
+        shard_placement_fn: returns for a parameter the ``Shard(dim)`` to shard by (None: ``Shard(0)``), or a
+            ``ShardPlacementResult`` with a mesh of its own.
+        mp_policy: dtypes of the computation and the reduction.
+        offload_policy: ``CPUOffloadPolicy()`` stores shards, gradients and optimizer states in host memory.
+        ignored_params: parameters that are not changed.
+        dp_mesh_dims: names of the data-parallel dims of ``mesh``, if it has others; default all. With ``replicate=`` alone
+            nothing is sharded: parameters stay replicated, and an all-reduce averages gradients.
 
     Raises:
-        MeshError: more than two data-parallel dims, names of none, or a parameter on a mesh that is not of the same root.
-        UnitError: ``module`` is a container that nobody calls, or has a weight that is distributed elsewhere, too.
-        ContradictionError: it is a unit already.
+        MeshError: more than two data-parallel dims, names of none, or a parameter on a mesh with another root.
+        UnitError: ``module`` is a container without forward, or shares a weight that is distributed elsewhere too.
+        ContradictionError: ``module`` is a unit already.
 
-    Cost: per unit and pass two all-gathers, and one reduce-scatter. ``fully_shard.state(module)`` tells what is gathered now.
+    Cost: per unit and pass two all-gathers and one reduce-scatter. ``fully_shard.state(module)`` tells what is unsharded now.
 
     >>> import dtensor as dt
     >>> mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
@@ -76,45 +75,49 @@ def fully_shard(
     ((Shard(dim=0),), tensor([1., 1., 1., 1.]))
     """
     _check_options(reshard_after_forward, mp_policy, offload_policy)
-    modules = outermost(module, "fully_shard")
-    axes = sharding(mesh, dp_mesh_dims, offload_policy)
-    unit = _unit(modules, axes, set(ignored_params or ()), shard_placement_fn, mp_policy, reshard_after_forward)
+    modules = outermost_modules(module, "fully_shard")
+    axes = make_sharding_axes(mesh, dp_mesh_dims, offload_policy)
+    unit = _make_unit(modules, axes, set(ignored_params or ()), shard_placement_fn, mp_policy, reshard_after_forward)
     if reshard_after_forward is not None:
         unit.keep_after_forward = not reshard_after_forward or (reshard_after_forward == 1 and reshard_after_forward is not True)
     for one in modules:
-        add_methods(one, FSDPModule, "FSDP")
+        mix_in_methods(one, FSDPModule, "FSDP")
     return module
 
 
-setattr(fully_shard, "state", state_of)  # noqa: B010  no attribute of functions that types know
+setattr(fully_shard, "state", state_of)  # noqa: B010  type checkers do not know attributes of functions
 
 
-def _unit(
+def _make_unit(
     modules: Sequence[nn.Module],
-    axes: Axes,
+    axes: MeshAxes,
     ignored: set[nn.Parameter],
-    where: ShardPlacement | None,
+    placement_fn: ShardPlacementFn | None,
     policy: MixedPrecisionPolicy,
     reshard_after_forward: Any,
-) -> Unit:
-    neighbours_of(axes, reshard_after_forward)  # refuses before anything is done
-    axes = among(axes, modules)
-    managed = adopt(modules, axes, ignored, "fully_shard", where)
-    buffers = Buffers([below for one in modules for below in one.modules()], axes)
-    by_axes: dict[Axes, list[Managed]] = {axes: []} | by_key((m.axes, m) for m in managed)
-    unit = Unit(modules, [Group(own, each, policy) for each, own in by_axes.items()], buffers, axes, policy)
+) -> FSDPUnit:
+    make_reshard_group(axes, reshard_after_forward)  # raises before any change
+    axes = axes_on_common_root(axes, modules)
+    fsdp_params = make_fsdp_params(modules, axes, ignored, "fully_shard", placement_fn)
+    buffers = ModuleBuffers([below for one in modules for below in one.modules()], axes)
+    by_axes: dict[MeshAxes, list[FSDPParam]] = {axes: []} | by_key((x.axes, x) for x in fsdp_params)
+    unit = FSDPUnit(modules, [ParamGroup(own, each, policy) for each, own in by_axes.items()], buffers, axes, policy)
     for group in unit.groups:
-        group.neighbours = neighbours_of(group.axes, reshard_after_forward)
+        group.reshard_group = make_reshard_group(group.axes, reshard_after_forward)
     units = [inner for one in modules for inner in units_of(one, True)]
-    onto_one_mesh([m for inner in units for group in inner.groups for m in group.managed], axes.mesh)
+    move_to_common_mesh([x for inner in units for x in inner.fsdp_params()], axes.mesh)
     return unit
 
 
-def outermost(module: Any, name: str) -> list[nn.Module]:
-    """A module, or of several those that are not parts of others, with which they run; a unit can be made of each."""
+def outermost_modules(module: Any, name: str) -> list[nn.Module]:
+    """Return the modules that are not inside another given one. The others run with these.
+
+    Raises:
+        TypeError, UnitError, ContradictionError: a module cannot be made a unit.
+    """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     for one in modules:
-        check_callable(one, name)
+        check_can_be_unit(one, name)
     inner = {below for one in modules for below in one.modules() if below is not one}
     return [one for one in dict.fromkeys(modules) if one not in inner]
 
@@ -122,28 +125,30 @@ def outermost(module: Any, name: str) -> list[nn.Module]:
 def _check_options(reshard_after_forward: Any, mp_policy: Any, offload_policy: Any) -> None:
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, (bool, int)):
         raise ValueError(f"reshard_after_forward is True, False, None or a number of ranks, got {reshard_after_forward!r}")
-    check_policy(mp_policy)
-    check_offload(offload_policy)
+    check_mp_policy(mp_policy)
+    check_offload_policy(offload_policy)
 
 
-def check_policy(mp_policy: Any) -> None:
-    """Raises TypeError unless it is a policy."""
+def check_mp_policy(mp_policy: Any) -> None:
+    """Raise TypeError unless ``mp_policy`` is a policy."""
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         found = f"{mp_policy!r} of {type(mp_policy).__module__}"
         raise TypeError(f"mp_policy takes a MixedPrecisionPolicy(param_dtype=..., reduce_dtype=...), got {found}")
 
 
-def check_offload(offload_policy: Any) -> None:
-    """Raises TypeError unless it is a policy."""
+def check_offload_policy(offload_policy: Any) -> None:
+    """Raise TypeError unless ``offload_policy`` is a policy."""
     if not isinstance(offload_policy, OffloadPolicy):
         raise TypeError(f"offload_policy takes CPUOffloadPolicy() or OffloadPolicy(), got {offload_policy!r}")
 
 
-def check_callable(module: Any, name: str) -> None:
-    """Whether a unit can be made of ``module``: it runs by being called, and is none yet.
+def check_can_be_unit(module: Any, name: str) -> None:
+    """Check that ``module`` can be made a unit.
 
     Raises:
-        TypeError, UnitError: it cannot.
+        TypeError: it is not a module.
+        UnitError: it is a container without forward.
+        ContradictionError: it is a unit already.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"{name} takes a module, got {type(module).__name__}")
@@ -161,9 +166,9 @@ def check_callable(module: Any, name: str) -> None:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Treat a method of a unit's module like ``forward``: parameters are gathered before it and given back after.
+    """Treat a method of a unit's module like ``forward``: unshard the parameters before it, and reshard them after it.
 
-    A call costs the all-gather that a forward does.
+    A call costs the all-gather of a forward.
 
     >>> import torch, dtensor as dt
     >>> from dtensor.parallel import fully_shard
@@ -176,13 +181,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     >>> model.logits(torch.ones(2, 3)).shape
     torch.Size([2, 4])
 
-    A name that the module does not have raises.
+    Raises AttributeError if the module does not have the method.
     """
     method = getattr(module, method_name)
-    setattr(module, method_name, functools.partial(_like_forward, module, method))  # a copy of which is the copy's
+    setattr(module, method_name, functools.partial(_call_as_forward, module, method))  # copies of the module copy the partial
 
 
-def _like_forward(module: nn.Module, method: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _call_as_forward(module: nn.Module, method: Any, /, *args: Any, **kwargs: Any) -> Any:
     unit = unit_of(module)
     if unit is None:
         return method(*args, **kwargs)
@@ -195,8 +200,46 @@ def _like_forward(module: nn.Module, method: Any, /, *args: Any, **kwargs: Any) 
     return output
 
 
-def add_methods(module: nn.Module, methods: type, prefix: str) -> None:
+def mix_in_methods(module: nn.Module, methods: type, prefix: str) -> None:
     """Make ``module`` an instance of ``methods`` too."""
     cls = type(module)
     if not issubclass(cls, methods):
         module.__class__ = type(f"{prefix}{cls.__name__}", (methods, cls), {"__module__": cls.__module__})
+
+
+def units_by_size(
+    module: nn.Module, min_num_params: int, never: Collection[type[nn.Module]] = (nn.ModuleList, nn.ModuleDict)
+) -> list[nn.Module]:
+    """Return the modules to make FSDP units of: inner ones first, ``module`` last.
+
+    Each has at least ``min_num_params`` elements of parameters that no inner unit has.
+
+    Args:
+        never: types that cannot be units, since they are not called.
+
+    >>> model = nn.Sequential(nn.Linear(9, 9), nn.Sequential(nn.Linear(2, 2), nn.Linear(9, 8)), nn.Linear(3, 3))
+    >>> [type(unit).__name__ for unit in units_by_size(model, 75)]
+    ['Linear', 'Linear', 'Sequential']
+
+    No communication, no errors.
+    """
+    units: list[nn.Module] = []
+    counted: set[nn.Parameter] = set()
+
+    def visit(submodule: nn.Module) -> list[nn.Parameter]:
+        """Return the parameters below ``submodule`` that are in no unit yet."""
+        uncovered = [p for p in submodule._parameters.values() if p is not None and p not in counted]
+        counted.update(uncovered)
+        for child in submodule.children():
+            uncovered += visit(child)
+        if (
+            submodule is not module
+            and not isinstance(submodule, tuple(never))
+            and sum(p.numel() for p in uncovered) >= min_num_params
+        ):
+            units.append(submodule)
+            return []
+        return uncovered
+
+    visit(module)
+    return [*units, module]

@@ -1,5 +1,7 @@
-"""A unit under transforms of ``torch.func``: nobody is told there when gradients come, so the values that modules see are those
-of operations that any transform differentiates, gathered into memory that lives as long as their graph.
+"""FSDP units under transforms of ``torch.func`` (functorch).
+
+Hooks do not report gradients there. So modules see values that differentiable operations gather, which any transform can
+differentiate, in memory that lives as long as their graph.
 """
 
 from __future__ import annotations
@@ -16,59 +18,64 @@ from ...placement import Partial
 from ...ranks.functorch import as_one, each_rank, seen
 from ...tensor.autograd import as_local, from_pieces, laid
 from ...tensor.dtensor import DTensor
-from .all_gather_extensions import Extensions
-from .managed import Managed
-from .param_group import Group
+from .all_gather_extensions import AllGatherExtensions
+from .fsdp_param import FSDPParam
+from .param_group import ParamGroup
 
 
-def put_differentiable(groups: Sequence[Group], distributed: bool) -> ExitStack:
-    """Gathered values in the parameters' places, each by a collective of its own, until it is closed."""
-    values, stood = [(m, _whole(group, m, distributed)) for group in groups for m in group.managed], ExitStack()
-    for m, value in values:
-        for at, name in m.places:
-            stood.callback(at._parameters.__setitem__, name, at._parameters[name])
-        m.put(value)
-    return stood
+def put_differentiable_values(groups: Sequence[ParamGroup], has_distributed_batch: bool) -> ExitStack:
+    """Put gathered values into the modules, each from a collective of its own, until the result is closed."""
+    values = [(x, _unshard_differentiably(group, x, has_distributed_batch)) for group in groups for x in group.fsdp_params]
+    stack = ExitStack()
+    for fsdp_param, value in values:
+        for module, name in fsdp_param.locations:
+            stack.callback(module._parameters.__setitem__, name, module._parameters[name])
+        fsdp_param.put_value(value)
+    return stack
 
 
-def as_one_tensor(output: Any) -> Any:
-    """A module's results as transforms look for them: they know of no ranks."""
+def wrap_ranks_as_one(output: Any) -> Any:
+    """Return a module's output with each ``PerRank`` as one tensor: transforms do not know ``PerRank``."""
 
-    def one(x: Any) -> Any:
+    def wrap_one(x: Any) -> Any:
         return as_one(x.shards, PerRank) if isinstance(x, PerRank) else x
 
-    return tree_map(one, output, is_leaf=lambda x: isinstance(x, PerRank))
+    return tree_map(wrap_one, output, is_leaf=lambda x: isinstance(x, PerRank))
 
 
-def _whole(group: Group, m: Managed, distributed: bool) -> Any:
-    x, axes = _standing(m), group.axes
-    if Extensions.among([m]):
+def _unshard_differentiably(group: ParamGroup, fsdp_param: FSDPParam, has_distributed_batch: bool) -> Any:
+    x, axes = _differentiated_value(fsdp_param), group.axes
+    if AllGatherExtensions.are_needed([fsdp_param]):
         raise UnsupportedOperationError(
-            f"{m.places[0][1]!r} has fsdp_pre_all_gather, which transforms of torch.func do not support; use "
+            f"{fsdp_param.locations[0][1]!r} has fsdp_pre_all_gather, which transforms of torch.func do not support; use "
             "the module before fully_shard"
         )
-    if axes.host is not None:
+    if axes.offload is not None:
         x = x.to(axes.mesh.device_type)
-    whole, dp = laid(x.to(group.dtype_of(m)), m.compute.placements), axes.mesh._dims
-    if distributed:
-        return whole
-    where = [Partial("avg") if dims in dp else p for p, dims in zip(m.compute.placements, m.compute.mesh._dims, strict=True)]
-    local = each_rank(as_local(whole, where))
-    if m.inside is None:
+    dtype, layout, dp_dims = group.compute_dtype(fsdp_param), fsdp_param.unsharded_layout, axes.mesh._dims
+    unsharded = laid(x.to(dtype), layout.placements)
+    if has_distributed_batch:
+        return unsharded
+    pairs = zip(layout.placements, layout.mesh._dims, strict=True)
+    grad_placements = [Partial("avg") if dims in dp_dims else placement for placement, dims in pairs]
+    local = each_rank(as_local(unsharded, grad_placements))
+    if fsdp_param.tp_layout is None:
         return local
-    inside = m.inside.replace(dtype=group.dtype_of(m))
-    return from_pieces(inside, inside, False, *shards_of(local))
+    tp_layout = fsdp_param.tp_layout.replace(dtype=dtype)
+    return from_pieces(tp_layout, tp_layout, False, *shards_of(local))
 
 
-def _standing(m: Managed) -> Any:
-    """What stands in a parameter's place: what transforms differentiate by, perhaps.
+def _differentiated_value(fsdp_param: FSDPParam) -> Any:
+    """Return the value that the module has in place of the parameter, by which a transform may differentiate.
 
     Raises:
-        MeshError: it is laid out otherwise.
+        MeshError: its layout is not that of the parameter.
     """
-    module, name = m.places[0]
-    found: Any = module._parameters[name]
-    own = seen(found)
-    if not isinstance(own, DTensor) or placed_of(found)[1] != m.stored.placements or found.shape != m.stored.shape:
-        raise MeshError(f"{m.described()} was replaced by a {type(own).__name__} of {found.shape}; it was {m.stored!r}")
-    return found
+    module, name = fsdp_param.locations[0]
+    value: Any = module._parameters[name]
+    unwrapped, stored = seen(value), fsdp_param.stored_layout
+    if not isinstance(unwrapped, DTensor) or placed_of(value)[1] != stored.placements or value.shape != stored.shape:
+        raise MeshError(
+            f"{fsdp_param.describe()} was replaced by a {type(unwrapped).__name__} of {value.shape}; it was {stored!r}"
+        )
+    return value

@@ -1,8 +1,9 @@
-"""A unit's gradients that are not reduced yet, and when they are: at once, in order, at the end of backward, or in a later.
+"""Gradient accumulation: a unit's gradients that are not reduced yet, and when they are reduced.
 
-A plain program has what its passes without synchronisation have come to in ``.grad``, where the optimizer finds it. Here that
-is none until gradients are reduced: an accumulation that was given up would join the next step. Torch asks nobody when an
-optimizer clears gradients, so its method is replaced once there may be something held.
+Reduction is immediate, in the order of groups, at the end of backward, or in a later backward. In a plain program gradients of
+passes without synchronization are in ``.grad``, where the optimizer clears them. Here ``.grad`` is None until the gradients are
+reduced, and gradients that the program gave up would be added to the next step. Torch has no hook for
+``Optimizer.zero_grad``, so the method is replaced when the first unit is made.
 """
 
 from __future__ import annotations
@@ -22,46 +23,49 @@ from ...comm import shards_of
 from ...errors import UnsupportedOperationError
 from ...tensor.dtensor import wrap
 from ...tensor.leaf_gradients import is_told_to_nobody
-from .autograd_function import Column
-from .grad_reduction import Reduction, add, quiet, reductions, to_be_added
-from .managed import Managed
-from .param_group import Group
+from .fsdp_param import FSDPParam
+from .grad_reduction import GradReduction, defer_hooks, start_reductions
+from .param_group import Column, ParamGroup
 from .schedule import Schedule
 
 
-class Unreduced:
-    """When the gradients of a unit's groups are reduced; what waits stands with each group, by parameter.
+class GradAccumulation:
+    """Schedule of a unit's gradient reductions. Each parameter group stores its unreduced gradients.
 
     Attributes:
-        sync: reduce in backward; otherwise gradients are held, unsharded, for a later one.
-        in_order: reduce groups in their order, also those that this rank did not use.
-        defers: reduce when backward has ended, also if this rank did not reach the unit.
-        expected: gathered values were recorded in this pass.
+        requires_sync: reduce in backward; otherwise unsharded gradients are accumulated for a later backward.
+        in_group_order: reduce groups in their order, also those that this rank did not use.
+        defers_to_end: reduce at the end of backward, also if this rank did not reach the unit.
+        has_recorded_use: unsharded values were recorded in this pass.
     """
 
-    def __init__(self, groups: Sequence[Group], dtype: torch.dtype | None) -> None:
-        _expect_holders()
-        self._groups, self._dtype = groups, dtype
-        self.sync, self.in_order, self.defers, self.expected = True, False, False, False
-        self.forget()
+    def __init__(self, groups: Sequence[ParamGroup], reduce_dtype: torch.dtype | None) -> None:
+        _patch_zero_grad()
+        self._groups, self._reduce_dtype = groups, reduce_dtype
+        self.requires_sync, self.in_group_order, self.defers_to_end, self.has_recorded_use = True, False, False, False
+        self.drop_all()
 
-    def forget(self) -> None:
-        """Drop what waits."""
+    def drop_all(self) -> None:
+        """Drop all unreduced gradients."""
         for group in self._groups:
-            group.held.clear()
-            group.scattered.clear()
-            group.outstanding = 0
-        self._ready: list[list[dict[int, Column]]] = [[] for _ in self._groups]  # what waits for groups before it
-        self._partial: dict[Group, None] = {}  # groups that hold gradients of some of their uses in this pass
+            group.accumulated_grads.clear()
+            group.scattered_grads.clear()
+            group.num_pending_uses = 0
+        self._ready: list[list[dict[int, Column]]] = [[] for _ in self._groups]  # by group: gradients before its turn
+        self._incomplete: dict[ParamGroup, None] = {}  # groups with gradients of some of their uses in this pass
         self._turn = 0
 
-    def give(self, schedule: Schedule, group: Group, gradients: dict[int, Column], average: bool) -> dict[Tensor, Tensor]:
-        """A group's gradients have come in a pass that was asked for them: reduced at once, by parameter.
+    # --- in backward -------------------------------------------------------------------------------------------------
+    def reduce_now(
+        self, schedule: Schedule, group: ParamGroup, gradients: dict[int, Column], average: bool
+    ) -> dict[Tensor, Tensor]:
+        """Reduce a group's gradients at once, and return them by parameter: the pass was asked for them.
 
         Raises:
-            UnsupportedOperationError: they are reduced later or in turn with others, which are not asked for.
+            UnsupportedOperationError: they are reduced later, or in turn with other groups, which the pass does not reach.
         """
-        if not self.sync or self.in_order or self.defers or not group.settings.all_reduces or group.scattered:
+        has_all_reduce = group.settings.requires_all_reduce
+        if not self.requires_sync or self.in_group_order or self.defers_to_end or not has_all_reduce or group.scattered_grads:
             raise UnsupportedOperationError(
                 "gradients of these parameters are reduced later, so torch.autograd.grad, backward(inputs=) and "
                 "schedules with a split backward (zero bubble, DualPipeV) cannot return them. This is so under "
@@ -70,171 +74,197 @@ class Unreduced:
                 "read .grad, use fully_shard without these, or ScheduleGPipe, Schedule1F1B or "
                 "ScheduleInterleaved1F1B"
             )
-        given: dict[Tensor, Tensor] = {}
-        for reduction in reductions(group, gradients, average, schedule.spare):
-            reduction.arrive()
-            while not reduction.deliver(given.update):
+        reduced: dict[Tensor, Tensor] = {}
+        for reduction in start_reductions(group, gradients, average, schedule.send_buffers):
+            reduction.finish_first_round()
+            while not reduction.deliver(reduced.update):
                 pass
-        return given
+        return reduced
 
-    def receive(self, schedule: Schedule, group: Group, gradients: dict[int, Column], average: bool) -> dict[Tensor, Tensor]:
-        """A group's gradients have come: autograd gets none of them."""
-        if group.held:
-            gradients = {i: add(group.held.pop(i, None), column) for i, column in gradients.items()}
-        waits = self.sync and group.outstanding > 0 and _hooked(group)  # hooks are called once, with the sum of all uses
-        if waits or not self.sync or self.defers:
-            gradients = {i: to_be_added(column, self._dtype) for i, column in gradients.items()}
-        if not (self.sync and group.settings.all_reduces):
-            _HOLDING.add(self)
-        self._partial.pop(group, None)
-        if waits:
-            group.held.update(gradients)
-            self._partial[group] = None
-        elif self.sync and self.in_order:
+    def add_gradients(self, schedule: Schedule, group: ParamGroup, gradients: dict[int, Column], average: bool) -> None:
+        """Reduce a group's gradients, or accumulate them, as the settings say."""
+        if group.accumulated_grads:
+            gradients = {i: _add_columns(group.accumulated_grads.pop(i, None), column) for i, column in gradients.items()}
+        # hooks are called once, with the sum over all uses
+        waits_for_uses = self.requires_sync and group.num_pending_uses > 0 and _has_hooks(group)
+        if waits_for_uses or not self.requires_sync or self.defers_to_end:
+            gradients = {i: _widen_column(column, self._reduce_dtype) for i, column in gradients.items()}
+        if not (self.requires_sync and group.settings.requires_all_reduce):
+            _MAY_HOLD_GRADIENTS.add(self)
+        self._incomplete.pop(group, None)
+        if waits_for_uses:
+            group.accumulated_grads.update(gradients)
+            self._incomplete[group] = None
+        elif self.requires_sync and self.in_group_order:
             self._ready[self._groups.index(group)].append(gradients)
-            self._send(schedule, average)
-        elif not self.sync or self.defers:
-            group.held.update(gradients)
+            self._reduce_ready(schedule, average)
+        elif not self.requires_sync or self.defers_to_end:
+            group.accumulated_grads.update(gradients)
         else:
-            schedule.reducing(reductions(group, gradients, average, schedule.spare))
-        quiet([group.managed[i].parameter for i in gradients])
-        return {}
+            schedule.add_reductions(start_reductions(group, gradients, average, schedule.send_buffers))
+        defer_hooks([group.fsdp_params[i].parameter for i in gradients])
 
-    def _send(self, schedule: Schedule, average: bool) -> None:
-        """Reduce what is ready in the order of groups, which is the same on all ranks, whatever each of them used."""
+    def _reduce_ready(self, schedule: Schedule, average: bool) -> None:
+        """Reduce ready groups in their order, which is equal on all ranks, whatever each of them used."""
         while self._ready[self._turn]:
             gradients = self._ready[self._turn].pop(0)
-            schedule.reducing(reductions(self._groups[self._turn], gradients, average, schedule.spare))
+            schedule.add_reductions(start_reductions(self._groups[self._turn], gradients, average, schedule.send_buffers))
             self._turn = (self._turn + 1) % len(self._groups)
 
     def flush(self, schedule: Schedule) -> None:
-        """Backward has ended: groups that this rank did not use take part with nothing, since others may have used them."""
-        average = schedule.distributed is None
+        """Finish backward. Groups that this rank did not use take part without gradients: other ranks may have used them."""
+        average = schedule.batch_mesh is None
         for group in self._groups:
-            group.outstanding = 0
-        for group in self._partial.copy():
-            self.receive(schedule, group, {i: group.held.pop(i) for i in sorted(group.held)}, average)
-        if self.sync and self.in_order:
+            group.num_pending_uses = 0
+        for group in self._incomplete.copy():
+            grads = {i: group.accumulated_grads.pop(i) for i in sorted(group.accumulated_grads)}
+            self.add_gradients(schedule, group, grads, average)
+        if self.requires_sync and self.in_group_order:
             while self._turn or any(self._ready):
                 if not self._ready[self._turn]:
-                    self._ready[self._turn].append(_all_of(self._groups[self._turn]))
-                self._send(schedule, average)
-        elif self.sync and self.defers and self.expected:
+                    self._ready[self._turn].append(_pop_accumulated(self._groups[self._turn]))
+                self._reduce_ready(schedule, average)
+        elif self.requires_sync and self.defers_to_end and self.has_recorded_use:
             for group in self._groups:
-                schedule.reducing(reductions(group, _all_of(group), average, schedule.spare))
+                grads = _pop_accumulated(group)
+                schedule.add_reductions(start_reductions(group, grads, average, schedule.send_buffers))
 
-    # --- what waits --------------------------------------------------------------------------------------------------
-    def waiting(self) -> dict[nn.Parameter, tuple[Any, Any]]:
-        """By parameter: the gradient of the whole that is held, and the block that is not summed over replicas."""
-        found: dict[nn.Parameter, tuple[Any, Any]] = {}
+    # --- pending gradients -------------------------------------------------------------------------------------------
+    def pending_gradients(self) -> dict[nn.Parameter, tuple[Any, Any]]:
+        """Return by parameter its accumulated unsharded gradient and its shard that is not all-reduced, None if missing."""
+        pending: dict[nn.Parameter, tuple[Any, Any]] = {}
         for group in self._groups:
-            some = {i: column for i, column in group.held.items() if any(grad is not None for grad in column)}
-            held = {i: _shown(group, group.managed[i], column) for i, column in some.items()}
-            blocks = dict[int, Any]()
-            for (chosen, _), (flat, _) in group.scattered.items():
-                split = group.comm.map(lambda member, x, g=group, c=chosen: g.rows(member).split(c, x), flat)
-                blocks |= zip(chosen, split[:-1], strict=True)
-            waits = sorted(held.keys() | blocks.keys())
-            found |= {group.managed[i].parameter: (held.get(i), blocks.get(i)) for i in waits}
-        return found
+            columns = group.accumulated_grads.items()
+            present = {i: column for i, column in columns if any(grad is not None for grad in column)}
+            unsharded = {i: _column_as_tensor(group, group.fsdp_params[i], column) for i, column in present.items()}
+            shards = dict[int, Any]()
+            for (indices, _), (flat, _) in group.scattered_grads.items():
+                split = group.comm.map(lambda member, x, g=group, c=indices: g.param_rows(member).split(c, x), flat)
+                shards |= zip(indices, split[:-1], strict=True)
+            pending |= {
+                group.fsdp_params[i].parameter: (unsharded.get(i), shards.get(i))
+                for i in sorted(unsharded.keys() | shards.keys())
+            }
+        return pending
 
-    def drop(self, parameters: Container[int], to_none: bool) -> None:
-        """Clear what waits for parameters with these ids: it is none, or zeros."""
+    def clear_pending(self, parameter_ids: Container[int], to_none: bool) -> None:
+        """Set the pending gradients of the parameters with these ids to None, or to zeros."""
         for group in self._groups:
-            chosen = [i for i, m in enumerate(group.managed) if id(m.parameter) in parameters]
-            for i in [i for i in chosen if i in group.held]:
-                column = group.held.pop(i)
+            cleared = [i for i, x in enumerate(group.fsdp_params) if id(x.parameter) in parameter_ids]
+            for i in [i for i in cleared if i in group.accumulated_grads]:
+                column = group.accumulated_grads.pop(i)
                 if not to_none:
-                    group.held[i] = tuple(None if grad is None else torch.zeros_like(grad) for grad in column)
-            for key, (flat, missing) in list(group.scattered.items()):
-                gone = [at for at, i in enumerate(key[0]) if i in chosen]
-                if to_none and len(gone) == len(key[0]):
-                    del group.scattered[key]
-                elif gone:
+                    group.accumulated_grads[i] = tuple(None if grad is None else torch.zeros_like(grad) for grad in column)
+            for key, (flat, missing) in list(group.scattered_grads.items()):
+                positions = [k for k, i in enumerate(key[0]) if i in cleared]
+                if to_none and len(positions) == len(key[0]):
+                    del group.scattered_grads[key]
+                elif positions:
                     flat = group.comm.map(
-                        lambda member, x, g=group, c=key[0], at=gone: _without(g, member, c, x, at, to_none), flat
+                        lambda member, x, g=group, c=key[0], k=positions: _clear_flat(g, member, c, x, k, to_none), flat
                     )
-                    group.scattered[key] = flat, missing | {key[0][at] for at in gone} if to_none else missing
+                    now_missing = missing | {key[0][k] for k in positions} if to_none else missing
+                    group.scattered_grads[key] = flat, now_missing
 
     @torch.no_grad()
-    def reduce(self, schedule: Schedule) -> None:
-        """What waits is reduced, over replicas too, and arrives."""
-        average = schedule.distributed is None
+    def reduce_pending(self, schedule: Schedule) -> None:
+        """Reduce the pending gradients, over replicas too, and wait until they are in ``.grad``."""
+        average = schedule.batch_mesh is None
         for group in self._groups:
-            some_may_not = self.in_order or self.defers  # a rank may hold nothing of what others do
-            waits = _all_of(group) if some_may_not else {i: group.held.pop(i) for i in sorted(group.held)}
-            settings, before = group.settings, group.settings.all_reduces
-            settings.all_reduces = True
+            if self.in_group_order or self.defers_to_end:  # other ranks may have gradients that this rank has not
+                grads = _pop_accumulated(group)
+            else:
+                grads = {i: group.accumulated_grads.pop(i) for i in sorted(group.accumulated_grads)}
+            settings, requires_all_reduce = group.settings, group.settings.requires_all_reduce
+            settings.requires_all_reduce = True
             try:
-                if waits:
-                    schedule.reducing(reductions(group, waits, average, schedule.spare))
-                    schedule.settle()
-                for (chosen, _), (flat, _) in list(group.scattered.items()):
-                    nothing, dtype = dict.fromkeys(chosen, _none_of(group)), shards_of(flat)[0].dtype
-                    schedule.reducing([Reduction(group, nothing, dtype, average, schedule.spare)])
-                    schedule.settle()
+                if grads:
+                    schedule.add_reductions(start_reductions(group, grads, average, schedule.send_buffers))
+                    schedule.finish_reductions()
+                for (indices, _), (flat, _) in list(group.scattered_grads.items()):
+                    nothing, dtype = dict.fromkeys(indices, _empty_column(group)), shards_of(flat)[0].dtype
+                    schedule.add_reductions([GradReduction(group, nothing, dtype, average, schedule.send_buffers)])
+                    schedule.finish_reductions()
             finally:
-                settings.all_reduces = before
+                settings.requires_all_reduce = requires_all_reduce
 
 
-def _hooked(group: Group) -> bool:
-    with DisableTorchFunctionSubclass():  # an attribute is read in half of the time
-        return not all(is_told_to_nobody(m.parameter) for m in group.managed)
+def _has_hooks(group: ParamGroup) -> bool:
+    with DisableTorchFunctionSubclass():  # attribute reads take half the time
+        return not all(is_told_to_nobody(x.parameter) for x in group.fsdp_params)
 
 
-def _none_of(group: Group) -> Column:
-    """A gradient that no member here has."""
-    return (None,) * group.pieces
+# --- columns: unsharded gradients of one parameter, by local member --------------------------------------------------
+def _empty_column(group: ParamGroup) -> Column:
+    return (None,) * group.num_local_members
 
 
-def _all_of(group: Group) -> dict[int, Column]:
-    """What is held of all trainable parameters of a group, from now on here alone; of many of them nothing may be."""
-    trainable = [i for i, m in enumerate(group.managed) if m.parameter.requires_grad]
-    return {i: add(group.held.pop(i, None), _none_of(group)) for i in trainable}
+def _add_columns(accumulated: Column | None, new: Column) -> Column:
+    if accumulated is None:
+        return new
+    return tuple(b if a is None else a if b is None else a + b for a, b in zip(accumulated, new, strict=True))
 
 
-def _shown(group: Group, m: Managed, column: Column) -> Any:
-    """One parameter's held gradient: a tensor of this rank, or of each; under tensor parallelism a DTensor on its mesh."""
-    like = next(grad for grad in column if grad is not None)
-    pieces = [torch.zeros_like(like) if grad is None else grad for grad in column]
-    local = group.comm.local(pieces)
-    return local if m.inside is None else wrap(local, m.inside.replace(dtype=like.dtype, stride=None))
+def _widen_column(column: Column, dtype: torch.dtype | None) -> Column:
+    """Convert gradients that will be added to at least ``dtype``, in which they are reduced: small addends would vanish."""
+    if dtype is None:
+        return column
+    return tuple(None if grad is None else grad.to(torch.promote_types(grad.dtype, dtype)) for grad in column)
 
 
-def _without(group: Group, member: int, chosen: Sequence[int], flat: Tensor, gone: Sequence[int], to_none: bool) -> Tensor:
-    """A part of reduced gradients in which some are zeros, and with ``to_none`` nobody's."""
+def _pop_accumulated(group: ParamGroup) -> dict[int, Column]:
+    """Remove and return the accumulated gradients of all trainable parameters of a group; those without have empty columns."""
+    trainable = [i for i, x in enumerate(group.fsdp_params) if x.parameter.requires_grad]
+    return {i: _add_columns(group.accumulated_grads.pop(i, None), _empty_column(group)) for i in trainable}
+
+
+def _column_as_tensor(group: ParamGroup, fsdp_param: FSDPParam, column: Column) -> Any:
+    """Return a column as one tensor (``PerRank`` in process); under tensor parallelism as a DTensor on that mesh."""
+    example = next(grad for grad in column if grad is not None)
+    local = group.comm.local([torch.zeros_like(example) if grad is None else grad for grad in column])
+    layout = fsdp_param.tp_layout
+    return local if layout is None else wrap(local, layout.replace(dtype=example.dtype, stride=None))
+
+
+def _clear_flat(
+    group: ParamGroup, member: int, indices: Sequence[int], flat: Tensor, positions: Sequence[int], to_none: bool
+) -> Tensor:
+    """Return a copy of reduce-scattered gradients with zeros at ``positions``, and with ``to_none`` zero flags."""
     flat = flat.clone()
-    *blocks, flags = group.rows(member).split(chosen, flat)
-    for at in gone:
-        blocks[at].zero_()
+    *blocks, flags = group.param_rows(member).split(indices, flat)
+    for k in positions:
+        blocks[k].zero_()
         if to_none:
-            flags[at] = 0
+            flags[k] = 0
     return flat
 
 
-# --- cleared with ``.grad`` ---------------------------------------------------------------------------------------------
-_HOLDING: WeakSet[Unreduced] = WeakSet()  # what may hold gradients that ``.grad`` does not show yet
-_told = False
+# --- Optimizer.zero_grad ---------------------------------------------------------------------------------------------
+_MAY_HOLD_GRADIENTS: WeakSet[GradAccumulation] = WeakSet()  # may hold gradients that are not in ``.grad``
+_is_patched = False
 
 
-def _expect_holders() -> None:
-    """There may be some. From the first unit on: a recording shall end with the method that it began with."""
-    global _told
-    if _told:
+def _patch_zero_grad() -> None:
+    """Make ``Optimizer.zero_grad`` clear pending gradients.
+
+    Done when the first unit is made: a recording must not see the method change between its start and its end.
+    """
+    global _is_patched
+    if _is_patched:
         return
-    _told, of_torch = True, Optimizer.zero_grad
+    _is_patched, torch_zero_grad = True, Optimizer.zero_grad
 
-    @functools.wraps(of_torch)
+    @functools.wraps(torch_zero_grad)
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-        of_torch(self, set_to_none)
-        if _HOLDING:
-            clear({id(parameter) for group in self.param_groups for parameter in group["params"]}, set_to_none)
+        torch_zero_grad(self, set_to_none)
+        if _MAY_HOLD_GRADIENTS:
+            clear_pending({id(parameter) for group in self.param_groups for parameter in group["params"]}, set_to_none)
 
-    Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]  # see interop.changes
+    Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]  # see interop.patch_catalog
     changed("torch.optim.optimizer.Optimizer.zero_grad")
 
 
-def clear(parameters: Container[int], to_none: bool) -> None:
-    """What anybody holds for parameters with these ids is none, or zeros."""
-    for unreduced in list(_HOLDING):
-        unreduced.drop(parameters, to_none)
+def clear_pending(parameter_ids: Container[int], to_none: bool) -> None:
+    """Set the pending gradients of the parameters with these ids, in any unit, to None or to zeros."""
+    for accumulation in list(_MAY_HOLD_GRADIENTS):
+        accumulation.clear_pending(parameter_ids, to_none)

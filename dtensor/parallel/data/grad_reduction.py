@@ -1,10 +1,10 @@
-"""Gradients of a flat group reduced over the data-parallel mesh: one reduce-scatter (or all-reduce) for all of them.
+"""Gradient reduction: one reduce-scatter (or all-reduce) over the data-parallel mesh for the gradients of a parameter group.
 
-Ranks whose computation is local, each with its own batch and loss, average: the loss is the mean of the ranks' losses. Where the
-batch is a DTensor over the data-parallel mesh the loss is one global value, whose gradient is the sum of the ranks' terms.
+If each rank computes locally, with its own batch and loss, gradients are averaged: the loss is the mean of the ranks' losses. If
+the batch is a DTensor over the data-parallel mesh, the loss is one global value, and its gradient is the sum over ranks.
 
-Behind the gradients go flags that say which of them this rank has. A rank that misses some learns by them whether anybody has
-them; what no rank used keeps its ``.grad`` as it was.
+The gradients are followed by flags, which say for each gradient whether this rank has it. From the reduced flags, a rank without
+a gradient learns whether any rank has it. A parameter that no rank used keeps its ``.grad``.
 """
 
 from __future__ import annotations
@@ -27,200 +27,222 @@ from ...layout.layout import Layout
 from ...tensor.dtensor import wrap
 from ...tensor.leaf_gradients import is_told_to_nobody
 from ...tensor.observers import observed
-from .autograd_function import Column
-from .comm_hook import Reducer
-from .offload import Host
-from .param_group import Group
-from .tp_replicated_grad_check import check_left_out
-from .unsharded_storage import Spare
+from .custom_collectives import CommHookReducer
+from .param_group import Column, ParamGroup
+from .policy import HostOffload
+from .tp_replicated_grad_check import check_tp_replicated_grads
+from .unsharded_storage import SendBufferPool
+
+Accumulate = Callable[[list[tuple[nn.Parameter, Tensor]]], None]
 
 
-class Reduction:
-    """One reduction under way. Whoever makes it and waits for it records nothing."""
+class GradReduction:
+    """Reduction of some gradients of a group, which is issued by the constructor.
 
-    def __init__(self, group: Group, gradients: dict[int, Column], dtype: torch.dtype, average: bool, spare: Spare) -> None:
-        self._spare, self._lent = spare, list[Tensor]()
-        self.group, self.chosen = group, list(gradients)
+    The first round is the reduce-scatter or the all-reduce. HSDP has a second one, the all-reduce over replicas, and an
+    all-reduce may have two rounds. Recorders do not see the reduction itself.
+
+    Args:
+        gradients: unsharded gradients by parameter index.
+        average: divide by the number of ranks, because each rank has its own loss.
+    """
+
+    def __init__(
+        self, group: ParamGroup, gradients: dict[int, Column], dtype: torch.dtype, average: bool, send_buffers: SendBufferPool
+    ) -> None:
+        self.group, self.indices = group, list(gradients)
         self.missing = {i for i, column in gradients.items() for grad in column if grad is None}
-        self._divisor = group.settings.divisor if average else None
-        if average and self._divisor is None and group.settings.sums_only:
-            self._divisor = float(group.axes.mesh.size())
-        self._hooked: Reducer | None = group.settings.reduces
-        if self._hooked is not None:
-            self._divisor = None  # it averages by itself
+        self._dtype, self._send_buffers, self._borrowed_buffers = dtype, send_buffers, list[Tensor]()
+        self._divide_factor = group.settings.divide_factor if average else None
+        if average and self._divide_factor is None and group.settings.force_sum:
+            self._divide_factor = float(group.axes.mesh.size())
+        self._comm_hook: CommHookReducer | None = group.settings.comm_hook
+        if self._comm_hook is not None:
+            self._divide_factor = None  # the hook averages
             if not average:
                 raise DTensorError(
                     "communication hooks average gradients, but the gradients of a global loss of DTensors are "
                     "summed; remove the hook"
                 )
-        self._op = "avg" if average and self._divisor is None else "sum"
-        if self._divisor is not None:
-            says(group.axes.mesh, f"gradients divided by {self._divisor}")
-        self._buckets: dict[int, list[Tensor]] | None = None  # of whole gradients: they serve again
-        self._stays = False  # the gradients stay in them
-        self._dtype = dtype
-        self._flat: Any = None  # what has arrived
-        self._second: Pending[Any] | None = None  # the second round of a reduction, or a sum over copies of shards
-        self._waits: list[Callable[[], Any]] = []  # for copies to host memory
-        self._pending = self._issue([gradients[i] for i in self.chosen], dtype)
+        self._op = "avg" if average and self._divide_factor is None else "sum"
+        if self._divide_factor is not None:
+            says(group.axes.mesh, f"gradients divided by {self._divide_factor}")
+        self._buckets: dict[int, list[Tensor]] | None = None  # by member: buffers of unsharded gradients, which are used again
+        self._keeps_grads_in_buckets = False
+        self._flat: Any = None  # the reduced gradients and flags
+        self._second_round: Pending[Any] | None = None
+        self._host_copy_waits: list[Callable[[], Any]] = []
+        self._first_round = self._issue([gradients[i] for i in self.indices])
 
     @partial(because, "reduce gradients")
-    def _issue(self, columns: Sequence[Column], dtype: torch.dtype) -> Pending[Tensor]:
-        group, comm, axes = self.group, self.group.comm, self.group.axes
+    def _issue(self, columns: Sequence[Column]) -> Pending[Tensor]:
+        group, comm, axes, dtype = self.group, self.group.comm, self.group.axes, self._dtype
         device, in_process = torch.device(axes.mesh.device_type), comm.holds_all
 
-        bound = comm.bind_all_reduce(axes.reduced, self._op, dtype)
-        in_place = None if self._hooked is not None else bound.taking
-        views = group.settings.views and axes.host is None
-        self._stays = views and not axes.scattered and self._none_there()
-        if self._stays or not (axes.scattered or views or in_place is not None):  # fresh pages would cost more than the copy
-            self._buckets = group.whole.buckets.pop(self._key(dtype), {})
+        bound = comm.bind_all_reduce(axes.all_reduce, self._op, dtype)
+        in_place = None if self._comm_hook is not None else bound.taking
+        as_views = group.settings.grads_as_bucket_views and axes.offload is None
+        self._keeps_grads_in_buckets = as_views and not axes.reduce_scatter and self._has_no_grads()
+        if self._keeps_grads_in_buckets or not (axes.reduce_scatter or as_views or in_place is not None):
+            # new pages would cost more than the copy into a bucket
+            self._buckets = group.unsharded.grad_buckets.pop(self._bucket_key(), {})
 
-        def memory_of(numel: int) -> Tensor | None:
+        def get_send_buffer(numel: int) -> Tensor | None:
             nbytes = numel * dtype.itemsize
-            lent = self._spare.take(nbytes, device) if axes.scattered else None
-            if lent is None:
+            buffer = self._send_buffers.get_or_allocate(nbytes, device) if axes.reduce_scatter else None
+            if buffer is None:
                 return None
-            self._lent.append(lent)
-            return (lent if lent.numel() == nbytes else lent[:nbytes]).view(dtype)
+            self._borrowed_buffers.append(buffer)
+            return (buffer if buffer.numel() == nbytes else buffer[:nbytes]).view(dtype)
 
-        def row(member: int) -> Tensor:
-            own = [column[member if in_process else 0] for column in columns]
+        def pack(member: int) -> Tensor:
+            grads = [column[member if in_process else 0] for column in columns]
             if self._buckets is None:
-                flags = self._spare.ones(len(own), dtype, device)
+                flags = self._send_buffers.get_or_make_ones(len(grads), dtype, device)
                 if self.missing:
                     flags = flags.clone()
-                    for k, grad in enumerate(own):
+                    for k, grad in enumerate(grads):
                         if grad is None:
                             flags[k] = 0
-                return group.rows(member).terms(self.chosen, own, dtype, device, [flags], memory_of)
+                return group.param_rows(member).terms(self.indices, grads, dtype, device, [flags], get_send_buffer)
             bucket = self._buckets.get(member)
             if bucket is None:
-                bucket = self._buckets[member] = group.rows(member).bucket(self.chosen, dtype, device, len(own))
-            return _filled(bucket, own)
+                rows = group.param_rows(member)
+                bucket = self._buckets[member] = rows.bucket(self.indices, dtype, device, len(grads))
+            return _fill_bucket(bucket, grads)
 
-        packed = comm.map(row)
-        if axes.scattered:
-            return group.scattering(self.chosen, dtype, self._op)(packed)
-        if self._hooked is not None:
-            return self._hooked(comm, axes.reduced, packed, [group.managed[i].parameter for i in self.chosen])
+        packed = comm.map(pack)
+        if axes.reduce_scatter:
+            return group.bind_reduce_scatter(self.indices, dtype, self._op)(packed)
+        if self._comm_hook is not None:
+            return self._comm_hook(comm, axes.all_reduce, packed, [group.fsdp_params[i].parameter for i in self.indices])
         return (in_place or bound.run)(packed)
 
-    def _none_there(self) -> bool:
-        return all(self.group.managed[i].parameter.grad is None for i in self.chosen)
+    def _has_no_grads(self) -> bool:
+        return all(self.group.fsdp_params[i].parameter.grad is None for i in self.indices)
 
-    def _key(self, dtype: torch.dtype) -> Any:
-        return tuple(self.chosen), dtype
+    def _bucket_key(self) -> Any:
+        return tuple(self.indices), self._dtype
 
-    def arrive(self) -> None:
-        """Wait for its first round; its results are here, in a second round, or on their way to host memory."""
+    def finish_first_round(self) -> None:
+        """Wait for the first round. Its results are here, or in a second round, or in a copy to host memory."""
         axes = self.group.axes
-        if self._pending.advance():
-            self._second = self._pending
+        if self._first_round.advance():
+            self._second_round = self._first_round
             return
-        flat = self._pending.wait()
-        there = {shard.untyped_storage()._cdata for shard in shards_of(flat)}  # one rank's result is what it gave
-        for lent in self._lent:
-            if lent.untyped_storage()._cdata not in there:
-                self._spare.give_back(lent)
-        self._lent.clear()
-        if axes.scattered and axes.reduced:
-            self._over_replicas(flat)
+        flat = self._first_round.wait()
+        used = {shard.untyped_storage()._cdata for shard in shards_of(flat)}  # on one rank the result is the send buffer
+        for buffer in self._borrowed_buffers:
+            if buffer.untyped_storage()._cdata not in used:
+                self._send_buffers.give_back(buffer)
+        self._borrowed_buffers.clear()
+        if axes.reduce_scatter and axes.all_reduce:
+            self._reduce_over_replicas(flat)
         else:
-            self._settle(flat)
+            self._finish_reduced(flat)
+
+    def _reduce_over_replicas(self, flat: Any) -> None:
+        """All-reduce this rank's shard, plus what earlier passes left, over replicas; or leave it for a later pass."""
+        group, key = self.group, (tuple(self.indices), self._op)
+        earlier, missing = group.scattered_grads.pop(key, (None, frozenset()))
+        flat = flat if earlier is None else earlier + flat
+        self.missing |= missing
+        if group.settings.requires_all_reduce:
+            bound = group.comm.bind_all_reduce(group.axes.all_reduce, self._op, shards_of(flat)[0].dtype)
+            self._second_round = (bound.taking or bound.run)(flat)
+        else:
+            group.scattered_grads[key] = (flat, frozenset(self.missing))
 
     @property
-    def under_way(self) -> bool:
-        """Whether something goes on meanwhile."""
-        return self._second is not None or self.group.axes.host is not None
+    def is_in_flight(self) -> bool:
+        """True if a second round or a copy to host memory is in flight."""
+        return self._second_round is not None or self.group.axes.offload is not None
 
-    def deliver(self, to: Callable[[list[tuple[nn.Parameter, Tensor]]], None] | None = None) -> bool:
-        """Add its results, which have arrived, to the parameters' gradients. False: they are on their way to host memory now."""
-        if self._second is not None:
-            flat, self._second = self._second.wait(), None
-            self._settle(flat)
-            if self.under_way:
+    def deliver(self, accumulate_into: Accumulate | None = None) -> bool:
+        """Add the results to the parameters' gradients. Return False if their copy to host memory has only started now.
+
+        Args:
+            accumulate_into: receives the pairs of parameter and gradient instead; default :func:`accumulate_grads`.
+        """
+        if self._second_round is not None:
+            flat, self._second_round = self._second_round.wait(), None
+            self._finish_reduced(flat)
+            if self.is_in_flight:
                 return False
         if self._flat is None:
             return True
-        for wait in self._waits:
+        for wait in self._host_copy_waits:
             wait()
         group = self.group
-        with DisableTorchFunctionSubclass():  # an attribute is read in half of the time
-            layouts = [group.managed[i].gradient_layout() for i in self.chosen]
-        *blocks, flags = group.comm.map(lambda member, flat: self._blocks(member, flat, layouts), self._flat)
+        with DisableTorchFunctionSubclass():  # attribute reads take half the time
+            layouts = [group.fsdp_params[i].gradient_layout() for i in self.indices]
+        *blocks, flags = group.comm.map(lambda member, flat: self._split(member, flat, layouts), self._flat)
         self._flat = None
-        used = {}
+        is_used = {}
         if self.missing:
-            rows = _read(flags)
-            used = {i: any(row[k] for row in rows) for k, i in enumerate(self.chosen)}
-        parts = zip(self.chosen, blocks, layouts, strict=True)
-        there = [(i, block, layout) for i, block, layout in parts if i not in self.missing or used[i]]
-        (to or accumulate)([(group.managed[i].parameter, wrap(block, layout)) for i, block, layout in there])
+            flag_rows = _read_flags(flags)
+            is_used = {i: any(row[k] for row in flag_rows) for k, i in enumerate(self.indices)}
+        entries = zip(self.indices, blocks, layouts, strict=True)
+        present = [(i, block, layout) for i, block, layout in entries if i not in self.missing or is_used[i]]
+        grads: list[tuple[nn.Parameter, Tensor]] = [
+            (group.fsdp_params[i].parameter, wrap(block, layout)) for i, block, layout in present
+        ]
+        (accumulate_into or accumulate_grads)(grads)
         return True
 
-    def _settle(self, flat: Any) -> None:
+    def _finish_reduced(self, flat: Any) -> None:
+        """Divide the reduced gradients, call the user's hook, and start the copy to host memory."""
+        group = self.group
         if self._buckets is not None:
-            self.group.whole.buckets[self._key(self._dtype)] = self._buckets
-        self._flat = self._finished(flat)
-        if self._stays and self._none_there():
-            self._flat = self.group.comm.map(self._in_bucket, self._flat)
-        if self.group.axes.host is not None:
-            self._flat = self.group.comm.map(self._fetched, self._flat, self.group.axes.host)
+            group.unsharded.grad_buckets[self._bucket_key()] = self._buckets
+        self._flat = self._divide_and_hook(flat)
+        if self._keeps_grads_in_buckets and self._has_no_grads():
+            self._flat = group.comm.map(self._copy_to_bucket, self._flat)
+        if group.axes.offload is not None:
+            self._flat = group.comm.map(self._copy_to_host, self._flat, group.axes.offload)
 
-    def _in_bucket(self, member: int, flat: Tensor) -> Tensor:
+    def _divide_and_hook(self, flat: Any) -> Any:
+        """Divide, then call the hook. With ``force_sum`` the hook sees sums and is called first, as torch's FSDP2 does."""
+        settings, factor = self.group.settings, self._divide_factor
+        if factor is not None and not (settings.force_sum and settings.hook is not None):
+            flat, factor = flat / factor, None
+        if settings.hook is not None:
+            gradients = self.group.comm.map(lambda member, x: x[: x.numel() - len(self.indices)], flat)
+            with settings.on_hook_stream(self.group.axes.mesh.device_type):
+                settings.hook(gradients)
+        return flat if factor is None else flat / factor
+
+    def _copy_to_bucket(self, member: int, flat: Tensor) -> Tensor:
         assert self._buckets is not None
         bucket = self._buckets[member][0]
         return bucket if bucket is flat else bucket.copy_(flat)
 
-    def _fetched(self, member: int, flat: Tensor, host: Host) -> Tensor:
-        copied, wait = host.fetched(flat)
-        self._waits.append(wait)
+    def _copy_to_host(self, member: int, flat: Tensor, offload: HostOffload) -> Tensor:
+        copied, wait = offload.copy_to_host(flat)
+        self._host_copy_waits.append(wait)
         return copied
 
-    def _finished(self, flat: Any) -> Any:
-        """Divided, and seen by the user's hook: before the division if collectives are to sum only, as its own does then."""
-        settings, divisor = self.group.settings, self._divisor
-        if divisor is not None and not (settings.sums_only and settings.hook is not None):
-            flat, divisor = flat / divisor, None
-        if settings.hook is not None:
-            gradients = self.group.comm.map(lambda member, x: x[: x.numel() - len(self.chosen)], flat)
-            with settings.on_hook_stream(self.group.axes.mesh.device_type):
-                settings.hook(gradients)
-        return flat if divisor is None else flat / divisor
-
-    def _over_replicas(self, flat: Any) -> None:
-        """Sum this rank's part with those of the passes before that were not summed over replicas; or let it wait with them."""
-        group, key = self.group, (tuple(self.chosen), self._op)
-        before, missing = group.scattered.pop(key, (None, frozenset()))
-        flat = flat if before is None else before + flat
-        self.missing |= missing
-        if group.settings.all_reduces:
-            bound = group.comm.bind_all_reduce(group.axes.reduced, self._op, shards_of(flat)[0].dtype)
-            self._second = (bound.taking or bound.run)(flat)
-        else:
-            group.scattered[key] = (flat, frozenset(self.missing))
-
-    def _blocks(self, member: int, flat: Tensor, layouts: Sequence[Layout]) -> list[Tensor]:
-        *blocks, flags = self.group.rows(member).split(self.chosen, flat)
+    def _split(self, member: int, flat: Tensor, layouts: Sequence[Layout]) -> list[Tensor]:
+        """Return the gradients of a member in the dtypes of ``layouts``, followed by the flags."""
+        *blocks, flags = self.group.param_rows(member).split(self.indices, flat)
         if any(layout.dtype is not flat.dtype for layout in layouts):
             blocks = [block.to(layout.dtype) for block, layout in zip(blocks, layouts, strict=True)]
         return [*blocks, flags]
 
 
 @aside
-def _read(flags: Any) -> list[list[float]]:
-    """Which gradients there are follows from what each rank's program did, so it is the same whenever all do that again."""
+def _read_flags(flags: Any) -> list[list[float]]:
+    """Return the flags of all local members. They depend only on what the ranks' programs did, so a replay may reuse them."""
     return [shard.tolist() for shard in shards_of(flags)]
 
 
-def _filled(bucket: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor:
-    """The bucket with gradients and flags in it."""
+def _fill_bucket(bucket: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor:
+    """Copy gradients and flags into a bucket, and return its flat tensor."""
     flat, *parts, flags = bucket
     flags.fill_(1)
-    there = [grad for grad in grads if grad is not None]
-    if len(there) == len(parts):
-        torch._foreach_copy_(parts, there)
+    present = [grad for grad in grads if grad is not None]
+    if len(present) == len(parts):
+        torch._foreach_copy_(parts, present)
         return flat
     for k, (part, grad) in enumerate(zip(parts, grads, strict=True)):
         if grad is None:
@@ -231,27 +253,31 @@ def _filled(bucket: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor:
     return flat
 
 
-def reductions(group: Group, gradients: dict[int, Column], average: bool, spare: Spare) -> list[Reduction]:
-    """The reductions of a group's gradients, issued: one for each dtype."""
-    check_left_out(group, gradients)
+def start_reductions(
+    group: ParamGroup, gradients: dict[int, Column], average: bool, send_buffers: SendBufferPool
+) -> list[GradReduction]:
+    """Issue the reductions of a group's gradients, one for each dtype, and return them."""
+    check_tp_replicated_grads(group, gradients)
     by_dtype: dict[torch.dtype, dict[int, Column]] = {}
     for i, column in gradients.items():
-        own, wanted = group.dtypes[i], group.policy.reduce_dtype
-        by_dtype.setdefault(wanted if wanted is not None and own.is_floating_point else own, {})[i] = column
-    return [Reduction(group, columns, dtype, average, spare) for dtype, columns in by_dtype.items()]
+        own_dtype, reduce_dtype = group.dtypes[i], group.policy.reduce_dtype
+        dtype = reduce_dtype if reduce_dtype is not None and own_dtype.is_floating_point else own_dtype
+        by_dtype.setdefault(dtype, {})[i] = column
+    return [GradReduction(group, columns, dtype, average, send_buffers) for dtype, columns in by_dtype.items()]
 
 
-def accumulate(given: Sequence[tuple[Any, Any]]) -> None:
-    """What autograd does with gradients of leaves, one after the other: a leaf's hooks, ``.grad``, and the hooks after that."""
-    with DisableTorchFunctionSubclass():  # an attribute is read, or written, in half of the time
-        if not observed and all(p.grad is None and p._layout is grad._layout and is_told_to_nobody(p) for p, grad in given):
-            for parameter, grad in given:
+# --- gradients of leaves ---------------------------------------------------------------------------------------------
+def accumulate_grads(grads: Sequence[tuple[Any, Any]]) -> None:
+    """Do for each pair of parameter and gradient what autograd does for leaves: hooks, ``.grad``, and the hooks after that."""
+    with DisableTorchFunctionSubclass():  # attribute reads and writes take half the time
+        if not observed and all(p.grad is None and p._layout is grad._layout and is_told_to_nobody(p) for p, grad in grads):
+            for parameter, grad in grads:
                 parameter.grad = grad
             return
-    for parameter, grad in given:
+    for parameter, grad in grads:
         for hook in list(parameter._backward_hooks.values()) if parameter._backward_hooks else ():
-            changed = hook(grad)
-            grad = grad if changed is None else changed
+            replaced = hook(grad)
+            grad = grad if replaced is None else replaced
         if parameter.grad is None:
             parameter.grad = grad
         else:
@@ -260,21 +286,22 @@ def accumulate(given: Sequence[tuple[Any, Any]]) -> None:
             hook(parameter)
 
 
-def quiet(parameters: Sequence[nn.Parameter]) -> None:
-    """Autograd comes to these leaves next, without gradients, and calls hooks all the same: they wait for :func:`accumulate`."""
+def defer_hooks(parameters: Sequence[nn.Parameter]) -> None:
+    """Make the hooks of these leaves ignore autograd's next visit, which has no gradient: :func:`accumulate_grads` calls them."""
     with DisableTorchFunctionSubclass():
         hooked = [p for p in parameters if not is_told_to_nobody(p)]
     for parameter in hooked:
-        before: Any = parameter._backward_hooks or {}
-        for key, hook in before.items():
-            before[key] = hook if isinstance(hook, _IfGiven) or getattr(hook, "expects_none", False) else _IfGiven(hook)
-        after: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-        for key, hook in after.items():
-            after[key] = _IfChanged(hook.hook if isinstance(hook, _IfChanged) else hook, parameter)
+        grad_hooks: Any = parameter._backward_hooks or {}
+        for key, hook in grad_hooks.items():
+            is_wrapped = isinstance(hook, _SkipWithoutGradient) or getattr(hook, "expects_none", False)
+            grad_hooks[key] = hook if is_wrapped else _SkipWithoutGradient(hook)
+        post_hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        for key, hook in post_hooks.items():
+            post_hooks[key] = _SkipUnchanged(hook.hook if isinstance(hook, _SkipUnchanged) else hook, parameter)
 
 
-class _IfGiven:
-    """A hook of a leaf, for a gradient only."""
+class _SkipWithoutGradient:
+    """Hook of a leaf that is called with gradients only."""
 
     def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
         self.hook = hook
@@ -283,31 +310,17 @@ class _IfGiven:
         return None if grad is None else self.hook(grad)
 
 
-class _IfChanged:
-    """A hook after accumulation, for one that has changed ``.grad`` since this was made."""
+class _SkipUnchanged:
+    """Post-accumulation hook that is called only if ``.grad`` has changed since its construction."""
 
     def __init__(self, hook: Callable[[nn.Parameter], None], parameter: nn.Parameter) -> None:
-        self.hook, self._before = hook, _state(parameter)
+        self.hook, self._version = hook, _grad_version(parameter)
 
     def __call__(self, parameter: nn.Parameter) -> None:
-        if _state(parameter) != self._before:
+        if _grad_version(parameter) != self._version:
             self.hook(parameter)
 
 
-def _state(parameter: nn.Parameter) -> Any:
+def _grad_version(parameter: nn.Parameter) -> Any:
     grad = parameter.grad
     return None if grad is None else stamp(grad)
-
-
-def add(held: Column | None, new: Column) -> Column:
-    """Gradients that are not reduced yet, and more of them."""
-    if held is None:
-        return new
-    return tuple(b if a is None else a if b is None else a + b for a, b in zip(held, new, strict=True))
-
-
-def to_be_added(column: Column, dtype: torch.dtype | None) -> Column:
-    """Gradients that more will join: not in less than the dtype that they are reduced in, where small terms would vanish."""
-    if dtype is None:
-        return column
-    return tuple(None if grad is None else grad.to(torch.promote_types(grad.dtype, dtype)) for grad in column)

@@ -1,8 +1,8 @@
-"""A flat group: parameters that one collective gathers, and whose gradients one collective reduces.
+"""Parameter group: parameters that one collective gathers, and the gradients of which one collective reduces.
 
-Rank r's row holds its block of every parameter, one behind the other, as bytes, so that dtypes may differ. Gathered rows are
-copied into one buffer in which each parameter is whole; freeing it gives back the storage but keeps the tensors, so what autograd
-saved of them is right again once the buffer is filled again in backward (Zhao et al., PyTorch FSDP, arXiv:2304.11277).
+A rank's row is the concatenation of its shards of all parameters, as bytes, so that dtypes may differ. Gathered rows are copied
+into one buffer in which each parameter is contiguous. To reshard frees the storage of the buffer and keeps the tensors in it. So
+tensors that autograd saved are valid again when backward fills the buffer (Zhao et al., PyTorch FSDP, arXiv:2304.11277).
 """
 
 from __future__ import annotations
@@ -29,356 +29,392 @@ from ...mesh.device_mesh import DeviceMesh
 from ...redistribute.flat_buffer import Rows
 from ...tensor.dtensor import wrap
 from ...tensor.views.block_owners import locals_of
-from .all_gather_extensions import Extensions
-from .custom_collectives import Settings, gather_rows, scatter_row
-from .dp_modes import Axes
-from .managed import Managed, is_extended
-from .offload import Host
-from .partial_reshard import Neighbours
-from .policy import MixedPrecisionPolicy
-from .unsharded_storage import Aliases, Lent, Memory, Whole
+from .all_gather_extensions import AllGatherExtensions
+from .custom_collectives import CommSettings, gather_rows, scatter_row
+from .dp_modes import MeshAxes
+from .fsdp_param import FSDPParam, is_extended
+from .partial_reshard import ReshardGroup
+from .policy import HostOffload, MixedPrecisionPolicy
+from .unsharded_storage import RowViewCache, SavedAliases, UnshardedState, UnshardedStorage
 
-LATER = -1  # no pass of autograd's has this number
-_ALIGNMENT = 16  # bytes: rows stand behind each other in a receive buffer and are read in the parameters' own dtypes
+Column = tuple[Tensor | None, ...]  # unsharded gradients of one parameter: one for each member of this process, None if missing
+NO_GRAPH_TASK = -1  # of a use: its backward pass has ended and retained the graph; autograd has no pass of this number
+_ALIGNMENT = 16  # bytes: rows in a receive buffer are read in the parameters' own dtypes
 
 
-class Group:
-    """Parameters gathered and reduced together.
+class ParamGroup:
+    """Parameters that are gathered and reduced together.
 
     Attributes:
-        managed: the parameters, wider dtypes first, so that every block is aligned.
-        whole: what is gathered of them.
-        borrows: the parameters are whole and in the right dtype as they are: nothing to gather or copy.
-        live: uses whose backward has begun and still needs the gathered values, and the autograd pass that it is: a
-            reentrant checkpoint runs passes of its own inside. LATER: it has ended and retained its graph.
-        outstanding: recorded uses that gradients have not come of, since the last backward.
-        placed: the values stand where the parameters do.
-        settings: how its collectives run.
-        neighbours: who keep parts between forward and backward instead of freeing all.
-        held, scattered: gradients that wait to join those of a later pass: by parameter, not reduced; and by what was
-            reduce-scattered together and how, to be summed over replicas.
-        whose: its name in what ranks compare: blocks of a model have rows of one length, and would be taken for each other.
+        name: name in what ranks compare: blocks of a model have rows of equal length, and could be confused.
+        axes, policy: the mesh axes and the dtypes of the computation.
+        settings: settings of its collectives.
+        fsdp_params: the parameters, wider dtypes first, so that every shard is aligned.
+        unsharded: state of the unsharded values.
+        needs_no_gather: stored parameters are full and in the dtype of the computation: there is nothing to gather or copy.
+        live_uses: uses that still need the unsharded values, because their backward has begun, and the autograd pass of each. A
+            reentrant checkpoint runs passes of its own inside. ``NO_GRAPH_TASK``: the pass has ended and retained its graph.
+        num_pending_uses: recorded uses for which gradients have not arrived since the last backward.
+        has_values_in_modules: the modules have the unsharded values.
+        reshard_group: ranks that share the unsharded values between forward and backward instead of freeing them.
+        accumulated_grads: gradients that were not reduced, by parameter index; a later pass adds to them.
+        scattered_grads: gradients that were reduce-scattered and not all-reduced over replicas, by what was reduced together
+            and how; a later pass adds to them.
+        declared_use: what was last declared of uses outside of forward, see :func:`.unit_pass.declare_outside_use`.
+        dtypes: the dtypes in which parameters are gathered.
     """
 
-    def __init__(self, managed: Sequence[Managed], axes: Axes, policy: MixedPrecisionPolicy, whose: str = "") -> None:
-        self.whose = whose or f"unit {axes.mesh._root.next_unit(axes.mesh._dims)}"
-        self.axes, self.policy, self.settings = axes, policy, Settings()
-        self.managed: list[Managed] = []
-        self.live, self.placed, self.outstanding = dict[Any, int](), False, 0
-        self.neighbours: Neighbours | None = None
-        self.held: dict[int, Any] = Between()
-        self.scattered: dict[Any, Any] = Between()
-        self.whole = Whole()
-        self._rows: dict[int, Rows] = {}
-        self._bound: dict[Any, Run] = {}
+    def __init__(self, fsdp_params: Sequence[FSDPParam], axes: MeshAxes, policy: MixedPrecisionPolicy, name: str = "") -> None:
+        self.name = name or f"unit {axes.mesh._root.next_unit(axes.mesh._dims)}"
+        self.axes, self.policy, self.settings = axes, policy, CommSettings()
+        self.fsdp_params: list[FSDPParam] = []
+        self.live_uses, self.has_values_in_modules, self.num_pending_uses = dict[Any, int](), False, 0
+        self.reshard_group: ReshardGroup | None = None
+        self.accumulated_grads: dict[int, Any] = Between()
+        self.scattered_grads: dict[Any, Any] = Between()
+        self.unsharded = UnshardedState()
         expect_locals(axes.mesh)
-        self.add(managed)
+        self.add_params(fsdp_params)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
-        copied = [copy.deepcopy(m, memo) for m in self.managed]
-        made = memo[id(self)] = Group(copied, self.axes, self.policy, self.whose)
-        made.settings, made.neighbours = copy.copy(self.settings), self.neighbours
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParamGroup:
+        fsdp_params = [copy.deepcopy(fsdp_param, memo) for fsdp_param in self.fsdp_params]
+        made = memo[id(self)] = ParamGroup(fsdp_params, self.axes, self.policy, self.name)
+        made.settings, made.reshard_group = copy.copy(self.settings), self.reshard_group
         return made
 
-    def add(self, managed: Sequence[Managed]) -> None:
-        """Take over more parameters."""
-        self.managed = sorted([*self.managed, *managed], key=lambda m: -self.dtype_of(m).itemsize)
-        for one in managed:
-            one.owner = self
-        self.forget()
+    def add_params(self, fsdp_params: Sequence[FSDPParam]) -> None:
+        """Add parameters to the group, and sort all by item size."""
+        self.fsdp_params = sorted([*self.fsdp_params, *fsdp_params], key=lambda x: -self.compute_dtype(x).itemsize)
+        for fsdp_param in fsdp_params:
+            fsdp_param.param_group = self
+        self.clear_derived_state()
 
-    def give_up(self, one: Managed, axes: Axes) -> None:
-        """Let a group over ``axes`` have a parameter of this one.
+    def release_param(self, fsdp_param: FSDPParam, axes: MeshAxes) -> None:
+        """Remove a parameter, which a group over ``axes`` takes over.
 
         Raises:
-            UnitError: its parameters lie otherwise.
+            UnitError: this group has other axes.
         """
         if axes != self.axes:
             raise UnitError(
                 f"a parameter that two modules share is sharded over {self.axes.mesh!r} in the inner unit and "
                 f"over {axes.mesh!r} in the outer one; use the same mesh and offload_policy for both"
             )
-        self.managed.remove(one)
-        one.owner = None
-        self.forget()
+        self.fsdp_params.remove(fsdp_param)
+        fsdp_param.param_group = None
+        self.clear_derived_state()
 
-    def forget(self) -> None:
-        """Drop the buffer and what was computed from the list of parameters."""
-        self.whole, self._rows, self._bound = Whole(seen=self.whole.seen), {}, {}
-        self._sent_rows: dict[int, Rows] = {}
-        self._sent: list[Any] = []  # what is gathered of them, where some say it themselves
-        self.used: Any = None  # what was said last of the parameters' uses
-        self._parts = Aliases()  # what rows are put together of
-        self.dtypes = list(map(self.dtype_of, self.managed))
-        self._extended = Extensions.of(self.managed, self.axes, self.policy, self.dtypes)
-        whole = all(m.cut is None and dtype is m.stored.dtype for m, dtype in zip(self.managed, self.dtypes, strict=True))
-        self.borrows = whole and self.axes.host is None and self._extended is None
-        self._inside: dict[DeviceMesh | None, list[Layout | None]] = {}
-        self._owners: dict[DeviceMesh | None, list[int]] = {}
+    def clear_derived_state(self) -> None:
+        """Drop the buffer and everything that was computed from the list of parameters."""
+        self.unsharded = UnshardedState(version=self.unsharded.version)
+        self._param_rows: dict[int, Rows] = {}
+        self._extension_rows: dict[int, Rows] = {}
+        self._extension_inputs: list[Any] = []  # inputs of the all-gather in flight, if a parameter has an extension
+        self._row_views = RowViewCache()
+        self._bound_collectives: dict[Any, Run] = {}
+        self._layouts_in_use: dict[DeviceMesh | None, list[Layout | None]] = {}
+        self._owner_indices: dict[DeviceMesh | None, list[int]] = {}
+        self.declared_use: Any = None
+        self.dtypes = list(map(self.compute_dtype, self.fsdp_params))
+        self._extensions = AllGatherExtensions.make_if_extended(self.fsdp_params, self.axes, self.policy, self.dtypes)
+        pairs = zip(self.fsdp_params, self.dtypes, strict=True)
+        is_usable = all(x.shard_dim is None and dtype is x.stored_layout.dtype for x, dtype in pairs)
+        self.needs_no_gather = is_usable and self.axes.offload is None and self._extensions is None
 
-    # --- what the computation sees -------------------------------------------------------------------------------
-    def dtype_of(self, m: Managed) -> torch.dtype:
-        """The dtype that a parameter is gathered in."""
-        wanted = self.policy.param_dtype
-        return wanted if wanted is not None and m.stored.dtype.is_floating_point else m.stored.dtype
-
-    def layout_inside(self, m: Managed, distributed: DeviceMesh | None) -> Layout | None:
-        """A parameter's layout while the computation sees it, with a batch on a mesh or each rank's; None: a plain tensor."""
-        layout = m.inside if distributed is None else m.compute if m.inside is not None else within(m.compute, distributed)
-        return None if layout is None else layout.replace(dtype=self.dtype_of(m), stride=None)
-
-    def values(self, distributed: DeviceMesh | None) -> list[Tensor]:
-        """The gathered parameters as flat outputs: one DTensor, or one plain tensor per member held here, for each."""
-        flat: list[Tensor] = []
-        for full, layout in zip(self.whole.full, self._layouts_inside(distributed), strict=True):
-            if layout is not None:
-                dtype = shards_of(full)[0].dtype  # an extension may have made it another one
-                alias = each_shard(lambda shard: shard.data, full)  # no view: its own version counter
-                flat.append(wrap(alias, layout if dtype is layout.dtype else layout.replace(dtype=dtype)))
-            else:
-                flat.extend([shard.data for shard in shards_of(full)])
-        return flat
-
-    def _layouts_inside(self, distributed: DeviceMesh | None) -> list[Layout | None]:
-        """Per parameter its layout while the computation sees it; None: a plain tensor."""
-        found = self._inside.get(distributed)
-        if found is None:
-            found = self._inside[distributed] = [self.layout_inside(m, distributed) for m in self.managed]
-        return found
-
-    def owners(self, distributed: DeviceMesh | None) -> list[int]:
-        """Which parameter each flat output belongs to."""
-        found = self._owners.get(distributed)
-        if found is None:
-            outputs = [self.pieces if layout is None else 1 for layout in self._layouts_inside(distributed)]
-            found = self._owners[distributed] = [i for i, count in enumerate(outputs) for _ in range(count)]
-        return found
-
-    def regrouped(self, flat: Sequence[Tensor], distributed: DeviceMesh | None) -> list[Any]:
-        """Flat outputs, one item per parameter again."""
-        if not self.comm.holds_all:
-            return list(flat)
-        items, layouts = iter(flat), self._layouts_inside(distributed)
-        return [self.comm.local([next(items) for _ in range(self.pieces)]) if x is None else next(items) for x in layouts]
-
-    def put_parameters(self) -> None:
-        """The sharded parameters where the modules have gathered ones."""
-        if self.placed:
-            for m in self.managed:
-                m.take_back()
-            self.placed = False
-
-    # --- gather and free -----------------------------------------------------------------------------------------
     @property
     def comm(self) -> Communicator:
         return communicator_of(self.axes.mesh)
 
     @property
-    def pieces(self) -> int:
-        """How many members' tensors this process holds."""
+    def num_local_members(self) -> int:
+        """Number of members with tensors in this process."""
         return max(1, len(self.comm.held))
 
-    def stamp(self) -> Stamp:
-        """Changes whenever a parameter's value does."""
-        return stamp(*[m.parameter for m in self.managed])
+    # --- unsharded values as the computation sees them ---------------------------------------------------------------
+    def compute_dtype(self, fsdp_param: FSDPParam) -> torch.dtype:
+        """Return the dtype in which a parameter is gathered."""
+        dtype, stored_dtype = self.policy.param_dtype, fsdp_param.stored_layout.dtype
+        return dtype if dtype is not None and stored_dtype.is_floating_point else stored_dtype
 
-    @hides_from_policies
-    def start_gather(self, now: Stamp | None = None) -> None:
-        """Issue the all-gather, unless what is gathered is still right. ``now``: the stamp, where somebody looked already."""
-        if not self.managed:
-            return
-        if ACTIVE and (recorder := current()) is not None:
-            recorder.apart(self, {"whole": Whole()})
-        now = self._looked_up() if now is None else now
-        if (self.whole.gathered or self.whole.pending is not None) and self.whole.seen == now:
-            return
-        if self.whole.seen != now:
-            self.whole.lent.away()  # for good: other values come to their memory
-            self.whole.lent, self.whole.recorded = Lent(), False
-            if Extensions.among(self.managed) is (self._extended is None):  # locals may be given the methods, or replaced
-                self.forget()
-            self.whole.kept = None
-            self.live = {use: began for use, began in self.live.items() if began != LATER}  # backward of old values is refused
-        self.whole.seen, self.whole.gathered, self.whole.pending = now, False, None
-        locals_ = [m.parameter._local for m in self.managed]  # type: ignore[attr-defined]  # DTensors
-        if self.borrows:
-            self.whole.full, self.whole.gathered = locals_, True
-        elif self.whole.kept is not None:
-            neighbours, parts = self.whole.kept
-            sizes = [buffer.numel() for buffer in shards_of(self.whole.buffer)]
-            size_of = sizes.__getitem__ if len(sizes) > 1 else lambda member: sizes[0]
-            self.whole.pending = self._bound_to(neighbours, lambda: neighbours.gathering(size_of))(parts)
+    def layout_in_use(self, fsdp_param: FSDPParam, batch_mesh: DeviceMesh | None) -> Layout | None:
+        """Return a parameter's layout in the computation; None: modules see a plain tensor.
+
+        Args:
+            batch_mesh: the mesh of a batch that is a DTensor; None: each rank has a plain batch of its own.
+        """
+        if batch_mesh is None:
+            layout = fsdp_param.tp_layout
+        elif fsdp_param.tp_layout is not None:
+            layout = fsdp_param.unsharded_layout
         else:
-            self.whole.pending = self._gather(locals_, now)
+            layout = within(fsdp_param.unsharded_layout, batch_mesh)
+        return None if layout is None else layout.replace(dtype=self.compute_dtype(fsdp_param), stride=None)
 
-    def _gather(self, locals_: list[Any], now: Stamp) -> Pending[Any]:
-        device, host = self.axes.mesh.device_type, self.axes.host
-        join: Callable[[list[Tensor]], Tensor] = torch.cat if host is None else host.joined
-        if self._extended is not None:
-            there = locals_ if host is None else [self._sent_there(x, host) for x in locals_]
-            self._sent, join = self._extended.inputs(there), torch.cat
-        if not self.axes.shard:
-            return Pending.of(None)
-        make = functools.partial(self.comm.map, lambda at, *own: self._sending(at).parts_of(own), *(self._sent or locals_))
-        parts = make() if self._sent else self._parts.of(locals_, now, make)
-        row = self.comm.map(lambda member, *own: self._sending(member).row(own, device, join), *parts)
-        if host is not None:
-            row = self.comm.map(lambda _, x: x.to(device, non_blocking=True), row)
-        return self._bound_to(self.settings.gathers, self._gathering)(row)
+    def _get_layouts_in_use(self, batch_mesh: DeviceMesh | None) -> list[Layout | None]:
+        layouts = self._layouts_in_use.get(batch_mesh)
+        if layouts is None:
+            layouts = self._layouts_in_use[batch_mesh] = [self.layout_in_use(x, batch_mesh) for x in self.fsdp_params]
+        return layouts
 
-    def _gathering(self) -> Run:
-        """What makes this member's row those of all."""
-        by, seen = self.settings.gathers, self._sending(self.comm.held[0]).seen
-        if by is not None:
-            return functools.partial(gather_rows, self.axes, by, lambda member: self._sending(member).lengths)
-        return self.comm.bind_gather(self.axes.shard, lambda member: self._sending(member).lengths, seen, self.whose)
-
-    def scattering(self, chosen: Sequence[int], dtype: torch.dtype, op: str) -> Run:
-        """What reduces gradients of the chosen parameters, and a flag for each, to this member's part."""
-        by, comm = self.settings.scatters, self.settings.scatter_comm or self.comm
-
-        def lengths_of(member: int) -> list[int]:
-            return self.rows(member).parts(chosen, len(chosen))
-
-        def bind() -> Run:
-            if by is not None:
-                return functools.partial(scatter_row, self.axes, by, op, lengths_of)
-            return comm.bind_scatter(self.axes.scattered, lengths_of, op, dtype, self.whose)
-
-        return self._bound_to((tuple(chosen), dtype, op, by, comm), bind)
-
-    def _bound_to(self, key: Any, bind: Callable[[], Run]) -> Run:
-        found = self._bound.get(key)
-        if found is None:
-            found = self._bound[key] = bind()
-        return found
-
-    @hides_from_policies
-    @functools.partial(because, "gather parameters")
-    def gather(self, now: Stamp | None = None) -> None:
-        """The parameters, whole, in the buffer; as :meth:`start_gather`."""
-        self.start_gather(now)
-        if self.whole.pending is None:
-            return
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():  # for passes that may train
-            rows = self.whole.pending.wait()
-            self._allocate()
-            if self.whole.kept is not None:
-                self.whole.kept[0].fill(rows, self.whole.buffer)
+    def flat_values(self, batch_mesh: DeviceMesh | None) -> list[Tensor]:
+        """Return the unsharded values as a flat list: for each parameter one DTensor, or a plain tensor for each local member."""
+        flat: list[Tensor] = []
+        for value, layout in zip(self.unsharded.values, self._get_layouts_in_use(batch_mesh), strict=True):
+            if layout is not None:
+                dtype = shards_of(value)[0].dtype  # an all-gather extension may have changed it
+                alias = each_shard(lambda shard: shard.data, value)  # .data, not a view: a version counter of its own
+                flat.append(wrap(alias, layout if dtype is layout.dtype else layout.replace(dtype=dtype)))
             else:
-                locals_ = self._sent or [self._beside(m) for m in self.managed]
-                self.comm.map(lambda member, *a: self._sending(member).unpack(*a), rows, locals_, self.whole.targets)
-            if self._extended is not None:
-                locals_ = [m.parameter._local for m in self.managed]  # type: ignore[attr-defined]  # DTensors
-                self.whole.full = self._extended.wholes(locals_, self.whole.views)
-                self.whole.memory.add(self._extended.inner)
-        self.whole.pending, self.whole.kept, self.whole.gathered, self._sent = None, None, True, []
-        self.whole.lent.back()
+                flat.extend([shard.data for shard in shards_of(value)])
+        return flat
 
-    def _beside(self, m: Managed) -> Any:
-        """A parameter's local where it is copied from, if it is whole: on the device."""
-        local, host = m.parameter._local, self.axes.host  # type: ignore[attr-defined]  # a DTensor
-        return local if host is None or m.cut is not None else self._sent_there(local, host)
+    def owner_indices(self, batch_mesh: DeviceMesh | None) -> list[int]:
+        """Return, for each entry of :meth:`flat_values`, the index of its parameter."""
+        indices = self._owner_indices.get(batch_mesh)
+        if indices is None:
+            counts = [self.num_local_members if layout is None else 1 for layout in self._get_layouts_in_use(batch_mesh)]
+            indices = self._owner_indices[batch_mesh] = [i for i, count in enumerate(counts) for _ in range(count)]
+        return indices
 
-    def _sent_there(self, local: Any, host: Host) -> Any:
-        device = self.axes.mesh.device_type
-        return self.comm.map(lambda _, x: x.to(device, non_blocking=True) if is_extended(x) else host.sent(x, device), local)
+    def regroup_values(self, flat: Sequence[Tensor], batch_mesh: DeviceMesh | None) -> list[Any]:
+        """Return entries of :meth:`flat_values` as one value for each parameter."""
+        if not self.comm.holds_all:
+            return list(flat)
+        items, count = iter(flat), self.num_local_members
+        layouts = self._get_layouts_in_use(batch_mesh)
+        return [self.comm.local([next(items) for _ in range(count)]) if x is None else next(items) for x in layouts]
 
-    def _allocate(self) -> None:
-        if self.whole.buffer is None:
-            made = self.comm.map(lambda member: self._sending(member).buffer(self.axes.mesh.device_type))
-            self.whole.buffer, self.whole.full = made[0], list(made[1:])
-            self.whole.views = self.whole.full
-            # writing through .data leaves the version counters alone that autograd checks its saved tensors by
-            targets = self.comm.map(lambda at, full: self._sending(at).targets([x.data for x in full]), self.whole.full)
-            self.whole.targets = targets
-            self.whole.memory = Memory(shards_of(self.whole.buffer))
-            self.whole.memory.note_own_uses()
-        self.whole.memory.take()
+    def restore_parameters(self) -> None:
+        """Put the sharded parameters into the modules in place of the unsharded values."""
+        if self.has_values_in_modules:
+            for fsdp_param in self.fsdp_params:
+                fsdp_param.restore_parameter()
+            self.has_values_in_modules = False
 
-    def keep_part(self) -> None:
-        """Give the gathered values' memory back but for this rank's part, from which neighbours make them whole again."""
-        if self.neighbours is not None and self.whole.gathered and not self.borrows:
-            kept = self.neighbours, self.neighbours.keep(self.whole.buffer)
-            self.free()
-            self.whole.kept = kept
+    # --- unshard and reshard -----------------------------------------------------------------------------------------
+    def _refresh_params(self) -> Stamp:
+        """Take over what programs did to the parameters, and return their version snapshot."""
+        if sum(map(FSDPParam.refresh, self.fsdp_params)):
+            self.declared_use = None
+        return stamp(*[x.parameter for x in self.fsdp_params])
 
-    @hides_from_policies
-    def free(self) -> None:
-        """Give the gathered values' memory back."""
-        self.whole.kept = None
-        if self.whole.pending is not None:
-            self.whole.pending.wait()  # all ranks drop it at the same point
-            self.whole.pending = None
-        if self.whole.gathered and not self.borrows:
-            if self.is_used_by_program():
-                self.whole.buffer = None  # the program's tensors keep the old memory
-                self._allocate()
-            self.whole.memory.give_back()
-            self.whole.lent.away()
-        self.whole.gathered = False
-
-    def is_used_by_program(self) -> bool:
-        """Return True if the program has tensors in the gathered values' memory, and no graph has any.
-
-        To read them after the memory was given back would end the process. What a graph has saved is gathered again in backward.
-        Tensors of an extension or of a recorder are not counted: they are not the program's.
-        """
-        if self.whole.recorded or self.borrows or not self.whole.gathered or self._extended is not None or ACTIVE:
-            return False
-        return self.whole.memory.has_other_uses()
-
-    def check_not_registered(self, whole: list[Any], memory: Memory) -> None:
-        """Raise UnitError if a module of the group has registered one of the gathered values, or a view of one, in its forward.
-
-        ``whole``, ``memory``: the values, and their memory, which was left to the program.
-        """
-        modules = dict.fromkeys(module for m in self.managed for module, _ in m.places)
-        for m, value in zip(self.managed, whole, strict=True):
-            inside = [range(x.data_ptr(), x.data_ptr() + x.nbytes) for x in shards_of(value)]
-            for module in modules:
-                for name, x in [*module._parameters.items(), *module._buffers.items()]:
-                    pieces = [] if x is None else locals_of(x)
-                    if any(piece in memory and piece.data_ptr() in at for piece, at in zip(pieces, inside, strict=False)):
-                        raise UnitError(
-                            f"{type(module).__name__} registered {name!r} in its forward, which is {m.described()}, gathered, or "
-                            "a view of it. The optimizer does not update that: it would keep the values of this forward. Write "
-                            f"self.{name} = self.{m.places[0][1]}.clone() for a copy, or tie both before fully_shard or replicate"
-                        )
-
-    def _sending(self, member: int) -> Rows:
-        """Where what is gathered stands, as one member sees it."""
-        if self._extended is None:
-            return self.rows(member)
-        if member not in self._sent_rows:
-            self._sent_rows[member] = self._extended.rows(member, _ALIGNMENT)
-        return self._sent_rows[member]
-
-    def rows(self, member: int) -> Rows:
-        """Where the blocks stand, as one member sees it."""
-        if member not in self._rows:
-            group = self.axes.mesh.members_of(self.axes.shard, member)
-            pairs = [(m.stored, m.compute) for m in self.managed]
-            cut = [m.cut is not None for m in self.managed]
-            self._rows[member] = Rows.of(pairs, self.dtypes, cut, member, group, _ALIGNMENT)
-        return self._rows[member]
-
-    def _looked_up(self) -> Stamp:
-        if sum(map(Managed.refresh, self.managed)):
-            self.used = None
-        return self.stamp()
-
-    def check_unchanged(self, stamp: Stamp | None) -> Stamp:
-        """The stamp: backward needs the values that forward saw.
+    def check_unchanged(self, version: Stamp | None) -> Stamp:
+        """Return the version snapshot of the parameters. Backward needs the values of forward, which had ``version``.
 
         Raises:
             DTensorError: a parameter was written to in between.
         """
-        now = self._looked_up()
-        if stamp != now:
+        current_version = self._refresh_params()
+        if version != current_version:
             raise DTensorError(
                 "backward needs the parameters of forward, but one was written to in between (by an optimizer "
                 "step?), or replaced (by torch.func.functional_call?). Call backward() before step(), or "
                 "recompute the forward pass"
             )
-        return now
+        return current_version
+
+    @hides_from_policies
+    def start_unshard(self, version: Stamp | None = None) -> None:
+        """Issue the all-gather, unless the gathered values are up to date.
+
+        Args:
+            version: the current version snapshot, if the caller has refreshed the parameters already.
+        """
+        if not self.fsdp_params:
+            return
+        if ACTIVE and (recorder := current()) is not None:
+            recorder.apart(self, {"unsharded": UnshardedState()})
+        version = self._refresh_params() if version is None else version
+        state = self.unsharded
+        if (state.is_filled or state.pending is not None) and state.version == version:
+            return
+        if state.version != version:
+            state.saved_aliases.invalidate()  # for good: the memory will contain other values
+            state.saved_aliases, state.is_recorded = SavedAliases(), False
+            # local tensors may have gained or lost an extension
+            if AllGatherExtensions.are_needed(self.fsdp_params) is (self._extensions is None):
+                self.clear_derived_state()
+                state = self.unsharded
+            state.resharded_part = None
+            # backward of the old values is refused
+            self.live_uses = {use: task for use, task in self.live_uses.items() if task != NO_GRAPH_TASK}
+        state.version, state.is_filled, state.pending = version, False, None
+        locals_ = [x.parameter._local for x in self.fsdp_params]  # type: ignore[attr-defined]  # DTensors
+        if self.needs_no_gather:
+            state.values, state.is_filled = locals_, True
+        elif state.resharded_part is not None:
+            reshard_group, parts = state.resharded_part
+            sizes = [buffer.numel() for buffer in shards_of(state.buffer)]
+            size_of = sizes.__getitem__ if len(sizes) > 1 else lambda member: sizes[0]
+            state.pending = self._get_or_bind(reshard_group, lambda: reshard_group.bind_all_gather(size_of))(parts)
+        else:
+            state.pending = self._issue_all_gather(locals_, version)
+
+    def _issue_all_gather(self, locals_: list[Any], version: Stamp) -> Pending[Any]:
+        device, offload = self.axes.mesh.device_type, self.axes.offload
+        concatenate: Callable[[list[Tensor]], Tensor] = torch.cat if offload is None else offload.concatenate
+        if self._extensions is not None:
+            on_device = locals_ if offload is None else [self._copy_to_device(x, offload) for x in locals_]
+            self._extension_inputs, concatenate = self._extensions.make_inputs(on_device), torch.cat
+        if not self.axes.shard:
+            return Pending.of(None)
+        sources = self._extension_inputs or locals_
+        make = functools.partial(self.comm.map, lambda member, *own: self._gathered_rows(member).parts_of(own), *sources)
+        parts = make() if self._extension_inputs else self._row_views.get_or_make(locals_, version, make)
+        row = self.comm.map(lambda member, *own: self._gathered_rows(member).row(own, device, concatenate), *parts)
+        if offload is not None:
+            row = self.comm.map(lambda _, x: x.to(device, non_blocking=True), row)
+        return self._get_or_bind(self.settings.all_gather, self._bind_all_gather)(row)
+
+    def _bind_all_gather(self) -> Run:
+        """Return a function that gathers the rows of all members of a rank's group."""
+        custom, receive_dtype = self.settings.all_gather, self._gathered_rows(self.comm.held[0]).seen
+        if custom is not None:
+            return functools.partial(gather_rows, self.axes, custom, lambda member: self._gathered_rows(member).lengths)
+        return self.comm.bind_gather(
+            self.axes.shard, lambda member: self._gathered_rows(member).lengths, receive_dtype, self.name
+        )
+
+    def bind_reduce_scatter(self, indices: Sequence[int], dtype: torch.dtype, op: str) -> Run:
+        """Return a function that reduce-scatters the gradients of the parameters at ``indices``, followed by a flag for each."""
+        custom, comm = self.settings.reduce_scatter, self.settings.reduce_scatter_comm or self.comm
+
+        def part_lengths(member: int) -> list[int]:
+            return self.param_rows(member).parts(indices, len(indices))
+
+        def bind() -> Run:
+            if custom is not None:
+                return functools.partial(scatter_row, self.axes, custom, op, part_lengths)
+            return comm.bind_scatter(self.axes.reduce_scatter, part_lengths, op, dtype, self.name)
+
+        return self._get_or_bind((tuple(indices), dtype, op, custom, comm), bind)
+
+    def _get_or_bind(self, key: Any, bind: Callable[[], Run]) -> Run:
+        run = self._bound_collectives.get(key)
+        if run is None:
+            run = self._bound_collectives[key] = bind()
+        return run
+
+    @hides_from_policies
+    @functools.partial(because, "gather parameters")
+    def unshard(self, version: Stamp | None = None) -> None:
+        """Fill the buffer with the unsharded values; ``version``: see :meth:`start_unshard`."""
+        self.start_unshard(version)
+        state = self.unsharded
+        if state.pending is None:
+            return
+        # the values of an inference pass may serve a training pass later
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            gathered = state.pending.wait()
+            self._allocate_unsharded()
+            if state.resharded_part is not None:
+                state.resharded_part[0].fill_buffer(gathered, state.buffer)
+            else:
+                sources = self._extension_inputs or [self._copy_source(x) for x in self.fsdp_params]
+                self.comm.map(lambda member, *a: self._gathered_rows(member).unpack(*a), gathered, sources, state.copy_targets)
+            if self._extensions is not None:
+                locals_ = [x.parameter._local for x in self.fsdp_params]  # type: ignore[attr-defined]  # DTensors
+                state.values = self._extensions.make_values(locals_, state.gathered)
+                state.storage.add(self._extensions.inner_tensors)
+        state.pending, state.resharded_part, state.is_filled, self._extension_inputs = None, None, True, []
+        state.saved_aliases.restore()
+
+    def _copy_source(self, fsdp_param: FSDPParam) -> Any:
+        """Return the local tensor from which a parameter that is not sharded is copied, on the device."""
+        local, offload = fsdp_param.parameter._local, self.axes.offload  # type: ignore[attr-defined]  # a DTensor
+        return local if offload is None or fsdp_param.shard_dim is not None else self._copy_to_device(local, offload)
+
+    def _copy_to_device(self, local: Any, offload: HostOffload) -> Any:
+        device = self.axes.mesh.device_type
+        return self.comm.map(
+            lambda _, x: x.to(device, non_blocking=True) if is_extended(x) else offload.copy_to_device(x, device), local
+        )
+
+    def _allocate_unsharded(self) -> None:
+        state = self.unsharded
+        if state.buffer is None:
+            buffers = self.comm.map(lambda member: self._gathered_rows(member).buffer(self.axes.mesh.device_type))
+            state.buffer, state.values = buffers[0], list(buffers[1:])
+            state.gathered = state.values
+            # writes through .data leave the version counters unchanged, by which autograd checks its saved tensors
+            state.copy_targets = self.comm.map(
+                lambda member, values: self._gathered_rows(member).targets([x.data for x in values]), state.values
+            )
+            state.storage = UnshardedStorage(shards_of(state.buffer))
+            state.storage.count_own_uses()
+        state.storage.allocate()
+
+    def reshard_to_group(self) -> None:
+        """Free the unsharded values except for this rank's part, from which the reshard group restores them."""
+        state = self.unsharded
+        if self.reshard_group is not None and state.is_filled and not self.needs_no_gather:
+            part = self.reshard_group, self.reshard_group.shard_buffer(state.buffer)
+            self.reshard()
+            state.resharded_part = part
+
+    @hides_from_policies
+    def reshard(self) -> None:
+        """Free the unsharded values."""
+        state = self.unsharded
+        state.resharded_part = None
+        if state.pending is not None:
+            state.pending.wait()  # all ranks drop it at the same point
+            state.pending = None
+        if state.is_filled and not self.needs_no_gather:
+            if self.is_used_by_program():
+                state.buffer = None  # the program's tensors keep the old memory
+                self._allocate_unsharded()
+            state.storage.free()
+            state.saved_aliases.invalidate()
+        state.is_filled = False
+
+    def is_used_by_program(self) -> bool:
+        """Return True if the program has tensors in the memory of the unsharded values, and no graph has any.
+
+        A read of freed memory would end the process. Values that a graph has saved are gathered again in backward. Tensors of an
+        all-gather extension or of a recorder are not counted: the program has no access to them.
+        """
+        state = self.unsharded
+        if state.is_recorded or self.needs_no_gather or not state.is_filled or self._extensions is not None or ACTIVE:
+            return False
+        return state.storage.has_other_uses()
+
+    def check_not_registered(self, values: list[Any], storage: UnshardedStorage) -> None:
+        """Raise UnitError if a module of the group has registered an unsharded value, or a view of one, in its forward.
+
+        Args:
+            values: the unsharded values.
+            storage: their storage, which was left to the program.
+        """
+        modules = dict.fromkeys(module for x in self.fsdp_params for module, _ in x.locations)
+        for fsdp_param, value in zip(self.fsdp_params, values, strict=True):
+            addresses = [range(x.data_ptr(), x.data_ptr() + x.nbytes) for x in shards_of(value)]
+            for module in modules:
+                for name, x in [*module._parameters.items(), *module._buffers.items()]:
+                    shards = [] if x is None else locals_of(x)
+                    pairs = zip(shards, addresses, strict=False)
+                    if any(shard in storage and shard.data_ptr() in address for shard, address in pairs):
+                        raise UnitError(
+                            f"{type(module).__name__} registered {name!r} in its forward, which is {fsdp_param.describe()}, "
+                            "gathered, or a view of it. The optimizer does not update that: it would keep the values of this "
+                            f"forward. Write self.{name} = self.{fsdp_param.locations[0][1]}.clone() for a copy, or tie both "
+                            "before fully_shard or replicate"
+                        )
+
+    # --- rows --------------------------------------------------------------------------------------------------------
+    def _gathered_rows(self, member: int) -> Rows:
+        """Return the offsets of what is gathered, for one member: parameters, or the inputs of all-gather extensions."""
+        if self._extensions is None:
+            return self.param_rows(member)
+        if member not in self._extension_rows:
+            self._extension_rows[member] = self._extensions.make_rows(member, _ALIGNMENT)
+        return self._extension_rows[member]
+
+    def param_rows(self, member: int) -> Rows:
+        """Return the offsets of the parameters' shards, for one member."""
+        if member not in self._param_rows:
+            group = self.axes.mesh.members_of(self.axes.shard, member)
+            layouts = [(x.stored_layout, x.unsharded_layout) for x in self.fsdp_params]
+            is_sharded = [x.shard_dim is not None for x in self.fsdp_params]
+            self._param_rows[member] = Rows.of(layouts, self.dtypes, is_sharded, member, group, _ALIGNMENT)
+        return self._param_rows[member]

@@ -1,6 +1,6 @@
-"""Between forward and backward: gathered parameters cut over a few neighbouring ranks (``reshard_after_forward=8``).
+"""Partial reshard: a few neighboring ranks share the unsharded values until backward (``reshard_after_forward=8``).
 
-Backward then gathers from those neighbours only, say from the ranks of one machine, for 1/8 of the whole parameters' memory.
+Backward then gathers from these ranks only, for example those of one host. It costs 1/8 of the memory of the unsharded values.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import Tensor
 from ...comm import communicator_of, reordered
 from ...comm.backend_base import Run
 from ...errors import UnsupportedOperationError
-from .dp_modes import Axes
+from .dp_modes import MeshAxes
 
 
-class Neighbours:
-    """Groups of ``size`` consecutive ranks along the mesh dim that cuts parameters.
+class ReshardGroup:
+    """Groups of ``size`` consecutive ranks along the mesh dim that shards parameters.
 
     Raises:
         ValueError: ``size`` does not divide the ranks of that dim.
-        UnsupportedOperationError: several dims cut parameters.
+        UnsupportedOperationError: several mesh dims shard parameters.
     """
 
-    def __init__(self, axes: Axes, size: int) -> None:
+    def __init__(self, axes: MeshAxes, size: int) -> None:
         if len(axes.shard) != 1:
             raise UnsupportedOperationError(
                 "reshard_after_forward= as a number needs one sharded mesh dim; flatten the sharded mesh dims to one"
@@ -35,38 +35,39 @@ class Neighbours:
             raise ValueError(
                 f"reshard_after_forward= as a number must divide the {ranks} ranks over which parameters are sharded, got {size}"
             )
-        self.axes, self.size, self._dim = axes, size, axes.shard[0] + 1
+        self.axes, self.size, self._group_dim = axes, size, axes.shard[0] + 1
         unnamed = axes.mesh._derive(axes.mesh._dims, None)
         self._mesh = unnamed.unflatten(axes.shard[0], (ranks // size, size))
-        self._order = [axes.mesh.ranks.index(rank) for rank in self._mesh.ranks]  # members there, as members of the axes' mesh
+        self._order = [axes.mesh.ranks.index(rank) for rank in self._mesh.ranks]  # its members, as members of the axes' mesh
 
-    def keep(self, buffer: Any) -> Any:
-        """This rank's part of a buffer of bytes that all of its neighbours hold whole."""
+    def shard_buffer(self, buffer: Any) -> Any:
+        """Return each member's part of a byte buffer that all ranks of its group hold in full."""
 
-        def part(member: int, whole: Tensor) -> Tensor:
-            start, length = self._bounds(member, whole.numel())
-            return whole[start : start + length].clone()
+        def own_part(member: int, full: Tensor) -> Tensor:
+            start, length = self._part_bounds(member, full.numel())
+            return full[start : start + length].clone()
 
         with torch.no_grad():
-            return communicator_of(self.axes.mesh).map(part, buffer)
+            return communicator_of(self.axes.mesh).map(own_part, buffer)
 
-    def gathering(self, numel_of: Callable[[int], int]) -> Run:
-        """What makes kept parts whole buffers; ``numel_of(member)``: of those."""
+    def bind_all_gather(self, numel_of: Callable[[int], int]) -> Run:
+        """Return a function that gathers the parts to full buffers. ``numel_of(member)``: bytes of a full buffer."""
 
-        def lengths_of(k: int) -> list[int]:
-            group = [self._order[other] for other in self._mesh.members_of((self._dim,), k)]
-            return [self._bounds(member, numel_of(member))[1] for member in group]
+        def part_lengths(k: int) -> list[int]:
+            group = [self._order[other] for other in self._mesh.members_of((self._group_dim,), k)]
+            return [self._part_bounds(member, numel_of(member))[1] for member in group]
 
-        bound = communicator_of(self._mesh).bind_gather((self._dim,), lengths_of, torch.uint8)
-        back = [self._order.index(k) for k in range(len(self._order))]
-        return lambda kept: bound(reordered(kept, self._order)).then(lambda local: reordered(local, back))
+        bound = communicator_of(self._mesh).bind_gather((self._group_dim,), part_lengths, torch.uint8)
+        inverse_order = [self._order.index(k) for k in range(len(self._order))]
+        return lambda parts: bound(reordered(parts, self._order)).then(lambda local: reordered(local, inverse_order))
 
-    def fill(self, row: Any, buffer: Any) -> None:
-        """The buffer whole again; through ``.data``, which leaves the version counters alone that autograd checks."""
-        communicator_of(self.axes.mesh).map(lambda member, own, whole: whole.data.copy_(own), row, buffer)
+    def fill_buffer(self, gathered: Any, buffer: Any) -> None:
+        """Copy gathered bytes into ``buffer``, through ``.data``: autograd's saved tensors must keep their version counters."""
+        communicator_of(self.axes.mesh).map(lambda member, received, full: full.data.copy_(received), gathered, buffer)
 
-    def _bounds(self, member: int, numel: int) -> tuple[int, int]:
+    def _part_bounds(self, member: int, numel: int) -> tuple[int, int]:
+        """Return the start and the length of a member's part of ``numel`` bytes."""
         position = self.axes.mesh.coordinates[member][self.axes.shard[0]] % self.size
-        each = -(-numel // self.size)
-        start = min(position * each, numel)
-        return start, min(each, numel - start)
+        part_size = -(-numel // self.size)
+        start = min(position * part_size, numel)
+        return start, min(part_size, numel - start)

@@ -1,4 +1,4 @@
-"""``replicate``: data parallelism with whole parameters on every rank; gradients are averaged in buckets while backward runs."""
+"""``replicate``: data parallelism with replicated parameters; gradients are averaged in buckets while backward runs."""
 
 from __future__ import annotations
 
@@ -10,29 +10,35 @@ from torch import nn
 
 from ...errors import ArgumentError, UnsupportedOperationError
 from ...mesh.device_mesh import DeviceMesh
-from .buffers import Buffers
-from .comm_hook import CommHook, Reducer
-from .custom_collectives import AllGather, ReduceScatter
-from .dp_modes import Axes, copying
-from .fsdp_module import FSDPModule, state_of
-from .fully_shard import DEFAULT_OFFLOAD, DEFAULT_PRECISION, M, add_methods, check_offload, check_policy, outermost
-from .managed import Managed
-from .managed_param import adopt, among, onto_one_mesh
-from .param_group import Group
-from .pending_gradients import units_of
+from .buffers import ModuleBuffers
+from .custom_collectives import AllGather, CommHook, CommHookReducer, ReduceScatter
+from .dp_modes import MeshAxes, make_replicating_axes
+from .fsdp_module import FSDPModule, state_of, units_of
+from .fsdp_param import FSDPParam
+from .fsdp_param_init import axes_on_common_root, make_fsdp_params, move_to_common_mesh
+from .fully_shard import (
+    DEFAULT_OFFLOAD,
+    DEFAULT_PRECISION,
+    M,
+    check_mp_policy,
+    check_offload_policy,
+    mix_in_methods,
+    outermost_modules,
+)
+from .param_group import ParamGroup
 from .policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from .unit import Unit
+from .unit import FSDPUnit
 
 _MEBIBYTE = 1024 * 1024
-_FIRST_BUCKET_BYTES = _MEBIBYTE  # the first gradients of backward start to travel early
+_FIRST_BUCKET_BYTES = _MEBIBYTE  # small, so that the first all-reduce starts early
 # Nothing overlaps the last bucket's all-reduce, so it has a third of all at most; smaller ones take longer than they hide.
-_LEAST_BYTES, _MOST_BYTES, _PARTS = 4 * _MEBIBYTE, 25 * _MEBIBYTE, 3
+_MIN_BUCKET_BYTES, _MAX_BUCKET_BYTES, _MIN_BUCKETS = 4 * _MEBIBYTE, 25 * _MEBIBYTE, 3
 
 
 class ReplicatedModule(FSDPModule):
-    """What a replicated module can do besides what it could before: of :class:`FSDPModule`, what concerns gradients.
+    """Mixin of replicated modules: the methods of :class:`FSDPModule` that concern gradients.
 
-    A backward all-reduces each unit's gradients once.
+    Backward all-reduces each bucket of gradients once.
 
     >>> import torch, dtensor as dt
     >>> mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
@@ -40,37 +46,37 @@ class ReplicatedModule(FSDPModule):
     >>> isinstance(model, ReplicatedModule), model.weight.placements
     (True, (Replicate(),))
 
-    What gathers parameters raises ``UnsupportedOperationError``: nothing is gathered.
+    Methods that gather parameters raise ``UnsupportedOperationError``: nothing is gathered.
     """
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """As :meth:`set_requires_gradient_sync`: nothing is cut, so the all-reduce is all there is."""
+        """Call :meth:`set_requires_gradient_sync`: nothing is sharded, so the all-reduce is the only communication."""
         self.set_requires_gradient_sync(requires_all_reduce, recurse=recurse)
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Refused: whole parameters are not gathered."""
+        """Raise UnsupportedOperationError: replicated parameters are not gathered."""
         raise UnsupportedOperationError("a replicated module has no all-gather; remove set_custom_all_gather")
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Refused: gradients are all-reduced."""
+        """Raise UnsupportedOperationError: gradients are all-reduced."""
         raise UnsupportedOperationError("a replicated module's gradients are all-reduced; see register_comm_hook")
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
-        """``hook(state, bucket)`` reduces each bucket's gradients instead of the all-reduce, as in ``DistributedDataParallel``.
+        """Have ``hook(state, bucket)`` reduce each bucket's gradients, as in ``DistributedDataParallel``.
 
         Args:
-            hook: gives a ``torch.futures.Future`` of what ``bucket.buffer()`` becomes, averaged; torch's own
-                (``bf16_compress_hook``, ...) serve. With all ranks in one process ``bucket.buffer()`` is a ``PerRank``.
+            hook: returns a ``torch.futures.Future`` of the averaged ``bucket.buffer()``; torch's own hooks
+                (``bf16_compress_hook``, ...) work. With all ranks in one process ``bucket.buffer()`` is a ``PerRank``.
         """
         if not callable(hook):
             raise TypeError(f"register_comm_hook takes a function of a state and a bucket, got {hook!r}")
         for unit in units_of(self, False):
             for k, group in enumerate(unit.groups):
-                group.settings.reduces = Reducer(hook, state, k, k == len(unit.groups) - 1)
+                group.settings.comm_hook = CommHookReducer(hook, state, k, k == len(unit.groups) - 1)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward does not average gradients: for all but the last pass of a step that accumulates several."""
+        """Return a context in which backward does not average gradients: for all but the last pass of an accumulated step."""
         self.set_requires_gradient_sync(False)
         try:
             yield
@@ -95,26 +101,31 @@ def replicate(
     static_graph: bool = False,
     gradient_as_bucket_view: bool = False,
 ) -> M:
-    """``module``, in place, its parameters (and buffers) those of the first rank, everywhere; each rank runs it on its own batch.
+    """Replicate the parameters and buffers of ``module`` from the first rank, in place, and return it.
 
-    Gradients are averaged over all dims of ``mesh``, one all-reduce per bucket, in an order that does not depend on what a rank
-    used: a parameter that this rank did not use gets the others' average, one that no rank used keeps its ``.grad``. Buffers that
-    forward writes in training are the first rank's afterwards. With all ranks in one process the batch is a ``per_rank([...])``;
-    a batch that is a DTensor over ``mesh`` gives the global loss and its gradient. Wrong options raise ``ValueError``.
+    Each rank runs its own batch.
+
+    Gradients are averaged over all dims of ``mesh``, by one all-reduce for each bucket, in an order that does not depend on
+    what a rank used. A parameter that this rank did not use gets the average of the others; one that no rank used keeps its
+    ``.grad``. Buffers that forward writes in training are broadcast from the first rank. With all ranks in one process the
+    batch is a ``per_rank([...])``. A batch that is a DTensor over ``mesh`` gives the global loss and its gradient. Invalid
+    options raise ``ValueError``.
 
     Args:
-        module: a module, or several that make up one unit, as of ``fully_shard``.
-        mesh: default the one entered by ``with mesh:``, else all ranks. mp_policy: dtypes to compute and to reduce in.
-        offload_policy: ``CPUOffloadPolicy()`` keeps parameters, gradients and optimizer states in host memory.
-        bucket_cap_mb: mebibytes of gradients per bucket, default a third of them all, but 4 at least and 25 at most.
-        broadcast_buffers: otherwise buffers stay each rank's own: plain tensors.
-        ignored_modules, ignored_params: left as they are.
-        dp_mesh_dims: the dims of ``mesh`` to average over, by name (``replicate=``), where it has others too.
-        device_mesh, process_group: in place of ``mesh``: a mesh, or a group of ``torch.distributed``.
-        find_unused_parameters, static_graph: taken, as of ``DistributedDataParallel``; unused parameters are found anyway.
-        gradient_as_bucket_view: ``.grad`` are views of buckets that stay, so that gradients have memory once, and always the
-            same. What refers to one after ``zero_grad()`` sees the next. Gradients that are kept (``set_to_none=False``) are
-            added to, and reduced aside.
+        module: a module, or several modules of one unit, as for ``fully_shard``.
+        mesh: default the mesh entered by ``with mesh:``, else all ranks.
+        mp_policy: dtypes of the computation and the reduction.
+        offload_policy: ``CPUOffloadPolicy()`` stores parameters, gradients and optimizer states in host memory.
+        bucket_cap_mb: mebibytes of gradients in a bucket; default a third of all, at least 4 and at most 25.
+        broadcast_buffers: False: each rank keeps buffers of its own, as plain tensors.
+        ignored_modules, ignored_params: parameters that are not changed.
+        dp_mesh_dims: names of the dims of ``mesh`` to average over (``replicate=``), if it has others.
+        device_mesh, process_group: a mesh or a group of ``torch.distributed``, instead of ``mesh``.
+        find_unused_parameters, static_graph: no effect; accepted as by ``DistributedDataParallel``. Unused parameters are
+            always found.
+        gradient_as_bucket_view: ``.grad`` are views of permanent buckets, so that gradients have memory once, at fixed
+            addresses. A reference to ``.grad`` that is kept over ``zero_grad()`` sees the next gradients. Gradients that are
+            not None before backward (``set_to_none=False``) are reduced in other memory and added.
 
     >>> import dtensor as dt
     >>> mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
@@ -127,51 +138,55 @@ def replicate(
     >>> model.weight.grad.placements, model.weight.grad.full_tensor()
     ((Replicate(),), tensor([[1., 1., 1.]]))
     """
-    check_policy(mp_policy)
-    modules = outermost(module, "replicate")
-    check_offload(offload_policy)
-    axes = copying(_asked_mesh(mesh, device_mesh, process_group, modules), dp_mesh_dims, offload_policy)
+    check_mp_policy(mp_policy)
+    modules = outermost_modules(module, "replicate")
+    check_offload_policy(offload_policy)
+    axes = make_replicating_axes(_requested_mesh(mesh, device_mesh, process_group, modules), dp_mesh_dims, offload_policy)
     ignored = {p for inner in ignored_modules for p in inner.parameters()} | set(ignored_params or ())
-    unit = _unit(modules, axes, ignored, mp_policy, _bytes_of(bucket_cap_mb), broadcast_buffers)
+    unit = _make_unit(modules, axes, ignored, mp_policy, _bucket_bytes(bucket_cap_mb), broadcast_buffers)
     for group in unit.groups:
-        group.settings.views = gradient_as_bucket_view
+        group.settings.grads_as_bucket_views = gradient_as_bucket_view
     for one in modules:
-        add_methods(one, ReplicatedModule, "Replicated")
+        mix_in_methods(one, ReplicatedModule, "Replicated")
     return module
 
 
-setattr(replicate, "state", state_of)  # noqa: B010  as of fully_shard
+setattr(replicate, "state", state_of)  # noqa: B010  as for fully_shard
 
 
-def _unit(
+def _make_unit(
     modules: Sequence[nn.Module],
-    axes: Axes,
+    axes: MeshAxes,
     ignored: set[nn.Parameter],
     policy: MixedPrecisionPolicy,
-    limit: float | None,
+    max_bytes: float | None,
     shared: bool,
-) -> Unit:
-    axes = among(axes, modules)
-    managed = adopt(modules, axes, ignored, "replicate")
-    onto_one_mesh(managed, axes.mesh)
-    groups = [Group(bucket, axes, policy) for bucket in buckets(managed, limit)]
-    below = [inner for one in modules for inner in one.modules()]
-    unit = Unit(modules, groups, Buffers(below, axes, shared), axes, policy)
-    unit.unreduced.in_order = True
+) -> FSDPUnit:
+    axes = axes_on_common_root(axes, modules)
+    fsdp_params = make_fsdp_params(modules, axes, ignored, "replicate")
+    move_to_common_mesh(fsdp_params, axes.mesh)
+    groups = [ParamGroup(bucket, axes, policy) for bucket in make_buckets(fsdp_params, max_bytes)]
+    below = [inner for outer in modules for inner in outer.modules()]
+    unit = FSDPUnit(modules, groups, ModuleBuffers(below, axes, shared), axes, policy)
+    unit.grad_accumulation.in_group_order = True
     unit.keep_after_forward = True
     return unit
 
 
-def _asked_mesh(mesh: Any, device_mesh: Any, process_group: Any, modules: Sequence[nn.Module]) -> Any:
-    """Return the mesh that one of three arguments gives; None where none does."""
+def _requested_mesh(mesh: Any, device_mesh: Any, process_group: Any, modules: Sequence[nn.Module]) -> Any:
+    """Return the mesh of the one argument that is not None; None if all are.
+
+    Raises:
+        ArgumentError: several are given.
+    """
     if sum(given is not None for given in (mesh, device_mesh, process_group)) > 1:
-        raise ArgumentError("replicate takes one of mesh=, device_mesh= and process_group=, which say the same")
+        raise ArgumentError("replicate takes one of mesh=, device_mesh= and process_group=, which mean the same")
     if process_group is None:
         return mesh if device_mesh is None else device_mesh
-    return DeviceMesh.from_group(process_group, next((p.device.type for one in modules for p in one.parameters()), "cpu"))
+    return DeviceMesh.from_group(process_group, next((p.device.type for outer in modules for p in outer.parameters()), "cpu"))
 
 
-def _bytes_of(bucket_cap_mb: float | None) -> float | None:
+def _bucket_bytes(bucket_cap_mb: float | None) -> float | None:
     if bucket_cap_mb is None:
         return None
     if not bucket_cap_mb > 0:
@@ -179,17 +194,18 @@ def _bytes_of(bucket_cap_mb: float | None) -> float | None:
     return bucket_cap_mb * _MEBIBYTE
 
 
-def buckets(managed: list[Managed], limit: float | None) -> list[list[Managed]]:
-    """Parameters in the order in which backward is expected to reach them, cut where a bucket is full."""
-    result: list[list[Managed]] = []
-    if limit is None:
-        limit = min(_MOST_BYTES, max(_LEAST_BYTES, sum(m.compute.max_local_nbytes for m in managed) / _PARTS))
-    filled, cap = 0.0, min(limit, _FIRST_BUCKET_BYTES)
-    for m in reversed(managed):
-        if not result or filled + m.compute.max_local_nbytes > cap:
-            cap = limit if result else cap
+def make_buckets(fsdp_params: list[FSDPParam], max_bytes: float | None) -> list[list[FSDPParam]]:
+    """Return the parameters in buckets, in the order in which backward is expected to reach them, each up to its size limit."""
+    result: list[list[FSDPParam]] = []
+    sizes = [x.unsharded_layout.max_local_nbytes for x in fsdp_params]
+    if max_bytes is None:
+        max_bytes = min(_MAX_BUCKET_BYTES, max(_MIN_BUCKET_BYTES, sum(sizes) / _MIN_BUCKETS))
+    filled_bytes, capacity = 0.0, min(max_bytes, _FIRST_BUCKET_BYTES)
+    for fsdp_param, nbytes in zip(reversed(fsdp_params), reversed(sizes), strict=True):
+        if not result or filled_bytes + nbytes > capacity:
+            capacity = max_bytes if result else capacity
             result.append([])
-            filled = 0.0
-        result[-1].append(m)
-        filled += m.compute.max_local_nbytes
+            filled_bytes = 0.0
+        result[-1].append(fsdp_param)
+        filled_bytes += nbytes
     return result

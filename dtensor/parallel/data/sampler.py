@@ -1,4 +1,4 @@
-"""Which samples a rank reads: one global order, cut into global batches, whose blocks follow the mesh."""
+"""Sampler: ``DistributedBatchSampler`` splits one global order of samples into global batches, and each batch over the mesh."""
 
 from __future__ import annotations
 
@@ -17,29 +17,30 @@ from ...tensor.dtensor import DTensor
 
 
 class DistributedBatchSampler(Sampler[list[int]]):
-    """This rank's part of each global batch, for ``DataLoader(dataset, batch_sampler=...)``.
+    """Sampler of this rank's shard of each global batch, for ``DataLoader(dataset, batch_sampler=...)``.
 
-    Samples have one global order in an epoch, that of ``torch.utils.data.DistributedSampler`` with one replica; it is cut into
-    global batches, and each of those among the ranks as ``Shard(0)`` cuts it over ``mesh_dims``. So which samples a step sees
-    does not depend on the number of ranks: a run resumed on more or fewer continues the schedule. Where all ranks live in this
-    process it gives whole global batches, and inside ``map_ranks`` the rank's part.
+    An epoch has one global order of samples, that of ``torch.utils.data.DistributedSampler`` with one replica. It is split
+    into global batches, and each batch over the ranks as ``Shard(0)`` over ``mesh_dims``. So the samples of a step do not
+    depend on the number of ranks, and a run that is resumed on more or fewer ranks continues the schedule. With all ranks in
+    one process the sampler yields full global batches, and inside ``map_ranks`` the rank's shard.
 
-    An iteration gives the rest of the current epoch; with its last batch the next epoch is the current one. ``set_epoch`` of the
-    epoch that is current changes nothing, so loops written for torch's sampler resume in its middle.
+    An iteration yields the rest of the current epoch; after its last batch the next epoch is current. ``set_epoch`` of the
+    current epoch changes nothing, so loops that are written for torch's sampler resume inside an epoch.
 
     Args:
-        dataset: anything with a length.
-        mesh: default that entered by ``with mesh:``, else one over all ranks.
+        dataset: an object with a length.
+        mesh: default the mesh entered by ``with mesh:``, else one over all ranks.
         batch_size: samples of a global batch.
-        mesh_dims: the mesh dims, by name or index, that cut a batch; the ranks along others read the same. Default ``"dp"``, or
-            all of a 1-d mesh.
-        shuffle, seed: an epoch's order is ``randperm`` of a generator with ``seed + epoch``; without ``shuffle`` the dataset's.
-        drop_last: leave a last batch that is not full out; else it is filled up with the epoch's first samples.
+        mesh_dims: the mesh dims, by name or index, that shard a batch; ranks along other dims read equal samples. Default
+            ``"dp"``, or the dim of a 1-d mesh.
+        shuffle, seed: the order of an epoch is ``randperm`` of a generator with ``seed + epoch``; without ``shuffle`` that of
+            the dataset.
+        drop_last: drop a last batch that is not full; otherwise it is filled with the first samples of the epoch.
 
     Raises:
-        LayoutError: a batch of so few samples that a rank would have none.
+        LayoutError: a batch has so few samples that a rank would have none.
 
-    Cost: no communication; memory for one epoch's order.
+    Cost: no communication; memory for the order of one epoch.
 
     >>> import dtensor as dt
     >>> def schedule(ranks, steps, state=None):
@@ -47,10 +48,10 @@ class DistributedBatchSampler(Sampler[list[int]]):
     ...     sampler = DistributedBatchSampler(range(30), mesh, batch_size=12, seed=1)
     ...     sampler.load_state_dict(state or sampler.state_dict())
     ...     return [batch for _, batch in zip(range(steps), sampler)], sampler.state_dict()
-    >>> whole, _ = schedule(4, 2)
+    >>> uninterrupted, _ = schedule(4, 2)
     >>> first, state = schedule(3, 1)
     >>> rest, _ = schedule(2, 1, state)
-    >>> first + rest == whole, state["epoch"], state["samples"]
+    >>> first + rest == uninterrupted, state["epoch"], state["samples"]
     (True, 0, 12)
     """
 
@@ -83,11 +84,11 @@ class DistributedBatchSampler(Sampler[list[int]]):
             raise LayoutError(f"{self.length} samples are fewer than one batch of {batch_size}")
 
     def __len__(self) -> int:
-        """The batches of an epoch."""
+        """Return the number of batches of an epoch."""
         return self.length // self.batch_size if self.drop_last else -(-self.length // self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        order, here = self._order(), self._here()
+        order, here = self._make_order(), self._own_slice()
         last = self.length - self.batch_size if self.drop_last else self.length - 1  # where a batch may start
         for start in range(self._samples, last + 1, self.batch_size):
             batch = order[start : start + self.batch_size]
@@ -98,13 +99,13 @@ class DistributedBatchSampler(Sampler[list[int]]):
                 self.epoch, self._samples = self.epoch + 1, 0
             yield batch[here]
 
-    def _order(self) -> list[int]:
+    def _make_order(self) -> list[int]:
         if not self.shuffle:
             return list(range(self.length))
         return torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed + self.epoch), device="cpu").tolist()
 
-    def _here(self) -> slice:
-        """The rows of a batch that this rank reads."""
+    def _own_slice(self) -> slice:
+        """Return the rows of a batch that this rank reads."""
         coordinate = self.mesh.get_coordinate()
         if coordinate is None:
             return slice(0, 0)  # outside of the mesh
@@ -116,23 +117,23 @@ class DistributedBatchSampler(Sampler[list[int]]):
         start = offsets_of(self._blocks)[at]
         return slice(start, start + self._blocks[at])
 
-    # --- where it stands ---------------------------------------------------------------------------------------------------
+    # --- position ----------------------------------------------------------------------------------------------------
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; nothing changes if it is the current one."""
+        """Go to the start of an epoch. Nothing changes if it is the current one."""
         if epoch != self.epoch:
             self.epoch, self._samples = epoch, 0
 
     def seek(self, step: int) -> None:
-        """Go to where ``step`` global batches have been taken, from the first epoch on.
+        """Go to the position after ``step`` global batches, counted from the first epoch.
 
-        A ``DataLoader`` with workers asks ahead of what the program has got, and ``state_dict`` tells what it has asked for: with
-        workers, seek the number of steps made, or use torchdata's ``StatefulDataLoader``, which keeps count.
+        A ``DataLoader`` with workers requests batches ahead of the program, and ``state_dict`` counts requested batches. With
+        workers, seek the number of steps made, or use torchdata's ``StatefulDataLoader``, which counts returned batches.
         """
         self.epoch, batches = divmod(step, len(self))
         self._samples = batches * self.batch_size
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands, and what the order depends on. It may be loaded with another mesh or batch size."""
+        """Return the position, and what the order depends on. It may be loaded with another mesh or batch size."""
         return {
             "epoch": self.epoch,
             "samples": self._samples,
@@ -142,7 +143,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where ``state_dict()`` was taken.
+        """Go to the position of a result of ``state_dict()``.
 
         Raises:
             LayoutError: samples had another order there.
@@ -156,21 +157,22 @@ class DistributedBatchSampler(Sampler[list[int]]):
         self.epoch, self._samples = state["epoch"], state["samples"]
 
     def distribute(self, samples: torch.Tensor) -> DTensor:
-        """What a loader made of one of this sampler's batches, as the global batch, sharded over ``mesh_dims``.
+        """Return ``samples``, which a loader made from a batch of this sampler, as the global batch, sharded over ``mesh_dims``.
 
         Args:
-            samples: a tensor whose dim 0 is the samples: of this rank's part; of all where all ranks live in this process.
+            samples: a tensor with samples along dim 0: this rank's shard, or the global batch if all ranks are in this
+                process.
 
         Cost: no communication.
         """
         placements: list[Placement] = [Shard(0) if dim in self.mesh_dims else Replicate() for dim in range(self.mesh.ndim)]
         shape = (self.batch_size, *samples.shape[1:])
-        if self._here() == slice(None):
-            return distribute_tensor(samples, self.mesh, self._nested(placements), src_data_rank=None)
-        return DTensor.from_local(samples, self.mesh, self._nested(placements), shape=shape)
+        if self._own_slice() == slice(None):
+            return distribute_tensor(samples, self.mesh, self._with_shard_order(placements), src_data_rank=None)
+        return DTensor.from_local(samples, self.mesh, self._with_shard_order(placements), shape=shape)
 
-    def _nested(self, placements: list[Placement]) -> list[Placement]:
-        """Shards that nest in the order of ``mesh_dims``, where that is not that of the mesh."""
+    def _with_shard_order(self, placements: list[Placement]) -> list[Placement]:
+        """Return ``placements`` with levels that shard in the order of ``mesh_dims``, if it is not the order of the mesh."""
         if list(self.mesh_dims) != sorted(self.mesh_dims):
             for level, dim in enumerate(self.mesh_dims):
                 placements[dim] = Shard(0, level=level)

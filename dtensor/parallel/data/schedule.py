@@ -1,4 +1,4 @@
-"""What the units of one model share: the order they run in, what is under way, and the end of a backward pass."""
+"""Schedule: the state that the FSDP units of one model share (order of units, reductions in flight, end of a backward pass)."""
 
 from __future__ import annotations
 
@@ -15,52 +15,52 @@ from ...errors import DivergenceError, UnitError
 from ...mesh.device_mesh import DeviceMesh
 from ...placement import Shard
 from ...tensor.dtensor import DTensor
-from .grad_reduction import Reduction
-from .unsharded_storage import Spare
+from .grad_reduction import GradReduction
+from .unsharded_storage import SendBufferPool
 
 
-class Unit(Protocol):
-    """What takes part in a schedule.
+class ScheduledUnit(Protocol):
+    """Interface of a unit in a schedule.
 
     Attributes:
-        reductions_under_way: how many units' gradients may travel before their results are waited for.
+        max_reductions_in_flight: number of units with gradients in flight before the oldest results are waited for.
     """
 
-    reductions_under_way: int
+    max_reductions_in_flight: int
 
-    def begin(self) -> None:
-        """A forward pass starts."""
+    def begin_forward(self) -> None:
+        """Start a forward pass."""
 
-    def leave(self) -> None:
-        """It is over."""
+    def finish_forward(self) -> None:
+        """Finish a forward pass."""
 
-    def flush(self) -> None:
-        """A backward pass has ended: what waits is sent."""
+    def flush_gradients(self) -> None:
+        """Reduce the gradients that are left at the end of a backward pass."""
 
-    def end(self) -> None:
-        """And everything has arrived."""
+    def finish_backward(self) -> None:
+        """Finish a backward pass: all gradients have arrived."""
 
-    def reset(self) -> None:
-        """After a pass that raised."""
+    def reset_pass(self) -> None:
+        """Drop the state of a pass that raised."""
 
 
 class Schedule:
-    """Shared by the outermost unit that is called and all units below it.
+    """Shared state of the outermost unit that is called and of all units below it.
 
-    All ranks run the same program, so they record the same order, and prefetching by it issues the same collectives everywhere.
+    All ranks run the same program, so they record the same order, and prefetching by it issues the same collectives on all.
 
     Attributes:
-        depth: units whose forward is running.
-        distributed: the mesh of this iteration's batch, where that is a DTensor over the data-parallel mesh dims.
-        cut: the mesh dims that cut it.
-        order: units in the order of their forward, in this pass; ``last`` in the pass before.
-        spare: memory of gradients on their way.
+        depth: number of units in which forward runs.
+        batch_mesh: mesh of this pass's batch, if it is a DTensor over the data-parallel mesh dims; else None.
+        batch_dims: mesh dims that shard the batch.
+        order: units in the order of their forward in this pass; ``last_order``: in the pass before.
+        send_buffers: host buffers of gradients in flight.
 
     Raises:
         UnitError: this rank is not in the mesh of the unit that is called.
     """
 
-    def __init__(self, units: Sequence[Unit], mesh: DeviceMesh) -> None:
+    def __init__(self, units: Sequence[ScheduledUnit], mesh: DeviceMesh) -> None:
         if not communicator_of(mesh).held:
             raise UnitError(
                 f"a unit of data parallelism on {mesh!r} was called on a rank that is not in this mesh, which has no part of its "
@@ -68,120 +68,121 @@ class Schedule:
             )
         self.units = list(units)
         self.depth = 0
-        self.distributed: DeviceMesh | None = None
-        self.cut: set[tuple[int, ...]] = set()
+        self.batch_mesh: DeviceMesh | None = None
+        self.batch_dims: set[tuple[int, ...]] = set()
         self.order: list[Any] = []
-        self.last: list[Any] = []
-        self._reductions: list[list[Reduction]] = []  # under way, a unit's together
-        self._arriving: list[Reduction] = []  # their results summed over copies of shards, or copied to host memory meanwhile
-        self._queued = False
-        self.spare = Spare()
+        self.last_order: list[Any] = []
+        self._in_flight: list[list[GradReduction]] = []  # reductions in their first round, those of a unit together
+        self._arriving: list[GradReduction] = []  # reductions in their second round or in a copy to host memory
+        self._is_end_queued = False
+        self.send_buffers = SendBufferPool()
 
-    def begin(self, batch: Sequence[DTensor]) -> None:
-        """A forward pass starts; ``batch``: what it is given over the data-parallel mesh dims."""
+    def begin_forward(self, batch: Sequence[DTensor]) -> None:
+        """Start a forward pass. ``batch``: the inputs that are DTensors over the data-parallel mesh dims."""
         if ACTIVE and (recorder := current()) is not None:
             recorder.undo(self.reset)
-        self.distributed, self._queued = batch[0].device_mesh if batch else None, False
-        placed = [pair for x in batch for pair in zip(x.device_mesh._dims, x._layout.placements, strict=True)]
-        self.cut = {dims for dims, placement in placed if isinstance(placement, Shard)}
-        self.last, self.order = self.order, []
+        self.batch_mesh, self._is_end_queued = batch[0].device_mesh if batch else None, False
+        pairs = [pair for x in batch for pair in zip(x.device_mesh._dims, x._layout.placements, strict=True)]
+        self.batch_dims = {dims for dims, placement in pairs if isinstance(placement, Shard)}
+        self.last_order, self.order = self.order, []
         for unit in self.units:
-            unit.begin()
+            unit.begin_forward()
 
-    def leave(self) -> None:
-        """The forward pass is over."""
+    def finish_forward(self) -> None:
+        """Finish the forward pass."""
         for unit in self.units:
-            unit.leave()
+            unit.finish_forward()
 
-    def ran(self, unit: Any) -> None:
-        """A unit's forward starts."""
+    def record_forward(self, unit: Any) -> None:
+        """Append ``unit`` to the order, if its forward runs for the first time in this pass."""
         if unit not in self.order:
             self.order.append(unit)
 
     def next_forward(self, unit: Any) -> Any:
-        """The unit that ran after ``unit`` in the pass before."""
-        return self._neighbour(self.last, unit, 1)
+        """Return the unit that ran after ``unit`` in the pass before; None if there is none."""
+        return self._neighbor_in(self.last_order, unit, 1)
 
     def next_backward(self, unit: Any) -> Any:
-        """The unit that ran before ``unit`` in this pass: the one whose backward comes next."""
-        return self._neighbour(self.order, unit, -1)
+        """Return the unit that ran before ``unit`` in this pass, which is next in backward; None if there is none."""
+        return self._neighbor_in(self.order, unit, -1)
 
     @staticmethod
-    def _neighbour(order: list[Any], unit: Any, step: int) -> Any:
+    def _neighbor_in(order: list[Any], unit: Any, step: int) -> Any:
         if unit not in order:
             return None
-        at = order.index(unit) + step
-        return order[at] if 0 <= at < len(order) else None
+        index = order.index(unit) + step
+        return order[index] if 0 <= index < len(order) else None
 
-    # --- backward ------------------------------------------------------------------------------------------------
-    def in_backward(self) -> bool:
+    # --- backward ----------------------------------------------------------------------------------------------------
+    def is_in_backward(self) -> bool:
+        """Return True inside a pass of the autograd engine."""
         return graph_task() != -1
 
-    def expect_end(self) -> None:
-        """Have :meth:`end` run when the backward pass under way has ended."""
-        if not self._queued:
-            self._queued = True
-            engine.queue_callback(_End(self))
+    def queue_end(self) -> None:
+        """Have autograd call :meth:`finish_backward` at the end of the running backward pass."""
+        if not self._is_end_queued:
+            self._is_end_queued = True
+            engine.queue_callback(_BackwardEnd(self))
 
-    def reducing(self, reductions: list[Reduction]) -> None:
-        """Gradients are under way; of those sent before, most have to arrive first, so that few groups' are held at a time."""
-        self._reductions.append(reductions)
-        self._deliver(max(unit.reductions_under_way for unit in self.units))
+    def add_reductions(self, reductions: list[GradReduction]) -> None:
+        """Add reductions of a unit, and wait for older ones, so that few units' gradients are held at a time."""
+        self._in_flight.append(reductions)
+        self._finish_first_rounds(max(unit.max_reductions_in_flight for unit in self.units))
 
-    def _deliver(self, but: int = 0) -> None:
-        while len(self._reductions) > but:
-            arriving = self._reductions.pop(0)
+    def _finish_first_rounds(self, num_kept: int = 0) -> None:
+        """Wait for the first rounds of all but the newest ``num_kept`` units."""
+        while len(self._in_flight) > num_kept:
+            arriving = self._in_flight.pop(0)
             for reduction in arriving:
-                reduction.arrive()
-            self._take()
+                reduction.finish_first_round()
+            self._deliver_arrived()
             self._arriving += arriving
-            if not any(reduction.under_way for reduction in arriving):
-                self._take()
+            if not any(reduction.is_in_flight for reduction in arriving):
+                self._deliver_arrived()
 
-    def _take(self) -> None:
-        """What has arrived becomes gradients."""
+    def _deliver_arrived(self) -> None:
         self._arriving = [reduction for reduction in self._arriving if not reduction.deliver()]
 
-    @torch.no_grad()
-    def end(self) -> None:
-        """The backward pass has ended: all gradients arrive, in the order they were sent."""
-        self._queued = False
-        for unit in self.units:
-            unit.flush()
-        self.settle()
-        for unit in self.units:
-            unit.end()
-
-    def settle(self) -> None:
-        """All that is under way arrives."""
-        self._deliver()
+    def finish_reductions(self) -> None:
+        """Wait for all reductions and deliver their gradients."""
+        self._finish_first_rounds()
         while self._arriving:
-            self._take()
+            self._deliver_arrived()
+
+    @torch.no_grad()
+    def finish_backward(self) -> None:
+        """Finish the backward pass: all gradients arrive, in the order in which they were sent."""
+        self._is_end_queued = False
+        for unit in self.units:
+            unit.flush_gradients()
+        self.finish_reductions()
+        for unit in self.units:
+            unit.finish_backward()
 
     def reset(self) -> None:
-        """After a pass that raised: nothing is under way any more."""
+        """Drop all state of a pass that raised."""
         self.depth = 0
-        self.drop()
+        self.drop_backward()
 
-    def drop(self) -> None:
-        """A backward pass has raised: its gradients do not join those of the next."""
-        self._queued, self._reductions, self._arriving = False, [], []
+    def drop_backward(self) -> None:
+        """Drop the gradients of a backward pass that raised: they must not be added to those of the next."""
+        self._is_end_queued, self._in_flight, self._arriving = False, [], []
         for unit in self.units:
-            unit.reset()
+            unit.reset_pass()
 
 
-class _End:
-    """What autograd calls when a backward pass has ended, and frees uncalled when the pass has raised."""
+class _BackwardEnd:
+    """Callback that autograd calls at the end of a backward pass, and frees without a call if the pass raised."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule: Schedule | None = schedule
 
     def __call__(self) -> None:
         if self.schedule is not None:
-            self.schedule.end()
+            self.schedule.finish_backward()
         self.schedule = None
 
     def __del__(self) -> None:
         if self.schedule is not None:
-            with suppress(DivergenceError):  # the pass has raised it, and Python would only print it here
-                self.schedule.drop()
+            with suppress(DivergenceError):  # the pass has raised it, and here Python would only print it
+                self.schedule.drop_backward()

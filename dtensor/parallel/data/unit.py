@@ -1,360 +1,513 @@
-"""A unit of data parallelism: a module whose parameters are gathered before it runs and given back after."""
+"""FSDP unit: one or several modules with parameters that are unsharded before the modules run and resharded after.
+
+The file follows a pass in order: forward, unshard and reshard, backward, end of the pass. :class:`UnshardedParams` is the
+autograd node in between: its forward returns the unsharded values, its backward gets their gradients.
+"""
 
 from __future__ import annotations
 
 import functools
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 
-from ...base.torch_internals import functorch_active, graph_stays, graph_task
+from ...base.torch_internals import engine_runs, functorch_active, graph_stays, graph_task
 from ...comm import shards_of
+from ...dispatch.version_counters import Stamp
+from ...errors import DTensorError, UnsupportedOperationError
 from ...mesh.device_mesh import DeviceMesh
 from ...mesh.submesh import same_root
+from ...placement import Partial
 from ...ranks.functorch import seen
+from ...tensor.autograd import move
 from ...tensor.dtensor import DTensor
 from ...tensor.materialize import check_values
-from .autograd_function import ANCHOR, Column, Gathered
-from .buffers import Buffers
-from .dp_modes import Axes
-from .forward_uses import Pass, Use, Views, nothing_left, tensors_in, used_beside, used_for_parts
-from .functorch import as_one_tensor, put_differentiable
-from .grad_accumulation import Unreduced
-from .param_group import LATER, Group
+from .buffers import ModuleBuffers
+from .dp_modes import MeshAxes
+from .fsdp_param import FSDPParam
+from .fsdp_param_init import UNIT_ATTRIBUTE
+from .functorch import put_differentiable_values, wrap_ranks_as_one
+from .grad_accumulation import GradAccumulation
+from .param_group import NO_GRAPH_TASK, Column, ParamGroup
 from .policy import MixedPrecisionPolicy
-from .saved_tensors import outlasting, watched
 from .schedule import Schedule
-from .shared_params import follow_state_dicts
+from .unit_pass import (
+    ForwardUse,
+    UnitPass,
+    UnshardedViews,
+    clone_outputs,
+    declare_outside_use,
+    declare_partial_use,
+    tensors_in,
+    watch_saved_tensors,
+)
 
-_AT_ONCE = 2**62  # autograd runs later nodes first; this one as soon as its gradients are there, as it does with leaves
-_ATTRIBUTE = "_data_parallel_unit"
+_RUN_FIRST = 2**62  # autograd runs nodes with a higher sequence number first: as soon as all gradients of the node are there
+_NUM_OTHER_INPUTS = 5  # inputs of UnshardedParams before the parameters
+with torch.inference_mode(False), torch.enable_grad():
+    ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
+    _ANCHOR_NODE: Any = ANCHOR.view_as(ANCHOR).grad_fn.next_functions[0][0]  # type: ignore[union-attr]  # kept alive here
 
 
-def unit_of(module: nn.Module) -> Unit | None:
-    """The unit whose module this is."""
-    return module.__dict__.get(_ATTRIBUTE)
+def unit_of(module: nn.Module) -> FSDPUnit | None:
+    """Return the FSDP unit that ``module`` belongs to as one of its modules, else None."""
+    return module.__dict__.get(UNIT_ATTRIBUTE)
 
 
-class Unit:
-    """One or several modules and the groups of parameters that they need.
+class FSDPUnit:
+    """Unit of data parallelism: one or several modules and the parameter groups that they need.
 
     Attributes:
-        modules: what is hooked; parameters are given back after the last of them has run.
-        groups: one for a fully sharded module, one per bucket for a replicated one.
-        keep_after_forward: do not free between forward and backward; None: as the outermost unit, yes, else no.
-        gathers_in_backward: whether backward needs the gathered values.
-        unreduced: gradients that have come, and when they are reduced.
-        reductions_under_way: how many units' gradients may travel before their results are waited for.
-        awaited: an event that the next forward waits for.
+        modules: the modules with forward hooks; parameters are resharded after the last of them has run.
+        groups: one parameter group for a fully sharded module, one for each bucket of a replicated one.
+        grad_accumulation: gradients that are not reduced yet, and when they are reduced.
+        keep_after_forward: do not reshard between forward and backward; None: True for the outermost unit only.
+        keep_after_backward: do not reshard after backward.
+        unshards_in_backward: backward needs the unsharded values.
+        max_reductions_in_flight: number of units with gradients in flight before the oldest results are waited for.
+        post_optim_event: an event that the next forward waits for.
+        schedule: shared state of the model's units, made at the first forward.
+        forward_prefetch, backward_prefetch: units to unshard ahead; None: by the order of the last pass.
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], groups: Sequence[Group], buffers: Buffers, axes: Axes, policy: MixedPrecisionPolicy
+        self,
+        modules: Sequence[nn.Module],
+        groups: Sequence[ParamGroup],
+        buffers: ModuleBuffers,
+        axes: MeshAxes,
+        policy: MixedPrecisionPolicy,
     ) -> None:
         self.modules, self.groups, self.buffers = list(modules), list(groups), buffers
         self.axes, self.policy = axes, policy
-        self.unreduced = Unreduced(self.groups, policy.reduce_dtype)
+        self.grad_accumulation = GradAccumulation(self.groups, policy.reduce_dtype)
         self.keep_after_forward: bool | None = None
-        self.keep_after_backward, self.gathers_in_backward = False, True
-        self.reductions_under_way = 1
-        self.awaited: Any = None
-        self._watch: Any = None  # over what forward saves, where backward shall not need the gathered values
+        self.keep_after_backward, self.unshards_in_backward = False, True
+        self.max_reductions_in_flight = 1
+        self.post_optim_event: Any = None
         self.schedule: Schedule | None = None
-        self.before_in_forward: list[Unit] | None = None  # explicit prefetching
-        self.before_in_backward: list[Unit] | None = None
-        self._to_run: set[nn.Module] = set()
-        self._standing = ExitStack()  # parameters under transforms
-        self._pass, self._expected = Pass(), set[Use]()  # this pass, and its uses whose gradients have not come
-        self._views, self._left = Views(), nothing_left  # of this pass; and of one whose forward is over
+        self.forward_prefetch: list[FSDPUnit] | None = None
+        self.backward_prefetch: list[FSDPUnit] | None = None
+        self._pass = UnitPass()
         for module in self.modules:
-            module.__dict__[_ATTRIBUTE] = self
-            module.register_forward_pre_hook(_before, prepend=True, with_kwargs=True)
-            module.register_forward_hook(_after, always_call=True)
-            follow_state_dicts(module)
-        used_beside(self.groups, None)
+            module.__dict__[UNIT_ATTRIBUTE] = self
+            module.register_forward_pre_hook(_run_before_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(_run_after_forward, always_call=True)
+            module.register_state_dict_pre_hook(_restore_for_state_dict)
+            module.register_load_state_dict_pre_hook(_restore_for_state_dict)
+            module.register_load_state_dict_post_hook(_tie_after_load)
+        declare_outside_use(self.groups, None)
 
-    # --- forward -------------------------------------------------------------------------------------------------
-    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Parameters whole and in place; inputs cast."""
-        schedule = self._scheduled()
-        outermost = schedule.depth == 0 and not schedule.in_backward()
-        schedule.depth += 1  # first of all: :meth:`after_forward` is called whatever raises here
-        if outermost:
-            given = map(seen, tensors_in((args, kwargs)))
-            schedule.begin([x for x in given if isinstance(x, DTensor) and self._spans(x)])
-            if self.awaited is not None:
-                event, self.awaited = self.awaited, None
-                event.wait()
-        if functorch_active():
-            self._standing = put_differentiable(self.groups, schedule.distributed is not None)
-            self.buffers.enter(schedule.distributed is not None)
-            return self.policy.cast_inputs((args, kwargs))
-        if not self._to_run:
-            self._to_run = set(self.modules)
-        forwards = outermost or not schedule.in_backward()
-        if forwards:
-            schedule.ran(self)
-        self.gather()
-        following = self.before_in_forward
-        if following is None:
-            following = [] if not forwards or (after := schedule.next_forward(self)) is None else [after]
-        for unit in following:
-            unit.start_gather()
-        self.put_values(schedule.distributed)
-        if torch.is_grad_enabled():
-            then = functools.partial(self._release_all, list(self._expected))
-            args, kwargs = self._pass.expect_inputs((args, kwargs), then)
-        self.buffers.enter(schedule.distributed is not None)
-        if not self.gathers_in_backward and self._watch is None:
-            self._watch = watched(self.groups)
-        return self.policy.cast_inputs((args, kwargs))
-
-    def after_forward(self, module: nn.Module, output: Any) -> Any:
-        """Sharded parameters in place again; gathered ones freed, to be gathered again when the gradient comes."""
-        schedule = self.schedule
-        if schedule is None:  # forward was refused
-            return output
-        schedule.depth, views = schedule.depth - 1, self._views
-        if not schedule.depth and not schedule.in_backward():
-            schedule.leave()
-        if functorch_active():
-            self._standing.close()
-            self.buffers.leave()
-            output = self.policy.cast_output(output)
-            return as_one_tensor(output) if not schedule.depth else output
-        self._end_watch()
-        self._to_run.discard(module)
-        output, tensors = outlasting(self.policy.cast_output(output), self.groups)
-        if schedule.in_backward():  # a forward pass recomputed: backward needs the values next
-            return output
-        self.buffers.leave()
-        self.put_parameters()
-        returns = self._expect_gradients(tensors, views) if torch.is_grad_enabled() else True
-        if not torch.is_grad_enabled():
-            views.drop_unrecorded()
-        if not self._to_run and returns:
-            self._release_after_forward()
-        return output
-
-    def _end_watch(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
-
-    def _keeps(self) -> bool:
-        if self.unreduced.defers and torch.is_grad_enabled():
-            return True  # ranks may not gather in the same order in backward
-        if self.keep_after_forward is None:
-            return self._scheduled().depth == 0 and torch.is_grad_enabled()
-        return self.keep_after_forward
-
-    def _expect_gradients(self, outputs: Sequence[Tensor], views: Views) -> bool:
-        """Gather again as soon as a gradient of one of these arrives. False: nothing would tell us."""
-        uses = [use for use, _ in views.values() if use is not None]
-        pieces = [piece for x in outputs if x.requires_grad for piece in shards_of(x)]
-        for piece in pieces:
-            given = getattr(piece.grad_fn, "receiver", None) is self  # a gathered value itself: its node would hold the views
-            piece.register_hook(functools.partial(self.before_backward, uses, Views() if given else views))
-        return bool(pieces) or not uses
-
-    def places(self) -> list[tuple[nn.Module, str]]:
-        """The modules and names where this unit's parameters stand."""
-        return [place for group in self.groups for m in group.managed for place in m.places]
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy, which starts between passes: unsharded and recorded values stay with the original."""
+        return self.__dict__ | {"_pass": UnitPass(), "schedule": None, "post_optim_event": None}
 
     def _guarded(self) -> list[Any]:
-        """What programs may set, and what waits for a later pass, for ``capture``, which guards it."""
-        own = self.keep_after_forward, self.keep_after_backward, self.gathers_in_backward, self.awaited
-        explicit = [unit for found in (self.before_in_forward, self.before_in_backward) for unit in (found or ())]
+        """Return the settings and the pending gradients, which ``capture`` guards."""
+        own = self.keep_after_forward, self.keep_after_backward, self.unshards_in_backward, self.post_optim_event
+        prefetched = [unit for units in (self.forward_prefetch, self.backward_prefetch) for unit in (units or ())]
         settings = [getattr(group.settings, name) for group in self.groups for name in group.settings.__slots__]
-        unreduced = self.unreduced.sync, self.unreduced.in_order, self.unreduced.defers
-        neighbours = [group.neighbours for group in self.groups]
-        waiting = [kept for group in self.groups for kept in (group.held, group.scattered)]
-        return [*own, self.reductions_under_way, *explicit, *neighbours, *settings, *unreduced, *waiting]
+        grads = self.grad_accumulation
+        accumulation = grads.requires_sync, grads.in_group_order, grads.defers_to_end
+        reshard_groups = [group.reshard_group for group in self.groups]
+        pending = [held for group in self.groups for held in (group.accumulated_grads, group.scattered_grads)]
+        return [*own, self.max_reductions_in_flight, *prefetched, *reshard_groups, *settings, *accumulation, *pending]
 
-    def tie(self) -> None:
-        """Weights that modules have in common are one again."""
-        for group in self.groups:
-            for m in group.managed:
-                m.tie()
+    def fsdp_params(self) -> list[FSDPParam]:
+        """Return the parameters of all groups."""
+        return [fsdp_param for group in self.groups for fsdp_param in group.fsdp_params]
 
-    def _spans(self, x: DTensor) -> bool:
-        mesh = x.device_mesh
-        return same_root(mesh, self.axes.mesh) and set(self.axes.mesh._dims) <= set(mesh._dims)
+    def tie_parameters(self) -> None:
+        """Make weights that modules share one parameter again."""
+        for fsdp_param in self.fsdp_params():
+            fsdp_param.tie_locations()
 
-    def _scheduled(self) -> Schedule:
-        """The schedule of the outermost unit that was called first."""
+    def _get_or_make_schedule(self) -> Schedule:
+        """Return the schedule, which is made by the outermost unit at the first call."""
         if self.schedule is None:
             below = (unit_of(submodule) for module in self.modules for submodule in module.modules())
             units = list(dict.fromkeys(unit for unit in below if unit is not None))
-            managed = {(id(at), name) for u in units if u.axes.mesh.device_type != "meta" for at, name in u.places()}
-            check_values(self.modules, managed)
-            made = Schedule(units, self.axes.mesh)
+            with_values = [unit for unit in units if unit.axes.mesh.device_type != "meta"]
+            locations = {(id(at), name) for unit in with_values for x in unit.fsdp_params() for at, name in x.locations}
+            check_values(self.modules, locations)
+            schedule = Schedule(units, self.axes.mesh)
             for unit in units:
-                unit.schedule = made
-        return self.schedule  # type: ignore[return-value]  # there is one now
+                unit.schedule = schedule
+        return self.schedule  # type: ignore[return-value]  # set for this unit by the loop
 
-    # --- gathered and sharded parameters -------------------------------------------------------------------------
-    def start_gather(self) -> None:
-        for group in self.groups:
-            group.start_gather()
-
-    def gather(self, looked: Mapping[Group, Any] | None = None) -> None:
-        for group in self.groups:
-            group.gather(None if looked is None else looked.get(group))
-
-    def free(self) -> None:
-        self._views.drop_unrecorded()
-        for group in self.groups:
-            if not group.live:
-                group.free()
-
-    def _release_after_forward(self) -> None:
-        keeps = self._keeps()
-        used = [(group, group.whole.full, group.whole.memory) for group in self.groups if group.is_used_by_program()]
-        for group in self.groups:
-            if not group.live and group.neighbours is not None and not self.unreduced.defers:
-                group.keep_part()
-            elif not group.live and not keeps:
-                group.free()
-        for group, whole, memory in used:
-            group.check_not_registered(whole, memory)
-
-    def put_values(self, distributed: DeviceMesh | None = None) -> None:
-        """Gathered parameters where the module has them."""
-        left = self._left() or Views()
-        for k, group in enumerate(self.groups):
-            found = self._views.get(k) or left.get(k)
-            if found is None or (torch.is_grad_enabled() and found[0] is None):
-                found = self._views[k] = self._applied(group, distributed)
-                for value in found[1]:
-                    value._is_param = True  # for isinstance(value, nn.Parameter) in forward
-            group.placed = True
-            for m, value in zip(group.managed, found[1], strict=True):
-                m.put(value)
-
-    def _applied(self, group: Group, distributed: DeviceMesh | None) -> tuple[Use | None, list[Any]]:
+    # --- forward -----------------------------------------------------------------------------------------------------
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Unshard the parameters, put them into the modules, start prefetching, and return the inputs for forward."""
+        schedule = self._get_or_make_schedule()
+        is_outermost = schedule.depth == 0 and not schedule.is_in_backward()
+        schedule.depth += 1  # before anything that may raise: after_forward is always called
+        if is_outermost:
+            inputs = map(seen, tensors_in((args, kwargs)))
+            schedule.begin_forward([x for x in inputs if isinstance(x, DTensor) and self._is_over_dp_mesh(x)])
+            if self.post_optim_event is not None:
+                event, self.post_optim_event = self.post_optim_event, None
+                event.wait()
+        state, has_distributed_batch = self._pass, schedule.batch_mesh is not None
+        if functorch_active():
+            state.functorch_values = put_differentiable_values(self.groups, has_distributed_batch)
+            self.buffers.put_local(has_distributed_batch)
+            return self.policy.cast_inputs((args, kwargs))
+        if not state.modules_to_run:
+            state.modules_to_run = set(self.modules)
+        is_recomputation = schedule.is_in_backward() and not is_outermost
+        if not is_recomputation:
+            schedule.record_forward(self)
+        self.unshard()
+        prefetched = self.forward_prefetch
+        if prefetched is None:
+            prefetched = [] if is_recomputation or (after := schedule.next_forward(self)) is None else [after]
+        for unit in prefetched:
+            unit.start_unshard()
+        self.put_unsharded_values(schedule.batch_mesh)
         if torch.is_grad_enabled():
-            group.whole.recorded = True
-        if not torch.is_grad_enabled() or not any(m.parameter.requires_grad for m in group.managed):
-            return None, group.regrouped(group.values(distributed), distributed)
-        use = Use(group, group.whole.seen, self._pass)
-        self.unreduced.expected = True
-        self._expected.add(use)
-        flat = Gathered.apply(ANCHOR, group, self, use, distributed, *[m.parameter for m in group.managed])
-        group.whole.lent.add(flat)
-        next(x.grad_fn for x in flat if x.grad_fn is not None)._set_sequence_nr(_AT_ONCE)
-        values = group.regrouped(flat, distributed)
-        if distributed is not None:
-            used_for_parts(values, self._scheduled().cut & set(group.axes.mesh._dims))
+            release = functools.partial(self._release_uses, list(state.pending_uses))
+            args, kwargs = state.input_grads.expect_for((args, kwargs), release)
+        self.buffers.put_local(has_distributed_batch)
+        if not self.unshards_in_backward and state.saved_tensor_hooks is None:
+            state.saved_tensor_hooks = watch_saved_tensors(self.groups)
+        return self.policy.cast_inputs((args, kwargs))
+
+    def after_forward(self, module: nn.Module, output: Any) -> Any:
+        """Restore the sharded parameters, reshard, hook the outputs' gradients, and return the output."""
+        schedule = self.schedule
+        if schedule is None:  # before_forward has raised
+            return output
+        state, views = self._pass, self._pass.views
+        schedule.depth -= 1
+        if not schedule.depth and not schedule.is_in_backward():
+            schedule.finish_forward()
+        if functorch_active():
+            state.functorch_values.close()
+            self.buffers.restore_dtensors()
+            output = self.policy.cast_output(output)
+            return wrap_ranks_as_one(output) if not schedule.depth else output
+        state.close_saved_tensor_hooks()
+        state.modules_to_run.discard(module)
+        output, tensors = clone_outputs(self.policy.cast_output(output), self.groups)
+        if schedule.is_in_backward():  # recomputation: backward needs the values next
+            return output
+        self.buffers.restore_dtensors()
+        self.restore_parameters()
+        is_hooked = True
+        if torch.is_grad_enabled():
+            is_hooked = self._hook_outputs(tensors, views)
+        else:
+            views.drop_unrecorded()
+        if not state.modules_to_run and is_hooked:
+            self._reshard_after_forward()
+        return output
+
+    def _is_over_dp_mesh(self, x: DTensor) -> bool:
+        """Return True if the mesh of ``x`` contains all data-parallel mesh dims."""
+        mesh = x.device_mesh
+        return same_root(mesh, self.axes.mesh) and set(self.axes.mesh._dims) <= set(mesh._dims)
+
+    def _hook_outputs(self, outputs: Sequence[Tensor], views: UnshardedViews) -> bool:
+        """Have :meth:`before_backward` called when a gradient of an output arrives.
+
+        Return False if backward needs the values and no output has a gradient to call it.
+        """
+        uses = [use for use, _ in views.values() if use is not None]
+        shards = [shard for x in outputs if x.requires_grad for shard in shards_of(x)]
+        for shard in shards:
+            # an unsharded value itself: a hook with the views would keep their own node alive
+            is_own_value = getattr(shard.grad_fn, "fsdp_unit", None) is self
+            shard.register_hook(functools.partial(self.before_backward, uses, UnshardedViews() if is_own_value else views))
+        return bool(shards) or not uses
+
+    def _reshard_after_forward(self) -> None:
+        """Reshard the groups that backward does not need, as the settings say."""
+        if self.grad_accumulation.defers_to_end and torch.is_grad_enabled():
+            keeps_values = True  # ranks may not unshard in the same order in backward
+        elif self.keep_after_forward is None:
+            keeps_values = self._get_or_make_schedule().depth == 0 and torch.is_grad_enabled()
+        else:
+            keeps_values = self.keep_after_forward
+        used = [(x, x.unsharded.values, x.unsharded.storage) for x in self.groups if x.is_used_by_program()]
+        for group in self.groups:
+            if not group.live_uses and group.reshard_group is not None and not self.grad_accumulation.defers_to_end:
+                group.reshard_to_group()
+            elif not group.live_uses and not keeps_values:
+                group.reshard()
+        for group, values, storage in used:
+            group.check_not_registered(values, storage)
+
+    # --- unshard and reshard -----------------------------------------------------------------------------------------
+    def start_unshard(self) -> None:
+        """Issue the all-gathers of all groups."""
+        for group in self.groups:
+            group.start_unshard()
+
+    def unshard(self, versions: Mapping[ParamGroup, Stamp] | None = None) -> None:
+        """Unshard all groups. ``versions``: version snapshots of groups that the caller has refreshed already."""
+        for group in self.groups:
+            group.unshard(None if versions is None else versions.get(group))
+
+    def reshard(self) -> None:
+        """Reshard the groups that no running backward needs."""
+        self._pass.views.drop_unrecorded()
+        for group in self.groups:
+            if not group.live_uses:
+                group.reshard()
+
+    def put_unsharded_values(self, batch_mesh: DeviceMesh | None = None) -> None:
+        """Put the unsharded values into the modules: those of this pass, or new ones."""
+        views, finished_views = self._pass.views, self._pass.finished_views() or UnshardedViews()
+        for k, group in enumerate(self.groups):
+            view = views.get(k) or finished_views.get(k)
+            if view is None or (torch.is_grad_enabled() and view[0] is None):
+                view = views[k] = self._make_view(group, batch_mesh)
+                for value in view[1]:
+                    value._is_param = True  # for isinstance(value, nn.Parameter) in forward
+            group.has_values_in_modules = True
+            for fsdp_param, value in zip(group.fsdp_params, view[1], strict=True):
+                fsdp_param.put_value(value)
+
+    def _make_view(self, group: ParamGroup, batch_mesh: DeviceMesh | None) -> tuple[ForwardUse | None, list[Any]]:
+        """Return the unsharded values of a group, and the use that autograd records; None: it records none."""
+        if torch.is_grad_enabled():
+            group.unsharded.is_recorded = True
+        if not torch.is_grad_enabled() or not any(x.parameter.requires_grad for x in group.fsdp_params):
+            return None, group.regroup_values(group.flat_values(batch_mesh), batch_mesh)
+        use = ForwardUse(group, group.unsharded.version, self._pass.input_grads)
+        self.grad_accumulation.has_recorded_use = True
+        self._pass.pending_uses.add(use)
+        parameters = [x.parameter for x in group.fsdp_params]
+        flat = UnshardedParams.apply(ANCHOR, group, self, use, batch_mesh, *parameters)
+        group.unsharded.saved_aliases.add(flat)
+        next(x.grad_fn for x in flat if x.grad_fn is not None)._set_sequence_nr(_RUN_FIRST)
+        values = group.regroup_values(flat, batch_mesh)
+        if batch_mesh is not None:
+            declare_partial_use(values, self._get_or_make_schedule().batch_dims & set(group.axes.mesh._dims))
         return use, values
 
-    def put_parameters(self) -> None:
-        """Sharded parameters where the module has them."""
+    def restore_parameters(self) -> None:
+        """Put the sharded parameters into the modules again."""
         for group in self.groups:
-            group.put_parameters()
-        used_beside(self.groups, self.schedule)
+            group.restore_parameters()
+        declare_outside_use(self.groups, self.schedule)
 
-    # --- backward ------------------------------------------------------------------------------------------------
-    def before_backward(self, uses: Sequence[Use], views: Views, _: Tensor) -> None:
-        """A gradient of this unit's output has arrived: the values that forward saw are needed."""
-        schedule, self._views = self._scheduled(), views
-        schedule.expect_end()
-        looked = {}
+    # --- backward ----------------------------------------------------------------------------------------------------
+    def before_backward(self, uses: Sequence[ForwardUse], views: UnshardedViews, _: Tensor) -> None:
+        """Unshard the values that forward used, because a gradient of an output has arrived."""
+        schedule = self._get_or_make_schedule()
+        self._pass.views = views
+        schedule.queue_end()
+        versions = {}
         for use in uses:
-            looked[use.group] = use.group.check_unchanged(use.stamp)
-            if use not in use.group.live:
-                use.group.live[use], use.ran = graph_task(), False
-        if self.gathers_in_backward:
-            self.gather(looked)
-            with torch.enable_grad():  # parts of the forward pass may be run again, see torch.utils.checkpoint
-                self.put_values(schedule.distributed)
-        self.buffers.enter(schedule.distributed is not None)
-        following = self.before_in_backward
-        if following is None:
+            versions[use.group] = use.group.check_unchanged(use.version)
+            if use not in use.group.live_uses:
+                use.group.live_uses[use], use.has_run = graph_task(), False
+        if self.unshards_in_backward:
+            self.unshard(versions)
+            with torch.enable_grad():  # torch.utils.checkpoint may recompute parts of forward
+                self.put_unsharded_values(schedule.batch_mesh)
+        self.buffers.put_local(schedule.batch_mesh is not None)
+        prefetched = self.backward_prefetch
+        if prefetched is None:
             after = schedule.next_backward(self)
-            following = [after] if after is not None and after._expected and after.gathers_in_backward else []
-        for unit in following:
-            unit.start_gather()
+            prefetched = [after] if after is not None and after._pass.pending_uses and after.unshards_in_backward else []
+        for unit in prefetched:
+            unit.start_unshard()
 
-    def receive(
-        self, group: Group, use: Use, gradients: dict[int, Column], distributed: DeviceMesh | None, asked: bool
+    def receive_gradients(
+        self,
+        group: ParamGroup,
+        use: ForwardUse,
+        gradients: dict[int, Column],
+        batch_mesh: DeviceMesh | None,
+        are_requested: bool,
     ) -> dict[Tensor, Tensor]:
-        """A group's local gradients (see ``Receiver``): reduced, or held for a later backward; the group freed."""
-        schedule = self._scheduled()
-        schedule.expect_end()
-        group.outstanding = max(0, group.outstanding - 1)
-        reduced = (self.unreduced.give if asked else self.unreduced.receive)(schedule, group, gradients, distributed is None)
-        use.ran, use.through = True, group.live.get(use, LATER) in (LATER, graph_task())
-        self._expected.discard(use)
-        self._release(use)
+        """Reduce or accumulate the gradients of a use, and reshard the group if nothing else needs it.
+
+        Args:
+            gradients: unsharded gradients by parameter index.
+            batch_mesh: gradients are addends of one global gradient over this mesh; None: each rank has its own loss.
+            are_requested: autograd was asked for some gradients (``torch.autograd.grad``), which it gets from here.
+
+        Returns:
+            Reduced gradients by parameter if ``are_requested``, else an empty dict.
+        """
+        schedule = self._get_or_make_schedule()
+        schedule.queue_end()
+        group.num_pending_uses = max(0, group.num_pending_uses - 1)
+        reduced: dict[Tensor, Tensor] = {}
+        if are_requested:
+            reduced = self.grad_accumulation.reduce_now(schedule, group, gradients, batch_mesh is None)
+        else:
+            self.grad_accumulation.add_gradients(schedule, group, gradients, batch_mesh is None)
+        use.has_run = True
+        use.is_complete = group.live_uses.get(use, NO_GRAPH_TASK) in (NO_GRAPH_TASK, graph_task())
+        self._pass.pending_uses.discard(use)
+        self._release_uses([use])
         return reduced
 
-    def _release_all(self, uses: Sequence[Use]) -> None:
+    def _release_uses(self, uses: Sequence[ForwardUse]) -> None:
+        """Reshard the groups of uses that neither the graph nor a recomputation needs."""
         for use in uses:
-            self._release(use)
+            group = use.group
+            if not use.is_complete or use.input_grads.num_pending:
+                continue
+            group.live_uses.pop(use, None)
+            if not group.live_uses:
+                group.restore_parameters()
+                if not self.keep_after_backward:
+                    group.reshard()
 
-    def _release(self, use: Use) -> None:
-        """Give the group's values back if neither the graph nor what may be computed again needs them."""
-        group = use.group
-        if not use.through or use.of.inputs:
-            return
-        group.live.pop(use, None)
-        if not group.live:
-            group.put_parameters()
-            if not self.keep_after_backward:
-                group.free()
+    # --- passes: called by the schedule for all units ----------------------------------------------------------------
+    def begin_forward(self) -> None:
+        """Start a forward pass with a new graph and new unsharded values."""
+        self._pass = UnitPass(modules_to_run=self._pass.modules_to_run)
+        self.grad_accumulation.has_recorded_use = False
 
-    def flush(self) -> None:
-        """Backward has ended."""
-        self.unreduced.flush(self._scheduled())
+    def finish_forward(self) -> None:
+        """Finish the forward pass: from here on the hooks of its outputs own the unsharded values."""
+        state = self._pass
+        state.views, state.finished_views = UnshardedViews(), weakref.ref(state.views)
 
-    # --- iterations ----------------------------------------------------------------------------------------------
-    def begin(self) -> None:
-        """A forward pass starts: new graph, new gathered tensors."""
-        self._views, self._left, self._expected, self._pass = Views(), nothing_left, set(), Pass()
-        self.unreduced.expected = False
+    def flush_gradients(self) -> None:
+        """Reduce the gradients that are left at the end of backward."""
+        self.grad_accumulation.flush(self._get_or_make_schedule())
 
-    def leave(self) -> None:
-        """It is over. From here on what it leads to has its views."""
-        self._views, self._left = Views(), weakref.ref(self._views)
-
-    def end(self) -> None:
-        """Backward has ended. What it retained a graph for that it did not run is needed by the pass that will."""
-        self._views, self._left, self._to_run = Views(), nothing_left, set()
-        retains = graph_task() != -1 and graph_stays()
-        self.buffers.leave()
+    def finish_backward(self) -> None:
+        """Finish a backward pass. Uses of a retained graph that have not run are left to a later pass."""
+        self._pass.drop_views()
+        self._pass.modules_to_run = set()
+        retains_graph = graph_task() != -1 and graph_stays()
+        self.buffers.restore_dtensors()
         for group in self.groups:
-            group.live = {u: LATER for u, began in group.live.items() if not u.ran and (retains or began == LATER)}
-            group.put_parameters()
-            if not (self.keep_after_backward or group.live or (retains and self.unreduced.defers)):
-                group.free()
+            group.live_uses = {
+                use: NO_GRAPH_TASK
+                for use, task in group.live_uses.items()
+                if not use.has_run and (retains_graph or task == NO_GRAPH_TASK)
+            }
+            group.restore_parameters()
+            defers = retains_graph and self.grad_accumulation.defers_to_end
+            if not (self.keep_after_backward or group.live_uses or defers):
+                group.reshard()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy starts between passes: what a pass has gathered and recorded stays with the original."""
-        fresh = {"_views": Views(), "_left": nothing_left, "_to_run": set(), "_expected": set(), "_pass": Pass()}
-        return self.__dict__ | fresh | dict.fromkeys(("_watch", "schedule", "awaited"))
-
-    def reset(self) -> None:
-        """After a pass that raised: sharded parameters in place, nothing held, nothing awaited."""
-        self._end_watch()
-        self.buffers.leave(agree=False)
-        self.unreduced.forget()
-        self._expected = set()
+    def reset_pass(self) -> None:
+        """Restore the sharded parameters and drop everything else, after a pass that raised."""
+        self._pass.close_saved_tensor_hooks()
+        self.buffers.restore_dtensors(synchronize=False)
+        self.grad_accumulation.drop_all()
+        self._pass.pending_uses = set()
         for group in self.groups:
-            group.live.clear()
-            group.free()
-        self.end()
+            group.live_uses.clear()
+            group.reshard()
+        self.finish_backward()
 
 
-def _before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+# --- module hooks ----------------------------------------------------------------------------------------------------
+def _run_before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
     unit = unit_of(module)
     return None if unit is None else unit.before_forward(module, args, kwargs)
 
 
-def _after(module: nn.Module, args: Any, output: Any) -> Any:
+def _run_after_forward(module: nn.Module, args: Any, output: Any) -> Any:
     unit = unit_of(module)
     return output if unit is None else unit.after_forward(module, output)
+
+
+def _restore_for_state_dict(module: nn.Module, *_: Any) -> None:
+    """Restore the sharded parameters, which are saved and loaded. Do nothing inside forward, which needs the unsharded ones."""
+    unit = unit_of(module)
+    if unit is not None and (unit.schedule is None or not unit.schedule.depth):
+        unit.restore_parameters()
+
+
+def _tie_after_load(module: nn.Module, keys: Any) -> None:
+    unit = unit_of(module)
+    if unit is not None:
+        unit.tie_parameters()
+
+
+# --- autograd node ---------------------------------------------------------------------------------------------------
+class UnshardedParams(torch.autograd.Function):
+    """Autograd function from an anchor and the sharded parameters to the unsharded ones, as :meth:`ParamGroup.flat_values`.
+
+    Its node runs when the gradients of *all* outputs are there, however often a module was called: they are reduced once. In a
+    backward pass over the full graph it returns no gradients: they arrive in ``.grad`` later, so that reductions overlap the
+    rest of backward. A pass that was asked for some gradients only (``torch.autograd.grad``, ``inputs=``) never reaches the
+    anchor, for which no program can ask. Such a pass gets the reduced gradients from the node.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        group: ParamGroup,
+        unit: FSDPUnit,
+        use: ForwardUse,
+        batch_mesh: DeviceMesh | None,
+        *parameters: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.group, ctx.fsdp_unit, ctx.use, ctx.batch_mesh = group, unit, use, batch_mesh
+        ctx.set_materialize_grads(False)
+        ctx.trainable = [x.parameter.requires_grad for x in group.fsdp_params]
+        flat, owners = group.flat_values(batch_mesh), group.owner_indices(batch_mesh)
+        ctx.mark_non_differentiable(*(x for x, i in zip(flat, owners, strict=True) if not ctx.trainable[i]))
+        return tuple(flat)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if not issubclass(type(ctx), BackwardCFunction):
+            raise UnsupportedOperationError(
+                "compiled autograd does not support parameters under fully_shard or replicate, because their "
+                "gradients are reduced during a pass of the autograd engine; compile the model, and let autograd "
+                "run its backward pass"
+            )
+        group: ParamGroup = ctx.group
+        num_members = group.num_local_members
+        by_param: list[list[Tensor | None]] = [[] for _ in group.fsdp_params]
+        for grad, i in zip(grads, group.owner_indices(ctx.batch_mesh), strict=True):
+            by_param[i].append(grad)
+        columns = {
+            i: tuple(own)
+            if own[0].__class__ is Tensor and len(own) == num_members
+            else _column_of(group, fsdp_param, own, ctx.batch_mesh)
+            for i, (fsdp_param, own, trainable) in enumerate(zip(group.fsdp_params, by_param, ctx.trainable, strict=True))
+            if trainable
+        }
+        are_requested = not engine_runs(_ANCHOR_NODE)
+        if not are_requested and any(grad is not None and grad.requires_grad for grad in grads):
+            raise UnsupportedOperationError(
+                "backward(create_graph=True) does not support parameters under fully_shard or replicate: their "
+                "gradients are reduced after the pass and have no graph. Gradients of inputs have one: "
+                "torch.autograd.grad(loss, inputs, create_graph=True)"
+            )
+        reduced = ctx.fsdp_unit.receive_gradients(group, ctx.use, columns, ctx.batch_mesh, are_requested)
+        returned = [reduced.get(x.parameter) for x in group.fsdp_params] if are_requested else [None] * len(group.fsdp_params)
+        return *(None,) * _NUM_OTHER_INPUTS, *returned
+
+
+def _column_of(group: ParamGroup, fsdp_param: FSDPParam, grads: Sequence[Tensor | None], batch_mesh: DeviceMesh | None) -> Column:
+    """Return the unsharded gradients of one parameter, by member. A DTensor becomes partial over the data-parallel mesh dims."""
+    grad = grads[0]
+    if not isinstance(grad, DTensor):
+        return (None,) * group.num_local_members if grad is None and len(grads) == 1 else tuple(grads)
+    if batch_mesh is not None:
+        layout = group.layout_in_use(fsdp_param, batch_mesh)
+        assert layout is not None
+        dp_dims = {group.axes.mesh._dims[i] for i in group.axes.all_dims}
+        pairs = zip(layout.placements, layout.mesh._dims, strict=True)
+        placements = [Partial() if dims in dp_dims else placement for placement, dims in pairs]
+    else:
+        if fsdp_param.tp_layout is None:
+            raise DTensorError(
+                "a data-parallel parameter was used after its unit had ended: call the modules that are units, "
+                "not their submodules directly"
+            )
+        placements = list(fsdp_param.tp_layout.placements)
+    target = grad._layout.replace(placements=placements)
+    return shards_of((grad if target is grad._layout else move(grad, target))._local)

@@ -1,4 +1,4 @@
-"""The memory of gathered parameters: given back without losing the tensors that lie in it, and taken again."""
+"""Unsharded storage: the memory of unsharded parameters, which is freed and allocated again while tensors in it stay alive."""
 
 from __future__ import annotations
 
@@ -16,157 +16,172 @@ from ...comm import shards_of
 from ...dispatch.version_counters import Stamp
 
 
-class Memory:
-    """What some tensors lie in, views of one another or not."""
+class UnshardedStorage:
+    """The storages of some tensors, which are resized to zero bytes and back together."""
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
-        self._inside: dict[int, tuple[Tensor, int]] = {}  # by storage a tensor in it, and its bytes
-        self._own_uses: list[int] = []  # by storage how many tensors of the owner use it
+        self._by_storage: dict[int, tuple[Tensor, int]] = {}  # a tensor in the storage, and the bytes of the storage
+        self._own_use_counts: list[int] = []  # by storage: number of tensors of the parameter group
         self.add(tensors)
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """And these; they have their memory now."""
+        """Add the storages of ``tensors``, which must be allocated."""
         for x in tensors:
             storage = x.untyped_storage()
-            self._inside.setdefault(storage._cdata, (x, storage.nbytes()))
+            self._by_storage.setdefault(storage._cdata, (x, storage.nbytes()))
 
     def __contains__(self, x: Tensor) -> bool:
-        return x.layout is torch.strided and x.untyped_storage()._cdata in self._inside
+        return x.layout is torch.strided and x.untyped_storage()._cdata in self._by_storage
 
-    def note_own_uses(self) -> None:
-        """Note that all tensors that use the memory now are the owner's."""
-        self._own_uses = [storage_use_count(storage) for storage in self._inside]
+    def count_own_uses(self) -> None:
+        """Record that all tensors that use the storages now belong to the parameter group."""
+        self._own_use_counts = [storage_use_count(storage) for storage in self._by_storage]
 
     def has_other_uses(self) -> bool:
-        """Return True if more tensors use the memory than the owner's, in this process."""
-        return any(storage_use_count(storage) > own for storage, own in zip(self._inside, self._own_uses, strict=False))
+        """Return True if more tensors of this process use the storages than those of the parameter group."""
+        counts = zip(self._by_storage, self._own_use_counts, strict=False)
+        return any(storage_use_count(storage) > own_count for storage, own_count in counts)
 
-    def take(self) -> None:
-        """All of it is there, with whatever was in it if it was not given back."""
-        for x, nbytes in self._inside.values():
+    def allocate(self) -> None:
+        """Allocate the storages that are freed. Those that are not keep their contents."""
+        for x, nbytes in self._by_storage.values():
             if x.untyped_storage().nbytes() == 0:
-                _resize(x, nbytes)
+                _resize_storage(x, nbytes)
 
-    def give_back(self) -> None:
-        """None of it is."""
-        for x, _ in self._inside.values():
-            _resize(x, 0)
+    def free(self) -> None:
+        """Free all storages. The tensors in them stay valid objects without memory."""
+        for x, _ in self._by_storage.values():
+            _resize_storage(x, 0)
 
 
 @effect
-def _resize(x: Tensor, nbytes: int) -> None:
+def _resize_storage(x: Tensor, nbytes: int) -> None:
     x.untyped_storage().resize_(nbytes)
 
 
-class Aliases:
-    """What is made of locals once, for as long as they are the same tensors in the same memory, where it has no other."""
+class RowViewCache:
+    """Cache of views of local tensors. It is valid while the local tensors are the same objects in the same memory."""
 
     def __init__(self) -> None:
-        self._made: list[Any] = []
-        self._of: Stamp | None = None
+        self._views: list[Any] = []
+        self._version: Stamp | None = None
 
-    def of(self, locals_: Sequence[Any], now: Stamp, make: Callable[[], list[Any]]) -> list[Any]:
-        """What ``make()`` gives of locals that are stamped so."""
-        if self._of is not None and self._of.lies_as(now) and not ACTIVE:
-            return self._made
-        made, there = make(), Memory(x for local in locals_ for x in shards_of(local))
-        if not ACTIVE and all(x in there for local in made for x in shards_of(local)):
-            self._made, self._of = made, now
-        return made
+    def get_or_make(self, locals_: Sequence[Any], version: Stamp, make: Callable[[], list[Any]]) -> list[Any]:
+        """Return ``make()`` or its cached result. ``version``: the version snapshot of ``locals_``.
+
+        Results in other memory than that of ``locals_`` are copies, which are not cached.
+        """
+        if self._version is not None and self._version.lies_as(version) and not ACTIVE:
+            return self._views
+        views, storage = make(), UnshardedStorage(x for local in locals_ for x in shards_of(local))
+        if not ACTIVE and all(x in storage for local in views for x in shards_of(local)):
+            self._views, self._version = views, version
+        return views
 
 
-class Lent:
-    """Tensors of gathered values that graphs have saved. While their memory is given back autograd is told that they were written
-    to: a backward that no unit's output leads to (what a module keeps in an attribute is no output) raises, instead of reading
-    from no memory, which ended the process.
+class SavedAliases:
+    """Aliases of unsharded values that autograd graphs may have saved.
 
-    Whoever needs them has them: held here they would hold the graph, and that the unit, in a circle that no collector sees.
+    While their memory is freed, their version counters are advanced. A backward pass that reads them then raises, instead of
+    reading freed memory, which would end the process. Such a pass exists if no output of the unit leads to it: a module may
+    keep an intermediate result in an attribute.
+
+    The references are weak. A strong reference would keep the graph alive, and the graph the FSDP unit, in a cycle that the
+    garbage collector does not see.
     """
 
     def __init__(self) -> None:
         self._tensors: list[TensorWeakRef] = []
-        self._versions: list[int] = []  # while they are away
+        self._versions: list[int] = []  # original versions, while the memory is freed
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """And these. Those that nobody has any more are forgotten."""
+        """Add ``tensors``, and drop references to tensors that were freed."""
         if not self._versions:
             self._tensors = [ref for ref in self._tensors if ref() is not None]
         self._tensors += map(TensorWeakRef, tensors)
 
-    def away(self) -> None:
-        """Their memory is given back."""
+    def invalidate(self) -> None:
+        """Advance the version counters, because the memory was freed."""
         if self._tensors and not self._versions:
-            there = [(ref, x) for ref in self._tensors if (x := ref()) is not None]
-            self._tensors, self._versions = [ref for ref, _ in there], [x._version for _, x in there]
-            set_version_counter(tuple([x for _, x in there]), tuple([version + 1 for version in self._versions]))
+            alive = [(ref, x) for ref in self._tensors if (x := ref()) is not None]
+            self._tensors, self._versions = [ref for ref, _ in alive], [x._version for _, x in alive]
+            set_version_counter(tuple([x for _, x in alive]), tuple([version + 1 for version in self._versions]))
 
-    def back(self) -> None:
-        """It is there again, with what was in it."""
+    def restore(self) -> None:
+        """Restore the version counters, because the memory is allocated again with the same contents."""
         if self._versions:
-            there = [
+            alive = [
                 (x, version) for ref, version in zip(self._tensors, self._versions, strict=False) if (x := ref()) is not None
             ]
-            set_version_counter(tuple([x for x, _ in there]), tuple([version for _, version in there]))
+            set_version_counter(tuple([x for x, _ in alive]), tuple([version for _, version in alive]))
             self._versions = []
 
 
 @dataclass(eq=False, slots=True)
-class Whole:
-    """What is gathered of a group of parameters now. One that is new says that nothing is.
+class UnshardedState:
+    """Unsharded values of a parameter group. A new object is the state in which nothing is gathered.
 
     Attributes:
-        gathered: the buffer is filled.
-        seen: the stamp of what is gathered.
-        pending: a gather under way.
-        kept: between forward and backward neighbours, and what this rank keeps for them.
-        buffer, memory: of bytes, in which the values lie, and their memory.
-        full, views: the values; what was gathered, which an extension may make them of.
-        targets: where rows are copied to.
-        lent: what graphs may have saved of the values.
-        recorded: a graph may have saved them, also those of frozen parameters, which ``lent`` has not.
-        buckets: memory of whole gradients on their way, by what is reduced, by member.
+        is_filled: the buffer contains the values of ``version``.
+        version: version snapshot of the sharded parameters whose values are or will be gathered.
+        pending: the all-gather in flight.
+        resharded_part: between forward and backward, the reshard group and the part that each member here keeps for it.
+        buffer: byte buffer that contains the gathered values.
+        values: the unsharded values, one for each parameter.
+        gathered: the gathered tensors; an all-gather extension computes ``values`` from them.
+        copy_targets: views of ``buffer`` into which received rows are copied.
+        storage: the memory of ``buffer`` and of tensors that extensions made.
+        saved_aliases: aliases of ``values`` that graphs may have saved.
+        is_recorded: a graph may have saved values, also those of frozen parameters, which are not in ``saved_aliases``.
+        grad_buckets: buffers of unsharded gradients, by what is reduced in them, by member.
     """
 
-    gathered: bool = False
-    seen: Stamp | None = None
+    is_filled: bool = False
+    version: Stamp | None = None
     pending: Any = None
-    kept: Any = None
+    resharded_part: Any = None
     buffer: Any = None
-    full: list[Any] = field(default_factory=list)
-    views: list[Any] = field(default_factory=list)
-    targets: list[Any] = field(default_factory=list)
-    memory: Memory = field(default_factory=Memory)
-    lent: Lent = field(default_factory=Lent)
-    recorded: bool = False
-    buckets: dict[Any, dict[int, list[Tensor]]] = field(default_factory=dict)
+    values: list[Any] = field(default_factory=list)
+    gathered: list[Any] = field(default_factory=list)
+    copy_targets: list[Any] = field(default_factory=list)
+    storage: UnshardedStorage = field(default_factory=UnshardedStorage)
+    saved_aliases: SavedAliases = field(default_factory=SavedAliases)
+    is_recorded: bool = False
+    grad_buckets: dict[Any, dict[int, list[Tensor]]] = field(default_factory=dict)
 
 
-class Spare:
-    """Host memory for what travels: fresh pages cost more than a copy into old ones. Accelerators' allocators keep theirs."""
+class SendBufferPool:
+    """Pool of host buffers for collectives: a copy into mapped pages costs less than to map new ones.
+
+    Accelerators have caching allocators of their own.
+    """
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
         self._ones: dict[Any, Tensor] = {}
 
-    def take(self, nbytes: int, device: torch.device) -> Tensor | None:
-        """A row of so many bytes or more; None where new memory serves as well: not on the host, and while somebody records."""
+    def get_or_allocate(self, nbytes: int, device: torch.device) -> Tensor | None:
+        """Return a buffer of at least ``nbytes`` bytes.
+
+        Return None if the caller should allocate: on devices other than the CPU, and while a recorder is active.
+        """
         if device.type != "cpu" or ACTIVE:
             return None
         sizes = list(map(Tensor.numel, self._free))
         fitting = [size for size in sizes if size >= nbytes]
-        found = self._free.pop(sizes.index(min(fitting or sizes))) if sizes else None
-        if found is None or not fitting:  # in the place of a smaller one
+        buffer = self._free.pop(sizes.index(min(fitting or sizes))) if sizes else None
+        if buffer is None or not fitting:  # the new buffer replaces a smaller one
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        return found
+        return buffer
 
-    def ones(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """So many ones, that nobody writes to; made there: a copy from the host would wait."""
+    def get_or_make_ones(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a tensor of ``count`` ones, which callers must not write. It is made on ``device``: a copy would block."""
         key = count, dtype, device
         if ACTIVE or key not in self._ones:
             made = torch.ones(count, dtype=dtype, device=device)
             return made if ACTIVE else self._ones.setdefault(key, made)
         return self._ones[key]
 
-    def give_back(self, row: Tensor) -> None:
-        """Nobody reads it any more."""
-        self._free.append(row)
+    def give_back(self, buffer: Tensor) -> None:
+        """Put back a buffer that no collective reads any more."""
+        self._free.append(buffer)

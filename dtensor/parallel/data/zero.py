@@ -1,8 +1,8 @@
-"""``ZeroRedundancyOptimizer``: each rank keeps the optimizer's state for its part of the parameters only.
+"""ZeRO-1: ``ZeroRedundancyOptimizer`` keeps on each rank the optimizer state of its shards of the parameters only.
 
-In placements (Rajbhandari et al., ZeRO, arXiv:1910.02054): the optimizer works on ``Shard`` where the model has ``Replicate``.
-Gradients are cut, which moves nothing; the updated parts are gathered. Since the parts are DTensors the updates are those of
-the plain optimizer, whatever it computes: norms and other statistics of whole tensors are global.
+The optimizer works on ``Shard`` where the model has ``Replicate`` (Rajbhandari et al., ZeRO, arXiv:1910.02054). Gradients are
+sliced without communication, and the updated shards are gathered. Shards are DTensors, so the updates equal those of the
+plain optimizer for any optimizer: norms and other statistics of full tensors are global.
 """
 
 from __future__ import annotations
@@ -29,37 +29,39 @@ from ...mesh.submesh import same_root
 from ...placement import Placement, Replicate, Shard
 from ...redistribute import execute_many, plan, redistribute_local
 from ...tensor.dtensor import DTensor, wrap
-from .dp_modes import WAYS, Axes
+from .dp_modes import WAYS, MeshAxes
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Part:
-    """A parameter of the model and the part that the optimizer here works on.
+class _ShardedParam:
+    """A parameter of the model and its shard, which the inner optimizer updates.
 
     Attributes:
-        part: the DTensor that the inner optimizer has.
-        stored, state: their layouts.
+        shard: the DTensor in the inner optimizer.
+        stored, state: layouts of the parameter and of the shard.
     """
 
     parameter: Tensor
-    part: Any
+    shard: Any
     stored: Layout
     state: Layout
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer):
-    """``optimizer_class`` with its state cut over ``mesh``.
+    """Optimizer of class ``optimizer_class`` with its state sharded over ``mesh``.
 
     Args:
-        params: parameters or groups of such: replicated DTensors (see :func:`replicate`), or plain ones, equal on all ranks.
+        params: parameters or parameter groups: replicated DTensors (see :func:`replicate`), or plain tensors that are equal
+            on all ranks.
         optimizer_class: for example ``torch.optim.AdamW``.
-        mesh: default that of the first DTensor parameter, else the one entered by ``with mesh:``.
-        process_group: a group of ``torch.distributed`` instead of a mesh; also in the place of ``mesh``, where torch has it.
-        parameters_as_bucket_view: without effect, taken for the sake of code written for torch's.
+        mesh: default the mesh of the first DTensor parameter, else the one entered by ``with mesh:``.
+        process_group: a group of ``torch.distributed`` instead of a mesh; it may also be passed in the place of ``mesh``, as
+            in torch.
+        parameters_as_bucket_view: no effect; accepted for code that is written for torch's optimizer.
         overlap_with_ddp: must be False.
         defaults: options of ``optimizer_class``.
 
-    Cost: per step one all-gather of all parameters; state memory divided by the number of ranks.
+    Cost: per step one all-gather of all parameters. State memory is divided by the number of ranks.
 
     >>> import dtensor as dt
     >>> mesh = dt.init_device_mesh("cpu", (2,))
@@ -71,7 +73,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     (tensor([0.5000, 0.5000, 0.5000], grad_fn=<SelectBackward0>), float32[4, 3] on (0=S(0)))
 
     Raises:
-        TypeError, ValueError, MeshError: no class of optimizers, no parameters, no mesh.
+        TypeError, ValueError, MeshError: not an optimizer class, no parameters, no mesh.
     """
 
     def __init__(
@@ -89,17 +91,17 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             raise TypeError(f"optimizer_class takes a class such as torch.optim.AdamW, got {optimizer_class!r}")
         if overlap_with_ddp:
             raise UnsupportedOperationError("overlap_with_ddp=True is not supported: step() is called after backward")
-        groups = _as_groups(params)
+        groups = _as_param_groups(params)
         if isinstance(mesh, dist.ProcessGroup):
             mesh, process_group = None, mesh
         if process_group is not None:
             mesh = DeviceMesh.from_group(process_group, groups[0]["params"][0].device.type)
-        self.mesh = _mesh_of(groups, mesh)
-        self._axes = Axes(self.mesh, WAYS["ZeRO-1"])
+        self.mesh = _find_mesh(groups, mesh)
+        self._axes = MeshAxes(self.mesh, WAYS["ZeRO-1"])
         self._consolidated: dict[str, Any] | None = None
-        self._parts: list[_Part] = []
-        self._stamps: dict[int, Stamp] = {}  # by part: the parameter as it was when the part was its
-        inner_groups = [{**group, "params": self._parts_of(group["params"])} for group in groups]
+        self._sharded_params: list[_ShardedParam] = []
+        self._param_versions: dict[int, Stamp] = {}  # by index: version of the parameter when its shard was equal
+        inner_groups = [{**group, "params": self._shard_params(group["params"])} for group in groups]
         self.inner = optimizer_class(inner_groups, **defaults)
         super().__init__(groups, self.inner.defaults)
         self._share_options()
@@ -108,142 +110,151 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         if hasattr(self, "state") and len(self.inner.param_groups) < len(self.param_groups):
             group = self.param_groups[-1]
-            self.inner.add_param_group({**group, "params": self._parts_of(group["params"])})
+            self.inner.add_param_group({**group, "params": self._shard_params(group["params"])})
             self._share_options()
 
     def _share_options(self) -> None:
-        """What schedulers set here counts for the inner optimizer: step sizes and the like."""
+        """Copy missing options of the inner parameter groups to the outer ones, on which learning-rate schedulers work."""
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             for name, value in inner.items():
                 if name != "params":
                     outer.setdefault(name, value)
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """One step of the inner optimizer on the parts, then parameters made whole again."""
+        """Run a step of the inner optimizer on the shards, then gather the parameters."""
         loss, self._consolidated = None, None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if ACTIVE and (recorder := current()) is not None:  # whose replays cannot know who has written since, and set no options
-            recorder.apart(self, {"_stamps": dict.fromkeys(self._stamps)})
+        if ACTIVE and (recorder := current()) is not None:  # replays do not check versions, and set no options
+            recorder.apart(self, {"_param_versions": dict.fromkeys(self._param_versions)})
             recorder.apart(self.inner, {"param_groups": [dict(group) for group in self.inner.param_groups]})
         self._pass_options()
         with torch.no_grad():
-            for k, one in enumerate(self._parts):
-                if self._stamps[k] != stamp(one.parameter):  # loaded, or written to, since
-                    one.part._local.copy_(self._cut(one.parameter.detach(), one.state))
-                grad = one.parameter.grad
-                one.part.grad = None if grad is None else wrap(self._cut(grad, one.state), one.state)
+            for k, x in enumerate(self._sharded_params):
+                if self._param_versions[k] != stamp(x.parameter):  # written to or loaded since the last step
+                    x.shard._local.copy_(self._own_shard(x.parameter.detach(), x.state))
+                grad = x.parameter.grad
+                x.shard.grad = None if grad is None else wrap(self._own_shard(grad, x.state), x.state)
             self.inner.step()
-            self._make_whole([one for one in self._parts if one.part.grad is not None])
-            for k, one in enumerate(self._parts):
-                one.part.grad = None
-                self._stamps[k] = stamp(one.parameter)
+            self._gather_params([x for x in self._sharded_params if x.shard.grad is not None])
+            for k, x in enumerate(self._sharded_params):
+                x.shard.grad = None
+                self._param_versions[k] = stamp(x.parameter)
         return loss
 
     def _pass_options(self) -> None:
+        """Copy the options of the outer parameter groups to the inner ones."""
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({name: value for name, value in outer.items() if name != "params"})
 
-    # --- parts -------------------------------------------------------------------------------------------------------
-    def _parts_of(self, parameters: Iterable[Tensor]) -> list[nn.Parameter]:
-        """What the inner optimizer works on: one behind the other in memory, as they are sent after a step."""
-        made = [self._part(p) for p in parameters]
-        cut = [one for one in self._parts[len(self._parts) - len(made) :] if one.state is not one.stored and not one.part.is_meta]
-        rows = [one for one in cut if all(shard.is_contiguous() for shard in shards_of(one.part._local))]
-        for (mesh, _), parts in by_key(((one.state.mesh, one.state.dtype), one.part) for one in rows).items():
+    # --- shards ------------------------------------------------------------------------------------------------------
+    def _shard_params(self, parameters: Iterable[Tensor]) -> list[nn.Parameter]:
+        """Return the shards of ``parameters``. Their local tensors share one buffer: they are sent together after a step."""
+        made = [self._shard_param(p) for p in parameters]
+        added = self._sharded_params[len(self._sharded_params) - len(made) :]
+        distributed = [x for x in added if x.state is not x.stored and not x.shard.is_meta]
+        sharded = [x for x in distributed if all(local.is_contiguous() for local in shards_of(x.shard._local))]
+        for (mesh, _), shards in by_key(((x.state.mesh, x.state.dtype), x.shard) for x in sharded).items():
             comm = communicator_of(mesh)
             if comm.held:
-                joined = comm.map(_behind_one_another, *[part._local for part in parts])
-                for part, local in zip(parts, joined, strict=True):
-                    part._local = local
+                joined = comm.map(_concatenate, *[shard._local for shard in shards])
+                for shard, local in zip(shards, joined, strict=True):
+                    shard._local = local
         return made
 
-    def _part(self, p: Tensor) -> nn.Parameter:
-        stored = self._stored(p)
-        state = self._state(stored)
+    def _shard_param(self, p: Tensor) -> nn.Parameter:
+        stored = self._stored_layout(p)
+        state = self._state_layout(stored)
         with torch.no_grad():
-            made = nn.Parameter(wrap(self._cut(p.detach(), state), state))
-        self._stamps[len(self._parts)] = stamp(p)
-        self._parts.append(_Part(p, made, stored, state))
+            made = nn.Parameter(wrap(self._own_shard(p.detach(), state), state))
+        self._param_versions[len(self._sharded_params)] = stamp(p)
+        self._sharded_params.append(_ShardedParam(p, made, stored, state))
         return made
 
-    def _state(self, stored: Layout) -> Layout:
-        """How the state of a parameter lies: cut along one tensor dim, evenly if one can be, where the table's row says so."""
-        ours = same_root(stored.mesh, self.mesh)
-        cuts = {self.mesh._dims[i] for i in self._axes.dims(self._axes.way.state, "S")} if ours else set()
-        over = [i for i, old in enumerate(stored.placements) if old.is_replicate() and stored.mesh._dims[i] in cuts]
-        dims = [d for d, split in enumerate(stored.splits) if split is None and stored.shape[d] > 0]
-        if not over or not dims:
-            return stored
-        ranks = stored.mesh.size_of(over)
-        even = [d for d in dims if stored.shape[d] % ranks == 0]
-        cut = even[0] if even else max(dims, key=lambda d: stored.shape[d])
-        where: list[Placement] = [Shard(cut) if i in over else old for i, old in enumerate(stored.placements)]
-        return stored.replace(placements=where)
+    def _state_layout(self, stored: Layout) -> Layout:
+        """Return the layout of a parameter's optimizer state, sharded over the mesh dims of the ZeRO-1 mode.
 
-    def _stored(self, p: Tensor) -> Layout:
+        One tensor dim is sharded, evenly if possible.
+        """
+        is_own_root = same_root(stored.mesh, self.mesh)
+        shard_mesh_dims = {self.mesh._dims[i] for i in self._axes.dims_with(self._axes.mode.state, "S")} if is_own_root else set()
+        mesh_dims = [
+            i for i, old in enumerate(stored.placements) if old.is_replicate() and stored.mesh._dims[i] in shard_mesh_dims
+        ]
+        dims = [d for d, split in enumerate(stored.splits) if split is None and stored.shape[d] > 0]
+        if not mesh_dims or not dims:
+            return stored
+        ranks = stored.mesh.size_of(mesh_dims)
+        even_dims = [d for d in dims if stored.shape[d] % ranks == 0]
+        shard_dim = even_dims[0] if even_dims else max(dims, key=lambda d: stored.shape[d])
+        placements: list[Placement] = [Shard(shard_dim) if i in mesh_dims else old for i, old in enumerate(stored.placements)]
+        return stored.replace(placements=placements)
+
+    def _stored_layout(self, p: Tensor) -> Layout:
         if isinstance(p, DTensor):
             return p._layout
         return Layout.of(self.mesh, None, shards_of(p)[0].shape, None, p.dtype)
 
-    def _cut(self, value: Tensor, layout: Layout) -> Any:
-        """The local part of ``value``, in memory of its own."""
-        whole = self._stored(value)
-        return redistribute_local(self._local(value), whole, layout.replace(dtype=whole.dtype, stride=whole.stride)).clone()
+    def _own_shard(self, value: Tensor, layout: Layout) -> Any:
+        """Return the local shard of ``value`` in ``layout``, in new memory."""
+        whole = self._stored_layout(value)
+        return redistribute_local(self._local_of(value), whole, layout.replace(dtype=whole.dtype, stride=whole.stride)).clone()
 
-    def _local(self, value: Tensor) -> Any:
-        return value._local if isinstance(value, DTensor) else _everywhere(value, self.mesh)
+    def _local_of(self, value: Tensor) -> Any:
+        return value._local if isinstance(value, DTensor) else _on_all_ranks(value, self.mesh)
 
-    def _make_whole(self, parts: list[_Part]) -> None:
-        """The updated parts gathered into the parameters: one all-gather for all that are cut over the same ranks."""
-        some = sorted(parts, key=lambda one: -one.state.dtype.itemsize)
-        out = [self._local(one.parameter) for one in some]
-        execute_many([plan(one.state, one.stored) for one in some], [one.part._local for one in some], out=out).wait()
-        torch.autograd.graph.increment_version([one.parameter for one in some])
+    def _gather_params(self, shards: list[_ShardedParam]) -> None:
+        """Gather the updated shards into the parameters: one all-gather for all that are sharded over the same ranks."""
+        by_item_size = sorted(shards, key=lambda x: -x.state.dtype.itemsize)
+        out = [self._local_of(x.parameter) for x in by_item_size]
+        execute_many([plan(x.state, x.stored) for x in by_item_size], [x.shard._local for x in by_item_size], out=out).wait()
+        torch.autograd.graph.increment_version([x.parameter for x in by_item_size])
 
     # --- state -------------------------------------------------------------------------------------------------------
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """The state of each parameter that has any: the inner optimizer's own dicts, of its parts."""
-        held = self.inner.state
-        return defaultdict(dict, {one.parameter: held[one.part] for one in self._parts if one.part in held})
+        """Optimizer state by parameter: the inner optimizer's dicts, with the state of the shards."""
+        inner_state = self.inner.state
+        return defaultdict(dict, {x.parameter: inner_state[x.shard] for x in self._sharded_params if x.shard in inner_state})
 
     @state.setter
     def state(self, value: defaultdict[Tensor, Any]) -> None:
-        """Without effect: the base class begins with an empty one."""
+        """Without effect: the base class begins with an empty dict."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's, its state DTensors: what a distributed checkpoint saves in parts. After
-        :meth:`consolidate_state_dict`, and until the next step, the plain optimizer's.
+        """Return the inner optimizer's state dict with DTensors, which a distributed checkpoint saves shard by shard.
+
+        After :meth:`consolidate_state_dict`, and until the next step, return the plain optimizer's state dict.
         """
         self._pass_options()
         return self.inner.state_dict() if self._consolidated is None else self._consolidated
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what :meth:`state_dict` or :meth:`consolidated_state_dict` gave, on any mesh."""
-        self.inner.load_state_dict(self._laid_out(state_dict))
+        """Load a result of :meth:`state_dict` or :meth:`consolidated_state_dict`, from any mesh."""
+        self.inner.load_state_dict(self._distribute_state(state_dict))
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             outer.update({name: value for name, value in inner.items() if name != "params"})
 
     def consolidated_state_dict(self) -> dict[str, Any]:
-        """The state dict that the plain optimizer would have: whole plain tensors, on every rank."""
+        """Return the state dict of the plain optimizer, with full plain tensors, on every rank."""
         self._pass_options()
         return mapped(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, self.inner.state_dict())
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Has :meth:`state_dict` give :meth:`consolidated_state_dict` until the next step, on all ranks, ``to`` among them."""
+        """Make :meth:`state_dict` return :meth:`consolidated_state_dict` until the next step, on all ranks, not only ``to``."""
         self._consolidated = self.consolidated_state_dict()
 
-    def _laid_out(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        saved = (key for group in state_dict["param_groups"] for key in group["params"])  # positions, or the parameters' names
-        parts = dict(zip(saved, (part for group in self.inner.param_groups for part in group["params"]), strict=False))
-        state = dict(state_dict["state"])  # what belongs to no parameter, or does not fit, is the inner optimizer's to judge
-        for k in parts.keys() & state.keys():
-            state[k] = {name: self._placed(value, parts[k]._layout) for name, value in state[k].items()}
+    def _distribute_state(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return ``state_dict`` with the state of each parameter distributed like its shard."""
+        saved = (key for group in state_dict["param_groups"] for key in group["params"])  # indices or names of parameters
+        shards = dict(zip(saved, (shard for group in self.inner.param_groups for shard in group["params"]), strict=False))
+        state = dict(state_dict["state"])  # the inner optimizer rejects state that does not fit
+        for k in shards.keys() & state.keys():
+            state[k] = {name: self._distribute_value(value, shards[k]._layout) for name, value in state[k].items()}
         return {**state_dict, "state": state}
 
-    def _placed(self, value: Any, layout: Layout) -> Any:
+    def _distribute_value(self, value: Any, layout: Layout) -> Any:
         if not isinstance(value, Tensor) or tuple(value.shape) != tuple(layout.shape):
             return value
         if isinstance(value, DTensor):
@@ -252,32 +263,32 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             return value
         target = layout.replace(dtype=value.dtype)
         whole = target.replace(placements=[Replicate()] * layout.mesh.ndim)
-        return wrap(redistribute_local(_everywhere(value, layout.mesh), whole, target).clone(), target)
+        return wrap(redistribute_local(_on_all_ranks(value, layout.mesh), whole, target).clone(), target)
 
 
-def _behind_one_another(member: int, *parts: Tensor) -> list[Tensor]:
-    return apart(torch.cat([part.reshape(-1) for part in parts]), [part.shape for part in parts])
+def _concatenate(member: int, *shards: Tensor) -> list[Tensor]:
+    return apart(torch.cat([shard.reshape(-1) for shard in shards]), [shard.shape for shard in shards])
 
 
-def _everywhere(value: Tensor, mesh: DeviceMesh) -> Any:
-    """A plain tensor as the local that it is: one stands for all ranks in this process."""
+def _on_all_ranks(value: Tensor, mesh: DeviceMesh) -> Any:
+    """Return a plain tensor as a local value; in process it is that of all ranks."""
     return communicator_of(mesh).map(lambda _, x: x, value)
 
 
-def _as_groups(params: Any) -> list[dict[str, Any]]:
+def _as_param_groups(params: Any) -> list[dict[str, Any]]:
     listed = list(params)
     if not listed:
         raise ValueError("ZeroRedundancyOptimizer got no parameters; pass model.parameters()")
     if isinstance(listed[0], dict):
-        return [{**group, "params": _listed(group["params"])} for group in listed]
+        return [{**group, "params": _as_list(group["params"])} for group in listed]
     return [{"params": listed}]
 
 
-def _listed(params: Tensor | Iterable[Tensor]) -> list[Tensor]:
+def _as_list(params: Tensor | Iterable[Tensor]) -> list[Tensor]:
     return [params] if isinstance(params, Tensor) else list(params)
 
 
-def _mesh_of(groups: list[dict[str, Any]], mesh: Any) -> DeviceMesh:
+def _find_mesh(groups: list[dict[str, Any]], mesh: Any) -> DeviceMesh:
     if mesh is None:
         for group in groups:
             for p in group["params"]:

@@ -1,1 +1,1 @@
-"""Tensor and sequence parallelism: plans of styles."""
+"""Tensor, sequence, expert and context parallelism: parallel styles and the plans that apply them."""

@@ -1,8 +1,9 @@
-"""Tensor and sequence parallelism of one module.
+"""Colwise, rowwise and sequence parallelism of one module.
 
-``ColwiseParallel`` and ``RowwiseParallel`` are the two ways to cut a matrix (Shoeybi et al., Megatron-LM, arXiv:1909.08053):
-by outputs, each rank computing some of them, or by inputs, each rank computing one term of every output's sum.
-``SequenceParallel`` runs what works on each position alone on a part of the positions (Korthikanti et al., arXiv:2205.05198).
+``ColwiseParallel`` and ``RowwiseParallel`` are the two ways to shard the weight of a linear layer (Shoeybi et al.,
+Megatron-LM, arXiv:1909.08053). Sharded by outputs, each rank computes some of the output features. Sharded by inputs, each
+rank computes one addend of every output feature. ``SequenceParallel`` runs a module that treats every position separately on
+a shard of the sequence (Korthikanti et al., arXiv:2205.05198).
 """
 
 from __future__ import annotations
@@ -18,30 +19,32 @@ from ...mesh.device_mesh import DeviceMesh, as_mesh
 from ...placement import Placement, Replicate, Shard
 from ...tensor.distribute import replicate_own
 from ...tensor.dtensor import DTensor
-from .fused_weights import lay_out_parts
+from .fused_weights import distribute_fused_parameter
 from .style import (
     ParallelStyle,
-    after_forward,
-    before_forward,
-    behind,
-    brought,
-    checked,
-    lay_out,
-    local_if,
-    one_dim,
-    placed,
+    distribute_parameter,
+    hook_first_input,
+    hook_first_output,
+    make_shared_input,
+    placement_or_default,
+    redistribute_over,
     replicate_rest,
+    require_one_dim,
+    source_parameters_of,
     tensor_of,
+    to_local_if,
 )
 
-Family = Literal["linear", "transposed linear", "embedding"]
+WeightFamily = Literal["linear", "transposed linear", "embedding"]
 
 
-def family_of(module: nn.Module) -> Family:
-    """What the weight of ``module`` means: (out, in), (in, out), or (row, feature) of a table.
+def weight_family_of(module: nn.Module) -> WeightFamily:
+    """Return how the weight of ``module`` is stored.
+
+    "linear": (out, in); "transposed linear": (in, out); "embedding": (row, feature).
 
     Raises:
-        StyleError: ``module`` has no two-dimensional weight, nor computes one.
+        StyleError: ``module`` has no two-dimensional weight and no parametrization that computes one.
     """
     weight = tensor_of(module, "weight")
     if weight is None or weight.ndim != 2:
@@ -59,67 +62,75 @@ def family_of(module: nn.Module) -> Family:
 
 
 class _MatrixParallel(ParallelStyle):
-    """What both cuts share. A subclass says which dim of a linear layer's weight is cut, and how all else lies.
+    """Shared implementation of :class:`ColwiseParallel` and :class:`RowwiseParallel`.
 
-    The methods that PyTorch's styles call and that programs override are called here with PyTorch's arguments:
-    ``_partition_linear_fn``, ``_partition_embedding_fn``, ``_prepare_input_fn`` and ``_prepare_output_fn``.
+    A subclass states which dim of a linear layer's weight is sharded, the placement of the bias, and the default layouts.
+    Programs override ``_partition_linear_fn``, ``_partition_embedding_fn``, ``_prepare_input_fn`` and ``_prepare_output_fn``
+    of PyTorch's styles. They are called here with PyTorch's arguments.
 
     Attributes:
-        desired_input_layouts: the layouts in which a linear module gets its input; an embedding gets it replicated.
+        desired_input_layouts: placements to which the input of a linear module is redistributed; an embedding gets a
+            replicated input.
     """
 
     desired_input_layouts: tuple[Placement, ...]
-    _default_output: Placement
-    _dim: int
-    _bias: Placement
+    _default_output_layout: Placement
+    _weight_shard_dim: int
+    _bias_placement: Placement
 
     def __init__(
         self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None, use_local_output: bool = True
     ) -> None:
-        self.input_layouts = (checked(input_layouts, self.desired_input_layouts[0], "input_layouts", self),)
-        self.output_layouts = (checked(output_layouts, self._default_output, "output_layouts", self),)
+        self.input_layouts = (placement_or_default(input_layouts, self.desired_input_layouts[0], "input_layouts", self),)
+        self.output_layouts = (placement_or_default(output_layouts, self._default_output_layout, "output_layouts", self),)
         self.use_local_output = use_local_output
 
-    def _lay_out(self, module: nn.Module, mesh: DeviceMesh, dim: int) -> None:
-        """The weight, of which ``dim`` is cut, and the bias."""
-        lay_out(module, "weight", mesh, Shard(dim), self.src_data_rank)
-        if behind(module, "bias"):
-            lay_out(module, "bias", mesh, self._bias, self.src_data_rank)
+    def _distribute_weight(self, module: nn.Module, mesh: DeviceMesh, dim: int) -> None:
+        """Distribute the weight, sharded along ``dim``, and the bias of ``module``."""
+        distribute_parameter(module, "weight", mesh, Shard(dim), self.src_data_rank)
+        if source_parameters_of(module, "bias"):
+            distribute_parameter(module, "bias", mesh, self._bias_placement, self.src_data_rank)
 
-    def _given(self, made: Any, mesh: DeviceMesh, new: bool) -> Any:
-        """What the module gives of its output ``made``; ``new``: nobody else has its memory."""
-        x = placed(made, mesh, positive(self.output_layouts[0], made.ndim))
-        return local_if(x, self.use_local_output, mesh, new=new or x is not made)
+    def _finish_output(self, output: Any, mesh: DeviceMesh, new: bool) -> Any:
+        """Return the module's output under ``output_layouts``, or its local tensor.
+
+        Args:
+            new: no other tensor shares the memory of ``output``, so its local tensor may be overwritten.
+        """
+        x = redistribute_over(output, mesh, with_positive_dim(self.output_layouts[0], output.ndim))
+        return to_local_if(x, self.use_local_output, mesh, new=new or x is not output)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        mesh, family = one_dim(device_mesh, self), family_of(module)
-        features = _input_features(module, family)
+        mesh, family = require_one_dim(device_mesh, self), weight_family_of(module)
+        features = _input_features_of(module, family)
         partition = self._partition_embedding_fn if family == "embedding" else self._partition_linear_fn
         partition("", module, mesh)
         replicate_rest(module, mesh, self.src_data_rank)
         desired = (Replicate(),) if family == "embedding" else self.desired_input_layouts
         if self._prepare_input_fn is _MatrixParallel._prepare_input_fn:
-            before_forward(module, lambda x: _prepared(x, mesh, self.input_layouts[0], desired[0], features))
+            hook_first_input(module, lambda x: _prepare_input(x, mesh, self.input_layouts[0], desired[0], features))
         else:
             prepare = self._prepare_input_fn
             module.register_forward_pre_hook(lambda mod, inputs: prepare(self.input_layouts, desired, mod, inputs, mesh))
-        saves_none = type(module).forward in (nn.Linear.forward, nn.Embedding.forward) and not module._forward_hooks
+        saves_no_output = type(module).forward in (nn.Linear.forward, nn.Embedding.forward) and not module._forward_hooks
         if self._prepare_output_fn is _MatrixParallel._prepare_output_fn:
-            after_forward(module, lambda x: self._given(x, mesh, saves_none))
+            hook_first_output(module, lambda x: self._finish_output(x, mesh, saves_no_output))
         else:
-            finish, layouts, local = self._prepare_output_fn, self.output_layouts, self.use_local_output
-            module.register_forward_hook(lambda mod, inputs, outputs: finish(layouts, local, mod, outputs, mesh))
+            finish, layouts, use_local = self._prepare_output_fn, self.output_layouts, self.use_local_output
+            module.register_forward_hook(lambda mod, inputs, outputs: finish(layouts, use_local, mod, outputs, mesh))
         return module
 
-    # --- named and called as in PyTorch, for subclasses ---------------------------------------------------------------
+    # --- named and called as in PyTorch, for subclasses --------------------------------------------------------------
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         """Distribute the weight and the bias of ``module``; leave a module that has no weight."""
-        if behind(module, "weight"):
-            self._lay_out(module, device_mesh, self._dim if family_of(module) != "transposed linear" else 1 - self._dim)
+        if source_parameters_of(module, "weight"):
+            is_transposed = weight_family_of(module) == "transposed linear"
+            dim = 1 - self._weight_shard_dim if is_transposed else self._weight_shard_dim
+            self._distribute_weight(module, device_mesh, dim)
 
     def _partition_embedding_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         """Distribute the table of an embedding."""
-        self._lay_out(module, device_mesh, 1 - self._dim)
+        self._distribute_weight(module, device_mesh, 1 - self._weight_shard_dim)
 
     @staticmethod
     def _prepare_input_fn(
@@ -130,30 +141,32 @@ class _MatrixParallel(ParallelStyle):
         device_mesh: Any,
     ) -> Any:
         """Return the first of ``inputs`` as a DTensor in ``desired_input_layouts``."""
-        features = _input_features(mod, family_of(mod))
-        return _prepared(inputs[0], as_mesh(device_mesh), input_layouts[0], desired_input_layouts[0], features)
+        features = _input_features_of(mod, weight_family_of(mod))
+        return _prepare_input(inputs[0], as_mesh(device_mesh), input_layouts[0], desired_input_layouts[0], features)
 
     @staticmethod
     def _prepare_output_fn(
         output_layouts: Sequence[Placement], use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: Any
     ) -> Any:
-        """Return the DTensor ``outputs`` in ``output_layouts``, or its local tensor where ``use_local_output`` asks for that."""
+        """Return the DTensor ``outputs`` under ``output_layouts``, or its local tensor if ``use_local_output``."""
         mesh = as_mesh(device_mesh)
-        return local_if(placed(outputs, mesh, positive(output_layouts[0], outputs.ndim)), use_local_output, mesh)
+        return to_local_if(
+            redistribute_over(outputs, mesh, with_positive_dim(output_layouts[0], outputs.ndim)), use_local_output, mesh
+        )
 
 
 class ColwiseParallel(_MatrixParallel):
-    """Cuts a ``Linear`` (or any module with such a weight) by outputs, an ``Embedding`` by features.
+    """Shard a ``Linear`` (or any module with such a weight) by output features, an ``Embedding`` by features.
 
     Args:
-        input_layouts: how a plain input lies, default ``Replicate()``.
-        output_layouts: how the output shall lie, default ``Shard(-1)``: no communication in forward.
-        use_local_output: return this rank's piece instead of a DTensor.
-        parts: of how many matrices of one size the weight is made by outputs: 2 where ``gate, up = fused(x).chunk(2, -1)``, 3
-            where queries, keys and values are one. Each is cut by itself: a rank has columns of all of them. What is kept is
-            their stack, ``(parts, out / parts, in)``, under ``module.parametrizations.weight``; ``module.weight`` and
-            ``state_dict()`` show the one of the model. The parts of a DTensor that is given (``chunk``, ``split``, slices) are
-            there; to read it otherwise gathers it.
+        input_layouts: placement of a plain input, default ``Replicate()``.
+        output_layouts: placement of the output, default ``Shard(-1)``: no communication in forward.
+        use_local_output: return this rank's local tensor instead of a DTensor.
+        parts: number of matrices of equal size that the weight fuses along its outputs: 2 where ``gate, up =
+            fused(x).chunk(2, -1)``, 3 for fused queries, keys and values. Each matrix is sharded separately, so a rank has
+            columns of all of them. The stored parameter is their stack, ``(parts, out / parts, in)``, under
+            ``module.parametrizations.weight``. ``module.weight`` and ``state_dict()`` show the fused matrix. ``chunk``,
+            ``split`` and slices of a DTensor output give the parts without communication; other reads gather it.
 
     >>> import torch, dtensor as dt
     >>> from dtensor.parallel import parallelize_module
@@ -167,14 +180,14 @@ class ColwiseParallel(_MatrixParallel):
     (float32[5, 4] on (0=S(1)), float32[5, 4] on (0=S(1)))
 
     Raises:
-        StyleError, MeshError, PlacementError: a module without such a weight, or whose weight is not of so many parts; a mesh of
-            several dims, layouts that are none.
+        StyleError, MeshError, PlacementError: the module has no such weight, or its size is not a multiple of ``parts``; the
+            mesh has several dims; a layout is not a placement.
     """
 
     desired_input_layouts = (Replicate(),)
-    _default_output = Shard(-1)
-    _dim = 0
-    _bias = Shard(0)
+    _default_output_layout = Shard(-1)
+    _weight_shard_dim = 0
+    _bias_placement = Shard(0)
 
     def __init__(
         self,
@@ -194,33 +207,35 @@ class ColwiseParallel(_MatrixParallel):
             )
         self.parts = count
 
-    def _lay_out(self, module: nn.Module, mesh: DeviceMesh, dim: int) -> None:
+    def _distribute_weight(self, module: nn.Module, mesh: DeviceMesh, dim: int) -> None:
         if self.parts == 1:
-            super()._lay_out(module, mesh, dim)
+            super()._distribute_weight(module, mesh, dim)
             return
-        lay_out_parts(module, "weight", mesh, dim, self.parts, self.src_data_rank)
-        if behind(module, "bias"):
-            lay_out_parts(module, "bias", mesh, 0, self.parts, self.src_data_rank)
+        distribute_fused_parameter(module, "weight", mesh, dim, self.parts, self.src_data_rank)
+        if source_parameters_of(module, "bias"):
+            distribute_fused_parameter(module, "bias", mesh, 0, self.parts, self.src_data_rank)
 
-    def _given(self, made: Any, mesh: DeviceMesh, new: bool) -> Any:
-        """In parts each rank has its piece of each; what else is asked for is moved there."""
-        if self.parts == 1 or positive(self.output_layouts[0], made.ndim) != Shard(made.ndim - 1):
-            return super()._given(made, mesh, new)
+    def _finish_output(self, output: Any, mesh: DeviceMesh, new: bool) -> Any:
+        """Return the output; with ``parts`` > 1 and ``Shard(-1)`` each rank keeps its shard of every part."""
+        if self.parts == 1 or with_positive_dim(self.output_layouts[0], output.ndim) != Shard(output.ndim - 1):
+            return super()._finish_output(output, mesh, new)
         if not self.use_local_output:
-            return made
-        stack = made.unflatten(-1, (self.parts, -1))
-        return local_if(placed(stack, mesh, Shard(stack.ndim - 1)), True, mesh).flatten(-2)
+            return output
+        stacked = output.unflatten(-1, (self.parts, -1))
+        return to_local_if(redistribute_over(stacked, mesh, Shard(stacked.ndim - 1)), True, mesh).flatten(-2)
 
 
 class RowwiseParallel(_MatrixParallel):
-    """Cuts a ``Linear`` (or any module with such a weight) by inputs, an ``Embedding`` by rows of the table.
+    """Shard a ``Linear`` (or any module with such a weight) by input features, an ``Embedding`` by rows of the table.
 
     Args:
-        input_layouts: how a plain input lies, default ``Shard(-1)`` (give ``Replicate()`` for the tokens of an embedding).
-        output_layouts: how the output shall lie, default ``Replicate()`` (one all-reduce); ``Shard(d)`` is one reduce-scatter.
-        use_local_output: return this rank's piece instead of a DTensor.
+        input_layouts: placement of a plain input, default ``Shard(-1)``. Pass ``Replicate()`` for the tokens of an embedding.
+        output_layouts: placement of the output, default ``Replicate()`` (one all-reduce); ``Shard(d)`` costs one
+            reduce-scatter.
+        use_local_output: return this rank's local tensor instead of a DTensor.
 
-    A forward costs the collective that ``output_layouts`` says, a backward nothing, or an all-gather where that is ``Shard``.
+    Forward costs the collective of ``output_layouts``. Backward costs nothing for ``Replicate()`` and one all-gather for
+    ``Shard(d)``.
 
     >>> import torch, dtensor as dt
     >>> from dtensor.parallel import parallelize_module
@@ -230,25 +245,26 @@ class RowwiseParallel(_MatrixParallel):
     ((Shard(dim=1),), (Replicate(),), float32[5, 3] on (0=R))
 
     Raises:
-        StyleError, MeshError, PlacementError: as :class:`ColwiseParallel`.
+        StyleError, MeshError, PlacementError: see :class:`ColwiseParallel`.
     """
 
     desired_input_layouts = (Shard(-1),)
-    _default_output = Replicate()
-    _dim = 1
-    _bias = Replicate()
+    _default_output_layout = Replicate()
+    _weight_shard_dim = 1
+    _bias_placement = Replicate()
 
 
 class SequenceParallel(ParallelStyle):
-    """Runs a norm or dropout on a part of the sequence; its parameters are replicated.
+    """Run a norm or dropout on a shard of the sequence, with replicated parameters.
 
-    A plain input counts as this rank's part; a DTensor is brought to ``Shard(sequence_dim)``, which is how the output lies.
+    A plain input is taken as this rank's shard. A DTensor input is redistributed to ``Shard(sequence_dim)``, which is also
+    the placement of the output.
 
     Args:
-        sequence_dim: the tensor dim that is cut.
-        use_local_output: return this rank's piece instead of a DTensor.
+        sequence_dim: the tensor dim that is sharded.
+        use_local_output: return this rank's local tensor instead of a DTensor.
 
-    No communication for an input that lies so; a backward reduces the gradients of the parameters.
+    An input with that placement needs no communication. Backward reduces the gradients of the parameters.
 
     >>> import torch, dtensor as dt
     >>> from dtensor.parallel import parallelize_module
@@ -258,7 +274,7 @@ class SequenceParallel(ParallelStyle):
     float32[2, 6, 4] on (0=S(1))
 
     Raises:
-        MeshError: a mesh of several dims.
+        MeshError: the mesh has several dims.
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
@@ -266,56 +282,62 @@ class SequenceParallel(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        mesh, sharding = one_dim(device_mesh, self), self.sequence_sharding
+        mesh, sharding = require_one_dim(device_mesh, self), self.sequence_sharding
         self._replicate_module_fn("", module, mesh)
         replicate_rest(module, mesh, self.src_data_rank)
         if self._prepare_input_fn is SequenceParallel._prepare_input_fn:
-            before_forward(module, lambda x: _sharded_sequence(x, mesh, sharding[0]))
+            hook_first_input(module, lambda x: _shard_sequence(x, mesh, sharding[0]))
         else:
             prepare = self._prepare_input_fn
             module.register_forward_pre_hook(lambda mod, inputs: prepare(sharding, mod, inputs, mesh))
         if self._prepare_output_fn is SequenceParallel._prepare_output_fn:
-            after_forward(module, lambda x: local_if(_sharded_sequence(x, mesh, sharding[0]), self.use_local_output, mesh))
+            hook_first_output(module, lambda x: to_local_if(_shard_sequence(x, mesh, sharding[0]), self.use_local_output, mesh))
         else:
-            finish, local = self._prepare_output_fn, self.use_local_output
-            module.register_forward_hook(lambda mod, inputs, outputs: finish(local, mod, outputs, mesh))
+            finish, use_local = self._prepare_output_fn, self.use_local_output
+            module.register_forward_hook(lambda mod, inputs, outputs: finish(use_local, mod, outputs, mesh))
         return module
 
-    # --- named and called as in PyTorch, for subclasses ---------------------------------------------------------------
+    # --- named and called as in PyTorch, for subclasses --------------------------------------------------------------
     def _replicate_module_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         """Replicate the parameters and buffers of ``module``."""
         replicate_own(module, device_mesh, self.src_data_rank)
 
     @staticmethod
     def _prepare_input_fn(sequence_sharding: Sequence[Placement], mod: nn.Module, inputs: Any, device_mesh: Any) -> Any:
-        """Return the first of ``inputs`` as a DTensor that is sharded by ``sequence_sharding``."""
-        return _sharded_sequence(inputs[0], as_mesh(device_mesh), sequence_sharding[0])
+        """Return the first of ``inputs`` as a DTensor sharded by ``sequence_sharding``."""
+        return _shard_sequence(inputs[0], as_mesh(device_mesh), sequence_sharding[0])
 
     @staticmethod
     def _prepare_output_fn(use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: Any) -> Any:
-        """Return ``outputs``, or its local tensor where ``use_local_output`` asks for that."""
-        return local_if(outputs, use_local_output, as_mesh(device_mesh))
+        """Return ``outputs``, or the local tensor if ``use_local_output``."""
+        return to_local_if(outputs, use_local_output, as_mesh(device_mesh))
 
 
-def _sharded_sequence(x: Any, mesh: DeviceMesh, sharding: Placement) -> DTensor:
-    """Return ``x`` sharded by ``sharding``; a plain ``x`` is this rank's piece."""
-    return brought(x, mesh, sharding, positive(sharding, x.ndim))
+def _shard_sequence(x: Any, mesh: DeviceMesh, sharding: Placement) -> DTensor:
+    """Redistribute ``x`` to ``sharding``; a plain ``x`` is this rank's shard."""
+    return make_shared_input(x, mesh, sharding, with_positive_dim(sharding, x.ndim))
 
 
-def _prepared(x: Any, mesh: DeviceMesh, given: Placement, wanted: Placement, features: int | None) -> Any:
-    """Return the input ``x`` under ``wanted``. A plain ``x`` has the placement ``given``; ``features``: its global last size."""
-    last = isinstance(given, Shard) and given.dim in (-1, x.ndim - 1)
-    return brought(x, mesh, given, positive(wanted, x.ndim), features if last else None)
+def _prepare_input(x: Any, mesh: DeviceMesh, input_placement: Placement, desired: Placement, features: int | None) -> Any:
+    """Redistribute the input ``x`` to ``desired``.
+
+    Args:
+        input_placement: placement of a plain ``x``.
+        features: global size of the last dim of ``x``, None if unknown.
+    """
+    last = isinstance(input_placement, Shard) and input_placement.dim in (-1, x.ndim - 1)
+    return make_shared_input(x, mesh, input_placement, with_positive_dim(desired, x.ndim), features if last else None)
 
 
-def _input_features(module: nn.Module, family: Family) -> int | None:
+def _input_features_of(module: nn.Module, family: WeightFamily) -> int | None:
+    """Return the number of input features of a linear module, None for an embedding."""
     weight = tensor_of(module, "weight")
     assert weight is not None
     return {"linear": int(weight.shape[1]), "transposed linear": int(weight.shape[0])}.get(family)
 
 
-def positive(placement: Placement, ndim: int) -> Placement:
-    """As layouts spell it, so that equal placements compare equal."""
+def with_positive_dim(placement: Placement, ndim: int) -> Placement:
+    """Return ``placement`` with a non-negative tensor dim, as layouts store it, so that equal placements compare equal."""
     if isinstance(placement, Shard) and placement.dim < 0:
         return Shard(placement.dim + ndim, placement.sizes, placement.level)
     return placement

@@ -1,8 +1,8 @@
-"""Context parallelism of models on local tensors: a sequence cut over ranks, attention passing keys and values around the ring.
+"""Context parallelism: models on local tensors, with the sequence sharded over ranks and ring attention.
 
-What is cut keeps its name: inside of the block a buffer is this rank's part of itself. Under a causal mask a rank with late
-positions would have all the work, so a rank gets two pieces of 2 n, the i-th from the front and the i-th from the back: each
-rank's rows meet n + 1/2 of its parts.
+Inside the context a buffer holds this rank's shard of itself, under its own name. With a causal mask and contiguous shards,
+ranks with late positions would do most of the work. Therefore the sequence has 2 n blocks, and a rank gets the i-th from the
+front and the i-th from the back. Then each rank's queries attend to n + 1/2 blocks of keys on average.
 """
 
 from __future__ import annotations
@@ -42,28 +42,29 @@ def context_parallel(
     no_restore_buffers: set[Tensor] | None = None,
     load_balance: bool = True,
 ) -> Iterator[None]:
-    """Attention over all of a sequence of which each rank has a part: ``F.scaled_dot_product_attention`` of local tensors.
+    """Compute ``F.scaled_dot_product_attention`` of local tensors over the full sequence, of which each rank has a shard.
 
-    Inside, ``buffers`` are this rank's parts; afterwards they are what they were. Parameters and what is calculated stay local:
-    as after any program over parts of a batch, parameters' gradients are to be added over the ranks of ``mesh`` (``fully_shard``
-    over the flattened dp and cp dims does it). Backward may run inside or, where a buffer itself was not kept for it and nothing
-    is computed again (``torch.utils.checkpoint``), after.
+    Inside, ``buffers`` hold this rank's shards; on exit they hold their previous values. Parameters and computed values stay
+    local. Gradients of parameters must therefore be summed over the ranks of ``mesh``: ``fully_shard`` over the flattened dp
+    and cp dims does this. Backward may run inside the context. It may run after it only if autograd saved none of the buffers
+    themselves, and nothing is recomputed (``torch.utils.checkpoint``).
 
-    Cost: per attention n - 1 passes of a rank's keys and values, in backward as many of their gradients. The rest is local.
+    Cost: per attention n - 1 exchanges of a rank's keys and values, in backward as many of their gradients. Everything else
+    is local.
 
     Args:
         mesh: the ranks that share the sequence, for example ``mesh["cp"]``.
-        buffers: tensors with a dim along the sequence, the same on these ranks: tokens, labels, tables of positions, also those
-            of a module that ``fully_shard`` or ``replicate`` keeps. Not parameters. With all ranks in one process a buffer
-            becomes a ``PerRank``, as itself.
-        buffer_seq_dims: which dim of each that is; all have one length, whatever it is.
-        no_restore_buffers: those that stay cut afterwards.
-        load_balance: a rank's part is two pieces, an early one and a late one, which under a causal mask is the same work for all
-            ranks; ``False``: one piece, the positions in order.
+        buffers: tensors with a sequence dim, equal on these ranks: tokens, labels, position tables. Buffers of a module under
+            ``fully_shard`` or ``replicate`` are allowed, parameters are not. With all ranks in one process a buffer becomes a
+            ``PerRank`` in place.
+        buffer_seq_dims: the sequence dim of each buffer. All buffers have the same length along it, which may be any number.
+        no_restore_buffers: buffers that stay sharded on exit.
+        load_balance: give each rank an early and a late block, which makes the work equal under a causal mask. ``False``: one
+            contiguous block.
 
     Raises:
-        LayoutError: buffers of several lengths; attention of tensors that are not this rank's part of the sequence.
-        UnsupportedOperationError: attention with a mask of its own or dropout, or inside of a function of torch's that hides it.
+        LayoutError: buffers have several lengths, or attention gets tensors that are not this rank's shard of the sequence.
+        UnsupportedOperationError: attention with a mask or dropout, or inside a fused torch function that hides it.
 
     >>> import torch.nn.functional as F
     >>> from dtensor import DeviceMesh
@@ -74,17 +75,17 @@ def context_parallel(
     >>> tuple(part.shape), torch.allclose(context_parallel_unshard(mesh, [part], [2])[0], whole, atol=1e-6)
     ((1, 2, 4, 4), True)
     """
-    mesh, buffers, dims = _flat(mesh), list(buffers or ()), list(buffer_seq_dims or ())
-    kept = [id(buffer) for buffer in no_restore_buffers or ()]
-    order = Order(_length(buffers, dims, kept), mesh.size(), load_balance)
+    mesh, buffers, dims = _as_flat_mesh(mesh), list(buffers or ()), list(buffer_seq_dims or ())
+    not_restored = [id(buffer) for buffer in no_restore_buffers or ()]
+    order = Order(_sequence_length(buffers, dims, not_restored), mesh.size(), load_balance)
     if mesh.size() == 1:
         yield
         return
     with ExitStack() as stack:
         for buffer, dim in zip(buffers, dims, strict=True):
-            whole = buffer._local if isinstance(buffer, DTensor) else buffer.detach()
-            undo = _replace(buffer, order.part_of(mesh, whole, dim))
-            if id(buffer) not in kept:
+            full = buffer._local if isinstance(buffer, DTensor) else buffer.detach()
+            undo = _swap_buffer(buffer, order.shard_of(mesh, full, dim))
+            if id(buffer) not in not_restored:
                 stack.callback(undo)
         stack.enter_context(AroundTheRing(mesh, order))
         yield
@@ -93,19 +94,19 @@ def context_parallel(
 def context_parallel_unshard(
     mesh: Any, buffers: Sequence[Tensor], seq_dims: Sequence[int], *, load_balance: bool = True
 ) -> list[Tensor]:
-    """The whole of tensors of which each rank has the part that :func:`context_parallel` gives it; differentiable.
+    """Return the full tensors of which each rank has the shard that :func:`context_parallel` gives it; differentiable.
 
-    Cost: an all-gather each, and a small one of their sizes. With all ranks in one process tensors come as one where they are the
-    same for all of them.
+    Cost: for each tensor one all-gather, and a small one of the sizes. With all ranks in one process, a tensor that is equal
+    on all ranks is returned once.
 
     Args:
         mesh: the ranks that share the sequence.
         buffers: local tensors, such as an output.
-        seq_dims: the dim along the sequence of each.
-        load_balance: as it was in :func:`context_parallel`.
+        seq_dims: the sequence dim of each tensor.
+        load_balance: the value that was passed to :func:`context_parallel`.
 
     Raises:
-        LayoutError: parts that are not what the ranks hold of a sequence.
+        LayoutError: the shards do not have the sizes of a sharded sequence.
 
     >>> from dtensor import DeviceMesh
     >>> mesh, x = DeviceMesh("cpu", 2), torch.arange(8.0)
@@ -114,30 +115,34 @@ def context_parallel_unshard(
     >>> context_parallel_unshard(mesh, [doubled], [0])[0]
     tensor([ 0.,  2.,  4.,  6.,  8., 10., 12., 14.])
     """
-    mesh = _flat(mesh)
+    mesh = _as_flat_mesh(mesh)
     found = []
     for buffer, dim in zip(buffers, seq_dims, strict=True):
         dim %= buffer.ndim
         whole = DTensor.from_local(buffer, mesh, [Shard(dim)])
         order = Order(whole.shape[dim], mesh.size(), load_balance)
         split = whole.layout.splits[dim]
-        if mesh.size() > 1 and (split is None or split.sizes != order.sizes):
+        if mesh.size() > 1 and (split is None or split.sizes != order.shard_sizes):
             raise LayoutError(
                 f"shards of {split and split.sizes} positions do not fit a sequence of {order.length} over "
-                f"{order.ranks} ranks, which has shards of {order.sizes}"
+                f"{order.ranks} ranks, which has shards of {order.shard_sizes}"
             )
-        together = whole.full_tensor()
-        found.append(together.index_select(dim, order.back.to(together.device)))
+        gathered = whole.full_tensor()
+        found.append(gathered.index_select(dim, order.inverse_permutation.to(gathered.device)))
     return found
 
 
-def _flat(mesh: Any) -> DeviceMesh:
+def _as_flat_mesh(mesh: Any) -> DeviceMesh:
     mesh = as_mesh(mesh)
     return mesh if mesh.ndim == 1 else mesh.flatten()
 
 
-def _length(buffers: list[Tensor], dims: list[int], kept: list[int]) -> int:
-    """Of the sequence that buffers have, which all must."""
+def _sequence_length(buffers: list[Tensor], dims: list[int], not_restored: list[int]) -> int:
+    """Return the sequence length of the buffers.
+
+    Raises:
+        LayoutError: the buffers, their dims or ``not_restored`` do not fit together.
+    """
     if not buffers or len(buffers) != len(dims):
         raise LayoutError(
             f"context_parallel got {len(buffers)} buffers and {len(dims)} buffer_seq_dims; pass the tensors "
@@ -146,7 +151,7 @@ def _length(buffers: list[Tensor], dims: list[int], kept: list[int]) -> int:
         )
     if len({id(buffer) for buffer in buffers}) < len(buffers):
         raise LayoutError("a tensor appears twice in the buffers of context_parallel; pass each once")
-    if not set(kept) <= {id(buffer) for buffer in buffers}:
+    if not set(not_restored) <= {id(buffer) for buffer in buffers}:
         raise LayoutError("no_restore_buffers must be some of the buffers of context_parallel")
     if any(isinstance(buffer, DTensor) and not hasattr(buffer, "_data_parallel") for buffer in buffers):
         raise LayoutError(
@@ -162,9 +167,9 @@ def _length(buffers: list[Tensor], dims: list[int], kept: list[int]) -> int:
     return lengths[0]
 
 
-def _replace(buffer: Tensor, part: Any) -> Callable[[], None]:
-    """Makes ``buffer`` hold ``part`` instead; a call makes it what it was."""
-    for kind, inner in ((DTensor, "_local"), (PerRank, "shards")):  # of a unit's buffer a module sees the local
+def _swap_buffer(buffer: Tensor, part: Any) -> Callable[[], None]:
+    """Make ``buffer`` hold ``part`` in place, and return a function that restores its previous value."""
+    for kind, inner in ((DTensor, "_local"), (PerRank, "shards")):  # a buffer of an FSDP unit: the module has its local value
         if isinstance(buffer, kind):
             whole = getattr(buffer, inner)
             setattr(buffer, inner, part if kind is DTensor else part.shards)
@@ -173,17 +178,17 @@ def _replace(buffer: Tensor, part: Any) -> Callable[[], None]:
         swap_tensors(buffer, part)
         return lambda: swap_tensors(buffer, part)
     before = buffer.detach()
-    _hold(buffer, part)
-    return lambda: _hold(buffer, before)
+    _set_storage(buffer, part)
+    return lambda: _set_storage(buffer, before)
 
 
-def _hold(buffer: Tensor, other: Tensor) -> None:
-    with torch.no_grad():  # in place: autograd tells who kept the buffer for backward
+def _set_storage(buffer: Tensor, other: Tensor) -> None:
+    with torch.no_grad():  # in place: autograd raises if it saved the buffer for backward
         buffer.set_(other)  # type: ignore[call-overload]  # a tensor is a source
 
 
 class _RingAttention(torch.autograd.Function):
-    """Attention of rows and keys of which each rank has its part."""
+    """Attention over queries, keys and values of which each rank has its shard of the sequence."""
 
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, value: Any, ring: Ring) -> Any:
@@ -198,13 +203,13 @@ class _RingAttention(torch.autograd.Function):
         return *attend_backward(ctx.ring, grad, *ctx.saved_tensors), None
 
 
-_BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
-# They call attention where nobody sees it.
-_HIDING = ("multi_head_attention_forward", "_native_multi_head_attention", "_transformer_encoder_layer_fwd")
+_BACKWARD_FUNCTIONS = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+# fused functions that compute attention without calling scaled_dot_product_attention
+_FUSED_ATTENTION = ("multi_head_attention_forward", "_native_multi_head_attention", "_transformer_encoder_layer_fwd")
 
 
 class AroundTheRing(TorchFunctionMode):
-    """Has attention of local tensors meet all of the sequence."""
+    """Replace attention of local tensors by ring attention over the full sequence."""
 
     def __init__(self, mesh: DeviceMesh, order: Order) -> None:
         super().__init__()
@@ -213,19 +218,20 @@ class AroundTheRing(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             return self.attention(*args, **(kwargs or {}))
-        if getattr(func, "__name__", None) in _HIDING:
+        if getattr(func, "__name__", None) in _FUSED_ATTENTION:
             raise UnsupportedOperationError(
                 f"{func.__name__} contains its own attention, in which context_parallel cannot exchange keys and "
                 "values; write the layer with torch.nn.functional.scaled_dot_product_attention"
             )
-        if func in _BACKWARD:
+        if func in _BACKWARD_FUNCTIONS:
             return self._backward(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
     def _backward(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A backward pass, in which checkpoints compute attention again; torch has taken this mode off for all of it.
+        """Run a backward pass in which checkpoints may recompute attention.
 
-        A node gives the thread back as it was when the pass began, so each enters for itself.
+        Torch disables this mode for the pass, and each autograd node restores the thread state of the start of the pass.
+        Therefore a pre-hook of every node enters the mode again.
         """
         roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
         nodes = [x.node if isinstance(x, GradientEdge) else x.grad_fn for root in tree_leaves(roots) for x in shards_of(root)]
@@ -253,35 +259,36 @@ class AroundTheRing(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        """Compute ring attention of local tensors; the parameters are those of ``F.scaled_dot_product_attention``."""
         if attn_mask is not None or dropout_p > 0:
             raise UnsupportedOperationError(
                 "context_parallel supports is_causal=, but not attn_mask or dropout_p. For your own mask use "
                 "DTensors with a sharded sequence (docs/parallel/context.md)"
             )
-        given = (query, key, value)
-        if any(isinstance(x, DTensor) for x in given):
-            return self._of_dtensors(given, is_causal, scale, enable_gqa)
-        self._check(given, enable_gqa)
+        operands = (query, key, value)
+        if any(isinstance(x, DTensor) for x in operands):
+            return self._attend_dtensors(operands, is_causal, scale, enable_gqa)
+        self._check_local_inputs(operands, enable_gqa)
         if query.ndim != 4:
-            query, key, value = (x.unsqueeze(0) if x.ndim == 3 else x.flatten(0, x.ndim - 4) for x in given)
-        width, wanted = query.size(-1), value.size(-1)
-        if width != wanted:  # the operator on a block has one width: zeros add nothing to a product
+            query, key, value = (x.unsqueeze(0) if x.ndim == 3 else x.flatten(0, x.ndim - 4) for x in operands)
+        width, value_width = query.size(-1), value.size(-1)
+        if width != value_width:  # the block operator has one width: zeros do not change a product
             scale = width**-0.5 if scale is None else scale
-            query, key, value = (F.pad(x, (0, max(width, wanted) - x.size(-1))) for x in (query, key, value))
+            query, key, value = (F.pad(x, (0, max(width, value_width) - x.size(-1))) for x in (query, key, value))
         says(self.mesh, f"attention of parts of a sequence, is_causal={is_causal}, scale={scale}")
-        ring = self.order.ring(self.mesh, key, value, is_causal, scale)
-        out: Tensor = _RingAttention.apply(query, key, value, ring)[..., :wanted]
-        match given[0].ndim:
+        ring = self.order.make_ring(self.mesh, key, value, is_causal, scale)
+        out: Tensor = _RingAttention.apply(query, key, value, ring)[..., :value_width]
+        match operands[0].ndim:
             case 3:
                 return out.squeeze(0)
             case 4:
                 return out
-        return out.unflatten(0, [given[0].size(dim) for dim in range(given[0].ndim - 3)])
+        return out.unflatten(0, [operands[0].size(dim) for dim in range(operands[0].ndim - 3)])
 
-    def _of_dtensors(self, given: tuple[Any, ...], causal: bool, scale: float | None, grouped: bool) -> Tensor:
-        """Of tensors that lie on other mesh dims by batch or heads: each rank's own, around the ring."""
-        first = given[0]
-        if any(not isinstance(x, DTensor) or x.layout.mesh is not first.layout.mesh for x in given):
+    def _attend_dtensors(self, operands: tuple[Any, ...], causal: bool, scale: float | None, grouped: bool) -> Tensor:
+        """Run ring attention on the local tensors of DTensors that are sharded by batch or heads over other mesh dims."""
+        first = operands[0]
+        if any(not isinstance(x, DTensor) or x.layout.mesh is not first.layout.mesh for x in operands):
             raise LayoutError(
                 "attention inside of context_parallel got DTensors and plain tensors, or DTensors on several "
                 "meshes; make them all DTensors on one mesh, or all local tensors"
@@ -293,32 +300,32 @@ class AroundTheRing(TorchFunctionMode):
                 "over other dims of the same mesh or local tensors, or leave context_parallel out and shard the "
                 "sequence with placements"
             )
-        for x in given:
+        for x in operands:
             if any(p.is_partial() or (isinstance(p, Shard) and p.dim in cuts) for p in x.placements):
                 raise LayoutError(
                     f"attention inside of context_parallel takes DTensors that are sharded by batch or heads, got {x.layout}"
                 )
-        if any(x.placements != first.placements for x in given):
+        if any(x.placements != first.placements for x in operands):
             raise LayoutError(
-                f"query, key and value have different layouts: {[x.layout for x in given]}; redistribute them to "
+                f"query, key and value have different layouts: {[x.layout for x in operands]}; redistribute them to "
                 "the same placements"
             )
-        query, key, value = (x.to_local() for x in given)
+        query, key, value = (x.to_local() for x in operands)
         local = self.attention(query, key, value, None, 0.0, causal, scale=scale, enable_gqa=grouped)
-        shape = (*first.shape[:-1], given[2].shape[-1])
+        shape = (*first.shape[:-1], operands[2].shape[-1])
         return DTensor.from_local(local, mesh, first.placements, shape=shape)
 
-    def _check(self, given: tuple[Tensor, ...], grouped: bool) -> None:
-        query = given[0]
-        if len({x.dtype for x in given}) > 1 or len({x.ndim for x in given}) > 1 or query.ndim < 3:
+    def _check_local_inputs(self, operands: tuple[Tensor, ...], grouped: bool) -> None:
+        query = operands[0]
+        if len({x.dtype for x in operands}) > 1 or len({x.ndim for x in operands}) > 1 or query.ndim < 3:
             raise LayoutError("query, key and value must have the same dtype and the same number of dims, at least 3")
-        heads = [x.size(-3) for x in given]
+        heads = [x.size(-3) for x in operands]
         if heads[1] != heads[2] or heads[0] % max(1, heads[1]) or (heads[0] != heads[1] and not grouped):
             raise LayoutError(f"query, key and value have {heads} heads; fewer heads of key and value need enable_gqa=True")
 
-        def check(member: int, *own: Tensor) -> None:
-            held = self.order.sizes[self.mesh.coordinates[member][0]]
-            found = [x.shape[-2] for x in own]
+        def check(member: int, *operands_here: Tensor) -> None:
+            held = self.order.shard_sizes[self.mesh.coordinates[member][0]]
+            found = [x.shape[-2] for x in operands_here]
             if found != [held] * 3:
                 raise LayoutError(
                     f"inside of context_parallel rank {self.mesh.ranks[member]} has {held} of {self.order.length} "
@@ -326,4 +333,4 @@ class AroundTheRing(TorchFunctionMode):
                     "in buffers="
                 )
 
-        communicator_of(self.mesh).map(check, *given)
+        communicator_of(self.mesh).map(check, *operands)

@@ -1,4 +1,4 @@
-"""Which positions of a sequence the ranks of context parallelism hold."""
+"""Sequence order of context parallelism: the positions that each rank holds."""
 
 from __future__ import annotations
 
@@ -15,9 +15,14 @@ from ...rules.aten.attention.ring import Pieces, Ring
 
 
 class Order(NamedTuple):
-    """Who has which positions of a sequence.
+    """Assignment of the positions of a sequence to ranks.
 
-    >>> Order(8, 2, True).pieces(0), Order(8, 2, True).pieces(1), Order(7, 2, False).pieces(1)
+    Attributes:
+        length: number of positions.
+        ranks: number of ranks.
+        balanced: a rank holds an early and a late block instead of one contiguous block.
+
+    >>> Order(8, 2, True).position_ranges(0), Order(8, 2, True).position_ranges(1), Order(7, 2, False).position_ranges(1)
     ((range(0, 2), range(6, 8)), (range(2, 4), range(4, 6)), (range(4, 7),))
     """
 
@@ -26,42 +31,44 @@ class Order(NamedTuple):
     balanced: bool
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """How many positions each rank holds: as a ``Shard`` gives them."""
+    def shard_sizes(self) -> tuple[int, ...]:
+        """Return the number of positions of each rank, equal to the sizes of a ``Shard``."""
         return chunk_sizes(self.length, (self.ranks,))
 
-    def pieces(self, index: int) -> Pieces:
-        """The positions that the rank at ``index`` holds."""
-        early = [size - size // 2 if self.balanced else size for size in self.sizes]
-        late = [size // 2 for size in reversed(self.sizes)] if self.balanced else []
+    def position_ranges(self, index: int) -> Pieces:
+        """Return the ranges of positions that the rank at ``index`` holds."""
+        early = [size - size // 2 if self.balanced else size for size in self.shard_sizes]
+        late = [size // 2 for size in reversed(self.shard_sizes)] if self.balanced else []
         starts = offsets_of((*early, *late))
         held = [(starts[index], early[index])] + ([(starts[-1 - index], late[-1 - index])] if late else [])
         return tuple(range(start, start + size) for start, size in held)
 
     @property
-    def back(self) -> Tensor:
-        """Where each position is found in all ranks' parts, one behind the other."""
-        return torch.tensor(list(chain.from_iterable(chain(*map(self.pieces, range(self.ranks))))), device="cpu").argsort()
+    def inverse_permutation(self) -> Tensor:
+        """Return the permutation that restores the sequence order of the shards concatenated by rank."""
+        return torch.tensor(
+            list(chain.from_iterable(chain(*map(self.position_ranges, range(self.ranks))))), device="cpu"
+        ).argsort()
 
-    def part_of(self, mesh: DeviceMesh, whole: Tensor, dim: int) -> Any:
-        """Each rank's part of a tensor."""
+    def shard_of(self, mesh: DeviceMesh, full: Tensor, dim: int) -> Any:
+        """Return each rank's shard of ``full`` along ``dim``."""
 
-        def own(member: int, whole: Tensor) -> Tensor:
-            pieces = self.pieces(mesh.coordinates[member][0])
-            return torch.cat([whole.narrow(dim, piece.start, len(piece)) for piece in pieces], dim)
+        def select_positions(member: int, full: Tensor) -> Tensor:
+            ranges = self.position_ranges(mesh.coordinates[member][0])
+            return torch.cat([full.narrow(dim, r.start, len(r)) for r in ranges], dim)
 
-        return communicator_of(mesh).map(own, whole)
+        return communicator_of(mesh).map(select_positions, full)
 
-    def ring(self, mesh: DeviceMesh, key: Tensor, value: Tensor, causal: bool, scale: float | None) -> Ring:
-        """Around which keys and values of this order travel."""
+    def make_ring(self, mesh: DeviceMesh, key: Tensor, value: Tensor, causal: bool, scale: float | None) -> Ring:
+        """Return the ring around which the ranks send ``key`` and ``value``."""
         around = [(x.size(0), x.size(1), x.size(3)) for x in (key, value)]
 
-        def positions(member: int) -> Pieces:
-            return self.pieces(mesh.coordinates[member][0])
+        def own_positions(member: int) -> Pieces:
+            return self.position_ranges(mesh.coordinates[member][0])
 
-        def shapes(member: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-            held = self.sizes[mesh.coordinates[member][0]]
+        def local_shapes(member: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+            held = self.shard_sizes[mesh.coordinates[member][0]]
             of_key, of_value = ((batch, heads, held, width) for batch, heads, width in around)
             return of_key, of_value
 
-        return Ring(mesh, (0,), positions, positions, shapes, causal, scale)
+        return Ring(mesh, (0,), own_positions, own_positions, local_shapes, causal, scale)

@@ -1,4 +1,4 @@
-"""The experts of a mixture under the styles that plans have for them by name: how a module with stacks of matrices computes."""
+"""Expert modules of a mixture: the styles that plans of Hugging Face models name for modules with stacked expert matrices."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from ...mesh.device_mesh import DeviceMesh
 from ...placement import Partial, Replicate
 from ...ranks.functorch import seen
 from ...tensor.dtensor import DTensor
-from .style import ParallelStyle, after_forward, annotated, local_if, one_dim, placed
+from .style import ParallelStyle, as_dtensor, hook_first_output, redistribute_over, require_one_dim, to_local_if
 
-ALIGNED = 16  # bytes: products of groups refuse matrices whose rows are no multiple
+GROUPED_MM_ALIGNMENT = 16  # bytes: grouped matmuls require rows of a multiple of it
 
 
-class OnTheWhole(ParallelStyle):
-    """The module computes with DTensors, the tokens the same on all ranks, and gives local tensors."""
+class ReplicatedInputs(ParallelStyle):
+    """Compute the module on DTensors, with replicated inputs, and return local tensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self.around(module, one_dim(device_mesh, self))
+        self.register_hooks(module, require_one_dim(device_mesh, self))
         return module
 
     @staticmethod
-    def around(module: nn.Module, mesh: DeviceMesh) -> list[RemovableHandle]:
-        """The hooks that do so."""
+    def register_hooks(module: nn.Module, mesh: DeviceMesh) -> list[RemovableHandle]:
+        """Register the hooks that replicate the inputs and localize the output of ``module``, and return their handles."""
         running: list[ExitStack] = []
 
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             running.append(ExitStack())
-            running[-1].enter_context(implicit_replication())  # what it makes of shapes alone is the same on all ranks
-            return _each(_whole, mesh, args, kwargs)
+            running[-1].enter_context(implicit_replication())  # tensors that it makes from shapes alone are equal on all ranks
+            return _map_arguments(_as_replicated, mesh, args, kwargs)
 
         def leave(*_: Any) -> None:
             running.pop().close()
@@ -42,49 +42,52 @@ class OnTheWhole(ParallelStyle):
         return [
             module.register_forward_pre_hook(enter, with_kwargs=True),
             module.register_forward_hook(leave, always_call=True),
-            after_forward(module, lambda x: _added(x, mesh)),
+            hook_first_output(module, lambda x: _reduce_to_local(x, mesh)),
         ]
 
 
-class InParts(ParallelStyle):
-    """Each rank computes with its part of every expert, as the style says of the module: what comes of that is a term.
+class ShardedExperts(ParallelStyle):
+    """Compute the module on each rank's shard of every expert. The output of each rank is one addend of a sum.
 
-    So rows of experts are weighed, and those of one token added, before anything moves, and as many tokens are reduced as there
-    are, however many experts each has; by DTensors terms would be added up before they meet weights that may be infinite. Where
-    the module has something else than stacks that are cut inside (whole experts, biases), or blocks whose rows products of groups
-    refuse, it computes on the whole.
+    Rows of experts are weighted and added per token before communication. So each token is reduced once, for any number of
+    experts per token. With DTensors, partial rows would be reduced before the weights (which may be infinite) multiply them.
+    A module computes on DTensors with replicated inputs instead if it has parameters that are not inner-sharded stacks
+    (unsharded experts, biases), or shards whose rows are not aligned for grouped matmuls.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        mesh, running = one_dim(device_mesh, self), list[tuple[ExitStack, bool]]()
+        mesh, running = require_one_dim(device_mesh, self), list[tuple[ExitStack, bool]]()
 
-        def enter(own: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            stacks = None if any(isinstance(seen(x), DTensor) for x in (*args, *kwargs.values())) else _stacks(own, mesh)
+        def enter(
+            running_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            has_dtensors = any(isinstance(seen(x), DTensor) for x in (*args, *kwargs.values()))
+            sharded_stacks = None if has_dtensors else _sharded_stacks_of(running_module, mesh)
             stack = ExitStack()
-            running.append((stack, stacks is not None))
-            if stacks is None:
+            running.append((stack, sharded_stacks is not None))
+            if sharded_stacks is None:
                 stack.enter_context(implicit_replication())
-                return _each(_whole, mesh, args, kwargs)
-            for (owner, name), parameter in stacks.items():
-                places: dict[str, Any] = owner._parameters
-                stack.callback(places.__setitem__, name, parameter)
-                places[name] = parameter.to_local()
-            return _each(_shared, mesh, args, kwargs)
+                return _map_arguments(_as_replicated, mesh, args, kwargs)
+            for (owner, name), parameter in sharded_stacks.items():
+                parameters: dict[str, Any] = owner._parameters
+                stack.callback(parameters.__setitem__, name, parameter)
+                parameters[name] = parameter.to_local()
+            return _map_arguments(_with_partial_grad, mesh, args, kwargs)
 
         def leave(*_: Any) -> None:
             running.pop()[0].close()
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
-        after_forward(module, lambda x: _added(annotated(x, mesh, Partial()) if running[-1][1] else x, mesh))
+        hook_first_output(module, lambda x: _reduce_to_local(as_dtensor(x, mesh, Partial()) if running[-1][1] else x, mesh))
         module.register_forward_hook(leave, always_call=True)
         return module
 
 
-class Divided(ParallelStyle):
-    """The module gives what it is given: in the middle of terms, each rank a part of it."""
+class DividedInput(ParallelStyle):
+    """Divide the first plain input by the number of ranks: the module returns its input, which is used as one addend per rank."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        ranks = one_dim(device_mesh, self).size()
+        ranks = require_one_dim(device_mesh, self).size()
 
         def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             return args if isinstance(seen(args[0]), DTensor) else (args[0] / ranks, *args[1:])
@@ -93,37 +96,47 @@ class Divided(ParallelStyle):
         return module
 
 
-def _stacks(module: nn.Module, mesh: DeviceMesh) -> dict[tuple[nn.Module, str], DTensor] | None:
-    """All parameters of a module, if they are stacks of matrices of which every rank has a part of each; else None."""
+def _sharded_stacks_of(module: nn.Module, mesh: DeviceMesh) -> dict[tuple[nn.Module, str], DTensor] | None:
+    """Return all parameters of a module, by owner and name, if all are sharded stacks of matrices; else None.
+
+    Each rank must have a non-empty shard of each matrix.
+    """
     found: dict[tuple[nn.Module, str], DTensor] = {}
     for owner in module.modules():
-        for name, own in owner._parameters.items():
-            if own is None:
+        for name, parameter in owner._parameters.items():
+            if parameter is None:
                 continue
-            if not isinstance(own, DTensor) or own.device_mesh != mesh or own.ndim < 3:
+            if not isinstance(parameter, DTensor) or parameter.device_mesh != mesh or parameter.ndim < 3:
                 return None
-            splits = own.layout.splits
+            splits = parameter.layout.splits
             sizes = [n for split in splits if split is not None for n in split.sizes]
-            if splits[0] is not None or not sizes or 0 in sizes or any(n * own.dtype.itemsize % ALIGNED for n in sizes):
+            if (
+                splits[0] is not None
+                or not sizes
+                or 0 in sizes
+                or any(n * parameter.dtype.itemsize % GROUPED_MM_ALIGNMENT for n in sizes)
+            ):
                 return None
-            found[owner, name] = own
+            found[owner, name] = parameter
     return found or None
 
 
-def _each(change: Any, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _map_arguments(
+    change: Any, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple([change(x, mesh) for x in args]), {name: change(x, mesh) for name, x in kwargs.items()}
 
 
-def _whole(x: Any, mesh: DeviceMesh) -> Any:
-    return annotated(x, mesh, Replicate()) if isinstance(x, torch.Tensor) else x
+def _as_replicated(x: Any, mesh: DeviceMesh) -> Any:
+    return as_dtensor(x, mesh, Replicate()) if isinstance(x, torch.Tensor) else x
 
 
-def _shared(x: Any, mesh: DeviceMesh) -> Any:
-    """A local tensor that all ranks have alike, and of whose gradient each gives a term."""
+def _with_partial_grad(x: Any, mesh: DeviceMesh) -> Any:
+    """Return the replicated local tensor ``x`` with a gradient that is partial over ranks."""
     if not isinstance(x, torch.Tensor) or not (x.is_floating_point() or x.is_complex()):
         return x
     return DTensor.from_local(x, mesh, [Replicate()]).to_local(grad_placements=[Partial()])
 
 
-def _added(x: Any, mesh: DeviceMesh) -> Any:
-    return local_if(placed(x, mesh, Replicate()), True, mesh) if isinstance(x, DTensor) else x
+def _reduce_to_local(x: Any, mesh: DeviceMesh) -> Any:
+    return to_local_if(redistribute_over(x, mesh, Replicate()), True, mesh) if isinstance(x, DTensor) else x

@@ -1,11 +1,10 @@
-"""Parameters that are several of one size put together along a dim, each of which is to be cut by itself.
+"""Fused weights: parameters that concatenate several matrices of equal size, each of which is sharded separately.
 
-Gate and up projection are often one matrix of ``2 n`` rows; cut as these lie, some ranks have the gate and others the up
-projection, and what meets behind it moves. By hand each rank gets its part of both. Such blocks are no blocks of the matrix but
-of the stack ``(2, n, k)``, which becomes the parameter that is kept, cut along ``n``. The module sees the matrix, computed from
-it as parametrizations compute theirs (``torch.nn.utils.parametrize``): a view, whose folded dim nobody needs to read in its
-order, and whose halves are positions of the stack (``tensor/views/flattened_sharded_dims.py``,
-``tensor/overrides/chunk_of_stack.py``).
+Gate and up projections are often one matrix of ``2 n`` rows. If that matrix is sharded directly, some ranks have the gate and
+others the up projection, and the values must be exchanged to combine them. The blocks that each rank needs are blocks of the
+stack ``(2, n, k)``, sharded along ``n``. The stack becomes the stored parameter. The module sees the matrix, computed by a
+parametrization (``torch.nn.utils.parametrize``) as a view of the stack. Its flattened dim need not be read in order, and its
+halves are entries of the stack (``tensor/views/flattened_sharded_dims.py``, ``tensor/overrides/chunk_of_stack.py``).
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from ...tensor.overrides.table import install_stack_overrides
 from ...tensor.stale_params import Attributes, note_replaced
 
 
-class _Stacked(nn.Module):
-    """A parameter, computed from the stack of its parts."""
+class _StackParametrization(nn.Module):
+    """Parametrization that computes a parameter from the stack of its parts."""
 
     def __init__(self, dim: int, parts: int) -> None:
         super().__init__()
@@ -39,63 +38,72 @@ class _Stacked(nn.Module):
         return x.unflatten(self.dim, (self.parts, -1))
 
 
-def lay_out_parts(module: nn.Module, name: str, mesh: DeviceMesh, dim: int, parts: int, source: int | None) -> None:
-    """Keep the parameter ``name`` of ``module`` as a stack of ``parts`` along ``dim``, each cut along that dim.
+def distribute_fused_parameter(module: nn.Module, name: str, mesh: DeviceMesh, dim: int, parts: int, source: int | None) -> None:
+    """Store the parameter ``name`` of ``module`` as a stack of ``parts`` along ``dim``, each part sharded along that dim.
 
-    In ``state_dict`` it is what it was, of its name and shape.
+    ``state_dict`` contains the fused parameter under its own name and shape.
 
     Raises:
-        StyleError: it is no plain parameter, or not of so many parts of one size.
+        StyleError: it is not a plain parameter, or its size is not a multiple of ``parts``.
     """
-    own = module._parameters.get(name)
-    if own is None or isinstance(own, DTensor) or is_parametrized(module, name):
+    parameter = module._parameters.get(name)
+    if parameter is None or isinstance(parameter, DTensor) or is_parametrized(module, name):
         raise StyleError(
             f"{name!r} of {type(module).__name__} is parametrized or distributed already, but parts= needs a "
             "plain parameter; apply this style first"
         )
-    if own.shape[dim] % parts:
+    if parameter.shape[dim] % parts:
         raise StyleError(
-            f"{name!r} of {type(module).__name__} has size {own.shape[dim]} along dim {dim}, which is not "
+            f"{name!r} of {type(module).__name__} has size {parameter.shape[dim]} along dim {dim}, which is not "
             f"divisible into {parts} parts"
         )
     install_stack_overrides()
-    module._parameters[name] = made = nn.Parameter(own.detach(), own.requires_grad)  # torch sets it to the stack
-    Attributes.of(own).set_on(made)
-    register_parametrization(module, name, _Stacked(dim, parts))
-    held: Any = module.parametrizations[name]  # type: ignore[index]  # a dict of modules
-    distribute_at(held._parameters, "original", mesh, [Shard(dim + 1)], source)
-    note_replaced(own, "parallelize_module")
-    if len(_stacks(module, "")) == 1:  # they look after all that it has
-        module.register_state_dict_post_hook(_as_one)
-        module.register_load_state_dict_pre_hook(_in_parts)
+    value = nn.Parameter(parameter.detach(), parameter.requires_grad)  # register_parametrization sets its data to the stack
+    module._parameters[name] = value
+    Attributes.of(parameter).set_on(value)
+    register_parametrization(module, name, _StackParametrization(dim, parts))
+    parametrization: Any = module.parametrizations[name]  # type: ignore[index]  # a dict of modules
+    distribute_at(parametrization._parameters, "original", mesh, [Shard(dim + 1)], source)
+    note_replaced(parameter, "parallelize_module")
+    if len(_stacked_parameters_of(module, "")) == 1:  # the hooks handle all stacked parameters of the module
+        module.register_state_dict_post_hook(_merge_stacks)
+        module.register_load_state_dict_pre_hook(_split_into_stacks)
 
 
-def _stacks(module: nn.Module, prefix: str) -> list[tuple[str, str, _Stacked]]:
-    """Of each parameter that is kept so the name, the name of its stack, and what it is."""
-    found: Any = getattr(module, "parametrizations", {})
+def _stacked_parameters_of(module: nn.Module, prefix: str) -> list[tuple[str, str, _StackParametrization]]:
+    """Return, for each stacked parameter, its name, the name of its stack, and the parametrization."""
+    by_name: Any = getattr(module, "parametrizations", {})
     return [
-        (f"{prefix}{name}", f"{prefix}parametrizations.{name}.original", each[0])
-        for name, each in found.items()
-        if isinstance(each[0], _Stacked)
+        (f"{prefix}{name}", f"{prefix}parametrizations.{name}.original", chain[0])
+        for name, chain in by_name.items()
+        if isinstance(chain[0], _StackParametrization)
     ]
 
 
-def _as_one(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    for name, stack, kept in _stacks(module, prefix):
+def _merge_stacks(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Replace each stack in a state dict by the fused parameter."""
+    for name, stack, parametrization in _stacked_parameters_of(module, prefix):
         if stack in state:
-            state[name] = kept(state.pop(stack))
+            state[name] = parametrization(state.pop(stack))
 
 
-def _in_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A plain value is the same on all ranks: ``set_model_state_dict`` hands full ones on, going by names of parameters."""
-    for name, stack, kept in _stacks(module, prefix):
+def _split_into_stacks(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Replace each fused parameter in a state dict by its stack.
+
+    A plain value is equal on all ranks: ``set_model_state_dict`` passes full values by the names of parameters.
+    """
+    for name, stack, parametrization in _stacked_parameters_of(module, prefix):
         x = state.get(name)
-        if not isinstance(x, torch.Tensor) or x.ndim <= kept.dim or x.shape[kept.dim] % kept.parts:
-            continue  # torch says what does not fit
-        own = module.get_parameter(stack.removeprefix(prefix))
-        made: Any = kept.right_inverse(state.pop(name))
-        if isinstance(own, DTensor) and not isinstance(made, DTensor):
-            made = distribute_tensor(made, own.device_mesh, own.placements, src_data_rank=None)
-        elif isinstance(own, DTensor) and made.device_mesh == own.device_mesh:
-            made = made.redistribute(placements=own.placements)  # it may take the place of what is on meta
-        state[stack] = made
+        if (
+            not isinstance(x, torch.Tensor)
+            or x.ndim <= parametrization.dim
+            or x.shape[parametrization.dim] % parametrization.parts
+        ):
+            continue  # load_state_dict reports the mismatch
+        parameter = module.get_parameter(stack.removeprefix(prefix))
+        value: Any = parametrization.right_inverse(state.pop(name))
+        if isinstance(parameter, DTensor) and not isinstance(value, DTensor):
+            value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        elif isinstance(parameter, DTensor) and value.device_mesh == parameter.device_mesh:
+            value = value.redistribute(placements=parameter.placements)  # it may replace a parameter on meta
+        state[stack] = value

@@ -1,8 +1,7 @@
-"""Styles by the names that Hugging Face models have for them in ``model._tp_plan``.
+"""Hugging Face styles: parallel styles by the names that models use in ``model._tp_plan``.
 
-Inside of such a model tensors are local: between a column-wise and a row-wise matrix each rank has some of the heads. What stands
-there with parameters that all ranks share, or with parameters of its own that are cut, gets them as local tensors, and their
-gradients are added up.
+Tensors inside such a model are local: between a column-wise and a row-wise matrix each rank has some of the heads. A module
+there gets its replicated or sharded parameters as local tensors, and gradients of replicated ones are summed over ranks.
 """
 
 from __future__ import annotations
@@ -19,38 +18,46 @@ from ...mesh.device_mesh import DeviceMesh
 from ...placement import Partial, Replicate, Shard
 from ...tensor.dtensor import DTensor
 from .colwise_rowwise import ColwiseParallel, RowwiseParallel, SequenceParallel
-from .experts import Divided, InParts, OnTheWhole
-from .fused_weights import lay_out_parts
-from .style import ParallelStyle, after_forward, annotated, lay_out, local_if, one_dim, placed
+from .experts import DividedInput, ReplicatedInputs, ShardedExperts
+from .fused_weights import distribute_fused_parameter
+from .style import (
+    ParallelStyle,
+    as_dtensor,
+    distribute_parameter,
+    hook_first_output,
+    redistribute_over,
+    require_one_dim,
+    to_local_if,
+)
 
 
-class _Nothing(ParallelStyle):
-    """The module is the same on all ranks, and is left to be so."""
+class _UnchangedModule(ParallelStyle):
+    """Leave a module that is equal on all ranks unchanged."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return module
 
 
 class _LocalParameters(ParallelStyle):
-    """The module sees its own parameters as local tensors; of replicated ones each rank gives a term of the gradient."""
+    """Pass the module its own parameters as local tensors; the gradient of a replicated one is partial over ranks."""
 
-    def __init__(self, replicated: bool) -> None:
-        self.replicated = replicated
+    def __init__(self, replicate: bool) -> None:
+        self.replicate = replicate
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        mesh = one_dim(device_mesh, self)
-        if self.replicated:
+        mesh = require_one_dim(device_mesh, self)
+        if self.replicate:
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None:
-                    lay_out(module, name, mesh, Replicate(), self.src_data_rank)
+                    distribute_parameter(module, name, mesh, Replicate(), self.src_data_rank)
         kept: list[dict[str, Any]] = []
 
-        def enter(running: nn.Module, *_: Any) -> None:  # the module, or a copy of it
+        def enter(running: nn.Module, *_: Any) -> None:  # the module or a copy of it
             kept.append(dict(running._parameters))
-            for name, own in kept[-1].items():
-                if isinstance(own, DTensor):
-                    terms = [Partial() if placement.is_replicate() else placement for placement in own.placements]
-                    running._parameters[name] = own.to_local(grad_placements=terms)  # type: ignore[assignment]  # no parameter
+            for name, value in kept[-1].items():
+                if isinstance(value, DTensor):
+                    grad_placements = [Partial() if placement.is_replicate() else placement for placement in value.placements]
+                    running._parameters[name] = value.to_local(grad_placements=grad_placements)  # type: ignore[assignment]
 
         def leave(running: nn.Module, *_: Any) -> None:
             running._parameters.update(kept.pop())
@@ -60,36 +67,46 @@ class _LocalParameters(ParallelStyle):
         return module
 
 
-class _Terms(ParallelStyle):
-    """Each rank's output is a term of it; of a module that has cut parameters itself it is known by computing with DTensors."""
+class _PartialOutput(ParallelStyle):
+    """Sum the module's output over ranks.
+
+    A module with sharded parameters of its own computes on DTensors, which know which outputs are partial. The plain output
+    of any other module is taken as one addend per rank.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        mesh = one_dim(device_mesh, self)
+        mesh = require_one_dim(device_mesh, self)
         if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
-            return OnTheWhole()._apply(module, mesh)
-        after_forward(module, lambda x: local_if(placed(annotated(x, mesh, Partial()), mesh, Replicate()), True, mesh, new=True))
+            return ReplicatedInputs()._apply(module, mesh)
+        hook_first_output(
+            module,
+            lambda x: to_local_if(redistribute_over(as_dtensor(x, mesh, Partial()), mesh, Replicate()), True, mesh, new=True),
+        )
         return module
 
 
 class _SharedTail(ParallelStyle):
-    """The last ``width`` features of the output go to all heads, of which each rank has some: they bring terms of a gradient."""
+    """Sum the gradient of the last ``width`` output features over ranks.
+
+    All heads use these features, and each rank has some of the heads.
+    """
 
     def __init__(self, width: int) -> None:
         self.width = width
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        mesh = one_dim(device_mesh, self)
+        mesh = require_one_dim(device_mesh, self)
 
-        def parted(x: torch.Tensor) -> torch.Tensor:
+        def split_tail(x: torch.Tensor) -> torch.Tensor:
             head, tail = x.split([x.size(-1) - self.width, self.width], -1)
             shared = DTensor.from_local(tail, mesh, [Replicate()]).to_local(grad_placements=[Partial()])
             return torch.cat([head, shared], -1)
 
-        after_forward(module, parted)
+        hook_first_output(module, split_tail)
         return module
 
 
-def _shared_tail(root: nn.Module) -> ParallelStyle:
+def _make_shared_tail(root: nn.Module) -> ParallelStyle:
     config: Any = getattr(root, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if not hasattr(text, "qk_rope_head_dim"):
@@ -108,21 +125,28 @@ STYLES: dict[str, Callable[[nn.Module], ParallelStyle]] = {
     "embedding_rowwise": lambda _: RowwiseParallel(input_layouts=Replicate()),
     "embedding_colwise": lambda _: ColwiseParallel(output_layouts=Replicate()),
     "sequence_parallel": lambda _: SequenceParallel(use_local_output=True),
-    "replicate": lambda _: _Nothing(),
-    "replicated_with_grad_allreduce": lambda _: _LocalParameters(replicated=True),
-    "local_params": lambda _: _LocalParameters(replicated=False),
-    "moe_tp_experts": lambda _: InParts(),
-    "moe_identity_expert": lambda _: Divided(),
-    "ep_dispatch_experts": lambda _: OnTheWhole(),
-    "all_reduce": lambda _: _Terms(),
-    "mla_kv_a_proj": _shared_tail,
+    "replicate": lambda _: _UnchangedModule(),
+    "replicated_with_grad_allreduce": lambda _: _LocalParameters(replicate=True),
+    "local_params": lambda _: _LocalParameters(replicate=False),
+    "moe_tp_experts": lambda _: ShardedExperts(),
+    "moe_identity_expert": lambda _: DividedInput(),
+    "ep_dispatch_experts": lambda _: ReplicatedInputs(),
+    "all_reduce": lambda _: _PartialOutput(),
+    "mla_kv_a_proj": _make_shared_tail,
 }
-_CUTS = {"colwise": -2, "packed_colwise": -2, "rowwise": -1, "packed_rowwise": -1, "embedding_rowwise": 0, "embedding_colwise": 1}
-_CUTS |= {"grouped_gemm": 0}  # whole experts on each rank
+_SHARD_DIMS = {
+    "colwise": -2,
+    "packed_colwise": -2,
+    "rowwise": -1,
+    "packed_rowwise": -1,
+    "embedding_rowwise": 0,
+    "embedding_colwise": 1,
+}
+_SHARD_DIMS |= {"grouped_gemm": 0}  # complete experts on each rank
 
 
-def style_named(name: str, root: nn.Module) -> ParallelStyle:
-    """The style of a module that a plan for ``root`` calls so.
+def make_style(name: str, root: nn.Module) -> ParallelStyle:
+    """Return the style that a plan for ``root`` calls ``name``.
 
     Raises:
         PlacementError: no style has that name.
@@ -132,37 +156,39 @@ def style_named(name: str, root: nn.Module) -> ParallelStyle:
     return STYLES[name](root)
 
 
-def styled(module: nn.Module) -> None:
-    """Note that ``module`` is given a style: what was done for the parameters that it shared goes."""
-    for handle in module.__dict__.get("_runs_along", ()):
+def mark_styled(module: nn.Module) -> None:
+    """Record that ``module`` has a style, and remove the hooks that it got because it shares parameters."""
+    for handle in module.__dict__.get("_replicated_input_hooks", ()):
         handle.remove()
-    module.__dict__["_runs_along"] = ()
+    module.__dict__["_replicated_input_hooks"] = ()
 
 
-def run_along(root: nn.Module, mesh: DeviceMesh) -> None:
-    """Modules without a style that share a parameter with one that has take and give tensors that all ranks have alike."""
-    standing = [(parameter, module) for module in root.modules() for parameter in module._parameters.values()]
-    for modules in by_key(pair for pair in standing if isinstance(pair[0], DTensor)).values():
-        bare = [module for module in modules if "_runs_along" not in module.__dict__]
-        for module in bare if len(bare) < len(modules) else ():
-            module.__dict__["_runs_along"] = OnTheWhole.around(module, mesh)
+def hook_modules_with_shared_parameters(root: nn.Module, mesh: DeviceMesh) -> None:
+    """Make modules without a style that share a parameter with a styled module take and return replicated tensors."""
+    parameters = [(parameter, module) for module in root.modules() for parameter in module._parameters.values()]
+    for modules in by_key(pair for pair in parameters if isinstance(pair[0], DTensor)).values():
+        unstyled = [module for module in modules if "_replicated_input_hooks" not in module.__dict__]
+        for module in unstyled if len(unstyled) < len(modules) else ():
+            module.__dict__["_replicated_input_hooks"] = ReplicatedInputs.register_hooks(module, mesh)
 
 
-def cut_named(module: nn.Module, parameter: str, name: str, mesh: DeviceMesh, source: int | None) -> None:
-    """Lays out one parameter as a plan says that names it by itself.
+def distribute_by_style_name(module: nn.Module, parameter: str, name: str, mesh: DeviceMesh, source: int | None) -> None:
+    """Distribute one parameter that a plan names directly, as ``name`` says.
 
     Raises:
-        PlacementError: no cut has that name.
+        PlacementError: ``name`` is not a way to shard a parameter.
     """
-    if name not in _CUTS and name != "replicate":
-        raise PlacementError(f"{name!r} is not a way to shard a parameter; known names are {', '.join(sorted(_CUTS))}, replicate")
-    own = module._parameters[parameter]
-    assert own is not None
-    dim = _CUTS.get(name)
-    whole = dim is None or (own.ndim == 1 and name in ("rowwise", "packed_rowwise"))  # of a row-wise matrix: its bias
-    if whole or dim is None:
-        lay_out(module, parameter, mesh, Replicate(), source)
+    if name not in _SHARD_DIMS and name != "replicate":
+        raise PlacementError(
+            f"{name!r} is not a way to shard a parameter; known names are {', '.join(sorted(_SHARD_DIMS))}, replicate"
+        )
+    value = module._parameters[parameter]
+    assert value is not None
+    dim = _SHARD_DIMS.get(name)
+    is_replicated = dim is None or (value.ndim == 1 and name in ("rowwise", "packed_rowwise"))  # the bias of a row-wise matrix
+    if is_replicated or dim is None:
+        distribute_parameter(module, parameter, mesh, Replicate(), source)
     elif name.startswith("packed_"):
-        lay_out_parts(module, parameter, mesh, max(dim, -own.ndim) % own.ndim, 2, source)
+        distribute_fused_parameter(module, parameter, mesh, max(dim, -value.ndim) % value.ndim, 2, source)
     else:
-        lay_out(module, parameter, mesh, Shard(max(dim, -own.ndim) % own.ndim), source)
+        distribute_parameter(module, parameter, mesh, Shard(max(dim, -value.ndim) % value.ndim), source)

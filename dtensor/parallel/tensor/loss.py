@@ -1,4 +1,4 @@
-"""``loss_parallel``: plain targets beside distributed logits."""
+"""Loss functions of sharded logits with plain targets: ``loss_parallel``, for programs written for PyTorch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from contextlib import AbstractContextManager, nullcontext
 
 
 def loss_parallel() -> AbstractContextManager[None]:
-    """What programs for ``torch.distributed.tensor`` say around a loss; nothing here has to be told.
+    """Return a context that does nothing, for programs that wrap a loss as with ``torch.distributed.tensor``.
 
-    Cross-entropy of logits that are sharded over the vocabulary is computed in shards anyway, and its targets and class weights
-    may be plain tensors, the same on every rank of the logits' mesh (compared when the call is planned), also with
-    ``label_smoothing`` and with class probabilities as targets.
+    Cross-entropy of logits that are sharded over the vocabulary is computed on the shards in any case. Its targets and class
+    weights may be plain tensors that are equal on every rank of the logits' mesh, which is compared when the call is planned.
+    This includes ``label_smoothing`` and class probabilities as targets.
 
     >>> import torch, dtensor as dt
     >>> logits = dt.zeros(3, 8, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(1)])
@@ -18,6 +18,6 @@ def loss_parallel() -> AbstractContextManager[None]:
     ...     torch.nn.functional.cross_entropy(logits, torch.tensor([1, 7, 0])).item()
     2.0794...
 
-    It communicates nothing and raises nothing by itself.
+    Communicates nothing and raises nothing.
     """
     return nullcontext()

@@ -1,4 +1,4 @@
-"""``parallelize_module``: styles applied to the modules that a plan names."""
+"""Parallelize a module: apply parallel styles to the submodules that a plan names."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ...comm import expect_locals
 from ...errors import PlacementError
 from ...mesh.device_mesh import DeviceMesh, as_mesh
 from ...tensor.stale_params import replacing
-from .hf_styles import cut_named, run_along, style_named, styled
-from .shared_input import shared_within
+from .hf_styles import distribute_by_style_name, hook_modules_with_shared_parameters, make_style, mark_styled
+from .shared_input import share_inputs_within
 from .style import ParallelStyle
 
 Plan = ParallelStyle | str | Mapping[str, Any]
@@ -23,16 +23,16 @@ Plan = ParallelStyle | str | Mapping[str, Any]
 def parallelize_module(
     module: nn.Module, device_mesh: Any = None, parallelize_plan: Plan | None = None, *, src_data_rank: int | None = 0
 ) -> nn.Module:
-    """``module`` with the styles of a plan applied, in place.
+    """Apply the styles of a plan to ``module`` in place, and return it.
 
     Args:
         device_mesh: the mesh dim to be parallel over, for example ``mesh["tp"]``; default the mesh entered by ``with mesh:``.
-        parallelize_plan: a style for ``module`` itself, or a mapping from names of submodules (``"layers.*.attention.wq"``, each
-            part a glob, ``""`` the module itself) to a style or, again, a plan. Styles may be given by the names that Hugging
-            Face models have for them: ``model._tp_plan`` is a plan, and so is ``"auto"``, which means it.
-        src_data_rank: whose parameters count, see :func:`distribute_tensor`.
+        parallelize_plan: a style for ``module`` itself, or a mapping from submodule names to styles or nested plans. In a
+            name such as ``"layers.*.attention.wq"`` each part is a glob; ``""`` is the module itself. Styles may be given by
+            their Hugging Face names: ``model._tp_plan`` is a plan, and ``"auto"`` selects it.
+        src_data_rank: the rank that provides the values of parameters, see :func:`distribute_tensor`.
 
-    A parameter that several modules share stays shared: the first style that lays it out decides.
+    A parameter that several modules share stays shared; the first style that distributes it decides its placement.
 
     >>> import dtensor as dt
     >>> mesh = dt.init_device_mesh("cpu", (2,))
@@ -41,10 +41,10 @@ def parallelize_module(
     >>> [tuple(p.placements) for p in mlp.parameters()]
     [(Shard(dim=0),), (Shard(dim=0),), (Shard(dim=1),), (Replicate(),)]
 
-    Parameters are brought from ``src_data_rank``, by the collectives of :func:`distribute_tensor`.
+    Cost: the collectives of :func:`distribute_tensor` for the parameters.
 
     Raises:
-        TypeError: the plan is no style and no mapping to styles. What styles raise.
+        TypeError: the plan is neither a style nor a mapping to styles. Styles raise their own errors.
     """
     mesh = as_mesh(device_mesh)
     if parallelize_plan is None:
@@ -62,60 +62,61 @@ def parallelize_module(
             )
     expect_locals(mesh)
     with replacing(module.modules(), "parallelize_module"):
-        made = _apply(module, mesh, parallelize_plan, src_data_rank, module)
+        parallelized = _apply_plan(module, mesh, parallelize_plan, src_data_rank, module)
     if mesh.ndim == 1:
-        run_along(made, mesh)
-    return made
+        hook_modules_with_shared_parameters(parallelized, mesh)
+    return parallelized
 
 
-def _apply(module: nn.Module, mesh: DeviceMesh, plan: Plan, source: int | None, root: nn.Module) -> nn.Module:
+def _apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Plan, source: int | None, root: nn.Module) -> nn.Module:
+    """Apply ``plan`` to ``module``, recursively; ``root`` is the module that was passed to :func:`parallelize_module`."""
     if isinstance(plan, str):
-        plan = style_named(plan, root)
+        plan = make_style(plan, root)
     if isinstance(plan, ParallelStyle):
         plan.src_data_rank = source
-        styled(module)
+        mark_styled(module)
         return plan._apply(module, mesh)
     if not isinstance(plan, Mapping):
-        given = (
+        description = (
             f"the class {plan.__name__}, not an instance: write {plan.__name__}()"
             if isinstance(plan, type)
             else f"{plan!r} of {type(plan).__module__}"
         )
-        raise TypeError(f"parallelize_plan takes a ParallelStyle, or a mapping from module names to styles, got {given}")
-    for path, inner in plan.items():
-        found = submodules_at(module, path)
-        owners = [] if found or not isinstance(inner, str) else parameters_at(module, path)
+        raise TypeError(f"parallelize_plan takes a ParallelStyle, or a mapping from module names to styles, got {description}")
+    for path, entry in plan.items():
+        submodules = submodules_at(module, path)
+        owners = [] if submodules or not isinstance(entry, str) else parameters_at(module, path)
         for owner, name in owners:
-            cut_named(owner, name, inner, mesh, source)
-            styled(owner)
-        if not found and not owners:
+            distribute_by_style_name(owner, name, entry, mesh, source)
+            mark_styled(owner)
+        if not submodules and not owners:
             warnings.warn(
                 f"the plan has {path!r}, but {type(module).__name__} has no such submodule, so the entry has no effect",
                 stacklevel=3,
             )
-        for submodule in found:
-            _apply(submodule, mesh, inner, source, root)
-        for holder in holders_of(module, path):
-            shared_within(holder)
+        for submodule in submodules:
+            _apply_plan(submodule, mesh, entry, source, root)
+        for holder in modules_on_path(module, path):
+            share_inputs_within(holder)
     return module
 
 
-def holders_of(module: nn.Module, path: str) -> list[nn.Module]:
-    """The modules on the way from ``module``, which is one, to the submodules that a path names."""
-    tokens = path.split(".") if path else []
-    return [holder for k in range(len(tokens)) for holder in submodules_at(module, ".".join(tokens[:k]))]
+def modules_on_path(module: nn.Module, path: str) -> list[nn.Module]:
+    """Return the modules from ``module`` (included) down to the submodules that ``path`` names (excluded)."""
+    patterns = path.split(".") if path else []
+    return [holder for k in range(len(patterns)) for holder in submodules_at(module, ".".join(patterns[:k]))]
 
 
 def submodules_at(module: nn.Module, path: str) -> list[nn.Module]:
-    """The submodules that a dotted path of globs names; ``module`` itself for the empty path."""
-    found = [module]
-    for token in path.split(".") if path else ():
-        found = [child for parent in found for name, child in parent.named_children() if fnmatchcase(name, token)]
-    return found
+    """Return the submodules that a dotted path of globs names; the empty path names ``module``."""
+    submodules = [module]
+    for pattern in path.split(".") if path else ():
+        submodules = [child for parent in submodules for name, child in parent.named_children() if fnmatchcase(name, pattern)]
+    return submodules
 
 
 def parameters_at(module: nn.Module, path: str) -> list[tuple[nn.Module, str]]:
-    """The parameters that a dotted path of globs names, each with the module that has it."""
+    """Return the parameters that a dotted path of globs names, as pairs of owner and name."""
     around, _, last = path.rpartition(".")
     owners = submodules_at(module, around)
     return [

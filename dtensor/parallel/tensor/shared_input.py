@@ -1,8 +1,9 @@
-"""What a value becomes at the boundary of a parallel module, remembered for the module beside it.
+"""Shared module inputs: a redistributed input that several parallel modules use.
 
-Query, key and value, or the two columns of a gated MLP, are given one tensor. Each would make a DTensor of it, gather it, and in
-backward reduce its own share of its gradient. They get one DTensor instead: it is gathered once, and the shares are added before
-they are reduced, once. The memory of this is short: the last value, inside a call of the modules that hold the styled ones.
+Query, key and value projections, or the two columns of a gated MLP, get one tensor. Without sharing, each would convert and
+gather it, and reduce its own share of the gradient in backward. With sharing they get the same DTensor. It is gathered once,
+and the shares of the gradient are added before one reduction. Only the last value is kept, during a call of the modules that
+contain the styled modules.
 """
 
 from __future__ import annotations
@@ -24,67 +25,74 @@ from ...layout.layout import Layout
 from ...tensor.autograd import ToLocal, as_local
 
 
-class Crossing:
-    """The value that crossed last, as it was then, and what was made of it."""
+class SharedInput:
+    """Cache of the last module input and of its redistributed results, valid until one of them is written.
 
-    __slots__ = ("made", "policy", "then", "value")
+    Attributes:
+        policy: the selective-checkpoint policy that was active when the cache was made.
+        value: the last input.
+        version: its ``requires_grad`` and version snapshot.
+        results: results and their version snapshots, by the requested conversion.
+    """
+
+    __slots__ = ("policy", "results", "value", "version")
 
     def __init__(self) -> None:
         self.policy = policy_mode()
         self.value: Any = None
-        self.then: Any = None
-        self.made: dict[Hashable, tuple[Any, Any]] = {}
+        self.version: Any = None
+        self.results: dict[Hashable, tuple[Any, Any]] = {}
 
-    def of(self, x: torch.Tensor, way: Hashable, make: Callable[[], Any]) -> Any:
-        """What ``make()`` gives; or gave before, if neither it nor ``x`` was written to since."""
-        now = x.requires_grad, stamp(x)
-        if self.value is not x or self.then != now:
-            self.value, self.then, self.made = x, now, {}
-        found = self.made.get(way)
-        if found is None or found[1] != stamp(found[0]):
-            made = make()
-            found = self.made[way] = made, stamp(made)
-        return found[0]
-
-
-_INSIDE: Scoped[Crossing] = Scoped("crossing")
+    def get_or_make(self, x: torch.Tensor, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Return the cached result for ``x`` and ``key``, or call ``make()`` if there is none or a tensor was written since."""
+        version = x.requires_grad, stamp(x)
+        if self.value is not x or self.version != version:
+            self.value, self.version, self.results = x, version, {}
+        entry = self.results.get(key)
+        if entry is None or entry[1] != stamp(entry[0]):
+            result = make()
+            entry = self.results[key] = result, stamp(result)
+        return entry[0]
 
 
-def crossed(x: Any, way: Hashable, make: Callable[[], Any]) -> Any:
-    """``make()``, which makes ``x`` what a module asks for in this ``way``; the same for all modules that ask so."""
-    if torch.compiler.is_compiling() or under_way():  # a graph remembers nothing of a value
+_ACTIVE_INPUTS: Scoped[SharedInput] = Scoped("shared input")
+
+
+def share_input(x: Any, key: Hashable, make: Callable[[], Any]) -> Any:
+    """Return ``make()``, which converts ``x`` as ``key`` describes, or the cached result of an earlier module's equal request."""
+    if torch.compiler.is_compiling() or under_way():  # a traced graph must not depend on a cached value
         return make()
-    inside = _INSIDE.last(None)
-    if inside is None or not isinstance(x, torch.Tensor) or functorch_active():
+    active = _ACTIVE_INPUTS.last(None)
+    if active is None or not isinstance(x, torch.Tensor) or functorch_active():
         return make()
-    if inside.policy is not policy_mode():  # a recomputation of what is checkpointed here begins without this memory
+    if active.policy is not policy_mode():  # a checkpointed block that is recomputed starts without this cache
         return make()
-    if torch.is_inference_mode_enabled() or x.is_inference():  # nobody counts what is written
+    if torch.is_inference_mode_enabled() or x.is_inference():  # inference tensors have no version counter
         return make()
-    return inside.of(x, (way, torch.is_grad_enabled()), make)
+    return active.get_or_make(x, (key, torch.is_grad_enabled()), make)
 
 
-def shared_within(module: nn.Module) -> None:
-    """Have the parallel modules that ``module`` holds share what they are given, while it runs."""
-    if getattr(module, "_shares_crossings", False):
+def share_inputs_within(module: nn.Module) -> None:
+    """Make the parallel modules inside ``module`` share redistributed inputs while it runs."""
+    if getattr(module, "_shares_inputs", False):
         return
-    module._shares_crossings = True  # type: ignore[assignment]
-    entered: list[Block[Crossing]] = []
+    module._shares_inputs = True  # type: ignore[assignment]
+    entered: list[Block[SharedInput]] = []
 
     def begin(*_: Any) -> None:
         if not (torch.compiler.is_compiling() or under_way()):
-            entered.append(_INSIDE.enter(Crossing()))
+            entered.append(_ACTIVE_INPUTS.enter(SharedInput()))
 
     def end(*_: Any) -> None:
         if entered:
-            _INSIDE.leave_one(entered)
+            _ACTIVE_INPUTS.leave_one(entered)
 
     module.register_forward_pre_hook(begin)
     module.register_forward_hook(end, always_call=True)
 
 
-class _Away(ToLocal):
-    """The pieces as no views of anything: what is written to them in place is recorded."""
+class _DetachedToLocal(ToLocal):
+    """``to_local`` whose results are not views, so that autograd records in-place writes to them."""
 
     @staticmethod
     def forward(x: Any, source: Layout, backward: Layout) -> Any:
@@ -92,10 +100,13 @@ class _Away(ToLocal):
         return tuple(piece.detach() for piece in local.shards) if isinstance(local, PerRank) else local.detach()
 
 
-_away = recorded(_Away)
+_detached_to_local = recorded(_DetachedToLocal)
 
 
-def given_away(x: Any) -> torch.Tensor:
-    """The pieces of a result that nobody has from now on, nor saved for a backward pass: they can be written to in place."""
+def donate_local(x: Any) -> torch.Tensor:
+    """Return the local tensors of ``x``, which the caller may write in place.
+
+    No other code may use ``x``, and autograd must not have saved it.
+    """
     traced = torch.compiler.is_compiling() or under_way() or functorch_active() or forward_ad._current_level >= 0
-    return as_local(x) if traced else as_local(x, give=_away)
+    return as_local(x) if traced else as_local(x, give=_detached_to_local)

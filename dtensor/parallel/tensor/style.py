@@ -1,4 +1,7 @@
-"""What a parallel style is, and the steps that styles are made of: lay a parameter out, place a value, hook a module."""
+"""Parallel styles: the base class, and the steps that styles share.
+
+The steps distribute a parameter, redistribute a value at a module's boundary, and register hooks.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +26,17 @@ from ...ranks.functorch import each_rank, seen
 from ...tensor.autograd import as_local, laid
 from ...tensor.distribute import distribute_at, replicate_own
 from ...tensor.dtensor import DTensor
-from .shared_input import crossed, given_away
+from .shared_input import donate_local, share_input
 
 
 class ParallelStyle(ABC):
-    """How one module is made parallel. Subclass it and define ``_apply`` for styles of your own.
+    """Abstract base class: one way to parallelize a module. Subclass it and define ``_apply`` for your own styles.
 
     Attributes:
-        src_data_rank: set by :func:`parallelize_module`: whose parameters count, see :func:`distribute_tensor`.
+        src_data_rank: set by :func:`parallelize_module`: the rank that provides parameter values, see
+            :func:`distribute_tensor`.
 
-    What it communicates is said by each style.
+    Each style documents its own communication.
 
     >>> import torch, dtensor as dt
     >>> from dtensor.parallel import parallelize_module
@@ -44,25 +48,25 @@ class ParallelStyle(ABC):
     >>> parallelize_module(torch.nn.Linear(3, 4, bias=False), mesh, Rows()).weight.placements
     (Shard(dim=0),)
 
-    Styles raise ``MeshError`` on meshes of several dims, ``PlacementError`` for layouts that are none.
+    Styles raise ``MeshError`` for meshes of several dims and ``PlacementError`` for layouts that are not placements.
     """
 
     src_data_rank: int | None = 0
 
     @abstractmethod
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """``module`` made parallel over ``device_mesh``, in place."""
+        """Parallelize ``module`` over ``device_mesh`` in place, and return it."""
 
     def __repr__(self) -> str:
         shown = (f"{name}={value!r}" for name, value in vars(self).items() if name != "src_data_rank")
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
-def one_dim(mesh: DeviceMesh, style: ParallelStyle) -> DeviceMesh:
-    """``mesh``, which must have one dim.
+def require_one_dim(mesh: DeviceMesh, style: ParallelStyle) -> DeviceMesh:
+    """Return ``mesh``.
 
     Raises:
-        MeshError: it has several.
+        MeshError: the mesh has several dims.
     """
     if mesh.ndim != 1:
         name = (mesh.mesh_dim_names or ("tp",))[-1]
@@ -70,184 +74,207 @@ def one_dim(mesh: DeviceMesh, style: ParallelStyle) -> DeviceMesh:
     return mesh
 
 
-def checked(given: Placement | None, default: Placement, name: str, style: ParallelStyle) -> Placement:
-    """``given``, or ``default`` for None.
+def placement_or_default(input_placement: Placement | None, default: Placement, name: str, style: ParallelStyle) -> Placement:
+    """Return ``input_placement``, or ``default`` for None.
 
     Raises:
-        PlacementError: it is no placement.
+        PlacementError: it is not a placement.
     """
-    if given is not None and not isinstance(given, Placement):
-        raise PlacementError(f"{type(style).__name__} takes {name}=Shard(dim) or Replicate(), one placement, got {given!r}")
-    return default if given is None else given
+    if input_placement is not None and not isinstance(input_placement, Placement):
+        raise PlacementError(
+            f"{type(style).__name__} takes {name}=Shard(dim) or Replicate(), one placement, got {input_placement!r}"
+        )
+    return default if input_placement is None else input_placement
 
 
-def lay_out(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, source: int | None) -> None:
-    """Replace the parameter ``name`` of ``module`` by the same value under ``placement``.
+def distribute_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, source: int | None) -> None:
+    """Replace the parameter ``name`` of ``module`` by a DTensor of the same value under ``placement``.
 
-    Where it is computed from others (weight norm and the like), those that have the dim to be cut are cut like it, and the rest
-    is replicated: what is computed from them is then laid out as its own rules say.
+    If a parametrization (such as weight norm) computes it from other parameters, those that have the sharded dim are sharded
+    along it, and the others are replicated. Sharding propagation then gives the placement of the computed value.
     """
-    whole = tensor_of(module, name)
-    for owner, key in behind(module, name):
+    target = tensor_of(module, name)
+    for owner, key in source_parameters_of(module, name):
         parameter = owner._parameters[key]
         assert parameter is not None
-        where = placement if parameter is whole or _has_dim(parameter, whole, placement) else Replicate()
-        if isinstance(parameter, DTensor) and parameter.placements == (where,):
+        own_placement = placement if parameter is target or _has_dim(parameter, target, placement) else Replicate()
+        if isinstance(parameter, DTensor) and parameter.placements == (own_placement,):
             continue
-        distribute_at(owner._parameters, key, mesh, [where], source)
+        distribute_at(owner._parameters, key, mesh, [own_placement], source)
 
 
 def tensor_of(module: nn.Module, name: str) -> torch.Tensor | None:
-    """The parameter ``name`` of ``module``, or what it computes and calls so; None if it has neither."""
-    found: Any = module._parameters.get(name)
-    if found is None and is_parametrized(module, name):
-        found = _computed(module, name)
-    elif found is None and behind(module, name):
-        found = getattr(module, name, None)
-    return found if isinstance(found, torch.Tensor) else None
+    """Return the parameter ``name`` of ``module``, or the tensor that a parametrization computes under that name.
+
+    Return None if there is neither.
+    """
+    value: Any = module._parameters.get(name)
+    if value is None and is_parametrized(module, name):
+        value = _compute_parametrized(module, name)
+    elif value is None and source_parameters_of(module, name):
+        value = getattr(module, name, None)
+    return value if isinstance(value, torch.Tensor) else None
 
 
-def _computed(module: nn.Module, name: str) -> Any:
-    """What a parametrization computes, as it does in evaluation: in training, a spectral norm goes on with its iteration."""
-    parts = [part for part in _originals(module, name).modules() if part.training]
-    for part in parts:
+def _compute_parametrized(module: nn.Module, name: str) -> Any:
+    """Return the value of a parametrization in evaluation mode. In training mode spectral norm advances its power iteration."""
+    training_parts = [part for part in _original_tensors_of(module, name).modules() if part.training]
+    for part in training_parts:
         part.training = False
     try:
         with torch.no_grad():
             return getattr(module, name)
     finally:
-        for part in parts:
+        for part in training_parts:
             part.training = True
 
 
-def _originals(module: nn.Module, name: str) -> nn.Module:
+def _original_tensors_of(module: nn.Module, name: str) -> nn.Module:
     return module.parametrizations[name]  # type: ignore[index,return-value]  # a dict of modules
 
 
-def behind(module: nn.Module, name: str) -> list[tuple[nn.Module, str]]:
-    """The parameter ``name`` of ``module`` and where it stands; or those from which a parametrization computes it."""
+def source_parameters_of(module: nn.Module, name: str) -> list[tuple[nn.Module, str]]:
+    """Return the parameter ``name`` of ``module`` as a pair of owner and name.
+
+    If a parametrization computes it, return the parameters that it computes it from.
+    """
     if module._parameters.get(name) is not None:
         return [(module, name)]
     if is_parametrized(module, name):
-        originals = _originals(module, name)
+        originals = _original_tensors_of(module, name)
         return [(originals, key) for key, x in originals._parameters.items() if x is not None]
     # of weight_norm and spectral_norm in torch.nn.utils, which came before parametrizations: weight_g, weight_v, weight_orig
     return [(module, key) for key, x in module._parameters.items() if x is not None and key.startswith(f"{name}_")]
 
 
-def _has_dim(part: torch.Tensor, whole: torch.Tensor | None, placement: Placement) -> bool:
-    if whole is None or not isinstance(placement, Shard):
+def _has_dim(parameter: torch.Tensor, target: torch.Tensor | None, placement: Placement) -> bool:
+    if target is None or not isinstance(placement, Shard):
         return True
-    return part.ndim == whole.ndim and part.shape[placement.dim] == whole.shape[placement.dim]
+    return parameter.ndim == target.ndim and parameter.shape[placement.dim] == target.shape[placement.dim]
 
 
 def replicate_rest(module: nn.Module, mesh: DeviceMesh, source: int | None) -> None:
-    """Replicate what is still plain: parameters and buffers of ``module`` and all its submodules."""
+    """Replicate the plain parameters and buffers of ``module`` and all its submodules."""
     for submodule in module.modules():
         replicate_own(submodule, mesh, source)
 
 
-# --- values that cross a module's boundary -------------------------------------------------------------------------
-def placed(x: DTensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
-    """``x`` under ``placement`` along the dim of ``mesh``; along the other dims of its own mesh it stays as it is.
+# --- values that cross a module's boundary ---------------------------------------------------------------------------
+def redistribute_over(x: DTensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    """Redistribute ``x`` to ``placement`` along the one dim of ``mesh``.
 
-    So a style over ``mesh["tp"]`` takes tensors that live on ``mesh["dp", "tp"]`` too.
+    Its placements along the other dims of its own mesh stay. So a style over ``mesh["tp"]`` also accepts tensors on
+    ``mesh["dp", "tp"]``.
 
     Raises:
         MeshError: the mesh of ``x`` does not have that dim.
     """
-    own, placements = placed_of(x)
-    if own == mesh:
-        wanted: tuple[Placement, ...] = (placement,)
+    own_mesh, placements = placed_of(x)
+    if own_mesh == mesh:
+        desired: tuple[Placement, ...] = (placement,)
     else:
-        wanted = tuple(placement if i == dim_of(own, mesh) else p for i, p in enumerate(placements))
-    return laid(x, wanted)
+        desired = tuple(placement if i == mesh_dim_of(own_mesh, mesh) else p for i, p in enumerate(placements))
+    return laid(x, desired)
 
 
-def brought(x: Any, mesh: DeviceMesh, given: Placement, wanted: Placement, whole: int | None = None) -> DTensor:
-    """``x``, whose pieces lie as ``given`` if it is plain, under ``wanted``: one DTensor for all modules that are given it."""
-    return crossed(x, (mesh, given, wanted, whole), lambda: placed(annotated(x, mesh, given, whole), mesh, wanted))
+def make_shared_input(
+    x: Any, mesh: DeviceMesh, input_placement: Placement, desired: Placement, global_size: int | None = None
+) -> DTensor:
+    """Return ``x`` redistributed to ``desired``, as one DTensor for all modules that request it.
+
+    A plain ``x`` has the placement ``input_placement``.
+    """
+    return share_input(
+        x,
+        (mesh, input_placement, desired, global_size),
+        lambda: redistribute_over(as_dtensor(x, mesh, input_placement, global_size), mesh, desired),
+    )
 
 
-def dim_of(mesh: DeviceMesh, part: DeviceMesh) -> int:
-    """Which dim of ``mesh`` is the one dim of ``part``."""
-    if same_root(mesh, part) and part._dims[0] in mesh._dims:
-        return mesh._dims.index(part._dims[0])
-    raise MeshError(f"a module that is parallel over {part!r} got a tensor on {mesh!r}, which does not have that mesh dim")
+def mesh_dim_of(mesh: DeviceMesh, submesh: DeviceMesh) -> int:
+    """Return the index in ``mesh`` of the one dim of ``submesh``."""
+    if same_root(mesh, submesh) and submesh._dims[0] in mesh._dims:
+        return mesh._dims.index(submesh._dims[0])
+    raise MeshError(f"a module that is parallel over {submesh!r} got a tensor on {mesh!r}, which does not have that mesh dim")
 
 
-def annotated(x: Any, mesh: DeviceMesh, placement: Placement, whole: int | None = None) -> DTensor:
-    """``x`` itself if distributed, else the DTensor whose pieces are ``x``; over other dims of the mesh only: both.
+def as_dtensor(x: Any, mesh: DeviceMesh, placement: Placement, global_size: int | None = None) -> DTensor:
+    """Return ``x`` if it is a DTensor, else a DTensor with local tensors ``x``. A DTensor on other mesh dims only gets both.
 
     Args:
-        whole: the global size of the dim that ``placement`` shards, where known; otherwise ranks exchange their sizes.
+        global_size: the global size of the dim that ``placement`` shards, if known; otherwise ranks exchange their sizes.
     """
-    if isinstance(seen(x), DTensor):  # a transform of torch.func may hide that it is one
-        return _pieces_over(x, mesh, placement, whole)
+    if isinstance(seen(x), DTensor):  # a transform of torch.func may wrap a DTensor
+        return _extend_to_mesh(x, mesh, placement, global_size)
     shape = None
     dim = getattr(placement, "dim", None)
-    if whole is not None and dim is not None:
+    if global_size is not None and dim is not None:
         x = each_rank(x)
         shape = list(shards_of(x)[0].shape)
-        shape[dim] = whole
+        shape[dim] = global_size
     return DTensor.from_local(x, mesh, [placement], shape=shape)
 
 
-def _pieces_over(x: Any, mesh: DeviceMesh, placement: Placement, whole: int | None) -> DTensor:
-    """``x``, which may be distributed over other dims of the same mesh: what it has there are pieces over ``mesh`` too."""
-    own, further = placed_of(x)[0], mesh._dims[0]
-    used = {d for dims in own._dims for d in dims}
-    if further in own._dims or not same_root(own, mesh) or used & set(further):
+def _extend_to_mesh(x: Any, mesh: DeviceMesh, placement: Placement, global_size: int | None) -> DTensor:
+    """Return the DTensor ``x`` on its own mesh dims and that of ``mesh``, of which its local tensors are local tensors too.
+
+    Return ``x`` if it is on that mesh dim already.
+    """
+    own_mesh, mesh_dim = placed_of(x)[0], mesh._dims[0]
+    used = {d for dims in own_mesh._dims for d in dims}
+    if mesh_dim in own_mesh._dims or not same_root(own_mesh, mesh) or used & set(mesh_dim):
         return x
     layout = layout_of(x)
-    both = spelled_on(own._derive(*joined(own, mesh)), layout)
-    at, shape = both.mesh._dims.index(further), None
-    where = list(both.placements)
+    combined = spelled_on(own_mesh._derive(*joined(own_mesh, mesh)), layout)
+    at, shape = combined.mesh._dims.index(mesh_dim), None
+    placements = list(combined.placements)
     if isinstance(placement, Shard):
         dim = placement.dim % len(layout.shape)
-        where = cut_by(both, dim, [at])
-        shape = None if whole is None else [whole if d == dim else n for d, n in enumerate(layout.shape)]
+        placements = cut_by(combined, dim, [at])
+        shape = None if global_size is None else [global_size if d == dim else n for d, n in enumerate(layout.shape)]
     else:
-        where[at], shape = placement, list(layout.shape)
-    return DTensor.from_local(as_local(x), both.mesh, where, shape=shape)
+        placements[at], shape = placement, list(layout.shape)
+    return DTensor.from_local(as_local(x), combined.mesh, placements, shape=shape)
 
 
-def local_if(x: Any, use_local: bool, mesh: DeviceMesh, new: bool = False) -> Any:
-    """The pieces of a distributed ``x`` over ``mesh`` where ``use_local`` asks for them; over other dims it stays distributed.
+def to_local_if(x: Any, use_local: bool, mesh: DeviceMesh, new: bool = False) -> Any:
+    """Return the local tensors of a DTensor ``x`` over ``mesh`` if ``use_local``, else ``x``.
+
+    Over other mesh dims the result stays a DTensor.
 
     Args:
-        new: nobody else has the memory of ``x``, nor was it saved for a backward pass.
+        new: no other code uses the memory of ``x``, and autograd did not save it.
     """
     if not use_local or not isinstance(seen(x), DTensor):
         return x
-    own, local = placed_of(x)[0], given_away(x) if new else as_local(x)
-    rest = [i for i, dims in enumerate(own._dims) if dims not in mesh._dims]
-    if not rest:
+    own_mesh, local = placed_of(x)[0], donate_local(x) if new else as_local(x)
+    other_dims = [i for i, dims in enumerate(own_mesh._dims) if dims not in mesh._dims]
+    if not other_dims:
         return local
     layout = layout_of(x)
-    outer = own._derive(*picked(own, rest))
-    cut = {d: {i in rest for i in split.mesh_dims} for d, split in enumerate(layout.splits) if split is not None}
-    mixed = any(len(kinds) > 1 for kinds in cut.values())  # sizes there are told by the pieces themselves
+    outer = own_mesh._derive(*picked(own_mesh, other_dims))
+    shard_kinds = {d: {i in other_dims for i in split.mesh_dims} for d, split in enumerate(layout.splits) if split is not None}
+    is_mixed = any(len(kinds) > 1 for kinds in shard_kinds.values())  # the local tensors have the sizes
     sizes = shards_of(local)[0].shape
-    shape = None if mixed else [sizes[d] if cut.get(d) == {False} else n for d, n in enumerate(layout.shape)]
-    kept = [layout.placements[i] for i in rest]
-    where = [Shard(p.dim, None if mixed else p.sizes) if isinstance(p, Shard) else p for p in kept]
-    return DTensor.from_local(local, outer, where, shape=shape)
+    shape = None if is_mixed else [sizes[d] if shard_kinds.get(d) == {False} else n for d, n in enumerate(layout.shape)]
+    outer_placements = [layout.placements[i] for i in other_dims]
+    placements = [Shard(p.dim, None if is_mixed else p.sizes) if isinstance(p, Shard) else p for p in outer_placements]
+    return DTensor.from_local(local, outer, placements, shape=shape)
 
 
 # --- hooks -----------------------------------------------------------------------------------------------------------
-def _tensor(x: Any) -> torch.Tensor:
+def _require_tensor(x: Any) -> torch.Tensor:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"expected a tensor at the boundary of a parallel module, got {type(x).__name__}")
     return x
 
 
-def before_forward(module: nn.Module, prepare: Callable[[Any], Any]) -> None:
-    """Have ``prepare`` change the first tensor that ``module`` is called with, positional or by keyword."""
+def hook_first_input(module: nn.Module, prepare: Callable[[Any], Any]) -> None:
+    """Register a hook that applies ``prepare`` to the first tensor argument of ``module``, positional or by keyword."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:
-            return (prepare(_tensor(args[0])), *args[1:]), kwargs
+            return (prepare(_require_tensor(args[0])), *args[1:]), kwargs
         for name, value in kwargs.items():
             if isinstance(value, torch.Tensor):
                 return args, {**kwargs, name: prepare(value)}
@@ -256,12 +283,12 @@ def before_forward(module: nn.Module, prepare: Callable[[Any], Any]) -> None:
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def after_forward(module: nn.Module, prepare: Callable[[Any], Any]) -> RemovableHandle:
-    """Have ``prepare`` change what ``module`` returns: the tensor, or the first item of a tuple."""
+def hook_first_output(module: nn.Module, prepare: Callable[[Any], Any]) -> RemovableHandle:
+    """Register a hook that applies ``prepare`` to the output of ``module``: the tensor, or the first item of a tuple."""
 
     def hook(_: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, tuple) and output:
-            return like(output, (prepare(_tensor(output[0])), *output[1:]))
-        return prepare(_tensor(output))
+            return like(output, (prepare(_require_tensor(output[0])), *output[1:]))
+        return prepare(_require_tensor(output))
 
     return module.register_forward_hook(hook)
