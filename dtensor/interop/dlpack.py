@@ -25,7 +25,7 @@ def teach_dlpack() -> None:
             module.to_dlpack = to_dlpack
 
 
-_of_memory: Any = vars(torch.utils.dlpack)["to_dlpack"]
+_torch_to_dlpack: Any = vars(torch.utils.dlpack)["to_dlpack"]
 
 
 def to_dlpack(tensor: Tensor, **options: Any) -> Any:
@@ -33,7 +33,7 @@ def to_dlpack(tensor: Tensor, **options: Any) -> Any:
         return tensor.__dlpack__(**options)
     if isinstance(tensor, PerRank):
         raise LayoutError("a PerRank tensor is several tensors, without one memory to export; pass one of x.shards")
-    return _of_memory(tensor, **options)
+    return _torch_to_dlpack(tensor, **options)
 
 
-to_dlpack.__doc__ = _of_memory.__doc__
+to_dlpack.__doc__ = _torch_to_dlpack.__doc__

@@ -16,15 +16,15 @@ from typing import Any
 
 from ..base.patches import changed
 from ..base.torch_internals import eval_frame
-from .import_hooks import when_imported
+from .import_hooks import on_import
 
-_TOLD = "torch._dynamo.trace_rules"
+_TRACE_RULES = "torch._dynamo.trace_rules"
 _SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-_DONE: set[str] = set()
+_MARKED_MODULES: set[str] = set()
 
 # Values whose methods are answered at once (see compiled.py), the functions around modules, which are the program's own, and the
 # mode of map_ranks, which lets pass what is compiled.
-LOOKED_INTO = frozenset(
+INLINED_MODULES = frozenset(
     {
         "interop/compiled",
         "layout/layout",
@@ -44,13 +44,13 @@ LOOKED_INTO = frozenset(
 
 def keep_from_inlining() -> None:
     """Tell Dynamo, now or when it comes, that functions of this package are not looked into, but for :data:`LOOKED_INTO`."""
-    when_imported(_TOLD, _skip)
+    on_import(_TRACE_RULES, _skip_files)
 
 
-def _skip(module: Any) -> None:
+def _skip_files(module: Any) -> None:
     package = Path(__file__).parents[1]
     for file in sorted(package.rglob("*.py")):
-        if file.relative_to(package).with_suffix("").as_posix() not in LOOKED_INTO:
+        if file.relative_to(package).with_suffix("").as_posix() not in INLINED_MODULES:
             module.SKIP_DIRS.append(str(file))
     module._recompile_re()
     changed("torch._dynamo.trace_rules.SKIP_DIRS")
@@ -63,10 +63,10 @@ def written_in_python(kind: type) -> None:
     Dynamo of torch 2.13 looks up those written in C for ever.
     """
     for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]:
-        setattr(kind, f"__i{name}__", _forwarding(getattr(kind, f"__i{name}__")))
+        setattr(kind, f"__i{name}__", _make_forwarder(getattr(kind, f"__i{name}__")))
 
 
-def _forwarding(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def _make_forwarder(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def in_place(self: Any, other: Any) -> Any:
         return method(self, other)
 
@@ -76,28 +76,28 @@ def _forwarding(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 def leave_untraced(package: str) -> None:
     """Mark all functions of the modules of ``package`` that are loaded and not yet marked, once Dynamo is there."""
-    if _TOLD not in sys.modules:
+    if _TRACE_RULES not in sys.modules:
         return
     for name, module in list(sys.modules.items()):
-        if (name == package or name.startswith(f"{package}.")) and name not in _DONE:
-            _DONE.add(name)
+        if (name == package or name.startswith(f"{package}.")) and name not in _MARKED_MODULES:
+            _MARKED_MODULES.add(name)
             for value in list(vars(module).values()):
                 members = list(vars(value).values()) if isinstance(value, type) and value.__module__ == name else [value]
-                for code in {code for member in members for code in _codes(member, module.__file__)}:
+                for code in {code for member in members for code in _codes_of(member, module.__file__)}:
                     eval_frame.set_code_exec_strategy(code, _SKIP)
 
 
-def _codes(value: Any, file: str | None) -> Iterator[CodeType]:
+def _codes_of(value: Any, file: str | None) -> Iterator[CodeType]:
     """The code of a function, method or property of this file, and of the functions inside it."""
     for inner in ("__func__", "fget", "__wrapped__"):
         value = getattr(value, inner, value) if not isinstance(value, type) else None
     code = getattr(value, "__code__", None)
     if isinstance(code, CodeType) and code.co_filename == file:
-        yield from _inner(code)
+        yield from _nested_codes(code)
 
 
-def _inner(code: CodeType) -> Iterator[CodeType]:
+def _nested_codes(code: CodeType) -> Iterator[CodeType]:
     yield code
     for value in code.co_consts:
         if isinstance(value, CodeType):
-            yield from _inner(value)
+            yield from _nested_codes(value)

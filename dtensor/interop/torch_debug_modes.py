@@ -25,29 +25,31 @@ from ..ranks.joint_nodes import multi_grad_hook
 from ..ranks.per_rank import PerRank
 from ..tensor.dtensor import DTensor
 from ..tensor.views.block_owners import locals_of
-from .import_hooks import when_imported
+from .import_hooks import on_import
 
 _LIBRARIES: list[torch.library.Library] = []
 
 
 def teach_lookers() -> None:
     """Have them see what DTensors do, once there may be some, or when they are imported."""
-    before_use(partial(when_imported, "torch.utils._debug_mode", _teach_debug_mode))
-    teach = partial(_teach, where="torch.distributed.tensor.debug.CommDebugMode", taken_down=_nothing, shows_ranges=False)
-    before_use(partial(when_imported, "torch.distributed.tensor.debug._comm_mode", teach))
-    before_use(partial(when_imported, "torch.distributed._tools.mem_tracker", _teach_memory_tracker))
+    before_use(partial(on_import, "torch.utils._debug_mode", _patch_debug_mode))
+    teach = partial(
+        _register_mode, where="torch.distributed.tensor.debug.CommDebugMode", taken_down=_record_nothing, shows_ranges=False
+    )
+    before_use(partial(on_import, "torch.distributed.tensor.debug._comm_mode", teach))
+    before_use(partial(on_import, "torch.distributed._tools.mem_tracker", _patch_memory_tracker))
 
 
-def _teach_debug_mode(module: ModuleType) -> None:
+def _patch_debug_mode(module: ModuleType) -> None:
     call: Any = getattr(module, "_OpCall", None)
 
     def taken_down(mode: Any, func: Any, args: Any, kwargs: Any) -> None:
         mode._record_call(call(func, args, kwargs, mode.call_depth, stack=mode.record_stack_trace))
 
-    _teach(module, "torch.utils._debug_mode.DebugMode", _nothing if call is None else taken_down, True)
+    _register_mode(module, "torch.utils._debug_mode.DebugMode", _record_nothing if call is None else taken_down, True)
 
 
-def _teach_memory_tracker(module: ModuleType) -> None:
+def _patch_memory_tracker(module: ModuleType) -> None:
     """Have ``MemTracker`` count the local tensors of all ranks here, and accept gathered parameters, which are no leaves."""
     tracker_class, storages = (getattr(module, name, None) for name in ("MemTracker", "get_untyped_storages"))
     track = getattr(tracker_class, "_track_module_params_and_buffers", None)
@@ -69,13 +71,13 @@ def _teach_memory_tracker(module: ModuleType) -> None:
     hooks.register_multi_grad_hook = multi_grad_hook
     changed("torch.distributed._tools.mem_tracker.get_untyped_storages")
     changed("torch.distributed._tools.mod_tracker.register_multi_grad_hook")
-    _teach(module, "torch.distributed._tools.mem_tracker.MemTracker", _nothing, shows_ranges=False)
+    _register_mode(module, "torch.distributed._tools.mem_tracker.MemTracker", _record_nothing, shows_ranges=False)
 
 
-def _nothing(mode: Any, func: Any, args: Any, kwargs: Any) -> None: ...
+def _record_nothing(mode: Any, func: Any, args: Any, kwargs: Any) -> None: ...
 
 
-def _teach(module: ModuleType, where: str, taken_down: Callable[..., None], shows_ranges: bool) -> None:
+def _register_mode(module: ModuleType, where: str, taken_down: Callable[..., None], shows_ranges: bool) -> None:
     kind: Any = getattr(module, where.rpartition(".")[2], None)
     if kind is None:
         return

@@ -30,7 +30,7 @@ def backward(
     >>> x.grad.full_tensor(), x.grad.placements
     (tensor([2., 2., 2.]), (Shard(dim=0),))
     """
-    known = gradient is None and inputs is None and x.requires_grad and _is_number(x._layout)
+    known = gradient is None and inputs is None and x.requires_grad and _is_replicated_scalar(x._layout)
     if not known or count_dispatch_modes() or count_function_modes() or functorch_active():
         torch.Tensor.backward(x, gradient, retain_graph, create_graph, inputs)
         return
@@ -39,6 +39,6 @@ def backward(
     run_backward((x,), (root,), keep, create_graph, (), allow_unreachable=True, accumulate_grad=True)
 
 
-def _is_number(layout: Any) -> bool:
+def _is_replicated_scalar(layout: Any) -> bool:
     """Whether it is one of every rank's."""
     return layout.shape == _ONE and layout.dtype.is_floating_point and layout.is_replicated

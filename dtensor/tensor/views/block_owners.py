@@ -14,7 +14,7 @@ from ...errors import CheckpointError
 from ...layout.layout import Layout
 from ...redistribute.intervals import blocks
 from ..dtensor import DTensor
-from .flattened_sharded_dims import folded_dim
+from .flattened_sharded_dims import find_flattened_dim
 
 Offset = tuple[int, ...]
 Shape = tuple[int, ...]
@@ -72,7 +72,7 @@ def locals_of(x: Any) -> tuple[torch.Tensor, ...]:
 
 def stack_of(x: Any) -> tuple[DTensor, Stacked] | None:
     """The stack that ``x`` is a view of, and how ``x`` lies by it; None where it lies as its layout says."""
-    found = folded_dim(x)
+    found = find_flattened_dim(x)
     if found is None or len(found[1]) != 2 or found[2][0] is not None or type(stack := x._origin.base) is not DTensor:
         return None
     return stack, Stacked(stack._layout, found[0])

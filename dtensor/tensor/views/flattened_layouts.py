@@ -10,23 +10,23 @@ from ...base.caches import remembered
 from ...layout.layout import Layout
 from ...layout.splits import Split
 
-Cuts = tuple[Split | None, ...]  # how the dims that are folded are cut
+DimSplits = tuple[Split | None, ...]  # how the dims that are folded are cut
 
 
 @remembered(4096)
-def merged_layout(layout: Layout, at: int, sizes: tuple[int, ...], cuts: Cuts) -> tuple[Layout, Layout]:
+def merged_layout(layout: Layout, at: int, sizes: tuple[int, ...], cuts: DimSplits) -> tuple[Layout, Layout]:
     """A stack's layout with the dims to be folded cut so; and that of the folded tensor in the order of ranks."""
-    cut, end = _cut(layout, at, cuts), at + len(sizes)
-    splits = [*cut.splits[:at], _split(sizes, cuts), *cut.splits[end:]]
+    cut, end = _with_splits(layout, at, cuts), at + len(sizes)
+    splits = [*cut.splits[:at], _merge_splits(sizes, cuts), *cut.splits[end:]]
     shape = [*cut.shape[:at], math.prod(sizes), *cut.shape[end:]]
     stride = [*cut.stride[:at], *cut.stride[end - 1 :]]
     return cut, Layout.from_splits(cut.mesh, splits, cut.partials, shape, stride, cut.dtype)
 
 
 @remembered(4096)
-def stack_layout(layout: Layout, dim: int, sizes: tuple[int, ...], cuts: Cuts) -> tuple[Layout, Layout]:
+def stack_layout(layout: Layout, dim: int, sizes: tuple[int, ...], cuts: DimSplits) -> tuple[Layout, Layout]:
     """The layout of a folded tensor with ``dim`` in the order of ranks; and that of the stack."""
-    cut = _cut(layout, dim, (_split(sizes, cuts),))
+    cut = _with_splits(layout, dim, (_merge_splits(sizes, cuts),))
     splits = [*cut.splits[:dim], *cuts, *cut.splits[dim + 1 :]]
     shape = [*cut.shape[:dim], *sizes, *cut.shape[dim + 1 :]]
     steps = [cut.stride[dim] * math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
@@ -35,7 +35,7 @@ def stack_layout(layout: Layout, dim: int, sizes: tuple[int, ...], cuts: Cuts) -
 
 
 @remembered(4096)
-def regrouped(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+def find_stack_shape(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...] | None:
     """The shape on the way of a view whose blocks show every dim of ``shape`` but one, which is folded of several; None where
     there is none, or ``layout`` has it.
 
@@ -64,7 +64,7 @@ def regrouped(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...] | None:
 
 
 @remembered(4096)
-def merged_dim(before: tuple[int, ...], after: tuple[int, ...]) -> int | None:
+def find_merged_dim(before: tuple[int, ...], after: tuple[int, ...]) -> int | None:
     """Where several dims become one, all others as they were.
 
     >>> merged_dim((2, 3, 4), (6, 4)), merged_dim((2, 3, 4), (2, 12)), merged_dim((2, 3, 4), (4, 6))
@@ -78,7 +78,7 @@ def merged_dim(before: tuple[int, ...], after: tuple[int, ...]) -> int | None:
 
 
 @remembered(4096)
-def kept_dim(before: tuple[int, ...], dim: int, after: tuple[int, ...]) -> int | None:
+def find_kept_dim(before: tuple[int, ...], dim: int, after: tuple[int, ...]) -> int | None:
     """Which dim of a view of shape ``after`` is ``dim`` of what has shape ``before``, whatever becomes of others.
 
     >>> kept_dim((6, 8), 1, (2, 3, 8)), kept_dim((6, 8, 2), 1, (6, 4, 4))
@@ -89,20 +89,20 @@ def kept_dim(before: tuple[int, ...], dim: int, after: tuple[int, ...]) -> int |
     return next((d for d, count in counts if count == ahead and after[d] == before[dim]), None)
 
 
-def _split(sizes: tuple[int, ...], cuts: Cuts) -> Split:
+def _merge_splits(sizes: tuple[int, ...], cuts: DimSplits) -> Split:
     """How the folded dim is cut in the order of ranks."""
     blocks = [(size,) if cut is None else cut.sizes for size, cut in zip(sizes, cuts, strict=True)]
-    return Split(_mesh_dims(cuts), tuple(map(math.prod, product(*blocks))))
+    return Split(_mesh_dims_of(cuts), tuple(map(math.prod, product(*blocks))))
 
 
-def _cut(layout: Layout, at: int, cuts: Cuts) -> Layout:
+def _with_splits(layout: Layout, at: int, cuts: DimSplits) -> Layout:
     """``layout`` with dims ``at``, ... cut so, and no other by the same mesh dims."""
-    taken = set(_mesh_dims(cuts))
+    taken = set(_mesh_dims_of(cuts))
     splits = [None if split is not None and taken.intersection(split.mesh_dims) else split for split in layout.splits]
     splits[at : at + len(cuts)] = cuts
     partials = [None if mesh_dim in taken else op for mesh_dim, op in enumerate(layout.partials)]
     return Layout.from_splits(layout.mesh, splits, partials, layout.shape, layout.stride, layout.dtype)
 
 
-def _mesh_dims(cuts: Cuts) -> tuple[int, ...]:
+def _mesh_dims_of(cuts: DimSplits) -> tuple[int, ...]:
     return tuple(mesh_dim for cut in cuts if cut is not None for mesh_dim in cut.mesh_dims)

@@ -17,7 +17,7 @@ from ...base.torch_internals import CreationMeta, creation_meta, swap_impl
 from ...dispatch.version_counters import pass_version_on
 from ...errors import UnsupportedOperationError
 from ..dtensor import DTensor, wrap
-from .lazy_view import RemoteView, twin
+from .lazy_view import RemoteView, copy_view
 
 _OF_MEMORY = (
     "_apart",
@@ -27,21 +27,21 @@ _OF_MEMORY = (
     "_left",
     "_parts",
 )  # instance attributes that speak of the memory, not of the object
-_IN_PLACE = ("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_")
+_INPLACE_METHODS = ("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_")
 
 
-def _in_another_way(name: str) -> Callable[..., Any]:
+def _make_method(name: str) -> Callable[..., Any]:
     """The method ``name`` by way of the view operation of that name."""
     write, view = getattr(torch.Tensor, name), getattr(torch.Tensor, name.removesuffix("_"))
 
     def method(self: DTensor, *args: Any, **kwargs: Any) -> Any:
         if self.requires_grad and (self.retains_grad or not torch.is_grad_enabled()):
-            raise _refusal(self, name, args, kwargs)
+            raise _make_error(self, name, args, kwargs)
         if not _may_become_a_view(self):
             return write(self, *args, **kwargs)
         with torch.enable_grad():  # also where nothing is recorded: it may get a history later
             seen = view(self, *args, **kwargs)
-        _become(self, seen)
+        _become_view(self, seen)
         torch.autograd.graph.increment_version(self)  # who saved it for a backward pass is told, as in plain torch
         return self
 
@@ -60,7 +60,7 @@ def _may_become_a_view(x: DTensor) -> bool:
     return x._base is None or (creation_meta(x) == CreationMeta.DEFAULT and not x._base.is_leaf)
 
 
-def _refusal(x: DTensor, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnsupportedOperationError:
+def _make_error(x: DTensor, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnsupportedOperationError:
     given = ", ".join([*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())])
     instead = f"{name.removesuffix('_')}({given})"
     cause, remedy = ("retains its", f"x = x.{instead}") if x.retains_grad else ("requires", f"x.data = x.data.{instead}")
@@ -71,12 +71,12 @@ def _refusal(x: DTensor, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
     )
 
 
-def _become(x: DTensor, seen: DTensor) -> None:
+def _become_view(x: DTensor, seen: DTensor) -> None:
     """``x`` becomes ``seen``, a view of what it was; that lives on as the other Python object, with all views of it."""
-    was = twin(x) if isinstance(x, RemoteView) else wrap(x._local, x._layout)
+    was = copy_view(x) if isinstance(x, RemoteView) else wrap(x._local, x._layout)
     swap_impl(x, seen)
-    seen._share(x)
-    was._share(seen)
+    seen._assign_memory_to(x)
+    was._assign_memory_to(seen)
     for name in _OF_MEMORY:
         if name in x.__dict__:
             seen.__dict__[name] = x.__dict__.pop(name)
@@ -84,6 +84,6 @@ def _become(x: DTensor, seen: DTensor) -> None:
 
 
 def install_inplace_view_methods() -> None:
-    """Define the methods of ``_IN_PLACE`` on DTensor."""
-    for name in _IN_PLACE:
-        setattr(DTensor, name, _in_another_way(name))
+    """Define the methods of ``_INPLACE_METHODS`` on DTensor."""
+    for name in _INPLACE_METHODS:
+        setattr(DTensor, name, _make_method(name))

@@ -34,18 +34,20 @@ from ...propagation.op_schema import Operator
 from ...propagation.propagate import Plan
 from ...rules.aten.views import check_memory, own_strides
 from ...rules.op_traits import facts_of
-from ..copies import dense
+from ..copies import dense_copy
 from ..dtensor import DTensor, wrap
-from .flattened_layouts import regrouped
+from .flattened_layouts import find_stack_shape
 
 _make: Any = make_wrapper_subclass  # the documented way to build wrapper subclasses
-_OPERATE: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]  # what operations do on such views, installed by write_through.py
+_DISPATCH_VIEW: Callable[
+    [Any, tuple[Any, ...], dict[str, Any]], Any
+]  # what operations do on such views, installed by write_through.py
 
 
 def install_operations(operate: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
     """Tell what ``__torch_dispatch__`` of a remote view does."""
-    global _OPERATE
-    _OPERATE = operate
+    global _DISPATCH_VIEW
+    _DISPATCH_VIEW = operate
 
 
 @dataclass(slots=True, eq=False)
@@ -74,22 +76,22 @@ class Origin:
     runner: Runner | None = None
 
     def __post_init__(self) -> None:
-        self.memory, self.layout = _memory(self.viewed), self.viewed._layout
+        self.memory, self.layout = _memory_of(self.viewed), self.viewed._layout
 
     @property
     def base(self) -> DTensor:
         """What the view was made of, as it was then."""
         viewed, memory = self.viewed, self.memory
         if self.layout is viewed._layout:
-            if type(memory) is _Held and type(viewed) is DTensor:  # most often
+            if type(memory) is _LocalRef and type(viewed) is DTensor:  # most often
                 if memory.local is viewed._local:
                     return viewed
-            elif memory == _memory(viewed):
+            elif memory == _memory_of(viewed):
                 return viewed
-        if isinstance(memory, _Held):
+        if isinstance(memory, _LocalRef):
             base = wrap(self.memory.local, self.layout)
         else:
-            base = _view(self.memory[0], self.layout, self.memory[1])
+            base = _make_view(self.memory[0], self.layout, self.memory[1])
         base.__dict__["_counted"] = self.viewed
         return base
 
@@ -97,7 +99,7 @@ class Origin:
         """How often the base and what it is a view of have been written to; None where nobody counts."""
         counted = counting(self.viewed)
         own = None if counted is None else versions_of(counted)
-        if own is None or isinstance(self.memory, _Held):
+        if own is None or isinstance(self.memory, _LocalRef):
             return own
         rest = self.memory[0].now()
         return None if rest is None else (*own, *rest)
@@ -111,11 +113,11 @@ class Origin:
 
     def computed(self, base: DTensor) -> list[DTensor]:
         try:
-            return [wrap(_resolved(view._local), view._layout) for view in self.run(base)]
+            return [wrap(_resolve_conj(view._local), view._layout) for view in self.run(base)]
         except REFUSED:
             if not is_local(self.plan):
                 raise
-            return self.run(dense(base))  # blocks whose strides do not allow the view that the global strides do
+            return self.run(dense_copy(base))  # blocks whose strides do not allow the view that the global strides do
 
     def run(self, base: DTensor) -> list[DTensor]:
         """The operation on ``base``, which has the layout that the plan was made for."""
@@ -123,7 +125,7 @@ class Origin:
         if self.runner is None:
             program = bind_program(self.plan, self.operator, (base, *others), self.kwargs, after=())
             self.runner = runner_of(program, self.operator)
-        local = _resolved(base._local)  # views of empty blocks are copies, which carry a conjugation out: ranks would differ
+        local = _resolve_conj(base._local)  # views of empty blocks are copies, which carry a conjugation out: ranks would differ
         made = self.runner((base, *others), self.kwargs, [local, *others], dict(self.kwargs))
         return list(made) if isinstance(made, (list, tuple)) else [made]
 
@@ -134,20 +136,20 @@ class Origin:
 
 
 @dataclass(slots=True, frozen=True, eq=False)
-class _Held:
+class _LocalRef:
     """A local, compared by identity."""
 
     local: Any
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Held) and self.local is other.local
+        return isinstance(other, _LocalRef) and self.local is other.local
 
     __hash__ = None  # type: ignore[assignment]  # never a key
 
 
-def _memory(x: DTensor) -> Any:
+def _memory_of(x: DTensor) -> Any:
     """Where the elements are: in a local, or in what a remote view is a view of."""
-    return (x._origin, x._place) if isinstance(x, RemoteView) else _Held(x._local)
+    return (x._origin, x._place) if isinstance(x, RemoteView) else _LocalRef(x._local)
 
 
 class RemoteView(DTensor):
@@ -158,7 +160,7 @@ class RemoteView(DTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's stub
-        return _OPERATE(func, args, kwargs or {})
+        return _DISPATCH_VIEW(func, args, kwargs or {})
 
     @property
     def _local(self) -> Any:
@@ -173,20 +175,20 @@ class RemoteView(DTensor):
     @property
     def _root(self) -> Any:
         """The local of the tensor that it is a view of."""
-        return chain_of(self)[0]._local
+        return trace_to_base(self)[0]._local
 
-    def _uncounted(self) -> DTensor:
-        apart = twin(self)
+    def _get_data_alias(self) -> DTensor:
+        apart = copy_view(self)
         counted_together(apart, self)
         return apart
 
-    def _share(self, target: Any) -> None:
+    def _assign_memory_to(self, target: Any) -> None:
         origin, place, layout = self._origin, self._place, self._layout
         target.__class__, target._begins = RemoteView, self._begins
         target._layout, target._origin, target._place = layout, origin, place
 
 
-def viewing(plan: Plan, operator: Operator) -> tuple[Runner | None, Runner | None]:
+def make_view_runners(plan: Plan, operator: Operator) -> tuple[Runner | None, Runner | None]:
     """Return how to run a view operator in place of its local call, and how if the local call refuses a shard's strides.
 
     (None, None) where local results are views of local tensors.
@@ -194,26 +196,26 @@ def viewing(plan: Plan, operator: Operator) -> tuple[Runner | None, Runner | Non
     if plan.how in ("answer", "decompose") or not plan.results:  # without results the operator itself says what is wrong
         return None, None
     if operator.reshapes:
-        return _seen_anew(operator.out_of_place), None
-    if operator.func is _AS_STRIDED or not is_local(plan) or changes(plan) or (plan.rule is not None and plan.rule.run):
-        return remote(operator, plan), None
-    return None, remote(operator, plan) if facts_of(operator.func).needs_strides else None
+        return _make_inplace_runner(operator.out_of_place), None
+    if operator.func is _AS_STRIDED or not is_local(plan) or changes_values(plan) or (plan.rule is not None and plan.rule.run):
+        return make_lazy_runner(operator, plan), None
+    return None, make_lazy_runner(operator, plan) if facts_of(operator.func).needs_strides else None
 
 
-def remote(operator: Operator, plan: Plan) -> Runner:
+def make_lazy_runner(operator: Operator, plan: Plan) -> Runner:
     """What makes a remote view: of tensors whose sizes are known."""
     if any(layout.sized for layout in plan.call.operands):
-        return partial(_in_numbers, operator)
+        return partial(_run_with_ints, operator)
     if operator.func is _AS_STRIDED:
-        return _restriding(operator, plan)
+        return _make_as_strided_runner(operator, plan)
 
-    between = regrouped(plan.call.operands[0], plan.results[0].shape) if operator.func in _RESHAPED else None
+    between = find_stack_shape(plan.call.operands[0], plan.results[0].shape) if operator.func in _VIEW_OPERATORS else None
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         if between is not None and type(args[0]) is DTensor:
-            return _in_two_steps(args[0], operator, between, args[1])
+            return _view_through_stack(args[0], operator, between, args[1])
         given = (args[0], *settled(args[1:]))  # a compiled program that is given the view makes it again
-        made = views_of(Origin(args[0], operator, given, settled(kwargs) if kwargs else kwargs, plan))
+        made = make_views(Origin(args[0], operator, given, settled(kwargs) if kwargs else kwargs, plan))
         if aliases_unseen(operator):
             share_versions(made, args[0])
         return made
@@ -221,30 +223,30 @@ def remote(operator: Operator, plan: Plan) -> Runner:
     return run
 
 
-def _in_two_steps(x: DTensor, operator: Operator, between: tuple[int, ...], shape: Any) -> Any:
+def _view_through_stack(x: DTensor, operator: Operator, between: tuple[int, ...], shape: Any) -> Any:
     """What blocks show of the view is seen at once, so that only a dim folded of others is left to be read: see ``folded``."""
     stack = dispatch(DTensor, operator.func, (), (x, between))
     stack.__dict__["_counted"] = x
-    return views_of(Origin(stack, operator, (stack, shape), {}, plan_of(operator, (stack, shape), {})))
+    return make_views(Origin(stack, operator, (stack, shape), {}, plan_of(operator, (stack, shape), {})))
 
 
-def _in_numbers(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> Any:
+def _run_with_ints(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> Any:
     settle(operator.bind(args, kwargs).values())
     return dispatch(DTensor, operator.func, (), tuple(settled(args)), settled(kwargs))
 
 
-def _seen_anew(anew: Any) -> Runner:
+def _make_inplace_runner(anew: Any) -> Runner:
     """``t_``, ``squeeze_``: the tensor becomes a view of the memory that it was, which earlier views go on to show; the local is
     left as it is, since they, or the user, may hold it."""
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
-        args[0]._become(dispatch(DTensor, anew, (), args, kwargs))
+        args[0]._adopt_memory(dispatch(DTensor, anew, (), args, kwargs))
         return args[0]
 
     return run
 
 
-def _restriding(operator: Operator, plan: Plan) -> Runner:
+def _make_as_strided_runner(operator: Operator, plan: Plan) -> Runner:
     """``as_strided`` counts from the start of the memory, which a view shares with the tensor that it is a view of."""
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
@@ -263,7 +265,7 @@ def _restriding(operator: Operator, plan: Plan) -> Runner:
                 found = plan_of(operator, args, {})
             if not own_strides(found.call):
                 check_memory(found.call)
-            return views_of(Origin(x, operator, args, {}, found))
+            return make_views(Origin(x, operator, args, {}, found))
         if shown.is_conj():
             root = dispatch(DTensor, torch.ops.aten._conj.default, (), (root,))
             root.__dict__["_counted"] = x._base
@@ -271,16 +273,16 @@ def _restriding(operator: Operator, plan: Plan) -> Runner:
             root = dispatch(DTensor, torch.ops.aten.view.dtype, (), (root, x.dtype))
             root.__dict__["_counted"] = x._base
         args = (root, size, stride, shown.storage_offset() if offset is None else offset)
-        return views_of(Origin(root, operator, args, {}, plan_of(operator, args, {})))
+        return make_views(Origin(root, operator, args, {}, plan_of(operator, args, {})))
 
     return run
 
 
 _AS_STRIDED = torch.ops.aten.as_strided.default
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
-_RESHAPED = {torch.ops.aten.view.default, _UNSAFE_VIEW}
+_VIEW_OPERATORS = {torch.ops.aten.view.default, _UNSAFE_VIEW}
 
-install_views(viewing)
+install_views(make_view_runners)
 
 
 def is_local(plan: Plan) -> bool:
@@ -288,27 +290,27 @@ def is_local(plan: Plan) -> bool:
     return not plan.moves and (plan.chosen is None or plan.chosen.kernel_row is None)
 
 
-def changes(plan: Plan) -> bool:
+def changes_values(plan: Plan) -> bool:
     """Whether the view shows other values than its base (``_neg_view``): its locals are copies."""
     return plan.rule is not None and plan.rule.kind == "pointwise" and plan.rule.local is not None
 
 
-def twin(view: RemoteView) -> RemoteView:
+def copy_view(view: RemoteView) -> RemoteView:
     """The same view as another tensor."""
-    return _view(view._origin, view._layout, view._place)
+    return _make_view(view._origin, view._layout, view._place)
 
 
-def views_of(origin: Origin) -> Any:
+def make_views(origin: Origin) -> Any:
     layouts = origin.plan.results[0]
     if isinstance(layouts, Layout):
-        made = _view(origin, layouts, 0)
+        made = _make_view(origin, layouts, 0)
         if origin.operator.func is _UNSAFE_VIEW and (counted := counting(origin.viewed)) is not None:
             counted_together(made, counted)  # the same memory, which autograd counts apart
         return made
-    return [_view(origin, layout, place) for place, layout in enumerate(layouts)]
+    return [_make_view(origin, layout, place) for place, layout in enumerate(layouts)]
 
 
-def chain_of(view: RemoteView) -> tuple[DTensor, list[tuple[Origin, int]]]:
+def trace_to_base(view: RemoteView) -> tuple[DTensor, list[tuple[Origin, int]]]:
     """The tensor that is no remote view, and the operations from there to ``view``, each with the place of its result."""
     links: list[tuple[Origin, int]] = []
     x: DTensor = view
@@ -318,7 +320,7 @@ def chain_of(view: RemoteView) -> tuple[DTensor, list[tuple[Origin, int]]]:
     return x, links
 
 
-def _view(origin: Origin, layout: Layout, place: int) -> RemoteView:
+def _make_view(origin: Origin, layout: Layout, place: int) -> RemoteView:
     viewed, starts = origin.viewed, origin.plan.starts
     begins = begins_after(viewed, layout, starts[place]) if starts else 0
     made = _make(RemoteView, layout.shape, layout.stride, begins, dtype=layout.dtype, device=viewed.device)
@@ -326,16 +328,16 @@ def _view(origin: Origin, layout: Layout, place: int) -> RemoteView:
     return cast(RemoteView, made)
 
 
-def _resolved(local: Any) -> Any:
+def _resolve_conj(local: Any) -> Any:
     """Without a lazy conjugation, which the view's wrapper does not show."""
     return local.resolve_conj() if local.is_complex() else local
 
 
-_PLANS: Bounded[Any, Plan] = Bounded(4096, "remote_view.plans")
+_VIEW_PLANS: Bounded[Any, Plan] = Bounded(4096, "remote_view.plans")
 
 
 def plan_of(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     """The plan of a view operation, found again by its arguments."""
     key = (operator.func, args[0]._layout, nested_key(args[1:]), nested_key(kwargs))
-    found = _PLANS.get(key)
-    return _PLANS.keep(key, plan_for(operator, args, kwargs)) if found is None else found
+    found = _VIEW_PLANS.get(key)
+    return _VIEW_PLANS.keep(key, plan_for(operator, args, kwargs)) if found is None else found
