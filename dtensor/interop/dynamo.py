@@ -1,9 +1,9 @@
-"""The library's own frames, kept from being compiled: ``torch.compile`` of a program with DTensors breaks the graph at each.
+"""Dynamo settings: keep ``torch.compile`` from compiling functions of this library. A graph breaks at a call of one of them.
 
-A compiler that looked into these functions would trace how locals are handled (per rank, in one process) instead of the
-program, and lost gradients or failed on the way. What they call runs as it is, too; the user's own frames are compiled as ever.
-Two things are told: frame evaluation, that frames of ours are not compiled; and Dynamo, that calls of ours are not inlined. Both
-when somebody else imports Dynamo, which takes a second: until then nobody evaluates frames.
+If the compiler traced these functions, it would trace how local tensors are handled (for each rank, in one process) instead of
+the program. It lost gradients then, or failed. Functions that they call are not compiled either. Frames of the user are compiled.
+Two parts of torch are configured: frame evaluation does not compile frames of the library, and Dynamo does not inline calls of
+it. Both are done when other code imports Dynamo, which takes a second. Before that no frames are evaluated.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _TRACE_RULES = "torch._dynamo.trace_rules"
 _SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
 _MARKED_MODULES: set[str] = set()
 
-# Values whose methods are answered at once (see compiled.py), the functions around modules, which are the program's own, and the
-# mode of map_ranks, which lets pass what is compiled.
+# Modules of constants of a graph (see torch_compile.py), of functions that wrap the forward of the user's modules, and of
+# the mode of map_ranks, in which compiled code may run.
 INLINED_MODULES = frozenset(
     {
-        "interop/compiled",
+        "interop/torch_compile",
         "layout/layout",
         "mesh/device_mesh",
         "mesh/geometry",
-        "parallel/tensor/boundary",
-        "parallel/tensor/crossing",
+        "parallel/tensor/colwise_rowwise",
         "parallel/tensor/loss",
-        "parallel/tensor/matrix",
+        "parallel/tensor/prepare_io",
+        "parallel/tensor/shared_input",
         "parallel/tensor/style",
         "placement",
         "ranks/run_mode",
@@ -43,11 +43,14 @@ INLINED_MODULES = frozenset(
 
 
 def keep_from_inlining() -> None:
-    """Tell Dynamo, now or when it comes, that functions of this package are not looked into, but for :data:`LOOKED_INTO`."""
+    """Tell Dynamo not to inline functions of this package except those of ``INLINED_MODULES``; at its import if it is not
+    imported yet.
+    """
     on_import(_TRACE_RULES, _skip_files)
 
 
 def _skip_files(module: Any) -> None:
+    """Add the files of this package to Dynamo's skip list, and mark loaded functions."""
     package = Path(__file__).parents[1]
     for file in sorted(package.rglob("*.py")):
         if file.relative_to(package).with_suffix("").as_posix() not in INLINED_MODULES:
@@ -58,9 +61,10 @@ def _skip_files(module: Any) -> None:
 
 
 def written_in_python(kind: type) -> None:
-    """Give ``kind`` its operators in place (``x += y``) as functions of this package, at which a compiled graph breaks.
+    """Define the in-place operators of ``kind`` (``x += y``) as Python functions of this package, at which a compiled graph
+    breaks.
 
-    Dynamo of torch 2.13 looks up those written in C for ever.
+    Dynamo of torch 2.13 does not terminate when it looks up those written in C.
     """
     for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]:
         setattr(kind, f"__i{name}__", _make_forwarder(getattr(kind, f"__i{name}__")))
@@ -75,7 +79,10 @@ def _make_forwarder(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], A
 
 
 def leave_untraced(package: str) -> None:
-    """Mark all functions of the modules of ``package`` that are loaded and not yet marked, once Dynamo is there."""
+    """Mark all functions of the loaded modules of ``package`` as not compiled, once Dynamo is imported.
+
+    Marked modules are skipped.
+    """
     if _TRACE_RULES not in sys.modules:
         return
     for name, module in list(sys.modules.items()):
@@ -88,7 +95,7 @@ def leave_untraced(package: str) -> None:
 
 
 def _codes_of(value: Any, file: str | None) -> Iterator[CodeType]:
-    """The code of a function, method or property of this file, and of the functions inside it."""
+    """Yield the code objects of a function, method or property defined in ``file``, and of its nested functions."""
     for inner in ("__func__", "fget", "__wrapped__"):
         value = getattr(value, inner, value) if not isinstance(value, type) else None
     code = getattr(value, "__code__", None)

@@ -1,4 +1,4 @@
-"""``on_import``: tell a module of torch's something about this package, now or as soon as somebody imports it."""
+"""Import hooks: run an action on a module of torch when it is imported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..base.patches import changed, restored
 
 
 def on_import(name: str, action: Callable[[ModuleType], None]) -> None:
-    """``action`` of the module ``name``, if it is loaded, else right after it has been executed."""
+    """Call ``action`` with the module ``name``: now if it is loaded, else right after its first import."""
     if name in sys.modules:
         action(sys.modules[name])
     else:
@@ -22,6 +22,11 @@ def on_import(name: str, action: Callable[[ModuleType], None]) -> None:
 
 
 class _PostImportFinder(MetaPathFinder):
+    """A finder that finds nothing itself.
+
+    It wraps the loader of one module, so that an action runs after the module was executed.
+    """
+
     def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
         self.name, self.action = name, action
 

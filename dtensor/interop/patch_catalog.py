@@ -1,8 +1,8 @@
-"""What of torch is not as it was found once this package is imported, and why: everything, in one list.
+"""Patch catalog: every change that this package makes to torch, and the reason for it.
 
-Code without DTensors sees none of it at work: each entry acts on this package's classes only. ``tests/unit/test_changes.py``
-looks through torch's modules and classes in fresh processes, at import, with an in-process mesh, after a capture and after
-debugging, and finds nothing else.
+Code without DTensors does not notice them: each patch acts on classes of this package only. ``tests/unit/test_changes.py``
+compares torch's modules and classes in fresh processes, at import, with an in-process mesh, after a capture and after debugging.
+It fails if there is a change that is not in this list.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from ..base.patches import IN_FORCE
 
 
 class Patch(NamedTuple):
-    """One thing that torch is told.
+    """One patch of torch.
 
     Attributes:
-        where: the attribute or registry of torch's.
-        when: ``"import"``, or what brings it about.
+        where: the attribute or registry of torch that is changed.
+        when: ``"import"``, or the event that applies the patch.
         why: what would not work without it.
-        since: the first torch that it was needed on, of those supported.
-        undone: how.
+        since: the first supported torch version that needs it.
+        undone: how to undo it.
     """
 
     where: str
@@ -31,7 +31,7 @@ class Patch(NamedTuple):
 
     @property
     def in_force(self) -> bool:
-        """Whether it has been made and not been undone."""
+        """Return True if the patch is applied and was not undone."""
         return self.where in IN_FORCE
 
 
@@ -142,14 +142,14 @@ CHANGES = (
         "it lets DTensors dispatch first, as it does torch's own, and so records their local operators "
         "and collectives (register_torch_dispatch)",
         "2.11",
-        "Library._destroy() of interop.lookers",
+        "Library._destroy() of interop.torch_debug_modes",
     ),
     Patch(
         "torch.distributed.tensor.debug.CommDebugMode",
         "the same",
         "it lets DTensors dispatch first, and so counts the collectives that their operators need",
         "2.11",
-        "Library._destroy() of interop.lookers",
+        "Library._destroy() of interop.torch_debug_modes",
     ),
     Patch(
         "torch.distributed._tools.mem_tracker.MemTracker",
@@ -157,7 +157,7 @@ CHANGES = (
         "it lets DTensors dispatch first, and so counts their local tensors; its hooks are not registered on the gathered "
         "parameters that a unit's forward sees, which are no leaves",
         "2.11",
-        "Library._destroy() of interop.lookers, which keeps torch's method",
+        "Library._destroy() of interop.torch_debug_modes, which keeps torch's method",
     ),
     Patch(
         "torch.distributed._tools.mem_tracker.get_untyped_storages",

@@ -1,7 +1,7 @@
 """Saved tensors on the host: ``torch.autograd.graph.save_on_cpu(pin_memory=True)`` and torch's ``offload_wrapper`` for DTensors.
 
-Torch copies what is saved into a plain tensor of the same size. A DTensor has no value of one rank: its local tensors move to the
-host, and come back under the same layout.
+Torch copies a saved tensor into a plain tensor of its size. A DTensor has no such value on one rank. Instead its local tensors
+move to the host, and move back under the same layout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _torch_init: Any = save_on_cpu.__init__
 
 
 def teach_save_on_cpu() -> None:
-    """Have ``save_on_cpu`` move DTensors as DTensors."""
+    """Patch ``save_on_cpu`` so that the local tensors of DTensors move."""
     changed("torch.autograd.graph.save_on_cpu.__init__")
     save_on_cpu.__init__ = _init_hooks  # type: ignore[method-assign]
 

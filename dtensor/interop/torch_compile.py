@@ -1,7 +1,7 @@
-"""What ``torch.compile`` is told, so that it takes DTensors into its graphs.
+"""Support for ``torch.compile``: DTensors, and functions of this package, in compiled graphs.
 
-Placements, layouts and meshes are constants of a graph, on which it is guarded: what is asked of them is answered while the
-program is traced. Methods of DTensors are calls that stand in the graph; ``from_local`` is one where it asks no other rank.
+Placements, layouts and meshes are constants of a graph, with guards: their methods are evaluated while the program is traced.
+Methods of DTensors are calls in the graph. So is ``from_local`` if it needs no communication.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ except AttributeError:  # torch before 2.14
 
 
 def constants(*kinds: type) -> None:
-    """Objects of these classes are constants. Torch 2.11 takes only classes made for it: there the graph breaks at them."""
+    """Register classes of which objects are constants of a graph.
+
+    Torch 2.11 takes only its own classes: there the graph breaks at them.
+    """
     for kind in kinds:
         kind.__fx_repr__ = _fx_repr  # type: ignore[attr-defined]  # torch asks the class for it
         members = dict.fromkeys(_traceable_methods(kind), opaque_object.MemberType.USE_REAL)
@@ -54,25 +57,29 @@ def constants(*kinds: type) -> None:
 
 
 def _traceable_methods(kind: type) -> set[str]:
-    """Torch reads all of these of an object: what a property would find out each time it does not ask for here."""
-    found = {name: getattr_static(kind, name) for name in dir(kind)}
-    kinds = (FunctionType, staticmethod, classmethod, cached_property)
+    """Return the names of methods of ``kind``.
+
+    Torch reads all of them from an object, so properties that compute are not included.
+    """
+    attributes = {name: getattr_static(kind, name) for name in dir(kind)}
+    method_kinds = (FunctionType, staticmethod, classmethod, cached_property)
     return {
         name
-        for name, value in found.items()
-        if isinstance(value, kinds) and (name in _DUNDER_METHODS or not name.startswith("__"))
+        for name, value in attributes.items()
+        if isinstance(value, method_kinds) and (name in _DUNDER_METHODS or not name.startswith("__"))
     }
 
 
-_GROUP_METHODS = frozenset({"get_group", "get_all_groups"})  # looked into: process groups are inputs of a graph, not constants
+_GROUP_METHODS = frozenset({"get_group", "get_all_groups"})  # inlined: process groups are inputs of a graph, not constants
 _DUNDER_METHODS = frozenset({"__getitem__", "__repr__", "__str__"})
 
 
 def _fx_repr(value: Any) -> tuple[str, dict[str, Any]]:
-    """In the text of a graph: what makes a placement, or where this process keeps the object.
+    """Return the text of a constant in a graph, and the names that it needs: an expression for a placement, else a registered
+    object.
 
-    Torch keeps compiled programs on disk under that text. Those of another process would find no process groups of these names
-    here, so they are other programs.
+    Torch stores compiled programs on disk under this text. Programs of another process refer to process groups that do not exist
+    here, so their text differs.
     """
     if isinstance(value, (Shard, Replicate)):
         return repr(value), {type(value).__name__: type(value)}
@@ -82,11 +89,11 @@ def _fx_repr(value: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _graph_break(msg: str) -> None:
-    """``graph_break`` of the compiler, once it is there."""
+    """Break the graph: replaced by the compiler's ``graph_break`` when Dynamo is imported."""
 
 
 def substitutes() -> None:
-    """Functions that are told otherwise to the compiler, once it comes."""
+    """Install substitutes for functions that Dynamo cannot trace, when Dynamo is imported."""
     on_import("torch._dynamo", _install)
 
 
@@ -105,13 +112,14 @@ def _install(module: Any) -> None:
 
 
 def _pass_through(x: Any) -> Any:
-    """Of a plain tensor, or a DTensor: no transform of ``torch.func`` hides it, and it is this rank's alone."""
+    """Return ``x``, a plain tensor or DTensor: ``torch.func`` hides neither in a graph. A PerRank tensor breaks the graph."""
     if isinstance(x, PerRank):
         _graph_break(msg=ALL_RANKS)
     return x
 
 
 def _as_tuple(x: Any) -> Any:
+    """Return ``(x,)``: the local tensors of one rank. A PerRank tensor breaks the graph."""
     if isinstance(x, PerRank):
         _graph_break(msg=ALL_RANKS)
     return (x,)
@@ -135,7 +143,7 @@ def _traced_from_local(
     stride: Sequence[int] | None = None,
     grad_placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """``DTensor.from_local`` as the compiler sees it: what ranks ask each other is asked at every call, outside of the graph."""
+    """Replace ``DTensor.from_local`` in traced code. Checks between ranks run at every call, outside of the graph."""
     if not _is_on_processes(device_mesh):
         _graph_break(msg=ALL_RANKS)
     if device_mesh is None:
@@ -148,19 +156,19 @@ def _traced_from_local(
 
 
 def _make_factory_pair(function: Any) -> tuple[Any, Any]:
-    """What a function that makes a DTensor of sizes is in a graph, and to the compiler."""
+    """Return a factory of DTensors as an operation of a graph, and its substitute in traced code."""
 
-    def made(*size: Any, **options: Any) -> Any:
+    def factory(*size: Any, **options: Any) -> Any:
         return function(*size, **options)
 
-    def seen_as(*size: Any, **options: Any) -> Any:
+    def substitute(*size: Any, **options: Any) -> Any:
         if not _is_on_processes(options.get("device_mesh")):
             _graph_break(msg=ALL_RANKS)
         if options.get("device_mesh") is None:
             _graph_break(msg="a DTensor made without device_mesh= is on the mesh that is entered: give it")
-        return made(*size, **options)
+        return factory(*size, **options)
 
-    return made, seen_as
+    return factory, substitute
 
 
 def _traced_distribute_tensor(
@@ -170,7 +178,7 @@ def _traced_distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """``distribute_tensor`` as the compiler sees it."""
+    """Replace ``distribute_tensor`` in traced code."""
     if not _is_on_processes(device_mesh):
         _graph_break(msg=ALL_RANKS)
     if device_mesh is None:
@@ -200,7 +208,7 @@ def _refuse_flex_attention(*given: Any, **options: Any) -> None:
 
 
 def _traced_as_mesh(mesh: Any = None) -> DeviceMesh:
-    """``as_mesh`` as the compiler sees it."""
+    """Replace ``as_mesh`` in traced code."""
     if not isinstance(mesh, DeviceMesh):
         _graph_break(msg="the mesh that is entered, or one of torch's, is looked up: give a mesh of this package")
     return mesh
@@ -213,7 +221,10 @@ def _distribute_in_graph(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any
 
 
 class _DistributeLeaf(torch.autograd.Function):
-    """``distribute_tensor`` of a tensor that requires grad: a graph makes no leaves; no gradient goes on from this, either."""
+    """``distribute_tensor`` of a tensor that requires grad.
+
+    A graph makes no leaves, so no gradient flows back to the plain tensor.
+    """
 
     @staticmethod
     def forward(_: Any, tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, source: int | None) -> DTensor:

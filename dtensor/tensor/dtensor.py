@@ -11,7 +11,14 @@ import torch
 from ..base.late_binding import pictured, provided
 from ..base.patches import changed
 from ..base.recorder_hooks import ACTIVE
-from ..base.torch_internals import disabled_torch_function, forward_ad
+from ..base.torch_internals import (
+    count_dispatch_modes,
+    count_function_modes,
+    disabled_torch_function,
+    forward_ad,
+    functorch_active,
+    run_backward,
+)
 from ..base.torch_internals import foreach_supported_types as _foreach_types
 from ..base.torch_internals import optimizer_supported_types as _optimizer_types
 from ..base.tracing import not_in_graph
@@ -47,7 +54,6 @@ from .leaf_gradients import install_grad_hook, note_layout_change
 from .local_layout import layout_of_locals
 from .observers import expose_local, notify_local_read, observed
 from .printing import format_local_tensors
-from .root_gradient import backward
 from .storage import storage_of
 
 _grad_enabled, _require_grad = torch.is_grad_enabled, torch.Tensor.requires_grad_
@@ -277,7 +283,37 @@ class DTensor(torch.Tensor):
     def _set_requires_grad(self, value: bool) -> None:
         self.requires_grad_(value)
 
-    backward = backward
+    def backward(
+        self,
+        gradient: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """Compute the gradients of leaves, and add them to their ``.grad``; arguments as in ``torch.Tensor.backward``.
+
+        ``gradient`` (the same global shape; default 1, for a tensor without dims) may have any layout. Each leaf's gradient is
+        communicated to the leaf's layout, in addition to what the gradients of operators communicate.
+
+        Raises:
+            RuntimeError: on all ranks, as in torch: no gradient can be computed, or the graph was freed.
+
+        >>> import dtensor as dt
+        >>> x = dt.ones(3, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)]).requires_grad_()
+        >>> (x * 2).sum().backward()
+        >>> x.grad.full_tensor(), x.grad.placements
+        (tensor([2., 2., 2.]), (Shard(dim=0),))
+        """
+        layout = self._layout
+        starts_from_one = gradient is None and inputs is None and self.requires_grad and layout.is_replicated
+        starts_from_one = starts_from_one and layout.dtype.is_floating_point and not layout.shape
+        if not starts_from_one or count_dispatch_modes() or count_function_modes() or functorch_active():
+            torch.Tensor.backward(self, gradient, retain_graph, create_graph, inputs)
+            return
+        root_gradient = wrap_local(torch.ones_like(self._local), layout)  # torch would make it by an operator
+        keep_graph = create_graph if retain_graph is None else retain_graph
+        run_backward((self,), (root_gradient,), keep_graph, create_graph, (), allow_unreachable=True, accumulate_grad=True)
+
     requires_grad = property(torch.Tensor.requires_grad.__get__, _set_requires_grad)  # type: ignore[attr-defined]  # torch's stub
 
     @property

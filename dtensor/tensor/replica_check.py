@@ -1,4 +1,4 @@
-"""Replica check (``check_ranks(..., replicas=K)``): compare the copies of a model and its optimizer on all ranks, every K steps."""
+"""Replica check (``check_ranks(..., replicas=K)``): compare copies of models and optimizers on all ranks, every K steps."""
 
 from __future__ import annotations
 
