@@ -31,7 +31,6 @@ from .tensor.local_map import local_map
 from .tensor.overrides.table import install_overrides as _install_overrides
 from .tensor.redistribute_many import redistribute_many
 from .tensor.replica_check import follow_check_level as _follow_check_level
-from .tensor.views.compile_protocol import install_view_flattening as _install_view_flattening
 from .tensor.views.inplace_view_ops import install_inplace_view_methods as _install_inplace_view_methods
 from .tensor.views.lazy_view import install_operations as _install_view_operations
 from .tensor.views.view_writeback import operate as _operate_on_view
@@ -180,7 +179,6 @@ _follow_check_level()
 
 # What the library defines on its tensors.
 _install_view_operations(_operate_on_view)
-_install_view_flattening()
 _install_inplace_view_methods()
 
 # What the library changes in torch; ``interop/patch_catalog.py`` lists it.

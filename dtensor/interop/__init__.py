@@ -1,1 +1,4 @@
-"""Everything that torch is told: what, why, and how it is undone."""
+"""Interoperation with torch: patches and registrations that make torch's own tools accept DTensors.
+
+``patch_catalog`` lists them.
+"""

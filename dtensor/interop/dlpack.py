@@ -1,7 +1,7 @@
-"""``torch.utils.dlpack.to_dlpack``, the older way to give a tensor's memory away, told about this package's DTensors.
+"""DLPack patch: ``torch.utils.dlpack.to_dlpack``, the older way to export the memory of a tensor, for DTensors.
 
-It is compiled code that takes a tensor's pointer and asks nobody; that of a DTensor is null, and who read the capsule ended the
-process. ``x.__dlpack__()``, which ``torch.from_dlpack(x)`` and other libraries call, is what a DTensor gives.
+Torch's function is compiled. It reads the data pointer of a tensor without a check, and that of a DTensor is null: a reader of
+the capsule ends the process. For a DTensor the patched function returns ``x.__dlpack__()``, as ``torch.from_dlpack(x)`` calls it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ..tensor.dtensor import DTensor
 
 
 def teach_dlpack() -> None:
-    """Have ``to_dlpack`` of a DTensor give what ``x.__dlpack__()`` gives: a copy of the global value."""
+    """Patch ``to_dlpack``: for a DTensor it exports a copy of the global value, as ``x.__dlpack__()`` does."""
     for where, module in (("torch.utils.dlpack.to_dlpack", torch.utils.dlpack), ("torch.to_dlpack", torch)):
         if hasattr(module, "to_dlpack"):
             changed(where)
             module.to_dlpack = to_dlpack
 
 
-_of_memory: Any = vars(torch.utils.dlpack)["to_dlpack"]
+_torch_to_dlpack: Any = vars(torch.utils.dlpack)["to_dlpack"]
 
 
 def to_dlpack(tensor: Tensor, **options: Any) -> Any:
@@ -33,7 +33,7 @@ def to_dlpack(tensor: Tensor, **options: Any) -> Any:
         return tensor.__dlpack__(**options)
     if isinstance(tensor, PerRank):
         raise LayoutError("a PerRank tensor is several tensors, without one memory to export; pass one of x.shards")
-    return _of_memory(tensor, **options)
+    return _torch_to_dlpack(tensor, **options)
 
 
-to_dlpack.__doc__ = _of_memory.__doc__
+to_dlpack.__doc__ = _torch_to_dlpack.__doc__

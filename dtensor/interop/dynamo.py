@@ -1,9 +1,9 @@
-"""The library's own frames, kept from being compiled: ``torch.compile`` of a program with DTensors breaks the graph at each.
+"""Dynamo settings: keep ``torch.compile`` from compiling functions of this library. A graph breaks at a call of one of them.
 
-A compiler that looked into these functions would trace how locals are handled (per rank, in one process) instead of the
-program, and lost gradients or failed on the way. What they call runs as it is, too; the user's own frames are compiled as ever.
-Two things are told: frame evaluation, that frames of ours are not compiled; and Dynamo, that calls of ours are not inlined. Both
-when somebody else imports Dynamo, which takes a second: until then nobody evaluates frames.
+If the compiler traced these functions, it would trace how local tensors are handled (for each rank, in one process) instead of
+the program. It lost gradients then, or failed. Functions that they call are not compiled either. Frames of the user are compiled.
+Two parts of torch are configured: frame evaluation does not compile frames of the library, and Dynamo does not inline calls of
+it. Both are done when other code imports Dynamo, which takes a second. Before that no frames are evaluated.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 
 from ..base.patches import changed
 from ..base.torch_internals import eval_frame
-from .import_hooks import when_imported
+from .import_hooks import on_import
 
-_TOLD = "torch._dynamo.trace_rules"
+_TRACE_RULES = "torch._dynamo.trace_rules"
 _SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-_DONE: set[str] = set()
+_MARKED_MODULES: set[str] = set()
 
-# Values whose methods are answered at once (see compiled.py), the functions around modules, which are the program's own, and the
-# mode of map_ranks, which lets pass what is compiled.
-LOOKED_INTO = frozenset(
+# Modules of constants of a graph (see torch_compile.py), of functions that wrap the forward of the user's modules, and of
+# the mode of map_ranks, in which compiled code may run.
+INLINED_MODULES = frozenset(
     {
         "interop/torch_compile",
         "layout/layout",
@@ -43,14 +43,17 @@ LOOKED_INTO = frozenset(
 
 
 def keep_from_inlining() -> None:
-    """Tell Dynamo, now or when it comes, that functions of this package are not looked into, but for :data:`LOOKED_INTO`."""
-    when_imported(_TOLD, _skip)
+    """Tell Dynamo not to inline functions of this package except those of ``INLINED_MODULES``; at its import if it is not
+    imported yet.
+    """
+    on_import(_TRACE_RULES, _skip_files)
 
 
-def _skip(module: Any) -> None:
+def _skip_files(module: Any) -> None:
+    """Add the files of this package to Dynamo's skip list, and mark loaded functions."""
     package = Path(__file__).parents[1]
     for file in sorted(package.rglob("*.py")):
-        if file.relative_to(package).with_suffix("").as_posix() not in LOOKED_INTO:
+        if file.relative_to(package).with_suffix("").as_posix() not in INLINED_MODULES:
             module.SKIP_DIRS.append(str(file))
     module._recompile_re()
     changed("torch._dynamo.trace_rules.SKIP_DIRS")
@@ -58,15 +61,16 @@ def _skip(module: Any) -> None:
 
 
 def written_in_python(kind: type) -> None:
-    """Give ``kind`` its operators in place (``x += y``) as functions of this package, at which a compiled graph breaks.
+    """Define the in-place operators of ``kind`` (``x += y``) as Python functions of this package, at which a compiled graph
+    breaks.
 
-    Dynamo of torch 2.13 looks up those written in C for ever.
+    Dynamo of torch 2.13 does not terminate when it looks up those written in C.
     """
     for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]:
-        setattr(kind, f"__i{name}__", _forwarding(getattr(kind, f"__i{name}__")))
+        setattr(kind, f"__i{name}__", _make_forwarder(getattr(kind, f"__i{name}__")))
 
 
-def _forwarding(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def _make_forwarder(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def in_place(self: Any, other: Any) -> Any:
         return method(self, other)
 
@@ -75,29 +79,32 @@ def _forwarding(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def leave_untraced(package: str) -> None:
-    """Mark all functions of the modules of ``package`` that are loaded and not yet marked, once Dynamo is there."""
-    if _TOLD not in sys.modules:
+    """Mark all functions of the loaded modules of ``package`` as not compiled, once Dynamo is imported.
+
+    Marked modules are skipped.
+    """
+    if _TRACE_RULES not in sys.modules:
         return
     for name, module in list(sys.modules.items()):
-        if (name == package or name.startswith(f"{package}.")) and name not in _DONE:
-            _DONE.add(name)
+        if (name == package or name.startswith(f"{package}.")) and name not in _MARKED_MODULES:
+            _MARKED_MODULES.add(name)
             for value in list(vars(module).values()):
                 members = list(vars(value).values()) if isinstance(value, type) and value.__module__ == name else [value]
-                for code in {code for member in members for code in _codes(member, module.__file__)}:
+                for code in {code for member in members for code in _codes_of(member, module.__file__)}:
                     eval_frame.set_code_exec_strategy(code, _SKIP)
 
 
-def _codes(value: Any, file: str | None) -> Iterator[CodeType]:
-    """The code of a function, method or property of this file, and of the functions inside it."""
+def _codes_of(value: Any, file: str | None) -> Iterator[CodeType]:
+    """Yield the code objects of a function, method or property defined in ``file``, and of its nested functions."""
     for inner in ("__func__", "fget", "__wrapped__"):
         value = getattr(value, inner, value) if not isinstance(value, type) else None
     code = getattr(value, "__code__", None)
     if isinstance(code, CodeType) and code.co_filename == file:
-        yield from _inner(code)
+        yield from _nested_codes(code)
 
 
-def _inner(code: CodeType) -> Iterator[CodeType]:
+def _nested_codes(code: CodeType) -> Iterator[CodeType]:
     yield code
     for value in code.co_consts:
         if isinstance(value, CodeType):
-            yield from _inner(value)
+            yield from _nested_codes(value)

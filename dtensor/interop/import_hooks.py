@@ -1,4 +1,4 @@
-"""``when_imported``: tell a module of torch's something about this package, now or as soon as somebody imports it."""
+"""Import hooks: run an action on a module of torch when it is imported."""
 
 from __future__ import annotations
 
@@ -12,16 +12,21 @@ from typing import Any
 from ..base.patches import changed, restored
 
 
-def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
-    """``action`` of the module ``name``, if it is loaded, else right after it has been executed."""
+def on_import(name: str, action: Callable[[ModuleType], None]) -> None:
+    """Call ``action`` with the module ``name``: now if it is loaded, else right after its first import."""
     if name in sys.modules:
         action(sys.modules[name])
     else:
-        sys.meta_path.insert(0, _Waiting(name, action))
+        sys.meta_path.insert(0, _PostImportFinder(name, action))
         changed("sys.meta_path")
 
 
-class _Waiting(MetaPathFinder):
+class _PostImportFinder(MetaPathFinder):
+    """A finder that finds nothing itself.
+
+    It wraps the loader of one module, so that an action runs after the module was executed.
+    """
+
     def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
         self.name, self.action = name, action
 

@@ -1,8 +1,8 @@
-"""What of torch is not as it was found once this package is imported, and why: everything, in one list.
+"""Patch catalog: every change that this package makes to torch, and the reason for it.
 
-Code without DTensors sees none of it at work: each entry acts on this package's classes only. ``tests/unit/test_changes.py``
-looks through torch's modules and classes in fresh processes, at import, with an in-process mesh, after a capture and after
-debugging, and finds nothing else.
+Code without DTensors does not notice them: each patch acts on classes of this package only. ``tests/unit/test_changes.py``
+compares torch's modules and classes in fresh processes, at import, with an in-process mesh, after a capture and after debugging.
+It fails if there is a change that is not in this list.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import NamedTuple
 from ..base.patches import IN_FORCE
 
 
-class Change(NamedTuple):
-    """One thing that torch is told.
+class Patch(NamedTuple):
+    """One patch of torch.
 
     Attributes:
-        where: the attribute or registry of torch's.
-        when: ``"import"``, or what brings it about.
+        where: the attribute or registry of torch that is changed.
+        when: ``"import"``, or the event that applies the patch.
         why: what would not work without it.
-        since: the first torch that it was needed on, of those supported.
-        undone: how.
+        since: the first supported torch version that needs it.
+        undone: how to undo it.
     """
 
     where: str
@@ -31,83 +31,83 @@ class Change(NamedTuple):
 
     @property
     def in_force(self) -> bool:
-        """Whether it has been made and not been undone."""
+        """Return True if the patch is applied and was not undone."""
         return self.where in IN_FORCE
 
 
 CHANGES = (
-    Change(
+    Patch(
         "torch.optim.optimizer._foreach_supported_types",
         "import",
         "optimizers use their foreach implementation for DTensors",
         "2.11",
         "the list's remove(DTensor)",
     ),
-    Change(
+    Patch(
         "torch.utils._foreach_utils._foreach_supported_types",
         "import",
         "clip_grad_norm_ uses its foreach implementation for DTensors",
         "2.11",
         "the list's remove(DTensor)",
     ),
-    Change(
+    Patch(
         "torch._weights_only_unpickler._marked_safe_globals_set",
         "import",
         "torch.load(weights_only=True) accepts DTensors",
         "2.11",
         "torch.serialization.clear_safe_globals()",
     ),
-    Change(
+    Patch(
         "torch.distributed._state_dict_utils",
         "its import",
         "torch's state-dict functions accept DTensors; patches four names of the module that check the class",
         "2.11",
         "the names are kept by interop.state_dicts, which wraps them",
     ),
-    Change(
+    Patch(
         "torch.distributed.checkpoint.state_dict",
         "its import",
         "with all ranks in this process they do not ask for the rank of a process group; patches two names of the module",
         "2.11",
         "the names are kept by interop.state_dicts, which wraps them",
     ),
-    Change(
+    Patch(
         "torch.distributed.checkpoint._state_dict_stager",
         "its import",
         "async_save copies the local tensors of DTensors; one method of StateDictStager, which copies attribute by attribute",
         "2.11",
         "the method is kept by interop.state_dicts, which wraps it",
     ),
-    Change(
+    Patch(
         "torch.utils.dlpack.to_dlpack",
         "import",
         "it exports memory without a check, and a DTensor has none; for a DTensor it returns x.__dlpack__()",
         "2.11",
         "torch._C._to_dlpack is torch's own",
     ),
-    Change("torch.to_dlpack", "import", "the same function as torch.utils.dlpack.to_dlpack", "2.11", "the same"),
-    Change(
+    Patch("torch.to_dlpack", "import", "the same function as torch.utils.dlpack.to_dlpack", "2.11", "the same"),
+    Patch(
         "torch.autograd.graph.save_on_cpu.__init__",
         "import",
         "with pin_memory=True it copies what is saved into a plain tensor; of DTensors the local tensors move",
         "2.11",
         "interop.saved_on_host keeps torch's own",
     ),
-    Change(
+    Patch(
         "sys.meta_path",
         "import",
         'post-import hooks: the modules of this list with "its import" are patched when another module imports them',
         "2.11",
         "at that import",
     ),
-    Change(
+    Patch(
         "torch._dynamo.trace_rules.SKIP_DIRS",
         "its import",
         "compiled graphs break at functions of dtensor instead of tracing ranks, except for those in interop.dynamo.LOOKED_INTO",
         "2.11",
         "stays",
     ),
-    Change(
+    Patch(
         "torch._dynamo",
         "its import",
         "DTensor.from_local and functions of parallel styles become a part of graphs (allow_in_graph, "
@@ -115,121 +115,121 @@ CHANGES = (
         "2.11",
         "stays",
     ),
-    Change(
+    Patch(
         "torch.Tensor.__coerce_same_metadata_as_tangent__",
         "the import of torch._dynamo",
         "torch makes plain gradients for results of a compiled program that need none; they become DTensors",
         "2.13",
         "its deletion",
     ),
-    Change(
+    Patch(
         "torch._library.opaque_object._OPAQUE_TYPES",
         "import",
         "placements, meshes and layouts are constants of compiled programs, with guards",
         "2.13",
         "its pop(...)",
     ),
-    Change(
+    Patch(
         "torch.ops.dtensor",
         "the first of them that is compiled",
         "collectives, random operators and checks, with their effects, are operators of compiled graphs",
         "2.11",
         "Library._destroy()",
     ),
-    Change(
+    Patch(
         "torch.utils._debug_mode.DebugMode",
         "the first mesh or per_rank() tensor, and its import",
         "it lets DTensors dispatch first, as it does torch's own, and so records their local operators "
         "and collectives (register_torch_dispatch)",
         "2.11",
-        "Library._destroy() of interop.lookers",
+        "Library._destroy() of interop.torch_debug_modes",
     ),
-    Change(
+    Patch(
         "torch.distributed.tensor.debug.CommDebugMode",
         "the same",
         "it lets DTensors dispatch first, and so counts the collectives that their operators need",
         "2.11",
-        "Library._destroy() of interop.lookers",
+        "Library._destroy() of interop.torch_debug_modes",
     ),
-    Change(
+    Patch(
         "torch.distributed._tools.mem_tracker.MemTracker",
         "the first mesh or per_rank() tensor, and its import",
         "it lets DTensors dispatch first, and so counts their local tensors; its hooks are not registered on the gathered "
         "parameters that a unit's forward sees, which are no leaves",
         "2.11",
-        "Library._destroy() of interop.lookers, which keeps torch's method",
+        "Library._destroy() of interop.torch_debug_modes, which keeps torch's method",
     ),
-    Change(
+    Patch(
         "torch.distributed._tools.mem_tracker.get_untyped_storages",
         "with MemTracker",
         "it returns the storages of the local tensors of all ranks in this process",
         "2.11",
         "torch.distributed._tools.common_utils has torch's own",
     ),
-    Change(
+    Patch(
         "torch.distributed._tools.mod_tracker.register_multi_grad_hook",
         "with MemTracker",
         "a hook over tensors of all ranks gets the gradients of all ranks together, once",
         "2.11",
         "torch.autograd.graph has torch's own",
     ),
-    Change(
+    Patch(
         "dispatch key PythonTLSSnapshot",
         "import, and that of torch._dynamo",
         "functions that create constants are handled above autograd, also those with a Python implementation for torch.compile",
         "2.11",
         "Library._destroy()",
     ),
-    Change(
+    Patch(
         "torch.library.register_torch_dispatch",
         "the first call of an operator",
         "torch calls dtensor's implementation of the operator for DTensors",
         "2.11",
         "dispatch.dispatcher.clear_plans()",
     ),
-    Change(
+    Patch(
         "torch.autograd.function.FunctionMeta.__getattribute__",
         "the first tensors of all ranks that a program gets (to_local(), per_rank(), map_ranks()) or that require gradients",
         "an autograd.Function over PerRank tensors keeps its graph: torch has no subclass hook there, but it looks up forward",
         "2.11",
         "ranks.applied.leave_functions()",
     ),
-    Change(
+    Patch(
         "torch.autograd.graph.register_multi_grad_hook",
         "the first tensors of all ranks, as above",
         "a hook over tensors of all ranks gets the gradients of all ranks together, once",
         "2.11",
         "ranks.joint_nodes.leave_hooks()",
     ),
-    Change(
+    Patch(
         "torch.utils.module_tracker.register_multi_grad_hook",
         "the first tensors of all ranks, as above",
         "the same function under the name by which ModuleTracker and FlopCounterMode call it",
         "2.11",
         "ranks.joint_nodes.leave_hooks()",
     ),
-    Change(
+    Patch(
         "torch.nn.modules.batchnorm.SyncBatchNorm.forward",
         "the first tensors of all ranks, as above",
         "it takes the statistics of all ranks; torch's asks for a process group, which ranks of one process do not have",
         "2.11",
         "ranks.joint_modules.leave_modules()",
     ),
-    Change(
+    Patch(
         "torch.nn.modules.transformer.TransformerEncoder.forward",
         "the first tensors of all ranks, as above",
         "padded rows are zeros in eval(), as on processes; torch computes nested tensors for plain tensors only",
         "2.11",
         "ranks.joint_modules.leave_modules()",
     ),
-    Change(
+    Patch(
         "torch.optim.optimizer._global_optimizer_pre_hooks",
         "the first parameter that distributing a module replaces",
         "an optimizer that still holds the replaced parameter raises (public: register_optimizer_step_pre_hook)",
         "2.11",
         "the handle's remove()",
     ),
-    Change(
+    Patch(
         "torch.optim.optimizer.Optimizer.zero_grad",
         "the first unit of data parallelism",
         "gradients that are accumulated for a later reduction are cleared too; .grad does not show them",

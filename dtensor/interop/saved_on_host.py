@@ -1,7 +1,7 @@
 """Saved tensors on the host: ``torch.autograd.graph.save_on_cpu(pin_memory=True)`` and torch's ``offload_wrapper`` for DTensors.
 
-Torch copies what is saved into a plain tensor of the same size. A DTensor has no value of one rank: its local tensors move to the
-host, and come back under the same layout.
+Torch copies a saved tensor into a plain tensor of its size. A DTensor has no such value on one rank. Instead its local tensors
+move to the host, and move back under the same layout.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch.autograd.graph import save_on_cpu
 from ..base.patches import changed
 from ..tensor.dtensor import DTensor
 
-_of_plain_tensors: Any = save_on_cpu.__init__
+_torch_init: Any = save_on_cpu.__init__
 
 
 def teach_save_on_cpu() -> None:
-    """Have ``save_on_cpu`` move DTensors as DTensors."""
+    """Patch ``save_on_cpu`` so that the local tensors of DTensors move."""
     changed("torch.autograd.graph.save_on_cpu.__init__")
-    save_on_cpu.__init__ = _begin  # type: ignore[method-assign]
+    save_on_cpu.__init__ = _init_hooks  # type: ignore[method-assign]
 
 
-def _begin(self: Any, pin_memory: bool = False, device_type: str = "cuda") -> None:
-    _of_plain_tensors(self, pin_memory, device_type)
+def _init_hooks(self: Any, pin_memory: bool = False, device_type: str = "cuda") -> None:
+    _torch_init(self, pin_memory, device_type)
     pack = self.pack_hook
     pins = pin_memory and getattr(torch, device_type, torch.cuda).is_available()
 

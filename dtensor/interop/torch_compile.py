@@ -1,7 +1,7 @@
-"""What ``torch.compile`` is told, so that it takes DTensors into its graphs.
+"""Support for ``torch.compile``: DTensors, and functions of this package, in compiled graphs.
 
-Placements, layouts and meshes are constants of a graph, on which it is guarded: what is asked of them is answered while the
-program is traced. Methods of DTensors are calls that stand in the graph; ``from_local`` is one where it asks no other rank.
+Placements, layouts and meshes are constants of a graph, with guards: their methods are evaluated while the program is traced.
+Methods of DTensors are calls in the graph. So is ``from_local`` if it needs no communication.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ..placement import Partial, Placement, Replicate, Shard
 from ..ranks.functorch import each_rank, seen
 from ..tensor import create
 from ..tensor.autograd import as_local, laid
-from ..tensor.compile_protocol import ALL_RANKS, plain_as_tangent
+from ..tensor.compile_protocol import ALL_RANKS, plain_to_expected_tangent
 from ..tensor.distribute import distribute_module, distribute_tensor
 from ..tensor.dtensor import DTensor
-from ..tensor.local_layout import Alike, measures
+from ..tensor.local_layout import EqualLocalsCheck, exchanges_sizes
 from ..tensor.overrides.register import keep_operators_with_rules
-from .import_hooks import when_imported
+from .import_hooks import on_import
 
 try:
     _register, _CONSTANT = opaque_object.register_custom_class, "constant"
@@ -41,11 +41,14 @@ except AttributeError:  # torch before 2.14
 
 
 def constants(*kinds: type) -> None:
-    """Objects of these classes are constants. Torch 2.11 takes only classes made for it: there the graph breaks at them."""
+    """Register classes of which objects are constants of a graph.
+
+    Torch 2.11 takes only its own classes: there the graph breaks at them.
+    """
     for kind in kinds:
-        kind.__fx_repr__ = _written  # type: ignore[attr-defined]  # torch asks the class for it
-        members = dict.fromkeys(_methods(kind), opaque_object.MemberType.USE_REAL)
-        members |= dict.fromkeys(members.keys() & _OF_GROUPS, opaque_object.MemberType.INLINED)
+        kind.__fx_repr__ = _fx_repr  # type: ignore[attr-defined]  # torch asks the class for it
+        members = dict.fromkeys(_traceable_methods(kind), opaque_object.MemberType.USE_REAL)
+        members |= dict.fromkeys(members.keys() & _GROUP_METHODS, opaque_object.MemberType.INLINED)
         try:
             _register(kind, typ=_CONSTANT, members=members)
         except TypeError:  # torch 2.11, of the first of them
@@ -53,22 +56,30 @@ def constants(*kinds: type) -> None:
     changed("torch._library.opaque_object._OPAQUE_TYPES")
 
 
-def _methods(kind: type) -> set[str]:
-    """Torch reads all of these of an object: what a property would find out each time it does not ask for here."""
-    found = {name: getattr_static(kind, name) for name in dir(kind)}
-    kinds = (FunctionType, staticmethod, classmethod, cached_property)
-    return {name for name, value in found.items() if isinstance(value, kinds) and (name in _ASKED or not name.startswith("__"))}
+def _traceable_methods(kind: type) -> set[str]:
+    """Return the names of methods of ``kind``.
+
+    Torch reads all of them from an object, so properties that compute are not included.
+    """
+    attributes = {name: getattr_static(kind, name) for name in dir(kind)}
+    method_kinds = (FunctionType, staticmethod, classmethod, cached_property)
+    return {
+        name
+        for name, value in attributes.items()
+        if isinstance(value, method_kinds) and (name in _DUNDER_METHODS or not name.startswith("__"))
+    }
 
 
-_OF_GROUPS = frozenset({"get_group", "get_all_groups"})  # looked into: process groups are inputs of a graph, not constants
-_ASKED = frozenset({"__getitem__", "__repr__", "__str__"})
+_GROUP_METHODS = frozenset({"get_group", "get_all_groups"})  # inlined: process groups are inputs of a graph, not constants
+_DUNDER_METHODS = frozenset({"__getitem__", "__repr__", "__str__"})
 
 
-def _written(value: Any) -> tuple[str, dict[str, Any]]:
-    """In the text of a graph: what makes a placement, or where this process keeps the object.
+def _fx_repr(value: Any) -> tuple[str, dict[str, Any]]:
+    """Return the text of a constant in a graph, and the names that it needs: an expression for a placement, else a registered
+    object.
 
-    Torch keeps compiled programs on disk under that text. Those of another process would find no process groups of these names
-    here, so they are other programs.
+    Torch stores compiled programs on disk under this text. Programs of another process refer to process groups that do not exist
+    here, so their text differs.
     """
     if isinstance(value, (Shard, Replicate)):
         return repr(value), {type(value).__name__: type(value)}
@@ -77,49 +88,52 @@ def _written(value: Any) -> tuple[str, dict[str, Any]]:
     return f"kept_object({kept(value)!r})", {"kept_object": kept_object}
 
 
-def _break(msg: str) -> None:
-    """``graph_break`` of the compiler, once it is there."""
+def _graph_break(msg: str) -> None:
+    """Break the graph: replaced by the compiler's ``graph_break`` when Dynamo is imported."""
 
 
 def substitutes() -> None:
-    """Functions that are told otherwise to the compiler, once it comes."""
-    when_imported("torch._dynamo", _substitute)
+    """Install substitutes for functions that Dynamo cannot trace, when Dynamo is imported."""
+    on_import("torch._dynamo", _install)
 
 
-def _substitute(module: Any) -> None:
-    global _break
-    _break = torch_internals.graph_break
-    for function in _IN_GRAPH:
+def _install(module: Any) -> None:
+    global _graph_break
+    _graph_break = torch_internals.graph_break
+    for function in _ALLOWED_IN_GRAPH:
         module.allow_in_graph(function)
-    torch.ops.higher_order.flex_attention.py_impl(DTensor)(_flex_attention)
-    for function, seen_as in _SEEN_AS.items():
+    torch.ops.higher_order.flex_attention.py_impl(DTensor)(_refuse_flex_attention)
+    for function, seen_as in _SUBSTITUTES.items():
         module.substitute_in_graph(function, skip_signature_check=True)(seen_as)
     changed("torch._dynamo")
     keep_operators_with_rules()
-    torch.Tensor.__coerce_same_metadata_as_tangent__ = plain_as_tangent  # type: ignore[attr-defined]  # torch asks for it
+    torch.Tensor.__coerce_same_metadata_as_tangent__ = plain_to_expected_tangent  # type: ignore[attr-defined]  # torch asks for it
     changed("torch.Tensor.__coerce_same_metadata_as_tangent__")
 
 
-def _itself(x: Any) -> Any:
-    """Of a plain tensor, or a DTensor: no transform of ``torch.func`` hides it, and it is this rank's alone."""
+def _pass_through(x: Any) -> Any:
+    """Return ``x``, a plain tensor or DTensor: ``torch.func`` hides neither in a graph. A PerRank tensor breaks the graph."""
     if isinstance(x, PerRank):
-        _break(msg=ALL_RANKS)
+        _graph_break(msg=ALL_RANKS)
     return x
 
 
-def _alone(x: Any) -> Any:
+def _as_tuple(x: Any) -> Any:
+    """Return ``(x,)``: the local tensors of one rank. A PerRank tensor breaks the graph."""
     if isinstance(x, PerRank):
-        _break(msg=ALL_RANKS)
+        _graph_break(msg=ALL_RANKS)
     return (x,)
 
 
-def _placed(local: torch.Tensor, mesh: DeviceMesh, placements: Any, shape: Any, stride: Any, grad_placements: Any) -> Any:
-    if shape is None and not is_traced(local) and measures(mesh, placements):  # as the graph takes it for granted
-        Alike(mesh, local.dtype, str(placements))((*local.shape, *local.stride()))
+def _from_local_in_graph(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Any, shape: Any, stride: Any, grad_placements: Any
+) -> Any:
+    if shape is None and not is_traced(local) and exchanges_sizes(mesh, placements):  # as the graph takes it for granted
+        EqualLocalsCheck(mesh, local.dtype, str(placements))((*local.shape, *local.stride()))
     return DTensor.from_local(local, mesh, placements, shape=shape, stride=stride, grad_placements=grad_placements)
 
 
-def _from_local(
+def _traced_from_local(
     local_tensor: torch.Tensor,
     device_mesh: Any = None,
     placements: Sequence[Placement] | None = None,
@@ -129,61 +143,63 @@ def _from_local(
     stride: Sequence[int] | None = None,
     grad_placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """``DTensor.from_local`` as the compiler sees it: what ranks ask each other is asked at every call, outside of the graph."""
-    if not _on_processes(device_mesh):
-        _break(msg=ALL_RANKS)
+    """Replace ``DTensor.from_local`` in traced code. Checks between ranks run at every call, outside of the graph."""
+    if not _is_on_processes(device_mesh):
+        _graph_break(msg=ALL_RANKS)
     if device_mesh is None:
-        _break(msg="DTensor.from_local without device_mesh= reads the mesh that is entered: give it")
+        _graph_break(msg="DTensor.from_local without device_mesh= reads the mesh that is entered: give it")
     if EXPLICIT.held or IMPLICIT_REPLICATION.held:  # else modes are guarded with the layouts of what goes into a graph
-        _break(msg="DTensor.from_local while a mode is entered: under explicit() or implicit_replication() give DTensors")
+        _graph_break(msg="DTensor.from_local while a mode is entered: under explicit() or implicit_replication() give DTensors")
     if run_check:
-        _break(msg="DTensor.from_local(run_check=True) compares what ranks hold, at every call")
-    return _placed(local_tensor, device_mesh, placements, shape, stride, grad_placements)
+        _graph_break(msg="DTensor.from_local(run_check=True) compares what ranks hold, at every call")
+    return _from_local_in_graph(local_tensor, device_mesh, placements, shape, stride, grad_placements)
 
 
-def _making(function: Any) -> tuple[Any, Any]:
-    """What a function that makes a DTensor of sizes is in a graph, and to the compiler."""
+def _make_factory_pair(function: Any) -> tuple[Any, Any]:
+    """Return a factory of DTensors as an operation of a graph, and its substitute in traced code."""
 
-    def made(*size: Any, **options: Any) -> Any:
+    def factory(*size: Any, **options: Any) -> Any:
         return function(*size, **options)
 
-    def seen_as(*size: Any, **options: Any) -> Any:
-        if not _on_processes(options.get("device_mesh")):
-            _break(msg=ALL_RANKS)
+    def substitute(*size: Any, **options: Any) -> Any:
+        if not _is_on_processes(options.get("device_mesh")):
+            _graph_break(msg=ALL_RANKS)
         if options.get("device_mesh") is None:
-            _break(msg="a DTensor made without device_mesh= is on the mesh that is entered: give it")
-        return made(*size, **options)
+            _graph_break(msg="a DTensor made without device_mesh= is on the mesh that is entered: give it")
+        return factory(*size, **options)
 
-    return made, seen_as
+    return factory, substitute
 
 
-def _distribute_tensor(
+def _traced_distribute_tensor(
     tensor: torch.Tensor,
     device_mesh: Any = None,
     placements: Sequence[Placement] | None = None,
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """``distribute_tensor`` as the compiler sees it."""
-    if not _on_processes(device_mesh):
-        _break(msg=ALL_RANKS)
+    """Replace ``distribute_tensor`` in traced code."""
+    if not _is_on_processes(device_mesh):
+        _graph_break(msg=ALL_RANKS)
     if device_mesh is None:
-        _break(msg="distribute_tensor without device_mesh= reads the mesh that is entered: give it")
+        _graph_break(msg="distribute_tensor without device_mesh= reads the mesh that is entered: give it")
     if tensor.requires_grad and not tensor.is_leaf and not isinstance(tensor, DTensor):
-        _break(msg="distribute_tensor takes leaf tensors; a computed value goes through DTensor.from_local(value, mesh, where)")
+        _graph_break(
+            msg="distribute_tensor takes leaf tensors; a computed value goes through DTensor.from_local(value, mesh, where)"
+        )
     with torch.enable_grad():  # a leaf requires grad where no gradients are recorded, too
-        return _distributed(tensor, device_mesh, placements, src_data_rank)
+        return _distribute_in_graph(tensor, device_mesh, placements, src_data_rank)
 
 
-def _distribute_module(*given: Any, **options: Any) -> None:
-    _break(msg="distribute_module makes parameters, which graphs are given: call it before the compiled function")
+def _traced_distribute_module(*given: Any, **options: Any) -> None:
+    _graph_break(msg="distribute_module makes parameters, which graphs are given: call it before the compiled function")
 
 
-def _mode(*given: Any, **options: Any) -> None:
-    _break(msg="a mode is of whoever calls a graph, and guards it: enter it around the call of the compiled function")
+def _refuse_mode(*given: Any, **options: Any) -> None:
+    _graph_break(msg="a mode is of whoever calls a graph, and guards it: enter it around the call of the compiled function")
 
 
-def _flex_attention(*given: Any, **options: Any) -> None:
+def _refuse_flex_attention(*given: Any, **options: Any) -> None:
     raise UnsupportedOperationError(
         "flex_attention does not take DTensors: score_mod and block_mask use global indices. If only "
         "batch or heads are sharded, and score_mod and block_mask do not use the index of a sharded dim, "
@@ -191,21 +207,24 @@ def _flex_attention(*given: Any, **options: Any) -> None:
     )
 
 
-def _mesh(mesh: Any = None) -> DeviceMesh:
-    """``as_mesh`` as the compiler sees it."""
+def _traced_as_mesh(mesh: Any = None) -> DeviceMesh:
+    """Replace ``as_mesh`` in traced code."""
     if not isinstance(mesh, DeviceMesh):
-        _break(msg="the mesh that is entered, or one of torch's, is looked up: give a mesh of this package")
+        _graph_break(msg="the mesh that is entered, or one of torch's, is looked up: give a mesh of this package")
     return mesh
 
 
-def _distributed(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, source: int | None) -> DTensor:
+def _distribute_in_graph(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, source: int | None) -> DTensor:
     if isinstance(tensor, DTensor) or not tensor.requires_grad:
         return distribute_tensor(tensor, mesh, placements, src_data_rank=source)
-    return cast(DTensor, _Leaf.apply(tensor, mesh, placements, source))
+    return cast(DTensor, _DistributeLeaf.apply(tensor, mesh, placements, source))
 
 
-class _Leaf(torch.autograd.Function):
-    """``distribute_tensor`` of a tensor that requires grad: a graph makes no leaves; no gradient goes on from this, either."""
+class _DistributeLeaf(torch.autograd.Function):
+    """``distribute_tensor`` of a tensor that requires grad.
+
+    A graph makes no leaves, so no gradient flows back to the plain tensor.
+    """
 
     @staticmethod
     def forward(_: Any, tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, source: int | None) -> DTensor:
@@ -216,24 +235,30 @@ class _Leaf(torch.autograd.Function):
         return (None,) * 4
 
 
-def _on_processes(mesh: Any) -> bool:
+def _is_on_processes(mesh: Any) -> bool:
     return not isinstance(mesh, DeviceMesh) or mesh.kind == "process_group"
 
 
 _FACTORIES = (create.zeros, create.ones, create.empty, create.full, create.linspace, create.logspace, create.rand, create.randn)
-_MADE = {function: _making(function) for function in _FACTORIES}
-_IN_GRAPH: tuple[Any, ...] = (_placed, _distributed, laid, as_local, *[made for made, _ in _MADE.values()])
-_SEEN_AS: dict[Any, Any] = {
-    **{function: seen_as for function, (_, seen_as) in _MADE.items()},
-    as_mesh: _mesh,
+_FACTORY_PAIRS = {function: _make_factory_pair(function) for function in _FACTORIES}
+_ALLOWED_IN_GRAPH: tuple[Any, ...] = (
+    _from_local_in_graph,
+    _distribute_in_graph,
+    laid,
+    as_local,
+    *[made for made, _ in _FACTORY_PAIRS.values()],
+)
+_SUBSTITUTES: dict[Any, Any] = {
+    **{function: seen_as for function, (_, seen_as) in _FACTORY_PAIRS.items()},
+    as_mesh: _traced_as_mesh,
     constant_of_graph: lambda x: x,
-    distribute_tensor: _distribute_tensor,
-    distribute_module: _distribute_module,
-    DTensor.from_local: _from_local,
-    **dict.fromkeys((explicit, implicit_replication, remember), _mode),
-    seen: _itself,
+    distribute_tensor: _traced_distribute_tensor,
+    distribute_module: _traced_distribute_module,
+    DTensor.from_local: _traced_from_local,
+    **dict.fromkeys((explicit, implicit_replication, remember), _refuse_mode),
+    seen: _pass_through,
     placed_of: lambda x: x._placed,
     layout_of: lambda x: x._layout,
-    each_rank: _itself,
-    shards_of: _alone,
+    each_rank: _pass_through,
+    shards_of: _as_tuple,
 }

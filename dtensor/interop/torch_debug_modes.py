@@ -1,8 +1,9 @@
-"""Lookers: have torch's modes that record operators, ``DebugMode``, ``CommDebugMode`` and ``MemTracker``, see DTensors.
+"""Debug modes of torch that record operators: ``DebugMode``, ``CommDebugMode`` and ``MemTracker`` observe DTensors.
 
-Before torch's own DTensors such a mode steps back (``NotImplemented``): they run with the mode in force, which sees what they
-do. Of a class that it does not know it calls the operator with itself taken away, and sees nothing of it. By
-``register_torch_dispatch``, which says what a mode does with an operator, both step back before ours as well.
+For torch's own DTensors such a mode returns ``NotImplemented``. The operator of the DTensor then runs with the mode enabled,
+which observes its local operators. For a class that it does not know, the mode calls the operator with itself disabled, and
+observes nothing. ``register_torch_dispatch``, which defines what a mode does with an operator, makes it return ``NotImplemented``
+for DTensors of this package as well.
 """
 
 from __future__ import annotations
@@ -25,30 +26,33 @@ from ..ranks.joint_nodes import multi_grad_hook
 from ..ranks.per_rank import PerRank
 from ..tensor.dtensor import DTensor
 from ..tensor.views.block_owners import locals_of
-from .import_hooks import when_imported
+from .import_hooks import on_import
 
 _LIBRARIES: list[torch.library.Library] = []
 
 
 def teach_lookers() -> None:
-    """Have them see what DTensors do, once there may be some, or when they are imported."""
-    before_use(partial(when_imported, "torch.utils._debug_mode", _teach_debug_mode))
-    teach = partial(_teach, where="torch.distributed.tensor.debug.CommDebugMode", taken_down=_nothing, shows_ranges=False)
-    before_use(partial(when_imported, "torch.distributed.tensor.debug._comm_mode", teach))
-    before_use(partial(when_imported, "torch.distributed._tools.mem_tracker", _teach_memory_tracker))
+    """Patch the modes once DTensors may exist, or when the modes are imported."""
+    before_use(partial(on_import, "torch.utils._debug_mode", _patch_debug_mode))
+    teach = partial(
+        _register_mode, where="torch.distributed.tensor.debug.CommDebugMode", record=_record_nothing, shows_ranges=False
+    )
+    before_use(partial(on_import, "torch.distributed.tensor.debug._comm_mode", teach))
+    before_use(partial(on_import, "torch.distributed._tools.mem_tracker", _patch_memory_tracker))
 
 
-def _teach_debug_mode(module: ModuleType) -> None:
-    call: Any = getattr(module, "_OpCall", None)
+def _patch_debug_mode(module: ModuleType) -> None:
+    """Make ``DebugMode`` record operators of DTensors, and the local operators that they run."""
+    call_record: Any = getattr(module, "_OpCall", None)
 
-    def taken_down(mode: Any, func: Any, args: Any, kwargs: Any) -> None:
-        mode._record_call(call(func, args, kwargs, mode.call_depth, stack=mode.record_stack_trace))
+    def record(mode: Any, func: Any, args: Any, kwargs: Any) -> None:
+        mode._record_call(call_record(func, args, kwargs, mode.call_depth, stack=mode.record_stack_trace))
 
-    _teach(module, "torch.utils._debug_mode.DebugMode", _nothing if call is None else taken_down, True)
+    _register_mode(module, "torch.utils._debug_mode.DebugMode", _record_nothing if call_record is None else record, True)
 
 
-def _teach_memory_tracker(module: ModuleType) -> None:
-    """Have ``MemTracker`` count the local tensors of all ranks here, and accept gathered parameters, which are no leaves."""
+def _patch_memory_tracker(module: ModuleType) -> None:
+    """Make ``MemTracker`` count the local tensors of all ranks here, and accept gathered parameters, which are no leaves."""
     tracker_class, storages = (getattr(module, name, None) for name in ("MemTracker", "get_untyped_storages"))
     track = getattr(tracker_class, "_track_module_params_and_buffers", None)
     hooks: Any = sys.modules.get("torch.distributed._tools.mod_tracker")
@@ -69,28 +73,32 @@ def _teach_memory_tracker(module: ModuleType) -> None:
     hooks.register_multi_grad_hook = multi_grad_hook
     changed("torch.distributed._tools.mem_tracker.get_untyped_storages")
     changed("torch.distributed._tools.mod_tracker.register_multi_grad_hook")
-    _teach(module, "torch.distributed._tools.mem_tracker.MemTracker", _nothing, shows_ranges=False)
+    _register_mode(module, "torch.distributed._tools.mem_tracker.MemTracker", _record_nothing, shows_ranges=False)
 
 
-def _nothing(mode: Any, func: Any, args: Any, kwargs: Any) -> None: ...
+def _record_nothing(mode: Any, func: Any, args: Any, kwargs: Any) -> None: ...
 
 
-def _teach(module: ModuleType, where: str, taken_down: Callable[..., None], shows_ranges: bool) -> None:
-    kind: Any = getattr(module, where.rpartition(".")[2], None)
-    if kind is None:
+def _register_mode(module: ModuleType, where: str, record: Callable[..., None], shows_ranges: bool) -> None:
+    """Make the mode class ``where`` return ``NotImplemented`` for aten operators of DTensors, after it called ``record``.
+
+    ``shows_ranges``: the mode observes profiler ranges.
+    """
+    mode_class: Any = getattr(module, where.rpartition(".")[2], None)
+    if mode_class is None:
         return
 
-    def steps_back(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def defer_to_dtensor(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not any(issubclass(each, (DTensor, PerRank)) for each in types):
             return mode.__torch_dispatch__(func, types, args, kwargs)
         if any(issubclass(each, DTensor) for each in types):
-            taken_down(mode, func, args, kwargs or {})
+            record(mode, func, args, kwargs or {})
         return NotImplemented
 
-    LOOKERS[kind] = shows_ranges
+    LOOKERS[mode_class] = shows_ranges
     changed(where)
     library = torch.library.Library("aten", "FRAGMENT")
     _LIBRARIES.append(library)
     for operator in all_operators():
         if operator.startswith("aten::"):
-            torch.library.register_torch_dispatch(operator, kind, steps_back, lib=library)
+            torch.library.register_torch_dispatch(operator, mode_class, defer_to_dtensor, lib=library)

@@ -1,4 +1,4 @@
-"""The class: local and global values, autograd, creation, distribution, views."""
+"""The tensor class ``DTensor``: conversion between local and global tensors, autograd, creation, distribution and views."""
 
 from .dtensor import DTensor
 

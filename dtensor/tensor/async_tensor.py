@@ -1,4 +1,4 @@
-"""DTensors whose local is still on its way."""
+"""Async tensors: DTensors with a local tensor that has not arrived yet."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..comm import Pending
 from ..dispatch.version_counters import SHARED, shared
 from ..dispatch.wrap import SHOWN, install_pending
 from ..layout.layout import Layout
-from .compile_protocol import Constants, Flatten, flatten, unflatten
+from .compile_protocol import FlattenMethod, GraphConstants, flatten_dtensor, unflatten_dtensor
 from .dtensor import DTensor
 
 _make = make_wrapper_subclass
@@ -20,10 +20,10 @@ _DETACH = torch.ops.aten.detach.default
 
 
 class AsyncCollectiveTensor(DTensor):
-    """A DTensor whose local is still on its way; it becomes a plain DTensor when the local is first needed.
+    """A DTensor with a pending redistribution. It becomes a plain DTensor when its local tensor is first needed.
 
-    Whatever asks for the local waits, ``to_local()`` too: a local that a program holds has arrived, and a program that asks
-    ``isinstance(x, AsyncCollectiveTensor)`` before it waits need not wait for one that is none.
+    Every read of the local tensor waits, also ``to_local()``. A local tensor has arrived and is no ``AsyncCollectiveTensor``, so
+    a program that tests for this class before it waits does not wait for it.
 
     >>> from dtensor import AsyncCollectiveTensor, DeviceMesh, Replicate, Shard, distribute_tensor
     >>> x = distribute_tensor(torch.ones(4), DeviceMesh("cpu", 2), [Shard(0)])
@@ -31,7 +31,7 @@ class AsyncCollectiveTensor(DTensor):
     >>> isinstance(y, AsyncCollectiveTensor), type(y.wait()).__name__
     (True, 'DTensor')
 
-    The communication is that of the redistribution; what it raises shows where the local is needed.
+    The communication is that of the redistribution. Its errors are raised where the local tensor is needed.
     An argument of a function that ``torch.compile`` has compiled keeps this class until ``wait()``.
     """
 
@@ -67,12 +67,12 @@ class AsyncCollectiveTensor(DTensor):
         self._compared = True
         return self._pending.wait()
 
-    __tensor_flatten__ = Flatten(flatten, "_local_for_guards")
+    __tensor_flatten__ = FlattenMethod(flatten_dtensor, "_local_for_guards")
 
     @staticmethod
-    def __tensor_unflatten__(pieces: dict[str, Any], constants: Constants, size: Any, stride: Any) -> Any:
+    def __tensor_unflatten__(pieces: dict[str, Any], constants: GraphConstants, size: Any, stride: Any) -> Any:
         """Return a tensor of this class: graphs check that an argument has the class that was traced."""
-        x = unflatten(pieces, constants, size, stride)
+        x = unflatten_dtensor(pieces, constants, size, stride)
         made = _await(Pending.of(x._local), x._layout, x)
         made._compared = True
         return made

@@ -1,7 +1,7 @@
-"""What ``torch.compile`` asks of a tensor: the piece that it holds, and the layout under which that is the whole.
+"""Compile protocol: ``torch.compile``'s subclass protocol (``__tensor_flatten__`` and its relatives) for DTensors.
 
-Compiled programs see the piece; the layout is a constant of theirs, on which they are guarded. Only this rank's piece of a mesh
-of processes is such a tensor: with all ranks in this process, and in a dry run, a DTensor does not flatten, and the graph breaks.
+A compiled program sees the local tensor. The layout is a constant of the program and part of its guards. A DTensor flattens only
+on a mesh of processes. With all ranks in this process, and in a dry run, it does not, and the graph breaks.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ from ..dispatch import wrap
 from ..dispatch.wrap import wrap_local
 from ..errors import DTensorError, UnsupportedOperationError
 from ..layout.layout import Layout
-from .autograd import distributed, grad_layout, move, to_whole
+from .autograd import grad_layout, move, to_dtensor_grad, to_full_tensor
 
 
-class Flatten:
-    """``__tensor_flatten__``: torch asks an instance whether it has one."""
+class FlattenMethod:
+    """Descriptor of ``__tensor_flatten__``.
 
-    def __init__(self, flatten: Callable[..., Any], piece: str = "_local") -> None:
-        self.flatten, self.piece = flatten, piece
+    Torch checks whether an instance has the attribute, so the answer can differ by mesh.
+    """
+
+    def __init__(self, flatten: Callable[..., Any], inner_name: str = "_local") -> None:
+        self.flatten, self.inner_name = flatten, inner_name
 
     def __get__(self, x: Any, kind: type) -> Callable[..., Any]:
         if x is None:
@@ -44,10 +47,10 @@ class Flatten:
                 "torch.export does not support DTensors; export the model before its parameters are distributed, "
                 "or use torch.compile"
             )
-        getattr(x, self.piece)  # one that is under way arrives
+        getattr(x, self.inner_name)  # wait for a pending tensor
         if x._layout.mesh.kind != "process_group":
             if torch_internals.TracingContext.try_get() is not None:
-                _say_once()
+                _warn_all_ranks_once()
                 raise torch_internals.Unsupported(ALL_RANKS)
             raise AttributeError(
                 f"a DTensor on {x._layout.mesh!r} has several local tensors in this process, which torch.compile does not support"
@@ -63,131 +66,150 @@ ALL_RANKS = (
 
 
 @cache
-def _say_once() -> None:
+def _warn_all_ranks_once() -> None:
     warnings.warn(ALL_RANKS, stacklevel=2)
 
 
-class Marked:
-    """What ``torch._dynamo.mark_dynamic`` writes to a tensor: taken as ``maybe_mark_dynamic`` says it, since a plan may be right
-    for one size alone, and is then made anew for the next, where torch would refuse the graph."""
+class DynamicMarks:
+    """Descriptor that turns ``torch._dynamo.mark_dynamic`` of a tensor into ``maybe_mark_dynamic``.
+
+    A plan may be right for one size only. Then the program is compiled again for the next size, where torch would raise.
+    """
 
     def __get__(self, x: Any, kind: type) -> Any:
-        return self if x is None else _Marks.of(x)
+        return self if x is None else _MarkSet.of(x)
 
     def __set__(self, x: Any, value: Any) -> None:
         pass
 
 
-class _Marks(set[int]):
-    """None that must be kept; those that are added are noted as wishes."""
+class _MarkSet(set[int]):
+    """An empty set of strict marks. Marks that are added to it become weak marks of the tensor."""
 
     x: Any
 
     @staticmethod
-    def of(x: Any) -> _Marks:
-        made = _Marks()
-        made.x = x
-        return made
+    def of(x: Any) -> _MarkSet:
+        marks = _MarkSet()
+        marks.x = x
+        return marks
 
     def add(self, mark: Any) -> None:
         if isinstance(mark, int):  # else a range
-            _wish(self.x, {mark})
+            _add_weak_marks(self.x, {mark})
 
 
-def _wish(x: Any, marks: set[int]) -> None:
+def _add_weak_marks(x: Any, marks: set[int]) -> None:
     x.__dict__.setdefault("_dynamo_weak_dynamic_indices", set()).update(marks)
 
 
-Constants = tuple[tuple[Any, ...], bool, bool, bool]
+GraphConstants = tuple[tuple[Any, ...], bool, bool, bool]
 
 
-def flatten(x: Any) -> tuple[list[str], Constants]:
-    """The piece, and what graphs are guarded on: how it lies, whatever its sizes; and the modes, which plans go by.
+def flatten_dtensor(x: Any) -> tuple[list[str], GraphConstants]:
+    """Return the name of the inner tensor, and the constants on which graphs are guarded.
 
-    Guards ask twice for each argument of each call.
+    The constants are the layout without its sizes, the modes that plans depend on, and ``requires_grad``. Guards call this twice
+    for each argument of each call, so it must be fast.
     """
-    layout, piece = x._layout, x._local
-    known = vars(piece)
+    layout, local = x._layout, x._local
+    local_attributes = vars(local)
     if layout.sized:
         still_open((*layout.shape, *layout.stride))
-        if type(piece) is FakeTensor and x._base is not None:
-            only_told((*layout.shape, *layout.stride), (*piece.shape, *piece.stride(), piece.storage_offset()))
-        if x.requires_grad and _GIVEN in known and is_written(piece):
+        if type(local) is FakeTensor and x._base is not None:
+            only_told((*layout.shape, *layout.stride), (*local.shape, *local.stride(), local.storage_offset()))
+        if x.requires_grad and _IS_PROGRAM_INPUT in local_attributes and is_written(local):
             for_one_size((*layout.shape, *layout.stride))  # torch 2.13 does not count the symbols that come with such a result
-    if "_dynamo_dynamic_indices" in known:  # torch marks pieces, too: see Marked
-        _wish(piece, known.pop("_dynamo_dynamic_indices"))
+    if "_dynamo_dynamic_indices" in local_attributes:  # torch marks pieces, too: see Marked
+        _add_weak_marks(local, local_attributes.pop("_dynamo_dynamic_indices"))
     if (task := graph_task()) >= 0:
-        _taken(piece, task)
-    if "_dynamo_static_indices" not in known and isinstance(x, Parameter):  # as torch takes parameters, not what they hold
-        piece._dynamo_static_indices = set(range(piece.ndim))
+        _note_memory(local, task)
+    if "_dynamo_static_indices" not in local_attributes and isinstance(
+        x, Parameter
+    ):  # as torch takes parameters, not what they hold
+        local._dynamo_static_indices = set(range(local.ndim))
     if EXPLICIT.held or IMPLICIT_REPLICATION.held:
         return ["_local"], (layout.manner, bool(EXPLICIT), bool(IMPLICIT_REPLICATION), x.requires_grad)
     return ["_local"], (layout.manner, False, False, x.requires_grad)
 
 
-def unflatten(pieces: dict[str, torch.Tensor], constants: Constants, size: Sequence[int], stride: Sequence[int]) -> Any:
-    """The DTensor with this piece. Sizes may be symbols: that the piece has those that a tensor of them leaves to this rank is a
-    guard."""
+def unflatten_dtensor(
+    pieces: dict[str, torch.Tensor], constants: GraphConstants, size: Sequence[int], stride: Sequence[int]
+) -> Any:
+    """Return the DTensor with the inner tensor ``pieces["_local"]``.
+
+    Sizes may be symbols. Then it becomes a guard that the local tensor has the local sizes of this rank.
+    """
     local, (mesh, placements, dtype, _) = pieces["_local"], constants[0]
     layout = Layout.of(mesh, placements, size, stride, dtype)
     if constants[3] and is_counted(local):
         before = counted_before(local)
-        vars(local)[_GIVEN] = True
+        vars(local)[_IS_PROGRAM_INPUT] = True
         if before is not None and is_written(before):
             local.requires_grad_()  # then torch counts it among the results, as what it is a piece of
-    if has_no_values(local) and not _fits(layout, sizes(local.shape)):
+    if has_no_values(local) and not _matches_local_shape(layout, sizes(local.shape)):
         raise DTensorError(f"a local tensor of shape {tuple(local.shape)} does not fit {layout!r}")
-    return wrap_local(local if (task := graph_task()) < 0 else _own(local, task), layout)
+    return wrap_local(local if (task := graph_task()) < 0 else _unshare_gradient(local, task), layout)
 
 
-_GIVEN = "_given"  # the attribute of the pieces that a program is given
+_IS_PROGRAM_INPUT = "_given"  # the attribute of the pieces that a program is given
 
 
-def _fits(layout: Layout, piece: tuple[int, ...]) -> bool:
-    """Whether this rank's piece may have these sizes: said so that torch finds one symbol by the other, where blocks are even."""
+def _matches_local_shape(layout: Layout, local_shape: tuple[int, ...]) -> bool:
+    """Return True if the local tensor of this rank may have the sizes ``piece``.
+
+    For even shards the global size is compared with a multiple of the local size, so that torch derives one symbol from the
+    other.
+    """
     member, even = layout.mesh.current_member(), [(d, split) for d, split in enumerate(layout.splits) if split and split.even]
     if member is None:
         return True
-    whole = all(layout.shape[d] == piece[d] * len(split.sizes) for d, split in even)
-    return whole and piece == layout.local_shape(layout.mesh.coordinates[member])
+    is_multiple = all(layout.shape[d] == local_shape[d] * len(split.sizes) for d, split in even)
+    return is_multiple and local_shape == layout.local_shape(layout.mesh.coordinates[member])
 
 
-def _own(local: torch.Tensor, task: int) -> torch.Tensor:
-    """A gradient that a compiled backward pass gives, in memory that no other of the pass has: a graph gives one tensor for
-    several (of ``x + y``), or what it was given, and autograd takes each wrapper for one that nobody else has."""
-    repeated = 0 in local.stride() and local.numel() > 1
-    if repeated or _taken(local, task):
-        return local.clone(memory_format=torch.contiguous_format if repeated else torch.preserve_format)
+def _unshare_gradient(local: torch.Tensor, task: int) -> torch.Tensor:
+    """Return a gradient of a compiled backward pass in memory that no other gradient of the pass has.
+
+    A graph may return one tensor for several gradients (of ``x + y``), or an input. Autograd takes each wrapper for a tensor that
+    it alone holds, and writes to it.
+    """
+    has_overlap = 0 in local.stride() and local.numel() > 1
+    if has_overlap or _note_memory(local, task):
+        return local.clone(memory_format=torch.contiguous_format if has_overlap else torch.preserve_format)
     return local
 
 
-def _taken(local: torch.Tensor, task: int) -> bool:
-    """Whether the memory of ``local`` was in a gradient of this pass before; it is from now on."""
+def _note_memory(local: torch.Tensor, task: int) -> bool:
+    """Note the memory of ``local`` for this backward pass. Return True if it was noted before."""
     if type(local) is not torch.Tensor:  # a stand-in
         return False
-    seen = vars(_PASS).setdefault("seen", {})
-    if task not in seen:
-        seen.clear()
-        seen[task] = set()
-    where = local.untyped_storage().data_ptr()
-    known = where in seen[task]
-    seen[task].add(where)
-    return known
+    addresses_by_task = vars(_BACKWARD).setdefault("seen", {})
+    if task not in addresses_by_task:
+        addresses_by_task.clear()
+        addresses_by_task[task] = set()
+    address = local.untyped_storage().data_ptr()
+    is_known = address in addresses_by_task[task]
+    addresses_by_task[task].add(address)
+    return is_known
 
 
-_PASS = threading.local()
+_BACKWARD = threading.local()
 
 
-def as_any_tangent(x: Any) -> Any:
-    """A result as its gradient is laid while the backward pass is traced."""
+def to_tangent_layout(x: Any) -> Any:
+    """Return a result in the layout that its gradient is expected to have, while the backward pass is traced."""
     layout = grad_layout(x._layout, None)
     return x if layout is x._layout else move(x, layout)
 
 
-def as_tangent(x: Any, constants: Constants | None, expected: type | None = None) -> Any:
-    """A gradient as it was laid when the backward pass was traced."""
+def to_expected_tangent(x: Any, constants: GraphConstants | None, expected: type | None = None) -> Any:
+    """Return a gradient in the layout that was expected when the backward pass was traced.
+
+    ``constants`` None: a plain gradient was expected. Then the full tensor is returned, or ``x`` if no class was expected.
+    """
     if constants is None:
-        return x if expected is None else to_whole(x, None)
+        return x if expected is None else to_full_tensor(x, None)
     if "_origin" in vars(x):
         x = wrap_local(x._local, x._layout)
     mesh, placements, dtype, order = constants[0]
@@ -201,16 +223,21 @@ def as_tangent(x: Any, constants: Constants | None, expected: type | None = None
     return wrap_local(layout.block_beside(moved._local, layout.mesh.current_member()).copy_(moved._local), layout)
 
 
-def plain_as_tangent(x: Any, constants: Constants | None, expected: type | None = None) -> Any:
-    """``as_tangent`` of a plain tensor, which all ranks hold alike, as without a compiler: torch makes one of zeros for each
-    result that is asked for no gradient. None, which torch refuses, where no gradient of a DTensor is expected."""
+def plain_to_expected_tangent(x: Any, constants: GraphConstants | None, expected: type | None = None) -> Any:
+    """Return a plain gradient, equal on all ranks, as the DTensor that the traced backward pass expects.
+
+    Torch makes plain zeros for results that need no gradient. Returns None, which torch refuses, if it expects no DTensor.
+    """
     if type(x) is not torch.Tensor or expected is not wrap.TENSOR or constants is None:
         return None
     mesh, placements, *_ = constants[0]
-    return as_tangent(distributed(x, Layout.replicated(mesh, x.shape, x.stride(), x.dtype), placements), constants)
+    return to_expected_tangent(to_dtensor_grad(x, Layout.replicated(mesh, x.shape, x.stride(), x.dtype), placements), constants)
 
 
-def told_apart(x: Any) -> str:
-    """What torch keeps compiled programs under, on disk too: those of another process name process groups that are not here."""
+def make_cache_text(x: Any) -> str:
+    """Return the text under which torch stores compiled programs of this argument, also on disk.
+
+    It names this process, because a program of another process refers to process groups that do not exist here.
+    """
     local, layout = x._local, x._layout
     return f"{kept(layout.manner)} {tuple(layout.shape)} {layout.stride} {tuple(local.shape)} {local.stride()} {x.requires_grad}"

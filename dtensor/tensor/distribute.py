@@ -1,4 +1,4 @@
-"""Make distributed tensors and modules from plain ones."""
+"""Distribute plain tensors and modules over a mesh: ``distribute_tensor`` and ``distribute_module``."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """``tensor``, the same global value, laid out over the mesh. A leaf that requires grad gives a leaf that requires grad.
+    """Return ``tensor`` as a DTensor with the same global value. A leaf that requires grad gives a leaf that requires grad.
 
     Args:
-        tensor: the global tensor (a meta tensor gives meta pieces; a DTensor is redistributed,
-                also where ``torch.func`` hides that it is one, so that it lacks the method).
+        tensor: the global tensor. A meta tensor gives local meta tensors. A DTensor is redistributed, also if it is hidden by a
+            ``torch.func`` transform, where it lacks the method.
         placements: one per mesh dim, default ``Replicate()`` on all.
-        src_data_rank: whose value counts: the rank at this index along every mesh dim sends each rank its block (a broadcast
-            where nothing is sharded, else one scatter), after the ranks have compared their arguments (an exchange of a few
-            bytes, with which a small tensor comes). None: every rank cuts its own copy, no communication.
+        src_data_rank: the rank with the value that counts, by its index along every mesh dim. It sends each rank its shard (a
+            broadcast if nothing is sharded, else one scatter), after the ranks have compared their arguments (an exchange of a
+            few bytes, which includes a small tensor). None: every rank shards its own copy, no communication.
 
     Raises:
-        PlacementError, MeshError: see :class:`Layout`. LayoutError: a non-leaf that requires grad; on all ranks, where they give
+        PlacementError, MeshError: see :class:`Layout`. LayoutError: a non-leaf that requires grad; on all ranks, if they pass
             different shapes, dtypes or placements, or some a meta tensor and some data.
 
     >>> import dtensor as dt
@@ -70,81 +70,95 @@ def distribute_tensor(
       rank 3: [[5]])
     """
     mesh = as_mesh(device_mesh)
-    if (own := layout_of(tensor)) is not None:
-        if own.mesh != mesh:
+    if (layout := layout_of(tensor)) is not None:
+        if layout.mesh != mesh:
             raise MeshError(
-                f"distribute_tensor: the DTensor is on {own.mesh!r}, not on {mesh!r}; call x.redistribute(mesh, placements)"
+                f"distribute_tensor: the DTensor is on {layout.mesh!r}, not on {mesh!r}; call x.redistribute(mesh, placements)"
             )
         if not isinstance(tensor, DTensor):
-            return cast(DTensor, laid(tensor, own.whole().placements if placements is None else placements))
+            return cast(DTensor, laid(tensor, layout.whole().placements if placements is None else placements))
         return tensor.redistribute(placements=placements)
     if functorch_active():
         tensor = constant(tensor)
     with below_transforms():
-        made = _distributed(tensor, mesh, placements, src_data_rank)
-    return within_transforms(made)
+        result = _distribute_plain(tensor, mesh, placements, src_data_rank)
+    return within_transforms(result)
 
 
-def _distributed(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, src_data_rank: int | None) -> DTensor:
-    sent = None
+def _distribute_plain(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, src_data_rank: int | None) -> DTensor:
+    """Return a plain tensor as a DTensor; see :func:`distribute_tensor`."""
+    received = None
     if src_data_rank is None:
-        layout = _layout_of(tensor, mesh, placements)
+        layout = _make_layout(tensor, mesh, placements)
     elif under_way() and mesh.kind == "process_group":  # all that follows is a step of the graph
-        return _sent_in_graph(tensor, _layout_of(tensor, mesh, placements), placements, src_data_rank)
+        return _distribute_in_graph(tensor, _make_layout(tensor, mesh, placements), placements, src_data_rank)
     else:
-        layout, sent = _agreed(tensor, mesh, placements, src_data_rank)
+        layout, received = _agree_on_layout(tensor, mesh, placements, src_data_rank)
     reduced = layout.reduced()
-    local = _scatter(tensor.detach(), reduced, src_data_rank) if sent is None else _cut(sent, reduced, src_data_rank or 0)
-    made = wrap(local if reduced is layout else redistribute_local(local, reduced, layout), layout)
-    return made.requires_grad_() if tensor.requires_grad else made
+    local = (
+        _scatter_from_source(tensor.detach(), reduced, src_data_rank)
+        if received is None
+        else _shard_received(received, reduced, src_data_rank or 0)
+    )
+    result = wrap(local if reduced is layout else redistribute_local(local, reduced, layout), layout)
+    return result.requires_grad_() if tensor.requires_grad else result
 
 
-def _agreed(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, source: int) -> tuple[Layout, torch.Tensor | None]:
-    """The layout, once all ranks have said the same; and what the source holds, where it is small enough to come with that."""
-    recorded = current() is not None  # what is sent is a step of its own then, which is done again
+def _agree_on_layout(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, source: int) -> tuple[Layout, torch.Tensor | None]:
+    """Return the layout after all ranks have passed equal arguments, and the source's tensor if it was small enough to be
+    included.
+    """
+    is_recorded = current() is not None  # what is sent is a step of its own then, which is done again
 
-    def made() -> tuple[Layout, int, bool, list[str]]:
-        layout = _layout_of(tensor, mesh, placements)
-        position, here = _source_in(mesh, whole(source, "src_data_rank"))
-        composed = is_traceable_wrapper_subclass(tensor)
-        words = (("recorded", recorded), ("no data", tensor.is_meta), (type(tensor).__name__, composed))
-        return layout, position, here, [word for word, holds in words if holds]
+    def find_layout() -> tuple[Layout, int, bool, list[str]]:
+        layout = _make_layout(tensor, mesh, placements)
+        position, here = _find_source(mesh, whole(source, "src_data_rank"))
+        is_wrapper = is_traceable_wrapper_subclass(tensor)
+        differences = (("recorded", is_recorded), ("no data", tensor.is_meta), (type(tensor).__name__, is_wrapper))
+        return layout, position, here, [word for word, holds in differences if holds]
 
-    def told(made: tuple[Layout, int, bool, list[str]]) -> tuple[Any, tuple[int, ...], bytes]:
-        layout, position, here, besides = made
-        load = content(tensor) if here and not besides and layout.nbytes <= room(mesh) else b""
-        return (layout, position, tensor.requires_grad, *besides), layout.stride, load
+    def describe(find_layout: tuple[Layout, int, bool, list[str]]) -> tuple[Any, tuple[int, ...], bytes]:
+        layout, position, here, special = find_layout
+        payload = content(tensor) if here and not special and layout.nbytes <= room(mesh) else b""
+        return (layout, position, tensor.requires_grad, *special), layout.stride, payload
 
-    (layout, position, _, besides), by_rank = alike(mesh, "distribute_tensor", made, told)
+    (layout, position, _, special), by_rank = alike(mesh, "distribute_tensor", find_layout, describe)
     if by_rank is None:
         return layout, None
     layout = layout.replace(stride=by_rank.numbers[position])  # it may hold something that lies in its memory in another way
-    if besides or layout.nbytes > room(mesh):
+    if special or layout.nbytes > room(mesh):
         return layout, None
     return layout, from_bytes(by_rank.loads[position, : layout.nbytes], layout.shape, layout.dtype)
 
 
 @remembered(1024)
-def _source_in(mesh: DeviceMesh, source: int) -> tuple[int, bool]:
-    """The source's position in the mesh, and whether this rank is the source."""
-    return _position(mesh, source), mesh.coordinate_of(mesh.current_member()) == (source,) * mesh.ndim
+def _find_source(mesh: DeviceMesh, source: int) -> tuple[int, bool]:
+    """Return the source's position in the mesh, and whether this rank is the source."""
+    return _source_position(mesh, source), mesh.coordinate_of(mesh.current_member()) == (source,) * mesh.ndim
 
 
-def _sent_in_graph(tensor: torch.Tensor, layout: Layout, placements: Any, source: int) -> DTensor:
-    def sent(layouts: Sequence[Layout], given: torch.Tensor) -> torch.Tensor:
-        (wanted,) = layouts
-        made = distribute_tensor(given, wanted.mesh, placements, src_data_rank=source)
-        if made._layout != wanted:
+def _distribute_in_graph(tensor: torch.Tensor, layout: Layout, placements: Any, source: int) -> DTensor:
+    """Return the DTensor of a traced tensor. All communication is one operator of the graph."""
+
+    def distribute(layouts: Sequence[Layout], value: torch.Tensor) -> torch.Tensor:
+        (target,) = layouts
+        result = distribute_tensor(value, target.mesh, placements, src_data_rank=source)
+        if result._layout != target:
             raise LayoutError(
-                f"distribute_tensor: rank {source} passed {made._layout!r}, but the compiled program of this rank "
-                f"expects {wanted!r}; pass tensors with the same strides on all ranks (.contiguous())"
+                f"distribute_tensor: rank {source} passed {result._layout!r}, but the compiled program of this rank "
+                f"expects {target!r}; pass tensors with the same strides on all ranks (.contiguous())"
             )
-        return made._local
+        return result._local
 
-    return wrap(as_one_step((layout,), sent, tensor.detach()), layout)
+    return wrap(as_one_step((layout,), distribute, tensor.detach()), layout)
 
 
-def _layout_of(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> Layout:
+def _make_layout(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> Layout:
+    """Return the layout of the distributed tensor.
+
+    Raises:
+        LayoutError: the tensor is not a leaf, or has a forward-mode tangent.
+    """
     if not strided(tensor, "distribute_tensor").is_leaf or has_tangent(tensor):
         raise LayoutError(
             "distribute_tensor takes leaf tensors; for a computed tensor use DTensor.from_local(value, mesh, placements)"
@@ -153,9 +167,10 @@ def _layout_of(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> Layou
     return Layout.of(mesh, placements, tensor.shape, dense, tensor.dtype)
 
 
-def _scatter(tensor: torch.Tensor, layout: Layout, source: int | None) -> Any:
+def _scatter_from_source(tensor: torch.Tensor, layout: Layout, source: int | None) -> Any:
+    """Return the local tensors of this process, sent by the rank at ``source``. None: each rank shards its own copy."""
     mesh, comm = layout.mesh, communicator_of(layout.mesh)
-    position = None if source is None else _position(mesh, source)
+    position = None if source is None else _source_position(mesh, source)
     if mesh.device_type in ("cpu", "cuda") and tensor.device.type not in ("meta", mesh.device_type):
         tensor = tensor.to(mesh.device_type)
     if not comm.held:
@@ -167,55 +182,69 @@ def _scatter(tensor: torch.Tensor, layout: Layout, source: int | None) -> Any:
     if is_traceable_wrapper_subclass(tensor):  # whole to every rank: it says itself how it is cut
         tensor = part_by_part(lambda part: comm.broadcast(part, range(mesh.ndim), position).wait(), tensor)
         return comm.map(lambda member, full: block_of(full, layout, member), tensor)
-    return comm.map(in_order, _scattering(layout, position)(tensor).wait(), layout)
+    return comm.map(in_order, _bind_scatter(layout, position)(tensor).wait(), layout)
 
 
-def _cut(sent: torch.Tensor, layout: Layout, source: int) -> Any:
-    """The blocks of what has come to every rank; told as the collective that it saves."""
+def _shard_received(received: torch.Tensor, layout: Layout, source: int) -> Any:
+    """Return the shards of a tensor that every rank received during the comparison of arguments.
+
+    It is reported to listeners as the collective that it replaces.
+    """
     comm = communicator_of(layout.mesh)
-    comm.reported(_kind(layout), range(layout.mesh.ndim), lambda: _brought(layout, _position(layout.mesh, source)))
-    return comm.map(lambda member: in_order(member, block_of(sent, layout, member), layout))
+    comm.reported(
+        _collective_name(layout), range(layout.mesh.ndim), lambda: _received_nbytes(layout, _source_position(layout.mesh, source))
+    )
+    return comm.map(lambda member: in_order(member, block_of(received, layout, member), layout))
 
 
 @remembered(1024)
-def _brought(layout: Layout, position: int) -> int:
-    """Bytes that come from the rank at ``position`` to another, the most over ranks."""
+def _received_nbytes(layout: Layout, position: int) -> int:
+    """Return the bytes that a rank receives from the rank at ``position``, the maximum over ranks."""
     mesh = layout.mesh
     group = mesh.members_of(range(mesh.ndim), mesh.current_member() or 0)
     sizes = [layout.local_shape(mesh.coordinates[member]) for k, member in enumerate(group) if k != position]
     return max(map(math.prod, sizes)) * layout.dtype.itemsize
 
 
-def _kind(layout: Layout) -> str:
+def _collective_name(layout: Layout) -> str:
     return "scatter" if any(layout.splits) else "broadcast"
 
 
 @remembered(1024)
-def _scattering(layout: Layout, position: int) -> Run:
-    """The blocks of what the rank at ``position`` holds whole: from it to every rank, or the same to all where nothing is cut."""
-    mesh, everywhere = layout.mesh, tuple(range(layout.mesh.ndim))
+def _bind_scatter(layout: Layout, position: int) -> Run:
+    """Return the bound collective that sends each rank its shard of the tensor of the rank at ``position``.
+
+    If nothing is sharded, it is a broadcast.
+    """
+    mesh, mesh_dims = layout.mesh, tuple(range(layout.mesh.ndim))
     full = Layout.replicated(mesh, layout.shape, layout.stride, layout.dtype)
 
     @functools.cache
     def route_of(member: int) -> Route:
-        group = mesh.members_of(everywhere, member)
+        group = mesh.members_of(mesh_dims, member)
         shape, size = tuple(layout.shape), layout.local_shape(mesh.coordinates[member])
-        mine, nothing = group.index(member), (None,) * len(group)
-        own = Box((0,) * len(size), size)
-        if mine == position:
-            leaving = [inside(full, member, layout, other) for other in group]
-            sends = tuple(None if k == mine or not box.numel else box for k, box in enumerate(leaving))
-            return Route(shape, size, sends, nothing, (leaving[mine], own) if own.numel else None)
-        comes = tuple(own if k == position and own.numel else None for k in range(len(group)))
-        return Route(shape, size, nothing, comes, None)
+        own_index, no_boxes = group.index(member), (None,) * len(group)
+        own_box = Box((0,) * len(size), size)
+        if own_index == position:
+            boxes = [inside(full, member, layout, other) for other in group]
+            sends = tuple(None if k == own_index or not box.numel else box for k, box in enumerate(boxes))
+            return Route(shape, size, sends, no_boxes, (boxes[own_index], own_box) if own_box.numel else None)
+        received = tuple(own_box if k == position and own_box.numel else None for k in range(len(group)))
+        return Route(shape, size, no_boxes, received, None)
 
-    met = Traffic(layout.max_local_nbytes // layout.dtype.itemsize, 1, True)
-    said = f"{described(full)} from {position} -> {place(layout)}"
-    return communicator_of(mesh).bind_transfer(everywhere, Transfer(route_of, layout.dtype, _kind(layout), lambda _: met, said))
+    traffic = Traffic(layout.max_local_nbytes // layout.dtype.itemsize, 1, True)
+    text = f"{described(full)} from {position} -> {place(layout)}"
+    return communicator_of(mesh).bind_transfer(
+        mesh_dims, Transfer(route_of, layout.dtype, _collective_name(layout), lambda _: traffic, text)
+    )
 
 
-def _position(mesh: DeviceMesh, source: int) -> int:
-    """The group position, over all mesh dims, of the rank at index ``source`` along each."""
+def _source_position(mesh: DeviceMesh, source: int) -> int:
+    """Return the position, over all mesh dims, of the rank at index ``source`` along each of them.
+
+    Raises:
+        MeshError: there is no such rank.
+    """
     source = whole(source, "src_data_rank")
     if any(not 0 <= source < size for size in mesh.shape):
         raise MeshError(
@@ -231,15 +260,15 @@ def distribute_module(
     input_fn: Callable[..., Any] | None = None,
     output_fn: Callable[..., Any] | None = None,
 ) -> M:
-    """``module``, its parameters and buffers made DTensors in place.
+    """Return ``module`` after its parameters and buffers were replaced by DTensors.
 
     Args:
         partition_fn: ``(name, submodule, mesh)``, called for every submodule; replaces parameters by DTensors
-            (``submodule.register_parameter(name, nn.Parameter(distribute_tensor(...)))``). What it leaves is replicated.
+            (``submodule.register_parameter(name, nn.Parameter(distribute_tensor(...)))``). All others are replicated.
         input_fn: ``(module, inputs, mesh) -> inputs``, run before forward.
         output_fn: ``(module, outputs, mesh) -> outputs``, run after forward.
 
-    What is left to be replicated is broadcast from rank 0, as :func:`distribute_tensor` does.
+    Replicated parameters and buffers are broadcast from rank 0, like in :func:`distribute_tensor`.
 
     Raises:
         MeshError: no mesh is given and none is entered.
@@ -257,25 +286,25 @@ def distribute_module(
         raise ArgumentError(
             f"distribute_module takes an nn.Module, got {type(module).__name__}; for a tensor use distribute_tensor"
         )
-    for given, what in ((partition_fn, "partition_fn"), (input_fn, "input_fn"), (output_fn, "output_fn")):
-        if given is not None and not callable(given):
-            raise ArgumentError(f"distribute_module: {what} takes a function, got {given!r}")
-    prepare = None if input_fn is None else _with_module(input_fn, "input_fn")
-    finish = None if output_fn is None else _with_module(output_fn, "output_fn")
+    for function, name_ in ((partition_fn, "partition_fn"), (input_fn, "input_fn"), (output_fn, "output_fn")):
+        if function is not None and not callable(function):
+            raise ArgumentError(f"distribute_module: {name_} takes a function, got {function!r}")
+    wrapped_input_fn = None if input_fn is None else _accept_old_signature(input_fn, "input_fn")
+    wrapped_output_fn = None if output_fn is None else _accept_old_signature(output_fn, "output_fn")
     with replacing(module.modules(), "distribute_module"):
         for name, submodule in list(module.named_modules()):
             if partition_fn is not None:
                 partition_fn(name, submodule, mesh)
             replicate_own(submodule, mesh)
-    if prepare is not None:
-        module.register_forward_pre_hook(lambda mod, inputs: prepare(mod, inputs, mesh))
-    if finish is not None:
-        module.register_forward_hook(lambda mod, inputs, outputs: finish(mod, outputs, mesh))
+    if wrapped_input_fn is not None:
+        module.register_forward_pre_hook(lambda mod, inputs: wrapped_input_fn(mod, inputs, mesh))
+    if wrapped_output_fn is not None:
+        module.register_forward_hook(lambda mod, inputs, outputs: wrapped_output_fn(mod, outputs, mesh))
     return module
 
 
-def _with_module(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """``fn`` as a function of (module, values, mesh); older programs' take (values, mesh)."""
+def _accept_old_signature(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return ``fn`` as a function of (module, values, mesh). Older programs pass a function of (values, mesh)."""
     try:
         inspect.signature(fn).bind(None, None, None)
     except TypeError:
@@ -287,14 +316,14 @@ def _with_module(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
             f"{name}(values, mesh) is deprecated; write a function of (module, values, mesh)", FutureWarning, stacklevel=3
         )
         return lambda _, values, mesh: fn(values, mesh)
-    except ValueError:  # no signature to be had
+    except ValueError:  # the function has no signature
         pass
     return fn
 
 
-# --- what a module itself has ----------------------------------------------------------------------------------------------
+# --- tensors of a module itself, without those of submodules ---------------------------------------------------------------
 def own_tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-    """The parameters and buffers of ``module`` itself, each with where it stands and under which name."""
+    """Yield the parameters and buffers of ``module`` itself: the dict that holds each, its name, and the tensor."""
     for held in (module._parameters, module._buffers):
         for name, x in list(held.items()):
             if x is not None:
@@ -304,16 +333,16 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.
 def distribute_at(
     held: dict[str, Any], name: str, mesh: DeviceMesh, placements: Sequence[Placement], source: int | None = 0
 ) -> None:
-    """Put the same value as a DTensor in the place of a plain tensor of a module's; of a parameter a parameter."""
+    """Replace a plain tensor of a module by a DTensor of the same value. A parameter becomes a parameter."""
     old = held[name]
-    made = distribute_tensor(old.detach(), mesh, placements, src_data_rank=source)
+    distributed = distribute_tensor(old.detach(), mesh, placements, src_data_rank=source)
     is_parameter = isinstance(old, nn.Parameter)
-    held[name] = nn.Parameter(made, old.requires_grad) if is_parameter else made.requires_grad_(old.requires_grad)
+    held[name] = nn.Parameter(distributed, old.requires_grad) if is_parameter else distributed.requires_grad_(old.requires_grad)
     Attributes.of(old).set_on(held[name])
 
 
 def replicate_own(module: nn.Module, mesh: DeviceMesh, source: int | None = 0) -> None:
-    """Replicate what is still plain of what ``module`` itself has."""
+    """Replicate the parameters and buffers of ``module`` itself that are still plain."""
     for held, name, x in own_tensors(module):
         if not isinstance(x, DTensor):
             distribute_at(held, name, mesh, [Replicate()] * mesh.ndim, source)

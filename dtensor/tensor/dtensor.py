@@ -1,4 +1,4 @@
-"""``DTensor``: a ``torch.Tensor`` whose global value lies in pieces over a mesh."""
+"""``DTensor``: a ``torch.Tensor`` subclass that represents a global tensor and stores local tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ import torch
 from ..base.late_binding import pictured, provided
 from ..base.patches import changed
 from ..base.recorder_hooks import ACTIVE
-from ..base.torch_internals import disabled_torch_function, forward_ad
+from ..base.torch_internals import (
+    count_dispatch_modes,
+    count_function_modes,
+    disabled_torch_function,
+    forward_ad,
+    functorch_active,
+    run_backward,
+)
 from ..base.torch_internals import foreach_supported_types as _foreach_types
 from ..base.torch_internals import optimizer_supported_types as _optimizer_types
 from ..base.tracing import not_in_graph
@@ -30,23 +37,22 @@ from ..ranks.per_rank import handed_out
 from ..redistribute import Plan, Transit, plan, plan_between
 from . import compile_protocol, copies, host_access
 from .autograd import (
-    everywhere,
+    copies_for_ranks,
+    empty_local,
     from_pieces,
     grad_layout,
     is_recorded,
-    move_apart,
-    nothing_of,
-    pieces_gradient,
-    redistributed,
-    to_local,
-    to_whole,
+    local_grad_layout,
+    redistribute_recorded,
+    redistribute_to_copy,
+    to_full_tensor,
+    to_local_recorded,
 )
 from .leaf_gradients import grad_placements_of as grad_placements_of  # of a leaf
-from .leaf_gradients import keep_grad_layout, note_layout
+from .leaf_gradients import install_grad_hook, note_layout_change
 from .local_layout import layout_of_locals
-from .observers import observed, taken_apart, tell_looked_at
-from .printing import pieces
-from .root_gradient import backward
+from .observers import expose_local, notify_local_read, observed
+from .printing import format_local_tensors
 from .storage import storage_of
 
 _grad_enabled, _require_grad = torch.is_grad_enabled, torch.Tensor.requires_grad_
@@ -67,7 +73,7 @@ class DTensor(torch.Tensor):
     >>> (x * 2).sum().item()
     6.0
 
-    Operators communicate what their rules need (``dtensor.explain`` tells it), and raise what plain torch does, on every rank.
+    Operators communicate what their rules need (see ``dtensor.explain``), and raise what plain torch raises, on every rank.
     """
 
     _local: Any
@@ -81,40 +87,48 @@ class DTensor(torch.Tensor):
 
     __torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment]  # one Python frame instead of two
 
-    # --- what it is -------------------------------------------------------------------------------------------
+    # --- layout and local tensor ------------------------------------------------------------------------------
     @property
     def layout(self) -> Layout:  # type: ignore[override]  # torch's memory format attribute; a Layout equals torch.strided
-        """The :class:`Layout`: mesh, placements and global shape, strides and dtype (to torch's own code ``torch.strided``)."""
+        """Return the :class:`Layout`: mesh, placements and global shape, strides and dtype.
+
+        Torch's own code gets ``torch.strided``.
+        """
         if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "torch":
             return torch.strided  # type: ignore[return-value]  # it asks for the memory format, and looks it up in sets
         return self._layout
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """One placement per mesh dim."""
+        """Return one placement per mesh dim."""
         if observed:
-            tell_looked_at(self)
+            notify_local_read(self)
         return self._layout.placements
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The mesh that it lives on."""
+        """Return the mesh of the tensor."""
         return self._layout.mesh
 
     @property
     def _placed(self) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-        """Both without sizes, of which a compiled program that asks for the layout is one."""
+        """Return the mesh and the placements.
+
+        A compiled program that reads the layout is specialized on its sizes; this property has none.
+        """
         return self._layout.mesh, self._layout.placements
 
     @property
     def _spec(self) -> Layout:
-        """The layout, under torch's name: programs read its ``mesh``, ``placements``, ``tensor_meta`` (shape, stride, dtype)."""
+        """Return the layout under torch's name: programs read ``mesh``, ``placements`` and ``tensor_meta`` (shape, stride, dtype)
+        of it.
+        """
         return self._layout
 
     @property
     def _local_tensor(self) -> torch.Tensor:
-        """This rank's piece, no gradients (all ranks' pieces when they live in this process)."""
-        return cast(torch.Tensor, handed_out(taken_apart(self)._local))
+        """Return this rank's local tensor without gradients (those of all ranks if they are in this process)."""
+        return cast(torch.Tensor, handed_out(expose_local(self)._local))
 
     # --- between local and global -------------------------------------------------------------------------------
     @staticmethod
@@ -128,22 +142,22 @@ class DTensor(torch.Tensor):
         stride: Sequence[int] | None = None,
         grad_placements: Sequence[Placement] | None = None,
     ) -> DTensor:
-        """Return the DTensor that has ``local_tensor`` as this rank's piece, and shares memory with it; differentiable.
+        """Return the DTensor with the local tensor ``local_tensor`` on this rank. It shares memory with it; differentiable.
 
         Args:
-            local_tensor: this rank's piece; with all ranks in one process a ``per_rank([...])`` (a plain tensor is all ranks'
-                there, and each gets a copy). One that is lazily negated (``x.conj().imag``) is computed, and shares nothing. Of a
-                rank outside the mesh it is not taken: that rank holds nothing, and gets zeros as the gradient.
+            local_tensor: this rank's local tensor. With all ranks in one process a ``per_rank([...])``; there a plain tensor is
+                copied to each rank. A lazily negated tensor (``x.conj().imag``) is computed, and shares no memory. On a rank
+                outside the mesh it is ignored: that rank has no elements, and gets zeros as the gradient.
             device_mesh: defaults to the mesh entered by ``with mesh:``.
             placements: default ``Replicate()`` on every mesh dim.
             run_check: compare shapes, dtypes and (for replicated mesh dims) values across ranks; names the offending rank.
-            shape, stride: of the global tensor. With ``shape`` nothing is communicated. Without it, ranks exchange the sizes of
-                sharded dims (one small all-gather per sharded mesh dim), so that uneven pieces give the right global shape.
+            shape, stride: of the global tensor. With ``shape`` there is no communication. Without it, ranks exchange the sizes of
+                sharded dims (one small all-gather per sharded mesh dim), so that uneven shards give the right global shape.
             grad_placements: the placements in which the gradient arrives, default ``placements`` with Partial replaced by
                 Replicate.
 
         Raises:
-            LayoutError: pieces do not fit together. PlacementError, MeshError: see :class:`Layout`.
+            LayoutError: the local tensors do not fit together. PlacementError, MeshError: see :class:`Layout`.
         """
         mesh = as_mesh(device_mesh)
         if isinstance(seen(local_tensor), DTensor):
@@ -157,22 +171,24 @@ class DTensor(torch.Tensor):
         if isinstance(local_tensor, PerRank):
             return users(from_pieces(layout, backward, False, *local_tensor.shards))
         if comm.holds_all or is_recorded(local_tensor):
-            return users(from_pieces(layout, backward, comm.holds_all, *everywhere(local_tensor, layout)))
-        return users(wrap(local_tensor.detach() if comm.held else nothing_of(local_tensor, layout), layout))
+            return users(from_pieces(layout, backward, comm.holds_all, *copies_for_ranks(local_tensor, layout)))
+        return users(wrap(local_tensor.detach() if comm.held else empty_local(local_tensor, layout), layout))
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """This rank's piece (all ranks' as a ``per_rank`` tensor when they live in this process); differentiable, no cost.
+        """Return this rank's local tensor (a ``per_rank`` tensor if all ranks are in this process); differentiable, no
+        communication.
 
-        It is a view: what is written to it is written to the DTensor. To a replicated piece all ranks must write the same.
-        From now on operators that need the DTensor in another layout move it each time (nobody sees what is written to pieces).
+        It is a view: writes to it are writes to the DTensor. All ranks must write the same to a replicated local tensor. After
+        this call operators that need the DTensor in another layout redistribute it each time, because writes to local tensors are
+        not counted.
 
         Args:
             grad_placements: the placements of the gradient that comes back, default ``placements`` with Partial replaced by
-                Replicate; of parameters inside units of data parallelism Partial along mesh dims that cut the unit's batch.
-                Give ``[Partial()]`` where each rank uses a replicated piece differently, which raises ``LayoutError`` else.
+                Replicate. For parameters of data-parallel units it is Partial along mesh dims that shard the unit's batch. Pass
+                ``[Partial()]`` if each rank uses a replicated local tensor differently, which raises ``LayoutError`` otherwise.
         """
         if observed:
-            tell_looked_at(self)
+            notify_local_read(self)
         not_in_graph(self, "to_local()")
         users(self)
         if not (self.requires_grad and _grad_enabled()) and forward_ad._current_level < 0:  # to transforms it is a constant
@@ -181,14 +197,16 @@ class DTensor(torch.Tensor):
             # a tensor of its own: `requires_grad_` is not said of the DTensor's. (A recorder knows the piece by its identity.)
             local = self._local if ACTIVE else self._local.detach()
             return handed_out(local) if type(local) is PerRank else local
-        made = to_local(self, self._layout, pieces_gradient(self, self._layout, grad_placements))
+        made = to_local_recorded(self, self._layout, local_grad_layout(self, self._layout, grad_placements))
         return as_one(made, PerRank) if type(made) is tuple else made
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """Return the global value as a plain tensor on every rank, with memory of its own; differentiable. Costs the
-        redistribution to ``Replicate``. ``grad_placements`` as of :meth:`to_local`. In one process a ``per_rank`` tensor where
-        ranks differ: in the value on a submesh, in the gradient under ``Partial``."""
-        return to_whole(self, grad_placements)
+        """Return the global value as a plain tensor on every rank, with memory of its own; differentiable.
+
+        Costs the redistribution to ``Replicate``. ``grad_placements`` as in :meth:`to_local`. In one process the result is a
+        ``per_rank`` tensor if ranks differ: in the value on a submesh, or in the gradient under ``Partial``.
+        """
+        return to_full_tensor(self, grad_placements)
 
     def redistribute(
         self,
@@ -199,32 +217,34 @@ class DTensor(torch.Tensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """The same global value under other placements, or on another mesh; differentiable.
+        """Return the same global value with other placements, or on another mesh; differentiable.
 
-        The result has memory of its own, also where the tensor is placed so already (that is a copy): whether a write to it shows
-        elsewhere does not depend on placements.
+        The result has memory of its own, also if the tensor has these placements (then it is a copy). So placements do not decide
+        whether a write to the result changes the tensor.
 
         Args:
-            device_mesh: default the tensor's own. All ranks of both meshes make the call, each with its ``x``; a rank outside
-                one of them holds nothing there. The copies on a submesh count as one value.
+            device_mesh: default the tensor's own. All ranks of both meshes make the call, each with its ``x``. A rank outside one
+                of them has no elements there. The copies on a submesh count as one value.
             placements: one per mesh dim; default all ``Replicate()``.
             async_op: return at once; the result waits at first use.
-            forward_dtype, backward_dtype: convert to this dtype before moving (forward: result has it; backward: the gradient).
+            forward_dtype, backward_dtype: convert to this dtype before the redistribution (forward: the result has it; backward:
+                the gradient).
         """
         for dtype in (forward_dtype, backward_dtype):
             if dtype is not None:
                 element_type(dtype)
         source: Any = self if forward_dtype is None or forward_dtype == self.dtype else self.to(forward_dtype)
-        target = _target(source._layout, device_mesh, placements)
+        target = _target_layout(source._layout, device_mesh, placements)
         if target is source._layout and source is not self and backward_dtype is None:
             return source
         if not is_recorded(source):
-            return move_apart(source, target, async_op)
-        return redistributed(source, target, async_op, backward_dtype)
+            return redistribute_to_copy(source, target, async_op)
+        return redistribute_recorded(source, target, async_op, backward_dtype)
 
     def explain_redistribute(self, placements: Sequence[Placement] | None = None, *, device_mesh: Any = None) -> Plan | Transit:
-        """What ``redistribute(device_mesh, placements)`` would do, to be printed: each step, the ranks that take part, the bytes
-        that one rank receives, peak memory and estimated time. Nothing is moved.
+        """Return the plan of ``redistribute(device_mesh, placements)``, to be printed. Nothing is communicated.
+
+        It has each step, the ranks that take part, the bytes that one rank receives, peak memory and estimated time.
 
         >>> import dtensor as dt
         >>> x = dt.zeros(6, 4, device_mesh=dt.init_device_mesh("cpu", (2,), ("tp",)), placements=[dt.Shard(0)])
@@ -232,81 +252,117 @@ class DTensor(torch.Tensor):
         float32[6, 4] (tp=S(0)) -> (tp=S(1)): 1 collective, 24 B received per rank, peak ... B, ...
           1. exchange over tp: (tp=S(0)) -> (tp=S(1)), 24 B/rank, ...
         """
-        target = _target(self._layout, device_mesh, placements)
+        target = _target_layout(self._layout, device_mesh, placements)
         return plan(self._layout, target) if target.mesh == self._layout.mesh else plan_between(self._layout, target)
 
-    # --- as sharding specs say it: see dtensor.sharded_tensor ---------------------------------------------------
+    # --- the interface of sharded tensors: see dtensor.sharding_spec --------------------------------------------
     def reshard(self, sharding_spec: Any) -> Any:
-        """The same value as a sharding spec cuts it, also on other ranks; differentiable. All ranks of both call it."""
+        """Return the same value with the sharding of ``sharding_spec``, also on other ranks; differentiable.
+
+        All ranks of both call it.
+        """
         return provided("reshard")(self, sharding_spec)
 
     def local_shard(self) -> torch.Tensor:
-        """Another name of :meth:`to_local`."""
+        """Return :meth:`to_local`, under the name of sharded tensors."""
         return self.to_local()
 
     def sharding_metadata(self) -> Any:
-        """Sizes, offsets, rank and device of every shard; no communication."""
+        """Return sizes, offsets, rank and device of every shard; no communication."""
         return provided("sharding_metadata")(self)
 
-    # --- leaves: gradients arrive in the leaf's own layout ------------------------------------------------------
+    # --- autograd: gradients of leaves arrive in the layout of the leaf -----------------------------------------
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:
-        """Like ``torch.Tensor.requires_grad_``; a leaf's gradient is reduced to the leaf's layout when accumulated."""
+        """Set ``requires_grad``, like ``torch.Tensor.requires_grad_``. Gradients of a leaf are redistributed to its layout."""
         _require_grad(self, requires_grad)
         if requires_grad and self.is_leaf:
-            keep_grad_layout(self)
+            install_grad_hook(self)
         return self
 
     def _set_requires_grad(self, value: bool) -> None:
         self.requires_grad_(value)
 
-    backward = backward
+    def backward(
+        self,
+        gradient: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """Compute the gradients of leaves, and add them to their ``.grad``; arguments as in ``torch.Tensor.backward``.
+
+        ``gradient`` (the same global shape; default 1, for a tensor without dims) may have any layout. Each leaf's gradient is
+        communicated to the leaf's layout, in addition to what the gradients of operators communicate.
+
+        Raises:
+            RuntimeError: on all ranks, as in torch: no gradient can be computed, or the graph was freed.
+
+        >>> import dtensor as dt
+        >>> x = dt.ones(3, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)]).requires_grad_()
+        >>> (x * 2).sum().backward()
+        >>> x.grad.full_tensor(), x.grad.placements
+        (tensor([2., 2., 2.]), (Shard(dim=0),))
+        """
+        layout = self._layout
+        starts_from_one = gradient is None and inputs is None and self.requires_grad and layout.is_replicated
+        starts_from_one = starts_from_one and layout.dtype.is_floating_point and not layout.shape
+        if not starts_from_one or count_dispatch_modes() or count_function_modes() or functorch_active():
+            torch.Tensor.backward(self, gradient, retain_graph, create_graph, inputs)
+            return
+        root_gradient = wrap_local(torch.ones_like(self._local), layout)  # torch would make it by an operator
+        keep_graph = create_graph if retain_graph is None else retain_graph
+        run_backward((self,), (root_gradient,), keep_graph, create_graph, (), allow_unreachable=True, accumulate_grad=True)
+
     requires_grad = property(torch.Tensor.requires_grad.__get__, _set_requires_grad)  # type: ignore[attr-defined]  # torch's stub
 
     @property
     def data(self) -> torch.Tensor:
-        """The same memory with a version of its own: autograd does not see what is written to it, views of this tensor do."""
-        return cast(DTensor, users(self)._uncounted()).detach()
+        """Return a DTensor of the same memory with its own version counter: autograd does not see writes to it, views of this
+        tensor do.
+        """
+        return cast(DTensor, users(self)._get_data_alias()).detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         given = value if isinstance(value, DTensor) else laid_out_alike(value, self)
         root = self if self._base is None else self._base
         root.__dict__["_left"] = True  # views of it, or it, no longer show the memory that autograd takes them to share
-        self._become(given)
+        self._adopt_memory(given)
         counted_together(self, given)
 
-    def _become(self, other: DTensor) -> None:
-        """Be the memory that ``other`` is, in its shape; version counter and autograd's base stay, whatever memory that has."""
+    def _adopt_memory(self, other: DTensor) -> None:
+        """Replace the memory and the shape by those of ``other``. The version counter and autograd's base stay."""
         users(self)
         torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
-        other._share(self)
-        note_layout(self)
+        other._assign_memory_to(self)
+        note_layout_change(self)
 
-    def _share(self, target: DTensor) -> None:
-        """Make ``target`` this memory."""
+    def _assign_memory_to(self, target: DTensor) -> None:
+        """Replace the memory of ``target`` by that of this tensor."""
         target._local, target._layout, target._begins = self._local, self._layout, self._begins
 
-    def _uncounted(self) -> DTensor:
-        apart: DTensor | None = self.__dict__.get("_apart")
-        if apart is None or apart._local is not self._local:
-            apart = self.__dict__["_apart"] = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]  # torch's stub
-            apart.__dict__.pop(SHARED, None)  # it was detached, and has a counter of its own
-            counted_together(apart, self)
-        return cast(DTensor, apart)
+    def _get_data_alias(self) -> DTensor:
+        """Return the tensor that ``.data`` returns: the same memory, outside of autograd's version counting."""
+        alias: DTensor | None = self.__dict__.get("_apart")
+        if alias is None or alias._local is not self._local:
+            alias = self.__dict__["_apart"] = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]  # torch's stub
+            alias.__dict__.pop(SHARED, None)  # it was detached, and has a counter of its own
+            counted_together(alias, self)
+        return cast(DTensor, alias)
 
-    # --- what torch.compile asks: see :mod:`.compile_protocol` ----------------------------------------------------------
-    __tensor_flatten__ = compile_protocol.Flatten(compile_protocol.flatten)
-    __tensor_unflatten__ = staticmethod(compile_protocol.unflatten)
-    _dynamo_dynamic_indices, _dynamo_dynamic_range = compile_protocol.Marked(), compile_protocol.Marked()
-    _stable_hash_for_caching = compile_protocol.told_apart
-    __coerce_tangent_metadata__ = compile_protocol.as_any_tangent
-    __coerce_same_metadata_as_tangent__ = compile_protocol.as_tangent
+    # --- protocol of torch.compile: see :mod:`.compile_protocol` ---------------------------------------------------------
+    __tensor_flatten__ = compile_protocol.FlattenMethod(compile_protocol.flatten_dtensor)
+    __tensor_unflatten__ = staticmethod(compile_protocol.unflatten_dtensor)
+    _dynamo_dynamic_indices, _dynamo_dynamic_range = compile_protocol.DynamicMarks(), compile_protocol.DynamicMarks()
+    _stable_hash_for_caching = compile_protocol.make_cache_text
+    __coerce_tangent_metadata__ = compile_protocol.to_tangent_layout
+    __coerce_same_metadata_as_tangent__ = compile_protocol.to_expected_tangent
 
     # --- copies, files, prints ----------------------------------------------------------------------------------
-    __copy__, __deepcopy__, __reduce_ex__ = copies.shallow, copies.deep, copies.reduced
+    __copy__, __deepcopy__, __reduce_ex__ = copies.shallow_copy, copies.deep_copy, copies.reduce_for_pickle
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        """For ``torch.distributed.checkpoint``: see :mod:`dtensor.interop.dcp_protocol`."""
+        """Return the items that ``torch.distributed.checkpoint`` writes; see :mod:`dtensor.interop.dcp_protocol`."""
         return provided("write_items")(self, fqn)
 
     def __create_chunk_list__(self) -> list[Any]:
@@ -319,16 +375,16 @@ class DTensor(torch.Tensor):
         tail = ", requires_grad=True" if self.requires_grad else ""
         if self.grad_fn is not None:
             tail = f", grad_fn=<{type(self.grad_fn).__name__}>"
-        return f"DTensor({self._layout!r}{tail}{pieces(self)})"
+        return f"DTensor({self._layout!r}{tail}{format_local_tensors(self)})"
 
     _repr_html_ = pictured
 
     tolist, numpy, __array__, __dlpack__, __format__ = (
-        host_access.tolist,
-        host_access.numpy,
-        host_access.array,
-        host_access.dlpack,
-        host_access.text,
+        host_access.to_list,
+        host_access.to_numpy,
+        host_access.to_array,
+        host_access.to_dlpack_capsule,
+        host_access.format_text,
     )
     share_memory_, is_shared, is_pinned, pin_memory = (
         host_access.share_memory_,
@@ -336,13 +392,13 @@ class DTensor(torch.Tensor):
         host_access.is_pinned,
         host_access.pin_memory,
     )
-    apply_, new, untyped_storage = host_access.apply_, host_access.new, storage_of
-    __bool__, __int__, __index__, __float__ = host_access.truth, host_access.integer, host_access.index, host_access.real
-    __complex__, __iter__ = host_access.complex_number, host_access.rows
+    apply_, new, untyped_storage = host_access.apply_, host_access.new_of_shape, storage_of
+    __bool__, __int__, __index__, __float__ = host_access.to_bool, host_access.to_int, host_access.to_index, host_access.to_float
+    __complex__, __iter__ = host_access.to_complex, host_access.iterate_rows
 
 
-def _target(layout: Layout, device_mesh: Any, placements: Sequence[Placement] | None) -> Layout:
-    """``layout`` under other placements, on another mesh where one is given."""
+def _target_layout(layout: Layout, device_mesh: Any, placements: Sequence[Placement] | None) -> Layout:
+    """Return ``layout`` with other placements, on another mesh if one is given."""
     mesh = layout.mesh if device_mesh is None else as_mesh(device_mesh)
     if placements is None:
         placements = (Replicate(),) * mesh.ndim

@@ -1,7 +1,7 @@
-"""What Python and other libraries read of a DTensor: the global value, on every rank. Each costs what ``full_tensor`` does.
+"""Host access: what Python and other libraries read of a DTensor. Each read gives the global value, on every rank.
 
-The wrapper's own storage is a null pointer: what torch would read through it (DLPack, ``apply_``) is read from the whole value
-here, and what concerns memory (``share_memory_``) is done to the local.
+A read costs as much as ``full_tensor``. The storage of the wrapper is a null pointer. Functions that torch would compute through
+it (DLPack, ``apply_``) use the full tensor instead. Functions about memory (``share_memory_``) act on the local tensor.
 """
 
 from __future__ import annotations
@@ -22,41 +22,42 @@ from ..base.torch_internals import (
 from ..dispatch.functorch import below_transforms
 
 
-def whole_of(x: Any) -> Tensor:
-    """The global value as a plain tensor outside of autograd."""
+def full_value(x: Any) -> Tensor:
+    """Return the global value as a plain tensor, without gradient."""
     with below_transforms():
-        whole: Tensor = x.detach().full_tensor()
-    return whole
+        value: Tensor = x.detach().full_tensor()
+    return value
 
 
-def tolist(self: Any) -> Any:
-    """The global value as nested lists, on every rank."""
-    return whole_of(self).tolist()
+def to_list(self: Any) -> Any:
+    """Return the global value as nested lists, on every rank."""
+    return full_value(self).tolist()
 
 
-def numpy(self: Any, *, force: bool = False) -> Any:
-    """The global value as an array, on every rank."""
+def to_numpy(self: Any, *, force: bool = False) -> Any:
+    """Return the global value as an array, on every rank."""
     if self.requires_grad and not force:
         raise RuntimeError("Can't call numpy() on a DTensor that requires grad. Use x.detach().numpy() instead.")
-    return whole_of(self).numpy(force=force)
+    return full_value(self).numpy(force=force)
 
 
-def array(self: Any, dtype: Any = None, copy: bool | None = None) -> Any:
-    """What NumPy makes of it; as NumPy asks, ``copy=False`` raises where a copy is needed, as it is here."""
+def to_array(self: Any, dtype: Any = None, copy: bool | None = None) -> Any:
+    """Return the array that NumPy asks for. ``copy=False`` raises, as NumPy requires, because a copy is needed."""
     if copy is False:
         raise ValueError("the array of a DTensor is always a copy: leave out copy=False")
-    whole = self.numpy()
-    return whole if dtype is None else whole.astype(dtype)
+    value = self.numpy()
+    return value if dtype is None else value.astype(dtype)
 
 
-def dlpack(self: Any, **options: Any) -> Any:
-    """A DLPack capsule of a copy of the global value."""
+def to_dlpack_capsule(self: Any, **options: Any) -> Any:
+    """Return a DLPack capsule of a copy of the global value."""
     if self.requires_grad:
         raise BufferError("Can't export DTensors that require gradient, use x.detach()")
-    return whole_of(self).clone().__dlpack__(**options)
+    return full_value(self).clone().__dlpack__(**options)
 
 
-def text(self: Any, spec: str) -> str:
+def format_text(self: Any, spec: str) -> str:
+    """Return ``format(x, spec)``: of the number if ``x`` has no dims, else its ``repr``."""
     if self.ndim == 0:
         return format(self.item(), spec)
     if spec:
@@ -65,19 +66,21 @@ def text(self: Any, spec: str) -> str:
 
 
 def share_memory_(self: Any) -> Any:
-    """Move the local into shared memory."""
+    """Move the local tensor into shared memory."""
     self._local.share_memory_()
     return self
 
 
 def is_shared(self: Any) -> bool:
-    """Whether the local is in shared memory."""
+    """Return True if the local tensor is in shared memory."""
     return bool(self._local.is_shared())
 
 
-def new(self: Any, *args: Any, size: Any = None, **options: Any) -> Any:
-    """As ``torch.Tensor.new`` of a shape: not initialised, of this dtype, replicated as ``new_empty`` gives it. Data are plain,
-    as those of ``new_tensor``."""
+def new_of_shape(self: Any, *args: Any, size: Any = None, **options: Any) -> Any:
+    """Return an uninitialized replicated tensor of this dtype (``torch.Tensor.new`` of a shape).
+
+    For data: a plain tensor of them.
+    """
     shape = size
     if size is None and all(isinstance(n, (int, SymInt)) for n in args):
         shape = args or (0,)
@@ -87,21 +90,21 @@ def new(self: Any, *args: Any, size: Any = None, **options: Any) -> Any:
 
 
 def apply_(self: Any, callable: Callable[..., Any]) -> Any:
-    """``callable`` of each element in its place. Every rank calls it for all elements, in the order of the global tensor."""
+    """Replace each element by ``callable(element)``. Every rank calls it for all elements, in the order of the global tensor."""
     if self.requires_grad:
         raise RuntimeError("Can't call apply_() on a DTensor that requires grad. Use x.detach().apply_(...) instead.")
-    whole = whole_of(self).clone().apply_(callable)
-    made = type(self).from_local(whole, self.device_mesh, shape=self.shape, stride=whole.stride())
-    return self.copy_(made)
+    value = full_value(self).clone().apply_(callable)
+    result = type(self).from_local(value, self.device_mesh, shape=self.shape, stride=value.stride())
+    return self.copy_(result)
 
 
 def is_pinned(self: Any, device: Any = None) -> bool:
-    """Whether the local is in pinned memory. (Asked through the operator it would be about a gathered copy.)"""
+    """Return True if the local tensor is in pinned memory. (The operator would gather it, and answer for the copy.)"""
     return bool(self._local.is_pinned())
 
 
 def pin_memory(self: Any, device: Any = None) -> Any:
-    """The same tensor with its local in pinned memory."""
+    """Return the tensor with its local tensor in pinned memory."""
     if self.is_pinned():
         return self
     options = {"shape": self.shape, "stride": self.stride()}
@@ -109,21 +112,20 @@ def pin_memory(self: Any, device: Any = None) -> Any:
 
 
 # --- conversions ------------------------------------------------------------------------------------------------------
-_excluded = is_key_excluded
 _PYTHON = DispatchKey.Python
-_SNAPSHOT = DispatchKey.PythonTLSSnapshot  # what takes a subclass to Python looks for the state it keeps
+_SNAPSHOT = DispatchKey.PythonTLSSnapshot  # torch reads the thread-local state that it stores
 
 
-def subclasses_included(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """``convert`` of a tensor, also where torch converts the items of a list.
+def with_subclass_dispatch(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return ``convert`` with dispatch to tensor subclasses enabled, also inside ``torch.tensor([...])``.
 
-    ``torch.tensor([x.max(), 3])`` calls ``__index__``, ``__float__`` and so on of the items, and ``__iter__``, while the thread's
-    dispatcher leaves tensor subclasses out: an operator would then look for memory that a DTensor does not have.
+    ``torch.tensor([x.max(), 3])`` calls ``__index__``, ``__float__`` and others of the items, and ``__iter__``, while the
+    dispatch key of tensor subclasses is excluded. An operator would then read memory that a DTensor does not have.
     """
 
     @functools.wraps(convert)
     def converted(x: Any) -> Any:
-        if not _excluded(_PYTHON):
+        if not is_key_excluded(_PYTHON):
             return convert(x)
         included, excluded = included_keys(), excluded_keys()
         with ForceDispatchKeyGuard(included, excluded.remove(_PYTHON).remove(_SNAPSHOT)):
@@ -132,6 +134,6 @@ def subclasses_included(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return converted
 
 
-truth, integer, index = (subclasses_included(convert) for convert in (Tensor.__bool__, Tensor.__int__, Tensor.__index__))
-real, complex_number = subclasses_included(Tensor.__float__), subclasses_included(Tensor.__complex__)
-rows = subclasses_included(Tensor.__iter__)
+to_bool, to_int, to_index = (with_subclass_dispatch(convert) for convert in (Tensor.__bool__, Tensor.__int__, Tensor.__index__))
+to_float, to_complex = with_subclass_dispatch(Tensor.__float__), with_subclass_dispatch(Tensor.__complex__)
+iterate_rows = with_subclass_dispatch(Tensor.__iter__)

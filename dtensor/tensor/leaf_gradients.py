@@ -1,8 +1,9 @@
-"""Gradients of leaves: each comes to lie as its leaf does, and those of one backward pass travel together.
+"""Leaf gradients: each arrives in the layout of its leaf, and gradients of one backward pass are redistributed in batches.
 
-Autograd gives the gradients of a model one after the other, often as terms: of a batch that is cut, each rank has its part. To
-add them up one by one takes the latency of a collective for each parameter. So what has to move waits until ``TOGETHER`` bytes
-have come, the pass ends or somebody reads one of them, and goes in few collectives, while the pass goes on.
+Autograd computes the gradients of a model one after the other, often as partial values: each rank has the gradient of its part of
+the batch. Reducing them one by one costs the latency of a collective for each parameter. So gradients that must be redistributed
+wait until they have ``BATCH_NBYTES`` bytes, the pass ends, or one of them is read. Then they go in few collectives, while the
+pass goes on.
 """
 
 from __future__ import annotations
@@ -25,102 +26,112 @@ from ..errors import DTensorError
 from ..layout.layout import Layout
 from ..placement import Placement
 from ..redistribute import Plan, execute_many, plan
-from .autograd import distributed, grad_layout, is_recorded, laid
-from .observers import observed, tell_arrived
+from .autograd import grad_layout, is_recorded, laid, to_dtensor_grad
+from .observers import notify_gradient, observed
 
-TOGETHER = 25 << 20  # bytes of the largest blocks, which all ranks know
+BATCH_NBYTES = 25 << 20  # bytes of the largest blocks, which all ranks know
 
 
-def keep_grad_layout(leaf: Any) -> None:
-    """Bring what is accumulated in a leaf's gradient to the leaf's layout.
+def install_grad_hook(leaf: Any) -> None:
+    """Redistribute each gradient of ``leaf`` to the layout of the leaf, before it is accumulated.
 
-    The hook knows the layout only, which assigning ``.data`` changes (:func:`note_layout`): it must not keep the leaf alive,
-    and a weak reference would keep ``torch.utils.swap_tensors`` from exchanging it.
+    The hook holds only the layout, which :func:`note_layout_change` updates when ``.data`` is assigned. A reference would keep
+    the leaf alive, and a weak reference would prevent ``torch.utils.swap_tensors``.
     """
     if "_grad_layout" in leaf.__dict__:
         return
-    kind: Any = type(leaf)
-    current: list[Any] = [leaf._layout]  # and the forms that are kept of it until now, see dispatch/redistribution_cache.py
+    leaf_class: Any = type(leaf)
+    layout_cell: list[Any] = [leaf._layout]  # and the cached copies of it until now, see dispatch/redistribution_cache.py
 
     def to_leaf_layout(grad: Any) -> Any:
-        layout = current[0]
-        if len(current) > 1:
-            current.pop().copies.clear()
+        layout = layout_cell[0]
+        if len(layout_cell) > 1:
+            layout_cell.pop().copies.clear()
         if grad is None:
             return None
         if observed:
-            tell_arrived(grad, current)
-        if (type(grad) is kind and grad._layout is layout is grad_layout(layout, None)) or is_wrapped(grad):  # most often
+            notify_gradient(grad, layout_cell)
+        if (type(grad) is leaf_class and grad._layout is layout is grad_layout(layout, None)) or is_wrapped(grad):  # most often
             return None
-        wanted, mesh = grad_layout(layout, None).placements, layout.mesh
+        placements, mesh = grad_layout(layout, None).placements, layout.mesh
         if not hasattr(grad, "_layout"):  # what the user gave to backward()
-            return distributed(grad, layout, wanted)
-        have = grad._layout
-        if have.mesh is not mesh and have.mesh != mesh:  # the leaf was a number in a program on another mesh
-            return grad.redistribute(mesh, wanted)
-        target = have.replace(placements=wanted)
-        moved = None if target is have else _on_its_way(grad, target)
-        return _copied(grad if moved is None else moved) if _would_be_dealt(target) else moved
+            return to_dtensor_grad(grad, layout, placements)
+        grad_layout_ = grad._layout
+        if grad_layout_.mesh is not mesh and grad_layout_.mesh != mesh:  # the leaf was a number in a program on another mesh
+            return grad.redistribute(mesh, placements)
+        target = grad_layout_.replace(placements=placements)
+        redistributed = None if target is grad_layout_ else _redistribute_in_batch(grad, target)
+        return _contiguous_copy(grad if redistributed is None else redistributed) if _needs_dense_copy(target) else redistributed
 
     setattr(to_leaf_layout, "expects_none", True)  # noqa: B010  no attribute of functions that types know
     leaf.register_hook(to_leaf_layout)
-    leaf.__dict__["_grad_layout"] = current
+    leaf.__dict__["_grad_layout"] = layout_cell
 
 
-def note_layout(leaf: Any) -> None:
-    """A tensor's layout has changed."""
+def note_layout_change(leaf: Any) -> None:
+    """Update the layout that the gradient hook of ``leaf`` uses."""
     if (current := leaf.__dict__.get("_grad_layout")) is not None:
         current[0] = leaf._layout
 
 
 def is_told_to_nobody(leaf: Any) -> bool:
-    """Whether a leaf's gradient meets no hooks but the one of :func:`keep_grad_layout`."""
+    """Return True if a leaf has no gradient hooks, except that of :func:`install_grad_hook`."""
     hooks = leaf._backward_hooks
     return not leaf._post_accumulate_grad_hooks and (not hooks or (len(hooks) == 1 and "_grad_layout" in leaf.__dict__))
 
 
 def grad_placements_of(leaf: Any) -> tuple[Placement, ...]:
-    """The placements of a leaf's gradient: its own, a partial leaf's replicated."""
+    """Return the placements of the gradient of a leaf: those of the leaf, with Partial replaced by Replicate."""
     return grad_layout(leaf._layout, None).placements
 
 
-def _would_be_dealt(layout: Layout) -> bool:
-    """Whether memory repeats a gradient, so that autograd stores a copy, and few ranks have it: what grows is dealt out."""
+def _needs_dense_copy(layout: Layout) -> bool:
+    """Return True if gradients with this layout have overlapping memory, and the first shard is smaller than another one.
+
+    Autograd stores a copy of a gradient with overlapping memory. Its copy operator uses more memory than the gradient, so
+    sharding propagation would choose even shards for it. The copy that is made here keeps the layout.
+    """
     return 0 in layout.stride and any(split is not None and split.sizes[0] < max(split.sizes) for split in layout.splits)
 
 
-def _copied(grad: Any) -> Any:
+def _contiguous_copy(grad: Any) -> Any:
     return torch.empty_like(grad, memory_format=torch.contiguous_format).copy_(grad)
 
 
-def _on_its_way(grad: Any, target: Layout) -> Any:
-    """``grad`` as ``target``, at once where that moves nothing, or where others look at each step."""
-    moves = plan(grad._layout, target)
-    if not moves.communicates or is_recorded(grad) or observed or graph_task() == -1 or under_way():
+def _redistribute_in_batch(grad: Any, target: Layout) -> Any:
+    """Return ``grad`` with the layout ``target``, as a pending tensor of the current batch if possible.
+
+    It is redistributed at once if that needs no communication, or if autograd, an observer or a compiler must see the step.
+    """
+    steps = plan(grad._layout, target)
+    if not steps.communicates or is_recorded(grad) or observed or graph_task() == -1 or under_way():
         return laid(grad, target.placements)
-    batch = _batch_of_this_pass()
-    return _awaited(batch.add(grad, moves), batch.shown, target, grad._local)
+    batch = _current_batch()
+    return _wrap_arriving(batch.add(grad, steps), batch.shown, target, grad._local)
 
 
-def _awaited(arriving: Pending[Any], shown: list[weakref.ref[Any]], target: Layout, like: Any) -> Any:
-    """In a frame of its own, in which nothing is communicated: one that a debugger holds would hold the gradient, and autograd
-    would read it at once to copy it, on this rank alone."""
-    made = wrap_pending(arriving, target, like)
-    made.__dict__[SHOWN] = shown
-    shown.append(weakref.ref(made))
-    return made
+def _wrap_arriving(pending: Pending[Any], waiting: list[weakref.ref[Any]], target: Layout, like: Any) -> Any:
+    """Return the pending gradient.
+
+    This function has a frame of its own, without communication. A debugger that holds the frame of a collective would hold the
+    gradient, and autograd would then copy it, and wait for it, on this rank only.
+    """
+    result = wrap_pending(pending, target, like)
+    result.__dict__[SHOWN] = waiting
+    waiting.append(weakref.ref(result))
+    return result
 
 
 class Departure(NamedTuple):
-    """Why gradients move, for those who listen: the node of autograd that gave the first of them."""
+    """Reason of a batch of redistributions, for listeners: the autograd node that computed the first gradient."""
 
     node: Any
 
 
-class _Batch:
-    """Gradients of one backward pass that leave together."""
+class _GradBatch:
+    """Gradients of one backward pass that are redistributed together."""
 
-    def __init__(self, task: int, before: _Batch | None) -> None:
+    def __init__(self, task: int, before: _GradBatch | None) -> None:
         self.task, self.before, self.nbytes = task, before, 0
         self.plans: list[Plan] = []
         self.sent: list[tuple[Any, Any, list[int]]] = []  # with their locals and versions, as autograd gave them
@@ -128,20 +139,21 @@ class _Batch:
         self.shown: list[weakref.ref[Any]] = []  # the gradients that wait for it
         self.departure = Departure(autograd_node()) if listeners else None
 
-    def add(self, grad: Any, moves: Plan) -> Pending[Any]:
-        place, local = len(self.plans), grad._local  # once: a view that is computed may give another one each time
-        self.plans.append(moves)
-        self.sent.append((grad, local, _versions(grad, local)))
-        self.nbytes += moves.src.max_local_nbytes
-        if self.nbytes >= TOGETHER:
+    def add(self, grad: Any, steps: Plan) -> Pending[Any]:
+        """Add a gradient to the batch. Return its pending local tensor."""
+        index, local = len(self.plans), grad._local  # once: a view that is computed may give another one each time
+        self.plans.append(steps)
+        self.sent.append((grad, local, _version_counters(grad, local)))
+        self.nbytes += steps.src.max_local_nbytes
+        if self.nbytes >= BATCH_NBYTES:
             self.leave()
-        return Pending(lambda: self.arrived()[place])
+        return Pending(lambda: self.arrived()[index])
 
     def leave(self) -> None:
-        """They are under way, and the last ones of those that left before."""
+        """Start the redistribution of the batch, and wait for the batch before it."""
         if self.moved is not None:
             return
-        if any(_versions(grad, local) != versions for grad, local, versions in self.sent):
+        if any(_version_counters(grad, local) != versions for grad, local, versions in self.sent):
             raise DTensorError(
                 "the gradient of a leaf was written to in place before its reduction ended: a hook of another "
                 "tensor shares its memory; return a new tensor from that hook"
@@ -154,12 +166,13 @@ class _Batch:
             before.arrived()
 
     def arrived(self) -> Any:
+        """Return the redistributed local tensors, after they have arrived."""
         self.leave()
         assert self.moved is not None
         return self.moved.wait()
 
     def end(self) -> None:
-        """The pass has ended: gradients are there."""
+        """Wait for the batch at the end of the backward pass, and turn its pending gradients into plain DTensors."""
         self.arrived()
         for ref in self.shown:
             if (grad := ref()) is not None:
@@ -167,18 +180,18 @@ class _Batch:
         self.shown.clear()
 
 
-_HERE = threading.local()  # the batch that leaves next, of the pass that runs in this thread; weakly, as gradients have it
+_CURRENT = threading.local()  # the batch that leaves next, of the pass that runs in this thread; weakly, as gradients have it
 
 
-def _batch_of_this_pass() -> _Batch:
-    task, last = graph_task(), getattr(_HERE, "batch", lambda: None)()
+def _current_batch() -> _GradBatch:
+    task, last = graph_task(), getattr(_CURRENT, "batch", lambda: None)()
     if last is not None and last.task == task and last.moved is None:
-        return cast(_Batch, last)
-    batch = _Batch(task, last if last is not None and last.task == task else None)
-    _HERE.batch = weakref.ref(batch)
+        return cast(_GradBatch, last)
+    batch = _GradBatch(task, last if last is not None and last.task == task else None)
+    _CURRENT.batch = weakref.ref(batch)
     engine.queue_callback(batch.end)
     return batch
 
 
-def _versions(grad: Any, local: Any) -> list[int]:
+def _version_counters(grad: Any, local: Any) -> list[int]:
     return [t._version for t in (grad, *shards_of(local))]

@@ -1,4 +1,6 @@
-"""The layout that ranks' pieces add up to, with validation across ranks for ``from_local``."""
+"""Local layout: derive the layout of a global tensor from the local tensors of the ranks, with checks across ranks
+(``from_local``).
+"""
 
 from __future__ import annotations
 
@@ -35,88 +37,91 @@ def layout_of_locals(
     *,
     check: bool,
 ) -> Layout:
-    """The layout of the tensor whose pieces are ``local``.
+    """Return the layout of the global tensor with the local tensors ``local``.
 
     Raises:
-        LayoutError: a piece does not have the shape that the layout gives it, or (``check``) ranks disagree.
+        LayoutError: a local tensor does not have the shape that the layout gives it, or (``check``) ranks disagree.
     """
     key = None
     if shape is not None and not check and type(local) is torch.Tensor:
-        key = (mesh, _hashable(placements), _hashable(shape), _hashable(stride), local.dtype, local.shape)
+        key = (mesh, _as_hashable(placements), _as_hashable(shape), _as_hashable(stride), local.dtype, local.shape)
         try:
-            known = _KNOWN.get(key)
+            cached = _LAYOUTS.get(key)
         except TypeError:
             key = None
         else:
-            if known is not None:  # a piece of this shape fits what was asked for
-                return known
-    pieces, here = shards_of(local), communicator_of(mesh).holds_all
-    if isinstance(local, PerRank) and not (here and len(pieces) == len(mesh.members)):
-        has = f"has {len(mesh.members)} ranks" if here else "does not live in this process: give its piece"
-        raise LayoutError(f"per_rank with {len(pieces)} tensors for {mesh!r}, which {has}")
+            if cached is not None:  # a piece of this shape fits what was asked for
+                return cached
+    locals_, is_in_process = shards_of(local), communicator_of(mesh).holds_all
+    if isinstance(local, PerRank) and not (is_in_process and len(locals_) == len(mesh.members)):
+        problem = f"has {len(mesh.members)} ranks" if is_in_process else "does not live in this process: give its piece"
+        raise LayoutError(f"per_rank with {len(locals_)} tensors for {mesh!r}, which {problem}")
     shape = None if shape is None else sizes_of(shape, "from_local(shape=)")
     stride = None if stride is None else sizes_of(stride, "from_local(stride=)")
-    ndim = pieces[0].ndim if mesh.current_member() is not None or shape is None else len(shape)
+    ndim = locals_[0].ndim if mesh.current_member() is not None or shape is None else len(shape)
     if mesh.kind == "dry_run":
         check = False
     try:
-        wanted = normalize(placements, mesh.ndim, ndim)
+        normalized = normalize(placements, mesh.ndim, ndim)
     except PlacementError as error:
-        if shape is None and (check or measures(mesh, placements)):
-            _all_pieces(mesh, pieces, str(error))  # this rank's piece alone may lack the dim: the others wait for its sizes
+        if shape is None and (check or exchanges_sizes(mesh, placements)):
+            _gather_shapes(mesh, locals_, str(error))  # this rank's piece alone may lack the dim: the others wait for its sizes
         raise
-    dtype = pieces[0].dtype
+    dtype = locals_[0].dtype
     if shape is not None:
-        layout = Layout.of(mesh, wanted, shape, stride, dtype)
+        layout = Layout.of(mesh, normalized, shape, stride, dtype)
         if check and communicator_of(mesh).talks:
-            _agree(
-                layout, _all_pieces(mesh, pieces, str(layout.placements))[0], "the given shape makes"
+            _check_all_shapes(
+                layout, _gather_shapes(mesh, locals_, str(layout.placements))[0], "the given shape makes"
             )  # a rank must not leave before the exchange below
         else:
-            _fits(layout, pieces)
+            _check_own_shapes(layout, locals_)
             if key is not None:
-                _KNOWN.keep(key, layout)
+                _LAYOUTS.keep(key, layout)
     else:
-        layout = _measured(mesh, wanted, pieces, stride, dtype, check)
+        layout = _layout_of_unsized(mesh, normalized, locals_, stride, dtype, check)
     if check:
-        _check(layout, pieces)
+        _check_values(layout, locals_)
     return layout
 
 
-def _hashable(given: Any) -> Any:
+def _as_hashable(given: Any) -> Any:
     return tuple(given) if isinstance(given, list) else given
 
 
-def _measured(
+def _layout_of_unsized(
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
-    pieces: Sequence[torch.Tensor],
+    locals_: Sequence[torch.Tensor],
     stride: Any,
     dtype: torch.dtype,
     check: bool,
 ) -> Layout:
-    """The layout from the sizes of all pieces; they are exchanged where a tensor dim is sharded and no sizes are given."""
-    shape, order = list(sizes(pieces[0].shape)), sizes(pieces[0].stride())
-    if check or measures(mesh, placements):
-        shapes, strides = _all_pieces(mesh, pieces, str(placements))
+    """Return the layout for a call without ``shape``.
+
+    Ranks exchange the shapes of their local tensors if a tensor dim is sharded without given sizes, or if ``check`` is set.
+    """
+    shape, local_stride = list(sizes(locals_[0].shape)), sizes(locals_[0].stride())
+    if check or exchanges_sizes(mesh, placements):
+        shapes, strides = _gather_shapes(mesh, locals_, str(placements))
         key = (mesh, placements, shapes, strides if stride is None else stride, dtype)
-        layout = _KNOWN.get(key)
+        layout = _LAYOUTS.get(key)
         if layout is None:
-            steps = strides[_telling(shapes)] if stride is None else stride
-            layout = _KNOWN.keep(key, _tiled(mesh, placements, shapes, steps, stride is None, dtype))
+            local_strides = strides[_most_telling_rank(shapes)] if stride is None else stride
+            layout = _LAYOUTS.keep(key, _layout_from_shapes(mesh, placements, shapes, local_strides, stride is None, dtype))
         return layout
-    for p in _cutting(mesh, placements):
+    for p in _effective_shards(mesh, placements):
         if p.sizes is not None:
             shape[p.dim] = sum(p.sizes)
-    layout = Layout.of(mesh, placements, shape, stride_like(shape, order) if stride is None else stride, dtype)
-    _fits(layout, pieces)
+    layout = Layout.of(mesh, placements, shape, stride_like(shape, local_stride) if stride is None else stride, dtype)
+    _check_own_shapes(layout, locals_)
     return layout
 
 
-_KNOWN: Bounded[Any, Layout] = Bounded(4096, "local_layout.known")
+_LAYOUTS: Bounded[Any, Layout] = Bounded(4096, "local_layout.known")
 
 
-def _tiled(
+def _layout_from_shapes(
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
     shapes: tuple[tuple[int, ...], ...],
@@ -124,113 +129,129 @@ def _tiled(
     by_order: bool,
     dtype: torch.dtype,
 ) -> Layout:
-    """The layout that pieces of these shapes tile."""
-    _same_dims(shapes)
+    """Return the layout of a global tensor with local tensors of these shapes, which must tile it.
+
+    ``by_order``: only the order of ``stride`` counts, because it is the stride of a local tensor.
+    """
+    _check_equal_ndim(shapes)
     shape = list(shapes[0])
     splits: list[Split | None] = [None] * len(shape)
     for dim in sorted({p.dim for i, p in enumerate(placements) if isinstance(p, Shard) and mesh.shape[i] > 1}):
-        split = _split_from(mesh, placements, dim, shapes)
+        split = _split_of_dim(mesh, placements, dim, shapes)
         splits[dim], shape[dim] = split, sum(split.sizes)
-    idle = {i: p for i, p in enumerate(placements) if mesh.shape[i] == 1}
+    placements_of_size_one = {i: p for i, p in enumerate(placements) if mesh.shape[i] == 1}
     partials = [p.reduce_op if isinstance(p, Partial) and mesh.shape[i] > 1 else None for i, p in enumerate(placements)]
-    layout = Layout.from_splits(mesh, splits, partials, shape, stride_like(shape, stride) if by_order else stride, dtype, idle)
-    _agree(layout, shapes, "the other ranks' pieces make")
+    layout = Layout.from_splits(
+        mesh, splits, partials, shape, stride_like(shape, stride) if by_order else stride, dtype, placements_of_size_one
+    )
+    _check_all_shapes(layout, shapes, "the other ranks' pieces make")
     return layout
 
 
-def _telling(shapes: Sequence[tuple[int, ...]]) -> int:
-    """Whose strides say how dims lie in memory: a dim of one element, and an empty piece, may have any."""
+def _most_telling_rank(shapes: Sequence[tuple[int, ...]]) -> int:
+    """Return the position of the rank with strides that define the order of dims in memory.
+
+    It is the rank with most dims larger than 1. A dim of one element, and an empty local tensor, may have any stride.
+    """
     return max(range(len(shapes)), key=lambda k: (sum(size > 1 for size in shapes[k]) if all(shapes[k]) else -1, -k))
 
 
-def _same_dims(shapes: Sequence[tuple[int, ...]]) -> None:
+def _check_equal_ndim(shapes: Sequence[tuple[int, ...]]) -> None:
     if len({len(shape) for shape in shapes}) > 1:
         raise LayoutError(f"from_local: local tensors of different ranks have different numbers of dims: {tuple(shapes)}")
 
 
-def measures(mesh: DeviceMesh, placements: Any) -> bool:
-    """Whether ranks ask each other for sizes, by placements that need not be valid: so that all tell the same order in memory,
-    which a piece of one element along a dim cannot."""
-    cutting = _cutting(mesh, placements)
-    given = {p.dim for p in cutting if p.sizes is not None and min(p.sizes, default=0) > 1}
-    return any(p.dim not in given for p in cutting)
+def exchanges_sizes(mesh: DeviceMesh, placements: Any) -> bool:
+    """Return True if ``from_local`` without ``shape`` makes ranks exchange sizes under these placements, valid or not.
+
+    Ranks also exchange strides in that case, because a local tensor with one element along a dim does not define the memory
+    order.
+    """
+    shards = _effective_shards(mesh, placements)
+    sized_dims = {p.dim for p in shards if p.sizes is not None and min(p.sizes, default=0) > 1}
+    return any(p.dim not in sized_dims for p in shards)
 
 
-def _cutting(mesh: DeviceMesh, placements: Any) -> list[Shard]:
+def _effective_shards(mesh: DeviceMesh, placements: Any) -> list[Shard]:
+    """Return the Shard placements along mesh dims of more than one rank."""
     placements = (
         (placements,) if isinstance(placements, Placement) else placements if isinstance(placements, (list, tuple)) else ()
     )
     return [p for p, size in zip(placements, mesh.shape, strict=False) if isinstance(p, Shard) and size > 1]
 
 
-_MOST_DIMS = 32
+_MAX_DIMS = 32
 
 
-_Table = tuple[tuple[int, ...], ...]
+_IntRows = tuple[tuple[int, ...], ...]
 
 
 @aside
-def _all_pieces(mesh: DeviceMesh, pieces: Sequence[torch.Tensor], told: str) -> tuple[_Table, _Table]:
-    """Every member's shape and strides, by position in the mesh as the current rank sees it; ``told`` must be alike on all."""
-    mine, steps = sizes(pieces[0].shape), sizes(pieces[0].stride())
-    if is_traced(pieces[0]) and mesh.kind == "process_group":
-        in_graph("check", pieces[0].new_empty(0), kept(Alike(mesh, pieces[0].dtype, told)), [*mine, *steps])
-        return (mine,) * mesh.size(), (steps,) * mesh.size()
-    if len(pieces) > 1:
-        seen = [pieces[m] for m in mesh.members_of(range(mesh.ndim), 0)]
-        shapes = tuple(tuple(piece.shape) for piece in seen)
-        _same_dims(shapes)
-        compared(mesh, "from_local", [str(piece.dtype) for piece in seen])
-        return shapes, tuple(piece.stride() for piece in seen)
+def _gather_shapes(mesh: DeviceMesh, locals_: Sequence[torch.Tensor], description: str) -> tuple[_IntRows, _IntRows]:
+    """Return the shapes and the strides of the local tensors of all ranks, by position in the mesh as the current rank numbers
+    it.
+
+    ``told`` must be equal on all ranks.
+    """
+    shape, stride = sizes(locals_[0].shape), sizes(locals_[0].stride())
+    if is_traced(locals_[0]) and mesh.kind == "process_group":
+        in_graph("check", locals_[0].new_empty(0), kept(EqualLocalsCheck(mesh, locals_[0].dtype, description)), [*shape, *stride])
+        return (shape,) * mesh.size(), (stride,) * mesh.size()
+    if len(locals_) > 1:
+        ordered = [locals_[m] for m in mesh.members_of(range(mesh.ndim), 0)]
+        shapes = tuple(tuple(local.shape) for local in ordered)
+        _check_equal_ndim(shapes)
+        compared(mesh, "from_local", [str(local.dtype) for local in ordered])
+        return shapes, tuple(local.stride() for local in ordered)
     if not communicator_of(mesh).talks:
-        return (mine,) * mesh.size(), (steps,) * mesh.size()
-    if len(mine) > _MOST_DIMS:
-        raise LayoutError(f"from_local without shape= supports up to {_MOST_DIMS} dims, got {len(mine)}; pass shape=")
-    said = f"{pieces[0].dtype} under {told}"
-    same, found, _ = told_by_all(mesh, said, (*mine, *steps))
-    shapes, strides = (tuple(row[: len(row) // 2] for row in found), tuple(row[len(row) // 2 :] for row in found))
-    _same_dims(shapes)
-    if not same:
-        words_compared(mesh, "from_local", said)
+        return (shape,) * mesh.size(), (stride,) * mesh.size()
+    if len(shape) > _MAX_DIMS:
+        raise LayoutError(f"from_local without shape= supports up to {_MAX_DIMS} dims, got {len(shape)}; pass shape=")
+    text = f"{locals_[0].dtype} under {description}"
+    is_equal, rows, _ = told_by_all(mesh, text, (*shape, *stride))
+    shapes, strides = (tuple(row[: len(row) // 2] for row in rows), tuple(row[len(row) // 2 :] for row in rows))
+    _check_equal_ndim(shapes)
+    if not is_equal:
+        words_compared(mesh, "from_local", text)
     return shapes, strides
 
 
 @dataclass(frozen=True, slots=True)
-class Alike:
-    """What a program that is traced takes for granted of the pieces given to ``from_local``; asked at every call."""
+class EqualLocalsCheck:
+    """Check of a traced program that local tensors of ``from_local`` have equal shapes on all ranks. It runs at every call."""
 
     mesh: DeviceMesh
     dtype: torch.dtype
     told: str
 
     def __call__(self, given: Sequence[int]) -> None:
-        """``given``: sizes and strides of this rank's piece."""
+        """Check this rank's ``given``: the sizes, then the strides, of its local tensor."""
         ndim = len(given) // 2
-        piece = torch.empty_strided(given[:ndim], given[ndim:], dtype=self.dtype, device="meta")
-        shapes, strides = _all_pieces(self.mesh, [piece], self.told)
-        telling = [d for d, size in enumerate(piece.shape) if size > 1]
-        if len(set(shapes)) > 1 or len({_order(stride, telling) for stride in strides}) > 1:
+        local = torch.empty_strided(given[:ndim], given[ndim:], dtype=self.dtype, device="meta")
+        shapes, strides = _gather_shapes(self.mesh, [local], self.told)
+        long_dims = [d for d, size in enumerate(local.shape) if size > 1]
+        if len(set(shapes)) > 1 or len({_describe_order(stride, long_dims) for stride in strides}) > 1:
             raise LayoutError(
                 "torch.compile: from_local without shape= assumes equal local tensors on all ranks, but their "
                 f"shapes are {list(shapes)} and strides {list(strides)}: pass shape= and stride="
             )
 
 
-def _split_from(mesh: DeviceMesh, placements: tuple[Placement, ...], dim: int, shapes: Sequence[tuple[int, ...]]) -> Split:
-    """How the pieces cut one tensor dim: sizes read along the mesh dims that split it, at index 0 of all others."""
-    spelled = [Shard(0, None, p.level) if isinstance(p, Shard) and p.dim == dim else Replicate() for p in placements]
-    mesh_dims = Layout.of(mesh, spelled, (mesh.size(),)).splits[0].mesh_dims  # type: ignore[union-attr]  # sharded on a real mesh dim
-    steps = [1] * mesh.ndim
+def _split_of_dim(mesh: DeviceMesh, placements: tuple[Placement, ...], dim: int, shapes: Sequence[tuple[int, ...]]) -> Split:
+    """Return the split of one tensor dim, with sizes read along the mesh dims that shard it, at index 0 of the other mesh dims."""
+    dim_placements = [Shard(0, None, p.level) if isinstance(p, Shard) and p.dim == dim else Replicate() for p in placements]
+    mesh_dims = Layout.of(mesh, dim_placements, (mesh.size(),)).splits[0].mesh_dims  # type: ignore[union-attr]  # it is sharded
+    mesh_strides = [1] * mesh.ndim
     for i in reversed(range(mesh.ndim - 1)):
-        steps[i] = steps[i + 1] * mesh.shape[i + 1]
+        mesh_strides[i] = mesh_strides[i + 1] * mesh.shape[i + 1]
     positions = [0]
     for i in mesh_dims:
-        positions = [base + k * steps[i] for base in positions for k in range(mesh.shape[i])]
+        positions = [base + k * mesh_strides[i] for base in positions for k in range(mesh.shape[i])]
     return Split(mesh_dims, tuple(shapes[position][dim] for position in positions))
 
 
-def _agree(layout: Layout, shapes: Sequence[tuple[int, ...]], why: str) -> None:
-    """All pieces together tile the tensor (every rank sees all shapes, so all raise together)."""
+def _check_all_shapes(layout: Layout, shapes: Sequence[tuple[int, ...]], why: str) -> None:
+    """Raise LayoutError if the local tensors do not tile the global tensor. Every rank has all shapes, so all ranks raise."""
     mesh = layout.mesh
     for member, shape in zip(mesh.members_of(range(mesh.ndim), 0), shapes, strict=True):
         expected = layout.local_shape(mesh.coordinates[member])
@@ -242,52 +263,64 @@ def _agree(layout: Layout, shapes: Sequence[tuple[int, ...]], why: str) -> None:
             )
 
 
-def _fits(layout: Layout, pieces: Sequence[torch.Tensor]) -> None:
+def _check_own_shapes(layout: Layout, locals_: Sequence[torch.Tensor]) -> None:
+    """Raise LayoutError if a local tensor of this process does not have the shape that ``layout`` gives it."""
     mesh = layout.mesh
-    members = mesh.members if len(pieces) > 1 else [mesh.current_member()]
-    for member, piece in zip(members, pieces, strict=True):
+    members = mesh.members if len(locals_) > 1 else [mesh.current_member()]
+    for member, local in zip(members, locals_, strict=True):
         expected = layout.local_shape(mesh.coordinate_of(member))
-        if member is not None and tuple(piece.shape) != expected:
+        if member is not None and tuple(local.shape) != expected:
             raise LayoutError(
-                f"from_local: rank {mesh.ranks[member]} has a local tensor of shape {tuple(piece.shape)}, but "
+                f"from_local: rank {mesh.ranks[member]} has a local tensor of shape {tuple(local.shape)}, but "
                 f"{layout!r} gives it {expected}; use Shard(dim, sizes=(...)) for uneven shards, or leave shape= "
                 "out so that ranks exchange their sizes"
             )
 
 
-def _check(layout: Layout, pieces: Sequence[torch.Tensor]) -> None:
-    """``run_check``: dtypes and gradients everywhere, values of replicas; names the offending rank, on all ranks."""
+def _check_values(layout: Layout, locals_: Sequence[torch.Tensor]) -> None:
+    """Compare dtypes and ``requires_grad`` of all ranks, and the values of replicas (``run_check``).
+
+    Raises:
+        LayoutError: on all ranks; it names the rank that differs.
+    """
     mesh, comm = layout.mesh, communicator_of(layout.mesh)
-    everywhere = tuple(range(mesh.ndim))
-    members = mesh.members_of(everywhere, mesh.current_member() or 0)
+    mesh_dims = tuple(range(mesh.ndim))
+    members = mesh.members_of(mesh_dims, mesh.current_member() or 0)
     if comm.holds_all:
-        facts = [_facts(pieces[m]) for m in members] if len(pieces) > 1 else []
+        facts = [_describe_local(locals_[m]) for m in members] if len(locals_) > 1 else []
     else:
-        facts = comm.all_gather_object(_facts(pieces[0]), everywhere)
+        facts = comm.all_gather_object(_describe_local(locals_[0]), mesh_dims)
     first: dict[tuple[int, ...], int] = {}
-    telling = [d for d in range(layout.ndim) if all(shape[d] > 1 for _, shape, _, _ in facts)]  # others may have any stride
+    long_dims = [d for d in range(layout.ndim) if all(shape[d] > 1 for _, shape, _, _ in facts)]  # others may have any stride
     for position, (kind, _, stride, digest) in enumerate(facts):
         member = members[position]
-        for mine, others in ((kind, facts[0][0]), (_order(stride, telling), _order(facts[0][2], telling))):
-            if mine != others:
-                raise LayoutError(f"from_local: rank {mesh.ranks[member]} has {mine}, rank {mesh.ranks[members[0]]} has {others}")
+        for value, expected in (
+            (kind, facts[0][0]),
+            (_describe_order(stride, long_dims), _describe_order(facts[0][2], long_dims)),
+        ):
+            if value != expected:
+                raise LayoutError(
+                    f"from_local: rank {mesh.ranks[member]} has {value}, rank {mesh.ranks[members[0]]} has {expected}"
+                )
         coordinate = mesh.coordinates[member]
-        kept = tuple(-1 if isinstance(p, Replicate) else c for p, c in zip(layout.placements, coordinate, strict=True))
-        like = first.setdefault(kept, position)
-        if facts[like][3] != digest:
+        group = tuple(-1 if isinstance(p, Replicate) else c for p, c in zip(layout.placements, coordinate, strict=True))
+        reference = first.setdefault(group, position)
+        if facts[reference][3] != digest:
             raise LayoutError(
                 f"from_local: the values of rank {mesh.ranks[member]} differ from those of rank "
-                f"{mesh.ranks[members[like]]}, but {layout.placements} says that they are replicas; broadcast the "
+                f"{mesh.ranks[members[reference]]}, but {layout.placements} says that they are replicas; broadcast the "
                 "tensor first, or use Partial() or Shard(dim)"
             )
 
 
-def _facts(piece: torch.Tensor) -> tuple[str, tuple[int, ...], tuple[int, ...], bytes]:
-    """What all pieces have in common, shape and stride, and what replicas have in common."""
-    kind = f"{piece.dtype}{', requiring gradients' if piece.requires_grad else ''}"
-    return kind, tuple(piece.shape), piece.stride(), hashlib.sha256(content(piece)).digest()
+def _describe_local(local: torch.Tensor) -> tuple[str, tuple[int, ...], tuple[int, ...], bytes]:
+    """Return what must be equal on all ranks (text), the shape, the stride, and what must be equal on replicas (a hash of the
+    values).
+    """
+    kind = f"{local.dtype}{', requiring gradients' if local.requires_grad else ''}"
+    return kind, tuple(local.shape), local.stride(), hashlib.sha256(content(local)).digest()
 
 
-def _order(stride: Sequence[int], dims: Sequence[int]) -> str:
-    """The order of dims in memory."""
+def _describe_order(stride: Sequence[int], dims: Sequence[int]) -> str:
+    """Return the order of dims in memory, as text."""
     return f"dims in the order {sorted(dims, key=lambda d: (-stride[d], d))}"

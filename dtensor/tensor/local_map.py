@@ -1,4 +1,4 @@
-"""``local_map``: run a function of local tensors on distributed ones, with the placements stated at its boundary."""
+"""Local map (``local_map``): run a function of local tensors on DTensors, with placements given for its arguments and results."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ def local_map(
     *,
     redistribute_inputs: bool = False,
 ) -> Callable[..., Any]:
-    """``func``, written for this rank's local tensors, as a function of DTensors; differentiable.
+    """Return ``func``, written for this rank's local tensors, as a function of DTensors; differentiable.
 
-    With all ranks in one process the locals are ``per_rank`` tensors, over which torch functions map.
+    With all ranks in one process the local tensors are ``per_rank`` tensors, over which torch functions map.
 
     Args:
-        out_placements: placements of the result; a tuple with one entry per flattened output if there are several (None for what
-            is no tensor).
+        out_placements: placements of the result; a tuple with one entry per flattened output if there are several (None for an
+            output that is no tensor).
         in_placements: per flattened argument the placements it must have, None for one that is no DTensor; None checks nothing.
-            For a module they are those of all its DTensor parameters and buffers, which are locals while ``func`` runs.
+            For a module they are those of all its DTensor parameters and buffers, which are local tensors while ``func`` runs.
         in_grad_placements: per flattened argument the placements of its local gradient, see :meth:`DTensor.to_local`.
         device_mesh: of the results; default that of the first DTensor argument.
-        redistribute_inputs: redistribute arguments that are placed otherwise instead of raising.
+        redistribute_inputs: redistribute arguments that have other placements instead of raising.
 
     Raises:
-        PlacementError: an argument is not placed as ``in_placements`` says.
-        ContradictionError: an argument is a DTensor where it says None, or arguments and outputs are other in number or kind than
-            ``in_placements`` and ``out_placements`` say.
+        PlacementError: an argument does not have its ``in_placements``.
+        ContradictionError: ``in_placements`` has None for a DTensor, or the number or kind of arguments and outputs is not that
+            of ``in_placements`` and ``out_placements``.
 
     >>> import torch, dtensor as dt
     >>> mesh = dt.init_device_mesh("cpu", (2,))
@@ -65,7 +65,7 @@ def local_map(
 
 @dataclass(frozen=True, slots=True)
 class _Boundary:
-    """What is stated of a function's arguments and results."""
+    """Placements of the arguments and results of a function."""
 
     results: Any
     arguments: tuple[Placements, ...] | None
@@ -93,15 +93,20 @@ class _Boundary:
                 raise ContradictionError(f"local_map: {count} flattened arguments, but {name} has {len(given)} entries")
 
     def _local_of(self, i: int, value: Any, meshes: list[DeviceMesh], modules: contextlib.ExitStack) -> Any:
-        """What the function gets for argument ``i``, whose meshes are noted; a module has locals until ``modules`` is left."""
-        wanted = None if self.arguments is None else self.arguments[i]
-        grad = None if self.gradients is None else self.gradients[i]
-        localize = functools.partial(_localize, position=i, wanted=wanted, grad=grad, redistribute=self.redistribute)
-        if isinstance(value, nn.Module) and wanted is not None:
+        """Return the value that the function gets for argument ``i``, and add its meshes to ``meshes``.
+
+        The DTensors of a module are replaced by local tensors until ``modules`` closes.
+        """
+        placements = None if self.arguments is None else self.arguments[i]
+        grad_placements = None if self.gradients is None else self.gradients[i]
+        localize = functools.partial(
+            _localize, position=i, wanted=placements, grad=grad_placements, redistribute=self.redistribute
+        )
+        if isinstance(value, nn.Module) and placements is not None:
             meshes += modules.enter_context(_with_locals(value, localize))
         elif isinstance(value, DTensor):
             meshes.append(value.device_mesh)
-            if self.arguments is not None and wanted is None:
+            if self.arguments is not None and placements is None:
                 raise ContradictionError(
                     f"local_map expects placements for argument {i}, a DTensor; in_placements has None for it"
                 )
@@ -111,22 +116,33 @@ class _Boundary:
 
 @contextlib.contextmanager
 def _with_locals(module: nn.Module, localize: Callable[[DTensor], Any]) -> Iterator[list[DeviceMesh]]:
-    """The module with locals in the places of its DTensors, whose meshes come back. One in several places has one local."""
+    """Replace the DTensors of a module by local tensors in this context; yield their meshes.
+
+    A DTensor that is used in several places has one local tensor.
+    """
     places: list[tuple[dict[str, Any], str, Any]] = [
-        (held, name, value) for part in module.modules() for held, name, value in own_tensors(part) if isinstance(value, DTensor)
+        (holder, name, value)
+        for part in module.modules()
+        for holder, name, value in own_tensors(part)
+        if isinstance(value, DTensor)
     ]
     distributed = {id(value): value for _, _, value in places}
-    made = {key: localize(value) for key, value in distributed.items()}
+    locals_by_id = {key: localize(value) for key, value in distributed.items()}
     try:
-        for held, name, value in places:
-            held[name] = made[id(value)]
+        for holder, name, value in places:
+            holder[name] = locals_by_id[id(value)]
         yield [value.device_mesh for value in distributed.values()]
     finally:
-        for held, name, value in places:
-            held[name] = value
+        for holder, name, value in places:
+            holder[name] = value
 
 
 def _localize(value: DTensor, position: int, wanted: Placements, grad: Placements, redistribute: bool) -> Any:
+    """Return the local tensor of argument ``position``, redistributed to ``wanted`` if ``redistribute`` is set.
+
+    Raises:
+        PlacementError: it has other placements.
+    """
     if wanted is not None:
         expected = normalize(wanted, value.device_mesh.ndim, value.ndim)
         if value.placements != expected:
@@ -140,13 +156,18 @@ def _localize(value: DTensor, position: int, wanted: Placements, grad: Placement
 
 
 def _wrap_outputs(out: Any, out_placements: Any, mesh: DeviceMesh) -> Any:
+    """Return the outputs of the function as DTensors with ``out_placements``."""
     flat, tree = tree_flatten(out)
-    several = isinstance(out_placements, tuple) and (len(flat) != 1 or not all(isinstance(p, Placement) for p in out_placements))
-    wanted = list(out_placements) if several else [out_placements]
-    if len(wanted) != len(flat):
-        raise ContradictionError(f"local_map: {len(flat)} flattened outputs, but out_placements has {len(wanted)} entries")
+    has_several = isinstance(out_placements, tuple) and (
+        len(flat) != 1 or not all(isinstance(p, Placement) for p in out_placements)
+    )
+    placements_by_output = list(out_placements) if has_several else [out_placements]
+    if len(placements_by_output) != len(flat):
+        raise ContradictionError(
+            f"local_map: {len(flat)} flattened outputs, but out_placements has {len(placements_by_output)} entries"
+        )
     wrapped = []
-    for value, placements in zip(flat, wanted, strict=True):
+    for value, placements in zip(flat, placements_by_output, strict=True):
         if placements is None:
             wrapped.append(value)
         elif not isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""``materialize``: a model built on the meta device gets memory, module by module, and the values that one device would have."""
+"""Materialize a model that was built on the meta device: allocate memory module by module, and initialize it as on one device."""
 
 from __future__ import annotations
 
@@ -14,33 +14,35 @@ from .dtensor import DTensor
 from .stale_params import replacing
 
 M = TypeVar("M", bound=nn.Module)
-_INITIALISERS = ("reset_parameters", "_reset_parameters")  # torch's own modules have one or the other
+_INITIALIZERS = ("reset_parameters", "_reset_parameters")  # torch's own modules have one or the other
 
 
 def materialize(module: M, *, init: Callable[[nn.Module], object] | None = None, device: str | torch.device | None = None) -> M:
-    """``module``, in place, its parameters and buffers on the meta device replaced by real ones, initialised.
+    """Return ``module`` after its parameters and buffers on the meta device were replaced by initialized ones.
 
-    Module by module, children first and in the order they were registered: memory for the tensors the module itself has (of a
-    DTensor only this rank's piece), then ``init(module)``. That is the order in which constructors draw random numbers, so with
-    the seed of a model built on one device the values are that model's, whatever the mesh and the placements. Not where a
-    constructor copies a module that it has made (``nn.TransformerEncoder`` and its layers): each copy gets values of its own.
-    Tensors with values keep them. What ``init`` puts in a DTensor's place is laid out as that was.
+    Modules are handled one by one, children first and in the order of their registration: memory is allocated for the tensors of
+    the module itself (for a DTensor only this rank's local tensor), then ``init(module)`` runs. Constructors draw random numbers
+    in that order. So with the seed of a model built on one device the values are those of that model, whatever the mesh and the
+    placements. An exception is a constructor that copies a module (``nn.TransformerEncoder`` and its layers): each copy gets
+    values of its own. Tensors with values keep them. A plain tensor that ``init`` puts in the place of a DTensor gets the layout
+    of that DTensor.
 
     Args:
         module: built under ``torch.device("meta")``, and then distributed: by :func:`parallelize_module`, :func:`fully_shard`,
             :func:`replicate` or ``distribute_module``.
-        init: sets the values of the tensors that a module itself has; called for each module that has, or has below it,
-            tensors on meta. Default: the module's ``reset_parameters()`` or ``_reset_parameters()``, where it has one; if it has
-            no tensors of its own, only where its constructor calls that too.
+        init: sets the values of the tensors of a module itself. It is called for each module with tensors on meta, in itself or
+            in a submodule. Default: the module's ``reset_parameters()`` or ``_reset_parameters()``, if it has one. For a module
+            without tensors of its own, only if its constructor calls that method too.
         device: of tensors that are not distributed; default that of the first DTensor's mesh, or ``"cpu"``.
 
     Raises:
-        DTensorError: without ``init``, before anything is done: a module has tensors on meta and no ``reset_parameters()``, so
-            nobody would set them (buffers computed in a constructor are such); or a parameter is two modules', so that it is not
-            known whose values it should have.
+        DTensorError: without ``init``, before any change: a module has tensors on meta and no ``reset_parameters()`` (for example
+            buffers computed in a constructor); or a parameter belongs to two modules, so that it is unclear which one initializes
+            it.
 
-    Memory: this rank's pieces, and while one parameter is drawn a whole one of that shape; under ``random_mode("counter")``, its
-    piece. No communication but that of ``init``. Make optimizers afterwards: parameters are new objects. Tied ones stay tied.
+    Memory: this rank's local tensors, and temporarily one full parameter while it is drawn; under ``random_mode("counter")`` only
+    its local tensor. No communication except that of ``init``. Make optimizers afterwards: parameters are new objects. Tied ones
+    stay tied.
 
     >>> import dtensor as dt
     >>> from dtensor.parallel import ColwiseParallel, parallelize_module
@@ -57,24 +59,24 @@ def materialize(module: M, *, init: Callable[[nn.Module], object] | None = None,
     """
     if init is None:
         check_initialisers(module)
-    places = [(held, name, x) for inner in module.modules() for held, name, x in own_tensors(inner)]
-    made: dict[int, tuple[Tensor, Any]] = {}  # by what stood there, which is kept so that no other takes its id
-    device = torch.device(device) if device is not None else _device_of(module)
+    old_places = [(holder, name, x) for submodule in module.modules() for holder, name, x in own_tensors(submodule)]
+    new_by_id: dict[int, tuple[Tensor, Any]] = {}  # by what stood there, which is kept so that no other takes its id
+    device = torch.device(device) if device is not None else _default_device(module)
     with torch.no_grad(), replacing(module.modules(), "materialize"):
-        for inner in _unfinished(module):
-            _allocate(inner, device, made)
+        for submodule in _modules_on_meta(module):
+            _allocate_tensors(submodule, device, new_by_id)
             if init is not None:
-                init(inner)
+                init(submodule)
             else:
-                _reset(inner, made)
-        for held, name, x in places:
+                _initialize(submodule, new_by_id)
+        for holder, name, x in old_places:
             if x.is_meta and isinstance(x, DTensor):
-                _keep_layout(held, name, made[id(x)][1])
+                _restore_layout(holder, name, new_by_id[id(x)][1])
     return module
 
 
 def check_values(modules: Sequence[nn.Module], places: set[tuple[int, str]]) -> None:
-    """Raises DTensorError, naming them: parameters at these places (ids of modules, names) are on the meta device."""
+    """Raise DTensorError, with their names, if parameters at these places (ids of modules, names) are on the meta device."""
     meta = [
         f"{prefix}.{name}".lstrip(".")
         for module in modules
@@ -98,98 +100,102 @@ def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Modu
         yield module
 
 
-def _unfinished(module: nn.Module) -> list[nn.Module]:
+def _modules_on_meta(module: nn.Module) -> list[nn.Module]:
+    """Return the modules with tensors on meta, in themselves or in a submodule, children first."""
     inners = _children_first(module, set())
     return [inner for inner in inners if any(x.is_meta for part in inner.modules() for _, _, x in own_tensors(part))]
 
 
 def check_initialisers(module: nn.Module) -> None:
-    """Raises DTensorError, naming them: tensors on the meta device that nobody would set, or two modules would."""
-    names = {inner: name for name, inner in module.named_modules()}
+    """Raise DTensorError, with their names, if tensors on meta have no module that initializes them, or two."""
+    names = {submodule: name for name, submodule in module.named_modules()}
     unset: list[str] = []
-    kinds: dict[str, None] = {}
-    owners: dict[int, list[str]] = {}
-    for inner in _unfinished(module):
-        meta = [(f"{names[inner]}.{name}".lstrip("."), id(x)) for _, name, x in own_tensors(inner) if x.is_meta]
-        if _initialiser(inner) is None:
-            unset += [name for name, _ in meta]
-            kinds |= {type(inner).__name__: None} if meta else {}
-        for name, x in meta:
-            owners.setdefault(x, []).append(name)
+    class_names: dict[str, None] = {}
+    names_by_id: dict[int, list[str]] = {}
+    for submodule in _modules_on_meta(module):
+        meta_tensors = [(f"{names[submodule]}.{name}".lstrip("."), id(x)) for _, name, x in own_tensors(submodule) if x.is_meta]
+        if _find_initializer(submodule) is None:
+            unset += [name for name, _ in meta_tensors]
+            class_names |= {type(submodule).__name__: None} if meta_tensors else {}
+        for name, x in meta_tensors:
+            names_by_id.setdefault(x, []).append(name)
     advice = (
         "Give materialize(module, init=f) or shard_model(module, spec, init_fn=f), f(m) setting the tensors that m itself has"
     )
     if unset:
         shown = ", ".join(unset[:8]) + (", ..." if len(unset) > 8 else "")
-        raise DTensorError(f"nothing initializes {shown}: {', '.join(kinds)} without reset_parameters(). {advice}")
-    for tied in owners.values():
+        raise DTensorError(f"nothing initializes {shown}: {', '.join(class_names)} without reset_parameters(). {advice}")
+    for tied in names_by_id.values():
         if len(tied) > 1:
             raise DTensorError(
                 f"{' and '.join(tied)} are one shared parameter, and it is not known which module initializes it. {advice}"
             )
 
 
-def _initialiser(module: nn.Module) -> Callable[[], object] | None:
-    """What gives ``module`` the values that its constructor does.
+def _find_initializer(module: nn.Module) -> Callable[[], object] | None:
+    """Return the method that initializes ``module`` like its constructor does; None if there is none.
 
-    A module with tensors of its own has values from nowhere else. One without draws numbers for its children again, which is
-    what its constructor did only if it names that method.
+    A module with tensors of its own is initialized by no other module. A module without such tensors would initialize its
+    children again, which its constructor did only if it names that method.
     """
-    name = next((name for name in _INITIALISERS if callable(getattr(module, name, None))), None)
-    if name is None or not (any(True for _ in own_tensors(module)) or _constructor_names(type(module), name)):
+    name = next((name for name in _INITIALIZERS if callable(getattr(module, name, None))), None)
+    if name is None or not (any(True for _ in own_tensors(module)) or _constructor_calls(type(module), name)):
         return None
     return getattr(module, name)
 
 
-def _constructor_names(kind: type, method: str) -> bool:
+def _constructor_calls(kind: type, method: str) -> bool:
+    """Return True if a constructor of the class refers to ``method``."""
     codes = (getattr(vars(base).get("__init__"), "__code__", None) for base in kind.__mro__)
     return any(method in code.co_names for code in codes if code is not None)
 
 
-def _reset(module: nn.Module, made: dict[int, tuple[Tensor, Any]]) -> None:
-    """Run the initialiser; what had values before keeps them, also where a parent sets all that is below it."""
-    initialise = _initialiser(module)
-    if initialise is None:
+def _initialize(module: nn.Module, new_by_id: dict[int, tuple[Tensor, Any]]) -> None:
+    """Run the initializer of a module. Tensors that had values keep them, also those of submodules."""
+    initialize = _find_initializer(module)
+    if initialize is None:
         return
-    new = {id(value) for _, value in made.values()}
-    below = [place for part in module.modules() for place in own_tensors(part)]
-    kept = [(held, name, x, x.detach().clone()) for held, name, x in below if not x.is_meta and id(x) not in new]
-    initialise()
-    for held, name, x, value in kept:
-        held[name] = x
+    new_ids = {id(value) for _, value in new_by_id.values()}
+    own_and_inner = [place for part in module.modules() for place in own_tensors(part)]
+    saved = [(holder, name, x, x.detach().clone()) for holder, name, x in own_and_inner if not x.is_meta and id(x) not in new_ids]
+    initialize()
+    for holder, name, x, value in saved:
+        holder[name] = x
         x.copy_(value)
 
 
-def _keep_layout(held: dict[str, Any], name: str, made: DTensor) -> None:
-    """A plain tensor that was put in the place of a DTensor becomes one, with its layout."""
-    now = held.get(name)
-    if now is made or now is None or isinstance(now, DTensor):
+def _restore_layout(holder: dict[str, Any], name: str, original: DTensor) -> None:
+    """Distribute a plain tensor that ``init`` put in the place of the DTensor ``made``."""
+    current = holder.get(name)
+    if current is original or current is None or isinstance(current, DTensor):
         return
-    distribute_at(held, name, made.device_mesh, made.placements)
-    held[name].__dict__.update(made.__dict__ | held[name].__dict__)
+    distribute_at(holder, name, original.device_mesh, original.placements)
+    holder[name].__dict__.update(original.__dict__ | holder[name].__dict__)
 
 
-def _device_of(module: nn.Module) -> torch.device:
+def _default_device(module: nn.Module) -> torch.device:
+    """Return the device of the first DTensor's mesh, or the CPU."""
     meshes = (x.device_mesh for inner in module.modules() for _, _, x in own_tensors(inner) if isinstance(x, DTensor))
     return torch.device(next((mesh.device_type for mesh in meshes), "cpu"))
 
 
-def _kept_on(x: Tensor, device: torch.device) -> str | torch.device:
-    """Where the pieces of ``x`` belong: not with the mesh if they are offloaded."""
+def _storage_device(x: Tensor, device: torch.device) -> str | torch.device:
+    """Return the device of the local tensors of ``x``: for offloaded parameters not that of the mesh."""
     return x.__dict__.get("_data_parallel", x.device_mesh.device_type) if isinstance(x, DTensor) else device
 
 
-def _allocate(module: nn.Module, device: torch.device, made: dict[int, tuple[Tensor, Any]]) -> None:
-    for held, name, x in own_tensors(module):
+def _allocate_tensors(module: nn.Module, device: torch.device, new_by_id: dict[int, tuple[Tensor, Any]]) -> None:
+    """Replace the tensors of ``module`` itself that are on meta by uninitialized ones."""
+    for holder, name, x in own_tensors(module):
         if not x.is_meta:
             continue
-        if id(x) not in made:
-            value: Tensor = torch.empty_like(x, device=_kept_on(x, device))
+        if id(x) not in new_by_id:
+            value: Tensor = torch.empty_like(x, device=_storage_device(x, device))
             if isinstance(x, nn.Parameter):
                 value = nn.Parameter(value, requires_grad=x.requires_grad)
             value.__dict__.update(x.__dict__ | value.__dict__)  # marks of those who distributed it
-            made[id(x)] = x, value
-        held[name] = made[id(x)][1]
-    weights = module.__dict__.get("_flat_weights_names")
-    if weights is not None:  # recurrent modules keep a list of their weights
-        module.__dict__["_flat_weights"] = [module._parameters.get(name) for name in weights]
+            new_by_id[id(x)] = x, value
+        holder[name] = new_by_id[id(x)][1]
+    weight_names = module.__dict__.get("_flat_weights_names")
+    if weight_names is not None:  # recurrent modules keep a list of their weights
+        module.__dict__["_flat_weights"] = [module._parameters.get(name) for name in weight_names]

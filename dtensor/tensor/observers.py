@@ -1,6 +1,7 @@
-"""Who is told of what happens to DTensors beside operator calls: moves that the program asks for, and looks at pieces.
+"""Observers: listeners for events of DTensors that are no operator calls, such as explicit redistributions and reads of local
+tensors.
 
-With nobody listening anywhere each of them pays one truth test.
+Without an observer each event costs one truth test.
 """
 
 from __future__ import annotations
@@ -13,42 +14,47 @@ from ..layout.layout import Layout
 
 
 class Observer(Protocol):
-    """What a listener is told."""
+    """Interface of an observer."""
 
     def moved(self, x: Any, made: Any) -> None:
-        """``made`` is ``x`` redistributed."""
+        """Handle that ``made`` is ``x`` redistributed."""
 
     def arrived(self, grad: Any, leaf: list[Layout]) -> None:
-        """``grad`` is the gradient of the leaf that has this layout, and will be placed so; the list tells leaves apart."""
+        """Handle that ``grad`` is the gradient of the leaf with the layout ``leaf[0]``, which it gets next.
+
+        The list identifies the leaf.
+        """
 
     def looked_at(self, x: Any) -> None:
-        """Somebody takes the pieces of ``x`` as they lie."""
+        """Handle that the program reads the local tensors of ``x``."""
 
 
 OBSERVERS: Scoped[Observer] = Scoped("observers")
-observed = OBSERVERS.held  # empty: nobody listens anywhere
+observed = OBSERVERS.held  # empty: no observer in any thread
 
 
-def tell_moved(x: Any, made: Any) -> Any:
-    """``made``."""
+def notify_redistributed(x: Any, made: Any) -> Any:
+    """Report a redistribution of ``x`` to observers. Return ``made``, the result."""
     for observer in OBSERVERS.values():
         observer.moved(x, made)
     return made
 
 
-def tell_arrived(grad: Any, leaf: list[Layout]) -> None:
+def notify_gradient(grad: Any, leaf: list[Layout]) -> None:
+    """Report a gradient of a leaf, unless it is plain or on another mesh."""
     if hasattr(grad, "_layout") and grad._layout.mesh is leaf[0].mesh:
         for observer in OBSERVERS.values():
             observer.arrived(grad, leaf)
 
 
-def tell_looked_at(x: Any) -> None:
+def notify_local_read(x: Any) -> None:
+    """Report a read of the local tensors of ``x``."""
     for observer in OBSERVERS.values():
         observer.looked_at(x)
 
 
-def taken_apart(x: Any) -> Any:
-    """``x``, whose pieces the user gets, and may write to."""
+def expose_local(x: Any) -> Any:
+    """Return ``x``, marked as exposed: the user gets its local tensors and may write to them."""
     if observed:
-        tell_looked_at(x)
+        notify_local_read(x)
     return users(x)

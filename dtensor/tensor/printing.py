@@ -17,7 +17,7 @@ from ..layout.layout import Layout
 from ..placement import Replicate
 
 
-def pieces(x: Any) -> str:
+def format_local_tensors(x: Any) -> str:
     """Return the text of the local tensors that this process has: a labeled block for each rank, or for equal replicas."""
     mesh, placements = x._layout.mesh, x._layout.placements
     if mesh.kind == "dry_run":
@@ -28,21 +28,21 @@ def pieces(x: Any) -> str:
     blocks: dict[tuple[Any, ...], list[int]] = {}  # (coordinate over these mesh dims, text) -> ranks
     with below_transforms():
         for rank, at, shard in zip(here, coordinates, shards_of(x._local), strict=True):
-            blocks.setdefault((*(at[dim : dim + 1] for dim in split), _body(shard)), []).append(rank)
-    lines = ["\n" + _labeled(ranks, text) for (*_, text), ranks in blocks.items()]
+            blocks.setdefault((*(at[dim : dim + 1] for dim in split), _tensor_text(shard)), []).append(rank)
+    lines = ["\n" + _add_label(ranks, text) for (*_, text), ranks in blocks.items()]
     summary = next((line for line in lines if "..." in line), None)  # torch leaves elements out
-    return "".join(lines) if summary is None else f"{summary}\n  shapes: {_shapes(x._layout)}"
+    return "".join(lines) if summary is None else f"{summary}\n  shapes: {_format_shapes(x._layout)}"
 
 
-def _shapes(layout: Layout) -> str:
+def _format_shapes(layout: Layout) -> str:
     """Return the local shapes, ``ranks 0-2 [3, 4], rank 3 [1, 4]``."""
     ranks: dict[tuple[int, ...], list[int]] = {}
     for rank, coordinate in zip(layout.mesh.ranks, layout.mesh.coordinates, strict=True):
         ranks.setdefault(tuple(layout.local_shape(coordinate)), []).append(rank)
-    return ", ".join(f"{_ranks(held)} {list(shape)}" for shape, held in ranks.items())
+    return ", ".join(f"{_format_ranks(held)} {list(shape)}" for shape, held in ranks.items())
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     """Return ``rank 3`` or ``ranks 0-2, 5``."""
     return f"rank{'' if len(ranks) == 1 else 's'} {spans_of(sorted(ranks))}"
 
@@ -58,13 +58,13 @@ def spans_of(ranks: Sequence[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
 
 
-def _body(shard: torch.Tensor) -> str:
+def _tensor_text(shard: torch.Tensor) -> str:
     """Return what ``repr`` shows between the parentheses of ``tensor(...)``."""
     text = repr(shard.detach())
     return text[text.index("(") + 1 : text.rindex(")")]
 
 
-def _labeled(ranks: Sequence[int], body: str) -> str:
+def _add_label(ranks: Sequence[int], body: str) -> str:
     """Return ``body`` behind the label of its ranks, with its lines aligned."""
-    label = f"  {_ranks(ranks)}: "
+    label = f"  {_format_ranks(ranks)}: "
     return label + body.replace("\n" + " " * len("tensor("), "\n" + " " * len(label))

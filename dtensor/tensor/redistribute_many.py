@@ -1,4 +1,4 @@
-"""``redistribute_many``: many tensors at once, in one collective where each of them would take the same step."""
+"""Redistribute many tensors at once (``redistribute_many``): equal steps of several tensors go in one collective."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..errors import LayoutError, PlacementError
 from ..layout.layout import Layout
 from ..placement import Placement
 from ..redistribute import execute_many, plan
-from .autograd import distributed, grad_layout
+from .autograd import grad_layout, to_dtensor_grad
 from .dtensor import DTensor
 
 
@@ -24,17 +24,17 @@ def redistribute_many(
     *,
     async_op: bool = False,
 ) -> list[DTensor]:
-    """``x.redistribute(placements=...)`` of each tensor; differentiable, in forward and in backward in few collectives.
+    """Return ``x.redistribute(placements=...)`` of each tensor. Differentiable; few collectives in forward and backward.
 
-    What the tensors' plans do at the same time goes in one collective per group of ranks: all moves of blocks (of any dtypes)
-    in one, all reductions of one op and dtype in one. The results of a reduction share one buffer, each a part of its own.
+    Steps that plans take at the same time go in one collective per group of ranks: all exchanges of blocks (of any dtypes) in
+    one, all reductions of one op and dtype in one. Results of a reduction share one buffer, each a region of its own.
 
     Args:
         placements: one tuple per tensor, or one for all of them.
         async_op: return at once; all results wait at the first use of any.
 
     Raises:
-        LayoutError: not as many placements as tensors, or not DTensors.
+        LayoutError: the number of placements is not the number of tensors, or a tensor is no DTensor.
 
     >>> import torch, dtensor as dt
     >>> mesh = dt.init_device_mesh("cpu", (2,))
@@ -51,32 +51,37 @@ def redistribute_many(
         )
     if not isinstance(placements, (list, tuple, Iterator)):
         raise PlacementError(f"redistribute_many takes a list of placements, or a list of such lists, got {placements!r}")
-    wanted: list[Any] = list(placements)
-    if all(isinstance(item, Placement) for item in wanted) and (wanted or not tensors):
-        wanted = [tuple(wanted)] * len(tensors)
-    if len(wanted) != len(tensors):
-        raise LayoutError(f"redistribute_many: {len(wanted)} placements for {len(tensors)} tensors; give one tuple for each")
-    targets = [x._layout.replace(placements=item) for x, item in zip(tensors, wanted, strict=True)]
-    moving = [i for i, x in enumerate(tensors) if targets[i] is not x._layout]
+    placements_by_tensor: list[Any] = list(placements)
+    if all(isinstance(item, Placement) for item in placements_by_tensor) and (placements_by_tensor or not tensors):
+        placements_by_tensor = [tuple(placements_by_tensor)] * len(tensors)
+    if len(placements_by_tensor) != len(tensors):
+        raise LayoutError(
+            f"redistribute_many: {len(placements_by_tensor)} placements for {len(tensors)} tensors; give one tuple for each"
+        )
+    targets = [x._layout.replace(placements=item) for x, item in zip(tensors, placements_by_tensor, strict=True)]
+    changed = [i for i, x in enumerate(tensors) if targets[i] is not x._layout]
     results = list(tensors)
-    if moving:
-        moved = RedistributeMany.apply(tuple(targets[i] for i in moving), async_op, *(tensors[i] for i in moving))
-        for i, result in zip(moving, moved, strict=True):
+    if changed:
+        changed_results = RedistributeMany.apply(tuple(targets[i] for i in changed), async_op, *(tensors[i] for i in changed))
+        for i, result in zip(changed, changed_results, strict=True):
             results[i] = result
     return results
 
 
 class RedistributeMany(torch.autograd.Function):
-    """The same global values under other layouts; gradients come back together, each in its source's layout."""
+    """Autograd function: the same global values with other layouts.
+
+    The gradients go together, each to the layout of its source.
+    """
 
     @staticmethod
     def forward(ctx: Any, targets: tuple[Layout, ...], async_op: bool, *xs: Any) -> Any:
         ctx.sources, ctx.targets = [x._layout for x in xs], targets
         ctx.set_materialize_grads(False)
         plans = [plan(x._layout, target) for x, target in zip(xs, targets, strict=True)]
-        moved = execute_many(plans, [x._local for x in xs])
+        pending_values = execute_many(plans, [x._local for x in xs])
 
-        def finished(values: list[Any]) -> list[Any]:
+        def own_memory(values: list[Any]) -> list[Any]:
             # memory of its own, as for one tensor: see Redistribute
             return [
                 value if moves.communicates else apart(value, memory_of(x._local))
@@ -84,16 +89,18 @@ class RedistributeMany(torch.autograd.Function):
             ]
 
         if not async_op:
-            return tuple(map(wrap_local, finished(moved.wait()), targets))
-        shared = unwritten(moved.then(finished), xs)
-        each = [shared.then(operator.itemgetter(i)) for i in range(len(xs))]
-        return tuple(wrap_pending(pending, target, x._local) for pending, target, x in zip(each, targets, xs, strict=True))
+            return tuple(map(wrap_local, own_memory(pending_values.wait()), targets))
+        all_pending = unwritten(pending_values.then(own_memory), xs)
+        pending_by_tensor = [all_pending.then(operator.itemgetter(i)) for i in range(len(xs))]
+        return tuple(
+            wrap_pending(pending, target, x._local) for pending, target, x in zip(pending_by_tensor, targets, xs, strict=True)
+        )
 
     @staticmethod
     def jvp(ctx: Any, _: Any, __: Any, *tangents: Any) -> Any:
-        some = next(t for t in tangents if t is not None)
+        like = next(t for t in tangents if t is not None)
         return tuple(
-            some.new_zeros(target.shape, dtype=target.dtype)
+            like.new_zeros(target.shape, dtype=target.dtype)
             if t is None
             else t.redistribute(target.mesh, grad_layout(target, None).placements)
             for t, target in zip(tangents, ctx.targets, strict=True)
@@ -101,15 +108,17 @@ class RedistributeMany(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        given = [i for i, grad in enumerate(grads) if grad is not None]
-        grads = tuple(None if grad is None else distributed(grad, like) for grad, like in zip(grads, ctx.targets, strict=True))
+        present = [i for i, grad in enumerate(grads) if grad is not None]
+        grads = tuple(
+            None if grad is None else to_dtensor_grad(grad, like) for grad, like in zip(grads, ctx.targets, strict=True)
+        )
         result: list[Any] = [None] * len(grads)
-        targets = {i: grads[i]._layout.replace(placements=grad_layout(ctx.sources[i], None).placements) for i in given}
-        moving = [i for i in given if targets[i] is not grads[i]._layout]
-        for i in given:
+        targets = {i: grads[i]._layout.replace(placements=grad_layout(ctx.sources[i], None).placements) for i in present}
+        changed = [i for i in present if targets[i] is not grads[i]._layout]
+        for i in present:
             result[i] = grads[i]
-        if moving:
-            moved = RedistributeMany.apply(tuple(targets[i] for i in moving), False, *(grads[i] for i in moving))
-            for i, grad in zip(moving, moved, strict=True):
+        if changed:
+            changed_grads = RedistributeMany.apply(tuple(targets[i] for i in changed), False, *(grads[i] for i in changed))
+            for i, grad in zip(changed, changed_grads, strict=True):
                 result[i] = grad
         return None, None, *result

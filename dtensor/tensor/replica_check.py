@@ -1,4 +1,4 @@
-"""``check_ranks(..., replicas=K)``: whether the copies of a model and its optimizer are the same on all ranks, every K steps."""
+"""Replica check (``check_ranks(..., replicas=K)``): compare copies of models and optimizers on all ranks, every K steps."""
 
 from __future__ import annotations
 
@@ -19,84 +19,89 @@ from ..watchdog.flight_recorder import fingerprint
 from ..watchdog.levels import Level
 from .dtensor import DTensor
 
-Copies = dict[tuple[DeviceMesh, tuple[int, ...]], dict[str, int]]  # checksums by name, by mesh and the mesh dims of the copies
+ReplicaChecksums = dict[
+    tuple[DeviceMesh, tuple[int, ...]], dict[str, int]
+]  # checksums by name, by mesh and the mesh dims of the copies
 
 
-class _Hook:
-    """Torch's, while replicas are compared; steps are counted for each optimizer."""
+class _StepHook:
+    """The optimizer hook that runs while replicas are checked. Steps are counted for each optimizer."""
 
     handle: Any = None
     steps: Any = None
 
 
-def _level_changed() -> None:
-    if _Hook.handle is not None:
-        _Hook.handle.remove()
-        _Hook.handle = None
+def _update_hook() -> None:
+    """Install or remove the hook, after ``Level.replicas`` has changed."""
+    if _StepHook.handle is not None:
+        _StepHook.handle.remove()
+        _StepHook.handle = None
     if Level.replicas:
-        _Hook.steps = torch.utils.weak.WeakIdKeyDictionary()
-        _Hook.handle = register_optimizer_step_post_hook(_stepped)
+        _StepHook.steps = torch.utils.weak.WeakIdKeyDictionary()
+        _StepHook.handle = register_optimizer_step_post_hook(_on_step)
 
 
-def _stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    step = _Hook.steps[optimizer] = _Hook.steps.get(optimizer, 0) + 1
+def _on_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Check the replicas of an optimizer if its step number is a multiple of K."""
+    step = _StepHook.steps[optimizer] = _StepHook.steps.get(optimizer, 0) + 1
     if step % Level.replicas == 0:
-        compare(optimizer, step)
+        check_optimizer_replicas(optimizer, step)
 
 
 @aside
 @torch.no_grad()
-def compare(optimizer: Optimizer, step: int) -> None:
+def check_optimizer_replicas(optimizer: Optimizer, step: int) -> None:
     """Check that ranks hold the same copies of an optimizer's parameters and state, and the same random state.
 
     Raises:
         DivergenceError: on all ranks that share them; it names what differs.
 
-    Cost: reads all of it once; a gather of 8 bytes for each mesh and set of mesh dims with copies.
+    Cost: one read of all tensors, and a gather of 8 bytes for each mesh and set of mesh dims with copies.
     """
-    for (mesh, dims), sums in _copies(optimizer).items():
+    for (mesh, dims), sums in _replica_checksums(optimizer).items():
         comm = communicator_of(mesh)
         if not comm.talks or not comm.held:
             continue
-        row = fingerprint(struct.pack(f"{len(sums)}Q", *sums.values())) - 2**63
-        told = [each for (each,) in comm.all_gather_numbers([row], dims)]
-        if len(set(told)) == 1:
+        own_hash = fingerprint(struct.pack(f"{len(sums)}Q", *sums.values())) - 2**63
+        hashes = [each for (each,) in comm.all_gather_numbers([own_hash], dims)]
+        if len(set(hashes)) == 1:
             continue
-        everybody = comm.all_gather_object(sums, dims)
+        sums_by_rank = comm.all_gather_object(sums, dims)
         ranks = [mesh.ranks[member] for member in mesh.members_of(dims, comm.held[0])]
-        parted(step, repr(mesh.named(range(mesh.ndim))), _differing(dict(zip(ranks, everybody, strict=True))))
+        parted(step, repr(mesh.named(range(mesh.ndim))), _find_difference(dict(zip(ranks, sums_by_rank, strict=True))))
 
 
-def _differing(found: dict[int, dict[str, int]]) -> dict[int, tuple[int, str]]:
-    """By rank its version of the first thing that differs, and what that is."""
-    first = next(iter(found.values()))
-    wrong = [name for name in first if len({sums.get(name) for sums in found.values()}) > 1] or ["what there is"]
-    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-    own = {rank: sums.get(wrong[0], len(sums)) for rank, sums in found.items()}
-    return {rank: (value, f"{wrong[0]}{more}, checksum {value:016x}") for rank, value in own.items()}
+def _find_difference(sums_by_rank: dict[int, dict[str, int]]) -> dict[int, tuple[int, str]]:
+    """Return for each rank its checksum of the first tensor that differs, and a text that names it."""
+    first = next(iter(sums_by_rank.values()))
+    different = [name for name in first if len({sums.get(name) for sums in sums_by_rank.values()}) > 1] or ["what there is"]
+    more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
+    checksums = {rank: sums.get(different[0], len(sums)) for rank, sums in sums_by_rank.items()}
+    return {rank: (value, f"{different[0]}{more}, checksum {value:016x}") for rank, value in checksums.items()}
 
 
-def _copies(optimizer: Optimizer) -> Copies:
-    found: Copies = {}
-    for name, tensor, parameter in _tensors(optimizer):
+def _replica_checksums(optimizer: Optimizer) -> ReplicaChecksums:
+    """Return the checksums of all replicated tensors, and of the random state."""
+    checksums: ReplicaChecksums = {}
+    for name, tensor, parameter in _named_tensors(optimizer):
         like = tensor if isinstance(tensor, DTensor) else parameter
         mesh = like.device_mesh
-        whole = [dim for dim in range(mesh.ndim) if mesh.size(dim) > 1]
-        dims = tuple(dim for dim in whole if tensor is not like or like.placements[dim].is_replicate())
+        large_dims = [dim for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+        dims = tuple(dim for dim in large_dims if tensor is not like or like.placements[dim].is_replicate())
         if dims:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            found.setdefault((mesh, dims), {})[name] = checksum(local)
-    for mesh, dims in list(found):
+            checksums.setdefault((mesh, dims), {})[name] = local_checksum(local)
+    for mesh, dims in list(checksums):
         if mesh._root.seeded.issuperset(mesh.group_id(dims)):  # a draw has made them the same
             state = state_now(default_generator(torch.device(mesh.device_type)))
-            found[mesh, dims]["the state of the default generator"] = fingerprint(state.numpy().tobytes())
-    return found
+            checksums[mesh, dims]["the state of the default generator"] = fingerprint(state.numpy().tobytes())
+    return checksums
 
 
-def _tensors(optimizer: Optimizer) -> Iterator[tuple[str, Any, DTensor]]:
-    """Every tensor of distributed parameters and of their state, with a name."""
-    for place, group in enumerate(optimizer.param_groups):
-        names = group.get("param_names") or [f"parameter {k} of group {place}" for k in range(len(group["params"]))]
+def _named_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Any, DTensor]]:
+    """Yield the tensors of distributed parameters and of their state: name, tensor, and the parameter."""
+    for group_index, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names") or [f"parameter {k} of group {group_index}" for k in range(len(group["params"]))]
         for name, parameter in zip(names, group["params"], strict=True):
             if isinstance(parameter, DTensor):
                 yield name, parameter, parameter
@@ -106,16 +111,16 @@ def _tensors(optimizer: Optimizer) -> Iterator[tuple[str, Any, DTensor]]:
                 )
 
 
-def checksum(local: torch.Tensor) -> int:
-    """64 bits: the exclusive or of the tensor's words, which no order of adding up changes."""
+def local_checksum(local: torch.Tensor) -> int:
+    """Return 64 bits: the exclusive or of the tensor's words, which does not depend on an order of addition."""
     data = flat_bytes(local)
-    whole = data.numel() // 8 * 8
-    words = data[:whole].view(torch.int64)
-    found = int(torch.hash_tensor(words)) if whole else 0
-    return (found ^ int.from_bytes(bytes(data[whole:].tolist()), "little") ^ data.numel()) & (2**64 - 1)
+    aligned = data.numel() // 8 * 8
+    words = data[:aligned].view(torch.int64)
+    result = int(torch.hash_tensor(words)) if aligned else 0
+    return (result ^ int.from_bytes(bytes(data[aligned:].tolist()), "little") ^ data.numel()) & (2**64 - 1)
 
 
 def follow_check_level() -> None:
     """Check replicas as ``check_ranks(replicas=)`` says, from now on."""
-    Level.changed.append(_level_changed)
-    _level_changed()  # the environment may have set a level
+    Level.changed.append(_update_hook)
+    _update_hook()  # the environment may have set a level

@@ -1,8 +1,9 @@
-"""Replica gradients: check that ranks find one gradient for a value that all of them have.
+"""Replica gradients: check that ranks compute equal gradients for a replicated value.
 
-The gradient of a replicated local tensor is, by default, what every rank finds. Ranks that use the value for batches of their own
-find different ones, and each would go on with its own. In process all gradients are here and are compared each time. Processes
-exchange a summary of them: to keep backward passes cheap, at the first, second, fourth, eighth ... pass that comes to a line.
+By default the gradient of a replicated local tensor is the one that each rank computes. Ranks that use the value for different
+batches compute different ones, and would continue with different values. In process, all gradients are compared each time.
+Processes exchange a summary of them. To keep backward passes cheap, they do so at the first, second, fourth, eighth ... pass that
+reaches a line.
 """
 
 from __future__ import annotations
@@ -28,25 +29,25 @@ from ..ranks.functorch import seen
 from ..ranks.shared_reads import compare, differing
 from ..watchdog.levels import Level
 
-Use = tuple[str, int, Layout]
+LocalUse = tuple[str, int, Layout]
 
 
-class _Pass(threading.local):
-    """The backward pass that runs in this thread, and how many gradients of each use it has come to."""
+class _BackwardPass(threading.local):
+    """The backward pass of this thread, and the number of gradients of each use in it."""
 
     task = -1
-    counts: dict[Use, int]
+    counts: dict[LocalUse, int]
 
 
-_PASS = _Pass()
-_PASSES: Bounded[tuple[Use, int], int] = Bounded(4096, "replica_gradients.passes")  # by use and its count in a pass
+_PASS = _BackwardPass()
+_PASSES: Bounded[tuple[LocalUse, int], int] = Bounded(4096, "replica_gradients.passes")  # by use and its count in a pass
 
 
-def use_of(layout: Layout) -> Use | None:
-    """Return where a program uses local tensors under ``layout`` now; None where ranks have nothing to exchange."""
+def find_use(layout: Layout) -> LocalUse | None:
+    """Return the line that uses local tensors of ``layout`` now; None if ranks have nothing to exchange."""
     if (
         Level.now == "off"
-        or not _copied(layout)
+        or not _replicated_dims(layout)
         or not communicator_of(layout.mesh).talks
         or layout.mesh.current_member() is None
     ):
@@ -55,16 +56,16 @@ def use_of(layout: Layout) -> Use | None:
     return None if frame is None else (frame.f_code.co_filename, frame.f_lineno, layout)
 
 
-def compare_replicas(layout: Layout, grads: Sequence[torch.Tensor], use: Use | None) -> None:
-    """Compare the gradients that ranks have of local tensors under ``layout``: one for each rank of this process.
+def compare_replicas(layout: Layout, grads: Sequence[torch.Tensor], use: LocalUse | None) -> None:
+    """Compare the gradients of local tensors of ``layout``, given one for each rank of this process.
 
-    On process groups it costs one exchange of 64 KiB in all, at the first, second, fourth, eighth ... pass that comes to the
-    use; ``check_ranks("off")`` leaves it out.
+    On process groups it costs one exchange of 64 KiB in all, at the first, second, fourth, eighth ... pass that reaches the use.
+    ``check_ranks("off")`` turns it off.
 
     Raises:
-        LayoutError: ranks along a replicated mesh dim have different ones; on all ranks of the mesh.
+        LayoutError: ranks along a replicated mesh dim have different gradients; on all ranks of the mesh.
     """
-    dims = _copied(layout)
+    dims = _replicated_dims(layout)
     if not dims or is_legacy_batched(grads[0]):  # the old vmap would have to compare each of a batch
         return
     if len(grads) > 1:
@@ -73,16 +74,16 @@ def compare_replicas(layout: Layout, grads: Sequence[torch.Tensor], use: Use | N
     elif use is not None:
         grad = seen(grads[0].detach())
         if not has_no_values(grad) and _is_due(use):
-            _exchange(layout, dims, grad)
+            _compare_on_processes(layout, dims, grad)
 
 
-def _copied(layout: Layout) -> list[int]:
+def _replicated_dims(layout: Layout) -> list[int]:
     """Return the mesh dims along which ranks have copies."""
     return [i for i, p in enumerate(layout.placements) if isinstance(p, Replicate) and layout.mesh.shape[i] > 1]
 
 
-def _is_due(use: Use) -> bool:
-    """Count the passes that came to ``use``, and return True if their number is a power of two."""
+def _is_due(use: LocalUse) -> bool:
+    """Count the passes that reached ``use``. Return True if their number is a power of two."""
     task = graph_task()
     if task != _PASS.task:
         _PASS.task, _PASS.counts = task, {}
@@ -92,26 +93,30 @@ def _is_due(use: Use) -> bool:
 
 
 @aside
-def _exchange(layout: Layout, dims: Sequence[int], grad: torch.Tensor) -> None:
+def _compare_on_processes(layout: Layout, dims: Sequence[int], grad: torch.Tensor) -> None:
     """Compare a summary of ``grad`` on all ranks of the mesh, so that all of them raise."""
     mesh, size = layout.mesh, room(layout.mesh)
-    numbers, scale = _summary(grad, size // 8 - 2)
-    load = torch.cat([numbers.new_tensor([len(numbers), scale]), numbers]).numpy().tobytes()
-    rows = told_by_all(mesh, "the gradient of a replicated tensor", (), load, size).loads.cpu().contiguous().view(torch.float64)
+    numbers, scale = _summarize(grad, size // 8 - 2)
+    payload = torch.cat([numbers.new_tensor([len(numbers), scale]), numbers]).numpy().tobytes()
+    rows = (
+        told_by_all(mesh, "the gradient of a replicated tensor", (), payload, size).loads.cpu().contiguous().view(torch.float64)
+    )
     order = mesh.members_of(range(mesh.ndim), mesh.current_member() or 0)
-    near = torch.finfo(grad.dtype).eps ** 0.5
+    tolerance = torch.finfo(grad.dtype).eps ** 0.5
     for members in dict.fromkeys(mesh.members_of(dims, member) for member in order):
         first, *others = (rows[order.index(member)] for member in members)
         length = 2 + int(first[0])
         for other in others:
-            if not torch.allclose(other[2:length], first[2:length], near, near * first[1].item(), equal_nan=True):
+            if not torch.allclose(other[2:length], first[2:length], tolerance, tolerance * first[1].item(), equal_nan=True):
                 raise LayoutError(differing(layout.local_shape(mesh.coordinates[members[0]])))
 
 
-def _summary(grad: torch.Tensor, count: int) -> tuple[torch.Tensor, float]:
-    """Return at most ``count`` sums of neighboring elements, and the size of one that rounding may change by a small part."""
+def _summarize(grad: torch.Tensor, count: int) -> tuple[torch.Tensor, float]:
+    """Return at most ``count`` sums of neighboring elements, and the size of a sum that rounding changes by a small relative
+    error.
+    """
     flat = (torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad).reshape(-1).cpu().double()
-    length = max(1, -(-flat.numel() // max(count, 1)))
+    chunk_length = max(1, -(-flat.numel() // max(count, 1)))
     finite = flat[flat.isfinite()]
-    sums = F.pad(flat, (0, -flat.numel() % length)).view(-1, length).sum(1)
-    return sums, float(finite.abs().max()) * length**0.5 if finite.numel() else 0.0
+    sums = F.pad(flat, (0, -flat.numel() % chunk_length)).view(-1, chunk_length).sum(1)
+    return sums, float(finite.abs().max()) * chunk_length**0.5 if finite.numel() else 0.0

@@ -1,7 +1,7 @@
-"""Parameters in whose places distributing a module has put others.
+"""Stale parameters: parameters of a module that were replaced when the module was distributed.
 
-Who still holds one, an optimizer made before or a module that shared it, works on a weight that the model no longer has: it
-computes, and nothing moves. Modules are asked when they are distributed themselves, optimizers at their step.
+An optimizer that was made before, or a module that shared the weight, may still hold the old parameter. It would compute with a
+weight that the model no longer has. Modules are checked when they are distributed, optimizers at their step.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ..base.patches import changed
 from ..errors import DTensorError, UnitError
 from .copies import user_attributes
 
-Place = tuple[nn.Module, str]
+ParamPlace = tuple[nn.Module, str]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Replacement:
-    """What took a parameter's place.
+    """Record of the replacement of a parameter.
 
     Attributes:
-        by: the function that put it there.
-        what: that function's record of it, if it keeps any.
+        by: name of the function that replaced it.
+        what: the object of that function, if any.
     """
 
     by: str
@@ -43,7 +43,7 @@ class Attributes:
 
     Attributes:
         by_name: their values.
-        grad_dtype: the dtype of gradients, where it was set.
+        grad_dtype: the dtype of gradients if it was set: a tuple of one, else empty.
     """
 
     by_name: dict[str, Any]
@@ -55,107 +55,115 @@ class Attributes:
         changed_dtype = x.is_leaf and x.grad_dtype != x.dtype
         return Attributes(user_attributes(x), (x.grad_dtype,) if changed_dtype else ())
 
-    def set_on(self, made: Tensor) -> None:
-        """Set them on the tensor that replaces ``x``, but for those that it has already."""
+    def set_on(self, replacement: Tensor) -> None:
+        """Set the attributes on the tensor that replaces ``x``, unless it has them."""
         for name, value in self.by_name.items():
-            made.__dict__.setdefault(name, value)
+            replacement.__dict__.setdefault(name, value)
         if self.grad_dtype:
-            made.grad_dtype = self.grad_dtype[0]
+            replacement.grad_dtype = self.grad_dtype[0]
 
 
-_REPLACED: Any = WeakTensorKeyDictionary()  # parameters as they were -> Replacement
+_REPLACEMENTS: Any = WeakTensorKeyDictionary()  # parameters as they were -> Replacement
 _CHECKED: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()  # what an optimizer was last checked for
-_counts = [0]  # replacements so far; with the first, optimizers are asked
+_replacement_count = [0]  # replacements so far; with the first, optimizers are asked
 
 
 def replacement_of(parameter: Tensor) -> Replacement | None:
-    """What took the place of ``parameter``, if anything did."""
-    found: Replacement | None = _REPLACED.get(parameter)
+    """Return the record of the replacement of ``parameter``; None if it was not replaced."""
+    found: Replacement | None = _REPLACEMENTS.get(parameter)
     return found
 
 
 def note_replaced(parameter: Tensor, by: str, what: Any = None) -> None:
-    """Another parameter stands where ``parameter`` did."""
-    if not _counts[0]:
-        register_optimizer_step_pre_hook(_check)
+    """Note that another parameter has replaced ``parameter``. From the first call on, optimizer steps are checked."""
+    if not _replacement_count[0]:
+        register_optimizer_step_pre_hook(_check_optimizer)
         changed("torch.optim.optimizer._global_optimizer_pre_hooks")
-    _counts[0] += 1
-    _REPLACED[parameter] = Replacement(by, what)
+    _replacement_count[0] += 1
+    _REPLACEMENTS[parameter] = Replacement(by, what)
 
 
 @contextmanager
 def replacing(modules: Iterable[nn.Module], by: str) -> Iterator[None]:
-    """Inside, ``by`` replaces parameters of ``modules``, which are noted. One that stands in several places stands in all of them
-    afterwards too, as replaced first. Others are not kept alive: there may be no room for both. Attributes are carried over.
+    """Note the parameters of ``modules`` that ``by`` replaces inside this context, and copy their attributes to the replacements.
+
+    A parameter of several modules gets its first replacement in all of them. Other old parameters are not kept alive, because
+    there may be no memory for both.
 
     Raises:
-        UnitError: one of them has been replaced already, where another module has it; or one that stands in several places has
-            been taken apart in one of them.
+        UnitError: a parameter was replaced before, and another module still has it; or a parameter of several modules was split
+            in one of them.
     """
-    places: dict[int, list[Place]] = {}
-    for at in dict.fromkeys(modules):
-        for name, parameter in at._parameters.items():
+    places_by_id: dict[int, list[ParamPlace]] = {}
+    for module in dict.fromkeys(modules):
+        for name, parameter in module._parameters.items():
             if parameter is not None:
-                if (was := replacement_of(parameter)) is not None:
-                    raise UnitError(not_alone(at, name, by, was))
-                places.setdefault(id(parameter), []).append((at, name))
-    old = [(weakref.ref(_at(where[0])), Attributes.of(_at(where[0])), where) for where in places.values()]
-    shared = [_at(where[0]) for where in places.values() if len(where) > 1]
+                if (earlier := replacement_of(parameter)) is not None:
+                    raise UnitError(not_alone(module, name, by, earlier))
+                places_by_id.setdefault(id(parameter), []).append((module, name))
+    old = [
+        (weakref.ref(_param_at(param_places[0])), Attributes.of(_param_at(param_places[0])), param_places)
+        for param_places in places_by_id.values()
+    ]
+    shared_params = [_param_at(param_places[0]) for param_places in places_by_id.values() if len(param_places) > 1]
     yield
-    for reference, attributes, where in old:
+    for reference, attributes, param_places in old:
         parameter = reference()
-        now = [*map(_at, where)]
-        if len(where) > 1 and None in now:
-            at, name = where[now.index(None)]
+        current = [*map(_param_at, param_places)]
+        if len(param_places) > 1 and None in current:
+            module, name = param_places[current.index(None)]
             raise UnitError(
-                f"{name!r} of a {type(at).__name__} is also the weight of another module, and {by} would split it "
+                f"{name!r} of a {type(module).__name__} is also the weight of another module, and {by} would split it "
                 "(parts=), so the two would no longer be shared"
             )
-        made = next((p for p in now if p is not None and p is not parameter), None)
-        if made is not None:
-            attributes.set_on(made)
-        if parameter is not None and made is not None:
+        replacement = next((p for p in current if p is not None and p is not parameter), None)
+        if replacement is not None:
+            attributes.set_on(replacement)
+        if parameter is not None and replacement is not None:
             note_replaced(parameter, by)
-            for at, name in where:
-                at._parameters[name] = made
-    del shared  # until now: a parameter that is gone could not be told from what took its places
+            for module, name in param_places:
+                module._parameters[name] = replacement
+    del shared_params  # until now: a parameter that is gone could not be told from what took its places
 
 
-def _at(place: Place) -> Any:
+def _param_at(place: ParamPlace) -> Any:
     module, name = place
     return module._parameters.get(name)
 
 
 def not_alone(module: nn.Module, name: str, by: str, was: Replacement | None) -> str:
-    """Why ``by`` cannot have the parameter ``name`` of ``module``."""
-    both = ", or on both: fully_shard([first, second])" if by == "fully_shard" else ""
-    together, this = f"call {by} on a module that contains both{both}", f"{name!r} of this {type(module).__name__}"
+    """Return the message that ``by`` cannot take the parameter ``name`` of ``module``.
+
+    ``was``: the record of its earlier replacement. None: the parameter belongs to a data-parallel unit already.
+    """
+    advice = ", or on both: fully_shard([first, second])" if by == "fully_shard" else ""
+    remedy, subject = f"call {by} on a module that contains both{advice}", f"{name!r} of this {type(module).__name__}"
     if was is None:  # it is what took the place: of this very module
         return (
-            f"{this} belongs to a data-parallel unit already. If that is a unit around this module, wrap "
+            f"{subject} belongs to a data-parallel unit already. If that is a unit around this module, wrap "
             f"inner modules first: call {by} on this one, then on that. If this module is a part of two "
-            f"modules, {together}"
+            f"modules, {remedy}"
         )
     return (
-        f"{this} is also a weight of another module, to which {was.by} was applied already, so the two "
-        f"would no longer be shared; {together}"
+        f"{subject} is also a weight of another module, to which {was.by} was applied already, so the two "
+        f"would no longer be shared; {remedy}"
     )
 
 
-def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Raises DTensorError: the optimizer holds trainable parameters that no model has any more."""
-    asked = _counts[0], sum(len(group["params"]) for group in optimizer.param_groups)
-    if _CHECKED.get(optimizer) == asked:
+def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise DTensorError if an optimizer holds trainable parameters that no model has any more."""
+    state = _replacement_count[0], sum(len(group["params"]) for group in optimizer.param_groups)
+    if _CHECKED.get(optimizer) == state:
         return
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    found = [(p, was) for p in held if p.requires_grad and (was := replacement_of(p)) is not None]
-    if found:
-        shapes = ", ".join(str(tuple(p.shape)) for p, _ in found[:4]) + (", ..." if len(found) > 4 else "")
-        by = " and ".join(dict.fromkeys(was.by for _, was in found))
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    stale = [(p, was) for p in params if p.requires_grad and (was := replacement_of(p)) is not None]
+    if stale:
+        shapes = ", ".join(str(tuple(p.shape)) for p, _ in stale[:4]) + (", ..." if len(stale) > 4 else "")
+        replaced_by = " and ".join(dict.fromkeys(was.by for _, was in stale))
         raise DTensorError(
-            f"{len(found)} of the {len(held)} parameters of this {type(optimizer).__name__} (shapes {shapes}) "
-            f"were replaced by {by}, so its steps would not update the model. Make the optimizer afterwards, "
+            f"{len(stale)} of the {len(params)} parameters of this {type(optimizer).__name__} (shapes {shapes}) "
+            f"were replaced by {replaced_by}, so its steps would not update the model. Make the optimizer afterwards, "
             "from model.parameters(). If it was made afterwards, a module that is not distributed shares a "
             "weight with one that is: distribute both in one call, or a module that contains both"
         )
-    _CHECKED[optimizer] = asked
+    _CHECKED[optimizer] = state

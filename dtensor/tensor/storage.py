@@ -1,7 +1,9 @@
-"""What ``x.untyped_storage()`` of a DTensor is: how many bytes there are, and whose. The bytes themselves are the pieces'.
+"""Storage: ``x.untyped_storage()`` of a DTensor. It has a number of bytes and an identity, but no bytes: these are in local
+tensors.
 
-The wrapper's own storage is a null pointer that says it has them, and torch's kernels, given it, end the process: a plain tensor
-that is set to it, typed storages, sharing. This one lies on the meta device, so that whoever takes it without asking refuses it.
+The wrapper's own storage is a null pointer that claims to have bytes. Torch's kernels end the process if they read it, for
+example by ``set_``, typed storages or sharing. The storage that is returned here is on the meta device, so torch's kernels refuse
+it.
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ import torch
 from ..base.torch_internals import FakeTensor
 from ..errors import DTensorError, UnsupportedOperationError
 
-_MEMORY = "_memory"  # one for as long as the tensor lives: programs compare storages to see who shares memory
-_BEGINNING = "_beginning_at"  # of a storage that stands for memory to come: those of what begins within it
+_STORAGE = "_memory"  # one for as long as the tensor lives: programs compare storages to see who shares memory
+_STORAGES_BY_OFFSET = "_beginning_at"  # of a storage that stands for memory to come: those of what begins within it
 
 
 class HiddenStorage(torch.UntypedStorage):
-    """The bytes of a global value, which lie in no one place."""
+    """Storage of a global tensor, without bytes of its own."""
 
     device: Any = torch.device("meta")
 
@@ -32,7 +34,7 @@ class HiddenStorage(torch.UntypedStorage):
     fill_ = copy_ = share_memory_ = pin_memory = _refuse
 
     def data_ptr(self) -> NoReturn:
-        """Raise: no ``NotImplementedError``, which safetensors takes for address 0 of every DTensor."""
+        """Raise an error that is no ``NotImplementedError``: safetensors would take address 0 for every DTensor then."""
         raise DTensorError(
             "a DTensor has no address: x.to_local().untyped_storage() is the storage of this rank's shard. To write safetensors "
             "files call dtensor.hf.save_pretrained(model, folder) or dtensor.checkpoint.save_safetensors(state, folder), "
@@ -40,46 +42,51 @@ class HiddenStorage(torch.UntypedStorage):
         )
 
     def resize_(self, size: int) -> HiddenStorage:
-        """Itself: of as many bytes as it has, which the compiler asks of what it traces where that has none."""
+        """Return this storage if ``size`` is its size, which torch.compile asks of storages of traced tensors; else raise."""
         return self if size == self.nbytes() else self._refuse()
 
 
 def storage_of(x: Any) -> torch.UntypedStorage:
-    """The storage of a DTensor; of one that is traced, torch's own, which is not read, or for an argument that of its memory."""
-    own, argument = torch.Tensor.untyped_storage(x), _stood_for(x)
+    """Return the storage of a DTensor.
+
+    While a program is traced: torch's own storage, which is not read; for an argument, the storage that shows its aliases.
+    """
+    own, argument = torch.Tensor.untyped_storage(x), _traced_storage(x)
     if argument is not None:
         return argument
     if not isinstance(own.nbytes(), int) or own.device.type == "meta":
         return own
-    made: HiddenStorage | None = x.__dict__.get(_MEMORY)
-    if made is None or made.nbytes() != own.nbytes():
-        made = x.__dict__[_MEMORY] = HiddenStorage(own.nbytes(), device="meta")
-        made.device = own.device
-    return made
+    hidden: HiddenStorage | None = x.__dict__.get(_STORAGE)
+    if hidden is None or hidden.nbytes() != own.nbytes():
+        hidden = x.__dict__[_STORAGE] = HiddenStorage(own.nbytes(), device="meta")
+        hidden.device = own.device
+    return hidden
 
 
-def _stood_for(x: Any) -> torch.UntypedStorage | None:
-    """Where the memory of an argument of a program begins that is traced: arguments of which one is written must be known to be
-    views of each other, which torch asks their storages. Pieces that lie side by side in one memory share none: what begins
-    where another does is a view of it, or what it is a view of. A rank that has nothing of it is told by what it is a view of
-    alone: where its piece begins, the next one does."""
+def _traced_storage(x: Any) -> torch.UntypedStorage | None:
+    """Return the storage that identifies the memory of an argument of a traced program; None for other tensors.
+
+    Torch compares storages to find arguments that are views of each other, if one of them is written to. Local tensors that are
+    adjacent in one storage (of a flat buffer) do not alias. Two arguments alias if their local tensors start at the same offset.
+    A rank with an empty local tensor has no such offset, so there only the base identifies the memory.
+    """
     base = x if x._base is None else x._base
-    piece = base._root if hasattr(type(base), "_root") else base._local
-    if type(piece) is not FakeTensor:
+    local = base._root if hasattr(type(base), "_root") else base._local
+    if type(local) is not FakeTensor:
         return None
-    if not piece.numel():
-        return cast(torch.UntypedStorage, base.__dict__.setdefault(_MEMORY, HiddenStorage(0, device="meta")))
-    memory, start = piece.untyped_storage(), piece.storage_offset()
-    start = start if isinstance(start, int) else start.node.hint
-    if start:
-        return memory.__dict__.setdefault(_BEGINNING, {}).setdefault(start, HiddenStorage(0, device="meta"))
-    beginning = _Beginning(0, device="meta")
-    beginning.memory = memory
-    return beginning
+    if not local.numel():
+        return cast(torch.UntypedStorage, base.__dict__.setdefault(_STORAGE, HiddenStorage(0, device="meta")))
+    storage, offset = local.untyped_storage(), local.storage_offset()
+    offset = offset if isinstance(offset, int) else offset.node.hint
+    if offset:
+        return storage.__dict__.setdefault(_STORAGES_BY_OFFSET, {}).setdefault(offset, HiddenStorage(0, device="meta"))
+    result = _StorageStart(0, device="meta")
+    result.memory = storage
+    return result
 
 
-class _Beginning(HiddenStorage):
-    """Taken for ``memory``, as which the piece itself is known; but of no size, which may be a symbol there."""
+class _StorageStart(HiddenStorage):
+    """The start of ``memory``: torch identifies it with that storage. It has no size, which may be a symbol."""
 
     memory: torch.UntypedStorage
 

@@ -86,7 +86,7 @@ def test_operators(fn: Any) -> None:
 
 
 def test_says_once_why_nothing_is_compiled() -> None:
-    compile_protocol._say_once.cache_clear()
+    compile_protocol._warn_all_ranks_once.cache_clear()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for fn in (lambda x: x * 2, lambda x: x.redistribute(placements=[Replicate()]).to_local()):

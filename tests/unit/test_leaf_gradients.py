@@ -68,7 +68,7 @@ def test_those_of_a_pass_move_in_one_collective(where: Callable[[Any], Any]) -> 
 
 
 def test_what_would_be_too_much_at_once_goes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leaf_gradients, "TOGETHER", 100)
+    monkeypatch.setattr(leaf_gradients, "BATCH_NBYTES", 100)
     plain, (x, cut) = net(), batch()
     model = placed(copy.deepcopy(plain), MESH, replicated)
     loss = model(cut).square().sum()

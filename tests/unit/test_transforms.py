@@ -17,7 +17,7 @@ from dtensor import Partial, Placement, Replicate, Shard
 from dtensor.comm import shards_of
 from dtensor.dispatch.functorch import layout_of
 from dtensor.ranks.functorch import each_rank
-from dtensor.tensor.autograd import as_local, from_pieces, to_whole
+from dtensor.tensor.autograd import as_local, from_pieces, to_full_tensor
 from dtensor.testing import scatter
 
 X = (torch.arange(20.0, dtype=torch.float64).reshape(4, 5) % 7) - 2.5
@@ -149,7 +149,7 @@ def moved(x: Any) -> Any:
 
 
 def gathered(x: Any) -> Any:
-    return to_whole(x**2, None).sin()
+    return to_full_tensor(x**2, None).sin()
 
 
 def by_pieces(x: Any) -> Any:

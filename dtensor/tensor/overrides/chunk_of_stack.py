@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..views.flattened_sharded_dims import folded_dim
+from ..views.flattened_sharded_dims import find_flattened_dim
 from ..views.lazy_view import RemoteView
 
 
@@ -24,7 +24,7 @@ def _stack_positions(x: Any, dim: int, ends: Sequence[int]) -> tuple[int, int, l
 
     Returns None if ``dim`` is not the flattened dim, an end is inside a position, or the positions are sharded.
     """
-    flattened = folded_dim(x)
+    flattened = find_flattened_dim(x)
     if flattened is None or not -x.ndim <= dim < x.ndim or dim % x.ndim != flattened[0]:
         return None
     dim, sizes, splits = flattened
@@ -64,7 +64,7 @@ def _stack_behind(x: Any, dim: int) -> tuple[int, Any] | None:
 
     Returns None otherwise.
     """
-    flattened = folded_dim(x)
+    flattened = find_flattened_dim(x)
     if flattened is None or flattened[2][0] is not None or not -x.ndim <= dim < x.ndim or dim % x.ndim >= flattened[0]:
         return None
     return flattened[0], x.unflatten(flattened[0], (flattened[1][0], -1))

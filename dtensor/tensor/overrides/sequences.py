@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ...comm.cross_rank_check import same_on_all
 from ..dtensor import DTensor
-from ..host_access import whole_of
+from ..host_access import full_value
 
 
 def pad_sequence(
@@ -35,7 +35,7 @@ def pad_sequence(
 def pack_padded(x: Any, lengths: Tensor, batch_first: bool) -> Any:
     """Return the rows of all time steps, concatenated, and the number of rows of each step."""
     if isinstance(lengths, DTensor):
-        return torch.ops.aten._pack_padded_sequence(x, whole_of(lengths), batch_first)
+        return torch.ops.aten._pack_padded_sequence(x, full_value(lengths), batch_first)
     batch, steps = (x.shape[:2] if batch_first else x.shape[1::-1]) if x.ndim > 1 else (0, 0)
     if lengths.shape != (batch,) or lengths.dtype != torch.int64:
         return NotImplemented
@@ -51,7 +51,7 @@ def pack_padded(x: Any, lengths: Tensor, batch_first: bool) -> Any:
 def pad_packed(data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int) -> Any:
     """Pad each time step to the number of rows of the first step. Returns the padded steps and the length of each sequence."""
     if isinstance(batch_sizes, DTensor):
-        return torch.ops.aten._pad_packed_sequence(data, whole_of(batch_sizes), batch_first, padding_value, total_length)
+        return torch.ops.aten._pad_packed_sequence(data, full_value(batch_sizes), batch_first, padding_value, total_length)
     counts = batch_sizes.tolist()
     if 0 < total_length < len(counts):
         return NotImplemented

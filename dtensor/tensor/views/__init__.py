@@ -1,1 +1,1 @@
-"""Views whose elements are not in their base's local, and what is written to them."""
+"""Views of DTensors: lazy views, with elements that are not in the base's local tensor, and writes to them."""

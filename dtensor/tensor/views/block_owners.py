@@ -1,4 +1,4 @@
-"""Who holds which block of a tensor, and which of the holders answers for it: pure maths on layouts, alike on all ranks."""
+"""Block owners: the ranks that hold each block of a tensor, and the one of them that writes it. Pure functions of layouts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...errors import CheckpointError
 from ...layout.layout import Layout
 from ...redistribute.intervals import blocks
 from ..dtensor import DTensor
-from .flattened_sharded_dims import folded_dim
+from .flattened_sharded_dims import find_flattened_dim
 
 Offset = tuple[int, ...]
 Shape = tuple[int, ...]
@@ -22,12 +22,12 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A block that this process holds of a tensor.
+    """A block of a tensor that this process holds.
 
     Attributes:
-        member: whose it is, a position in the mesh; None for a plain tensor.
-        answers: this one, of all replicas, writes the block and vouches for it.
-        part: which part of the member's piece it is, where that has several (:class:`Stacked`).
+        member: the position in the mesh of the rank that holds it; None for a plain tensor.
+        answers: of all replicas, this one is written.
+        part: the index along the stacked dim of the local tensor, if that has one (:class:`Stacked`).
     """
 
     member: int | None
@@ -39,10 +39,12 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """A tensor whose dim ``dim`` is folded of a stack, ``parts`` of one size, each of which is cut: a piece has a block of each.
+    """Layout of a tensor with dim ``dim`` flattened from a stack of ``parts`` parts of one size, each of which is sharded.
+
+    A local tensor has a block of each part.
 
     Attributes:
-        layout: of the stack, which has ``dim`` for its parts and a dim behind it for what is in one.
+        layout: of the stack, with ``dim`` for the parts and the next dim for the elements of a part.
     """
 
     layout: Layout
@@ -58,7 +60,7 @@ class Stacked:
         return (*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
 
     def blocks(self, offset: Offset, shape: Shape) -> Iterator[tuple[Offset, Shape]]:
-        """Where a block of the stack has its parts in the tensor."""
+        """Yield the offset and the shape, in the tensor, of each part of a block of the stack."""
         dim, inside = self.dim, self.layout.shape[self.dim + 1]
         for part in range(self.parts):
             start = part * inside + offset[dim + 1]
@@ -66,49 +68,54 @@ class Stacked:
 
 
 def locals_of(x: Any) -> tuple[torch.Tensor, ...]:
-    """The tensors in this process that ``x`` is made of, distributed or not."""
+    """Return the local tensors of ``x`` in this process. A plain tensor is its own local tensor."""
     return shards_of(x._local if isinstance(x, DTensor) else x)
 
 
 def stack_of(x: Any) -> tuple[DTensor, Stacked] | None:
-    """The stack that ``x`` is a view of, and how ``x`` lies by it; None where it lies as its layout says."""
-    found = folded_dim(x)
-    if found is None or len(found[1]) != 2 or found[2][0] is not None or type(stack := x._origin.base) is not DTensor:
+    """Return the stack that ``x`` is a view of, and its stacked layout; None if the local tensors of ``x`` are as its layout
+    says.
+    """
+    flattened = find_flattened_dim(x)
+    if flattened is None or len(flattened[1]) != 2 or flattened[2][0] is not None or type(stack := x._origin.base) is not DTensor:
         return None
-    return stack, Stacked(stack._layout, found[0])
+    return stack, Stacked(stack._layout, flattened[0])
 
 
 def distinct_blocks(layout: Layout) -> dict[tuple[Offset, Shape], list[int]]:
-    """Every block that is not empty, and the members that hold it, in order; all ranks of the root mesh count."""
+    """Return each block that is not empty, as (offset, shape), and the members that hold it, in order.
+
+    All ranks of the root mesh count.
+    """
     offsets, sizes = blocks(layout.reduced())
-    found: dict[tuple[Offset, Shape], list[int]] = {}
+    members_by_block: dict[tuple[Offset, Shape], list[int]] = {}
     for member, (offset, size) in enumerate(zip(offsets.tolist(), sizes.tolist(), strict=True)):
         if all(size):
-            found.setdefault((tuple(offset), tuple(size)), []).append(member)
-    return found
+            members_by_block.setdefault((tuple(offset), tuple(size)), []).append(member)
+    return members_by_block
 
 
 def members_here(layout: Layout) -> list[int]:
-    """The members whose pieces are in this process."""
+    """Return the members with local tensors in this process."""
     return list(communicator_of(layout.mesh).held)
 
 
 def held_here(tensors: Mapping[str, Any], rank: int, among: Collection[int] | None = None) -> Iterator[tuple[str, list[Held]]]:
-    """Yield for each name the blocks that this process holds of its tensor.
+    """Yield for each name the blocks of its tensor that this process holds.
 
     Args:
-        tensors: name -> tensor, or layout (:class:`Stacked` too), or plain shape. Replicas take turns in answering, so that each
-            rank writes about as many bytes; of plain tensors it is the first rank's value that counts.
-        rank: this process's place among those that make the checkpoint.
-        among: the world's ranks that make the checkpoint; None: all. Replicas on other ranks are not asked.
+        tensors: name -> tensor, or layout (:class:`Stacked` too), or plain shape. The ranks with replicas take turns in writing,
+            so that each rank writes about as many bytes. Of a plain tensor the value of the first rank is written.
+        rank: the position of this process among those that make the checkpoint.
+        among: the world's ranks that make the checkpoint; None: all. Other ranks do not write.
 
     Raises:
         CheckpointError: a ``per_rank`` tensor, one without data, or a block that only ranks outside ``among`` have.
     """
-    load: dict[int, int] = {}
+    bytes_by_rank: dict[int, int] = {}
     for name, tensor in tensors.items():
-        found = stack_of(tensor)
-        stacked = tensor if isinstance(tensor, Stacked) else None if found is None else found[1]
+        view_of_stack = stack_of(tensor)
+        stacked = tensor if isinstance(tensor, Stacked) else None if view_of_stack is None else view_of_stack[1]
         layout = tensor._layout if isinstance(tensor, DTensor) else tensor
         if stacked is not None:
             layout = stacked.layout
@@ -116,7 +123,7 @@ def held_here(tensors: Mapping[str, Any], rank: int, among: Collection[int] | No
             shape = _plain_shape(name, tensor)
             yield name, [Held(None, (0,) * len(shape), shape, rank == 0)] if 0 not in shape else []
             continue
-        here, held = members_here(layout), []
+        members, held_blocks = members_here(layout), []
         for (offset, shape), holders in distinct_blocks(layout).items():
             ranks = layout.mesh.ranks
             if among is not None:
@@ -126,17 +133,17 @@ def held_here(tensors: Mapping[str, Any], rank: int, among: Collection[int] | No
                         f"{name or 'a tensor'} ({layout!r}): no rank of process_group= has its block at {offset}; "
                         "make the checkpoint with a group of all ranks of the tensor's mesh"
                     )
-            answering = min(holders, key=lambda member: (load.get(ranks[member], 0), ranks[member]))
-            load[ranks[answering]] = load.get(ranks[answering], 0) + math.prod(shape) * layout.dtype.itemsize
+            writer = min(holders, key=lambda member: (bytes_by_rank.get(ranks[member], 0), ranks[member]))
+            bytes_by_rank[ranks[writer]] = bytes_by_rank.get(ranks[writer], 0) + math.prod(shape) * layout.dtype.itemsize
             for member in holders:
-                if member not in here:
+                if member not in members:
                     continue
                 if stacked is None:
-                    held.append(Held(member, offset, shape, member == answering))
+                    held_blocks.append(Held(member, offset, shape, member == writer))
                 else:
-                    own = enumerate(stacked.blocks(offset, shape))
-                    held += [Held(member, start, size, member == answering, part) for part, (start, size) in own]
-        yield name, held
+                    parts = enumerate(stacked.blocks(offset, shape))
+                    held_blocks += [Held(member, start, size, member == writer, part) for part, (start, size) in parts]
+        yield name, held_blocks
 
 
 def _plain_shape(name: str, tensor: Any) -> Shape:
@@ -149,10 +156,10 @@ def _plain_shape(name: str, tensor: Any) -> Shape:
 
 
 def piece_of(tensor: Any, held: Held) -> torch.Tensor:
-    """The block itself, which lives here: of a local tensor, or a plain tensor."""
+    """Return the block itself, which is in this process: a region of a local tensor, or a plain tensor."""
     if held.member is None:
         return tensor
-    found = stack_of(tensor)
-    x = tensor if found is None else found[0]
-    piece: torch.Tensor = communicator_of(x._layout.mesh).pieces(x._local)[held.member]
-    return piece if found is None or held.part is None else piece.select(found[1].dim, held.part)
+    view_of_stack = stack_of(tensor)
+    x = tensor if view_of_stack is None else view_of_stack[0]
+    local: torch.Tensor = communicator_of(x._layout.mesh).pieces(x._local)[held.member]
+    return local if view_of_stack is None or held.part is None else local.select(view_of_stack[1].dim, held.part)

@@ -1,4 +1,6 @@
-"""Layouts of a folded dim in the order of ranks, and of the stack that it is folded from."""
+"""Flattened layouts: layouts of a flattened dim with its elements in the order of ranks, and of the stack that it is flattened
+from.
+"""
 
 from __future__ import annotations
 
@@ -10,64 +12,68 @@ from ...base.caches import remembered
 from ...layout.layout import Layout
 from ...layout.splits import Split
 
-Cuts = tuple[Split | None, ...]  # how the dims that are folded are cut
+DimSplits = tuple[Split | None, ...]  # how the dims that are folded are cut
 
 
 @remembered(4096)
-def merged_layout(layout: Layout, at: int, sizes: tuple[int, ...], cuts: Cuts) -> tuple[Layout, Layout]:
-    """A stack's layout with the dims to be folded cut so; and that of the folded tensor in the order of ranks."""
-    cut, end = _cut(layout, at, cuts), at + len(sizes)
-    splits = [*cut.splits[:at], _split(sizes, cuts), *cut.splits[end:]]
-    shape = [*cut.shape[:at], math.prod(sizes), *cut.shape[end:]]
-    stride = [*cut.stride[:at], *cut.stride[end - 1 :]]
-    return cut, Layout.from_splits(cut.mesh, splits, cut.partials, shape, stride, cut.dtype)
+def merged_layout(layout: Layout, at: int, sizes: tuple[int, ...], dim_splits: DimSplits) -> tuple[Layout, Layout]:
+    """Return a stack's layout with the dims to flatten split by ``cuts``, and the layout of the flattened tensor in the order of
+    ranks.
+    """
+    split_layout, end = _with_splits(layout, at, dim_splits), at + len(sizes)
+    splits = [*split_layout.splits[:at], _merge_splits(sizes, dim_splits), *split_layout.splits[end:]]
+    shape = [*split_layout.shape[:at], math.prod(sizes), *split_layout.shape[end:]]
+    stride = [*split_layout.stride[:at], *split_layout.stride[end - 1 :]]
+    return split_layout, Layout.from_splits(split_layout.mesh, splits, split_layout.partials, shape, stride, split_layout.dtype)
 
 
 @remembered(4096)
-def stack_layout(layout: Layout, dim: int, sizes: tuple[int, ...], cuts: Cuts) -> tuple[Layout, Layout]:
-    """The layout of a folded tensor with ``dim`` in the order of ranks; and that of the stack."""
-    cut = _cut(layout, dim, (_split(sizes, cuts),))
-    splits = [*cut.splits[:dim], *cuts, *cut.splits[dim + 1 :]]
-    shape = [*cut.shape[:dim], *sizes, *cut.shape[dim + 1 :]]
-    steps = [cut.stride[dim] * math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
-    stride = [*cut.stride[:dim], *steps, *cut.stride[dim + 1 :]]
-    return cut, Layout.from_splits(cut.mesh, splits, cut.partials, shape, stride, cut.dtype)
+def stack_layout(layout: Layout, dim: int, sizes: tuple[int, ...], dim_splits: DimSplits) -> tuple[Layout, Layout]:
+    """Return the layout of a flattened tensor with ``dim`` in the order of ranks, and the layout of the stack."""
+    flat_layout = _with_splits(layout, dim, (_merge_splits(sizes, dim_splits),))
+    splits = [*flat_layout.splits[:dim], *dim_splits, *flat_layout.splits[dim + 1 :]]
+    shape = [*flat_layout.shape[:dim], *sizes, *flat_layout.shape[dim + 1 :]]
+    strides = [flat_layout.stride[dim] * math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+    stride = [*flat_layout.stride[:dim], *strides, *flat_layout.stride[dim + 1 :]]
+    return flat_layout, Layout.from_splits(flat_layout.mesh, splits, flat_layout.partials, shape, stride, flat_layout.dtype)
 
 
 @remembered(4096)
-def regrouped(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The shape on the way of a view whose blocks show every dim of ``shape`` but one, which is folded of several; None where
-    there is none, or ``layout`` has it.
+def find_stack_shape(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the shape of an intermediate view with local views of all dims of ``shape`` but one, which is flattened from
+    several.
+
+    Returns None if there is no such shape, or if ``layout`` has it.
 
     >>> import dtensor as dt
     >>> x = dt.zeros(6, 8, 4, 5, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(1)])
-    >>> regrouped(x._layout, (48, 20)), regrouped(x._layout, (48, 4, 5))
+    >>> find_stack_shape(x._layout, (48, 20)), find_stack_shape(x._layout, (48, 4, 5))
     ((6, 8, 20), None)
     """
     if 0 in layout.shape:
         return None
     ends = [*accumulate(layout.shape, operator.mul)]  # of dims, counted in slices
-    inner = [end // size for end, size, split in zip(ends, layout.shape, layout.splits, strict=True) if split is not None]
-    between: list[int] = []
-    folded = 0
+    shard_starts = [end // size for end, size, split in zip(ends, layout.shape, layout.splits, strict=True) if split is not None]
+    stack_shape: list[int] = []
+    flattened_count = 0
     for end, size in zip(accumulate(shape, operator.mul), shape, strict=True):
         begin = end // size
-        if not any(begin < start < end for start in inner):
-            between.append(size)
+        if not any(begin < start < end for start in shard_starts):
+            stack_shape.append(size)
             continue
-        folded += 1
+        flattened_count += 1
         parts = [*pairwise([begin, *sorted({each for each in ends if begin < each < end}), end])]
         if any(after % before for before, after in parts):
             return None
-        between += [after // before for before, after in parts]
-    return tuple(between) if folded == 1 and tuple(between) != layout.shape else None
+        stack_shape += [after // before for before, after in parts]
+    return tuple(stack_shape) if flattened_count == 1 and tuple(stack_shape) != layout.shape else None
 
 
 @remembered(4096)
-def merged_dim(before: tuple[int, ...], after: tuple[int, ...]) -> int | None:
-    """Where several dims become one, all others as they were.
+def find_merged_dim(before: tuple[int, ...], after: tuple[int, ...]) -> int | None:
+    """Return the first of several dims that become one dim, if all others are unchanged; else None.
 
-    >>> merged_dim((2, 3, 4), (6, 4)), merged_dim((2, 3, 4), (2, 12)), merged_dim((2, 3, 4), (4, 6))
+    >>> find_merged_dim((2, 3, 4), (6, 4)), find_merged_dim((2, 3, 4), (2, 12)), find_merged_dim((2, 3, 4), (4, 6))
     (0, 1, None)
     """
     count = 1 + len(before) - len(after)
@@ -78,31 +84,33 @@ def merged_dim(before: tuple[int, ...], after: tuple[int, ...]) -> int | None:
 
 
 @remembered(4096)
-def kept_dim(before: tuple[int, ...], dim: int, after: tuple[int, ...]) -> int | None:
-    """Which dim of a view of shape ``after`` is ``dim`` of what has shape ``before``, whatever becomes of others.
+def find_kept_dim(before: tuple[int, ...], dim: int, after: tuple[int, ...]) -> int | None:
+    """Return the dim of a view of shape ``after`` that is dim ``dim`` of a tensor of shape ``before``, whatever happens to other
+    dims.
 
-    >>> kept_dim((6, 8), 1, (2, 3, 8)), kept_dim((6, 8, 2), 1, (6, 4, 4))
+    >>> find_kept_dim((6, 8), 1, (2, 3, 8)), find_kept_dim((6, 8, 2), 1, (6, 4, 4))
     (2, None)
     """
-    ahead = math.prod(before[:dim])
+    elements_before = math.prod(before[:dim])
     counts = enumerate(accumulate(after[:-1], operator.mul, initial=1))
-    return next((d for d, count in counts if count == ahead and after[d] == before[dim]), None)
+    return next((d for d, count in counts if count == elements_before and after[d] == before[dim]), None)
 
 
-def _split(sizes: tuple[int, ...], cuts: Cuts) -> Split:
-    """How the folded dim is cut in the order of ranks."""
-    blocks = [(size,) if cut is None else cut.sizes for size, cut in zip(sizes, cuts, strict=True)]
-    return Split(_mesh_dims(cuts), tuple(map(math.prod, product(*blocks))))
+def _merge_splits(sizes: tuple[int, ...], dim_splits: DimSplits) -> Split:
+    """Return the split of the flattened dim in the order of ranks."""
+    blocks = [(size,) if split is None else split.sizes for size, split in zip(sizes, dim_splits, strict=True)]
+    return Split(_mesh_dims_of(dim_splits), tuple(map(math.prod, product(*blocks))))
 
 
-def _cut(layout: Layout, at: int, cuts: Cuts) -> Layout:
-    """``layout`` with dims ``at``, ... cut so, and no other by the same mesh dims."""
-    taken = set(_mesh_dims(cuts))
-    splits = [None if split is not None and taken.intersection(split.mesh_dims) else split for split in layout.splits]
-    splits[at : at + len(cuts)] = cuts
-    partials = [None if mesh_dim in taken else op for mesh_dim, op in enumerate(layout.partials)]
+def _with_splits(layout: Layout, at: int, dim_splits: DimSplits) -> Layout:
+    """Return ``layout`` with dims ``at``, ... split by ``cuts``, and no other dim sharded over the same mesh dims."""
+    used_mesh_dims = set(_mesh_dims_of(dim_splits))
+    splits = [None if split is not None and used_mesh_dims.intersection(split.mesh_dims) else split for split in layout.splits]
+    splits[at : at + len(dim_splits)] = dim_splits
+    partials = [None if mesh_dim in used_mesh_dims else op for mesh_dim, op in enumerate(layout.partials)]
     return Layout.from_splits(layout.mesh, splits, partials, layout.shape, layout.stride, layout.dtype)
 
 
-def _mesh_dims(cuts: Cuts) -> tuple[int, ...]:
-    return tuple(mesh_dim for cut in cuts if cut is not None for mesh_dim in cut.mesh_dims)
+def _mesh_dims_of(dim_splits: DimSplits) -> tuple[int, ...]:
+    """Return the mesh dims of several splits."""
+    return tuple(mesh_dim for split in dim_splits if split is not None for mesh_dim in split.mesh_dims)

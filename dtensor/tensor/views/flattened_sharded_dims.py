@@ -1,13 +1,12 @@
-"""Dims folded into one, ``x.view(-1, k)``, where an inner one of them is cut: operators that do not care for the order of the
-folded dim run on the blocks as they lie.
+"""Flattened sharded dims (``x.view(-1, k)`` with an inner dim sharded): operators that do not depend on the order along the dim.
 
-``linear``, ``matmul`` and many a model fold all dims but the last ones: into rows, or into a batch of matrices. Where a dim other
-than the first of them is sharded (a sequence, heads), blocks of the stack are no blocks of the folded dim: the view is a remote
-one, and to read it moves every element. But an operator that does the same to every slice along a dim, or adds up over it, gives
-the same whatever the order of the slices, as long as that is one order for all operands. So each rank's block is folded where it
-is, which is the folded tensor in the order of ranks; the operator runs on that; and its results, unfolded, are stacks again, of
-which they are views. Whether an operator is of that kind its rule says: the folded dim is one factor, cut without a kernel (but
-an orderless one) and without a word about where a block begins.
+``linear``, ``matmul`` and many models flatten all dims but the last ones, into rows or into a batch of matrices. If a dim other
+than the first of them is sharded (a sequence, heads), shards of the stack are no shards of the flattened dim. So the view is
+lazy, and a read of it moves every element. But some operators do the same to every slice along a dim, or reduce over it. Their
+result does not depend on the order of slices, as long as all operands have one order. So each rank's shard is flattened locally,
+which is the flattened tensor in the order of ranks. The operator runs on that. Its results are unflattened to stacks, of which
+views are returned. The operator's rule decides whether this is allowed: the flattened dim is one factor, sharded without a kernel
+(except an order-invariant one), and the rule does not use the offset of a shard.
 """
 
 from __future__ import annotations
@@ -36,14 +35,22 @@ from ...rules import lookup
 from ...rules.call import Meta
 from ...rules.rule import alone, orderless
 from ..dtensor import DTensor, wrap
-from .flattened_layouts import Cuts, kept_dim, merged_dim, merged_layout, stack_layout
+from .flattened_layouts import DimSplits, find_kept_dim, find_merged_dim, merged_layout, stack_layout
 from .lazy_view import Origin, RemoteView, is_local, plan_of
 
 _aten = torch.ops.aten
 
 
-class _Folded(NamedTuple):
-    """A tensor as views of a stack of which dims ``at``, ... (as many as ``sizes``) are one: its dim ``dim``."""
+class _Flattened(NamedTuple):
+    """A tensor as views of a stack, of which consecutive dims from ``at`` on are flattened to its dim ``dim``.
+
+    Attributes:
+        stack: the tensor before it was flattened.
+        at: the first of the dims of the stack that are flattened.
+        sizes: the sizes of these dims.
+        after: the view operations after the flattening.
+        dim: the flattened dim of the tensor.
+    """
 
     stack: DTensor
     at: int
@@ -52,79 +59,96 @@ class _Folded(NamedTuple):
     dim: int
 
     @property
-    def cuts(self) -> Cuts:
+    def cuts(self) -> DimSplits:
         return self.stack._layout.splits[self.at : self.at + len(self.sizes)]
 
 
-def on_the_stack(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What ``operator`` gives where it need not read the folded dim in its order; NotImplemented elsewhere."""
+def run_on_stack(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``operator`` on the stacks of flattened operands, if it does not depend on the order along the flattened dim.
+
+    Returns NotImplemented for all other calls.
+    """
     if operator.facts.shows == "all":
-        return _seen_again(operator, args, kwargs)
+        return _view_stack(operator, args, kwargs)
     if operator.is_view:
-        return _turned(operator, args, kwargs)
+        return _permute_stack(operator, args, kwargs)
     if operator.mutated or operator.seeded or operator.fills_lists or not operator.gives_tensors:
         return NotImplemented
-    key = None if kwargs else _key(operator, args)
-    known = None if key is None else _PLACED.get(key)
-    if known is not None:
-        return _placed_again(known, operator, args)
+    key = None if kwargs else _call_key(operator, args)
+    cached = None if key is None else _CACHED_CALLS.get(key)
+    if cached is not None:
+        return _run_cached_call(cached, operator, args)
     tensors: list[Any] = []
 
-    def mark(x: torch.Tensor) -> _Tensor:
+    def mark(x: torch.Tensor) -> _TensorMark:
         tensors.append(x)
-        return _Tensor(len(tensors) - 1)
+        return _TensorMark(len(tensors) - 1)
 
-    marked = _replaced(args, kwargs, mark)
-    found = [_folded(x) if type(x) is RemoteView else None for x in tensors]
-    leader = max((x for x in found if x is not None), key=lambda x: math.prod(x.stack._layout.shape), default=None)
+    marked = _map_arguments(args, kwargs, mark)
+    flattened_by_tensor = [_find_flattened(x) if type(x) is RemoteView else None for x in tensors]
+    leader = max((x for x in flattened_by_tensor if x is not None), key=lambda x: math.prod(x.stack._layout.shape), default=None)
     if leader is None:
         return NotImplemented
     constants = None if all(isinstance(x, DTensor) for x in tensors) else with_constants(operator, operator.bind(args, kwargs))
     if constants is not None:
         return constants(args, kwargs)
-    where = _where(operator, marked, tensors, found)
-    if where is None or any(_outweighs(*each, leader) for each in zip(tensors, found, where[0], strict=True)):
+    dims = _get_or_find_dims(operator, marked, tensors, flattened_by_tensor)
+    if dims is None or any(
+        _is_cheaper_to_read(*each, leader) for each in zip(tensors, flattened_by_tensor, dims[0], strict=True)
+    ):
         return NotImplemented
-    given = []
-    for x, folded, dim in zip(tensors, found, where[0], strict=True):
+    operands = []
+    for x, flattened, dim in zip(tensors, flattened_by_tensor, dims[0], strict=True):
         if dim is not None and not isinstance(x, DTensor):
             if not taken_as_replicated(x):
                 return NotImplemented
             x = replicated(x, leader.stack._layout.mesh)
-        given.append(x if dim is None else _in_blocks(x, folded, dim, leader))
+        operands.append(x if dim is None else _flatten_operand(x, flattened, dim, leader))
     if key is not None:
-        _note_placed(key, where, found, leader)
-    made = dispatch(DTensor, operator.func, (), *_replaced(*marked, lambda mark: given[mark.place], _Tensor))
-    if not isinstance(made, (list, tuple)):
-        return made if where[1][0] is None else _unfolded(made, where[1][0], leader.sizes, leader.cuts)
-    dims = iter(where[1])
-    each = [x if x is None or (dim := next(dims)) is None else _unfolded(x, dim, leader.sizes, leader.cuts) for x in made]
-    return type(made)(each)
+        _cache_call(key, dims, flattened_by_tensor, leader)
+    result = dispatch(DTensor, operator.func, (), *_map_arguments(*marked, lambda mark: operands[mark.place], _TensorMark))
+    if not isinstance(result, (list, tuple)):
+        return result if dims[1][0] is None else _unflatten_result(result, dims[1][0], leader.sizes, leader.cuts)
+    result_dims = iter(dims[1])
+    each = [
+        x if x is None or (dim := next(result_dims)) is None else _unflatten_result(x, dim, leader.sizes, leader.cuts)
+        for x in result
+    ]
+    return type(result)(each)
 
 
-def _outweighs(x: Any, folded: _Folded | None, dim: int | None, leader: _Folded) -> bool:
-    """Whether the folded tensor is read, rather than ``x`` cut as that is: it is smaller, or as large and in larger blocks."""
-    if folded is not None or dim is None or not isinstance(x, DTensor) or not any(x._layout.splits):
+def _is_cheaper_to_read(x: Any, flattened: _Flattened | None, dim: int | None, leader: _Flattened) -> bool:
+    """Return True if the flattened tensor should be read, instead of redistributing ``x`` to its shards.
+
+    It is the smaller one of both, or as large and in larger blocks.
+    """
+    if flattened is not None or dim is None or not isinstance(x, DTensor) or not any(x._layout.splits):
         return False
     return (x._layout.numel, -x._layout.max_local_nbytes) > (leader.stack._layout.numel, -leader.stack._layout.max_local_nbytes)
 
 
-# --- calls like one before: the blocks, the operator on them, the stack that it gives -------------------------------------------
-class _Placed(NamedTuple):
-    """Of each argument that is folded the first and last dim and the layout of its blocks; the folded dim of the result."""
+# --- cached calls: flatten shards, run the operator, unflatten its result ----------------------------------------------------
+class _CachedCall(NamedTuple):
+    """How to run a call again.
+
+    Attributes:
+        blocks: for each flattened argument the first and the last dim to flatten, and the layout of the flattened shards.
+        dim: the flattened dim of the result; None if it has none.
+        sizes, cuts: the sizes and the splits of the dims that were flattened.
+    """
 
     blocks: tuple[tuple[int, int, Layout] | None, ...]
     dim: int | None
     sizes: tuple[int, ...]
-    cuts: Cuts
+    cuts: DimSplits
 
 
-_PLACED: Bounded[Any, _Placed] = Bounded(4096, "folded.placed")
-_SHAPES: Bounded[Any, list[list[int]]] = Bounded(4096, "folded.shapes")
+_CACHED_CALLS: Bounded[Any, _CachedCall] = Bounded(4096, "folded.placed")
+_VIEW_SHAPES: Bounded[Any, list[list[int]]] = Bounded(4096, "folded.shapes")
 
 
-def _key(operator: Operator, args: tuple[Any, ...]) -> Any:
-    """All that tells how a call of tensors alone is placed."""
+def _call_key(operator: Operator, args: tuple[Any, ...]) -> Any:
+    """Return the cache key of a call with tensors only; None for other calls."""
     key: list[Any] = [id(operator.func)]
     for x in args:
         if type(x) is RemoteView and x._origin.shows == "all" and not x._origin.pinned:
@@ -136,135 +160,145 @@ def _key(operator: Operator, args: tuple[Any, ...]) -> Any:
     return tuple(key)
 
 
-def _note_placed(key: Any, where: Places, found: Sequence[_Folded | None], leader: _Folded) -> None:
-    """A call whose folded tensors are all cut alike, with one result, is known from now on."""
+def _cache_call(key: Any, dims: FlattenedDims, flattened_by_tensor: Sequence[_Flattened | None], leader: _Flattened) -> None:
+    """Cache a call with one result, if the shards of all flattened tensors have equal splits."""
     blocks: list[tuple[int, int, Layout] | None] = []
-    for folded, dim in zip(found, where[0], strict=True):
+    for flattened, dim in zip(flattened_by_tensor, dims[0], strict=True):
         if dim is None:
             blocks.append(None)
             continue
-        if folded is None or folded.after or folded.dim != dim or folded.sizes != leader.sizes:
+        if flattened is None or flattened.after or flattened.dim != dim or flattened.sizes != leader.sizes:
             return
-        cut, merged = merged_layout(folded.stack._layout, dim, leader.sizes, leader.cuts)
-        if cut is not folded.stack._layout:
+        split_layout, merged = merged_layout(flattened.stack._layout, dim, leader.sizes, leader.cuts)
+        if split_layout is not flattened.stack._layout:
             return
         blocks.append((dim, dim + len(leader.sizes) - 1, merged))
-    if len(where[1]) == 1:
-        _PLACED.keep(key, _Placed(tuple(blocks), where[1][0], leader.sizes, leader.cuts))
+    if len(dims[1]) == 1:
+        _CACHED_CALLS.keep(key, _CachedCall(tuple(blocks), dims[1][0], leader.sizes, leader.cuts))
 
 
-def _placed_again(known: _Placed, operator: Operator, args: tuple[Any, ...]) -> Any:
-    given = [x if block is None else _block(x._origin.base, *block) for x, block in zip(args, known.blocks, strict=True)]
-    made = dispatch(DTensor, operator.func, (), tuple(given), {})
-    return made if known.dim is None else _unfolded(made, known.dim, known.sizes, known.cuts)
+def _run_cached_call(cached: _CachedCall, operator: Operator, args: tuple[Any, ...]) -> Any:
+    """Run a call that is in the cache."""
+    operands = [
+        x if block is None else _flatten_shards(x._origin.base, *block) for x, block in zip(args, cached.blocks, strict=True)
+    ]
+    result = dispatch(DTensor, operator.func, (), tuple(operands), {})
+    return result if cached.dim is None else _unflatten_result(result, cached.dim, cached.sizes, cached.cuts)
 
 
-def _block(stack: DTensor, first: int, last: int, merged: Layout) -> DTensor:
-    return wrap(communicator_of(merged.mesh).map(lambda _, block: block.flatten(first, last), stack._local), merged)
+def _flatten_shards(stack: DTensor, first: int, last: int, merged: Layout) -> DTensor:
+    """Return the stack with dims ``first`` to ``last`` of each local tensor flattened."""
+    return wrap(communicator_of(merged.mesh).map(lambda _, shard: shard.flatten(first, last), stack._local), merged)
 
 
-def _seen_again(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A view of the folded dim in another shape is one of the stack, or of the stack in another shape."""
-    one = None if kwargs or len(args) != 2 else _key(operator, args[:1])
-    key = None if one is None else (*one, nested_key(args[1]))
-    shapes = None if key is None else _SHAPES.get(key)
+def _view_stack(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return a view of a flattened dim in another shape as a view of the stack; NotImplemented if there is none."""
+    tensor_key = None if kwargs or len(args) != 2 else _call_key(operator, args[:1])
+    key = None if tensor_key is None else (*tensor_key, nested_key(args[1]))
+    shapes = None if key is None else _VIEW_SHAPES.get(key)
     if shapes is not None:
-        return _view(args[0]._origin.base, shapes)
-    folded = _folded(args[0])
-    if folded is None or folded.after:
+        return _view_in_steps(args[0]._origin.base, shapes)
+    flattened = _find_flattened(args[0])
+    if flattened is None or flattened.after:
         return NotImplemented
     shape = list(plan_of(operator, args, kwargs).results[0].shape)
-    between = shape
-    if not _is_shown(folded.stack, between):
-        dim = kept_dim(tuple(args[0].shape), folded.dim, tuple(shape))
-        between = shape if dim is None else [*shape[:dim], *folded.sizes, *shape[dim + 1 :]]
-        if dim is None or not _is_shown(folded.stack, between):
+    stack_shape = shape
+    if not _is_local_view(flattened.stack, stack_shape):
+        dim = find_kept_dim(tuple(args[0].shape), flattened.dim, tuple(shape))
+        stack_shape = shape if dim is None else [*shape[:dim], *flattened.sizes, *shape[dim + 1 :]]
+        if dim is None or not _is_local_view(flattened.stack, stack_shape):
             return NotImplemented
-    shapes = [between] if between is shape else [between, shape]
+    shapes = [stack_shape] if stack_shape is shape else [stack_shape, shape]
     if key is not None:
-        _SHAPES.keep(key, shapes)
-    return _view(folded.stack, shapes)
+        _VIEW_SHAPES.keep(key, shapes)
+    return _view_in_steps(flattened.stack, shapes)
 
 
-def _is_shown(stack: DTensor, shape: list[int]) -> bool:
-    """Whether blocks of the stack are blocks of it in that shape."""
+def _is_local_view(stack: DTensor, shape: list[int]) -> bool:
+    """Return True if shards of the stack, viewed in that shape, are shards of the result."""
     return is_local(plan_of(operator_of(_aten.view.default), (stack, shape), {}))
 
 
-def _view(stack: DTensor, shapes: list[list[int]]) -> Any:
-    """The stack may be a remote view itself, which what is written must reach."""
-    view, counted, seen = _aten.view.default, stack.__dict__.get("_counted", stack), stack
+def _view_in_steps(stack: DTensor, shapes: list[list[int]]) -> Any:
+    """View the stack in one shape after the other. It may be a lazy view, which later writes must reach."""
+    view, counted, result = _aten.view.default, stack.__dict__.get("_counted", stack), stack
     for shape in shapes:
-        if seen is not stack:
-            seen.__dict__["_counted"] = counted
-        seen = dispatch(DTensor, view, (), (seen, shape)) if type(seen) is DTensor else view(seen, shape)
-    return seen
+        if result is not stack:
+            result.__dict__["_counted"] = counted
+        result = dispatch(DTensor, view, (), (result, shape)) if type(result) is DTensor else view(result, shape)
+    return result
 
 
-def _turned(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """With its dims in another order the folded tensor is the same of the stack with its dims in that order."""
-    folded = _folded(args[0])
-    plan = None if folded is None or folded.after else plan_of(operator, args, kwargs)
-    if folded is None or plan is None or plan.chosen is None or len(plan.chosen.results) != 1:
+def _permute_stack(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the flattened tensor with permuted dims, as a view of the stack with permuted dims."""
+    flattened = _find_flattened(args[0])
+    plan = None if flattened is None or flattened.after else plan_of(operator, args, kwargs)
+    if flattened is None or plan is None or plan.chosen is None or len(plan.chosen.results) != 1:
         return NotImplemented
     factors = plan.chosen.choice.factors
-    (before,), (after,) = factors.operands, factors.results
-    if len(set(before)) < len(before) or sorted(before) != sorted(after) or after == before:
+    (dims_before,), (dims_after,) = factors.operands, factors.results
+    if len(set(dims_before)) < len(dims_before) or sorted(dims_before) != sorted(dims_after) or dims_after == dims_before:
         return NotImplemented
-    at, extra = folded.at, len(folded.sizes) - 1
-    spread = [range(d + extra * (d > at), d + extra * (d >= at) + 1) for d in range(len(before))]
-    order = [before.index(name) for name in after]
-    stack = _aten.permute.default(folded.stack, [own for d in order for own in spread[d]])
-    stack.__dict__.setdefault("_counted", folded.stack.__dict__.get("_counted", folded.stack))
+    at, extra = flattened.at, len(flattened.sizes) - 1
+    stack_dims = [range(d + extra * (d > at), d + extra * (d >= at) + 1) for d in range(len(dims_before))]
+    order = [dims_before.index(name) for name in dims_after]
+    stack = _aten.permute.default(flattened.stack, [stack_dim for d in order for stack_dim in stack_dims[d]])
+    stack.__dict__.setdefault("_counted", flattened.stack.__dict__.get("_counted", flattened.stack))
     return _aten.view.default(stack, [args[0].shape[d] for d in order])
 
 
-# --- what is folded --------------------------------------------------------------------------------------------------------
-def folded_dim(x: Any) -> tuple[int, tuple[int, ...], Cuts] | None:
-    """The dim of a view that is folded, of which sizes, and how these are cut; None where it is no such view."""
-    folded = _folded(x)
-    return None if folded is None or folded.after else (folded.dim, folded.sizes, folded.cuts)
+# --- flattened dims of views -----------------------------------------------------------------------------------------------
+def find_flattened_dim(x: Any) -> tuple[int, tuple[int, ...], DimSplits] | None:
+    """Return the flattened dim of a view, the sizes that were flattened and their splits; None if ``x`` is no such view."""
+    flattened = _find_flattened(x)
+    return None if flattened is None or flattened.after else (flattened.dim, flattened.sizes, flattened.cuts)
 
 
-def _folded(x: Any) -> _Folded | None:
+def _find_flattened(x: Any) -> _Flattened | None:
+    """Return a lazy view as views of a stack; None if no dim of it is flattened."""
     if not isinstance(x, RemoteView) or x._origin.pinned or x._layout.dtype.is_complex or 0 in x._layout.shape:
         return None
     origin = x._origin
     base, shape = origin.base, x._layout.shape
-    before = base._layout.shape
-    if origin.shows == "all" and (at := merged_dim(before, shape)) is not None:
-        return _Folded(base, at, before[at : at + 1 + len(before) - len(shape)], (), at)
-    inner = _folded(base)
-    dim = None if inner is None else _carried(origin.plan, inner.dim, x._place)
-    if inner is None or dim is None or shape[dim] != before[inner.dim]:  # a part of it
+    base_shape = base._layout.shape
+    if origin.shows == "all" and (at := find_merged_dim(base_shape, shape)) is not None:
+        return _Flattened(base, at, base_shape[at : at + 1 + len(base_shape) - len(shape)], (), at)
+    inner = _find_flattened(base)
+    dim = None if inner is None else _map_dim(origin.plan, inner.dim, x._place)
+    if inner is None or dim is None or shape[dim] != base_shape[inner.dim]:  # a part of it
         return None
-    return _Folded(inner.stack, inner.at, inner.sizes, (*inner.after, (origin, x._place)), dim)
+    return _Flattened(inner.stack, inner.at, inner.sizes, (*inner.after, (origin, x._place)), dim)
 
 
-def _carried(plan: Plan, dim: int, place: int) -> int | None:
-    """The dim of a view's result that shows ``dim`` of its base."""
+def _map_dim(plan: Plan, dim: int, place: int) -> int | None:
+    """Return the dim of a view's result that shows dim ``dim`` of its base; None if there is none."""
     factors = None if plan.chosen is None else plan.chosen.choice.factors
     if factors is None or not factors.operands[0][dim] or place >= len(factors.results):
         return None
     return alone(factors.results[place], factors.operands[0][dim])
 
 
-# --- whether the order matters ---------------------------------------------------------------------------------------------
-Places = tuple[tuple[int | None, ...], tuple[int | None, ...]]  # the folded dim of each operand, and of each result
-_PLACES: Bounded[Any, Places | None] = Bounded(4096, "folded.places")
+# --- dependence on the order along the dim ---------------------------------------------------------------------------------
+FlattenedDims = tuple[tuple[int | None, ...], tuple[int | None, ...]]  # the folded dim of each operand, and of each result
+_FLATTENED_DIMS: Bounded[Any, FlattenedDims | None] = Bounded(4096, "folded.places")
 
 
-def _where(operator: Operator, marked: tuple[Any, Any], tensors: Sequence[Any], found: Sequence[_Folded | None]) -> Places | None:
+def _get_or_find_dims(
+    operator: Operator, marked: tuple[Any, Any], tensors: Sequence[Any], flattened_by_tensor: Sequence[_Flattened | None]
+) -> FlattenedDims | None:
+    """Return the flattened dims of operands and results, cached; see :func:`_find_dims`."""
     layouts = [(x._layout,) if isinstance(x, DTensor) else (tuple(x.shape), x.stride(), x.dtype) for x in tensors]
-    key = (operator.func, nested_key(marked), *layouts, dims := tuple([x and x.dim for x in found]))
-    if key not in _PLACES:
-        _PLACES.keep(key, _places(operator, marked, tensors, dims))
-    return _PLACES.get(key)
+    key = (operator.func, nested_key(marked), *layouts, dims := tuple([x and x.dim for x in flattened_by_tensor]))
+    if key not in _FLATTENED_DIMS:
+        _FLATTENED_DIMS.keep(key, _find_dims(operator, marked, tensors, dims))
+    return _FLATTENED_DIMS.get(key)
 
 
-def _places(operator: Operator, marked: tuple[Any, Any], tensors: Sequence[Any], dims: tuple[int | None, ...]) -> Places | None:
-    """Where the folded dim of operands is in all of them and in the results; None where its order matters."""
-    bound, rule = operator.bind(*_replaced(*marked, lambda mark: tensors[mark.place], _Tensor)), lookup(operator.func)
+def _find_dims(
+    operator: Operator, marked: tuple[Any, Any], tensors: Sequence[Any], dims: tuple[int | None, ...]
+) -> FlattenedDims | None:
+    """Return the position of the flattened dim in each operand and result; None if the operator depends on the order along it."""
+    bound, rule = operator.bind(*_map_arguments(*marked, lambda mark: tensors[mark.place], _TensorMark)), lookup(operator.func)
     meshes = tuple(meshes_of(bound.values()))
     if len(meshes) > 1 or rule is None or operator.facts.per_element or rule.measured:
         return None
@@ -281,12 +315,21 @@ def _places(operator: Operator, marked: tuple[Any, Any], tensors: Sequence[Any],
     factors = None if any(not isinstance(meta, Meta | None) for meta in metas) else rule.factors(call)
     if factors is None:
         return None
-    own = operator.bind(*marked)
-    places = {own[name] if k is None else own[name][k]: i for i, (name, k) in enumerate(slots) if name in operator.tensors}
-    operands = [factors.operands[places[_Tensor(place)]] for place in range(len(tensors))]
-    names = {operand[dim] for operand, dim in zip(operands, dims, strict=True) if dim is not None}
+    marked_arguments = operator.bind(*marked)
+    operand_index = {
+        marked_arguments[name] if k is None else marked_arguments[name][k]: i
+        for i, (name, k) in enumerate(slots)
+        if name in operator.tensors
+    }
+    operands = [factors.operands[operand_index[_TensorMark(place)]] for place in range(len(tensors))]
+    factors_of_dim = {operand[dim] for operand, dim in zip(operands, dims, strict=True) if dim is not None}
     lengths = {x.shape[dim] for x, dim in zip(tensors, dims, strict=True) if dim is not None}
-    if len(names) != 1 or len(lengths) != 1 or len(name := names.pop()) != 1 or not orderless(rule, factors, name[0]):
+    if (
+        len(factors_of_dim) != 1
+        or len(lengths) != 1
+        or len(name := factors_of_dim.pop()) != 1
+        or not orderless(rule, factors, name[0])
+    ):
         return None
     for tensor in (*operands, *factors.results):
         if [each for each in tensor if name[0] in each] not in ([], [name]):  # a part of a dim, or of several
@@ -294,54 +337,56 @@ def _places(operator: Operator, marked: tuple[Any, Any], tensors: Sequence[Any],
     return tuple(alone(operand, name) for operand in operands), tuple(alone(result, name) for result in factors.results)
 
 
-# --- blocks as they lie, and back ------------------------------------------------------------------------------------------
-def _in_blocks(x: DTensor, folded: _Folded | None, dim: int, leader: _Folded) -> DTensor:
-    """``x`` with the slices of ``dim`` in the order of ranks."""
-    if folded is None or folded.dim != dim or folded.sizes != leader.sizes:
+# --- flatten and unflatten shards ------------------------------------------------------------------------------------------
+def _flatten_operand(x: DTensor, flattened: _Flattened | None, dim: int, leader: _Flattened) -> DTensor:
+    """Return ``x`` with the slices of ``dim`` in the order of ranks."""
+    if flattened is None or flattened.dim != dim or flattened.sizes != leader.sizes:
         shape = [*x.shape[:dim], *leader.sizes, *x.shape[dim + 1 :]]
-        folded = _Folded(_aten.reshape.default(x, shape), dim, leader.sizes, (), dim)
-    at, count = folded.at, len(folded.sizes)
-    cut, merged = merged_layout(folded.stack._layout, at, leader.sizes, leader.cuts)
-    local = _moved(folded.stack, cut)
-    made = wrap(communicator_of(cut.mesh).map(lambda _, block: block.flatten(at, at + count - 1), local), merged)
-    for origin, place in folded.after:
-        each = dispatch(DTensor, origin.operator.func, (), (made, *origin.args[1:]), origin.kwargs)
-        made = each[place] if isinstance(each, (list, tuple)) else each
-    return made
-
-
-def _unfolded(x: DTensor, dim: int, sizes: tuple[int, ...], cuts: Cuts) -> DTensor:
-    """The view of a stack that ``x`` is, the slices of ``dim`` in their own order again."""
-    cut, stack = stack_layout(x._layout, dim, sizes, cuts)
-
-    def of_block(member: int | None, block: torch.Tensor) -> torch.Tensor:
-        shape = stack.local_shape(cut.mesh.coordinate_of(member))
-        return block.unflatten(dim, shape[dim : dim + len(sizes)])
-
-    made = wrap(communicator_of(cut.mesh).map(of_block, _moved(x, cut)), stack)
-    result = cast(DTensor, dispatch(DTensor, _aten.view.default, (), (made, list(x.shape))))
-    made.__dict__["_counted"] = weakref.ref(result)  # which user code has, as views of it; weakly, since it has the stack
+        flattened = _Flattened(_aten.reshape.default(x, shape), dim, leader.sizes, (), dim)
+    at, count = flattened.at, len(flattened.sizes)
+    split_layout, merged = merged_layout(flattened.stack._layout, at, leader.sizes, leader.cuts)
+    local = _redistribute_local(flattened.stack, split_layout)
+    result = wrap(communicator_of(split_layout.mesh).map(lambda _, block: block.flatten(at, at + count - 1), local), merged)
+    for origin, place in flattened.after:
+        results = dispatch(DTensor, origin.operator.func, (), (result, *origin.args[1:]), origin.kwargs)
+        result = results[place] if isinstance(results, (list, tuple)) else results
     return result
 
 
-def _moved(x: DTensor, layout: Layout) -> Any:
+def _unflatten_result(x: DTensor, dim: int, sizes: tuple[int, ...], cuts: DimSplits) -> DTensor:
+    """Return ``x``, which has the slices of ``dim`` in the order of ranks, as a view of a stack."""
+    flat_layout, stack = stack_layout(x._layout, dim, sizes, cuts)
+
+    def unflatten_shard(member: int | None, shard: torch.Tensor) -> torch.Tensor:
+        shape = stack.local_shape(flat_layout.mesh.coordinate_of(member))
+        return shard.unflatten(dim, shape[dim : dim + len(sizes)])
+
+    stack_tensor = wrap(communicator_of(flat_layout.mesh).map(unflatten_shard, _redistribute_local(x, flat_layout)), stack)
+    result = cast(DTensor, dispatch(DTensor, _aten.view.default, (), (stack_tensor, list(x.shape))))
+    stack_tensor.__dict__["_counted"] = weakref.ref(result)  # which user code has, as views of it; weakly, since it has the stack
+    return result
+
+
+def _redistribute_local(x: DTensor, layout: Layout) -> Any:
     return x._local if x._layout is layout else redistribute_local(x._local, x._layout, layout)
 
 
-# --- arguments -------------------------------------------------------------------------------------------------------------
+# --- tensors in arguments --------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
-class _Tensor:
-    """The place of a tensor among those of a call."""
+class _TensorMark:
+    """The index of a tensor among the tensors of a call; it replaces the tensor in the arguments."""
 
     place: int
 
 
-def _replaced(args: Any, kwargs: Any, by: Callable[[Any], Any], kind: type = torch.Tensor) -> tuple[Any, dict[str, Any]]:
-    """Arguments with something else in the place of each tensor, in their order."""
+def _map_arguments(
+    args: Any, kwargs: Any, function: Callable[[Any], Any], kind: type = torch.Tensor
+) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments with each value of class ``kind`` replaced, in order."""
 
-    def of(value: Any) -> Any:
+    def map_value(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
-            return [by(item) if isinstance(item, kind) else item for item in value]
-        return by(value) if isinstance(value, kind) else value
+            return [function(item) if isinstance(item, kind) else item for item in value]
+        return function(value) if isinstance(value, kind) else value
 
-    return tuple([of(value) for value in args]), {name: of(value) for name, value in kwargs.items()}
+    return tuple([map_value(value) for value in args]), {name: map_value(value) for name, value in kwargs.items()}

@@ -1,9 +1,9 @@
-"""Parts of a view that blocks do not show, which are parts of its base that they do show.
+"""Slices of fused projections: parts of a lazy view that are local views of its base.
 
-The queries, keys and values of a fused projection: ``y.view(t, 3, heads, k)`` has a cut of ``y``'s last dim nowhere, since the
-first of the dims that it becomes has three positions, so it is a remote view and to read it moves every element. But
-``y.view(t, 3, heads, k)[:, 0]`` is ``y[:, :heads * k].view(t, heads, k)``: each rank's part of a slice, seen in heads. So a part
-is looked for in the memory of the base: a slice along one of its dims, seen in another shape, its dims in another order.
+Example: the queries, keys and values of a fused projection. ``y.view(t, 3, heads, k)`` does not keep the shards of ``y``'s last
+dim: the first dim of the result that it becomes has three positions. So it is a lazy view, and a read of it moves every element.
+But ``y.view(t, 3, heads, k)[:, 0]`` is ``y[:, :heads * k].view(t, heads, k)``: a slice of each rank's shard, with heads as a dim.
+So a part is searched in the memory of the base: a slice along one dim, viewed in another shape, with permuted dims.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from ...dispatch.dispatcher import dispatch
 from ...layout.layout import Layout
 from ...propagation.op_schema import Operator, operator_of
 from ..dtensor import DTensor
-from .lazy_view import Origin, RemoteView, chain_of, changes, is_local, plan_of
+from .lazy_view import Origin, RemoteView, changes_values, is_local, plan_of, trace_to_base
 
 _aten = torch.ops.aten
-_ONE = {_aten.select.int, _aten.slice.Tensor}
-_SEVERAL = {_aten.unbind.int, _aten.split.Tensor, _aten.split_with_sizes.default}
-_PICKING = _ONE | _SEVERAL
+_SINGLE_RESULT = {_aten.select.int, _aten.slice.Tensor}
+_MANY_RESULTS = {_aten.unbind.int, _aten.split.Tensor, _aten.split_with_sizes.default}
+_PART_OPERATORS = _SINGLE_RESULT | _MANY_RESULTS
 _SLICE, _VIEW, _PERMUTE = _aten.slice.Tensor, _aten.view.default, _aten.permute.default
 
 
-class _Part(NamedTuple):
-    """Positions ``start`` to ``end`` along a dim of a base, seen in a shape, with its dims in an order."""
+class _BasePart(NamedTuple):
+    """Positions ``start`` to ``end`` along dim ``dim`` of a base, viewed in ``shape``, with dims permuted by ``order``."""
 
     dim: int
     start: int
@@ -38,81 +38,85 @@ class _Part(NamedTuple):
     order: tuple[int, ...]
 
 
-_PARTS: Bounded[Any, tuple[_Part, ...]] = Bounded(4096, "parts.of_views")
+_BASE_PARTS: Bounded[Any, tuple[_BasePart, ...]] = Bounded(4096, "parts.of_views")
 
 
-def of_the_base(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a view that picks a part of a remote view shows, where blocks of its base show it; NotImplemented elsewhere."""
+def slice_of_base(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return parts of a lazy view as views of slices of its base, if these are local; else NotImplemented."""
     x = args[0] if args else None
-    if operator.func not in _PICKING or type(x) is not RemoteView or x._layout.sized:
+    if operator.func not in _PART_OPERATORS or type(x) is not RemoteView or x._layout.sized:
         return NotImplemented
-    base, links = chain_of(x)
-    if base._layout.dtype.is_complex or any(origin.pinned or changes(origin.plan) for origin, _ in links):
+    base, links = trace_to_base(x)
+    if base._layout.dtype.is_complex or any(origin.pinned or changes_values(origin.plan) for origin, _ in links):
         return NotImplemented
-    steps = [(origin.operator.func, place, nested_key(origin.args[1:]), nested_key(origin.kwargs)) for origin, place in links]
-    key = (base._layout, tuple(steps), operator.func, nested_key(args[1:]), nested_key(kwargs))
-    parts = _PARTS.get(key)
+    view_calls = [
+        (origin.operator.func, place, nested_key(origin.args[1:]), nested_key(origin.kwargs)) for origin, place in links
+    ]
+    key = (base._layout, tuple(view_calls), operator.func, nested_key(args[1:]), nested_key(kwargs))
+    parts = _BASE_PARTS.get(key)
     if parts is None:
-        found = _parts(base._layout, links, operator, args[1:], kwargs)
-        parts = _PARTS.keep(key, found if all(_is_seen(base, part) for part in found) else ())
+        candidates = _find_parts(base._layout, links, operator, args[1:], kwargs)
+        parts = _BASE_PARTS.keep(key, candidates if all(_is_local_part(base, part) for part in candidates) else ())
     viewed = links[0][0].viewed
-    made = [_seen(base, part, viewed.__dict__.get("_counted", viewed)) for part in parts]
-    return NotImplemented if not made else made[0] if operator.func in _ONE else made
+    views = [_make_part_view(base, part, viewed.__dict__.get("_counted", viewed)) for part in parts]
+    return NotImplemented if not views else views[0] if operator.func in _SINGLE_RESULT else views
 
 
-def _parts(
-    layout: Layout, links: Sequence[tuple[Origin, int]], operator: Operator, rest: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[_Part, ...]:
-    """Where in its base each part is that is picked of a view; () where one of them is no such part."""
-    whole = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
-    shown: Any = whole
+def _find_parts(
+    layout: Layout, links: Sequence[tuple[Origin, int]], operator: Operator, static_args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[_BasePart, ...]:
+    """Return the position in the base of each part that an operation picks of a view; () if one has none."""
+    base = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
+    view: Any = base
     for origin, place in links:
-        shown = origin.operator.func(shown, *origin.args[1:], **origin.kwargs)
-        shown = shown[place] if isinstance(shown, (list, tuple)) else shown
-        if shown.dtype is not layout.dtype:  # complex numbers may be seen mirrored
+        view = origin.operator.func(view, *origin.args[1:], **origin.kwargs)
+        view = view[place] if isinstance(view, (list, tuple)) else view
+        if view.dtype is not layout.dtype:  # complex numbers may be seen mirrored
             return ()
-    picked = operator.func(shown, *rest, **kwargs)
-    parts = [_part(whole, each) for each in listed(picked)]
+    picked = operator.func(view, *static_args, **kwargs)
+    parts = [_find_part(base, each) for each in listed(picked)]
     return tuple([part for part in parts if part is not None]) if None not in parts else ()
 
 
-def _part(whole: torch.Tensor, picked: torch.Tensor) -> _Part | None:
-    """Where ``picked``, a view of ``whole``, is in it."""
-    if not picked.numel() or not whole.is_contiguous():
+def _find_part(base: torch.Tensor, part_view: torch.Tensor) -> _BasePart | None:
+    """Return the position of ``picked``, a view of ``whole``, in it; None if it is no view of a slice."""
+    if not part_view.numel() or not base.is_contiguous():
         return None
-    steps = picked.stride()
-    order = sorted(range(picked.ndim), key=lambda d: -steps[d])
-    shape = tuple([picked.shape[d] for d in order])
-    back = tuple(sorted(range(picked.ndim), key=order.__getitem__))
-    for dim, (size, step) in enumerate(zip(whole.shape, whole.stride(), strict=True)):
-        count, rest = divmod(picked.numel() * size, whole.numel())
-        start = picked.storage_offset() // step
+    strides = part_view.stride()
+    order = sorted(range(part_view.ndim), key=lambda d: -strides[d])
+    shape = tuple([part_view.shape[d] for d in order])
+    inverse = tuple(sorted(range(part_view.ndim), key=order.__getitem__))
+    for dim, (size, step) in enumerate(zip(base.shape, base.stride(), strict=True)):
+        count, rest = divmod(part_view.numel() * size, base.numel())
+        start = part_view.storage_offset() // step
         if rest or not 0 < count < size or start + count > size:
             continue
-        part = _Part(dim, start, start + count, shape, back)
+        result = _BasePart(dim, start, start + count, shape, inverse)
         try:
-            found = whole.narrow(dim, start, count).view(shape).permute(back)
+            candidate = base.narrow(dim, start, count).view(shape).permute(inverse)
         except RuntimeError:  # its dims are apart in memory
             continue
-        if (found.stride(), found.storage_offset()) == (picked.stride(), picked.storage_offset()):
-            return part
+        if (candidate.stride(), candidate.storage_offset()) == (part_view.stride(), part_view.storage_offset()):
+            return result
     return None
 
 
-def _is_seen(base: DTensor, part: _Part) -> bool:
-    """Whether blocks show it."""
-    piece = _sliced(base, part)
-    return type(piece) is DTensor and is_local(plan_of(operator_of(_VIEW), (piece, list(part.shape)), {}))
+def _is_local_part(base: DTensor, part: _BasePart) -> bool:
+    """Return True if shards of the slice, viewed in the shape of the part, are shards of the part."""
+    base_slice = _slice_base(base, part)
+    return type(base_slice) is DTensor and is_local(plan_of(operator_of(_VIEW), (base_slice, list(part.shape)), {}))
 
 
-def _seen(base: DTensor, part: _Part, counted: Any) -> Any:
-    made = _sliced(base, part)
+def _make_part_view(base: DTensor, part: _BasePart, counted: Any) -> Any:
+    """Return the part as a view of the base. ``counted``: the tensor with the version counter of the base."""
+    view = _slice_base(base, part)
     for func, dims in (_VIEW, part.shape), (_PERMUTE, part.order):
         if dims != tuple(range(len(dims))):  # else it is in that order
-            made.__dict__.setdefault("_counted", counted)
-            made = dispatch(DTensor, func, (), (made, list(dims)), {}) if type(made) is DTensor else func(made, list(dims))
-    return made
+            view.__dict__.setdefault("_counted", counted)
+            view = dispatch(DTensor, func, (), (view, list(dims)), {}) if type(view) is DTensor else func(view, list(dims))
+    return view
 
 
-def _sliced(base: DTensor, part: _Part) -> Any:
+def _slice_base(base: DTensor, part: _BasePart) -> Any:
+    """Return the slice of the base that contains the part."""
     return dispatch(DTensor, _SLICE, (), (base, part.dim, part.start, part.end), {})

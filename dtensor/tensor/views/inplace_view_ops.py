@@ -1,8 +1,9 @@
-"""``t_``, ``squeeze_``: a tensor comes to be seen in another way, while earlier views of it keep theirs, and their gradients.
+"""In-place view operators (``t_``, ``squeeze_``): the tensor gets another shape, and earlier views keep theirs, with their
+gradients.
 
-When a base was written to, autograd makes the gradient functions of its views again: for a subclass by doing the view operations
-once more, on the base. That is right only as long as the base looks as it did. So what the views are views of stays as it is, and
-the Python object becomes a view of that.
+After a base was written to, autograd makes the gradient functions of its views again. For a tensor subclass it repeats the view
+operations on the base, which is right only if the base has its old shape. So the old tensor stays the base of its views, and the
+Python object becomes a view of it.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from ...dispatch.tensor_state import OF_MEMORY
 from ...dispatch.version_counters import pass_version_on
 from ...errors import UnsupportedOperationError
 from ..dtensor import DTensor, wrap
-from .lazy_view import RemoteView, twin
+from .lazy_view import RemoteView, copy_view
 
-_IN_PLACE = ("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_")
+_INPLACE_METHODS = ("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_")
 
 
-def _in_another_way(name: str) -> Callable[..., Any]:
-    """The method ``name`` by way of the view operation of that name."""
+def _make_method(name: str) -> Callable[..., Any]:
+    """Return the in-place method ``name``, implemented by the view operation without the underscore."""
     write, view = getattr(torch.Tensor, name), getattr(torch.Tensor, name.removesuffix("_"))
 
     def method(self: DTensor, *args: Any, **kwargs: Any) -> Any:
         if self.requires_grad and (self.retains_grad or not torch.is_grad_enabled()):
-            raise _refusal(self, name, args, kwargs)
+            raise _make_error(self, name, args, kwargs)
         if not _may_become_a_view(self):
             return write(self, *args, **kwargs)
         with torch.enable_grad():  # also where nothing is recorded: it may get a history later
-            seen = view(self, *args, **kwargs)
-        _become(self, seen)
-        torch.autograd.graph.increment_version(self)  # who saved it for a backward pass is told, as in plain torch
+            result = view(self, *args, **kwargs)
+        _become_view(self, result)
+        torch.autograd.graph.increment_version(self)  # a backward pass that saved it raises, as in plain torch
         return self
 
     method.__name__, method.__doc__ = name, write.__doc__
@@ -43,7 +44,10 @@ def _in_another_way(name: str) -> Callable[..., Any]:
 
 
 def _may_become_a_view(x: DTensor) -> bool:
-    """Not leaves whose gradients arrive in them, nor what torch refuses to change: that says so itself."""
+    """Return True if ``x`` may become a view of itself.
+
+    Leaves may not, because gradients arrive in them. Tensors that torch refuses to change may not either: torch raises.
+    """
     if ACTIVE or x.is_inference() or torch.is_inference_mode_enabled() or torch.compiler.is_compiling():
         return False
     if not x.requires_grad:
@@ -53,30 +57,34 @@ def _may_become_a_view(x: DTensor) -> bool:
     return x._base is None or (creation_meta(x) == CreationMeta.DEFAULT and not x._base.is_leaf)
 
 
-def _refusal(x: DTensor, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnsupportedOperationError:
-    given = ", ".join([*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())])
-    instead = f"{name.removesuffix('_')}({given})"
+def _make_error(x: DTensor, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnsupportedOperationError:
+    """Return the error for a tensor that retains its gradient, or that requires one under ``no_grad()``."""
+    arguments = ", ".join([*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())])
+    instead = f"{name.removesuffix('_')}({arguments})"
     cause, remedy = ("retains its", f"x = x.{instead}") if x.retains_grad else ("requires", f"x.data = x.data.{instead}")
     where = "" if x.retains_grad else " under no_grad()"
     return UnsupportedOperationError(
-        f"x.{name}({given}) of a DTensor that {cause} grad{where} is not supported: earlier views of it "
+        f"x.{name}({arguments}) of a DTensor that {cause} grad{where} is not supported: earlier views of it "
         f"would get gradients of other elements; write `{remedy}`"
     )
 
 
-def _become(x: DTensor, seen: DTensor) -> None:
-    """``x`` becomes ``seen``, a view of what it was; that lives on as the other Python object, with all views of it."""
-    was = twin(x) if isinstance(x, RemoteView) else wrap(x._local, x._layout)
-    swap_impl(x, seen)
-    seen._share(x)
-    was._share(seen)
+def _become_view(x: DTensor, view: DTensor) -> None:
+    """Make ``x`` ``view``, a view of its memory.
+
+    The old tensor moves to the other Python object, with all views of it.
+    """
+    old = copy_view(x) if isinstance(x, RemoteView) else wrap(x._local, x._layout)
+    swap_impl(x, view)
+    view._assign_memory_to(x)
+    old._assign_memory_to(view)
     for name in OF_MEMORY:
         if name in x.__dict__:
-            seen.__dict__[name] = x.__dict__.pop(name)
-    pass_version_on(x, seen)
+            view.__dict__[name] = x.__dict__.pop(name)
+    pass_version_on(x, view)
 
 
 def install_inplace_view_methods() -> None:
-    """Define the methods of ``_IN_PLACE`` on DTensor."""
-    for name in _IN_PLACE:
-        setattr(DTensor, name, _in_another_way(name))
+    """Define the methods of ``_INPLACE_METHODS`` on DTensor."""
+    for name in _INPLACE_METHODS:
+        setattr(DTensor, name, _make_method(name))

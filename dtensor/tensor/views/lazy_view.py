@@ -1,9 +1,10 @@
-"""Views whose elements are not in the base's own local: a row of a sharded dim, a reshape that had to gather.
+"""Lazy views: views with elements that are not in the local tensor of the base (a row of a sharded dim, a reshape that had to
+gather).
 
-The law is that of plain tensors: writing through a view changes its base, and a change of the base is seen by the view. A view
-whose local is a view of the base's local keeps it by itself. Any other is a ``RemoteView``, which remembers base and operation.
-It is computed when it is first read, and again when the base has changed since (autograd keeps one version counter for a base
-and all its views). How operations write to it: see ``write_through``.
+They follow the rules of views of plain tensors: a write to the view changes the base, and the view shows a change of the base. If
+the local tensor of a view is a view of the base's local tensor, torch ensures both. All other views are lazy
+(:class:`RemoteView`): they store the base and the operation. A lazy view is computed when it is first read, and again if the base
+has changed since. Autograd keeps one version counter for a base and all its views. For writes see ``view_writeback.py``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, cast
 import torch
 
 from ...base.caches import Bounded, nested_key
+from ...base.modes import MODES
 from ...base.symbolic_sizes import settled
 from ...base.torch_internals import make_wrapper_subclass
 from ...base.tracing import REFUSED
@@ -29,33 +31,38 @@ from ...dispatch.version_counters import counted_together, counting, share_versi
 from ...dispatch.wrap import begins_after
 from ...errors import LayoutError
 from ...layout.layout import Layout
-from ...propagation.op_schema import Operator
+from ...propagation.op_schema import Operator, operator_of
 from ...propagation.propagate import Plan
 from ...rules.aten.views import check_memory, own_strides
 from ...rules.op_traits import facts_of
-from ..copies import dense
+from ..autograd import grad_layout
+from ..compile_protocol import FlattenMethod
+from ..copies import dense_copy
 from ..dtensor import DTensor, wrap
-from .flattened_layouts import regrouped
+from .flattened_layouts import find_stack_shape
 
 _make: Any = make_wrapper_subclass  # the documented way to build wrapper subclasses
-_OPERATE: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]  # what operations do on such views, installed by write_through.py
+_DISPATCH_VIEW: Callable[
+    [Any, tuple[Any, ...], dict[str, Any]], Any
+]  # what operations do on such views, installed by write_through.py
 
 
 def install_operations(operate: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-    """Tell what ``__torch_dispatch__`` of a remote view does."""
-    global _OPERATE
-    _OPERATE = operate
+    """Set the function that ``__torch_dispatch__`` of lazy views calls."""
+    global _DISPATCH_VIEW
+    _DISPATCH_VIEW = operate
 
 
 @dataclass(slots=True, eq=False)
 class Origin:
-    """What a view is a view of; shared by all results of a split.
+    """The base and the operation of a lazy view; shared by all results of one operation (``split``).
 
-    A view is one of memory: where its base later comes to be seen in another way (``t_``), or as other memory (``x.data = y``),
-    it shows what it showed.
+    A view is a view of memory. If the base later gets another shape (``t_``) or other memory (``x.data = y``), the view shows
+    what it showed before.
 
     Attributes:
-        viewed: the base, whose versions tell of writes; ``memory`` and ``layout`` are what it was when the view was made.
+        viewed: the base, of which the version counters are read. ``memory`` and ``layout`` are those of the time of the view
+            operation.
         versions: of the base, its own base, ... when ``results`` were computed.
         pinned: a write is in progress: ``results`` are the value.
     """
@@ -73,58 +80,62 @@ class Origin:
     runner: Runner | None = None
 
     def __post_init__(self) -> None:
-        self.memory, self.layout = _memory(self.viewed), self.viewed._layout
+        self.memory, self.layout = _memory_of(self.viewed), self.viewed._layout
 
     @property
     def base(self) -> DTensor:
-        """What the view was made of, as it was then."""
+        """Return the base with the memory and the layout that it had when the view was made."""
         viewed, memory = self.viewed, self.memory
         if self.layout is viewed._layout:
-            if type(memory) is _Held and type(viewed) is DTensor:  # most often
+            if type(memory) is _LocalRef and type(viewed) is DTensor:  # most often
                 if memory.local is viewed._local:
                     return viewed
-            elif memory == _memory(viewed):
+            elif memory == _memory_of(viewed):
                 return viewed
-        if isinstance(memory, _Held):
+        if isinstance(memory, _LocalRef):
             base = wrap(self.memory.local, self.layout)
         else:
-            base = _view(self.memory[0], self.layout, self.memory[1])
+            base = _make_view(self.memory[0], self.layout, self.memory[1])
         base.__dict__["_counted"] = self.viewed
         return base
 
-    def now(self) -> tuple[int, ...] | None:
-        """How often the base and what it is a view of have been written to; None where nobody counts."""
+    def current_versions(self) -> tuple[int, ...] | None:
+        """Return the version counts of the base and of the bases of lazy bases; None if writes are not counted."""
         counted = counting(self.viewed)
         own = None if counted is None else versions_of(counted)
-        if own is None or isinstance(self.memory, _Held):
+        if own is None or isinstance(self.memory, _LocalRef):
             return own
-        rest = self.memory[0].now()
+        rest = self.memory[0].current_versions()
         return None if rest is None else (*own, *rest)
 
-    def shown(self) -> list[DTensor]:
-        """The views as the base is now."""
-        versions = self.now()
+    def get_results(self) -> list[DTensor]:
+        """Return the results of the operation for the present values of the base.
+
+        They are computed again if it was written to.
+        """
+        versions = self.current_versions()
         if self.results is None or not (self.pinned or (versions is not None and versions == self.versions)):
-            self.results, self.versions = self.computed(self.base), versions
+            self.results, self.versions = self._compute(self.base), versions
         return self.results
 
-    def computed(self, base: DTensor) -> list[DTensor]:
+    def _compute(self, base: DTensor) -> list[DTensor]:
+        """Return the results of the operation as plain DTensors."""
         try:
-            return [wrap(_resolved(view._local), view._layout) for view in self.run(base)]
+            return [wrap(_resolve_conj(view._local), view._layout) for view in self.run_on(base)]
         except REFUSED:
             if not is_local(self.plan):
                 raise
-            return self.run(dense(base))  # blocks whose strides do not allow the view that the global strides do
+            return self.run_on(dense_copy(base))  # blocks whose strides do not allow the view that the global strides do
 
-    def run(self, base: DTensor) -> list[DTensor]:
-        """The operation on ``base``, which has the layout that the plan was made for."""
-        others = self.args[1:]
+    def run_on(self, base: DTensor) -> list[DTensor]:
+        """Run the operation on ``base``, which has the layout of the plan. Return a list of the results."""
+        static_args = self.args[1:]
         if self.runner is None:
-            program = bind_program(self.plan, self.operator, (base, *others), self.kwargs, after=())
+            program = bind_program(self.plan, self.operator, (base, *static_args), self.kwargs, after=())
             self.runner = runner_of(program, self.operator)
-        local = _resolved(base._local)  # views of empty blocks are copies, which carry a conjugation out: ranks would differ
-        made = self.runner((base, *others), self.kwargs, [local, *others], dict(self.kwargs))
-        return list(made) if isinstance(made, (list, tuple)) else [made]
+        local = _resolve_conj(base._local)  # views of empty blocks are copies, which carry a conjugation out: ranks would differ
+        result = self.runner((base, *static_args), self.kwargs, [local, *static_args], dict(self.kwargs))
+        return list(result) if isinstance(result, (list, tuple)) else [result]
 
     @property
     def shows(self) -> str | None:
@@ -133,35 +144,67 @@ class Origin:
 
 
 @dataclass(slots=True, frozen=True, eq=False)
-class _Held:
-    """A local, compared by identity."""
+class _LocalRef:
+    """A local tensor, compared by identity."""
 
     local: Any
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Held) and self.local is other.local
+        return isinstance(other, _LocalRef) and self.local is other.local
 
     __hash__ = None  # type: ignore[assignment]  # never a key
 
 
-def _memory(x: DTensor) -> Any:
-    """Where the elements are: in a local, or in what a remote view is a view of."""
-    return (x._origin, x._place) if isinstance(x, RemoteView) else _Held(x._local)
+def _memory_of(x: DTensor) -> Any:
+    """Return the memory of a DTensor: its local tensor, or for a lazy view the origin and the index of the result."""
+    return (x._origin, x._place) if isinstance(x, RemoteView) else _LocalRef(x._local)
+
+
+# --- protocol of torch.compile: see ``tensor/compile_protocol.py`` ---------------------------------------------------------
+with torch.inference_mode():
+    _UNCOUNTED = torch.empty(0, device="cpu")  # a tensor of inference mode has no version counter
+
+
+def _flatten_view(view: RemoteView) -> tuple[list[str], tuple[Any, ...]]:
+    """Return the name of the inner tensor (the local tensor of the base), and the constants on which graphs are guarded."""
+    root, links = trace_to_base(view)
+    view_calls = tuple((o.operator.func, tuple(o.args[1:]), tuple(o.kwargs.items()), place) for o, place in links)
+    return ["_root"], (view._layout, MODES.explicit, MODES.implicit_replication, root._layout, view_calls)
+
+
+def _unflatten_view(pieces: dict[str, torch.Tensor], constants: tuple[Any, ...], size: Any, stride: Any) -> Any:
+    """Return the view of the base with the local tensor ``pieces["_root"]``."""
+    view = wrap(pieces["_root"], constants[3])
+    view.__dict__["_counted"] = _UNCOUNTED  # other tensors may share this memory: the view is computed at each read
+    for func, others, options, place in constants[4]:
+        operator, args, kwargs = operator_of(func), (view, *others), dict(options)
+        made = make_views(Origin(view, operator, args, kwargs, plan_of(operator, args, kwargs)))
+        view = made[place] if isinstance(made, list) else made
+    return view
+
+
+def _view_to_tangent_layout(view: RemoteView) -> DTensor:
+    """Return an uninitialized plain DTensor in the layout of a gradient: a gradient is no view."""
+    layout = grad_layout(view._layout, None)
+    return wrap(layout.block_beside(view._root, layout.mesh.current_member()), layout)
 
 
 class RemoteView(DTensor):
-    """A view that is computed when it is read and writes back what is written to it."""
+    """A lazy view: a DTensor that is computed when it is read. Writes to it are written to its base."""
 
     _origin: Origin
-    _place: int  # among the results of the operation
+    _place: int  # the index among the results of the operation
+    __tensor_flatten__ = FlattenMethod(_flatten_view, "_root")
+    __tensor_unflatten__ = staticmethod(_unflatten_view)
+    __coerce_tangent_metadata__ = _view_to_tangent_layout  # type: ignore[assignment]  # takes views only
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's stub
-        return _OPERATE(func, args, kwargs or {})
+        return _DISPATCH_VIEW(func, args, kwargs or {})
 
     @property
     def _local(self) -> Any:
-        return self._origin.shown()[self._place]._local
+        return self._origin.get_results()[self._place]._local
 
     @_local.setter
     def _local(self, value: Any) -> None:
@@ -171,144 +214,152 @@ class RemoteView(DTensor):
 
     @property
     def _root(self) -> Any:
-        """The local of the tensor that it is a view of."""
-        return chain_of(self)[0]._local
+        """Return the local tensor of the first base that is no lazy view."""
+        return trace_to_base(self)[0]._local
 
-    def _uncounted(self) -> DTensor:
-        apart = twin(self)
-        counted_together(apart, self)
-        return apart
+    def _get_data_alias(self) -> DTensor:
+        alias = copy_view(self)
+        counted_together(alias, self)
+        return alias
 
-    def _share(self, target: Any) -> None:
+    def _assign_memory_to(self, target: Any) -> None:
         origin, place, layout = self._origin, self._place, self._layout
         target.__class__, target._begins = RemoteView, self._begins
         target._layout, target._origin, target._place = layout, origin, place
 
 
-def viewing(plan: Plan, operator: Operator) -> tuple[Runner | None, Runner | None]:
-    """Return how to run a view operator in place of its local call, and how if the local call refuses a shard's strides.
+def make_view_runners(plan: Plan, operator: Operator) -> tuple[Runner | None, Runner | None]:
+    """Return two runners of a view operator: one that replaces the local call, one that runs if the local call refuses the
+    strides.
 
-    (None, None) where local results are views of local tensors.
+    The first is None if local results are views of local tensors. The second is None for operators that accept all strides.
     """
     if plan.how in ("answer", "decompose") or not plan.results:  # without results the operator itself says what is wrong
         return None, None
     if operator.reshapes:
-        return _seen_anew(operator.out_of_place), None
-    if operator.func is _AS_STRIDED or not is_local(plan) or changes(plan) or (plan.rule is not None and plan.rule.run):
-        return remote(operator, plan), None
-    return None, remote(operator, plan) if facts_of(operator.func).needs_strides else None
+        return _make_inplace_runner(operator.out_of_place), None
+    if operator.func is _AS_STRIDED or not is_local(plan) or changes_values(plan) or (plan.rule is not None and plan.rule.run):
+        return make_lazy_runner(operator, plan), None
+    return None, make_lazy_runner(operator, plan) if facts_of(operator.func).needs_strides else None
 
 
-def remote(operator: Operator, plan: Plan) -> Runner:
-    """What makes a remote view: of tensors whose sizes are known."""
+def make_lazy_runner(operator: Operator, plan: Plan) -> Runner:
+    """Return the runner that makes lazy views. Symbolic sizes are specialized first."""
     if any(layout.sized for layout in plan.call.operands):
-        return partial(_in_numbers, operator)
+        return partial(_run_with_ints, operator)
     if operator.func is _AS_STRIDED:
-        return _restriding(operator, plan)
+        return _make_as_strided_runner(operator, plan)
 
-    between = regrouped(plan.call.operands[0], plan.results[0].shape) if operator.func in _RESHAPED else None
+    stack_shape = find_stack_shape(plan.call.operands[0], plan.results[0].shape) if operator.func in _VIEW_OPERATORS else None
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
-        if between is not None and type(args[0]) is DTensor:
-            return _in_two_steps(args[0], operator, between, args[1])
-        given = (args[0], *settled(args[1:]))  # a compiled program that is given the view makes it again
-        made = views_of(Origin(args[0], operator, given, settled(kwargs) if kwargs else kwargs, plan))
+        if stack_shape is not None and type(args[0]) is DTensor:
+            return _view_through_stack(args[0], operator, stack_shape, args[1])
+        static_args = (args[0], *settled(args[1:]))  # a compiled program that is given the view makes it again
+        views = make_views(Origin(args[0], operator, static_args, settled(kwargs) if kwargs else kwargs, plan))
         if aliases_unseen(operator):
-            share_versions(made, args[0])
-        return made
+            share_versions(views, args[0])
+        return views
 
     return run
 
 
-def _in_two_steps(x: DTensor, operator: Operator, between: tuple[int, ...], shape: Any) -> Any:
-    """What blocks show of the view is seen at once, so that only a dim folded of others is left to be read: see ``folded``."""
-    stack = dispatch(DTensor, operator.func, (), (x, between))
+def _view_through_stack(x: DTensor, operator: Operator, stack_shape: tuple[int, ...], shape: Any) -> Any:
+    """Return a view in two steps: a local view of shape ``between``, and a lazy view of that.
+
+    Only the dim that is flattened of several remains lazy; see ``flattened_sharded_dims.py``.
+    """
+    stack = dispatch(DTensor, operator.func, (), (x, stack_shape))
     stack.__dict__["_counted"] = x
-    return views_of(Origin(stack, operator, (stack, shape), {}, plan_of(operator, (stack, shape), {})))
+    return make_views(Origin(stack, operator, (stack, shape), {}, plan_of(operator, (stack, shape), {})))
 
 
-def _in_numbers(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> Any:
+def _run_with_ints(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> Any:
+    """Run the operation with symbolic sizes specialized to integers."""
     settle(operator.bind(args, kwargs).values())
     return dispatch(DTensor, operator.func, (), tuple(settled(args)), settled(kwargs))
 
 
-def _seen_anew(anew: Any) -> Runner:
-    """``t_``, ``squeeze_``: the tensor becomes a view of the memory that it was, which earlier views go on to show; the local is
-    left as it is, since they, or the user, may hold it."""
+def _make_inplace_runner(out_of_place: Any) -> Runner:
+    """Return the runner of ``t_``, ``squeeze_`` ...: the tensor becomes a view of its memory.
+
+    Earlier views still show that memory. The local tensor is not changed, because these views, or the user, may hold it.
+    """
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
-        args[0]._become(dispatch(DTensor, anew, (), args, kwargs))
+        args[0]._adopt_memory(dispatch(DTensor, out_of_place, (), args, kwargs))
         return args[0]
 
     return run
 
 
-def _restriding(operator: Operator, plan: Plan) -> Runner:
-    """``as_strided`` counts from the start of the memory, which a view shares with the tensor that it is a view of."""
+def _make_as_strided_runner(operator: Operator, plan: Plan) -> Runner:
+    """Return the runner of ``as_strided``. It counts from the start of the memory, which a view shares with its base."""
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         bound = operator.bind(args, kwargs)
         x, size, stride, offset = (bound[name] for name in operator.names)
         root = x._base
-        shown = shown_in(root, x) if isinstance(root, DTensor) else None
-        if shown is None:
-            found, args = plan, (x, size, stride, None if offset is None else offset - x._begins)
+        local_view = shown_in(root, x) if isinstance(root, DTensor) else None
+        if local_view is None:
+            as_strided_plan, args = plan, (x, size, stride, None if offset is None else offset - x._begins)
             if offset is not None and x._begins:
                 if offset < x._begins:
                     raise LayoutError(
                         f"as_strided from offset {offset} of a view that starts at offset {x._begins}: under "
                         "torch.inference_mode() the base of the view is unknown; call as_strided on the base"
                     )
-                found = plan_of(operator, args, {})
-            if not own_strides(found.call):
-                check_memory(found.call)
-            return views_of(Origin(x, operator, args, {}, found))
-        if shown.is_conj():
+                as_strided_plan = plan_of(operator, args, {})
+            if not own_strides(as_strided_plan.call):
+                check_memory(as_strided_plan.call)
+            return make_views(Origin(x, operator, args, {}, as_strided_plan))
+        if local_view.is_conj():
             root = dispatch(DTensor, torch.ops.aten._conj.default, (), (root,))
             root.__dict__["_counted"] = x._base
         if root.dtype != x.dtype:
             root = dispatch(DTensor, torch.ops.aten.view.dtype, (), (root, x.dtype))
             root.__dict__["_counted"] = x._base
-        args = (root, size, stride, shown.storage_offset() if offset is None else offset)
-        return views_of(Origin(root, operator, args, {}, plan_of(operator, args, {})))
+        args = (root, size, stride, local_view.storage_offset() if offset is None else offset)
+        return make_views(Origin(root, operator, args, {}, plan_of(operator, args, {})))
 
     return run
 
 
 _AS_STRIDED = torch.ops.aten.as_strided.default
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
-_RESHAPED = {torch.ops.aten.view.default, _UNSAFE_VIEW}
+_VIEW_OPERATORS = {torch.ops.aten.view.default, _UNSAFE_VIEW}
 
-install_views(viewing)
+install_views(make_view_runners)
 
 
 def is_local(plan: Plan) -> bool:
-    """Whether the plan runs on the base's own local, a function of it alone."""
+    """Return True if the plan computes the result from the base's local tensor only, without redistribution or kernel."""
     return not plan.moves and (plan.chosen is None or plan.chosen.kernel_row is None)
 
 
-def changes(plan: Plan) -> bool:
-    """Whether the view shows other values than its base (``_neg_view``): its locals are copies."""
+def changes_values(plan: Plan) -> bool:
+    """Return True if the values of the view differ from those of its base (``_neg_view``). Its local tensors are copies."""
     return plan.rule is not None and plan.rule.kind == "pointwise" and plan.rule.local is not None
 
 
-def twin(view: RemoteView) -> RemoteView:
-    """The same view as another tensor."""
-    return _view(view._origin, view._layout, view._place)
+def copy_view(view: RemoteView) -> RemoteView:
+    """Return another lazy view of the same elements."""
+    return _make_view(view._origin, view._layout, view._place)
 
 
-def views_of(origin: Origin) -> Any:
+def make_views(origin: Origin) -> Any:
+    """Return the lazy views of an operation: a view, or a list of views."""
     layouts = origin.plan.results[0]
     if isinstance(layouts, Layout):
-        made = _view(origin, layouts, 0)
+        view = _make_view(origin, layouts, 0)
         if origin.operator.func is _UNSAFE_VIEW and (counted := counting(origin.viewed)) is not None:
-            counted_together(made, counted)  # the same memory, which autograd counts apart
-        return made
-    return [_view(origin, layout, place) for place, layout in enumerate(layouts)]
+            counted_together(view, counted)  # the same memory, which autograd counts apart
+        return view
+    return [_make_view(origin, layout, place) for place, layout in enumerate(layouts)]
 
 
-def chain_of(view: RemoteView) -> tuple[DTensor, list[tuple[Origin, int]]]:
-    """The tensor that is no remote view, and the operations from there to ``view``, each with the place of its result."""
+def trace_to_base(view: RemoteView) -> tuple[DTensor, list[tuple[Origin, int]]]:
+    """Return the first base that is no lazy view, and the operations from there to ``view``, each with the index of its result."""
     links: list[tuple[Origin, int]] = []
     x: DTensor = view
     while isinstance(x, RemoteView):
@@ -317,24 +368,25 @@ def chain_of(view: RemoteView) -> tuple[DTensor, list[tuple[Origin, int]]]:
     return x, links
 
 
-def _view(origin: Origin, layout: Layout, place: int) -> RemoteView:
+def _make_view(origin: Origin, layout: Layout, place: int) -> RemoteView:
+    """Make a lazy view: a wrapper with the layout of result ``place`` of the operation."""
     viewed, starts = origin.viewed, origin.plan.starts
-    begins = begins_after(viewed, layout, starts[place]) if starts else 0
-    made = _make(RemoteView, layout.shape, layout.stride, begins, dtype=layout.dtype, device=viewed.device)
-    made._layout, made._origin, made._place, made._begins = layout, origin, place, begins
-    return cast(RemoteView, made)
+    storage_offset = begins_after(viewed, layout, starts[place]) if starts else 0
+    view = _make(RemoteView, layout.shape, layout.stride, storage_offset, dtype=layout.dtype, device=viewed.device)
+    view._layout, view._origin, view._place, view._begins = layout, origin, place, storage_offset
+    return cast(RemoteView, view)
 
 
-def _resolved(local: Any) -> Any:
-    """Without a lazy conjugation, which the view's wrapper does not show."""
+def _resolve_conj(local: Any) -> Any:
+    """Return a local tensor without lazy conjugation, which the wrapper of a view does not have."""
     return local.resolve_conj() if local.is_complex() else local
 
 
-_PLANS: Bounded[Any, Plan] = Bounded(4096, "remote_view.plans")
+_VIEW_PLANS: Bounded[Any, Plan] = Bounded(4096, "remote_view.plans")
 
 
 def plan_of(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-    """The plan of a view operation, found again by its arguments."""
+    """Return the plan of a view operation, cached by its arguments."""
     key = (operator.func, args[0]._layout, nested_key(args[1:]), nested_key(kwargs))
-    found = _PLANS.get(key)
-    return _PLANS.keep(key, plan_for(operator, args, kwargs)) if found is None else found
+    cached = _VIEW_PLANS.get(key)
+    return _VIEW_PLANS.keep(key, plan_for(operator, args, kwargs)) if cached is None else cached

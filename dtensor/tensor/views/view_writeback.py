@@ -1,8 +1,8 @@
-"""Operations on remote views: what is written to the view arrives in its base.
+"""View write-back: operations on lazy views, and writes through a lazy view into its base.
 
-An operation that acts element by element runs on the base's own elements, so the view is not even read. Any other runs on the
-view's value, which is then written into the base: into the slice that a row is, through a reshape backwards, or, where nothing
-cheaper is known, into the gathered base.
+An elementwise operation runs on the elements of the base, so the view is not read. Any other operation runs on the value of the
+view, which is then written into the base: into a slice of it, through an inverted reshape, or, if there is no cheaper way, into
+the gathered base.
 """
 
 from __future__ import annotations
@@ -26,74 +26,85 @@ from ...propagation.op_schema import Operator, operator_of
 from ...ranks.write_result import assign as assign_local
 from ...redistribute import redistribute_local
 from ...rules import lookup
-from ..copies import dense
+from ..copies import dense_copy
 from ..dtensor import DTensor, wrap
-from .flattened_sharded_dims import on_the_stack
-from .fused_projection_slices import of_the_base
-from .lazy_view import Origin, RemoteView, chain_of, changes, is_local, plan_of, remote, twin
+from .flattened_sharded_dims import run_on_stack
+from .fused_projection_slices import slice_of_base
+from .lazy_view import Origin, RemoteView, changes_values, copy_view, is_local, make_lazy_runner, plan_of, trace_to_base
 
 _aten = torch.ops.aten
 
-Assign = Callable[[DTensor, Callable[[Any], Any]], Any]  # writes to the first argument; the second shapes a value like it
+Writer = Callable[[DTensor, Callable[[Any], Any]], Any]  # writes to the first argument; the second shapes a value like it
 Region = tuple[DTensor, tuple[int, ...]]  # and which of its dims the view has; the others have one element
 
 
 def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``__torch_dispatch__`` of a remote view."""
+    """Run an operation with lazy views: ``__torch_dispatch__`` of :class:`RemoteView`."""
     operator = operator_of(func)
     if operator.is_view:  # which is for one size, as what it is a view of
         args, kwargs = (args[0], *settled(args[1:])), settled(kwargs)
-    written = [x for name in operator.mutated for x in _remote(operator.bind(args, kwargs).get(name))] if operator.mutated else []
+    written_views = (
+        [x for name in operator.mutated for x in _lazy_views_in(operator.bind(args, kwargs).get(name))]
+        if operator.mutated
+        else []
+    )
     if (
-        written and operator.reshapes and plan_of(operator, args, kwargs).how != "decompose"
+        written_views and operator.reshapes and plan_of(operator, args, kwargs).how != "decompose"
     ):  # t_: the view is seen in another way
-        args[0]._become(operate(operator.out_of_place, (twin(args[0]), *args[1:]), kwargs))
+        args[0]._adopt_memory(operate(operator.out_of_place, (copy_view(args[0]), *args[1:]), kwargs))
         return args[0]
-    if written and all(view._origin.pinned for view in written):  # a part of a write in progress, on the value that will arrive
+    if written_views and all(
+        view._origin.pinned for view in written_views
+    ):  # a part of a write in progress, on the value that will arrive
         return dispatch(DTensor, func, (), args, kwargs)
-    if written and under_way() and is_argument(written[0]._root):
+    if written_views and under_way() and is_argument(written_views[0]._root):
         raise UnsupportedOperationError(
             "torch.compile: the function writes to an argument that is a view with elements on other ranks "
-            f"({operator.name} of {written[0]._layout!r}): pass the base, or write to a clone"
+            f"({operator.name} of {written_views[0]._layout!r}): pass the base, or write to a clone"
         )
-    if written and not operator.reshapes:
+    if written_views and not operator.reshapes:
         if operator.facts.per_element and in_one_memory(operator, args, kwargs):
             return in_turn(operator, args, kwargs)
         with NESTED:
-            elementwise = _by_element(operator, args, kwargs)
-            return _write_elements(operator, args, kwargs) if elementwise else _write_value(operator, args, kwargs, written)
-    found = on_the_stack(operator, args, kwargs)
-    if found is NotImplemented:
-        found = of_the_base(operator, args, kwargs)
-    if found is not NotImplemented:
-        return found
+            elementwise = _is_elementwise_write(operator, args, kwargs)
+            return (
+                _write_elementwise(operator, args, kwargs)
+                if elementwise
+                else _write_through_value(operator, args, kwargs, written_views)
+            )
+    result = run_on_stack(operator, args, kwargs)
+    if result is NotImplemented:
+        result = slice_of_base(operator, args, kwargs)
+    if result is not NotImplemented:
+        return result
     if operator.is_view and isinstance(args[0], RemoteView):
         if torch.is_inference_mode_enabled() and not args[0].is_inference():
             with torch.inference_mode(False):  # as in dispatch
                 return operate(func, args, kwargs)
         plan = plan_of(operator, args, kwargs)
         if plan.how not in ("answer", "decompose") and plan.results:  # without, the operator itself says what is wrong
-            return remote(operator, plan)(args, kwargs, [], {})
+            return make_lazy_runner(operator, plan)(args, kwargs, [], {})
     return dispatch(DTensor, func, (), args, kwargs)
 
 
-def _remote(value: Any) -> Iterator[RemoteView]:
+def _lazy_views_in(value: Any) -> Iterator[RemoteView]:
+    """Yield the lazy views in an argument: a tensor or a list."""
     for item in listed(value):
         if isinstance(item, RemoteView):
             yield item
 
 
-def _write_value(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[RemoteView]) -> Any:
-    """Any operation: on the view's value, which then goes to the base."""
+def _write_through_value(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[RemoteView]) -> Any:
+    """Run any operation on the value of the views, and write that value into their bases."""
     origins = [view._origin for view in written]
     for origin in origins:
-        origin.shown()
+        origin.get_results()
         origin.pinned = True
     try:
         result = dispatch(DTensor, operator.func, (), args, kwargs)
         for view in written:
             if isinstance(view, RemoteView):  # or it was resized, and is a view no more
-                _put(view, _copying(wrap(view._local, view._layout)))
+                _write_to_base(view, _make_copy_writer(wrap(view._local, view._layout)))
     finally:
         for origin in origins:
             origin.pinned = False
@@ -101,9 +112,9 @@ def _write_value(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, An
     return result
 
 
-def _by_element(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the operation does to each element of its first argument what the others have in its place."""
-    if any(changes(origin.plan) for origin, _ in chain_of(args[0])[1]):
+def _is_elementwise_write(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return True if the operation writes its first argument only, each element from the elements of the others at that index."""
+    if any(changes_values(origin.plan) for origin, _ in trace_to_base(args[0])[1]):
         return False  # to the base it would be another one
     rule = lookup(operator.func)
     if rule is None or rule.kind != "pointwise" or operator.mutated != {operator.names[0]} or operator.outs:
@@ -112,10 +123,10 @@ def _by_element(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     return all(isinstance(x, DTensor) or x.ndim == 0 for x in others)
 
 
-def _write_elements(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operation element by element, on the base's elements: the view itself need not be read."""
+def _write_elementwise(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an elementwise operation on the elements of the base, without reading the view."""
     view, func, shape = args[0], operator.func, list(args[0].shape)
-    if func is _aten.copy_.default and _same(view, args[1]):
+    if func is _aten.copy_.default and _show_same_elements(view, args[1]):
         return view
 
     def assign(destination: DTensor, shaped: Callable[[Any], Any]) -> None:
@@ -127,57 +138,66 @@ def _write_elements(operator: Operator, args: tuple[Any, ...], kwargs: dict[str,
         others = {name: operand(value) for name, value in kwargs.items()}
         dispatch(DTensor, func, (), (destination, *map(operand, args[1:])), others)
 
-    _put(view, assign)
+    _write_to_base(view, assign)
     view._origin.results = None
     return view
 
 
-def _same(a: Any, b: Any) -> bool:
-    """Whether two views show the same elements, as those that ``x[0] += 1`` makes one after the other to read and to write."""
+def _show_same_elements(a: Any, b: Any) -> bool:
+    """Return True if two views show the same elements. ``x[0] += 1`` makes two equal views, one to read and one to write."""
     if a is b or not (isinstance(a, RemoteView) and isinstance(b, RemoteView)):
         return a is b
-    one, two = a._origin, b._origin
-    alike = one.operator is two.operator and one.args[1:] == two.args[1:] and one.kwargs == two.kwargs and a._place == b._place
-    return alike and _same(one.base, two.base)
+    first, second = a._origin, b._origin
+    same_operation = (
+        first.operator is second.operator
+        and first.args[1:] == second.args[1:]
+        and first.kwargs == second.kwargs
+        and a._place == b._place
+    )
+    return same_operation and _show_same_elements(first.base, second.base)
 
 
-def _copying(value: Any) -> Assign:
+def _make_copy_writer(value: Any) -> Writer:
+    """Return the writer that copies ``value``."""
     return lambda destination, shaped: dispatch(DTensor, _aten.copy_.default, (), (destination, shaped(value)))
 
 
 # --- writing into the base ---
-def _put(view: RemoteView, assign: Assign) -> None:
-    """Write to the elements of the base that ``view`` shows, and from there to the base's own base."""
+def _write_to_base(view: RemoteView, assign: Writer) -> None:
+    """Write to the elements of the base that ``view`` shows, and from there to the base of the base."""
     origin, base = view._origin, view._origin.base
-    region = _region(view)
+    region = _find_region(view)
     if region is not None:
-        _assign_region(*region, assign)
+        _write_region(*region, assign)
     elif not isinstance(base, RemoteView):
-        _assign(origin, view._place, base, assign)
+        _write_elements_of(origin, view._place, base, assign)
     elif overlaps(base.shape, base.stride()):  # the value of the base has several places for one element
-        root, links = chain_of(view)
-        _assign_whole(links, root, assign)
+        root, links = trace_to_base(view)
+        _write_gathered(links, root, assign)
     else:
-        own, before = base._origin, base._origin.pinned
+        base_origin, was_pinned = base._origin, base._origin.pinned
         value = wrap(base._local, base._layout)
-        own.pinned = True
+        base_origin.pinned = True
         try:
-            _assign(origin, view._place, value, assign)
-            _put(base, _copying(value))
+            _write_elements_of(origin, view._place, value, assign)
+            _write_to_base(base, _make_copy_writer(value))
         finally:
-            own.pinned = before
+            base_origin.pinned = was_pinned
 
 
-def _region(view: DTensor) -> Region | None:
-    """The elements of a row (or of a slice of one) as a slice of a tensor that is no remote view."""
+def _find_region(view: DTensor) -> Region | None:
+    """Return a lazy view as a slice of a DTensor that is no lazy view; None if it is not the result of slices and rows."""
     if not isinstance(view, RemoteView):
         return view, tuple(range(view.ndim))
-    found = _region(view._origin.base) if view._origin.shows == "slice" else None
-    return None if found is None else _narrowed(view._origin, view._place, *found)
+    base_region = _find_region(view._origin.base) if view._origin.shows == "slice" else None
+    return None if base_region is None else _narrow_region(view._origin, view._place, *base_region)
 
 
-def _narrowed(origin: Origin, place: int, root: DTensor, dims: tuple[int, ...]) -> Region:
-    """What a row or slice of ``root`` shows; ``dims`` are those of ``root`` that the operation's base has."""
+def _narrow_region(origin: Origin, place: int, root: DTensor, dims: tuple[int, ...]) -> Region:
+    """Return the slice of ``root`` that a row or slice shows, and the dims of ``root`` that it has.
+
+    ``dims``: the dims of ``root`` that the operation's base has.
+    """
     bound = origin.operator.bind(origin.args, origin.kwargs)
     dim = bound["dim"] % len(dims)
     if "start" in bound:
@@ -189,90 +209,108 @@ def _narrowed(origin: Origin, place: int, root: DTensor, dims: tuple[int, ...]) 
     return region, dims if "start" in bound else (*dims[:dim], *dims[dim + 1 :])
 
 
-def _assign_region(region: DTensor, kept: tuple[int, ...], assign: Assign) -> None:
-    gone = [d for d in range(region.ndim) if d not in kept]
-    assign(region, lambda value: reduce(lambda x, d: dispatch(DTensor, _aten.unsqueeze.default, (), (x, d)), gone, value))
+def _write_region(region: DTensor, kept: tuple[int, ...], assign: Writer) -> None:
+    """Write to a slice; values get a dim of one element for each dim of the slice that the view lacks."""
+    missing_dims = [d for d in range(region.ndim) if d not in kept]
+    assign(region, lambda value: reduce(lambda x, d: dispatch(DTensor, _aten.unsqueeze.default, (), (x, d)), missing_dims, value))
 
 
-def _assign(origin: Origin, place: int, base: DTensor, assign: Assign) -> None:
-    """Write to the elements of ``base`` that the view shows; the cheapest way that there is."""
-    if changes(origin.plan):  # a negation is its own inverse
+def _write_elements_of(origin: Origin, place: int, base: DTensor, assign: Writer) -> None:
+    """Write to the elements of ``base`` that the view shows, in the cheapest way that works."""
+    if changes_values(origin.plan):  # a negation is its own inverse
         assign(base, lambda value: dispatch(DTensor, origin.operator.func, (), (value,)))
     elif is_local(origin.plan):
-        _assign_locally(origin, place, base, assign)
+        _write_local(origin, place, base, assign)
     elif origin.shows == "slice":
-        _assign_region(*_narrowed(origin, place, base, tuple(range(base.ndim))), assign)
+        _write_region(*_narrow_region(origin, place, base, tuple(range(base.ndim))), assign)
     elif origin.shows == "all":
         assign(base, lambda value: dispatch(DTensor, _aten.view_copy.default, (), (value, list(base.shape))))
     else:
-        _assign_whole([(origin, place)], base, assign)
+        _write_gathered([(origin, place)], base, assign)
 
 
-def _assign_locally(origin: Origin, place: int, base: DTensor, assign: Assign) -> None:
-    """The operation on the base's local gives a view of it, or of a copy whose strides allow one (and no conjugation is due)."""
+def _write_local(origin: Origin, place: int, base: DTensor, assign: Writer) -> None:
+    """Write through the operation on the base's local tensors.
+
+    It gives a view of them. Exceptions are strides that allow no view and lazy conjugation: then a dense copy is written and
+    copied back.
+    """
     if not base._local.is_conj() and (origin.plan.rule is None or origin.plan.rule.run is None):
         try:
-            shown = origin.run(base)[place]
+            view = origin.run_on(base)[place]
         except REFUSED:
             pass
         else:
-            assign(shown, lambda value: value)
+            assign(view, lambda value: value)
             return
-    copied = dense(base)
-    assign(origin.run(copied)[place], lambda value: value)
-    assign_local(base, copied._local)
+    dense = dense_copy(base)
+    assign(origin.run_on(dense)[place], lambda value: value)
+    assign_local(base, dense._local)
 
 
-def _assign_whole(links: list[tuple[Origin, int]], base: DTensor, assign: Assign) -> None:
-    """Gather the base, write to its view there, and cut it back. Of mirrored elements the base is mirrored meanwhile."""
+def _write_gathered(links: list[tuple[Origin, int]], base: DTensor, assign: Writer) -> None:
+    """Gather the base, write to its view there, and shard it again.
+
+    Operations that change values are applied to the gathered base.
+    """
     layout = base._layout
-    mirrors = [origin for origin, _ in links if origin.shows == "mirror"]
-    everywhere = layout.whole()
-    gathered = wrap(redistribute_local(base._local, layout, everywhere), everywhere)
-    whole = dense(reduce(_mirrored, mirrors, gathered))
-    links = [link for link in links if link[0] not in mirrors]
-    assign(_seen_whole(links, whole), lambda value: value)
-    value = reduce(_mirrored, mirrors, whole)
+    value_changes = [origin for origin, _ in links if origin.shows == "mirror"]
+    replicated = layout.whole()
+    gathered = wrap(redistribute_local(base._local, layout, replicated), replicated)
+    full_value_ = dense_copy(reduce(_apply_mirror, value_changes, gathered))
+    links = [link for link in links if link[0] not in value_changes]
+    assign(_view_of_gathered(links, full_value_), lambda value: value)
+    value = reduce(_apply_mirror, value_changes, full_value_)
     if overlaps(layout.shape, layout.stride):
-        written = wrap(communicator_of(layout.mesh).map(lambda _, block: torch.zeros_like(block), whole._local), everywhere)
-        dispatch(DTensor, _aten.fill_.Scalar, (), (_seen_whole(links, written), 1))
-        value = _settled(base, value, written)
+        marks = wrap(communicator_of(layout.mesh).map(lambda _, block: torch.zeros_like(block), full_value_._local), replicated)
+        dispatch(DTensor, _aten.fill_.Scalar, (), (_view_of_gathered(links, marks), 1))
+        value = _merge_overlapping(base, value, marks)
     dispatch(DTensor, _aten.copy_.default, (), (base, value))
 
 
-def _settled(base: DTensor, value: DTensor, written: DTensor) -> DTensor:
-    """What ``base``, of which several elements are one in memory, comes to show once it has the elements of ``value`` that
-    ``written`` marks; every place of such an element shows it."""
+def _merge_overlapping(base: DTensor, value: DTensor, written: DTensor) -> DTensor:
+    """Return the new value of ``base``, in which several elements share one memory location.
 
-    def settle(_: int | None, block: torch.Tensor, values: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
+    Elements that ``written`` marks get the elements of ``value``. All other elements at the same location show the new value too.
+    """
+
+    def merge_block(_: int | None, block: torch.Tensor, values: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
         extent = 1 + sum(step * (n - 1) for step, n in zip(block.stride(), block.shape, strict=True)) if block.numel() else 0
         memory = block.as_strided((extent,), (1,)).clone()
-        where = torch.arange(extent, device=block.device).as_strided(block.shape, block.stride())
-        memory[where[marks != 0]] = values[marks != 0]
+        positions = torch.arange(extent, device=block.device).as_strided(block.shape, block.stride())
+        memory[positions[marks != 0]] = values[marks != 0]
         return memory.as_strided(block.shape, block.stride())
 
     layout = base._layout
     values = redistribute_local(value._local, value._layout, layout)
     marks = redistribute_local(written._local, written._layout, layout.reduced())
-    return wrap(communicator_of(layout.mesh).map(settle, base._local, values, marks), layout)
+    return wrap(communicator_of(layout.mesh).map(merge_block, base._local, values, marks), layout)
 
 
-def _seen_whole(links: list[tuple[Origin, int]], shown: DTensor) -> DTensor:
-    """The view that the operations give of a whole tensor."""
+def _view_of_gathered(links: list[tuple[Origin, int]], view: DTensor) -> DTensor:
+    """Return the view that the operations give of a replicated tensor.
+
+    Raises:
+        UnsupportedOperationError: an operation of them still is no local view.
+    """
     for origin, place in links:
-        args = (shown, *origin.args[1:])
+        args = (view, *origin.args[1:])
         plan = plan_of(origin.operator, args, origin.kwargs)
         if not is_local(plan):
             raise UnsupportedOperationError(
                 f"{origin.operator.name} of {origin.layout!r} is a view that cannot be written to; write to view.clone()"
             )
-        shown = Origin(shown, origin.operator, args, origin.kwargs, plan).run(shown)[place]
-    return shown
+        view = Origin(view, origin.operator, args, origin.kwargs, plan).run_on(view)[place]
+    return view
 
 
-def _mirrored(x: DTensor, origin: Origin) -> DTensor:
-    """Views commute with what is done to each element alike, unless they show parts of elements that it treats otherwise."""
+def _apply_mirror(x: DTensor, origin: Origin) -> DTensor:
+    """Apply an operation that changes values elementwise (a negation), which commutes with views of the same dtype.
+
+    Raises:
+        UnsupportedOperationError: the view has another dtype, so that it shows parts of elements.
+    """
     if x._layout.dtype is not origin.layout.dtype and origin.layout.dtype is not x._layout.dtype.to_real():
-        seen = f"{origin.operator.name} of {x._layout!r} seen as {origin.layout.dtype}"
-        raise UnsupportedOperationError(f"{seen} cannot be written to; write to view.clone()")
-    return dense(dispatch(DTensor, origin.operator.func, (), (x,)))
+        description = f"{origin.operator.name} of {x._layout!r} seen as {origin.layout.dtype}"
+        raise UnsupportedOperationError(f"{description} cannot be written to; write to view.clone()")
+    return dense_copy(dispatch(DTensor, origin.operator.func, (), (x,)))
