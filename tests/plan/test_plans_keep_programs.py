@@ -13,7 +13,7 @@ from halves import chosen, some
 from torch.utils import _pytree as pytree
 
 import dtensor as dt
-from dtensor.capture.plan_driven import TRIES
+from dtensor.capture.captured import MAX_PLANS
 from dtensor.plan.api import planned
 from dtensor.plan.plan_executor import Following
 
@@ -100,7 +100,7 @@ def test_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             followings.clear()
             trail.append(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, out))
         sides.append((trail, [x.detach() for x in parameters], [x.grad for x in parameters]))
-    assert len(left) <= TRIES
+    assert len(left) <= MAX_PLANS
     (expected, *others), (got, *found) = sides
     for i, (a, b) in enumerate(zip(expected, got, strict=True)):
         assert_close(a, b, f"results of call {i}", i not in left)
