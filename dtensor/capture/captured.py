@@ -21,8 +21,8 @@ from ..base.torch_internals import (
 )
 from ..base.tracing import only_looked_at
 from ..errors import ArgumentError, CaptureError
-from ..plan.api import planned
-from ..plan.plan_executor import Following
+from ..plan.api import run_and_plan
+from ..plan.plan_executor import PlanExecutor
 from ..plan.program_plan import ProgramPlan
 from .collectives import MAX_BUCKET_BYTES
 from .guards.guard_discovery import discover_guards
@@ -179,7 +179,7 @@ class _ProgramPlans:
     def run_and_plan(self, key: Any, fn: Callable[..., Any], signature: Signature) -> Any:
         """Run ``fn`` without capture, plan its program, and return its result."""
         args, kwargs = signature.rebuild(signature.tensors)
-        result, self._plans[key] = planned(fn, args, kwargs, memory=self._memory)
+        result, self._plans[key] = run_and_plan(fn, args, kwargs, memory=self._memory)
         return result
 
     def recording_mode(self, key: Any) -> _RecordingMode:
@@ -187,17 +187,17 @@ class _ProgramPlans:
         plan = self._fixed or self._plans.get(key)
         if plan is None:
             return _RecordingMode()
-        executor, spare = Following(plan), max(0.0, self._memory - plan.peak_bytes)
+        executor, spare = PlanExecutor(plan), max(0.0, self._memory - plan.peak_bytes)
         is_followed = functools.partial(self._check_followed, key, executor)
         return _RecordingMode(executor, is_followed, int(min(MAX_BUCKET_BYTES, spare)))
 
-    def _check_followed(self, key: Any, executor: Following) -> bool:
-        if executor.followed:
+    def _check_followed(self, key: Any, executor: PlanExecutor) -> bool:
+        if executor.is_complete:
             return True
         if self._fixed is not None or self._failures.get(key, 0) == MAX_PLANS - 1:
             warnings.warn(
                 "capture: the program differs from the one that was planned, and runs without the plan from here "
-                f"on: {executor.left}",
+                f"on: {executor.difference}",
                 stacklevel=6,
             )
         self._failures[key] = self._failures.get(key, 0) + 1
