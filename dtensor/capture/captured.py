@@ -29,7 +29,7 @@ from .guards.guard_discovery import discover_guards
 from .guards.guard_set import GuardSet, ObservedCode
 from .program import Program, Sources
 from .recording import Recording
-from .recording_check import HAS_ROOM, RankAgreement, agree_on_bits, collect_groups, is_confirmed_by
+from .recording_check import HAS_ROOM, RankAgreement, agree_on_bits, check_recording, collect_groups, is_confirmed_by
 from .signature import Signature, current_modes, make_signature
 
 P = ParamSpec("P")
@@ -86,6 +86,7 @@ class _CachedProgram:
         for place in self.changing:
             self.key[place] = _AnyFloat()
         self._last_match: tuple[GuardSet, int] = guards, guards.version
+        self.replays = 0
 
     @property
     def ready(self) -> bool:
@@ -223,8 +224,15 @@ class Captured(Generic[P, T]):
     (True, 6.0)
     """
 
-    def __init__(self, fn: Callable[P, T], limit: int, plans: _ProgramPlans | None = None, trusted: Collection[str] = ()) -> None:
-        self.fn, self._plans, self._trusted = fn, plans, trusted
+    def __init__(
+        self,
+        fn: Callable[P, T],
+        limit: int,
+        plans: _ProgramPlans | None = None,
+        trusted: Collection[str] = (),
+        check: int | None = None,
+    ) -> None:
+        self.fn, self._plans, self._trusted, self._check = fn, plans, trusted, check
         self._limit = limit
         self._entries: dict[Any, list[_CachedProgram]] = {}
         self._thread_guards = _ThreadGuards()
@@ -253,6 +261,10 @@ class Captured(Generic[P, T]):
                 entry = None
             has_room = entry is not None or self._has_room()
         if entry is not None and sources is not None and entry.ready:
+            if self._check is not None:
+                entry.replays += 1
+                if entry.replays % self._check == 0:
+                    return self._record(key, signature, guards, entry)
             self._replayed += 1
             return entry.program.replay(sources)
         return self._record(key, signature, guards, entry) if has_room else self._run_beyond_limit(*args, **kwargs)
@@ -296,7 +308,8 @@ class Captured(Generic[P, T]):
     def _record(self, key: Any, signature: Signature, guards: GuardSet, waiting: _CachedProgram | None = None) -> T:
         """Record a call and return the function's result.
 
-        ``waiting``: a recording with guards that hold. It still waits for its backward pass or for a recording that confirms it.
+        ``waiting``: a recording with guards that hold. It waits for its backward pass, for a recording that confirms it, or for a
+        check.
         """
         self._recorded += 1
         if self._plans is not None and self._plans.needs_plan(key):
@@ -318,6 +331,8 @@ class Captured(Generic[P, T]):
         is_confirmed = program is not None and (
             not program.has_floats or (waiting is not None and is_confirmed_by(waiting.program, program))
         )
+        if waiting is not None and waiting.ready:
+            check_recording(waiting.program, program, groups)
         common = agree_on_bits(groups, 0 if changed else 3 if is_confirmed else 1)  # bit 0: unchanged, bit 1: confirmed
         agreement = self._agreements.get(signature.meshes) or RankAgreement()
         agreement.add_recording(groups, recording.same_on_ranks)
@@ -374,6 +389,7 @@ def capture(
     plan: str | ProgramPlan | None = None,
     memory: float | None = None,
     trusted: Collection[str] = (),
+    check: int | None = None,
 ) -> Captured[P, T]:
     """Return ``fn`` as a function that is recorded at its first call and replayed afterwards, without dispatch of DTensors.
 
@@ -391,6 +407,8 @@ def capture(
         trusted: modules of compiled code with functions that ``fn`` may call, because their results depend only on their
             arguments. Calls into compiled code of libraries other than torch and numpy are refused, because they could read
             anything.
+        check: with ``check=n``, each n-th call of a recording is recorded again instead of replayed, and both recordings are
+            compared. A difference raises ``CaptureError`` on all ranks. Use it in tests of code in ``trusted``.
 
     Raises:
         CaptureError: ``fn`` does what a replay could not repeat. All ranks raise, and the message says what to write instead.
@@ -404,6 +422,8 @@ def capture(
     """
     if not callable(fn):
         raise ArgumentError(f"capture takes a function or a module, got {fn!r}")
+    if check is not None and (type(check) is not int or check < 1):
+        raise ArgumentError(f"capture takes a positive integer as check=, or None, got {check!r}")
     if plan is None and memory is not None:
         plan = "program"
-    return Captured(fn, limit, None if plan is None else _ProgramPlans(plan, memory), trusted)
+    return Captured(fn, limit, None if plan is None else _ProgramPlans(plan, memory), trusted, check)

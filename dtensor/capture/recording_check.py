@@ -26,12 +26,18 @@ HAS_ROOM = 1  # the bit that says that a rank can keep another recording; each f
 Group: TypeAlias = tuple[DeviceMesh, tuple[int, ...]]  # the ranks along these mesh dims
 
 
-def is_confirmed_by(first: Program, second: Program) -> bool:
+def is_confirmed_by(first: Program, second: Program, with_integers: bool = False) -> bool:
     """Return True if both recordings have the same steps.
+
+    Args:
+        first: a recording.
+        second: a later recording of an equal call.
+        with_integers: whether integers must be equal, too.
 
     Raises:
         CaptureError: the steps differ only in Python values. Such a value would be frozen in the tape.
     """
+    compared = (int, float, complex, str) if with_integers else (float, complex, str)
     first_steps, second_steps = ([step for step in program.steps if not step.stores_grad] for program in (first, second))
     if len(first_steps) != len(second_steps) or len(first.outputs) != len(second.outputs):
         return False
@@ -48,7 +54,7 @@ def is_confirmed_by(first: Program, second: Program) -> bool:
         return False
     pairs += [(x, y, "a result") for x, y in zip(_constant_values(first), _constant_values(second), strict=False)]
     for x, y, place in pairs:
-        if isinstance(x, (float, complex, str)) and repr(x) != repr(y):
+        if isinstance(x, compared) and repr(x) != repr(y):
             raise _frozen_value_error(place, x, y)
     for x, y in zip(first.constants.values(), second.constants.values(), strict=True):
         if x.shape == y.shape and x.dtype == y.dtype and not torch.equal(x, y):
@@ -65,6 +71,25 @@ def _frozen_value_error(place: str, x: Any, y: Any) -> CaptureError:
         f"capture: {place} takes a Python value that was {x!r} in one call and is {y!r} in the next: it was computed from a "
         "float that was read from a tensor, in a way that is not followed; compute it with 0-d tensors, or by operators and math"
     )
+
+
+def check_recording(kept: Program, program: Program | None, groups: Iterable[Group]) -> None:
+    """Compare a kept recording with a new one of an equal call, for ``capture(check=)``. All ranks of ``groups`` call it.
+
+    Raises:
+        CaptureError: on all ranks, if the recordings differ on one of them.
+    """
+    difference = "the function runs other operations than its recording"
+    try:
+        is_equal = program is None or is_confirmed_by(kept, program, with_integers=True)
+    except CaptureError as error:
+        is_equal, difference = False, str(error).removeprefix("capture: ").partition(": it was computed")[0]
+    if not agree_on_bits(groups, int(is_equal)):
+        raise CaptureError(
+            f"capture(check=): {'the recordings differ on another rank' if is_equal else difference}, so the replays since "
+            "the recording may have given wrong results. The function reads something that capture does not guard, such as "
+            "compiled code in trusted=. Pass it as an argument, or call the function without capture"
+        )
 
 
 @contextmanager
