@@ -199,7 +199,7 @@ class _ProgramPlans:
             warnings.warn(
                 "capture: the program differs from the one that was planned, and runs without the plan from here "
                 f"on: {executor.difference}",
-                stacklevel=6,
+                stacklevel=4,  # the line that calls the captured function
             )
         self._failures[key] = self._failures.get(key, 0) + 1
         self._plans.pop(key, None)
