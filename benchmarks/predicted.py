@@ -35,12 +35,12 @@ from torch.nn import functional as F
 import dtensor as dt
 from dtensor.cost import calibrate
 from dtensor.debug import CommDebugMode
-from dtensor.plan.api import agreed, plan_of
-from dtensor.plan.describe import as_recorded
-from dtensor.plan.graph_recorder import recorded
-from dtensor.plan.liveness import Memory
-from dtensor.plan.plan_executor import Following
-from dtensor.plan.strategy_options import eager_options
+from dtensor.plan.api import broadcast_result, make_plan
+from dtensor.plan.graph_recorder import record_graph
+from dtensor.plan.liveness import MemoryModel
+from dtensor.plan.plan_builder import eager_plan
+from dtensor.plan.plan_executor import PlanExecutor
+from dtensor.plan.strategy_options import recorded_options
 from dtensor.redistribute import moves
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
@@ -99,13 +99,15 @@ def plans_of(step: Callable[[], Any], given: Sequence[dt.DTensor]) -> dict[str, 
     step()
     for p in given:
         p.grad = None
-    _, graph = recorded(step, (), {})
+    _, graph = record_graph(step, (), {})
     assert graph.mesh is not None
-    found = {"program": agreed(graph.mesh, lambda: plan_of(graph, SECONDS))}
+    found = {"program": broadcast_result(graph.mesh, lambda: make_plan(graph, SECONDS))}
     least = 0.9 * found["program"].peak_bytes
     with suppress(dt.errors.PlanError):  # there is none
-        found["within 0.9"] = agreed(graph.mesh, lambda: plan_of(graph, SECONDS, least))
-    found["by itself"] = as_recorded(found["program"], Memory(graph).held(eager_options(graph), remembered=True).peak)
+        found["within 0.9"] = broadcast_result(graph.mesh, lambda: make_plan(graph, SECONDS, least))
+    found["by itself"] = eager_plan(
+        found["program"], MemoryModel(graph).compute_usage(recorded_options(graph), without_plan=True).peak
+    )
     return found
 
 
@@ -113,9 +115,9 @@ def measured(step: Callable[[], Any], given: Sequence[dt.DTensor], plan: dt.Prog
     """Bytes, peak and seconds of a step by its plan, of the rank that has most."""
     for p in given:
         p.grad = None
-    with Live(given) as live, CommDebugMode() as comm, Following(plan) as following:
+    with Live(given) as live, CommDebugMode() as comm, PlanExecutor(plan) as following:
         step()
-    assert following.followed, following.left
+    assert following.is_complete, following.difference
     nbytes = sum(event.bytes for event in comm.events)
     run = dt.capture(step, plan=plan)
     while not run.cache_info().replayed:

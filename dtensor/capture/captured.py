@@ -1,11 +1,13 @@
-"""``capture``: a function recorded at its first call, and replayed over local tensors afterwards."""
+"""Captured functions: ``capture`` records a function at its first call and replays it over local tensors at later calls."""
 
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -13,35 +15,39 @@ import torch
 from ..base.recorder_hooks import current
 from ..base.torch_internals import (
     DeviceContext,
-    autocast_enabled,
     count_dispatch_modes,
     count_function_modes,
     current_function_modes,
-    pytree,
 )
 from ..base.tracing import only_looked_at
 from ..errors import ArgumentError, CaptureError
+from ..plan.api import run_and_plan
+from ..plan.plan_executor import PlanExecutor
 from ..plan.program_plan import ProgramPlan
-from .guard_discovery import Environment
-from .guard_set import Ran
-from .plan_driven import Plans, Way
+from .collectives import MAX_BUCKET_BYTES
+from .guards.guard_discovery import discover_guards
+from .guards.guard_set import GuardSet, ObservedCode
 from .program import Program, Sources
-from .record_run import Recording
-from .recording_check import NEW, Shared, agreed, confirmed, groups_heard
-from .replay import replayed
-from .signature import Signature, modes, sign
+from .recording import Recording
+from .recording_check import HAS_ROOM, RankAgreement, agree_on_bits, check_recording, collect_groups, is_confirmed_by
+from .signature import Signature, current_modes, make_signature
 
 P = ParamSpec("P")
 T = TypeVar("T")
-KEPT = 16  # recordings of one function
-TRIES = 3  # runs that may leave other variables behind than they found, as one that makes a cache does
+MAX_RECORDINGS = 16  # default limit of one function
+MAX_CHANGING_RUNS = 3  # consecutive runs that may leave other variables than they found, as a run does that fills a cache
+MAX_PLANS = 3  # plans for one kind of call that later runs may leave, as a run does that makes an optimizer's state
 
 
 class CaptureInfo(NamedTuple):
-    """How a captured function has been called: recordings kept, the most that are, and calls that recorded, replayed, and ran as
-    they are (beyond the limit, or inside another recording).
+    """Counts of the recordings of a captured function and of its calls, in this process.
 
-    Of this process; no communication.
+    Attributes:
+        kept: recordings that are kept.
+        limit: the most recordings that are kept.
+        recorded: calls that were recorded.
+        replayed: calls that were replayed.
+        plain: calls that ran without capture, beyond the limit or inside of another recording.
 
     >>> import dtensor as dt
     >>> dt.capture(lambda x: x).cache_info()
@@ -55,143 +61,240 @@ class CaptureInfo(NamedTuple):
     plain: int
 
 
-class _Any:
-    """Equal to the entry of any float in a survey's key."""
+class _AnyFloat:
+    """Equal to the entry of any float in the key of a guard set."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, tuple) and other[0] is float
 
-    __hash__ = None  # type: ignore[assignment]  # of lists that are not hashed
+    __hash__ = None  # type: ignore[assignment]  # it is only in lists, which are not hashed
 
 
-class _Kept:
-    """A recording and the key of the survey that it was made for, with floats that may change left open.
+class _CachedProgram:
+    """A program and the key of the guard set that it was recorded for.
 
-    ``bit``: by which the ranks know it that made it together.
+    Args:
+        guards: the guard set.
+        program: the program. Floats that are variables of its tape may have any value in the key.
+        confirmed: whether the program needs no further recording that confirms it.
+        bit: identifies the recording on all ranks that made it together.
     """
 
-    def __init__(self, environment: Environment, program: Program, confirmed: bool, bit: int) -> None:
-        self.key, self.program, self.confirmed, self.bit = list(environment.key), program, confirmed, bit
-        self.changing = tuple(place for _, place in program.numbers if place not in program.guarded)
+    def __init__(self, guards: GuardSet, program: Program, confirmed: bool, bit: int) -> None:
+        self.key, self.program, self.confirmed, self.bit = list(guards.key), program, confirmed, bit
+        self.changing = tuple(place for _, place in program.float_inputs if place not in program.guarded_floats)
         for place in self.changing:
-            self.key[place] = _Any()
-        self._seen: tuple[Environment, int] = environment, environment.version
+            self.key[place] = _AnyFloat()
+        self._last_match: tuple[GuardSet, int] = guards, guards.version
+        self.replays = 0
 
     @property
     def ready(self) -> bool:
         """Whether calls can be replayed."""
         return self.confirmed and self.program.ready
 
-    def differing(self, environment: Environment) -> set[int] | None:
-        """The floats in which the survey differs from the one that this was made for; None if it differs in more."""
-        if len(self.key) != len(environment.key):
+    def find_changed_floats(self, guards: GuardSet) -> set[int] | None:
+        """Return the places of the floats in which the guard set differs; None if it differs otherwise."""
+        if len(self.key) != len(guards.key):
             return None
-        places = {place for place, (mine, its) in enumerate(zip(self.key, environment.key, strict=True)) if mine != its}
-        return places if places <= environment.floats.keys() else None
+        places = {place for place, (mine, other) in enumerate(zip(self.key, guards.key, strict=True)) if mine != other}
+        return places if places <= guards.floats.keys() else None
 
-    def serves(self, signature: Signature, environment: Environment) -> Sources | None:
-        """What the program is to be run with, if it computes what the function would now."""
-        now = environment, environment.version
-        if self._seen != now:
-            if self.key != environment.key:
+    def get_sources(self, signature: Signature, guards: GuardSet) -> Sources | None:
+        """Return the tensors and floats to replay with; None if a guard fails."""
+        match = guards, guards.version
+        if self._last_match != match:
+            if self.key != guards.key:
                 return None
-            self._seen = now
-        program, tensors = self.program, environment.tensors
-        if not program.guards.hold(tensors):
+            self._last_match = match
+        program, tensors = self.program, guards.tensors
+        if not program.metadata_guard.holds(tensors):
             return None
-        left = program.leaves
-        gradients = left.gradients(tensors) if left.numbers or left.between else ()
-        return None if gradients is None else (signature.tensors, tensors, gradients, environment.floats)
+        grad_guards = program.grad_guards
+        needs_gradients = grad_guards.numbers or grad_guards.library_states
+        gradients = grad_guards.get_gradients(tensors) if needs_gradients else ()
+        return None if gradients is None else (signature.tensors, tensors, gradients, guards.floats)
 
 
-class _Surveyed(threading.local):
-    """What the function reads; threads survey for themselves, as a survey is brought up to date in place.
+class _ThreadGuards(threading.local):
+    """The guard sets of a function, for each thread, because a guard set is updated in place.
 
-    Two are kept, the last one first: what is set to and fro (the last of several microbatches reduces) is not surveyed anew.
+    Two are kept, the last used one first. So a value that changes to and fro (the last of several microbatches reduces) needs no
+    new discovery.
     """
 
-    found: tuple[Environment, ...] = ()
+    guard_sets: tuple[GuardSet, ...] = ()
 
-    def now(self, fn: Any, ran: Ran) -> Environment:
-        """The survey, as of now."""
-        if self.found and (self.found[0].unchanged() or self.found[0].refreshed()):
-            return self.found[0]
-        before = self.found[:1]
-        self.found = (*(one for one in self.found[1:] if one.unchanged()), *before)
-        if len(self.found) == len(before):
-            self.found = Environment(fn, ran), *before
-        return self.found[0]
+    def get_or_discover(self, fn: Any, observed: ObservedCode) -> GuardSet:
+        """Return a guard set that describes the present values."""
+        if self.guard_sets and (self.guard_sets[0].unchanged() or self.guard_sets[0].update_floats()):
+            return self.guard_sets[0]
+        last = self.guard_sets[:1]
+        self.guard_sets = (*(guards for guards in self.guard_sets[1:] if guards.unchanged()), *last)
+        if len(self.guard_sets) == len(last):
+            self.guard_sets = discover_guards(fn, observed), *last
+        return self.guard_sets[0]
 
 
-def _watched() -> bool:
-    """Whether somebody records, or the user's modes want to see each operation, which a replay would not show them."""
+class _RecordingMode(NamedTuple):
+    """The settings of one recording.
+
+    Attributes:
+        around: a context manager to enter around the call.
+        is_followed: returns True if the run has followed its plan to the end; called after the run.
+        bucket_bytes: most bytes of one joined collective, which may be available earlier or later than needed.
+    """
+
+    around: AbstractContextManager[Any] = nullcontext()
+    is_followed: Callable[[], bool] = functools.partial(bool, 1)
+    bucket_bytes: int = MAX_BUCKET_BYTES
+
+
+class _ProgramPlans:
+    """The program plans of one function: a call of a new kind is planned, and the next one is recorded by the plan.
+
+    Args:
+        plan: ``"program"``, or a plan for all kinds of calls.
+        memory: bytes that a rank may hold at once.
+    """
+
+    def __init__(self, plan: str | ProgramPlan, memory: float | None = None) -> None:
+        if plan != "program" and not isinstance(plan, ProgramPlan):
+            raise ArgumentError(f'capture takes plan="program" or a ProgramPlan, got {plan!r}')
+        if plan != "program" and memory is not None:
+            raise ArgumentError(
+                'capture takes memory= only with plan="program"; for a ProgramPlan pass the limit to dt.plan(memory=)'
+            )
+        self._fixed = plan if isinstance(plan, ProgramPlan) else None
+        self._memory = math.inf if memory is None else memory
+        self._plans: dict[Any, ProgramPlan] = {}
+        self._failures: dict[Any, int] = {}
+
+    def __iter__(self) -> Iterator[ProgramPlan]:
+        return iter(self._plans.values() if self._fixed is None else (self._fixed,))
+
+    def needs_plan(self, key: Any) -> bool:
+        """Return True if calls of this kind are still to be planned."""
+        return self._fixed is None and key not in self._plans and self._failures.get(key, 0) < MAX_PLANS
+
+    def run_and_plan(self, key: Any, fn: Callable[..., Any], signature: Signature) -> Any:
+        """Run ``fn`` without capture, plan its program, and return its result."""
+        args, kwargs = signature.rebuild(signature.tensors)
+        result, self._plans[key] = run_and_plan(fn, args, kwargs, memory=self._memory)
+        return result
+
+    def recording_mode(self, key: Any) -> _RecordingMode:
+        """Return how calls of this kind are recorded."""
+        plan = self._fixed or self._plans.get(key)
+        if plan is None:
+            return _RecordingMode()
+        executor, spare = PlanExecutor(plan), max(0.0, self._memory - plan.peak_bytes)
+        is_followed = functools.partial(self._check_followed, key, executor)
+        return _RecordingMode(executor, is_followed, int(min(MAX_BUCKET_BYTES, spare)))
+
+    def _check_followed(self, key: Any, executor: PlanExecutor) -> bool:
+        if executor.is_complete:
+            return True
+        if self._fixed is not None or self._failures.get(key, 0) == MAX_PLANS - 1:
+            warnings.warn(
+                "capture: the program differs from the one that was planned, and runs without the plan from here "
+                f"on: {executor.difference}",
+                stacklevel=4,  # the line that calls the captured function
+            )
+        self._failures[key] = self._failures.get(key, 0) + 1
+        self._plans.pop(key, None)
+        return self._fixed is not None
+
+
+def _must_run_plain() -> bool:
+    """Return True if a recorder is active, or modes of the user want to see each operation. A replay would hide them."""
     if current() is not None or not only_looked_at():
         return True
     return count_function_modes() > 0 and any(type(mode) is not DeviceContext for mode in current_function_modes())
 
 
 class Captured(Generic[P, T]):
-    """See :func:`capture`.
+    """A function that is recorded and replayed; see :func:`capture`.
 
-    A call communicates what the function does, replayed or not.
+    Recorded or replayed, a call issues the collectives of the function, and raises the errors of the function.
 
     >>> import torch, dtensor as dt
     >>> f = dt.capture(lambda x: x * 2)
     >>> isinstance(f, dt.Captured), f(dt.ones(3, device_mesh=dt.init_device_mesh("cpu", (2,)))).sum().item()
     (True, 6.0)
-
-    What the function raises is raised.
     """
 
-    def __init__(self, fn: Callable[P, T], limit: int, plans: Plans | None = None, trusted: Collection[str] = ()) -> None:
-        self.fn, self._plans, self._trusted = fn, plans, trusted
+    def __init__(
+        self,
+        fn: Callable[P, T],
+        limit: int,
+        plans: _ProgramPlans | None = None,
+        trusted: Collection[str] = (),
+        check: int | None = None,
+    ) -> None:
+        self.fn, self._plans, self._trusted, self._check = fn, plans, trusted, check
         self._limit = limit
-        self._entries: dict[Any, list[_Kept]] = {}
-        self._surveyed = _Surveyed()
-        self._ran = Ran()
-        self._tries = self._recorded = self._replayed = self._plain = 0
-        self._shared: dict[Any, Shared] = {}  # by meshes of the arguments: one slice may make calls that other ranks do not
+        self._entries: dict[Any, list[_CachedProgram]] = {}
+        self._thread_guards = _ThreadGuards()
+        self._observed = ObservedCode()
+        self._changing_runs = self._recorded = self._replayed = self._plain = 0
+        # By the meshes of the arguments: ranks of one submesh may make calls that other ranks do not make.
+        self._agreements: dict[Any, RankAgreement] = {}
         functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        if ((count_dispatch_modes() or count_function_modes()) and _watched()) or torch.compiler.is_compiling():
+        if ((count_dispatch_modes() or count_function_modes()) and _must_run_plain()) or torch.compiler.is_compiling():
             self._plain += 1
             return self.fn(*args, **kwargs)
-        signature = sign(args, kwargs)
-        environment = self._surveyed.now(self.fn, self._ran)
-        key = (signature.key, modes())
-        kept = sources = None
-        shared = self._shared.get(signature.meshes) if self._shared else None
-        if shared is not None and shared.may_disagree(signature.plain):
-            kept, sources, room = self._agreed(key, shared, signature, environment)
+        signature = make_signature(args, kwargs)
+        guards = self._thread_guards.get_or_discover(self.fn, self._observed)
+        key = (signature.key, current_modes())
+        entry = sources = None
+        agreement = self._agreements.get(signature.meshes) if self._agreements else None
+        if agreement is not None and agreement.may_disagree(signature.may_differ):
+            entry, sources, has_room = self._agree_on_entry(key, agreement, signature, guards)
         else:
-            for kept in self._entries.get(key, ()):
-                if (sources := kept.serves(signature, environment)) is not None:
+            for entry in self._entries.get(key, ()):
+                if (sources := entry.get_sources(signature, guards)) is not None:
                     break
             else:
-                kept = None
-            room = kept is not None or self._has_room()
-        if kept is not None and sources is not None and kept.ready:
+                entry = None
+            has_room = entry is not None or self._has_room()
+        if entry is not None and sources is not None and entry.ready:
+            if self._check is not None:
+                entry.replays += 1
+                if entry.replays % self._check == 0:
+                    return self._record(key, signature, guards, entry)
             self._replayed += 1
-            return _replay(kept.program, sources)
-        return self._record(key, signature, environment, kept) if room else self._full(*args, **kwargs)
+            return entry.program.replay(sources)
+        return self._record(key, signature, guards, entry) if has_room else self._run_beyond_limit(*args, **kwargs)
 
-    def _agreed(self, key: Any, shared: Shared, *now: Any) -> tuple[_Kept | None, Sources | None, bool]:
-        """What to replay where ranks could disagree, as plain tensors' sizes may change on one of them: they tell each other what
-        they could. Otherwise what waits to be confirmed, and whether there is room for a recording on all of them."""
-        serving = [(one, found) for one in self._entries.get(key, ()) if (found := one.serves(*now)) is not None]
-        ready = {kept.bit: (kept, sources) for kept, sources in serving if kept.ready}
-        waiting = next((kept for kept, _ in serving if not kept.ready), None)
-        room = NEW if waiting is not None or self._has_room() else 0
-        common = agreed(shared.groups, room + sum(ready))
-        if common > NEW:  # the last one that all made together
+    def _agree_on_entry(
+        self, key: Any, agreement: RankAgreement, signature: Signature, guards: GuardSet
+    ) -> tuple[_CachedProgram | None, Sources | None, bool]:
+        """Return ``(entry, sources, has_room)`` on which all ranks agree. The ranks exchange what they could replay.
+
+        This is for calls for which ranks could choose differently, because sizes of plain tensors may change on one rank. If all
+        ranks can replay a recording, ``sources`` is not None. Otherwise ``entry`` waits to be confirmed, or is None, and
+        ``has_room`` tells whether all ranks can keep a new recording.
+        """
+        serving = [
+            (entry, sources)
+            for entry in self._entries.get(key, ())
+            if (sources := entry.get_sources(signature, guards)) is not None
+        ]
+        ready = {entry.bit: (entry, sources) for entry, sources in serving if entry.ready}
+        waiting = next((entry for entry, _ in serving if not entry.ready), None)
+        room_bit = HAS_ROOM if waiting is not None or self._has_room() else 0
+        common = agree_on_bits(agreement.groups, room_bit + sum(ready))
+        if common > HAS_ROOM:  # replay the last recording that all ranks made together
             return *ready[1 << common.bit_length() - 1], True
         return waiting, None, bool(common)
 
     def _has_room(self) -> bool:
         return sum(map(len, self._entries.values())) < self._limit
 
-    def _full(self, *args: P.args, **kwargs: P.kwargs) -> T:
+    def _run_beyond_limit(self, *args: P.args, **kwargs: P.kwargs) -> T:
         if not self._plain:
             warnings.warn(
                 f"capture: {self.__name__} was recorded {self._limit} times for different shapes, layouts, "  # type: ignore[attr-defined]
@@ -202,122 +305,114 @@ class Captured(Generic[P, T]):
         self._plain += 1
         return self.fn(*args, **kwargs)
 
-    def _record(self, key: Any, signature: Signature, environment: Environment, waiting: _Kept | None = None) -> T:
-        """``waiting``: a recording that serves, but waits for its backward pass or for another one that confirms it."""
+    def _record(self, key: Any, signature: Signature, guards: GuardSet, waiting: _CachedProgram | None = None) -> T:
+        """Record a call and return the function's result.
+
+        ``waiting``: a recording with guards that hold. It waits for its backward pass, for a recording that confirms it, or for a
+        check.
+        """
         self._recorded += 1
-        if self._plans is not None and self._plans.wants(key):
-            return self._plans.make(key, self.fn, signature)
-        way = Way() if self._plans is None else self._plans.way(key)
+        if self._plans is not None and self._plans.needs_plan(key):
+            return self._plans.run_and_plan(key, self.fn, signature)
+        mode = _RecordingMode() if self._plans is None else self._plans.recording_mode(key)
         entries = self._entries.get(key, [])
         changing = () if waiting is None else waiting.changing
         if waiting is None:  # floats that have changed between calls are variables from now on
-            differing = [(kept.differing(environment), kept) for kept in entries]
-            changing = next((tuple({*found, *kept.changing}) for found, kept in differing if found), ())
-        recording = Recording(self.fn, signature, environment, changing, self._trusted)
-        with groups_heard() as groups:
-            result, program, changed = recording.run(way.within, way.together)
-        if self._plans is not None and not way.followed():
+            differing = [(entry.find_changed_floats(guards), entry) for entry in entries]
+            changing = next((tuple({*places, *entry.changing}) for places, entry in differing if places), ())
+        recording = Recording(self.fn, signature, guards, changing, self._trusted)
+        with collect_groups() as groups:
+            result, program, changed = recording.run(mode.around, mode.bucket_bytes)
+        if self._plans is not None and not mode.is_followed():
             return result
-        if recording.ran:  # the next survey knows
-            self._ran.extend(recording.ran)
-            self._surveyed, self._tries = _Surveyed(), 0
-        same = program is not None and (not program.followed or (waiting is not None and confirmed(waiting.program, program)))
-        found = agreed(groups, 0 if changed else 3 if same else 1)
-        shared = self._shared.get(signature.meshes) or Shared()
-        shared.add(groups, recording.alike)
+        if recording.observed:  # the next discovery looks into this code
+            self._observed.extend(recording.observed)
+            self._thread_guards, self._changing_runs = _ThreadGuards(), 0
+        is_confirmed = program is not None and (
+            not program.has_floats or (waiting is not None and is_confirmed_by(waiting.program, program))
+        )
+        if waiting is not None and waiting.ready:
+            check_recording(waiting.program, program, groups)
+        common = agree_on_bits(groups, 0 if changed else 3 if is_confirmed else 1)  # bit 0: unchanged, bit 1: confirmed
+        agreement = self._agreements.get(signature.meshes) or RankAgreement()
+        agreement.add_recording(groups, recording.same_on_ranks)
         bit = 0
-        if shared.may_disagree(signature.plain):
-            self._shared[signature.meshes] = shared
-            bit = shared.next_bit()
-        if program is not None and found:
-            kept = _Kept(environment, program, found > 1, bit)
-            self._entries[key] = [*(one for one in entries if one is not waiting), kept]
-            self._tries = 0
+        if agreement.may_disagree(signature.may_differ):
+            self._agreements[signature.meshes] = agreement
+            bit = agreement.next_bit()
+        if program is not None and common:
+            entry = _CachedProgram(guards, program, common > 1, bit)
+            self._entries[key] = [*(other for other in entries if other is not waiting), entry]
+            self._changing_runs = 0
         else:
-            self._tries += 1
-            if self._tries >= TRIES:
+            self._changing_runs += 1
+            if self._changing_runs >= MAX_CHANGING_RUNS:
                 raise CaptureError(
-                    f"capture: {changed or 'a variable on another rank'} changed in each of {TRIES} calls, and a "
+                    f"capture: {changed or 'a variable on another rank'} changed in each of {MAX_CHANGING_RUNS} calls, and a "
                     "replay would not change it. Keep it out of the captured function, or store it in a tensor that "
                     "is written to in place"
                 )
         return result
 
-    # --- to look at ----------------------------------------------------------------------------------------------------
+    # --- inspection ----------------------------------------------------------------------------------------------------
     def programs(self) -> list[Program]:
-        """The recordings that are kept."""
-        return [kept.program for entries in self._entries.values() for kept in entries]
+        """Return the recordings that are kept."""
+        return [entry.program for entries in self._entries.values() for entry in entries]
 
     def plans(self) -> list[ProgramPlan]:
-        """The plans that calls follow, with ``plan="program"`` one for each kind of call."""
+        """Return the plans that calls follow: with ``plan="program"`` one for each kind of call."""
         return [] if self._plans is None else list(self._plans)
 
     def source(self) -> str:
-        """The text that runs at a replay, for each recording: Python over the local tensors of this process."""
+        """Return the Python text that a replay runs over the local tensors of this process, for each recording."""
         texts = []
         for number, program in enumerate(self.programs()):
             state = "" if program.ready else ", not replayed before a backward pass was seen"
-            texts.append(f"# recording {number}{state}\n{program.compile().source.text}")
-            texts += [backward.source.text for backward in program.backwards.values() if backward.source is not None]
+            texts.append(f"# recording {number}{state}\n{program.get_or_compile().function.text}")
+            texts += [backward.function.text for backward in program.backwards.values() if backward.function is not None]
         return "\n".join(texts)
 
     def cache_info(self) -> CaptureInfo:
-        """See :class:`CaptureInfo`."""
+        """Return counts of recordings and calls; see :class:`CaptureInfo`."""
         return CaptureInfo(len(self.programs()), self._limit, self._recorded, self._replayed, self._plain)
 
     def clear(self) -> None:
-        """Forget the recordings."""
+        """Drop the recordings."""
         self._entries.clear()
-        self._surveyed, self._tries = _Surveyed(), 0
-
-
-def _replay(program: Program, sources: Sources) -> Any:
-    if autocast_enabled():  # what it casts is in the tape
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False, dtype=torch.float16):
-            bases = _bases(program, sources)
-    else:
-        bases = _bases(program, sources)
-    made = program.finish(bases, sources)
-    return made[0] if program.alone else pytree.tree_unflatten(made, program.tree)
-
-
-def _bases(program: Program, sources: Sources) -> Sequence[Any]:
-    if not program.differentiable:
-        return program.run(program.compile(), sources)
-    rest: dict[int, Any] = {}
-    made = replayed(program, sources, rest, *[sources[kind][number] for kind, number in program.differentiable])
-    if not rest:
-        return made
-    made = iter(made)
-    return [rest[number] if number in rest else next(made) for number in range(len(program.bases))]
+        self._thread_guards, self._changing_runs = _ThreadGuards(), 0
 
 
 def capture(
     fn: Callable[P, T],
     *,
-    limit: int = KEPT,
+    limit: int = MAX_RECORDINGS,
     plan: str | ProgramPlan | None = None,
     memory: float | None = None,
     trusted: Collection[str] = (),
+    check: int | None = None,
 ) -> Captured[P, T]:
-    """``fn``, recorded when it is first called and replayed afterwards over local tensors, without dispatch of DTensors.
+    """Return ``fn`` as a function that is recorded at its first call and replayed afterwards, without dispatch of DTensors.
 
-    Forward and backward tapes stand behind one autograd function, so gradients, hooks and optimizers work as ever. Replays give
-    bit for bit what ``fn`` gives and issue the same collectives. See docs/capture.md.
+    One autograd function runs the forward and backward tapes, so gradients, hooks and optimizers work as in eager mode. A replay
+    gives bit for bit the results of ``fn`` and issues the same collectives. See docs/capture.md.
 
     Args:
         fn: a function or module of DTensors; what it reads besides its arguments is found and guarded.
-        limit: most recordings kept, one for each kind of call (layouts, Python values, modes); further ones run as they are.
-        plan: ``"program"``: the first call of a kind runs as it is and is planned, the next is recorded by that plan (see
-            docs/plan.md); results are equal up to the order of additions. Or a plan, as ``dt.plan`` made or a file has it.
-        memory: bytes that a rank may hold at once of what the planned step takes, makes and keeps for backward; makes
+        limit: most recordings that are kept, one for each kind of call (layouts, Python values, modes). Further calls run without
+            capture.
+        plan: ``"program"``: the first call of a kind runs without capture and is planned, the next is recorded by that plan (see
+            docs/plan.md). Results are equal up to the order of additions. Or a plan of ``dt.plan``, also one from a file.
+        memory: bytes that a rank may hold at once of the inputs, results and saved tensors of the planned step; makes
             ``plan="program"`` the default.
-        trusted: modules of compiled code whose functions may be called while ``fn`` is recorded, since what they give depends on
-            their arguments alone. Of other libraries than torch and numpy they are refused, as they might read anything.
+        trusted: modules of compiled code with functions that ``fn`` may call, because their results depend only on their
+            arguments. Calls into compiled code of libraries other than torch and numpy are refused, because they could read
+            anything.
+        check: with ``check=n``, each n-th call of a recording is recorded again instead of replayed, and both recordings are
+            compared. A difference raises ``CaptureError`` on all ranks. Use it in tests of code in ``trusted``.
 
     Raises:
-        CaptureError: when ``fn`` does what a replay could not do again, on all ranks alike; it says what to do instead.
-        PlanError: no plan was found that fits into ``memory``, as of ``dt.plan``.
+        CaptureError: ``fn`` does what a replay could not repeat. All ranks raise, and the message says what to write instead.
+        PlanError: no plan fits into ``memory``, as in ``dt.plan``.
 
     >>> import torch, dtensor as dt
     >>> x = dt.ones(3, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)])
@@ -327,6 +422,8 @@ def capture(
     """
     if not callable(fn):
         raise ArgumentError(f"capture takes a function or a module, got {fn!r}")
+    if check is not None and (type(check) is not int or check < 1):
+        raise ArgumentError(f"capture takes a positive integer as check=, or None, got {check!r}")
     if plan is None and memory is not None:
         plan = "program"
-    return Captured(fn, limit, None if plan is None else Plans(plan, memory), trusted)
+    return Captured(fn, limit, None if plan is None else _ProgramPlans(plan, memory), trusted, check)

@@ -1,4 +1,4 @@
-"""A tape as Python: one line for each step, over local tensors. This text is what runs."""
+"""Code generation: writes a tape as a Python function over local tensors, one line for each step. A replay runs this text."""
 
 from __future__ import annotations
 
@@ -15,147 +15,157 @@ from ..base.group_by import by_key
 from ..base.torch_internals import OpOverload
 from ..comm import PerRank, communicator_of
 from ..dispatch.wrap import wrap_local
-from .outputs import Base
-from .tape import Ranks, Step, Tape, Var
+from .outputs import ComputedTensor
+from .tape import PerRankVars, Step, Tape, Var
 
 _INFIX: dict[Any, str] = {operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.pow: "**"}
-_WRITTEN_OUT = (int, bool, str, type(None), torch.dtype, torch.memory_format, torch.layout)
+_LITERAL_TYPES = (int, bool, str, type(None), torch.dtype, torch.memory_format, torch.layout)
 
 
-class Source:
-    """The text of a tape and the function that it defines.
+class TapeFunction:
+    """The Python function that runs a tape.
+
+    Its arguments are the local tensors of the tape's inputs. It returns a tuple: first ``values``, then the other results of the
+    tape. The first results of the tape are the local tensors of ``values``.
+
+    Args:
+        name: of the function.
+        tape: the steps.
+        values: the tensors to make of the first results. None stands for a missing tensor.
+        copied: for each local tensor of ``values``, whether the function returns a copy of it.
 
     Attributes:
-        text: a module that defines ``name``; what it names besides ``torch`` is in ``space``.
-        run: the function: locals of the inputs in, a tuple out: of ``values``, whose locals are the tape's first results
-            (``copied``: fresh copies of them), and of its other results.
+        text: the source text. ``namespace`` holds the objects that it refers to.
+        run: the compiled function.
     """
 
-    def __init__(self, name: str, tape: Tape, values: Sequence[Base | None], copied: Iterable[bool] = repeat(False)) -> None:
-        self.space: dict[str, Any] = {"torch": torch, "PerRank": PerRank, "inf": math.inf, "nan": math.nan}
-        self._names: dict[int, str] = {}
-        self._kept: list[Any] = []  # what names were given to, by address
-        self._vars: dict[Var, str] = {var: f"x{k}" for k, var in enumerate(tape.inputs)}
-        body = [*self._constants(tape), *self._steps(tape)]
-        results = "".join(f"{text}, " for text in self._results(tape, values, iter(copied))).rstrip()
-        head = f"def {name}({', '.join(self._vars[var] for var in tape.inputs)}):"
+    def __init__(
+        self, name: str, tape: Tape, values: Sequence[ComputedTensor | None], copied: Iterable[bool] = repeat(False)
+    ) -> None:
+        self.namespace: dict[str, Any] = {"torch": torch, "PerRank": PerRank, "inf": math.inf, "nan": math.nan}
+        self._object_names: dict[int, str] = {}  # by address
+        self._named_objects: list[Any] = []  # keeps the objects alive, so that no address is used again
+        self._var_names: dict[Var, str] = {var: f"x{k}" for k, var in enumerate(tape.inputs)}
+        body = [*self._write_constants(tape), *self._write_steps(tape)]
+        results = "".join(f"{text}, " for text in self._write_results(tape, values, iter(copied))).rstrip()
+        head = f"def {name}({', '.join(self._var_names[var] for var in tape.inputs)}):"
         self.text = "\n    ".join([head, *body, f"return ({results})"]) + "\n"
-        exec(compile(self.text, f"<captured {name}>", "exec"), self.space)
-        self.run: Callable[..., tuple[Any, ...]] = self.space[name]
+        exec(compile(self.text, f"<captured {name}>", "exec"), self.namespace)
+        self.run: Callable[..., tuple[Any, ...]] = self.namespace[name]
 
-    def _results(self, tape: Tape, values: Sequence[Base | None], copied: Iterator[bool]) -> Iterator[str]:
-        found = map(self._var, tape.results)
+    def _write_results(self, tape: Tape, values: Sequence[ComputedTensor | None], copied: Iterator[bool]) -> Iterator[str]:
+        names = map(self._var_name, tape.results)
         for value in values:
-            parts = [next(found) + (".clone()" if next(copied) else "") for _ in (() if value is None else value.locals)]
+            parts = [next(names) + (".clone()" if next(copied) else "") for _ in (() if value is None else value.locals)]
             if value is None or value.layout is None:
                 yield parts[0] if parts else "None"
                 continue
             local = f"PerRank(({', '.join(parts)},))" if communicator_of(value.layout.mesh).holds_all else parts[0]
-            yield f"{self._constant('wrap_local', wrap_local)}({local}, {self._constant('layout', value.layout)})"
-        yield from found
+            yield f"{self._name_object('wrap_local', wrap_local)}({local}, {self._name_object('layout', value.layout)})"
+        yield from names
 
-    def _constants(self, tape: Tape) -> Iterator[str]:
-        """Tensors made of Python numbers: the same one each time, unless somebody could write to it."""
-        open_ = {storage for step in tape.steps for storage in step.writes} | {var.storage for var in tape.results}
+    def _write_constants(self, tape: Tape) -> Iterator[str]:
+        """Yield a line for each tensor made of Python numbers. It is cloned if a step or the caller could write to it."""
+        writable = {storage for step in tape.steps for storage in step.writes} | {var.storage for var in tape.results}
         for var, value in tape.constants.items():
-            shown = self._constant("constant", value)
-            yield f"{self._var(var)} = {shown}{'.clone()' if var.storage in open_ else ''}"
+            name = self._name_object("constant", value)
+            yield f"{self._var_name(var)} = {name}{'.clone()' if var.storage in writable else ''}"
 
-    def _steps(self, tape: Tape) -> Iterator[str]:
-        last = _last_uses(tape)
+    def _write_steps(self, tape: Tape) -> Iterator[str]:
+        last_uses = _find_last_uses(tape)
         for k, step in enumerate(tape.steps):
-            yield from self._step(step)
-            gone = [self._var(var) for var in last.get(k, ())]
-            if gone:
-                yield f"del {', '.join(gone)}"
+            yield from self._write_step(step)
+            freed = [self._var_name(var) for var in last_uses.get(k, ())]
+            if freed:
+                yield f"del {', '.join(freed)}"
 
-    def _step(self, step: Step) -> Iterator[str]:
-        call, out = self._call(step), step.out
+    def _write_step(self, step: Step) -> Iterator[str]:
+        call, out = self._write_call(step), step.out
         if not any(True for _ in step.outputs):
             yield call
         elif not isinstance(out, tuple):
-            yield from self._taken_apart(out, call)
+            yield from self._unpack(out, call)
         elif all(isinstance(item, (Var, type(None))) for item in out):
-            yield f"{', '.join('_' if item is None else self._var(item) for item in out)}, = {call}"
+            yield f"{', '.join('_' if item is None else self._var_name(item) for item in out)}, = {call}"
         else:
             yield f"r = {call}"
-            yield from self._taken_apart(out, "r")
+            yield from self._unpack(out, "r")
 
-    def _taken_apart(self, out: Any, name: str) -> Iterator[str]:
+    def _unpack(self, out: Any, name: str) -> Iterator[str]:
         match out:
             case Var():
-                yield f"{self._var(out)} = {name}"
-            case Ranks(items):
-                yield f"{', '.join(map(self._var, items))}, = {name}.shards"
+                yield f"{self._var_name(out)} = {name}"
+            case PerRankVars(items):
+                yield f"{', '.join(map(self._var_name, items))}, = {name}.shards"
             case tuple():
                 for k, item in enumerate(out):
-                    yield from self._taken_apart(item, f"{name}[{k}]")
+                    yield from self._unpack(item, f"{name}[{k}]")
 
-    def _call(self, step: Step) -> str:
-        args = [self._value(value) for value in step.args]
-        named = [f"{name}={self._value(value)}" for name, value in step.kwargs.items()]
+    def _write_call(self, step: Step) -> str:
+        args = [self._write_value(value) for value in step.args]
+        named = [f"{name}={self._write_value(value)}" for name, value in step.kwargs.items()]
         fn: Any = step.fn
         if isinstance(fn, MethodDescriptorType) and isinstance(step.args[0], Var):
             return f"{args[0]}.{fn.__name__}({', '.join([*args[1:], *named])})"
         if fn in _INFIX and len(args) == 2:
             one, other = (f"({arg})" if arg.startswith("-") else arg for arg in args)
             return f"{one} {_INFIX[fn]} {other}"
-        return f"{self._function(fn)}({', '.join([*args, *named])})"
+        return f"{self._function_name(fn)}({', '.join([*args, *named])})"
 
-    def _function(self, fn: Any) -> str:
+    def _function_name(self, fn: Any) -> str:
         if isinstance(fn, OpOverload):
-            return self._constant(fn.name().replace("::", "_").replace(".", "_"), fn._op)
+            return self._name_object(fn.name().replace("::", "_").replace(".", "_"), fn._op)
         name: str = fn.__name__
         if isinstance(fn, BuiltinFunctionType) and getattr(torch, name, None) is fn:
             return f"torch.{name}"
-        return self._constant(name.strip("_"), fn)
+        return self._name_object(name.strip("_"), fn)
 
-    def _value(self, value: Any) -> str:
+    def _write_value(self, value: Any) -> str:
         match value:
             case Var():
-                return self._var(value)
-            case Ranks(items):
-                return f"PerRank(({', '.join(map(self._var, items))},))"
+                return self._var_name(value)
+            case PerRankVars(items):
+                return f"PerRank(({', '.join(map(self._var_name, items))},))"
             case list():
-                return f"[{', '.join(map(self._value, value))}]"
+                return f"[{', '.join(map(self._write_value, value))}]"
             case tuple() if not hasattr(value, "_fields") and type(value) in (tuple, torch.Size):
-                return f"({''.join(f'{self._value(item)}, ' for item in value).rstrip()})"
+                return f"({''.join(f'{self._write_value(item)}, ' for item in value).rstrip()})"
             case slice():
-                return f"slice({', '.join(map(self._value, (value.start, value.stop, value.step)))})"
+                return f"slice({', '.join(map(self._write_value, (value.start, value.stop, value.step)))})"
             case float():
                 return repr(value)
             case complex() if math.isfinite(value.real) and math.isfinite(value.imag):
                 return repr(value)
-            case _ if type(value) in _WRITTEN_OUT:
+            case _ if type(value) in _LITERAL_TYPES:
                 return repr(value)
             case _:
-                return self._constant(type(value).__name__.lower(), value)
+                return self._name_object(type(value).__name__.lower(), value)
 
-    def _constant(self, name: str, value: Any) -> str:
-        """The name of an object that the text refers to."""
-        found = self._names.get(id(value))
+    def _name_object(self, name: str, value: Any) -> str:
+        """Return the name of an object that the text refers to; similar to ``name``."""
+        found = self._object_names.get(id(value))
         if found is None:
             found, number = name, 1
-            while found in self.space or not found.isidentifier():
+            while found in self.namespace or not found.isidentifier():
                 number += 1
                 found = f"{name}_{number}" if name.isidentifier() else f"object_{number}"
-            self.space[found] = value
-            self._names[id(value)] = found
-            self._kept.append(value)
+            self.namespace[found] = value
+            self._object_names[id(value)] = found
+            self._named_objects.append(value)
         return found
 
-    def _var(self, var: Var) -> str:
-        found = self._vars.get(var)
+    def _var_name(self, var: Var) -> str:
+        found = self._var_names.get(var)
         if found is None:
-            found = self._vars[var] = f"t{var.index}"
+            found = self._var_names[var] = f"t{var.index}"
         return found
 
 
-def _last_uses(tape: Tape) -> dict[int, list[Var]]:
-    """For each step the variables that nobody reads after it: what they hold is freed there, as it is when a program runs."""
+def _find_last_uses(tape: Tape) -> dict[int, list[Var]]:
+    """Return, by place of the step, the variables that no later step reads. Their memory is freed there, as in an eager run."""
     last: dict[Var, int] = {}
     for k, step in enumerate(tape.steps):
         for var in (*step.inputs, *step.outputs):
             last[var] = k
-    wanted = {*tape.results, *tape.inputs, *tape.constants}
-    return by_key((k, var) for var, k in last.items() if var not in wanted)
+    lasting = {*tape.results, *tape.inputs, *tape.constants}
+    return by_key((k, var) for var, k in last.items() if var not in lasting)

@@ -1,9 +1,11 @@
-"""Reads that a replay would not see change: values of tensors that become Python values, and what compiled code looks up in the
-world.
+"""Impure calls: reads that a replay would not repeat, and their refusal while a function is recorded.
 
-A call into compiled code is *closed* if what it gives depends on its arguments alone, or on state that is guarded. All of
-torch's and numpy's are, of the standard library's those of the modules below, and those that the user declares. Any other may ask
-a clock, a file or memory of its own, so it is refused where the user's code makes it, directly or through the standard library.
+Such a read turns the values of a tensor into Python values, or asks compiled code for something outside of the program.
+
+A call into compiled code is *pure* if its result depends only on its arguments, or on state that is guarded. Calls into torch and
+numpy are pure, those into the modules of the standard library that are listed below, and those into modules that the user
+declares as trusted. Any other call may read a clock, a file or memory of its own. It is refused if user code makes it, directly
+or through the standard library.
 """
 
 from __future__ import annotations
@@ -27,31 +29,32 @@ import torch
 
 from ..base import tensor_tree
 from ..errors import CaptureError
-from .bytecode_names import names_of
-from .guard_set import Ran
-from .guards import contents
-from .object_ownership import MISSING
+from .guards.bytecode_names import read_code_names
+from .guards.container_guards import cell_contents
+from .guards.guard_set import ObservedCode
+from .guards.object_ownership import MISSING
 from .tape import Step, Var
 
-_READS = frozenset(
+_VALUE_READERS = frozenset(  # methods of tensors that no dispatch key sees
     {"tolist", "numpy", "apply_", "map_", "map2_", "_to_dlpack", "_to_dlpack_versioned"}
-)  # no dispatch key sees it
-_SETS = frozenset({"manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset"})  # of generators
-_DECIDING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+)
+_GENERATOR_SETTERS = frozenset({"manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset"})
+_DATA_DEPENDENT_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 # fmt: off
-_CLOSED = frozenset({
+_PURE_MODULES = frozenset({
     "builtins", "abc", "array", "atexit", "binascii", "bisect", "cmath", "codecs", "collections", "contextvars", "copyreg",
     "enum", "functools", "gc", "hashlib", "heapq", "inspect", "itertools", "json", "math", "operator", "random", "re",
     "sre", "statistics", "string", "struct", "sys", "thread", "threading", "tracemalloc", "types", "typing", "warnings",
     "weakref", "zlib", "torch", "numpy", "dtensor",
 })
-# Of these open: what tells of the process, of memory, of who else has an object, of generators' states.
-_OPEN = frozenset({
+# Impure functions of these modules: they tell of the process, of memory, of references to an object, of generators' states.
+_IMPURE_FUNCTIONS = frozenset({
     "open", "input", "breakpoint", "fromfile", "lookup", "lookup_error", "getweakrefcount", "getweakrefs", "__subclasses__",
     "get_state", "getstate", "initial_seed", "_ncallbacks",
 })
-_DOING = {  # and of these, all but what does something
+# Modules with mostly impure functions: only these are pure.
+_PURE_FUNCTIONS = {
     "gc": frozenset({"collect", "enable", "disable", "freeze", "unfreeze", "is_tracked"}),
     "sys": frozenset({
         "audit", "displayhook", "exc_info", "excepthook", "exit", "getdefaultencoding", "getfilesystemencodeerrors",
@@ -61,236 +64,257 @@ _DOING = {  # and of these, all but what does something
     "tracemalloc": frozenset({"start", "stop"}),
 }
 # fmt: on
-# What these look up is not handed on; the last calls what is told of an object's end.
-_TELLING = frozenset({"logging", "warnings", "importlib", "linecache", "weakref"})
-_KEEPING = (torch.UntypedStorage, torch.TypedStorage, torch.Generator)  # of torch's, what is no affair of its operators alone
-_COMPILED = (BuiltinFunctionType, ClassMethodDescriptorType, MethodDescriptorType, WrapperDescriptorType)
-_LIBRARY = frozenset({"torch", "dtensor"})  # what its code looks up is its own affair
-_THROUGH = frozenset({*sys.stdlib_module_names, "numpy", "typing_extensions"})
+# Modules that do not return what they read to user code. ``weakref`` calls finalizers.
+_NOT_RETURNING = frozenset({"logging", "warnings", "importlib", "linecache", "weakref"})
+_STATEFUL_TORCH_TYPES = (torch.UntypedStorage, torch.TypedStorage, torch.Generator)
+_COMPILED_TYPES = (BuiltinFunctionType, ClassMethodDescriptorType, MethodDescriptorType, WrapperDescriptorType)
+_LIBRARIES = frozenset({"torch", "dtensor"})  # their own calls are allowed
+_TRANSPARENT = frozenset({*sys.stdlib_module_names, "numpy", "typing_extensions"})  # they return results to their caller
 
 
-def decides(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether values become Python values or decide a shape. An index of integers has a shape that is known, one of bools not."""
-    if not any(tag in func.tags for tag in _DECIDING):
-        return func is torch.ops.aten.is_nonzero.default  # what bool() is below autograd, where rules compute
-    numbers = torch.ops.aten.index.Tensor, torch.ops.aten._unsafe_index.Tensor
-    return func not in numbers or any(x.dtype not in (torch.int64, torch.int32) for x in tensor_tree.tensors(args[1]))
+def is_data_dependent(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return True if an operator turns values into Python values, or derives a shape from them.
+
+    The result of an index with integers has a known shape. With bools it has none.
+    """
+    if not any(tag in func.tags for tag in _DATA_DEPENDENT_TAGS):
+        return func is torch.ops.aten.is_nonzero.default  # ``bool()`` below autograd, inside of rules
+    index_ops = torch.ops.aten.index.Tensor, torch.ops.aten._unsafe_index.Tensor
+    return func not in index_ops or any(x.dtype not in (torch.int64, torch.int32) for x in tensor_tree.tensors(args[1]))
 
 
-def refuse(what: str, within: str = "") -> CaptureError:
-    """The error for a read of values."""
-    inside = f" (in {within})" if within and within != what else ""
+def value_read_error(call: str, operator: str = "") -> CaptureError:
+    """Return the error for a read of a tensor's values."""
+    inside = f" (in {operator})" if operator and operator != call else ""
     return CaptureError(
-        f"capture: {what}{inside} reads the values of a tensor into Python, or makes a shape depend on "
+        f"capture: {call}{inside} reads the values of a tensor into Python, or makes a shape depend on "
         "them, so a replay would use the recorded values. Return the tensor and read it outside of the "
         "captured function, or write the choice with torch.where and masks"
     )
 
 
-class World:
-    """Refuses calls into compiled code, in this thread: the user's into such that is not closed, and anybody's that read a
-    tensor's values. Somebody else's profiler there goes on beside (``sys.setprofile``); a compiled one (cProfile) is halted
-    meanwhile.
+def call_captured(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return ``fn(*args, **kwargs)``. The frame of this call marks the boundary between the library and the captured function."""
+    return fn(*args, **kwargs)
+
+
+class CallMonitor:
+    """Refuses impure calls of user code, and all reads of a tensor's values, in the recording thread.
+
+    It is a profile function (``sys.setprofile``). A Python profiler that is active continues. A compiled one (cProfile) pauses.
 
     Args:
-        reading: gives the name of the operation at work that would read a tensor (None: one that is not seen); None if it may.
-        setting: called when the state of a random generator is set.
-        trusted: further modules whose functions are closed.
-        wrapped: functions that compiled code would call, which is not seen.
-        codes: what the survey has looked into; functions of the user's that run without being among it go to ``ran``.
-        computing: code that is known to compute names; such as is run without being known goes to it too.
+        reading_operator: returns the running operator for a read of a tensor (None: an unknown tensor); None if it is allowed.
+        note_generator_set: is called when the state of a random generator is set.
+        trusted: further modules with pure functions.
+        compiled_callables: compiled functions that compiled code may call, which the profile function does not see.
+        codes: the code that guard discovery has looked into.
+        computing: the code that is known to compute names.
+
+    Attributes:
+        observed: user code that ran and is not in ``codes``, and code that computes names and is not in ``computing``.
     """
 
     def __init__(
         self,
-        reading: Callable[[torch.Tensor | None], str | None],
-        setting: Callable[[], None],
+        reading_operator: Callable[[torch.Tensor | None], str | None],
+        note_generator_set: Callable[[], None],
         trusted: Collection[str],
-        wrapped: Iterable[Any],
+        compiled_callables: Iterable[Any],
         codes: Collection[CodeType],
         computing: Collection[CodeType],
     ) -> None:
-        self._surveyed, self._computing = codes, computing
-        self._met: set[CodeType] = set()
-        self.ran = Ran()
-        self._reading, self._setting, self._wrapped = reading, setting, wrapped
+        self._codes, self._computing = codes, computing
+        self._seen_codes: set[CodeType] = set()
+        self.observed = ObservedCode()
+        self._reading_operator, self._note_generator_set = reading_operator, note_generator_set
+        self._compiled_callables = compiled_callables
         self._trusted = {*trusted}
-        self._known: dict[tuple[Any, str], bool] = {}  # by module or class, and name: whether it is closed
-        self._printing = 0
-        self._found: CaptureError | None = None
-        self._beside: Callable[[FrameType, str, Any], Any] | None = None  # somebody else's profiler
+        self._pure: dict[tuple[Any, str], bool] = {}  # by module or class, and name
+        self._print_depth = 0
+        self._error: CaptureError | None = None
+        self._user_profiler: Callable[[FrameType, str, Any], Any] | None = None
 
     @contextmanager
-    def refused(self) -> Iterator[None]:
-        """Inside.
+    def monitored(self) -> Iterator[None]:
+        """Monitor the calls of this thread inside of the context.
 
         Raises:
-            CaptureError: there is such a call; also at the end, if the user's code has caught it.
+            CaptureError: there is a refused call. It is raised again at the end, in case user code has caught it.
         """
-        for fn in self._wrapped:
-            if not self._is_closed(fn):
-                raise self._refusal(fn)
+        for fn in self._compiled_callables:
+            if not self._is_pure(fn):
+                raise self._impure_call_error(fn)
         profiler: Any = sys.getprofile()
-        self._beside = profiler if callable(profiler) else None
-        sys.setprofile(self._see)
+        self._user_profiler = profiler if callable(profiler) else None
+        sys.setprofile(self._profile)
         try:
             yield
         finally:
-            sys.setprofile(self._beside)
-            if profiler is not self._beside:
+            sys.setprofile(self._user_profiler)
+            if profiler is not self._user_profiler:
                 profiler.enable()
-        if self._found is not None:
-            raise self._found
+        if self._error is not None:
+            raise self._error
 
-    def _see(self, frame: FrameType, event: str, fn: Any) -> None:
-        if self._beside is not None:
-            self._beside(frame, event, fn)
+    def _profile(self, frame: FrameType, event: str, fn: Any) -> None:
+        if self._user_profiler is not None:
+            self._user_profiler(frame, event, fn)
         if event == "call":
-            if frame.f_code not in self._met:
-                self._meet(frame)
+            if frame.f_code not in self._seen_codes:
+                self._observe_code(frame)
         elif event == "c_call":
-            if fn.__name__ in _READS:
-                self._check_read(fn)
-            elif fn.__name__ in _SETS and isinstance(fn.__self__, torch.Generator):
-                self._setting()
-            if not (self._printing or self._is_closed(fn) or _is_pythons(frame, fn)) and of_user(
-                frame, fn.__name__ == "initial_seed"
+            if fn.__name__ in _VALUE_READERS:
+                self._check_value_read(fn)
+            elif fn.__name__ in _GENERATOR_SETTERS and isinstance(fn.__self__, torch.Generator):
+                self._note_generator_set()
+            if not (self._print_depth or self._is_pure(fn) or _is_internal_query(frame, fn)) and is_user_call(
+                frame, through_torch=fn.__name__ == "initial_seed"
             ):
-                self._found = self._refusal(fn)
-                raise self._found
-            self._printing += fn is print
+                self._error = self._impure_call_error(fn)
+                raise self._error
+            self._print_depth += fn is print
         elif fn is print:
-            self._printing -= 1
+            self._print_depth -= 1
 
-    def _meet(self, frame: FrameType) -> None:
-        """Code, the first time that it runs. What the library calls and no survey finds (who listens) is its own affair."""
+    def _observe_code(self, frame: FrameType) -> None:
+        """Note user code at its first run. Code that only the library calls (listeners) is not noted."""
         code = frame.f_code
-        self._met.add(code)
-        if _owner(frame) in _LIBRARY or _owner(frame) in _THROUGH or code.co_name == "<module>":
+        self._seen_codes.add(code)
+        root = _root_package(frame)
+        if root in _LIBRARIES or root in _TRANSPARENT or code.co_name == "<module>":
             return
-        if code in self._surveyed:
-            names = names_of(code)
-            if (names.computed or names.whole or names.imports) and code not in self._computing:
-                self.ran.computing.add(code)
-        elif _calls_it(frame) and of_user(frame):
-            self.ran.functions += functions_of(frame)
+        if code in self._codes:
+            names = read_code_names(code)
+            computes_names = names.computes_attributes or names.reads_any_variable or names.computes_imports
+            if computes_names and code not in self._computing:
+                self.observed.computing.add(code)
+        elif _is_below_captured(frame) and is_user_call(frame):
+            self.observed.functions += _find_functions(frame)
 
-    def _check_read(self, fn: Any) -> None:
+    def _check_value_read(self, fn: Any) -> None:
         x = fn.__self__ if isinstance(fn.__self__, torch.Tensor) else None
-        if (x is not None or "dlpack" in fn.__name__) and (within := self._reading(x)) is not None:
-            self._found = refuse(f"Tensor.{fn.__name__}()", within)
-            raise self._found
+        if (x is not None or "dlpack" in fn.__name__) and (operator := self._reading_operator(x)) is not None:
+            self._error = value_read_error(f"Tensor.{fn.__name__}()", operator)
+            raise self._error
 
-    def _refusal(self, fn: Any) -> CaptureError:
+    def _impure_call_error(self, fn: Any) -> CaptureError:
+        name = f"{_module_of(fn)}.{getattr(fn, '__qualname__', fn.__name__)}"
         return CaptureError(
-            f"capture: the function calls {_shown(fn)}, compiled code that may return something else at the "
+            f"capture: the function calls {name}, compiled code that may return something else at the "
             "next call (the time, the content of a file), and a replay would not see that. Call it outside "
             "and pass its result, or declare that it depends on its arguments only: capture(fn, "
             f"trusted=[{_module_of(fn)!r}])"
         )
 
-    def _is_closed(self, fn: Any) -> bool:
-        at = fn.__module__ if type(fn.__module__) is str else _class_of(fn)
-        known = self._known.get((at, fn.__name__))
-        if known is None:
+    def _is_pure(self, fn: Any) -> bool:
+        owner = fn.__module__ if type(fn.__module__) is str else _class_of(fn)
+        is_pure = self._pure.get((owner, fn.__name__))
+        if is_pure is None:
             module = _module_of(fn)
-            root = _root(module)
-            closed = root in _CLOSED and fn.__name__ not in _OPEN and fn.__name__ in _DOING.get(root, (fn.__name__,))
-            closed = closed and not issubclass(_class_of(fn), _KEEPING)
-            known = self._known[at, fn.__name__] = closed or not self._trusted.isdisjoint((module, _root(module)))
-        return known
+            root = _root_of(module)
+            is_pure = root in _PURE_MODULES and fn.__name__ not in _IMPURE_FUNCTIONS
+            is_pure = is_pure and fn.__name__ in _PURE_FUNCTIONS.get(root, (fn.__name__,))
+            is_pure = is_pure and not issubclass(_class_of(fn), _STATEFUL_TORCH_TYPES)
+            is_pure = is_pure or not self._trusted.isdisjoint((module, root))
+            self._pure[owner, fn.__name__] = is_pure
+        return is_pure
 
 
-def of_user(frame: FrameType | None, by_torch: bool = False) -> bool:
-    """Whether the user's code asks, by itself or through libraries that hand on what they find; not what the collector calls,
-    at any time."""
+def is_user_call(frame: FrameType | None, through_torch: bool = False) -> bool:
+    """Return True if user code makes the call, itself or through libraries that return their results to it.
+
+    Finalizers and callbacks of the garbage collector may run at any time. They do not count.
+
+    Args:
+        frame: of the caller.
+        through_torch: whether torch also counts as such a library.
+    """
     owner: str | None = None
-    collecting = {getattr(callback, "__code__", None) for callback in gc.callbacks}
+    gc_callbacks = {getattr(callback, "__code__", None) for callback in gc.callbacks}
     while frame is not None:
-        if frame.f_code in collecting or frame.f_code.co_name == "__del__":
+        if frame.f_code in gc_callbacks or frame.f_code.co_name == "__del__":
             return False
-        root = _owner(frame)
-        if root in _TELLING:
+        root = _root_package(frame)
+        if root in _NOT_RETURNING:
             return False
-        if owner is None and root not in _THROUGH and not (by_torch and root == "torch"):
+        if owner is None and root not in _TRANSPARENT and not (through_torch and root == "torch"):
             owner = root
-            if owner in _LIBRARY:
+            if owner in _LIBRARIES:
                 return False
         frame = frame.f_back
     return owner is not None
 
 
-def _owner(frame: FrameType) -> str:
+def _root_package(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__") or "").partition(".")[0]
 
 
-def _calls_it(frame: FrameType | None) -> bool:
-    """Whether the captured function calls this, and not the library."""
-    while frame is not None and _owner(frame) != "dtensor":
+def _is_below_captured(frame: FrameType | None) -> bool:
+    """Return True if the captured function makes the call, and no code of the library in between."""
+    while frame is not None and _root_package(frame) != "dtensor":
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_name == "_called"  # Recording._called
+    return frame is not None and frame.f_code is call_captured.__code__
 
 
-def _is_pythons(frame: FrameType, fn: Any) -> bool:
-    """Whether the standard library asks the process for itself, as ``inspect`` how deep calls may be."""
-    return _owner(frame) in _THROUGH and _root(_module_of(fn)) in _DOING
+def _is_internal_query(frame: FrameType, fn: Any) -> bool:
+    """Return True if the standard library itself asks for facts of the process, as ``inspect`` asks for the recursion limit."""
+    return _root_package(frame) in _TRANSPARENT and _root_of(_module_of(fn)) in _PURE_FUNCTIONS
 
 
-def functions_of(frame: FrameType) -> list[FunctionType]:
-    """Those that this may be a call of."""
-    code, held = frame.f_code, frame.f_locals
+def _find_functions(frame: FrameType) -> list[FunctionType]:
+    """Return the functions that the frame may be a call of: those with its code and the same closure variables."""
+    code, local_vars = frame.f_code, frame.f_locals
     return [
         fn
         for fn in gc.get_referrers(code)
         if isinstance(fn, FunctionType)
         and fn.__code__ is code
         and all(
-            contents(cell) is held.get(name, MISSING) for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True)
+            cell_contents(cell) is local_vars.get(name, MISSING)
+            for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True)
         )
     ]
 
 
-def _root(module: str) -> str:
+def _root_of(module: str) -> str:
     return module.partition(".")[0].lstrip("_")
 
 
 def _class_of(fn: Any) -> type:
-    """The class that a method of compiled code is called on."""
+    """Return the class that a compiled method is called on."""
     owner = getattr(fn, "__self__", None)
     return owner if isinstance(owner, type) else getattr(fn, "__objclass__", type(owner))
 
 
 def _module_of(fn: Any) -> str:
-    """Where a function of compiled code, or the class that has it, stands."""
+    """Return the module of a compiled function, or of the class that defines it."""
     if type(fn.__module__) is str:
         return str(fn.__module__)
     kind = _class_of(fn)
-    return str(next((base for base in kind.__mro__ if isinstance(vars(base).get(fn.__name__), _COMPILED)), kind).__module__)
+    definers = (base for base in kind.__mro__ if isinstance(vars(base).get(fn.__name__), _COMPILED_TYPES))
+    return str(next(definers, kind).__module__)
 
 
-def _shown(fn: Any) -> str:
-    return f"{_module_of(fn)}.{getattr(fn, '__qualname__', fn.__name__)}"
-
-
-class Unvarying:
-    """Memory that holds the same at every replay, since it was made of Python values alone: reading it decides nothing anew."""
+class ConstantStorages:
+    """Memory that holds the same values at every replay, because it was computed from Python values only. It may be read."""
 
     def __init__(self) -> None:
         self._storages: set[int] = set()
 
-    def holds(self, variables: Iterable[Var]) -> bool:
-        """Whether all of these are such memory, and there are some."""
-        found = {var.storage for var in variables}
-        return bool(found) and found <= self._storages
+    def hold(self, variables: Iterable[Var]) -> bool:
+        """Return True if there are variables, and all of them are in constant memory."""
+        storages = {var.storage for var in variables}
+        return bool(storages) and storages <= self._storages
 
-    def made(self, var: Var) -> None:
-        """A tensor made of Python numbers."""
+    def add(self, var: Var) -> None:
+        """Add the memory of a tensor made of Python numbers."""
         self._storages.add(var.storage)
 
-    def after(self, step: Step) -> None:
-        """What a step makes and writes to; what a site does with what it is given is its own affair."""
-        given = {var.storage for var in step.inputs}
-        if step.keep or step.site or not given <= self._storages:
-            self._storages -= given if step.site else step.writes
+    def update(self, step: Step) -> None:
+        """Add or remove the memory that a step makes or writes. A library operation may write to all of its arguments."""
+        inputs = {var.storage for var in step.inputs}
+        if step.required or step.is_library_op or not inputs <= self._storages:
+            self._storages -= inputs if step.is_library_op else step.writes
         else:
             self._storages |= {var.storage for var in step.outputs}

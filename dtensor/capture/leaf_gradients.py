@@ -1,8 +1,9 @@
-"""Tensors that calls leave for later ones: ``.grad`` of the tensors that a function reads (a whole step finds gradients there,
-adds to them, takes them away), and what units of data parallelism keep until gradients are reduced.
+"""Leaf gradients: the ``.grad`` of tensors that the function reads, and other state that one call leaves for the next.
 
-What matters of them for a replay is known after the run: nothing, if no Python code looked at ``.grad`` and no backward pass
-accumulated; else whether each leaf has a gradient, of which layout, and who listens to it.
+A captured training step finds gradients, adds to them and clears them. Units of data parallelism keep unreduced gradients.
+
+The guards on gradients are known after the run. There are none if no Python code read ``.grad`` and no backward pass accumulated.
+Otherwise a replay checks whether each leaf has a gradient, its layout, and the hooks on the leaf.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ from ..errors import CaptureError
 from ..tensor.dtensor import DTensor
 from ..tensor.leaf_gradients import grad_placements_of
 from ..tensor.redistribute_many import redistribute_many
-from .impure_calls import of_user
-from .signature import described, picking
+from .float_provenance import FloatTracer
+from .impure_calls import is_user_call
+from .signature import describe_tensor, make_picker
 
-_GRAD, _LAYOUT, _BEFORE, _AFTER = map(attrgetter, ("grad", "_layout", "_backward_hooks", "_post_accumulate_grad_hooks"))
-_PLACE: Any = TensorBase.grad
-# While torch.autograd.grad runs, the mode does not see what hooks look at.
-_LOOKS = frozenset((_PLACE.__get__, _PLACE.__set__, _PLACE.__delete__, torch.autograd.grad))
-_RUNS: Any = frozenset(
+_GRAD, _LAYOUT, _PRE_HOOKS, _POST_HOOKS = map(attrgetter, ("grad", "_layout", "_backward_hooks", "_post_accumulate_grad_hooks"))
+_GRAD_PROPERTY: Any = TensorBase.grad
+# Functions that read or write gradients. While torch.autograd.grad runs, the mode does not see what hooks read.
+_GRAD_FUNCTIONS = frozenset((_GRAD_PROPERTY.__get__, _GRAD_PROPERTY.__set__, _GRAD_PROPERTY.__delete__, torch.autograd.grad))
+# Functions that run, read or add hooks.
+_HOOK_FUNCTIONS: Any = frozenset(
     (
         torch.autograd.grad,
         torch.Tensor.register_hook,
@@ -39,10 +42,8 @@ _RUNS: Any = frozenset(
         *(getattr(TensorBase, name).__get__ for name in ("_backward_hooks", "_post_accumulate_grad_hooks")),
     )
 )
-
-
-# What is one call's affair, or one rank's: how often a tensor was written to, where it lies, what it is a view of.
-_MEMORY: Any = frozenset(
+# Functions with results that differ between calls or ranks: versions, addresses, view relations.
+_MEMORY_FUNCTIONS: Any = frozenset(
     (
         *(getattr(TensorBase, name) for name in ("data_ptr", "storage_offset", "untyped_storage", "_is_view", "is_set_to")),
         *(getattr(TensorBase, name).__get__ for name in ("_version", "_base", "_cdata", "_post_accumulate_grad_hooks")),
@@ -51,174 +52,181 @@ _MEMORY: Any = frozenset(
 )
 
 
-class Guarded(NamedTuple):
-    """Leaves by their numbers in the survey, and what a replay takes for granted of each: its gradient's kind, and its hooks
-    where a backward pass inside of the run may have called them.
+class GradGuards(NamedTuple):
+    """Guards on the gradients of leaves and on library state, checked before a replay.
 
     Attributes:
-        pick: gives the leaves, of the tensors of a survey.
-        layouts: of gradients; of a plain one its metadata.
-        between: what the library keeps for later calls; ``forms`` of it, tensors aside.
+        numbers: of the leaves, in the guard set.
+        hooks: ids of the hooks on the leaves; None if no backward pass of the run may have called them.
+        grad_kinds: for each gradient its layout, the metadata of a plain one, or None.
+        pick_leaves: picks the leaves of the tensors of a guard set.
+        library_states: state that the library keeps from one call for the next.
+        state_kinds: these states without their tensors.
     """
 
     numbers: tuple[int, ...] = ()
     hooks: tuple[list[Any], ...] | None = None
-    layouts: list[Any] = []  # noqa: RUF012  never written to
-    pick: Callable[[Sequence[Any]], Sequence[Any]] = picking(())
-    between: Sequence[Between] = ()
-    forms: list[Any] = []  # noqa: RUF012  as above
+    grad_kinds: list[Any] = []  # noqa: RUF012  never written to
+    pick_leaves: Callable[[Sequence[Any]], Sequence[Any]] = make_picker(())
+    library_states: Sequence[Between] = ()
+    state_kinds: list[Any] = []  # noqa: RUF012  never written to
 
-    def gradients(self, tensors: Sequence[Any]) -> list[Any] | None:
-        """The leaves' gradients, and the tensors that are kept between calls; None if it is not so."""
-        leaves = self.pick(tensors)
-        with DisableTorchFunctionSubclass():  # of which each getter asks the class otherwise
+    def get_gradients(self, tensors: Sequence[Any]) -> list[Any] | None:
+        """Return the gradients of the leaves, then the tensors of the library states; None if a guard fails."""
+        leaves = self.pick_leaves(tensors)
+        with DisableTorchFunctionSubclass():  # otherwise each getter calls __torch_function__ of the class
             found = [*map(_GRAD, leaves)]
-        if any(self.between):
-            found += tensor_tree.tensors([[*kept.values()] for kept in self.between])
-        if [*map(_form, self.between)] != self.forms:
+        if any(self.library_states):
+            found += tensor_tree.tensors([[*state.values()] for state in self.library_states])
+        if [*map(_state_kind, self.library_states)] != self.state_kinds:
             return None
-        held = _kinds(found) == self.layouts and (self.hooks is None or hooks_of(leaves) == self.hooks)
-        return found if held else None
+        holds = _grad_kinds(found) == self.grad_kinds and (self.hooks is None or _hook_ids(leaves) == self.hooks)
+        return found if holds else None
 
 
-def _form(kept: Between) -> Any:
-    """What is kept, without tensors."""
-    if not kept:
+def _state_kind(state: Between) -> Any:
+    """Return a library state without its tensors."""
+    if not state:
         return None
-    leaves, tree = pytree.tree_flatten(dict(kept))
+    leaves, tree = pytree.tree_flatten(dict(state))
     return tree, [None if isinstance(x, torch.Tensor) else x for x in leaves]
 
 
-def _kinds(grads: Sequence[Any]) -> list[Any]:
+def _grad_kinds(grads: Sequence[Any]) -> list[Any]:
     if {*map(type, grads)} == {DTensor}:
         return [*map(_LAYOUT, grads)]
-    return [None if grad is None else grad._layout if type(grad) is DTensor else described(grad) for grad in grads]
+    return [None if grad is None else grad._layout if type(grad) is DTensor else describe_tensor(grad) for grad in grads]
 
 
-def hooks_of(leaves: Sequence[Any]) -> tuple[list[Any], ...]:
-    """The numbers of the hooks on leaves; torch never uses one again."""
-    return _keys(map(_BEFORE, leaves)), _keys(map(_AFTER, leaves))
+def _hook_ids(leaves: Sequence[Any]) -> tuple[list[Any], ...]:
+    """Return the ids of the hooks on leaves. Torch never uses an id again."""
+
+    def ids(hooks: Iterable[Any]) -> list[Any]:
+        tables = [*hooks]
+        return [tuple(table or ()) for table in tables] if any(tables) else []
+
+    return ids(map(_PRE_HOOKS, leaves)), ids(map(_POST_HOOKS, leaves))
 
 
-def _keys(hooks: Iterable[Any]) -> list[Any]:
-    found = [*hooks]
-    return [tuple(held or ()) for held in found] if any(found) else []
+def set_carried_state(state: Between, values: Mapping[Any, Any]) -> None:
+    """Replace what the library keeps for later calls."""
+    state.clear()
+    state.update(values)
 
 
-def put(kept: Between, values: Mapping[Any, Any]) -> None:
-    """Have this kept for later calls."""
-    kept.clear()
-    kept.update(values)
-
-
-class Leaves:
-    """The leaves of one recorded run.
+class LeafGradients:
+    """The gradients of the leaves of one recorded run.
 
     Attributes:
-        accumulated: numbers of those that a backward pass inside of the run gave a gradient.
-        looked: addresses of tensors that a torch function was called on, ``x.shape`` and the like among them.
-        touched: whether anything of the run depends on gradients that were there, or changes them;
-        hooked: on hooks, because a backward pass may have called them, or code looked at them.
+        accumulated: numbers of the leaves that a backward pass inside of the run gave a gradient.
+        looked_at: addresses of tensors that were passed to a torch function, such as ``x.shape``.
+        are_used: whether the run depends on gradients from before, or changes them.
+        hooks_are_used: whether the run depends on hooks: a backward pass may have called them, or code read them.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], between: Sequence[Between]) -> None:
-        self._between = [(kept, dict(kept)) for kept in between]
+    def __init__(self, tensors: Sequence[torch.Tensor], library_states: Sequence[Between]) -> None:
+        self._states = [(state, dict(state)) for state in library_states]
         self._leaves = {number: x for number, x in enumerate(tensors) if x.requires_grad and x.is_leaf}
         leaves = [*self._leaves.values()]
         self._before = {number: x.grad for number, x in self._leaves.items()}
-        numbers, forms = tuple(self._leaves), [*map(_form, between)]
-        self._known = Guarded(numbers, hooks_of(leaves), _kinds(self.gradients()), picking(numbers), between, forms)
+        numbers, kinds = tuple(self._leaves), [*map(_state_kind, library_states)]
+        self._guards = GradGuards(
+            numbers, _hook_ids(leaves), _grad_kinds(self.before()), make_picker(numbers), library_states, kinds
+        )
         self.accumulated: set[int] = set()
-        self.looked: set[int] = set()
-        self.touched = self.hooked = False
+        self.looked_at: set[int] = set()
+        self.are_used = self.hooks_are_used = False
 
-    def gradients(self) -> list[torch.Tensor | None]:
-        """Those that were there before the run, of each leaf; then what was kept by calls before."""
-        return [*self._before.values(), *tensor_tree.tensors([[*before.values()] for _, before in self._between])]
+    def before(self) -> list[torch.Tensor | None]:
+        """Return the gradient of each leaf before the run, then the tensors of the library states."""
+        return [*self._before.values(), *tensor_tree.tensors([[*values.values()] for _, values in self._states])]
 
-    def number(self, place: int) -> int | None:
-        """Of a leaf, in the survey; None for what was kept."""
-        return self._known.numbers[place] if place < len(self._known.numbers) else None
+    def leaf_number(self, place: int) -> int | None:
+        """Return the number in the guard set of the leaf with this gradient; None for a tensor of a library state."""
+        return self._guards.numbers[place] if place < len(self._guards.numbers) else None
 
-    def left(self) -> list[tuple[Between, list[Any], Any]]:
-        """What is kept for later calls, where that is not what was: its leaves, and how they are nested."""
-        changed = [kept for kept, before in self._between if [*map(id, kept.values())] != [*map(id, before.values())]]
-        return [(kept, *pytree.tree_flatten(dict(kept))) for kept in changed]
+    def changed_states(self) -> list[tuple[Between, list[Any], Any]]:
+        """Return the library states that the run has changed, with their leaves and tree."""
+        changed = [state for state, before in self._states if [*map(id, state.values())] != [*map(id, before.values())]]
+        return [(state, *pytree.tree_flatten(dict(state))) for state in changed]
 
-    def changed(self) -> dict[int, torch.Tensor | None]:
-        """The gradients of leaves that have another one than before, or none."""
-        found = {number: x.grad for number, x in self._leaves.items() if x.grad is not self._before[number]}
-        self.touched |= bool(found)
-        return found
+    def replaced(self) -> dict[int, torch.Tensor | None]:
+        """Return the gradients, by number of the leaf, that are another object than before, or None."""
+        replaced = {number: x.grad for number, x in self._leaves.items() if x.grad is not self._before[number]}
+        self.are_used |= bool(replaced)
+        return replaced
 
-    def put_back(self) -> None:
-        """What was there before the run."""
+    def restore(self) -> None:
+        """Restore the gradients and library states from before the run."""
         for number, x in self._leaves.items():
             x.grad = self._before[number]
-        for kept, before in self._between:
-            put(kept, before)
+        for state, before in self._states:
+            set_carried_state(state, before)
 
-    def guards(self) -> Guarded:
-        """What a replay must find."""
-        if self.hooked or self.accumulated:
-            return self._known
-        if self.touched or not self._between:
-            return self._known._replace(hooks=None) if self.touched else Guarded()
-        kept = self.gradients()[len(self._leaves) :]  # kept by calls before
-        return Guarded(layouts=_kinds(kept), between=self._known.between, forms=self._known.forms)
+    def make_guards(self) -> GradGuards:
+        """Return the guards that a replay must check. Call it after the run."""
+        if self.hooks_are_used or self.accumulated:
+            return self._guards
+        if self.are_used or not self._states:
+            return self._guards._replace(hooks=None) if self.are_used else GradGuards()
+        state_tensors = self.before()[len(self._leaves) :]
+        return GradGuards(
+            grad_kinds=_grad_kinds(state_tensors),
+            library_states=self._guards.library_states,
+            state_kinds=self._guards.state_kinds,
+        )
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Inside, it is seen who looks at ``.grad`` and which leaves get gradients."""
+        """Inside of the context, note the code that reads ``.grad`` and the leaves that get gradients."""
         self._thread = get_ident()
         with ExitStack() as stack:
             for number, x in self._leaves.items():
-                stack.callback(x.register_post_accumulate_grad_hook(self._noting(number)).remove)
-            stack.enter_context(_Looking(self))
+                stack.callback(x.register_post_accumulate_grad_hook(self._make_hook(number)).remove)
+            stack.enter_context(_GradAccessMode(self))
             yield
 
-    def _noting(self, number: int) -> Callable[[Any], None]:
-        def note(_: Any) -> None:
-            if current() is not None or get_ident() == self._thread:  # not of another thread's backward pass
+    def _make_hook(self, number: int) -> Callable[[Any], None]:
+        def note_accumulation(_: Any) -> None:
+            if current() is not None or get_ident() == self._thread:  # not another thread's backward pass
                 self.accumulated.add(number)
 
-        return note
+        return note_accumulation
 
 
-class _Looking(TorchFunctionMode):
-    """In this thread."""
+class _GradAccessMode(TorchFunctionMode):
+    """Notes accesses to gradients and hooks in this thread, and refuses reads of a tensor's memory."""
 
-    def __init__(self, leaves: Leaves) -> None:
-        self._leaves = leaves
+    def __init__(self, gradients: LeafGradients) -> None:
+        self._gradients = gradients
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _MEMORY and of_user(_asking()):
+        if func in _MEMORY_FUNCTIONS and is_user_call(_calling_frame()):
+            name = getattr(getattr(func, "__self__", func), "__name__", func)
             raise CaptureError(
-                f"capture: the function reads {_named(func)} of a tensor, which differs between calls or ranks; "
+                f"capture: the function reads {name} of a tensor, which differs between calls or ranks; "
                 "read it outside of the captured function"
             )
-        if func in _LOOKS:
-            self._leaves.touched = True
-        if func in _RUNS:
-            self._leaves.touched = self._leaves.hooked = True
-        self._leaves.looked.update(id(x) for x in args if isinstance(x, torch.Tensor))
+        if func in _GRAD_FUNCTIONS:
+            self._gradients.are_used = True
+        if func in _HOOK_FUNCTIONS:
+            self._gradients.are_used = self._gradients.hooks_are_used = True
+        self._gradients.looked_at.update(id(x) for x in args if isinstance(x, torch.Tensor))
         return func(*args, **(kwargs or {}))
 
 
-def _asking() -> Any:
-    """The frame that calls a torch function, past those of modes."""
+def _calling_frame() -> Any:
+    """Return the frame that calls a torch function, behind the frames of function modes."""
     frame: Any = sys._getframe(2)
-    while frame is not None and frame.f_code.co_name in ("__torch_function__", "called"):
+    while frame is not None and (
+        frame.f_code.co_name == "__torch_function__" or frame.f_code is FloatTracer.call_with_floats.__code__
+    ):
         frame = frame.f_back
     return frame
 
 
-def _named(func: Any) -> str:
-    return str(getattr(getattr(func, "__self__", func), "__name__", func))
-
-
-def leaves_of(roots: list[torch.Tensor]) -> dict[int, Any]:
-    """By address the leaves, and the nodes, that the history of ``roots`` reaches."""
+def reachable_from(roots: list[torch.Tensor]) -> dict[int, Any]:
+    """Return the autograd nodes and leaves in the history of ``roots``, by address."""
     reached: dict[int, Any] = {}
     nodes: list[Any] = [x.grad_fn if x.grad_fn is not None else x for x in roots]
     while nodes:
@@ -235,31 +243,32 @@ def leaves_of(roots: list[torch.Tensor]) -> dict[int, Any]:
 
 
 @contextmanager
-def without_hooks(leaves: list[Any]) -> Iterator[None]:
-    """The users' hooks run when the gradients are accumulated, not when they are computed."""
-    held = [(x, x._backward_hooks) for x in leaves]
-    for x, hooks in held:
+def suspend_hooks(leaves: list[Any]) -> Iterator[None]:
+    """Remove the user's hooks inside of the context. They run when gradients are accumulated, not when they are computed."""
+    saved = [(x, x._backward_hooks) for x in leaves]
+    for x, hooks in saved:
         if hooks is not None:
             x._backward_hooks = None
     try:
         yield
     finally:
-        for x, hooks in held:
+        for x, hooks in saved:
             if hooks is not None:
                 x._backward_hooks = hooks
 
 
-def arrived(given: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-    """Gradients on their way to what was given: where that is a leaf, as the leaf's gradients lie."""
-    found = list(gradients)
-    moving = [place for place, (x, gradient) in enumerate(zip(given, gradients, strict=True)) if _differs(x, gradient)]
-    wanted = [grad_placements_of(given[place]) for place in moving]
-    for place, moved in zip(moving, redistribute_many([gradients[place] for place in moving], wanted), strict=True):
-        found[place] = moved
-    return found
+def redistribute_leaf_gradients(inputs: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+    """Return the gradients; those of leaves in the placements that the leaf's ``.grad`` has."""
+    result = list(gradients)
+    places = [place for place, (x, gradient) in enumerate(zip(inputs, gradients, strict=True)) if _differs(x, gradient)]
+    targets = [grad_placements_of(inputs[place]) for place in places]
+    for place, gradient in zip(places, redistribute_many([gradients[place] for place in places], targets), strict=True):
+        result[place] = gradient
+    return result
 
 
-def _differs(given: Any, gradient: Any) -> bool:
-    if not isinstance(gradient, DTensor) or "_grad_layout" not in given.__dict__ or given.grad_fn is not None:
+def _differs(x: Any, gradient: Any) -> bool:
+    """Return True if ``gradient`` has other placements than the ``.grad`` of the leaf ``x``."""
+    if not isinstance(gradient, DTensor) or "_grad_layout" not in x.__dict__ or x.grad_fn is not None:
         return False
-    return gradient._layout.mesh == given._layout.mesh and gradient._layout.placements != grad_placements_of(given)
+    return gradient._layout.mesh == x._layout.mesh and gradient._layout.placements != grad_placements_of(x)

@@ -1,4 +1,7 @@
-"""How a replay makes what the function returned: new tensors, the very tensors that were given, and views of either."""
+"""Outputs of a replay: descriptions of the tensors that the function returned.
+
+A returned tensor is a new tensor that the tape computes, an input tensor, or a view of one of these.
+"""
 
 from __future__ import annotations
 
@@ -15,187 +18,208 @@ from ..layout.layout import Layout
 from ..tensor.dtensor import DTensor
 from ..tensor.views.block_owners import locals_of
 from ..tensor.views.lazy_view import RemoteView
-from .float_provenance import Number, plain
-from .object_ownership import VALUES
+from .float_provenance import TracedFloat, to_plain_float
+from .guards.object_ownership import VALUES
 from .recorder import Recorder
 from .tape import Var
 
 ARG, ENV, GRAD = range(3)
 
 
-class Given(NamedTuple):
-    """A tensor by number: among the arguments (``ARG``) or in the survey (``ENV``), or a leaf's gradient (``GRAD``)."""
+class InputRef(NamedTuple):
+    """An input tensor: ``kind`` and ``number``.
+
+    ``number`` counts the arguments (``ARG``), the tensors that the function reads otherwise (``ENV``), or the gradients of leaves
+    among the latter (``GRAD``).
+    """
 
     kind: int
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class Constant:
+class ConstantOutput:
     """A Python value."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True)
-class LocalOf:
-    """The local of a given tensor, as ``to_local`` gives it."""
+class LocalOutput:
+    """The local tensor of an input, as ``to_local`` returns it."""
 
-    given: Given
-
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """A tensor that the tape computes: number ``base`` of them."""
-
-    base: int
+    ref: InputRef
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
-    """A ``PerRank`` of tensors that the tape computes."""
+class ComputedOutput:
+    """A tensor that the tape computes, by its number among the computed tensors."""
 
-    bases: tuple[int, ...]
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
-class View:
-    """View operations on a tensor, one after the other: (overload, place in its results, arguments after the first, keywords)."""
+class PerRankOutput:
+    """A ``PerRank`` of computed tensors."""
 
-    root: Given | Made
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ViewOutput:
+    """A view of an input or of a computed tensor.
+
+    ``chain`` has, for each view operation in order: the overload, the index in its results (None: a single result), the arguments
+    after the first, and the keyword arguments.
+    """
+
+    root: InputRef | ComputedOutput
     chain: tuple[tuple[Any, int | None, tuple[Any, ...], dict[str, Any]], ...]
 
 
-Result: TypeAlias = Given | Constant | LocalOf | Made | Joined | View
-Kept: TypeAlias = tuple[Between, tuple[Result, ...], Any]  # where, its leaves, and how they are nested
+Output: TypeAlias = InputRef | ConstantOutput | LocalOutput | ComputedOutput | PerRankOutput | ViewOutput
+CarriedOutput: TypeAlias = tuple[Between, tuple[Output, ...], Any]  # the library state to set, its leaves, their tree
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
-    """A tensor that the tape computes: its locals, its layout (None: a plain tensor), whether it has a gradient."""
+class ComputedTensor:
+    """A tensor that the tape computes; ``layout`` is None for a plain tensor."""
 
     locals: tuple[Var, ...]
     layout: Layout | None
     requires_grad: bool
 
 
-class Sorter:
-    """Sorts the leaves of what the function returned."""
+class OutputClassifier:
+    """Describes each leaf of what the recorded run returned, and collects the computed tensors.
+
+    Args:
+        recorder: of the run.
+        inputs: the input tensors, by address.
+        input_locals: the local values of input DTensors, by address.
+        input_storages: storage numbers of the inputs.
+        is_spent: returns True if a backward pass inside of the run has already used a tensor's history.
+
+    Attributes:
+        computed: the descriptions of the computed tensors.
+        tensors: the tensors of the recorded run, one for each description.
+    """
 
     def __init__(
         self,
         recorder: Recorder,
-        given: dict[int, Given],
-        locals_of_given: dict[int, Given],
-        storages: set[int],
-        spent: Callable[[torch.Tensor], bool],
+        inputs: dict[int, InputRef],
+        input_locals: dict[int, InputRef],
+        input_storages: set[int],
+        is_spent: Callable[[torch.Tensor], bool],
     ) -> None:
-        self.recorder, self.given, self.locals_of_given, self.storages = recorder, given, locals_of_given, storages
-        self.spent = spent  # whether a tensor's history is used up
-        self.bases: list[Base] = []
-        self.tensors: list[Any] = []  # of the recorded run, one for each base
+        self.recorder, self.inputs, self.input_locals = recorder, inputs, input_locals
+        self.input_storages, self.is_spent = input_storages, is_spent
+        self.computed: list[ComputedTensor] = []
+        self.tensors: list[Any] = []
         self._numbers: dict[int, int] = {}
 
-    def sort(self, leaves: list[Any]) -> list[Result]:
-        """How each leaf is made."""
-        shared = self._shared(leaves)
-        return [self._one(leaf, shared) for leaf in leaves]
+    def classify(self, leaves: list[Any]) -> list[Output]:
+        """Return the description of each leaf."""
+        shared = self._shared_storages(leaves)
+        return [self._classify_leaf(leaf, shared) for leaf in leaves]
 
-    def local_of(self, x: Any) -> int:
-        """The number of what the tape computes as the local of a tensor that was there before.
+    def add_rebound_local(self, x: Any) -> int:
+        """Return the number of the computed tensor that becomes the local tensor of ``x``, a tensor from before the run.
 
         Raises:
-            CaptureError: it is another tensor's too.
+            CaptureError: its memory is also the memory of another tensor.
         """
-        found = self._vars(x)
-        known = self.storages | {var.storage for base in self.bases for var in base.locals}
+        found = self._vars_of(x)
+        known = self.input_storages | {var.storage for tensor in self.computed for var in tensor.locals}
         if any(var.storage in known for var in found):
             raise CaptureError(
                 "capture: the function makes one of its variables share memory with another tensor (x.data = y); "
                 "write to it in place: x.copy_(y)"
             )
-        return self._base(x, found)
+        return self._add_computed(x, found)
 
-    def _shared(self, leaves: list[Any]) -> set[int]:
-        """Memory that several different results show, or the given tensors."""
+    def _shared_storages(self, leaves: list[Any]) -> set[int]:
+        """Return the storages of the inputs, and those that several different leaves share."""
         seen: dict[int, int] = {}
-        shared = set(self.storages)
+        shared = set(self.input_storages)
         for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and id(leaf) not in self.given:
-                for var in self._vars(leaf):
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in self.inputs:
+                for var in self._vars_of(leaf):
                     if seen.setdefault(var.storage, id(leaf)) != id(leaf):
                         shared.add(var.storage)
         return shared
 
-    def _vars(self, x: Any) -> tuple[Var, ...]:
-        found = tuple(map(self.recorder.find, locals_of(x)))
+    def _vars_of(self, x: Any) -> tuple[Var, ...]:
+        found = tuple(map(self.recorder.find_var, locals_of(x)))
         if any(var is None for var in found):
             raise CaptureError(
                 "capture: the function returns a tensor that is neither an argument nor computed by it; pass it as an argument"
             )
         return found  # type: ignore[return-value]  # none is None
 
-    def _one(self, leaf: Any, shared: set[int]) -> Result:
-        if type(leaf) is Number:
-            self.bases.append(Base((leaf.var,), None, False))
-            self.tensors.append(plain(leaf))
-            return Made(len(self.bases) - 1)
+    def _classify_leaf(self, leaf: Any, shared: set[int]) -> Output:
+        if type(leaf) is TracedFloat:
+            self.computed.append(ComputedTensor((leaf.var,), None, False))
+            self.tensors.append(to_plain_float(leaf))
+            return ComputedOutput(len(self.computed) - 1)
         if not isinstance(leaf, torch.Tensor):
             if isinstance(leaf, VALUES) or leaf is Ellipsis:
-                return Constant(leaf)
+                return ConstantOutput(leaf)
             raise CaptureError(
                 f"capture: the function returns a {type(leaf).__name__}, and a replay cannot make a new one; "
                 "return tensors, numbers and containers of them"
             )
-        if id(leaf) in self.given:
-            return self.given[id(leaf)]
-        if id(leaf) in self.locals_of_given:
-            return LocalOf(self.locals_of_given[id(leaf)])
-        variables = self._vars(leaf)
+        if id(leaf) in self.inputs:
+            return self.inputs[id(leaf)]
+        if id(leaf) in self.input_locals:
+            return LocalOutput(self.input_locals[id(leaf)])
+        variables = self._vars_of(leaf)
         aliases = isinstance(leaf, RemoteView) or any(var.storage in shared for var in variables)
         if not aliases:
             if isinstance(leaf, PerRank):
-                return Joined(tuple(self._base(shard, (var,)) for shard, var in zip(leaf.shards, variables, strict=True)))
-            return Made(self._base(leaf, variables))
-        root, chain = self._chain(leaf)
-        if id(root) in self.given:
-            return View(self.given[id(root)], chain) if chain else self.given[id(root)]
-        if any(var.storage in self.storages for var in self._vars(root)) or not isinstance(root, DTensor):
+                pairs = zip(leaf.shards, variables, strict=True)
+                return PerRankOutput(tuple(self._add_computed(shard, (var,)) for shard, var in pairs))
+            return ComputedOutput(self._add_computed(leaf, variables))
+        root, chain = self._trace_view(leaf)
+        if id(root) in self.inputs:
+            return ViewOutput(self.inputs[id(root)], chain) if chain else self.inputs[id(root)]
+        if any(var.storage in self.input_storages for var in self._vars_of(root)) or not isinstance(root, DTensor):
             raise CaptureError(
                 f"capture: the function returns a tensor of shape {tuple(leaf.shape)} that shares its memory with an argument, a "
                 "variable of the function or another result in a way that a replay cannot follow; return x.clone()"
             )
-        number = self._base(root, self._vars(root))
-        return View(Made(number), chain) if chain else Made(number)
+        computed = ComputedOutput(self._add_computed(root, self._vars_of(root)))
+        return ViewOutput(computed, chain) if chain else computed
 
-    def _chain(self, leaf: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...]]:
-        """The tensor that ``leaf`` is a view of, and the operations in between."""
+    def _trace_view(self, leaf: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...]]:
+        """Return the tensor that ``leaf`` is a view of, and the chain of view operations from it to ``leaf``."""
         chain: list[Any] = []
-        while id(leaf) not in self.given and id(leaf) in self.recorder.views:
+        while id(leaf) not in self.inputs and id(leaf) in self.recorder.views:
             _, (func, place), args, kwargs = self.recorder.views[id(leaf)]
             if leaf.requires_grad and not args[0].requires_grad:
-                break  # a view below autograd (see folded.py): a result of its own
+                break  # a view that was made below autograd: a result of its own
             chain.append((func, place, args[1:], kwargs))
             leaf = args[0]
         return leaf, tuple(reversed(chain))
 
-    def _base(self, x: Any, variables: tuple[Var, ...]) -> int:
-        number = self._numbers.setdefault(id(x), len(self.bases))
-        if number == len(self.bases):
+    def _add_computed(self, x: Any, variables: tuple[Var, ...]) -> int:
+        number = self._numbers.setdefault(id(x), len(self.computed))
+        if number == len(self.computed):
             layout = x._layout if isinstance(x, DTensor) else None
-            self.bases.append(Base(variables, layout, x.requires_grad and not self.spent(x)))
+            self.computed.append(ComputedTensor(variables, layout, x.requires_grad and not self.is_spent(x)))
             self.tensors.append(x)
         return number
 
 
-def kept(left: Sequence[tuple[Between, list[Any], Any]], made: Iterator[Result]) -> Iterator[Kept]:
-    """How what is left for later calls is made, of how its tensors are."""
-    for held, leaves, tree in left:
-        yield held, tuple([next(made) if isinstance(leaf, torch.Tensor) else Constant(leaf) for leaf in leaves]), tree
+def describe_carried(states: Sequence[tuple[Between, list[Any], Any]], outputs: Iterator[Output]) -> Iterator[CarriedOutput]:
+    """Yield the description of each library state that the run changed. ``outputs`` describe its tensors, in order."""
+    for state, leaves, tree in states:
+        yield state, tuple([next(outputs) if isinstance(leaf, torch.Tensor) else ConstantOutput(leaf) for leaf in leaves]), tree
 
 
-def follow(chain: tuple[Any, ...], root: Any) -> Any:
-    """The view of ``root``."""
+def apply_views(chain: tuple[Any, ...], root: Any) -> Any:
+    """Return the view of ``root`` that the chain of view operations makes."""
     for func, place, args, kwargs in chain:
         root = func(root, *args, **kwargs)
         root = root if place is None else root[place]

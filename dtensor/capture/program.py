@@ -1,4 +1,7 @@
-"""A recorded run made ready to be replayed: the tapes of the forward run and of its backward passes, and what goes in and out."""
+"""Program: a recorded run that is ready for replay, and the autograd functions around the run and its replays.
+
+A program has the tape of the forward pass, the tapes of its backward passes, and descriptions of its inputs and outputs.
+"""
 
 from __future__ import annotations
 
@@ -12,290 +15,460 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..base.group_by import by_key
-from ..base.torch_internals import pytree
+from ..base.torch_internals import autocast_enabled, pytree
 from ..comm import PerRank, communicator_of
+from ..dispatch.functorch import recorded
 from ..dispatch.local_op import below_autograd
 from ..dispatch.wrap import wrap_local
+from ..errors import CaptureError
 from ..layout.layout import Layout
 from ..tensor.dtensor import DTensor
 from ..tensor.views.block_owners import locals_of
-from .buckets import BYTES, bucketed
-from .codegen import Source
-from .copy_elision import with_bound_collectives, without_copies
-from .dce_cse import optimized, without_unused
-from .leaf_gradients import Guarded, put
-from .outputs import ENV, Base, Constant, Given, Joined, Kept, LocalOf, Made, Result, View, follow
-from .overlap import overlapped
-from .signature import Alike, Metadata, picking, strides_of
-from .tape import Step, Tape, Var
+from .codegen import TapeFunction
+from .collectives import MAX_BUCKET_BYTES, bucket_collectives, overlap_collectives
+from .leaf_gradients import GradGuards, set_carried_state
+from .outputs import (
+    ENV,
+    CarriedOutput,
+    ComputedOutput,
+    ComputedTensor,
+    ConstantOutput,
+    InputRef,
+    LocalOutput,
+    Output,
+    PerRankOutput,
+    ViewOutput,
+    apply_views,
+)
+from .passes import optimize_tape
+from .signature import MetadataGuard, TensorCheck, describe_tensor, make_picker, strides_of
+from .tape import LocalMetadata, Step, Tape, Var
 
-# Arguments, tensors of the survey and leaves' gradients, as Given numbers them; floats by their place in the survey's key
+# The tensors of one call, as InputRef numbers them: arguments, tensors of the guard set, gradients of leaves. Then the floats of
+# the guard set: by their place in its key, the dictionary that has the float and its key there.
 Sources = tuple[Sequence[Any], Sequence[Any], Sequence[Any], Any]
 
 _LOCAL = attrgetter("_local")
-_LOCALS: dict[tuple[bool, bool], Callable[[Any], Any]] = {  # by whether it is a DTensor, and whether of all ranks
+_LOCAL_GETTERS: dict[tuple[bool, bool], Callable[[Any], Any]] = {  # by (is_dtensor, is_per_rank)
     (True, False): _LOCAL,
     (True, True): attrgetter("_local.shards"),
     (False, True): attrgetter("shards"),
 }
 
 
-class Form(NamedTuple):
-    """What the tape takes a tensor to be: whether a DTensor, whether all ranks' in one process, the strides of its locals."""
+class InputSpec(NamedTuple):
+    """An input tensor of the tape.
 
-    given: Given
-    distributed: bool
-    joint: bool
+    ``is_per_rank``: the local value holds the tensors of all ranks. ``locals`` and ``strides``: for each local tensor its
+    variable and the strides for which the tape was recorded.
+    """
+
+    ref: InputRef
+    is_dtensor: bool
+    is_per_rank: bool
     locals: tuple[Var, ...]
     strides: tuple[tuple[int, ...], ...]
 
     @staticmethod
-    def of(given: Given, x: Any, locals_: tuple[Var, ...], strides: tuple[tuple[int, ...], ...]) -> Form:
-        distributed = isinstance(x, DTensor)
-        return Form(given, distributed, isinstance(x._local if distributed else x, PerRank), locals_, strides)
+    def of(ref: InputRef, x: Any, locals_: tuple[Var, ...], strides: tuple[tuple[int, ...], ...]) -> InputSpec:
+        is_dtensor = isinstance(x, DTensor)
+        return InputSpec(ref, is_dtensor, isinstance(x._local if is_dtensor else x, PerRank), locals_, strides)
 
 
-def as_recorded(x: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """``x`` with the strides that the tape was recorded for: which ones a rank has is its own affair, so it is no guard."""
+def with_recorded_strides(x: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """Return ``x`` with the strides for which the tape was recorded, copied if necessary.
+
+    Ranks may have different strides, so strides are no guard. A tensor stays as it is if the recorded one had repeated elements
+    (stride 0), because the elements of ``x`` may differ.
+    """
     repeated = any(step == 0 and size > 1 for size, step in zip(x.shape, stride, strict=True))
-    if x.stride() == stride or repeated:  # values that the tape knew to be repeated may not be
+    if x.stride() == stride or repeated:
         return x
     return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x.detach())
 
 
 @dataclass(slots=True, eq=False)
-class Backward:
+class BackwardTape:
     """The tape of a backward pass.
 
     Attributes:
-        incoming: for each gradient that comes in its locals, () for none; their strides beside them.
-        needed: what it reads of the forward run.
-        gradients: for each differentiable input what it gives, or None.
-        copied: for each of the locals of these whether it is given as a copy, since its memory is something else's too: autograd
-            may keep gradients as they are.
+        incoming: for each incoming gradient the variables of its local tensors, () for none.
+        strides: the strides of these local tensors.
+        layouts: for each incoming gradient its layout, None for a plain tensor or none.
+        gradients: for each differentiable input its computed gradient, or None.
+        needed: the variables of the forward tape that this tape reads.
+        copied: for each local tensor of the gradients, whether the replay returns a copy, because its memory is shared. Autograd
+            may keep a gradient as ``.grad`` and add to it in place.
+        function: the function that runs the tape.
     """
 
     incoming: tuple[tuple[Var, ...], ...]
     strides: tuple[tuple[tuple[int, ...], ...], ...]
     layouts: tuple[Layout | None, ...]
     steps: list[Step]
-    gradients: tuple[Base | None, ...]
+    gradients: tuple[ComputedTensor | None, ...]
     needed: tuple[Var, ...] = ()
     copied: tuple[bool, ...] = ()
-    source: Source | None = None
-    alike: Alike = field(init=False)
-    _single: bool = field(init=False)  # whether all that comes are DTensors of one rank's
+    function: TapeFunction | None = None
+    _stride_check: TensorCheck = field(init=False)
+    _single_rank: bool = field(init=False)  # whether all incoming gradients are DTensors with one local tensor here
 
     def __post_init__(self) -> None:
-        self.alike = Alike(strides_of, [*chain.from_iterable(self.strides)])
-        self._single = all(layout is not None and not communicator_of(layout.mesh).holds_all for layout in self.layouts)
+        self._stride_check = TensorCheck(strides_of, [*chain.from_iterable(self.strides)])
+        self._single_rank = all(layout is not None and not communicator_of(layout.mesh).holds_all for layout in self.layouts)
 
-    def run(self, grads: Sequence[Any], values: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-        """The gradients of the differentiable inputs.
+    def run(self, grads: Sequence[Any], saved: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        """Return the gradients of the differentiable inputs.
 
         Args:
-            grads: the gradients that come, None where there is none.
-            values: of what it reads of the forward run.
+            grads: the incoming gradients, None for a missing one.
+            saved: the values of ``needed``.
         """
-        assert self.source is not None
-        found = [*map(_LOCAL, grads)] if self._single else [x for grad in grads if grad is not None for x in locals_of(grad)]
-        if not self.alike(found):
+        assert self.function is not None
+        locals_ = (
+            [*map(_LOCAL, grads)] if self._single_rank else [x for grad in grads if grad is not None for x in locals_of(grad)]
+        )
+        if not self._stride_check(locals_):
             strides = chain.from_iterable(self.strides)
-            found = [as_recorded(local, stride) for local, stride in zip(found, strides, strict=True)]
+            locals_ = [with_recorded_strides(local, stride) for local, stride in zip(locals_, strides, strict=True)]
         with below_autograd():
-            return self.source.run(*found, *values)
+            return self.function.run(*locals_, *saved)
 
 
 @dataclass(slots=True, eq=False)
-class Compiled:
-    """The text for a set of backward passes: the forward run also gives what they need."""
+class CompiledProgram:
+    """The forward function for a set of backward tapes: it also returns the values that they need.
 
-    source: Source
-    watched: tuple[Given | int, ...]  # given tensors, and results by number, whose memory is saved: they must not be written to
-    backwards: dict[Any, tuple[Backward, Callable[[Any], Any]]]  # which also picks what it needs of what is saved
+    Attributes:
+        function: runs the forward tape.
+        watched: inputs, and computed tensors by number, with memory that is saved for backward. They must not be written to.
+        backwards: for each kind of incoming gradients the tape, and a function that picks its values of all saved values.
+    """
+
+    function: TapeFunction
+    watched: tuple[InputRef | int, ...]
+    backwards: dict[Any, tuple[BackwardTape, Callable[[Any], Any]]]
 
 
 @dataclass(slots=True, eq=False)
 class Program:
-    """See the module.
+    """A recorded run that is ready for replay; see the module.
 
     Attributes:
-        guards: what must hold of the tensors of the survey that it uses,
-        leaves: and of leaves, where their gradients matter.
-        mutated: given tensors that it writes to.
-        differentiable: given tensors that get gradients.
-        numbers: floats of the survey that the tape takes, by their place in its key.
-        followed: whether there are floats in the tape that change, of which some may have slipped away (see confirm.py);
-        guarded: those of the survey that must not change after all.
-        together: bytes of values that collectives may move together.
-        assigned: what the run leaves in ``.grad`` of tensors of the survey, rebound: what as locals of others;
-        kept: what the library is to keep for later calls.
-        ready: whether calls can be replayed: the backward pass has been seen, where there is one.
-        alone: whether the function returns one leaf.
+        inputs: the tensors that the tape reads.
+        metadata_guard: checks the metadata of the tensors of the guard set that the program uses.
+        grad_guards: checks the gradients of leaves, if they matter.
+        steps, constants, metadata: the forward tape, its constants, and the metadata of its local tensors.
+        computed: the tensors that the tape computes.
+        outputs, output_tree: how the leaves of the result are made, and their tree.
+        assigned_grads: ``(number in the guard set, output)`` for each tensor with a ``.grad`` that the run replaces.
+        carried: library state that the run leaves for later calls.
+        rebound_locals: ``(number in the guard set, number of the computed tensor)`` for each tensor with a new local tensor.
+        mutated: inputs that the tape writes to.
+        differentiable: inputs that get gradients.
+        float_inputs: floats of the guard set that are variables of the tape, with their place in its key.
+        has_floats: whether the tape has float variables. Some may have been missed (see ``recording_check.py``).
+        guarded_floats: places of floats that must not change after all.
+        bucket_bytes: most bytes of one joined collective.
+        ready: whether calls can be replayed. A differentiable program must have seen a backward pass.
+        has_single_output: whether the function returns one leaf.
     """
 
-    forms: tuple[Form, ...]
-    guards: Metadata
-    leaves: Guarded
+    inputs: tuple[InputSpec, ...]
+    metadata_guard: MetadataGuard
+    grad_guards: GradGuards
     steps: list[Step]
     constants: dict[Var, torch.Tensor]
-    facts: dict[Var, Any]
-    bases: tuple[Base, ...]
-    results: tuple[Result, ...]
-    assigned: tuple[tuple[int, Result], ...]
-    kept: tuple[Kept, ...]
-    rebound: tuple[tuple[int, int], ...]
-    tree: Any
-    mutated: tuple[Given, ...]
-    differentiable: tuple[Given, ...]
-    numbers: tuple[tuple[Var, int], ...] = ()
-    followed: bool = False
-    guarded: frozenset[int] = frozenset()
-    together: int = BYTES
-    backwards: dict[Any, Backward] = field(default_factory=dict)
-    compiled: Compiled | None = None
+    metadata: dict[Var, LocalMetadata]
+    computed: tuple[ComputedTensor, ...]
+    outputs: tuple[Output, ...]
+    assigned_grads: tuple[tuple[int, Output], ...]
+    carried: tuple[CarriedOutput, ...]
+    rebound_locals: tuple[tuple[int, int], ...]
+    output_tree: Any
+    mutated: tuple[InputRef, ...]
+    differentiable: tuple[InputRef, ...]
+    float_inputs: tuple[tuple[Var, int], ...] = ()
+    has_floats: bool = False
+    guarded_floats: frozenset[int] = frozenset()
+    bucket_bytes: int = MAX_BUCKET_BYTES
+    backwards: dict[Any, BackwardTape] = field(default_factory=dict)
+    compiled: CompiledProgram | None = None
     ready: bool = field(init=False)
-    alone: bool = field(init=False)
-    _reads: list[Any] = field(default_factory=list)  # by kind of what is given: which, and how its locals are had
-    only_differentiable: bool = False  # whether all that it makes has gradients
-    _as_made: bool = False  # whether all that it does with what it makes is to return it
-    _counted: Any = None  # picks the DTensors that are written to, of which the tape sees locals
-    _alike: Alike = field(init=False)
+    has_single_output: bool = field(init=False)
+    all_require_grad: bool = False  # whether all computed tensors do
+    _readers: list[Any] = field(default_factory=list)  # (kind, picker of the inputs, getter of their local values, is_per_rank)
+    _returns_computed: bool = False  # whether the outputs are the computed tensors, and nothing else is to be done
+    _pick_written: Any = None  # picks the written DTensors, None if there are none; the tape writes to their local tensors
+    _stride_check: TensorCheck = field(init=False)
 
     def __post_init__(self) -> None:
-        def reading(form: Form) -> tuple[int, bool, bool]:
-            return form.given.kind, form.distributed, form.joint
+        def reader_key(spec: InputSpec) -> tuple[int, bool, bool]:
+            return spec.ref.kind, spec.is_dtensor, spec.is_per_rank
 
-        self.forms = tuple(sorted(self.forms, key=reading))  # few ways to read them
-        for (kind, distributed, joint), forms in groupby(self.forms, key=reading):
-            self._reads.append((kind, picking([form.given.number for form in forms]), _LOCALS.get((distributed, joint)), joint))
-        returned = self.results == tuple(map(Made, range(len(self.bases))))
-        self._as_made = returned and not (self.assigned or self.kept or self.rebound)
-        self.only_differentiable = all(base.requires_grad for base in self.bases)
-        written = frozenset(self.mutated)
-        counted = [place for place, form in enumerate(self.forms) if form.distributed and form.given in written]
-        self._counted = picking(counted) if counted else None
-        self._alike = Alike(strides_of, [stride for form in self.forms for stride in form.strides])
-        self.ready, self.alone = not self.differentiable, self.tree.is_leaf()
-        self.steps = bucketed(self.steps, self.facts, frozenset(self._storages()), self.together)
+        self.inputs = tuple(sorted(self.inputs, key=reader_key))  # so that few readers are needed
+        for (kind, is_dtensor, is_per_rank), specs in groupby(self.inputs, key=reader_key):
+            getter = _LOCAL_GETTERS.get((is_dtensor, is_per_rank))
+            self._readers.append((kind, make_picker([spec.ref.number for spec in specs]), getter, is_per_rank))
+        returns_computed = self.outputs == tuple(map(ComputedOutput, range(len(self.computed))))
+        self._returns_computed = returns_computed and not (self.assigned_grads or self.carried or self.rebound_locals)
+        self.all_require_grad = all(tensor.requires_grad for tensor in self.computed)
+        mutated = frozenset(self.mutated)
+        written = [place for place, spec in enumerate(self.inputs) if spec.is_dtensor and spec.ref in mutated]
+        self._pick_written = make_picker(written) if written else None
+        self._stride_check = TensorCheck(strides_of, [stride for spec in self.inputs for stride in spec.strides])
+        self.ready, self.has_single_output = not self.differentiable, self.output_tree.is_leaf()
+        self.steps = bucket_collectives(self.steps, self.metadata, frozenset(self._input_storages()), self.bucket_bytes)
 
     # --- building ------------------------------------------------------------------------------------------------------
-    def compile(self) -> Compiled:
-        """The text, made anew after another backward pass was seen."""
+    def get_or_compile(self) -> CompiledProgram:
+        """Return the compiled program. It is compiled again after a new backward pass was recorded."""
         if self.compiled is None:
-            self.compiled = self._compiled()
+            self.compiled = self._compile()
         return self.compiled
 
-    def add_backward(self, key: Any, backward: Backward) -> None:
-        """Remember how gradients are computed for incoming ones of this kind."""
+    def add_backward(self, key: Any, backward: BackwardTape) -> None:
+        """Add the tape that computes gradients for incoming gradients of this kind."""
         made = {var for step in backward.steps for var in step.outputs}
-        incoming = {var for group in backward.incoming for var in group}
-        results = tuple(var for gradient in backward.gradients if gradient is not None for var in gradient.locals)
-        kept = {storage for step in self.steps for storage in step.writes}
-        constants = {var: value for var, value in self.constants.items() if var.storage not in kept}
         inputs = tuple(var for group in backward.incoming for var in group)
-        lasting = frozenset(self._storages() | {var.storage for var in incoming})
-        backward.steps = bucketed(backward.steps, self.facts, lasting, self.together)
+        incoming = set(inputs)
+        results = tuple(var for gradient in backward.gradients if gradient is not None for var in gradient.locals)
+        written = {storage for step in self.steps for storage in step.writes}
+        constants = {var: value for var, value in self.constants.items() if var.storage not in written}
+        external = frozenset(self._input_storages() | {var.storage for var in incoming})
+        backward.steps = bucket_collectives(backward.steps, self.metadata, external, self.bucket_bytes)
         read = [var for step in backward.steps for var in step.inputs] + list(results)
         earlier = tuple(dict.fromkeys(var for var in read if var not in made and var not in incoming and var not in constants))
-        tape = self._shortened(Tape(inputs + earlier, backward.steps, results, constants), lasting)
+        tape = self._optimize(Tape(inputs + earlier, backward.steps, results, constants), external)
         backward.needed = tuple(var for var in tape.inputs if var not in incoming)
         tape.inputs = inputs + backward.needed
-        # Autograd may keep a gradient as some leaf's ``.grad`` and add to it in place, so its memory is nobody else's.
         shared = {var.storage for var in tape.inputs} | {var.storage for var in constants}
         copied = []
         for var in results:
             copied.append(var.storage in shared)
             shared.add(var.storage)
         backward.copied = tuple(copied)
-        backward.source = Source("backward", tape, backward.gradients, copied)
+        backward.function = TapeFunction("backward", tape, backward.gradients, copied)
         self.backwards[key] = backward
         self.compiled, self.ready = None, True
 
-    def _shortened(self, tape: Tape, lasting: frozenset[int]) -> Tape:
-        tape = without_unused(without_copies(optimized(tape, lasting), self.facts, lasting), lasting)
-        tape = with_bound_collectives(tape, self.facts, lasting)
-        tape.steps = overlapped(tape.steps, self.facts, lasting, self.together)
+    def _optimize(self, tape: Tape, external: frozenset[int]) -> Tape:
+        tape = optimize_tape(tape, self.metadata, external)
+        tape.steps = overlap_collectives(tape.steps, self.metadata, external, self.bucket_bytes)
         return tape
 
-    def _storages(self) -> set[int]:
-        return {var.storage for form in self.forms for var in form.locals}
+    def _input_storages(self) -> set[int]:
+        return {var.storage for spec in self.inputs for var in spec.locals}
 
-    def _compiled(self) -> Compiled:
-        inputs = tuple(var for form in self.forms for var in form.locals) + tuple(var for var, _ in self.numbers)
-        results = tuple(var for base in self.bases for var in base.locals)
+    def _compile(self) -> CompiledProgram:
+        inputs = tuple(var for spec in self.inputs for var in spec.locals) + tuple(var for var, _ in self.float_inputs)
+        results = tuple(var for tensor in self.computed for var in tensor.locals)
         saved = tuple(dict.fromkeys(var for backward in self.backwards.values() for var in backward.needed))
-        lasting = frozenset(self._storages())
-        tape = self._shortened(Tape(inputs, self.steps, results + saved, self.constants), lasting)
+        external = frozenset(self._input_storages())
+        tape = self._optimize(Tape(inputs, self.steps, results + saved, self.constants), external)
         tape.inputs = inputs
-        given: list[tuple[int, Given | int]] = [(var.storage, form.given) for form in self.forms for var in form.locals]
-        by_storage = by_key([*given, *((var.storage, k) for k, base in enumerate(self.bases) for var in base.locals)])
-        watched = tuple(dict.fromkeys(owner for var in saved for owner in by_storage.get(var.storage, ())))
-        backwards = {key: (one, picking([*map(saved.index, one.needed)])) for key, one in self.backwards.items()}
-        return Compiled(Source("forward", tape, self.bases), watched, backwards)
+        owners: list[tuple[int, InputRef | int]] = [(var.storage, spec.ref) for spec in self.inputs for var in spec.locals]
+        owners += [(var.storage, number) for number, tensor in enumerate(self.computed) for var in tensor.locals]
+        owners_of = by_key(owners)
+        watched = tuple(dict.fromkeys(owner for var in saved for owner in owners_of.get(var.storage, ())))
+        backwards = {
+            key: (backward, make_picker([*map(saved.index, backward.needed)])) for key, backward in self.backwards.items()
+        }
+        return CompiledProgram(TapeFunction("forward", tape, self.computed), watched, backwards)
 
     # --- running -------------------------------------------------------------------------------------------------------
-    def run(self, compiled: Compiled, sources: Sources) -> tuple[Any, ...]:
-        """The bases, and what is saved for backward passes."""
-        given: list[Any] = []
+    def replay(self, sources: Sources) -> Any:
+        """Return what the function would return for these inputs, and leave the tensors that it would leave."""
+        if autocast_enabled():  # the casts of autocast are steps of the tape
+            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False, dtype=torch.float16):
+                computed = self._compute(sources)
+        else:
+            computed = self._compute(sources)
+        leaves = self.make_outputs(computed, sources)
+        return leaves[0] if self.has_single_output else pytree.tree_unflatten(leaves, self.output_tree)
+
+    def _compute(self, sources: Sources) -> Sequence[Any]:
+        """Return the computed tensors; those that require grad are outputs of one autograd node."""
+        if not self.differentiable:
+            return self.run_forward(self.get_or_compile(), sources)
+        without_grad: dict[int, Any] = {}
+        inputs = [sources[kind][number] for kind, number in self.differentiable]
+        with_grad = apply_replay(self, sources, without_grad, *inputs)
+        if not without_grad:
+            return with_grad
+        rest = iter(with_grad)
+        return [without_grad[number] if number in without_grad else next(rest) for number in range(len(self.computed))]
+
+    def run_forward(self, compiled: CompiledProgram, sources: Sources) -> tuple[Any, ...]:
+        """Return the computed tensors, followed by the values that are saved for backward passes."""
+        inputs: list[Any] = []
         own: list[torch.Tensor] = []
-        for kind, pick, read, joint in self._reads:
+        for kind, pick, getter, is_per_rank in self._readers:
             tensors = pick(sources[kind])
-            given += tensors
-            locals_ = tensors if read is None else map(read, tensors)
-            own += chain.from_iterable(locals_) if joint else locals_
-        shown = own if self._alike(own) else [*map(as_recorded, own, chain.from_iterable(form.strides for form in self.forms))]
-        floats = [held[key] for held, key in [sources[3][place] for _, place in self.numbers]] if self.numbers else ()
+            inputs += tensors
+            locals_ = tensors if getter is None else map(getter, tensors)
+            own += chain.from_iterable(locals_) if is_per_rank else locals_
+        read = own
+        if not self._stride_check(own):
+            strides = chain.from_iterable(spec.strides for spec in self.inputs)
+            read = [*map(with_recorded_strides, own, strides)]
+        floats: Sequence[float] = ()
+        if self.float_inputs:
+            floats = [held[key] for held, key in [sources[3][place] for _, place in self.float_inputs]]
         with below_autograd():
-            values = compiled.source.run(*shown, *floats)
-        if shown is not own and self.mutated:
-            for mine, copy in zip(own, shown, strict=True):
-                if mine is not copy:
-                    mine.copy_(copy)
-        if self._counted is not None:
-            _count(self._counted(given))
+            values = compiled.function.run(*read, *floats)
+        if read is not own and self.mutated:
+            for local, copy in zip(own, read, strict=True):
+                if local is not copy:
+                    local.copy_(copy)
+        if self._pick_written is not None:
+            _bump_versions(self._pick_written(inputs))
         return values
 
-    def finish(self, bases: Sequence[Any], sources: Sources) -> Sequence[Any]:
-        """The leaves of what the function returns; gradients that it leaves are put in their places."""
-        if self._as_made:
-            return bases[: len(self.bases)]
-        gradients = [self._result(result, bases, sources) for _, result in self.assigned]
-        kept = [(held, tree, [self._result(one, bases, sources) for one in leaves]) for held, leaves, tree in self.kept]
-        for held, tree, leaves in kept:
-            put(held, pytree.tree_unflatten(leaves, tree))
-        for (number, _), gradient in zip(self.assigned, gradients, strict=True):
+    def make_outputs(self, computed: Sequence[Any], sources: Sources) -> Sequence[Any]:
+        """Return the leaves of the function's result, and set the gradients, state and local tensors that the run leaves."""
+        if self._returns_computed:
+            return computed[: len(self.computed)]
+        gradients = [self._make_output(output, computed, sources) for _, output in self.assigned_grads]
+        carried = [
+            (state, tree, [self._make_output(output, computed, sources) for output in leaves])
+            for state, leaves, tree in self.carried
+        ]
+        for state, tree, leaves in carried:
+            set_carried_state(state, pytree.tree_unflatten(leaves, tree))
+        for (number, _), gradient in zip(self.assigned_grads, gradients, strict=True):
             sources[ENV][number].grad = gradient
-        for number, base in self.rebound:
-            sources[ENV][number]._local = bases[base]._local
-        return [self._result(result, bases, sources) for result in self.results]
+        for number, place in self.rebound_locals:
+            sources[ENV][number]._local = computed[place]._local
+        return [self._make_output(output, computed, sources) for output in self.outputs]
 
-    def _result(self, result: Result, bases: Sequence[Any], sources: Sources) -> Any:
-        match result:
-            case Made(number):
-                return bases[number]
-            case Constant(value):
+    def _make_output(self, output: Output, computed: Sequence[Any], sources: Sources) -> Any:
+        match output:
+            case ComputedOutput(number):
+                return computed[number]
+            case ConstantOutput(value):
                 return value
-            case Given():
-                return sources[result[0]][result[1]]
-            case LocalOf(given):
-                return sources[given[0]][given[1]]._local.detach()
-            case Joined(numbers):
-                return PerRank([bases[number] for number in numbers])
-            case View(root, chain):
-                return follow(chain, bases[root.base] if isinstance(root, Made) else sources[root[0]][root[1]])
+            case InputRef():
+                return sources[output[0]][output[1]]
+            case LocalOutput(ref):
+                return sources[ref[0]][ref[1]]._local.detach()
+            case PerRankOutput(numbers):
+                return PerRank([computed[number] for number in numbers])
+            case ViewOutput(root, views):
+                base = computed[root.number] if isinstance(root, ComputedOutput) else sources[root[0]][root[1]]
+                return apply_views(views, base)
 
 
-def _count(written: Sequence[Any]) -> None:
-    """Tell autograd that these have been written to."""
+def _bump_versions(written: Sequence[Any]) -> None:
+    """Increment the version counters of tensors that the tape has written to."""
     try:
         increment_version(written)
-    except RuntimeError:  # one was made in inference mode, and has no count
+    except RuntimeError:  # a tensor made in inference mode has no counter
         increment_version([x for x in written if not x.is_inference()])
 
 
-def joined(locals_: tuple[torch.Tensor, ...], layout: Layout | None) -> Any:
-    """The tensor with these locals."""
+def join_locals(locals_: tuple[torch.Tensor, ...], layout: Layout | None) -> Any:
+    """Return the tensor with these local tensors; ``layout`` is None for a plain tensor."""
     if layout is None:
         return locals_[0]
     return wrap_local(communicator_of(layout.mesh).local(locals_), layout)
+
+
+def detach_same_layout(x: Any) -> Any:
+    """Return ``x`` without history, in the same layout. ``detach`` may replace the placement on a mesh dim of one rank."""
+    detached = x.detach()
+    if isinstance(detached, DTensor):
+        detached._layout = x._layout
+    return detached
+
+
+# --- autograd functions ----------------------------------------------------------------------------------------------------
+class Replayed(torch.autograd.Function):
+    """The autograd function of a replay.
+
+    ``(program, sources, without_grad, *differentiable inputs)`` -> the computed tensors that require grad. The dict
+    ``without_grad`` receives the others, by number.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, program: Program, sources: Sources, without_grad: dict[int, Any], *inputs: torch.Tensor) -> Any:
+        compiled = ctx.compiled = program.compiled or program.get_or_compile()
+        values, computed = program.run_forward(compiled, sources), program.computed
+        watched = [values[ref] if isinstance(ref, int) else sources[ref[0]][ref[1]] for ref in compiled.watched]
+        # Autograd checks that saved tensors were not written to since. Local tensors have no version counters of their own.
+        ctx.save_for_backward(*values[len(computed) :], *watched)
+        ctx.set_materialize_grads(False)
+        if program.all_require_grad:
+            return values[: len(computed)]
+        without_grad.update((number, values[number]) for number, tensor in enumerate(computed) if not tensor.requires_grad)
+        return tuple([values[number] for number, tensor in enumerate(computed) if tensor.requires_grad])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        _check_no_double_backward()
+        compiled, saved = ctx.compiled, ctx.saved_tensors
+        entry = compiled.backwards.get(grads_key(grads))
+        if entry is None:
+            key, grads = _to_recorded_layouts(compiled, grads)
+            entry = compiled.backwards[key]
+        backward, pick = entry
+        return None, None, None, *backward.run(grads, pick(saved))
+
+
+apply_replay = recorded(Replayed)
+
+
+class Recorded(torch.autograd.Function):
+    """The autograd function of the recorded run. It computes gradients by the graph that the run built."""
+
+    @staticmethod
+    def forward(ctx: Any, recording: Any, program: Program, tensors: list[Any], *inputs: torch.Tensor) -> Any:
+        ctx.recording, ctx.program, ctx.tensors = recording, program, tensors
+        ctx.set_materialize_grads(False)
+        with_grad = [x for x, tensor in zip(tensors, program.computed, strict=True) if tensor.requires_grad]
+        return tuple(map(detach_same_layout, with_grad))  # they share the version counters of what the run has saved
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        _check_no_double_backward()
+        return None, None, None, *ctx.recording.run_backward(ctx.program, ctx.tensors, grads)
+
+
+def _check_no_double_backward() -> None:
+    """Raise if the caller asks for a graph of the backward pass. The tape of a backward pass is not differentiable."""
+    if torch.is_grad_enabled():
+        raise CaptureError(
+            "capture: backward(create_graph=True) needs a graph of the backward pass, but a captured "
+            "function cannot be differentiated twice. Call the uncaptured function, which is f.fn, or capture a "
+            "function that contains torch.autograd.grad"
+        )
+
+
+def grads_key(grads: Any) -> tuple[Any, ...]:
+    """Return the kind of incoming gradients: their layouts or metadata, and whether autocast is on."""
+    kinds = [grad._layout if type(grad) is DTensor else None if grad is None else describe_tensor(grad) for grad in grads]
+    return (autocast_enabled(), *kinds)
+
+
+def _to_recorded_layouts(compiled: CompiledProgram, grads: Any) -> tuple[Any, Any]:
+    """Return ``(key, gradients)``: a recorded backward pass, and the gradients redistributed to the layouts that it takes."""
+    for key, (backward, _) in compiled.backwards.items():
+        if all((grad is None) == (not variables) for grad, variables in zip(grads, backward.incoming, strict=True)) and all(
+            isinstance(grad, DTensor) or grad is None for grad in grads
+        ):
+            redistributed = [
+                grad if grad is None or layout is None else _to_layout(grad, layout)
+                for grad, layout in zip(grads, backward.layouts, strict=True)
+            ]
+            return key, redistributed
+    raise CaptureError(
+        "capture: the backward pass gets gradients of other results than the recorded one. Call backward "
+        "in the same way each time, or drop the recordings with .clear() before it changes"
+    )
+
+
+def _to_layout(grad: DTensor, layout: Any) -> Any:
+    redistributed = grad
+    if grad._layout.placements != layout.placements:
+        redistributed = grad.redistribute(layout.mesh, layout.placements)
+    return redistributed if redistributed.dtype == layout.dtype else redistributed.to(layout.dtype)

@@ -1,14 +1,14 @@
-"""The recorder: a dispatch mode that sees every operation on local tensors, and which of them the library calls one step.
+"""Recorder: a dispatch mode that records every operation on local tensors.
 
-Tensors are known by their memory (storage, offset, sizes, strides, dtype), so ``detach`` and a view taken twice are the variable
-that they show, and cost nothing at replay. A local tensor that it has neither been given nor seen made has come from somewhere
-that no guard watches, and is refused.
+Tensors are identified by their memory (storage, offset, sizes, strides, dtype). So ``detach`` and a view that is taken twice give
+the variable of the tensor that they alias, and cost nothing at replay. A local tensor that is neither an input nor a recorded
+result comes from a place that no guard checks. It is refused.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,159 +24,192 @@ from ..comm import Pending, PerRank
 from ..dispatch.local_op import spelling
 from ..errors import CaptureError
 from ..propagation.op_schema import operator_of
+from ..rules.call import Call
+from ..rules.registry import lookup
 from ..tensor.dtensor import DTensor
 from ..tensor.views.block_owners import locals_of
-from .float_provenance import Numbers
-from .guard_discovery import Environment
-from .impure_calls import Unvarying, World, decides, refuse
-from .library_state import Keeping
-from .mutations import written_by
-from .tape import Ranks, Step, Var, substituted
+from .float_provenance import FloatTracer
+from .guards.guard_set import GuardSet
+from .impure_calls import CallMonitor, ConstantStorages, is_data_dependent, value_read_error
+from .tape import LocalMetadata, PerRankVars, Step, Var, map_leaves
 
 aten = torch.ops.aten
 
 
-class Recorder(Keeping, TorchDispatchMode):
-    """Records while it is entered with :meth:`running`; a forward run and its backward share one."""
+class Recorder(TorchDispatchMode):
+    """Records while it is entered with :meth:`recording_to`; the forward pass of a run and its backward pass share one recorder.
 
-    of_dtensors = True  # operators are those that DTensors are asked for
+    Attributes:
+        calls: monitors the calls into compiled code.
+        steps: the recorded steps.
+        constants: tensors made of Python numbers.
+        metadata: of each recorded local tensor.
+        paused: how many functions run inside of which nothing is recorded.
+        operators: the DTensor operators that are running, the innermost last.
+        views: for each DTensor view, by address: the result, ``(func, index in its results)``, the arguments, keyword arguments.
+        floats: traces the floats of the run.
+        constant_storages: the memory that holds the same values at each replay.
+    """
 
-    def __init__(self, trusted: Collection[str], found: Environment) -> None:
+    of_dtensors = True  # the mode records DTensor operators (see base/tracing.py)
+
+    def __init__(self, trusted: Collection[str], guards: GuardSet) -> None:
         super().__init__()
-        self.world = World(self._reading, self._setting, trusted, found.wrapped, found.codes, found.ran.computing)
+        self.calls = CallMonitor(
+            self._reading_operator,
+            self._note_generator_set,
+            trusted,
+            guards.compiled_callables,
+            guards.codes,
+            guards.observed.computing,
+        )
         self.steps: list[Step] = []
         self.constants: dict[Var, torch.Tensor] = {}
         self.paused = 0
-        self.within: list[str] = []
-        self.views: dict[int, tuple[Any, Any, tuple[Any, ...], dict[str, Any]]] = {}  # of DTensors: result, func, args, kwargs
-        self.facts: dict[Var, tuple[Any, ...]] = {}  # offset, shape, stride, dtype, whether conjugated or negated lazily
-        self._vars: dict[tuple[Any, ...], Var] = {}
-        self._bases: dict[int, tuple[StorageWeakRef, int, Var, torch.dtype]] = {}  # by address, which a weak reference reserves
+        self.operators: list[str] = []
+        self.views: dict[int, tuple[Any, Any, tuple[Any, ...], dict[str, Any]]] = {}
+        self.metadata: dict[Var, LocalMetadata] = {}
+        self._vars: dict[tuple[int, LocalMetadata], Var] = {}
+        # By address of the storage, which the weak reference reserves: (reference, storage number, first variable, dtype)
+        self._storages: dict[int, tuple[StorageWeakRef, int, Var, torch.dtype]] = {}
         self._pending: dict[int, tuple[Any, Var]] = {}
         self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
-        self._sets_generators = False
+        self._generator_was_set = False
         self._count = 0
-        self.numbers, self.unvarying = Numbers(self.number, self._step), Unvarying()
+        self.floats, self.constant_storages = FloatTracer(self.new_float, self._add_step), ConstantStorages()
+        self._library_state: dict[int, tuple[Any, dict[str, Any]]] = {}  # by address of its owner, the attributes from before
+        self._undo: list[Callable[[], Any]] = []
 
     @contextmanager
-    def running(self, steps: list[Step]) -> Iterator[None]:
-        """Inside, operations of this thread go to ``steps``."""
+    def recording_to(self, steps: list[Step]) -> Iterator[None]:
+        """Record the operations of this thread to ``steps`` inside of the context."""
         self.steps = steps
-        self._generators, self._sets_generators = {}, False
-        self._expect(torch.default_generator)
-        drawn = _python_draws()
+        self._generators, self._generator_was_set = {}, False
+        self._expect_state(torch.default_generator)
+        states = _python_random_states()
         ACTIVE.append(self)
         try:
-            with self.leaving(), self.numbers.running(), self, self.world.refused():
+            with self._restoring_library_state(), self.floats.tracing(), self, self.calls.monitored():
                 yield
         finally:
             ACTIVE.remove(self)
-        if drawn != _python_draws():
+        if states != _python_random_states():
             raise CaptureError(
                 "capture: the function uses random numbers of Python or numpy, and a replay would use the same "
                 "ones again. Generate them outside and pass a 0-d tensor, or use torch"
             )
         self._check_generators("at the end of the captured function")
 
-    def _reading(self, x: torch.Tensor | None) -> str | None:
-        """What is at work, for a read of values in this thread."""
-        if self.paused or self not in current_dispatch_modes():  # at work itself
+    def _reading_operator(self, x: torch.Tensor | None) -> str | None:
+        """Return the running operator, "" for none, for a read of values in this thread; None if the read is allowed."""
+        if self.paused or self not in current_dispatch_modes():  # the recorder itself is running
             return None
-        known = None if x is None or x.is_meta else self.find(x)
-        may = x is not None and (x.is_meta or (known is not None and self.unvarying.holds((known,))))
-        return None if may else self._where
+        var = None if x is None or x.is_meta else self.find_var(x)
+        allowed = x is not None and (x.is_meta or (var is not None and self.constant_storages.hold((var,))))
+        return None if allowed else self._operator
 
     @property
-    def _where(self) -> str:
-        """The operation on DTensors at work."""
-        return self.within[-1] if self.within else ""
+    def _operator(self) -> str:
+        """The DTensor operator that is running, "" for none."""
+        return self.operators[-1] if self.operators else ""
 
-    # --- what arrives --------------------------------------------------------------------------------------------------
+    # --- dispatch ------------------------------------------------------------------------------------------------------
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        distributed = [kind for kind in types if issubclass(kind, DTensor)]
-        if distributed:  # the most derived one is asked, as torch does
-            return self._distributed(max(distributed, key=lambda kind: len(kind.__mro__)), func, types, args, kwargs)
+        dtensor_types = [kind for kind in types if issubclass(kind, DTensor)]
+        if dtensor_types:  # torch asks the most derived class
+            most_derived = max(dtensor_types, key=lambda kind: len(kind.__mro__))
+            return self._dispatch_dtensor(most_derived, func, types, args, kwargs)
         if any(issubclass(kind, PerRank) for kind in types):
             with self:
                 return PerRank.__torch_dispatch__(func, types, args, kwargs)
-        return self._local(func, args, kwargs)
+        return self._record_local(func, args, kwargs)
 
-    def _distributed(self, kind: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.within.append(str(func))
+    def _dispatch_dtensor(self, kind: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.operators.append(str(func))
         try:
             with self:
                 result = kind.__torch_dispatch__(func, types, args, kwargs)
         finally:
-            self.within.pop()
+            self.operators.pop()
         if func.is_view or func in (aten.detach.default, aten.alias.default):
-            for place, made in enumerate(result if isinstance(result, (list, tuple)) else (result,)):
-                self.views[id(made)] = (made, (func, place if isinstance(result, (list, tuple)) else None), args, kwargs)
+            several = isinstance(result, (list, tuple))
+            for place, view in enumerate(result if several else (result,)):
+                self.views[id(view)] = (view, (func, place if several else None), args, kwargs)
         return result
 
-    def _local(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.paused or func in (aten.is_pinned.default,):
+    def _record_local(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.paused or func in (aten.is_pinned.default,) or _has_meta_tensor(args, kwargs):
             return func(*args, **kwargs)
-        if _meta(args, kwargs):
-            return func(*args, **kwargs)
-        within = self._where
-        if "c10d" in func.namespace:  # also of functional ones it is not seen who waits
+        operator = self._operator
+        if "c10d" in func.namespace:  # also the functional ones: the recorder does not see where they are waited for
             raise CaptureError(
                 f"capture: the function calls {func}, and a recording cannot see which memory a torch.distributed "
                 "collective reads and writes, or when. Use redistribute (also to another mesh), or call it "
                 "outside of the captured function. For a pipeline, capture the computation of its stages, not "
                 "the schedule"
             )
-        if func is aten._local_scalar_dense.default and self.numbers.reading and args[0].is_floating_point():
-            self.numbers.last = self.number()
-            self._step(Step(TensorBase.item, (self._known(args[0]),), {}, self.numbers.last, within=within))
+        if func is aten._local_scalar_dense.default and self.floats.is_reading and args[0].is_floating_point():
+            self.floats.last_read = self.new_float()
+            self._add_step(Step(TensorBase.item, (self._var_of(args[0]),), {}, self.floats.last_read, operator=operator))
             return func(*args)
-        if decides(func, args):
-            if not self.unvarying.holds(map(self._known, tensor_tree.tensors((args, kwargs)))):
-                raise refuse(str(func), within)
+        if is_data_dependent(func, args):
+            if not self.constant_storages.hold(map(self._var_of, tensor_tree.tensors((args, kwargs)))):
+                raise value_read_error(str(func), operator)
             if func is aten._local_scalar_dense.default:
                 return func(*args)
         if func is aten.lift_fresh.default:
-            self._constant(args[0])
-        taken, named = self.numbers.inserted(self.taken(args), self.taken(kwargs))
-        drawn = torch.Tag.nondeterministic_seeded in func.tags
+            self._add_constant(args[0])
+        recorded_args, recorded_kwargs = self.floats.insert_floats(self.to_vars(args), self.to_vars(kwargs))
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
         generator = kwargs.get("generator") or next((x for x in args if isinstance(x, torch.Generator)), None)
-        if drawn:
-            self._check(generator or _default(args, kwargs), str(func))
+        if is_random:
+            self._check_generator(generator or _default_generator(args, kwargs), str(func))
         fn = spelling(func)
         result = fn(*args, **kwargs)
         if not func._schema.returns:
-            result = None  # the functions give the written list back
-        if drawn:
-            self._expect(generator or _default(args, kwargs))
-        if _meta(result, {}):
+            result = None  # the functions return the written list
+        if is_random:
+            self._expect_state(generator or _default_generator(args, kwargs))
+        if _has_meta_tensor(result, {}):
             return result
-        written = written_by(func, args, kwargs)
-        known = {id(x): self._known(x) for x in tensor_tree.tensors((args, kwargs))}
+        written = _written_tensors(func, args, kwargs)
+        known = {id(x): self._var_of(x) for x in tensor_tree.tensors((args, kwargs))}
         writes = frozenset(known[id(x)].storage for x in written)
-        stores = isinstance(autograd_node(), AccumulateGrad) and operator_of(func).facts.stores
-        checks = bool(known) and not func._schema.returns and not writes  # what reads, and neither gives nor writes, may raise
-        keep = drawn or checks
-        self._append(Step(fn, taken, named, None, writes, keep, within=within, stores=stores), result, known, written)
+        stores_grad = isinstance(autograd_node(), AccumulateGrad) and operator_of(func).facts.stores
+        only_checks = bool(known) and not func._schema.returns and not writes  # such an operation may raise
+        step = Step(
+            fn,
+            recorded_args,
+            recorded_kwargs,
+            None,
+            writes,
+            required=is_random or only_checks,
+            operator=operator,
+            stores_grad=stores_grad,
+        )
+        self._finish_step(step, result, known, written)
         return result
 
-    # --- sites ---------------------------------------------------------------------------------------------------------
+    # --- the protocol of base/recorder_hooks.py ------------------------------------------------------------------------
     def site(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``fn(*args, **kwargs)``, one step; see :class:`~dtensor.base.recorder_hooks.Recorder`."""
-        step = Step(fn, self.taken(args), self.taken(kwargs), None, keep=True, site=True, within=self._where)
+        """Run ``fn(*args, **kwargs)`` and record it as one step."""
+        step = Step(
+            fn, self.to_vars(args), self.to_vars(kwargs), None, required=True, is_library_op=True, operator=self._operator
+        )
         result = self.aside(fn, args, kwargs)
-        self._append(step, result, {}, [])
+        self._finish_step(step, result, {}, [])
         return result
 
     def effect(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``fn(*args, **kwargs)``, one step that writes."""
-        step = Step(fn, self.taken(args), self.taken(kwargs), None, keep=True, within=self._where)
+        """Run ``fn(*args, **kwargs)`` and record it as one step that writes to its arguments."""
+        step = Step(fn, self.to_vars(args), self.to_vars(kwargs), None, required=True, operator=self._operator)
         step.writes = frozenset(var.storage for var in step.inputs)
         self.steps.append(step)
         return self.aside(fn, args, kwargs)
 
     def aside(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``fn(*args, **kwargs)``, no step."""
+        """Run ``fn(*args, **kwargs)`` and record nothing."""
         self._check_generators(fn.__name__)
         self.paused += 1
         try:
@@ -184,170 +217,220 @@ class Recorder(Keeping, TorchDispatchMode):
         finally:
             self.paused -= 1
             for generator, _ in list(self._generators.values()):
-                self._expect(generator)
+                self._expect_state(generator)
 
     def knows(self, pending: Any) -> bool:
+        """Return True if the recorder has recorded the issue of a pending collective."""
         return id(pending) in self._pending
 
+    def apart(self, owner: Any, empty: Mapping[str, Any]) -> None:
+        """Set attributes of ``owner``, which hold library state between calls, to ``empty`` until the run ends."""
+        if id(owner) not in self._library_state:
+            self._library_state[id(owner)] = owner, {name: getattr(owner, name) for name in empty}
+            _set_attributes(owner, empty)
+
+    def undo(self, fn: Callable[[], Any]) -> None:
+        """Call ``fn()`` if the recording is refused."""
+        self._undo.append(fn)
+
+    @contextmanager
+    def _restoring_library_state(self) -> Iterator[None]:
+        self._undo.clear()
+        try:
+            yield
+        except CaptureError:
+            for fn in reversed(self._undo):
+                fn()
+            raise
+        finally:
+            for owner, attributes in self._library_state.values():
+                _set_attributes(owner, attributes)
+            self._library_state.clear()
+
     # --- variables -----------------------------------------------------------------------------------------------------
-    def given(self, x: torch.Tensor) -> Var | None:
-        """The variable of a tensor that the tape starts from; None if its memory is known already."""
-        return None if _key(x)[0] in self._bases else self._new(x)
+    def add_input(self, x: torch.Tensor) -> Var | None:
+        """Return a new variable for an input of the tape; None if its memory has a variable already."""
+        return None if _memory_key(x)[0] in self._storages else self._new_tensor(x)
 
     def storage_of(self, x: torch.Tensor) -> int:
-        """The number of memory that is known."""
-        return self._bases[x.untyped_storage()._cdata][1]
+        """Return the storage number of recorded memory."""
+        return self._storages[x.untyped_storage()._cdata][1]
 
-    def find(self, x: torch.Tensor) -> Var | None:
-        """The variable of a tensor, if it is known."""
-        return self._vars.get(_key(x))
+    def find_var(self, x: torch.Tensor) -> Var | None:
+        """Return the variable of a local tensor, None if it has none."""
+        return self._vars.get(_memory_key(x))
 
-    def made(self, x: torch.Tensor) -> bool:
-        """Whether memory of a tensor is known, so that the tape has been given or makes it."""
-        return all(local.untyped_storage()._cdata in self._bases for local in locals_of(x))
+    def knows_memory(self, x: torch.Tensor) -> bool:
+        """Return True if the tape gets or makes the memory of a tensor."""
+        return all(local.untyped_storage()._cdata in self._storages for local in locals_of(x))
 
-    def taken(self, value: Any) -> Any:
-        """``value`` with variables in place of tensors."""
+    def to_vars(self, value: Any) -> Any:
+        """Return ``value`` with variables in place of tensors and pending collectives."""
 
-        def one(x: Any) -> Any:
+        def to_var(x: Any) -> Any:
             if isinstance(x, PerRank):
-                return Ranks(tuple(self._known(shard) for shard in x.shards))
+                return PerRankVars(tuple(self._var_of(shard) for shard in x.shards))
             if isinstance(x, torch.Tensor):
-                return self._known(x)
+                return self._var_of(x)
             return self._pending[id(x)][1] if isinstance(x, Pending) else x
 
-        return substituted(value, one)
+        return map_leaves(value, to_var)
 
-    def _known(self, x: torch.Tensor) -> Var:
+    def _var_of(self, x: torch.Tensor) -> Var:
+        """Return the variable of a local tensor. A new view of recorded memory becomes an ``as_strided`` step."""
         if isinstance(x, DTensor):
-            raise CaptureError(f"capture: {self.within[-1:]} passes a DTensor to a function of local tensors")
-        key = _key(x)
-        found = self._vars.get(key)
-        if found is not None:
-            return found
-        base = self._bases.get(key[0])
-        if base is None:
+            raise CaptureError(f"capture: {self.operators[-1:]} passes a DTensor to a function of local tensors")
+        key = _memory_key(x)
+        known = self._vars.get(key)
+        if known is not None:
+            return known
+        address, metadata = key
+        entry = self._storages.get(address)
+        if entry is None:
             raise CaptureError(
-                f"capture: {self.within[-1] if self.within else 'the function'} uses a tensor of shape "
+                f"capture: {self.operators[-1] if self.operators else 'the function'} uses a tensor of shape "
                 f"{tuple(x.shape)} and dtype {x.dtype} that capture cannot find among the arguments and the "
                 "variables of the function, so a replay would not see new values of it; pass it as an argument"
             )
-        _, storage, var, dtype = base
+        _, storage, base, dtype = entry
         if dtype != x.dtype or x.is_conj() or x.is_neg():
             raise CaptureError(
                 f"capture: a view of shape {tuple(x.shape)} was made in a way that cannot be replayed; use x.clone()"
             )
-        made = self._vars[key] = self._var(storage)
-        self.facts[made] = key[1:]
-        args = (var, tuple(x.shape), tuple(x.stride()), x.storage_offset())
-        self.steps.append(Step(torch.as_strided, args, {}, made))
-        return made
+        view = self._vars[key] = self._new_var(storage)
+        self.metadata[view] = metadata
+        args = (base, tuple(x.shape), tuple(x.stride()), x.storage_offset())
+        self.steps.append(Step(torch.as_strided, args, {}, view))
+        return view
 
-    def number(self) -> Var:
-        """A new variable for a float."""
-        return self._var(None)
+    def new_float(self) -> Var:
+        """Return a new variable for a float."""
+        return self._new_var(None)
 
-    def _step(self, step: Step) -> None:
-        self.steps.append(step)
+    def _add_step(self, step: Step) -> None:
+        self.steps.append(step)  # to the list of the present run
 
-    def _var(self, storage: int | None) -> Var:
+    def _new_var(self, storage: int | None) -> Var:
         self._count += 1
         return Var(self._count, self._count if storage is None else storage)
 
-    def _new(self, x: torch.Tensor) -> Var:
-        """The variable of a tensor that has not been seen; it may show memory that has."""
-        key = _key(x)
-        base = self._bases.get(key[0])
-        var = self._vars[key] = self._var(None if base is None else base[1])
-        self.facts[var] = key[1:]
-        if base is None:
-            self._bases[key[0]] = (StorageWeakRef(x.untyped_storage()), var.storage, var, x.dtype)
+    def _new_tensor(self, x: torch.Tensor) -> Var:
+        """Return a new variable for a tensor; its memory may have variables already."""
+        key = _memory_key(x)
+        address, metadata = key
+        entry = self._storages.get(address)
+        var = self._vars[key] = self._new_var(None if entry is None else entry[1])
+        self.metadata[var] = metadata
+        if entry is None:
+            self._storages[address] = (StorageWeakRef(x.untyped_storage()), var.storage, var, x.dtype)
         return var
 
-    def _constant(self, x: torch.Tensor) -> None:
-        """A tensor made of Python numbers, as it is now."""
-        if _key(x) not in self._vars:
-            var = self._new(x)
+    def _add_constant(self, x: torch.Tensor) -> None:
+        """Keep the present values of a tensor made of Python numbers."""
+        if _memory_key(x) not in self._vars:
+            var = self._new_tensor(x)
             self.constants[var] = x.detach().clone()
-            self.unvarying.made(var)
+            self.constant_storages.add(var)
 
-    def _out(self, value: Any, fresh: list[Var]) -> Any:
-        """``value`` with variables, new ones for what has not been seen."""
+    def _name_result(self, value: Any, fresh: list[Var]) -> Any:
+        """Return a result with variables in place of tensors; new variables are also added to ``fresh``."""
         if isinstance(value, PerRank):
-            return Ranks(tuple(self._out(shard, fresh) for shard in value.shards))
+            return PerRankVars(tuple(self._name_result(shard, fresh) for shard in value.shards))
         if isinstance(value, torch.Tensor):
-            found = self._vars.get(_key(value))
-            if found is None:
-                found = self._new(value)
-                fresh.append(found)
-            return found
+            var = self._vars.get(_memory_key(value))
+            if var is None:
+                var = self._new_tensor(value)
+                fresh.append(var)
+            return var
         if isinstance(value, Pending):
-            var = self._var(None)
+            var = self._new_var(None)
             self._pending[id(value)] = (value, var)
             fresh.append(var)
             return var
         if isinstance(value, (list, tuple)):
-            return tuple(self._out(item, fresh) for item in value)
+            return tuple(self._name_result(item, fresh) for item in value)
         return None
 
-    def _append(self, step: Step, result: Any, known: dict[int, Var], written: list[torch.Tensor]) -> None:
+    def _finish_step(self, step: Step, result: Any, known: dict[int, Var], written: list[torch.Tensor]) -> None:
+        """Give a step its result variables, and record it unless it neither makes nor writes anything."""
         fresh: list[Var] = []
         for x in written:
-            if self._vars.get(_key(x)) is not known[id(x)]:  # resized
+            if self._vars.get(_memory_key(x)) is not known[id(x)]:  # resized
                 raise CaptureError(
-                    f"capture: {step.within or step.fn} changes the size of a local tensor in place; make a new one"
+                    f"capture: {step.operator or step.fn} changes the size of a local tensor in place; make a new one"
                 )
-        step.out = self._out(result, fresh)
-        self.unvarying.after(step)
-        if fresh or step.writes or step.keep:
+        step.out = self._name_result(result, fresh)
+        self.constant_storages.update(step)
+        if fresh or step.writes or step.required:
             self.steps.append(step)
 
-    # --- generators: nobody but random operations may move them -------------------------------------------------------
-    def _setting(self) -> None:
-        self._sets_generators = self._sets_generators or not self.paused
+    # --- random generators: only random operations may change their states ---------------------------------------------
+    def _note_generator_set(self) -> None:
+        self._generator_was_set = self._generator_was_set or not self.paused
 
-    def _expect(self, generator: torch.Generator) -> None:
+    def _expect_state(self, generator: torch.Generator) -> None:
         self._generators[id(generator)] = (generator, state_now(generator))
 
-    def _check(self, generator: torch.Generator, what: str) -> None:
+    def _check_generator(self, generator: torch.Generator, place: str) -> None:
         _, state = self._generators.get(id(generator), (None, None))
-        moved = state is not None and not bool((state == state_now(generator)).all())
-        if moved and self._sets_generators:  # else another thread has drawn
+        changed = state is not None and not bool((state == state_now(generator)).all())
+        if changed and self._generator_was_set:  # otherwise another thread has used the generator
             raise CaptureError(
-                f"capture: the state of the random generator was set between two random operators ({what}), and a "
+                f"capture: the state of the random generator was set between two random operators ({place}), and a "
                 "replay would not set it. Call manual_seed, fork_rng and set_rng_state outside of the captured "
                 "function (torch.utils.checkpoint takes preserve_rng_state=False)"
             )
 
-    def _check_generators(self, what: str) -> None:
+    def _check_generators(self, place: str) -> None:
         self.paused += 1
         try:
             for generator, _ in self._generators.values():
-                self._check(generator, what)
+                self._check_generator(generator, place)
         finally:
             self.paused -= 1
 
 
-def _python_draws() -> tuple[Any, ...]:
-    """The states of the random numbers that no dispatch shows."""
+def _set_attributes(owner: Any, attributes: Mapping[str, Any]) -> None:
+    for name, value in attributes.items():
+        setattr(owner, name, value)
+
+
+def _python_random_states() -> tuple[Any, ...]:
+    """Return the states of the random generators of Python and numpy, which no dispatch mode sees."""
     kind, state, place, *rest = numpy.random.get_state()
     return random.getstate(), kind, bytes(state), place, rest  # type: ignore[arg-type]
 
 
-def _key(x: torch.Tensor) -> tuple[Any, ...]:
+def _memory_key(x: torch.Tensor) -> tuple[int, LocalMetadata]:
+    """Return the address of a tensor's storage and the tensor's metadata; together they identify it."""
     if x.layout is not torch.strided:
         raise CaptureError(
             f"capture: a tensor of layout {x.layout} cannot be recorded; use dense tensors in the captured function"
         )
-    return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()
+    metadata = LocalMetadata(x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg())
+    return x.untyped_storage()._cdata, metadata
 
 
-def _meta(value: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether an operation is planning, not work: on tensors without data."""
+def _has_meta_tensor(value: Any, kwargs: dict[str, Any]) -> bool:
+    """Return True if a call has tensors without data. It is then part of planning, not of the program."""
     return any(x.device.type == "meta" for x in tensor_tree.tensors((value, kwargs)))
 
 
-def _default(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:
-    return default_generator(
-        next((x.device for x in tensor_tree.tensors((args, kwargs))), torch.device(kwargs.get("device") or "cpu"))
-    )
+def _default_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:
+    device = next((x.device for x in tensor_tree.tensors((args, kwargs))), torch.device(kwargs.get("device") or "cpu"))
+    return default_generator(device)
+
+
+def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the arguments that a call writes to: those of its schema, and those that its rule declares in addition."""
+    written: list[torch.Tensor] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            written.extend(tensor_tree.tensors(value))
+    rule = lookup(func)
+    if rule is not None and rule.writes is not None:
+        bound = operator_of(func).bind(args, kwargs)
+        call = Call(func, None, bound, (), ())  # type: ignore[arg-type]  # of local tensors, on no mesh
+        written.extend(tensor_tree.tensors([bound[name] for name in rule.writes(call)]))
+    return written

@@ -1,5 +1,7 @@
-"""Two recordings of one program compared: a float that differs has come into the tape by a way that nothing follows. And what
-ranks have found, told to each other: a recording that one of them cannot replay is replayed by none.
+"""Recording check: compares two recordings of one program, and lets ranks agree on the recording that they replay.
+
+A float that differs between two recordings has reached the tape by a way that the float tracer does not follow. A recording that
+one rank cannot replay is replayed on no rank.
 """
 
 from __future__ import annotations
@@ -17,95 +19,126 @@ from ..comm import communicator_of
 from ..comm.events import Event, listening
 from ..errors import CaptureError
 from ..mesh.device_mesh import DeviceMesh
-from .outputs import Constant
+from .outputs import ConstantOutput
 from .program import Program
 
-NEW = 1  # the bit that says that there is room for another recording; each has one of the others
-Group: TypeAlias = tuple[DeviceMesh, tuple[int, ...]]  # of ranks: along these dims
+HAS_ROOM = 1  # the bit that says that a rank can keep another recording; each further bit stands for one recording
+Group: TypeAlias = tuple[DeviceMesh, tuple[int, ...]]  # the ranks along these mesh dims
 
 
-def confirmed(one: Program, other: Program) -> bool:
-    """Whether both have the same steps. Floats that go other ways than through arithmetic would be frozen, and are found here.
+def is_confirmed_by(first: Program, second: Program, with_integers: bool = False) -> bool:
+    """Return True if both recordings have the same steps.
+
+    Args:
+        first: a recording.
+        second: a later recording of an equal call.
+        with_integers: whether integers must be equal, too.
 
     Raises:
-        CaptureError: the steps are the same but for Python values.
+        CaptureError: the steps differ only in Python values. Such a value would be frozen in the tape.
     """
-    first, second = ([step for step in program.steps if not step.stores] for program in (one, other))
-    if len(first) != len(second) or len(one.results) != len(other.results) or len(one.constants) != len(other.constants):
+    compared = (int, float, complex, str) if with_integers else (float, complex, str)
+    first_steps, second_steps = ([step for step in program.steps if not step.stores_grad] for program in (first, second))
+    if len(first_steps) != len(second_steps) or len(first.outputs) != len(second.outputs):
+        return False
+    if len(first.constants) != len(second.constants):
         return False
     pairs = []
-    for a, b in zip(first, second, strict=True):
-        mine, its = [*leaves((a.args, a.kwargs))], [*leaves((b.args, b.kwargs))]
-        if getattr(a.fn, "__name__", a.fn) != getattr(b.fn, "__name__", b.fn) or len(mine) != len(its):
+    for a, b in zip(first_steps, second_steps, strict=True):
+        a_leaves, b_leaves = [*leaves((a.args, a.kwargs))], [*leaves((b.args, b.kwargs))]
+        if getattr(a.fn, "__name__", a.fn) != getattr(b.fn, "__name__", b.fn) or len(a_leaves) != len(b_leaves):
             return False
-        pairs += [(x, y, a.within or getattr(a.fn, "__name__", "a step")) for x, y in zip(mine, its, strict=True)]
+        place = a.operator or getattr(a.fn, "__name__", "a step")
+        pairs += [(x, y, place) for x, y in zip(a_leaves, b_leaves, strict=True)]
     if any(type(x) is not type(y) for x, y, _ in pairs):
         return False
-    pairs += [(x, y, "a result") for x, y in zip(_constants(one), _constants(other), strict=False)]
-    for x, y, where in pairs:
-        if isinstance(x, (float, complex, str)) and repr(x) != repr(y):
-            raise _frozen(where, x, y)
-    for x, y in zip(one.constants.values(), other.constants.values(), strict=True):
+    pairs += [(x, y, "a result") for x, y in zip(_constant_values(first), _constant_values(second), strict=False)]
+    for x, y, place in pairs:
+        if isinstance(x, compared) and repr(x) != repr(y):
+            raise _frozen_value_error(place, x, y)
+    for x, y in zip(first.constants.values(), second.constants.values(), strict=True):
         if x.shape == y.shape and x.dtype == y.dtype and not torch.equal(x, y):
-            raise _frozen("a tensor made of Python numbers", x, y)
+            raise _frozen_value_error("a tensor made of Python numbers", x, y)
     return True
 
 
+def _constant_values(program: Program) -> list[Any]:
+    return [output.value for output in program.outputs if isinstance(output, ConstantOutput)]
+
+
+def _frozen_value_error(place: str, x: Any, y: Any) -> CaptureError:
+    return CaptureError(
+        f"capture: {place} takes a Python value that was {x!r} in one call and is {y!r} in the next: it was computed from a "
+        "float that was read from a tensor, in a way that is not followed; compute it with 0-d tensors, or by operators and math"
+    )
+
+
+def check_recording(kept: Program, program: Program | None, groups: Iterable[Group]) -> None:
+    """Compare a kept recording with a new one of an equal call, for ``capture(check=)``. All ranks of ``groups`` call it.
+
+    Raises:
+        CaptureError: on all ranks, if the recordings differ on one of them.
+    """
+    difference = "the function runs other operations than its recording"
+    try:
+        is_equal = program is None or is_confirmed_by(kept, program, with_integers=True)
+    except CaptureError as error:
+        is_equal, difference = False, str(error).removeprefix("capture: ").partition(": it was computed")[0]
+    if not agree_on_bits(groups, int(is_equal)):
+        raise CaptureError(
+            f"capture(check=): {'the recordings differ on another rank' if is_equal else difference}, so the replays since "
+            "the recording may have given wrong results. The function reads something that capture does not guard, such as "
+            "compiled code in trusted=. Pass it as an argument, or call the function without capture"
+        )
+
+
 @contextmanager
-def groups_heard() -> Iterator[dict[Group, None]]:
-    """The groups whose collectives are issued inside, in order."""
-    found: dict[Group, None] = {}
+def collect_groups() -> Iterator[dict[Group, None]]:
+    """Yield a dict that collects the groups of the collectives that are issued inside of the context, in order."""
+    groups: dict[Group, None] = {}
 
-    def hear(event: Event) -> None:
+    def add_group(event: Event) -> None:
         if event.mesh is not None and event.group_size > 1:
-            found[event.mesh, event.mesh_dims] = None
+            groups[event.mesh, event.mesh_dims] = None
 
-    with listening(hear):
-        yield found
-
-
-def agreed(groups: Iterable[Group], found: int) -> int:
-    """The bits that all ranks have found that record and replay together: an exchange of one number in each group whose
-    collectives they recorded, and where there are several a second one, since ranks may be in one through others."""
-    talking = [(comm, dims) for mesh, dims in groups if (comm := communicator_of(mesh)).talks]
-    for comm, dims in (*talking, *talking[-2::-1]):
-        found = functools.reduce(and_, [number for row in comm.all_gather_numbers([found], dims) for number in row])
-    return found
+    with listening(add_group):
+        yield groups
 
 
-class Shared:
-    """What ranks know of each other's recordings of one function for arguments on the same meshes.
+def agree_on_bits(groups: Iterable[Group], bits: int) -> int:
+    """Return the bits that are set on all ranks that record and replay together.
+
+    Each group exchanges one number. Groups may have ranks in common, so with several groups there is a second round, in which
+    each group learns the bits of the others.
+    """
+    process_groups = [(comm, dims) for mesh, dims in groups if (comm := communicator_of(mesh)).talks]
+    for comm, dims in (*process_groups, *process_groups[-2::-1]):
+        bits = functools.reduce(and_, [number for row in comm.all_gather_numbers([bits], dims) for number in row])
+    return bits
+
+
+class RankAgreement:
+    """Facts of the recordings of one function for arguments on the same meshes, by which ranks agree.
 
     Attributes:
-        groups: those whose collectives the recordings issue.
+        groups: of the collectives that the recordings issue.
     """
 
     def __init__(self) -> None:
         self.groups: dict[Group, None] = {}
-        self._alike = True  # whether what the function reads is guarded by facts that all ranks share
-        self._count = 0  # recordings that the ranks made knowing of each other
+        self._same_on_ranks = True  # whether the guards check only facts that are equal on all ranks
+        self._count = 0  # recordings that all ranks made together
 
-    def add(self, groups: Iterable[Group], alike: bool) -> None:
-        """Add what one more recording met."""
+    def add_recording(self, groups: Iterable[Group], same_on_ranks: bool) -> None:
+        """Add the groups and guards of one more recording."""
         self.groups.update(dict.fromkeys(groups))
-        self._alike = self._alike and alike
+        self._same_on_ranks = self._same_on_ranks and same_on_ranks
 
-    def may_disagree(self, plain: bool) -> bool:
-        """Whether ranks could choose different recordings; ``plain``: there are plain tensors among the arguments."""
-        return (plain or not self._alike) and bool(self.groups)
+    def may_disagree(self, may_differ: bool) -> bool:
+        """Return True if ranks could choose different recordings. ``may_differ``: whether arguments may differ between ranks."""
+        return (may_differ or not self._same_on_ranks) and bool(self.groups)
 
     def next_bit(self) -> int:
-        """Return the bit of one more recording; 0 of those that are one too many."""
+        """Return the bit of one more recording; 0 if there are more than 62."""
         self._count += 1
-        return NEW << self._count if self._count < 63 else 0
-
-
-def _constants(program: Program) -> list[Any]:
-    return [result.value for result in program.results if isinstance(result, Constant)]
-
-
-def _frozen(where: str, x: Any, y: Any) -> CaptureError:
-    return CaptureError(
-        f"capture: {where} takes a Python value that was {x!r} in one call and is {y!r} in the next: it was computed from a "
-        "float that was read from a tensor, in a way that is not followed; compute it with 0-d tensors, or by operators and math"
-    )
+        return HAS_ROOM << self._count if self._count < 63 else 0

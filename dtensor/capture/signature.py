@@ -1,4 +1,7 @@
-"""The arguments of a call and the modes around it, as a key: equal keys mean that a replay computes what the function would."""
+"""Signature: the arguments of a call and the modes around it, as a key. Equal keys select the same recordings.
+
+The module also has the checks of tensor metadata that a replay makes.
+"""
 
 from __future__ import annotations
 
@@ -15,42 +18,42 @@ from ..errors import CaptureError
 from ..mesh.device_mesh import DeviceMesh
 from ..random.draw import DRAWING
 from ..tensor.dtensor import DTensor
-from .guard_discovery import Environment
-from .object_ownership import VALUES, ById, all_bare, attributes_of, bare, value_of
-from .setting_guards import chosen
+from .guards.guard_discovery import discover_guards
+from .guards.object_ownership import VALUES, ById, has_user_attributes, have_no_user_attributes, user_attributes, value_key
+from .guards.setting_guards import operator_choice_settings
 
-_DISTRIBUTED = {DTensor}
+_ONLY_DTENSOR = {DTensor}
 _LAYOUT = attrgetter("_layout")
-_KEY = attrgetter("_layout", "requires_grad")
-_AUTOCAST = (torch.is_autocast_enabled, torch.get_autocast_dtype)
+_DTENSOR_KEY = attrgetter("_layout", "requires_grad")
+_AUTOCAST_STATE = (torch.is_autocast_enabled, torch.get_autocast_dtype)
 
 
 class Signature(NamedTuple):
-    """One call.
+    """The signature of one call.
 
     Attributes:
-        key: static arguments, metadata of tensors, and which places hold the same tensor.
+        key: static arguments, metadata of tensors, and which arguments are the same tensor.
         tensors: each tensor once, in order.
-        rebuild: (args, kwargs) with other tensors in their places.
-        plain: whether there are plain tensors among them, whose sizes may change on one rank alone.
+        rebuild: returns ``(args, kwargs)`` with other tensors in place of ``tensors``.
+        may_differ: whether the sizes of a tensor may differ between ranks.
     """
 
     key: tuple[Any, ...]
     tensors: Sequence[Any]
     rebuild: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
-    plain: bool = False
+    may_differ: bool = False
 
     @property
     def meshes(self) -> tuple[DeviceMesh, ...]:
-        """The meshes of the distributed tensors, in order."""
+        """The meshes of the DTensors, in order."""
         return tuple(dict.fromkeys(x._layout.mesh for x in self.tensors if isinstance(x, DTensor)))
 
 
-def sign(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
-    """The signature of a call with these arguments."""
-    usual = not kwargs and {*map(type, args)} <= _DISTRIBUTED and len({*map(id, args)}) == len(args)
-    if usual and all_bare(args):  # the most frequent form
-        return Signature((*map(_KEY, args),), args, _positional)
+def make_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
+    """Return the signature of a call with these arguments."""
+    only_distinct_dtensors = not kwargs and {*map(type, args)} <= _ONLY_DTENSOR and len({*map(id, args)}) == len(args)
+    if only_distinct_dtensors and have_no_user_attributes(args):  # the fast path
+        return Signature((*map(_DTENSOR_KEY, args),), args, _rebuild_positional)
     leaves, tree = pytree.tree_flatten((args, kwargs))
     key: list[Any] = [tree]
     tensors: list[Any] = []
@@ -58,89 +61,94 @@ def sign(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
     places: list[int | None] = []
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
-            key.append(static(leaf))
+            key.append(_static_key(leaf))
             places.append(None)
             continue
         number = numbers.setdefault(id(leaf), len(tensors))
         places.append(number)
-        key.append((number, type(leaf), described(leaf, argument=True), () if bare(leaf) else _put_on(leaf)))
+        key.append((number, type(leaf), describe_tensor(leaf, is_argument=True), _attributes_key(leaf)))
         if number == len(tensors):
             tensors.append(leaf)
 
-    def rebuild(given: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        filled = [leaf if place is None else given[place] for leaf, place in zip(leaves, places, strict=True)]
-        made: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(filled, tree)
-        return made
+    def rebuild(replacements: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        filled = [leaf if place is None else replacements[place] for leaf, place in zip(leaves, places, strict=True)]
+        rebuilt: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(filled, tree)
+        return rebuilt
 
-    return Signature(tuple(key), tensors, rebuild, any(map(may_differ, tensors)))
+    return Signature(tuple(key), tensors, rebuild, any(map(may_differ_across_ranks, tensors)))
 
 
-def may_differ(x: torch.Tensor) -> bool:
-    """Whether the sizes of a tensor are one rank's affair."""
+def may_differ_across_ranks(x: torch.Tensor) -> bool:
+    """Return True if the sizes of a tensor may differ between ranks: it is a plain tensor with at least one dim."""
     return not (isinstance(x, (DTensor, PerRank)) or x.ndim == 0 or MODES.implicit_replication)
 
 
-def _positional(given: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return tuple(given), {}
+def _rebuild_positional(replacements: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return tuple(replacements), {}
 
 
-def _put_on(x: torch.Tensor) -> tuple[Any, ...]:
-    return tuple((name, static(held)) for name, held in attributes_of(x).items())
+def _attributes_key(x: torch.Tensor) -> tuple[Any, ...]:
+    """Return a key of the attributes that user code has set on a tensor."""
+    if not has_user_attributes(x):
+        return ()
+    return tuple((name, _static_key(value)) for name, value in user_attributes(x).items())
 
 
-def static(value: Any) -> Any:
-    """A Python argument as a part of a key."""
+def _static_key(value: Any) -> Any:
+    """Return a key of a Python argument. Tensors that it refers to are refused at their first use."""
     if type(value) in VALUES:
-        return value_of(value)
-    return ById(value), tuple(Environment(value).key)  # what it holds; tensors in it are refused where they are used
+        return value_key(value)
+    return ById(value), tuple(discover_guards(value).key)
 
 
-def described(x: torch.Tensor, argument: bool = False) -> Any:
-    """The metadata of a tensor that decide what is computed."""
+def describe_tensor(x: torch.Tensor, is_argument: bool = False) -> Any:
+    """Return the metadata of a tensor that the computation depends on."""
     if isinstance(x, DTensor):
         return x._layout, x.requires_grad
     if isinstance(x, PerRank):
-        if argument:
+        if is_argument:
             raise CaptureError(
                 "capture: an argument is a PerRank tensor (the local tensors of all ranks); pass a DTensor: "
                 "DTensor.from_local(x, mesh, placements)"
             )
-        return tuple(described(shard) for shard in x.shards)
+        return tuple(describe_tensor(shard) for shard in x.shards)
     return x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_conj(), x.is_neg(), x.is_inference()
 
 
-def picking(numbers: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Gives the items of these numbers."""
+def make_picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Return a function that picks the items with these numbers from a sequence."""
     first = numbers[0] if numbers else 0
     if [*numbers] == [*range(first, first + len(numbers))]:
         return itemgetter(slice(first, first + len(numbers)))
     return itemgetter(*numbers)
 
 
-class Alike:
-    """Whether tensors are as others were: of the same types, sizes, strides, dtypes, devices and flags, in one comparison.
+class TensorCheck:
+    """Checks in one comparison that tensors have the types, sizes, strides, dtypes, devices and flags of earlier tensors.
+
+    Torch's comparison may also fail for equal tensors, because it sees modes. Then ``describe(tensors) == expected`` decides.
 
     Args:
-        facts: what of them decides where that one fails: torch also compares what modes make of a tensor.
-        known: these facts.
+        describe: returns the facts of tensors that must be equal.
+        expected: these facts of the earlier tensors.
     """
 
-    __slots__ = ("_at_once", "_facts", "_known")
+    __slots__ = ("_describe", "_expected", "_matches_at_once")
 
-    def __init__(self, facts: Callable[[Sequence[Any]], Any], known: Any) -> None:
-        self._facts, self._known, self._at_once = facts, known, _never
+    def __init__(self, describe: Callable[[Sequence[Any]], Any], expected: Any) -> None:
+        self._describe, self._expected, self._matches_at_once = describe, expected, _never_matches
 
     def __call__(self, tensors: Sequence[Any]) -> bool:
-        if self._at_once(*tensors):
+        if self._matches_at_once(*tensors):
             return True
-        if self._facts(tensors) != self._known:
+        if self._describe(tensors) != self._expected:
             return False
         if tensors:
-            self._at_once = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+            self._matches_at_once = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         return True
 
 
-def _never(*_: Any) -> bool:
+def _never_matches(*_: Any) -> bool:
     return False
 
 
@@ -148,42 +156,50 @@ def strides_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
     return [*map(TensorBase.stride, tensors)]
 
 
-def _described(tensors: Sequence[Any]) -> list[Any]:
-    return [(type(x), described(x)) for x in tensors]
+def _describe_tensors(tensors: Sequence[Any]) -> list[Any]:
+    return [(type(x), describe_tensor(x)) for x in tensors]
 
 
-class Metadata:
-    """What a replay takes for granted of tensors of the survey, by their numbers: layouts (of plain ones sizes, strides, dtype,
-    device), and whether they require gradients. Checked at each call."""
+class MetadataGuard:
+    """Checks the metadata of tensors of a guard set at each call.
 
-    __slots__ = ("_alike", "_apart", "_distributed", "_known", "_layouts", "_together")
+    The metadata of a DTensor is its layout and ``requires_grad``. A plain tensor has sizes, strides, dtype, device and flags.
+
+    Args:
+        numbers: of the tensors in the guard set.
+        tensors: all tensors of the guard set.
+    """
+
+    __slots__ = ("_check_known_types", "_layouts", "_other_metadata", "_pick_dtensors", "_pick_known_types", "_pick_other_types")
 
     def __init__(self, numbers: Sequence[int], tensors: Sequence[Any]) -> None:
-        distributed = [number for number in numbers if type(tensors[number]) is DTensor]
+        dtensors = [number for number in numbers if type(tensors[number]) is DTensor]
         plain = [number for number in numbers if type(tensors[number]) in (torch.Tensor, torch.nn.Parameter)]
-        self._distributed, self._together = picking(distributed), picking([*distributed, *plain])
-        self._apart = picking([number for number in numbers if number not in {*distributed, *plain}])
-        self._layouts, self._known = [*map(_LAYOUT, self._distributed(tensors))], _described(self._apart(tensors))
-        self._alike = Alike(_described, _described(self._together(tensors)))
+        known = {*dtensors, *plain}
+        self._pick_dtensors, self._pick_known_types = make_picker(dtensors), make_picker([*dtensors, *plain])
+        self._pick_other_types = make_picker([number for number in numbers if number not in known])
+        self._layouts = [*map(_LAYOUT, self._pick_dtensors(tensors))]
+        self._other_metadata = _describe_tensors(self._pick_other_types(tensors))
+        self._check_known_types = TensorCheck(_describe_tensors, _describe_tensors(self._pick_known_types(tensors)))
 
-    def hold(self, tensors: Sequence[Any]) -> bool:
-        """Whether it is so."""
+    def holds(self, tensors: Sequence[Any]) -> bool:
+        """Return True if the metadata of the tensors is unchanged."""
         return (
-            self._alike(self._together(tensors))
-            and [*map(_LAYOUT, self._distributed(tensors))] == self._layouts
-            and (not self._known or _described(self._apart(tensors)) == self._known)
+            self._check_known_types(self._pick_known_types(tensors))
+            and [*map(_LAYOUT, self._pick_dtensors(tensors))] == self._layouts
+            and (not self._other_metadata or _describe_tensors(self._pick_other_types(tensors)) == self._other_metadata)
         )
 
 
-def modes() -> tuple[Any, ...]:
-    """The switches that change what operations do."""
+def current_modes() -> tuple[Any, ...]:
+    """Return the modes and settings that change the result of an operator."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        autocast_enabled() and tuple([f(kind) for f in _AUTOCAST for kind in ("cpu", "cuda")]),
+        autocast_enabled() and tuple([state(kind) for state in _AUTOCAST_STATE for kind in ("cpu", "cuda")]),
         switches(),
         DRAWING.mode,
         torch.get_default_dtype(),
         count_function_modes() and torch.get_default_device(),
-        chosen(),
+        operator_choice_settings(),
     )

@@ -1,4 +1,4 @@
-"""A program as a whole: recorded as a graph, planned by an exact solver, run by its plan; and placements found for a model."""
+"""Program plans: record a program as a graph, choose all of its strategies and layouts with an exact solver, and run it so."""
 
 from .api import plan
 from .auto_sharding import Sharding, auto_shard

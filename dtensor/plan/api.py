@@ -1,4 +1,4 @@
-"""``plan``: record a program, choose for all of its calls together, and say so."""
+"""Planner API: ``plan`` records a program, chooses strategies and layouts for all of its calls together, and returns the plan."""
 
 from __future__ import annotations
 
@@ -10,30 +10,32 @@ from typing import Any, TypeVar, cast
 from ..comm import communicator_of
 from ..errors import PlanError
 from ..mesh.device_mesh import DeviceMesh
-from .describe import as_recorded, described
 from .graph import Graph
-from .graph_recorder import recorded
-from .liveness import Memory
-from .memory_constraints import Moments
+from .graph_recorder import record_graph
+from .liveness import MemoryModel
+from .plan_builder import build_plan, eager_plan
 from .program_plan import ProgramPlan
-from .repeated_layers import Classes
-from .solver import Assembly
-from .strategy_options import Option, classes_from, eager_options, options_along
+from .repeated_layers import NodeClasses
+from .solver import PlanningProblem, add_memory_constraints
+from .strategy_options import Option, list_options, make_classes, recorded_options
 
 T = TypeVar("T")
-_SWEEPS = 3
-_CUTS = 8  # moments at which memory is bounded, found by one solution after the other
-_ALIKE = 1 + 1e-9
-_SECONDS = 45.0  # for all sweeps together
+_MAX_SWEEPS = 3  # over the mesh dims
+_MAX_CRITICAL_NODES = 8  # that are found for one mesh dim in one sweep
+_TIE_RATIO = 1 + 1e-9
+_MAX_SECONDS = 45.0  # for all sweeps together
 
 
 def plan(step: Callable[..., Any], *args: Any, memory: float | None = None, **kwargs: Any) -> ProgramPlan:
-    """How a program should run: rows for all of its operator calls together, so that the whole takes least time by the model.
+    """Return a plan of a program: strategies for all operator calls together, with the least estimated time of the program.
 
-    ``step`` runs once, as it is. On a dry run (``init_device_mesh("meta", ...)``) that costs no data and no ranks.
+    ``step`` runs once, eagerly. On a dry run (``init_device_mesh("meta", ...)``) this needs no data and no ranks.
 
     Args:
-        memory: bytes that a rank may hold at once, of all tensors that the step takes, makes and keeps for backward.
+        step: the program, a function of DTensors.
+        *args: its positional arguments.
+        memory: bytes that a rank may hold at once of the inputs, results and saved tensors of the step.
+        **kwargs: its keyword arguments.
 
     Raises:
         PlanError: there is nothing to plan, no plan was found that fits into ``memory``, or scipy is missing (the extra
@@ -47,92 +49,104 @@ def plan(step: Callable[..., Any], *args: Any, memory: float | None = None, **kw
     >>> [str(move) for call in found.calls for move in call.moves], found.seconds <= found.eager_seconds
     (['...P(sum) -> R...'], True)
     """
-    return planned(step, args, kwargs, memory=math.inf if memory is None else memory)[1]
+    return run_and_plan(step, args, kwargs, memory=math.inf if memory is None else memory)[1]
 
 
-def planned(
-    step: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float = _SECONDS, memory: float = math.inf
+def run_and_plan(
+    step: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float = _MAX_SECONDS, memory: float = math.inf
 ) -> tuple[T, ProgramPlan]:
-    """What ``step`` gives, and its plan."""
-    made, graph = recorded(step, args, kwargs)
+    """Run ``step`` once, eagerly, and return its result and its plan. See :func:`make_plan` for ``seconds`` and ``memory``."""
+    result, graph = record_graph(step, args, kwargs)
     mesh = graph.mesh
     if mesh is None:
         raise PlanError("plan: the program calls no operator on a DTensor")
-    return made, agreed(mesh, lambda: plan_of(graph, seconds, memory))
+    return result, broadcast_result(mesh, lambda: make_plan(graph, seconds, memory))
 
 
-def agreed(mesh: DeviceMesh, make: Callable[[], T]) -> T:
-    """One result for all ranks: the first of the mesh makes it. A solver that runs out of time may end otherwise elsewhere."""
+def broadcast_result(mesh: DeviceMesh, compute: Callable[[], T]) -> T:
+    """Return one result on all ranks: the first rank of the mesh computes it. A solver with a time limit may differ elsewhere."""
     if mesh.kind != "process_group":
-        return make()
-    made: T | PlanError | None = None
+        return compute()
+    computed: T | PlanError | None = None
     if mesh.current_member() == 0:
         try:
-            made = make()
-        except PlanError as error:  # which all ranks raise
-            made = error
-    found = communicator_of(mesh).all_gather_object(made, tuple(range(mesh.ndim)))[0]
-    if isinstance(found, PlanError):
-        raise found
-    return cast(T, found)
+            computed = compute()
+        except PlanError as error:  # all ranks raise it
+            computed = error
+    result = communicator_of(mesh).all_gather_object(computed, tuple(range(mesh.ndim)))[0]
+    if isinstance(result, PlanError):
+        raise result
+    return cast(T, result)
 
 
-def plan_of(graph: Graph, seconds: float = _SECONDS, memory: float = math.inf) -> ProgramPlan:
-    """The plan of a recorded program: never worse than it, by the model, as far as that fits into ``memory``."""
-    eager, limit = eager_options(graph), Memory(graph, memory)
-    classes = classes_from(graph, eager)
-    found = described(graph, classes, best_options(classes, eager, seconds, limit), eager, limit)
-    if found.seconds > found.eager_seconds * _ALIKE and (peak := limit.held(eager, remembered=True).peak) <= memory:
-        return as_recorded(found, peak)  # whose operators share more than a plan knows to
-    if found.peak_bytes > memory:
-        raise PlanError(
-            f"plan: no plan within memory={memory:,.0f} bytes per rank was found; the smallest peak is "
-            f"{found.peak_bytes:,} bytes, in {found.peak_at}. "
-            "Shard parameters or the batch over more mesh dims, or use dt.auto_shard"
-        )
-    return found
-
-
-def best_options(
-    classes: Classes, start: Sequence[Option], seconds: float, memory: Memory, reverse: bool = False
-) -> list[Option]:
-    """Mesh dim by mesh dim the best options given those on the others, until nothing gets better; for each node.
+def make_plan(graph: Graph, seconds: float = _MAX_SECONDS, memory: float = math.inf) -> ProgramPlan:
+    """Return the plan of a recorded program. Its estimated time is at most that of the program, if that fits into ``memory``.
 
     Args:
-        seconds: how long to search.
-        memory: what a rank may hold: what does not fit costs so much that less comes first.
-        reverse: begin with the last mesh dim.
+        graph: the recorded program.
+        seconds: time limit of the search.
+        memory: bytes that a rank may hold at once.
     """
-    graph, total, bounded = memory.graph, memory.total, not math.isinf(memory.limit)
+    recorded, model = recorded_options(graph), MemoryModel(graph, memory)
+    classes = make_classes(graph, recorded)
+    best = build_plan(graph, classes, choose_options(classes, recorded, seconds, model), recorded, model)
+    if best.seconds > best.eager_seconds * _TIE_RATIO:  # eager calls share more copies than a plan can express
+        peak = model.compute_usage(recorded, without_plan=True).peak
+        if peak <= memory:
+            return eager_plan(best, peak)
+    if best.peak_bytes > memory:
+        raise PlanError(
+            f"plan: no plan within memory={memory:,.0f} bytes per rank was found; the smallest peak is "
+            f"{best.peak_bytes:,} bytes, in {best.peak_at}. "
+            "Shard parameters or the batch over more mesh dims, or use dt.auto_shard"
+        )
+    return best
+
+
+def choose_options(
+    classes: NodeClasses, start: Sequence[Option], seconds: float, memory: MemoryModel, reverse: bool = False
+) -> list[Option]:
+    """Return one option for each node: optimized for one mesh dim after the other, until no mesh dim improves.
+
+    Args:
+        classes: the classes of the graph.
+        start: the options to start from.
+        seconds: time limit of the search.
+        memory: the memory model. The excess over its limit has such a high cost that it is reduced first.
+        reverse: whether to begin with the last mesh dim.
+    """
+    graph, objective, is_bounded = memory.graph, memory.objective, not math.isinf(memory.limit)
     assert graph.mesh is not None
-    penalty = 100 * total.seconds(start) / memory.limit if bounded else 0.0
+    penalty = 100 * objective.total_seconds(start) / memory.limit if is_bounded else 0.0
 
-    def price_of(options: Sequence[Option]) -> float:
-        if not bounded:
-            return total.seconds(options)
-        held = memory.held(options)
-        if held.peak > memory.limit and held.moment not in memory.moments:
-            memory.moments.append(held.moment)
-        return total.seconds(options) + held.seconds + penalty * max(0.0, held.peak - memory.limit)
+    def cost_of(options: Sequence[Option]) -> float:
+        if not is_bounded:
+            return objective.total_seconds(options)
+        usage = memory.compute_usage(options)
+        if usage.peak > memory.limit and usage.peak_node not in memory.critical_nodes:
+            memory.critical_nodes.append(usage.peak_node)
+        return objective.total_seconds(options) + usage.seconds + penalty * max(0.0, usage.peak - memory.limit)
 
-    taken, price, end = list(start), price_of(start), monotonic() + seconds
+    best, cost, end = list(start), cost_of(start), monotonic() + seconds
     dims = [i for i, ranks in enumerate(graph.mesh.shape) if ranks > 1][:: -1 if reverse else 1]
-    since = 0  # mesh dims tried without success
-    for mesh_dim in dims * _SWEEPS:
-        if since >= len(dims):
+    unimproved = 0  # mesh dims since the last improvement
+    for mesh_dim in dims * _MAX_SWEEPS:
+        if unimproved >= len(dims):
             break
-        options = options_along(graph, classes, classes.together(taken), mesh_dim)
-        since += 1
-        for _ in range(_CUTS):
-            left, known = end - monotonic(), len(memory.moments)
-            if left <= 0:
-                return taken
-            assembly = Assembly(classes, options, mesh_dim)
-            if memory.moments:
-                Moments(assembly, memory, penalty)
-            found = assembly.solved(min(left, seconds / _SWEEPS))
-            if found is not None and (now := price_of(spread := classes.spread(found))) < price * (1 - 1e-6):
-                taken, price, since = spread, now, 1
-            if len(memory.moments) == known:
+        options = list_options(graph, classes, classes.per_class(best), mesh_dim)
+        unimproved += 1
+        for _ in range(_MAX_CRITICAL_NODES):
+            rest, critical_count = end - monotonic(), len(memory.critical_nodes)
+            if rest <= 0:
+                return best
+            problem = PlanningProblem(classes, options, mesh_dim)
+            add_memory_constraints(problem, memory, penalty)
+            solution = problem.solve(min(rest, seconds / _MAX_SWEEPS))
+            if solution is not None:
+                candidate = classes.per_node(solution)
+                candidate_cost = cost_of(candidate)
+                if candidate_cost < cost * (1 - 1e-6):
+                    best, cost, unimproved = candidate, candidate_cost, 1
+            if len(memory.critical_nodes) == critical_count:
                 break
-    return taken
+    return best

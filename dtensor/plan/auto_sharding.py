@@ -1,4 +1,4 @@
-"""``auto_shard``: the placements of parameters, optimizer states and batch, found with those of everything in between."""
+"""Auto-sharding: finds placements of parameters, optimizer states and batch, together with those of all values in between."""
 
 from __future__ import annotations
 
@@ -22,30 +22,34 @@ from ..tensor.distribute import distribute_tensor
 from ..tensor.dtensor import DTensor
 from ..tensor.observers import OBSERVERS
 from ..tensor.stale_params import Attributes
-from .api import agreed, best_options
-from .describe import described
+from .api import broadcast_result, choose_options
 from .graph import Graph
-from .graph_recorder import Recorder
-from .liveness import Memory
-from .meta_substitution import StandIns, reached
+from .graph_recorder import GraphRecorder
+from .liveness import MemoryModel
+from .meta_substitution import MetaSubstitution, find_objects
+from .plan_builder import build_plan
 from .program_plan import ProgramPlan, spelled
-from .strategy_options import Option, classes_from, eager_options
+from .strategy_options import Option, make_classes, recorded_options
 
-Places = tuple[Placement, ...]
+Placements = tuple[Placement, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """Placements that were found.
+    """The result of :func:`auto_shard`: placements and predicted costs.
 
     Attributes:
-        placements: of each parameter and buffer by name, and of each of an optimizer's states by its parameter's name and its own
-            (``"0.weight.exp_avg"``); ``batch``: of each tensor of the example, in order.
-        seconds, nbytes, memory: predicted, of one step: its time, bytes that a rank receives, bytes that a rank holds at the peak
-            (parameters, gradients, optimizer's states, what forward keeps for backward, and what is in use at that moment).
-        plan: what each call does under them.
+        mesh: the shape of the mesh.
+        placements: for each parameter and buffer by name. For each optimizer state, by the names of parameter and state
+            (``"0.weight.exp_avg"``).
+        batch: for each tensor of the example, in order.
+        seconds: predicted time of one step.
+        nbytes: predicted bytes that a rank receives in one step.
+        memory: predicted peak in bytes of one rank: parameters, gradients, optimizer states, tensors saved for backward, and
+            tensors in use.
+        plan: the plan of the step under these placements.
 
-    A record; ``apply`` costs what distributing the parameters does, and raises ``ArgumentError`` for another mesh.
+    The object is a record. ``apply`` distributes the parameters, and raises ``ArgumentError`` for another mesh.
 
     >>> import torch, dtensor as dt
     >>> model, mesh = torch.nn.Linear(64, 64), dt.init_device_mesh("cpu", (4,))
@@ -55,8 +59,8 @@ class Sharding:
     """
 
     mesh: tuple[int, ...]
-    placements: dict[str, Places]
-    batch: tuple[Places, ...]
+    placements: dict[str, Placements]
+    batch: tuple[Placements, ...]
     seconds: float
     nbytes: int
     memory: int
@@ -67,38 +71,41 @@ class Sharding:
             f"on a mesh of {'x'.join(map(str, self.mesh))}: {seconds_text(self.seconds)} a step, {bytes_text(self.nbytes)} "
             f"received and peak memory {bytes_text(self.memory)} per rank"
         )
-        lines = [f"  {name}: {', '.join(spelled(places))}" for name, places in self.placements.items()]
-        return "\n".join([head, *lines, *(f"  batch {i}: {', '.join(spelled(places))}" for i, places in enumerate(self.batch))])
+        parameters = [f"  {name}: {', '.join(spelled(own))}" for name, own in self.placements.items()]
+        batch = [f"  batch {i}: {', '.join(spelled(own))}" for i, own in enumerate(self.batch)]
+        return "\n".join([head, *parameters, *batch])
 
     _repr_html_ = pictured
 
     def apply(self, model: nn.Module, mesh: DeviceMesh, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
-        """``model``, its parameters and buffers made DTensors on ``mesh`` in place, as they were placed.
+        """Replace the parameters and buffers of ``model`` by DTensors with the placements of this record, and return the model.
 
         Args:
-            optimizer: over the model's parameters; it goes on with the new ones, its states placed as they were found, those that
-                it has and those that it makes in its next step.
+            model: the model; it is changed in place.
+            mesh: a mesh of the planned shape.
+            optimizer: an optimizer of the model's parameters. It continues with the new parameters. Its states get their
+                placements, those that exist and those that its next step makes.
 
         Raises:
-            ArgumentError: the mesh has another shape than the one that was planned for.
+            ArgumentError: the mesh has another shape than the planned one.
         """
         if tuple(mesh.shape) != self.mesh:
             raise ArgumentError(f"these placements are for a mesh of shape {self.mesh}, not {tuple(mesh.shape)}")
-        made: dict[int, Any] = {}
+        distributed: dict[int, Any] = {}
         names: dict[Any, str] = {}
         for name, x in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
             owner, _, leaf = name.rpartition(".")
-            if id(x) not in made:
+            if id(x) not in distributed:
                 value = distribute_tensor(x.detach(), mesh, self.placements[name])
-                made[id(x)] = nn.Parameter(value, x.requires_grad) if isinstance(x, nn.Parameter) else value
-                Attributes.of(x).set_on(made[id(x)])
-                names[made[id(x)]] = name
-            setattr(model.get_submodule(owner), leaf, made[id(x)])
+                distributed[id(x)] = nn.Parameter(value, x.requires_grad) if isinstance(x, nn.Parameter) else value
+                Attributes.of(x).set_on(distributed[id(x)])
+                names[distributed[id(x)]] = name
+            setattr(model.get_submodule(owner), leaf, distributed[id(x)])
         if optimizer is not None:
             for group in optimizer.param_groups:
-                group["params"] = [made.get(id(p), p) for p in group["params"]]
-            for p in [p for p in optimizer.state if id(p) in made]:
-                optimizer.state[made[id(p)]] = optimizer.state.pop(p)
+                group["params"] = [distributed.get(id(p), p) for p in group["params"]]
+            for p in [p for p in optimizer.state if id(p) in distributed]:
+                optimizer.state[distributed[id(p)]] = optimizer.state.pop(p)
             self._place_states(optimizer, mesh, names)
             optimizer.register_step_post_hook(lambda own, *_: self._place_states(own, mesh, names))
         return model
@@ -106,16 +113,16 @@ class Sharding:
     def _place_states(self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, names: Mapping[Any, str]) -> None:
         for p, state in optimizer.state.items():
             for key, x in state.items():
-                places = self.placements.get(f"{names.get(p, '')}.{key}")
-                if places is not None and isinstance(x, DTensor) and x.placements != places:
-                    state[key] = x.redistribute(placements=places)
-                elif places is not None and not isinstance(x, DTensor):
-                    state[key] = distribute_tensor(x, mesh, places)
+                placements = self.placements.get(f"{names.get(p, '')}.{key}")
+                if placements is not None and isinstance(x, DTensor) and x.placements != placements:
+                    state[key] = x.redistribute(placements=placements)
+                elif placements is not None and not isinstance(x, DTensor):
+                    state[key] = distribute_tensor(x, mesh, placements)
 
 
 @dataclass(slots=True)
-class _Program:
-    """A recorded step: its graph, and the values of parameters, buffers and states by name, and of the batch."""
+class _RecordedStep:
+    """A recorded step: its graph, and the values of named tensors and of the batch. None stands for an unused tensor."""
 
     graph: Graph
     named: dict[str, int | None] = field(default_factory=dict)
@@ -133,26 +140,27 @@ def auto_shard(
     placements: Mapping[str, Sequence[Placement]] | None = None,
     seconds: float = 60.0,
 ) -> Sharding:
-    """The placements under which one step takes least time by the model: of parameters, of an optimizer's states, of the batch.
+    """Return placements of parameters, optimizer states and batch with the least estimated time of one step.
 
-    Nothing is computed and no tensor is changed: the step is recorded on a dry run, and priced as ``mesh`` is: by its calibrated
-    profile, or, on ``init_device_mesh("meta", shape)``, as a cluster of GPUs. Use :meth:`Sharding.apply`, and
-    ``capture(step, plan="program")`` or ``plan`` for the steps. On process groups every rank calls it, and all get what the first
-    one finds; that exchange is all that is communicated.
+    Nothing is computed and no tensor is changed. The step is recorded on a dry run, with the costs of ``mesh``: its calibrated
+    profile, or a cluster of GPUs for ``init_device_mesh("meta", shape)``. Use :meth:`Sharding.apply` to distribute the model, and
+    ``capture(step, plan="program")`` or ``plan`` for the steps. On process groups every rank calls it, and all ranks get the
+    result of the first rank. Nothing else is communicated.
 
     Args:
-        model_or_step: a model, of which forward and backward are one step; or a function that does a step, its optimizer's too.
-            Its modules and optimizers are those that it names, is bound to or is given in ``example``; it runs twice, with
-            tensors without data (what else it counts, as a schedule does, goes on).
-        example: arguments, by position or by name; of tensors shapes and dtypes matter.
-        memory: bytes that a rank may hold at once: parameters, gradients, optimizer's states, activations, moved forms.
-        loss: from the model's result to a number; default its ``.loss``, or its mean.
-        optimizer_bytes: for a model, state per element of a parameter: 8 for Adam's two moments in float32.
-        placements: of parameters and states by name, where they are given.
-        seconds: for each run of the solver.
+        model_or_step: a model, with forward and backward as one step; or a function that runs a step, with its optimizer. The
+            function's modules and optimizers are those that it names, is bound to or gets in ``example``. It runs twice on
+            tensors without data. Its other state, such as a learning-rate schedule, advances.
+        mesh: the mesh to shard over.
+        example: arguments, by position or by name. Only shapes and dtypes of tensors matter.
+        memory: bytes that a rank may hold at once: parameters, gradients, optimizer states, activations, redistributed copies.
+        loss: a function from the model's result to a scalar. The default is the result's ``.loss``, or its mean.
+        optimizer_bytes: for a model, bytes of optimizer state per element of a parameter: 8 for Adam's two moments in float32.
+        placements: fixed placements of parameters and states, by name.
+        seconds: time limit for each run of the solver.
 
     Raises:
-        PlanError: no placements were found that fit into ``memory``; the least peak that was found is told.
+        PlanError: no placements were found that fit into ``memory``. The message has the smallest peak that was found.
 
     >>> import torch, dtensor as dt
     >>> model = torch.nn.Linear(64, 64)
@@ -165,90 +173,93 @@ def auto_shard(
     >>> sorted(found.placements)
     ['bias', 'bias.exp_avg', 'bias.exp_avg_sq', 'weight', 'weight.exp_avg', 'weight.exp_avg_sq']
     """
-    program = _recorded(model_or_step, mesh, example, loss, optimizer_bytes)
-    start = _started(program, placements or {})
-    return agreed(mesh, lambda: _found(program, start, math.inf if memory is None else memory, seconds))
+    step = _record_step(model_or_step, mesh, example, loss, optimizer_bytes)
+    start = _start_options(step, placements or {})
+    return broadcast_result(mesh, lambda: _search(step, start, math.inf if memory is None else memory, seconds))
 
 
-def _found(program: _Program, start: list[Option], memory: float, seconds: float) -> Sharding:
-    graph, limit = program.graph, Memory(program.graph, memory)
-    mesh, classes = graph.mesh, classes_from(graph, start)
+def _search(step: _RecordedStep, start: list[Option], memory: float, seconds: float) -> Sharding:
+    """Return the best sharding that is found; the mesh dims are optimized in both orders."""
+    graph, model = step.graph, MemoryModel(step.graph, memory)
+    mesh, classes = graph.mesh, make_classes(graph, start)
     assert mesh is not None
-    tries = [best_options(classes, start, seconds, limit, reverse) for reverse in (False, True)[: 1 + (mesh.ndim > 1)]]
-    plans = [(described(graph, classes, taken, start, limit), taken) for taken in tries]
-    plan, taken = min(plans, key=lambda made: (max(made[0].peak_bytes, memory), made[0].seconds))
+    orders = (False, True)[: 1 + (mesh.ndim > 1)]
+    candidates = [choose_options(classes, start, seconds, model, reverse) for reverse in orders]
+    plans = [(build_plan(graph, classes, options, start, model), options) for options in candidates]
+    plan, options = min(plans, key=lambda pair: (max(pair[0].peak_bytes, memory), pair[0].seconds))
     if plan.peak_bytes > memory:
         raise PlanError(
             f"auto_shard: no placements within memory={memory:,.0f} bytes per rank were found; the smallest peak is "
             f"{plan.peak_bytes:,} bytes, in {plan.peak_at}. Use a larger mesh, a smaller batch or more memory="
         )
 
-    def places(number: int | None, ndim: int = mesh.ndim) -> Places:
-        layout = None if number is None else taken[graph.values[number].producer.number].results[0]
+    def placements_of_value(number: int | None, ndim: int = mesh.ndim) -> Placements:
+        layout = None if number is None else options[graph.values[number].producer.number].results[0]
         return (Replicate(),) * ndim if layout is None else layout.placements
 
-    named = {name: places(number) for name, number in program.named.items()}
-    batch = tuple(map(places, program.batch))
+    named = {name: placements_of_value(number) for name, number in step.named.items()}
+    batch = tuple(map(placements_of_value, step.batch))
     return Sharding(tuple(mesh.shape), named, batch, plan.seconds, plan.nbytes, plan.peak_bytes, plan)
 
 
-def _recorded(what: Any, mesh: DeviceMesh, example: Any, loss: Any, optimizer_bytes: float) -> _Program:
-    """One step, everything whole on a dry run."""
-    model = what if isinstance(what, nn.Module) else None
-    recorder = Recorder(placing=True)
-    with StandIns(dry_run_of(mesh), {"model": model} if model is not None else reached(what, example)) as there:
-        given = tree_map(there.of, example)
-        args, kwargs = ((), given) if isinstance(example, Mapping) else (tuple(given), {})
+def _record_step(model_or_step: Any, mesh: DeviceMesh, example: Any, loss: Any, optimizer_bytes: float) -> _RecordedStep:
+    """Record one step with replicated tensors on a dry run."""
+    model = model_or_step if isinstance(model_or_step, nn.Module) else None
+    recorder = GraphRecorder(for_placement=True)
+    objects = {"model": model} if model is not None else find_objects(model_or_step, example)
+    with MetaSubstitution(dry_run_of(mesh), objects) as substitution:
+        inputs = tree_map(substitution.replace_tensor, example)
+        args, kwargs = ((), inputs) if isinstance(example, Mapping) else (tuple(inputs), {})
 
         def run() -> None:
-            made = what(*args, **kwargs)
+            result = model_or_step(*args, **kwargs)
             if model is not None:
-                _loss_of(made, loss).backward()
+                _compute_loss(result, loss).backward()
 
         with implicit_replication():
-            if there.optimizers:
-                run()  # makes their states
+            if substitution.optimizers:
+                run()  # the optimizers make their states
             with recorder, OBSERVERS.entered(recorder):
                 run()
         recorder.finish()
         if recorder.graph.mesh is None:
             raise PlanError("auto_shard: the step uses no module that it refers to, is a method of, or gets as an argument")
-        named = {**there.parameters, **there.states}
-        for x in [*there.all, *named.values()]:
-            if (number := _number(recorder, x)) is not None:
-                held = optimizer_bytes / x.element_size() if x.requires_grad and not there.optimizers else 0.0
-                recorder.graph.values[number].producer.memory = 1.0 + held
-        batch = [_number(recorder, x) for x in tree_leaves(given) if isinstance(x, DTensor)]
-        return _Program(recorder.graph, {name: _number(recorder, x) for name, x in named.items()}, batch)
+        named = {**substitution.parameters, **substitution.states}
+        for x in [*substitution.tensors, *named.values()]:
+            if (number := _find_input(recorder, x)) is not None:
+                state = optimizer_bytes / x.element_size() if x.requires_grad and not substitution.optimizers else 0.0
+                recorder.graph.values[number].producer.bytes_factor = 1.0 + state
+        batch = [_find_input(recorder, x) for x in tree_leaves(inputs) if isinstance(x, DTensor)]
+        return _RecordedStep(recorder.graph, {name: _find_input(recorder, x) for name, x in named.items()}, batch)
 
 
-def _number(recorder: Recorder, x: DTensor) -> int | None:
-    """The input that a tensor was, whatever has been written to it since."""
-    value = recorder.value_of(x)
+def _find_input(recorder: GraphRecorder, x: DTensor) -> int | None:
+    """Return the input value of a tensor, also if the step has written to it; None if the step has not used it."""
+    value = recorder.find_value(x)
     return None if value is None or recorder.graph.values[value.root].producer.kind != "input" else value.root
 
 
-def _loss_of(made: Any, loss: Any) -> torch.Tensor:
+def _compute_loss(result: Any, loss: Any) -> torch.Tensor:
     if loss is not None:
-        return loss(made)
-    found = getattr(made, "loss", made)
-    if not isinstance(found, torch.Tensor):
+        return loss(result)
+    value = getattr(result, "loss", result)
+    if not isinstance(value, torch.Tensor):
         raise ArgumentError(
             "auto_shard: the model does not return a loss; pass loss=, a function from the result of the model to a scalar"
         )
-    return found if not found.ndim else found.float().mean()
+    return value if not value.ndim else value.float().mean()
 
 
-def _started(program: _Program, given: Mapping[str, Sequence[Placement]]) -> list[Option]:
-    """The recorded options, with parameters and states where they are given to lie."""
-    graph, options = program.graph, eager_options(program.graph)
-    for name, places in given.items():
-        if name not in program.named:
+def _start_options(step: _RecordedStep, fixed: Mapping[str, Sequence[Placement]]) -> list[Option]:
+    """Return the recorded options, with the fixed placements of parameters and states."""
+    graph, options = step.graph, recorded_options(step.graph)
+    for name, placements in fixed.items():
+        if name not in step.named:
             raise ArgumentError(f"auto_shard: placements are given for {name!r}, which the model does not have")
-        number = program.named[name]
+        number = step.named[name]
         if number is not None:
             producer = graph.values[number].producer
-            layout = graph.values[number].layout.replace(placements=places)
+            layout = graph.values[number].layout.replace(placements=placements)
             options[producer.number] = replace(options[producer.number], results=(layout,))
-            producer.given = True
+            producer.is_user_placed = True
     return options

@@ -1,6 +1,6 @@
-"""Rows that are parted, while a program is planned: a form of a value like others, which goes for terms wherever those do.
+"""Disjoint partial values in a program plan: the fact is encoded as a placement, so layouts with and without it are options.
 
-A plan does not tell owners apart whose groups are cut alike: a call that meets others when it runs chooses for itself.
+A plan does not distinguish owners with equally sharded groups. A call that meets other owners when it runs chooses for itself.
 """
 
 from __future__ import annotations
@@ -17,75 +17,83 @@ from ..propagation.strategy_table import Line
 from ..rules.disjoint_partial import Known, Left, Parted
 from .graph import Asked
 
-NOT_CUT = Split((), ())
+UNSHARDED = Split((), ())
 
 
 @dataclass(frozen=True, slots=True)
-class ByOwner(Partial):
-    """Terms whose rows along ``dim`` are parted as ``split`` cuts their groups."""
+class DisjointPartial(Partial):
+    """A ``Partial("sum")`` in which each row along ``dim`` is non-zero on one rank; ``split`` shards groups of rows."""
 
     dim: int = 0
-    split: Split = NOT_CUT
+    split: Split = UNSHARDED
 
 
-def marks_of(layout: Layout) -> frozenset[tuple[int, ByOwner]]:
-    """By mesh dim what is known of a layout's rows."""
-    return frozenset((i, p) for i, p in enumerate(layout.placements) if type(p) is ByOwner)
+def disjoint_marks(layout: Layout) -> frozenset[tuple[int, DisjointPartial]]:
+    """Return the disjoint partial placements of a layout, with their mesh dims."""
+    return frozenset((i, p) for i, p in enumerate(layout.placements) if type(p) is DisjointPartial)
 
 
-def plain(placement: Placement) -> Placement:
-    """A placement by itself: how it is cut is up to the layout."""
+def without_sizes(placement: Placement) -> Placement:
+    """Return a placement without shard sizes and level, which a layout chooses."""
     return Shard(placement.dim) if isinstance(placement, Shard) else placement
 
 
-def placed(layout: Layout, mesh_dim: int, placement: Placement) -> Layout:
-    """``layout`` with another placement on one mesh dim."""
-    placements = list(map(plain, layout.placements))
+def with_placement(layout: Layout, mesh_dim: int, placement: Placement) -> Layout:
+    """Return ``layout`` with another placement on one mesh dim."""
+    placements = list(map(without_sizes, layout.placements))
     placements[mesh_dim] = placement
     return layout.replace(placements=placements)
 
 
-def unmarked(layout: Layout, mesh_dim: int | None = None) -> Layout:
-    """The layout alone."""
-    for i, _ in marks_of(layout):
-        layout = placed(layout, i, Partial("sum")) if mesh_dim in (None, i) else layout
+def without_marks(layout: Layout, mesh_dim: int | None = None) -> Layout:
+    """Return ``layout`` with ordinary partial placements in place of disjoint ones, on one mesh dim or on all."""
+    for i, _ in disjoint_marks(layout):
+        layout = with_placement(layout, i, Partial("sum")) if mesh_dim in (None, i) else layout
     return layout
 
 
-def parted_as(layout: Layout, fact: Parted | None) -> Layout:
-    """``layout`` marked with what is known, if it is in terms there."""
+def mark_disjoint(layout: Layout, fact: Parted | None) -> Layout:
+    """Return ``layout`` with a disjoint partial placement, if it is ``Partial("sum")`` on the mesh dim of the fact."""
     if fact is None or len(fact.split.mesh_dims) > 1 or layout.partials[fact.split.mesh_dims[0]] != "sum":
         return layout
-    return placed(layout, fact.split.mesh_dims[0], ByOwner(dim=fact.dim, split=fact.split))
+    return with_placement(layout, fact.split.mesh_dims[0], DisjointPartial(dim=fact.dim, split=fact.split))
 
 
-def marked(results: Sequence[Layout | None], left: Sequence[Left], known: Sequence[Parted | None]) -> tuple[Layout | None, ...]:
-    """The results with what is known of them."""
-    found, places = list(results), [i for i, layout in enumerate(results) if layout is not None]
-    for one in left:
-        split = one.split if one.operand is None else cast(Parted, known[one.operand]).split
-        at = places[one.result]
+def mark_results(
+    results: Sequence[Layout | None], left: Sequence[Left], known: Sequence[Parted | None]
+) -> tuple[Layout | None, ...]:
+    """Return the layouts of results, with the disjoint partial placements that a choice predicts.
+
+    Args:
+        results: the layouts.
+        left: the predictions of the choice.
+        known: the facts of the operands.
+    """
+    marked, places = list(results), [i for i, layout in enumerate(results) if layout is not None]
+    for prediction in left:
+        split = prediction.split if prediction.operand is None else cast(Parted, known[prediction.operand]).split
+        place = places[prediction.result]
         if split is not None:
-            found[at] = parted_as(cast(Layout, found[at]), Parted(one.dim, 0, split))
-    return tuple(found)
+            marked[place] = mark_disjoint(cast(Layout, marked[place]), Parted(prediction.dim, 0, split))
+    return tuple(marked)
 
 
-def facts_of(asked: Asked, operands: Sequence[Layout | None]) -> tuple[Known | None, ...]:
-    """What marks say of the operands of a call."""
-    source = next((name for _, name in asked.factors.groups.values()), None)
-    found: list[Known | None] = []
+def operand_facts(query: Asked, operands: Sequence[Layout | None]) -> tuple[Known | None, ...]:
+    """Return the facts that the placements of a call's operands express; () if there are none."""
+    source = next((name for _, name in query.factors.groups.values()), None)
+    facts: list[Known | None] = []
     numbers: dict[Split, int] = {}
     for layout in operands:
-        mark = None if layout is None else next((p for p in layout.placements if type(p) is ByOwner), None)
+        mark = None if layout is None else next((p for p in layout.placements if type(p) is DisjointPartial), None)
         parted = None if mark is None else Parted(mark.dim, numbers.setdefault(mark.split, len(numbers)), mark.split, source)
-        found.append(None if parted is None else Known(parted))
-    return tuple(found) if numbers else ()
+        facts.append(None if parted is None else Known(parted))
+    return tuple(facts) if numbers else ()
 
 
-def lines_of(asked: Asked, operands: Sequence[Layout | None]) -> tuple[Line, ...]:
-    """All rows that the rule has for operands of which this is known."""
-    known = facts_of(asked, operands)
+def list_strategies(query: Asked, operands: Sequence[Layout | None]) -> tuple[Line, ...]:
+    """Return all strategies that the rule has for operands with these layouts and facts."""
+    known = operand_facts(query, operands)
     key = "lines", known
-    if key not in asked.answers:
-        asked.answers[key] = declared(asked.rule, asked.factors, replace(asked.call, known=known)).lines
-    return cast("tuple[Line, ...]", asked.answers[key])
+    if key not in query.answers:
+        query.answers[key] = declared(query.rule, query.factors, replace(query.call, known=known)).lines
+    return cast("tuple[Line, ...]", query.answers[key])

@@ -1,4 +1,4 @@
-"""The program as a graph: operator calls on global tensors, and the values between them. Nothing in it depends on a rank."""
+"""Program graph: operator calls on global tensors, and the values between them. Nothing in it depends on a rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..rules.call import Call
 from ..rules.flops import Work, work_of
 from ..rules.rule import Factors, Rule
 
-Kind = Literal["input", "call", "fixed", "move", "same", "parts", "gradient"]
+Kind = Literal["input", "call", "fixed", "move", "written", "parts", "gradient"]
 
 
 @dataclass(slots=True, eq=False)
@@ -26,11 +26,11 @@ class Value:
     """A global tensor between two writes to it.
 
     Attributes:
-        producer: the node that gives it, and which of its results it is.
-        layout: how it lies in the recorded program.
-        root: the value whose memory it shows (itself, if it is no view).
-        kept: it must be given as recorded: the user looks at it, or code that asks for placements.
-        dies: the last node at which the program, or autograd for it, holds the tensor; None if that outlives the program.
+        producer: the node that makes it; ``place``: its index among the node's results.
+        layout: its layout in the recorded program.
+        root: the value with the memory that it aliases; itself, if it is no view.
+        keeps_layout: the plan must not change its layout, because the user reads it.
+        last_node: the last node at which the program, or autograd for it, holds the tensor; None if it outlives the program.
     """
 
     number: int
@@ -38,16 +38,18 @@ class Value:
     place: int
     layout: Layout
     root: int
-    kept: bool = False
-    dies: int | None = None
+    keeps_layout: bool = False
+    last_node: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """What a rule is asked for a call, and what was taken in the recorded program; calls that are alike share one.
+    """A query to a rule: a call, and the choice in the recorded program. Equal calls share one query.
 
     Attributes:
-        answers: what was found for rows and layouts of operands.
+        kept: for each result that is written in place, by number, the operand that it is.
+        chosen: the choice; None if the rule has none.
+        answers: results of later queries, by strategies and layouts of operands.
     """
 
     rule: Rule
@@ -59,39 +61,39 @@ class Asked:
 
     @cached_property
     def lines(self) -> tuple[Line, ...]:
-        """All rows that the rule has for the call."""
+        """The strategies that the rule has for the call."""
         return declared(self.rule, self.factors, self.call).lines
 
     @cached_property
     def work(self) -> Work:
-        """What the whole call computes and touches."""
+        """The floating-point operations and bytes of the call on global tensors."""
         return work_of(self.rule, self.factors, self.call)
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """What makes values of values.
+    """A node of the graph: it makes values from values.
 
     Attributes:
         kind: one of
 
-            - ``"input"``: given from outside, it lies where it lies;
-            - ``"call"``: an operator whose rule has rows;
-            - ``"fixed"``: it runs as recorded, whatever the plan;
-            - ``"move"``: an explicit redistribution, whose result is the user's choice;
-            - ``"same"``: a tensor after a write to memory that it shares, which lies as it lay;
-            - ``"parts"``: a call whose parts are the nodes that follow;
-            - ``"gradient"``: where leaves are placed, a leaf's gradient, brought to where the leaf lies, its second operand.
-        key: what a later run is compared with: operator, static arguments, shapes and dtypes.
-        operands: values by number, None for plain tensors and numbers.
-        results: values by number, None for what is no tensor.
-        pinned: operands that are taken as they lie, since they are written to or looked at in place.
-        asked: of a ``"call"``.
-        wanted: layouts of the operands in the recorded program.
-        line: the user's source line; of a backward call that of its forward call.
-        gathers: it is a part of adding up a leaf's gradient, which stays when the program has ended.
-        memory: of an input that is placed, bytes that are held for each of its own, as for an optimizer's state; ``given``: it
-            lies where the user says.
+            - ``"input"``: a tensor from outside of the program. It keeps its layout, unless ``auto_shard`` places it.
+            - ``"call"``: an operator with strategies.
+            - ``"fixed"``: a call that runs as recorded under any plan.
+            - ``"move"``: an explicit redistribution. The user chose its result.
+            - ``"written"``: a tensor after a write to memory that it shares. Its layout is that of its operand.
+            - ``"parts"``: a decomposed call. The nodes that follow are its parts.
+            - ``"gradient"``: for ``auto_shard``, a leaf's gradient, redistributed to the layout of the leaf, its second operand.
+        key: operator, static arguments, shapes and dtypes. A later run is compared with it.
+        operands: numbers of values, None for plain tensors and Python numbers.
+        results: numbers of values, None for results that are no DTensor.
+        pinned: operands that keep their layouts, because they are written to or read in place.
+        query: the query to the rule of a ``"call"``.
+        recorded_layouts: layouts of the operands in the recorded program.
+        line: the user's source line; for a backward call, that of its forward call.
+        accumulates_grad: autograd ran it to add up a leaf's gradient, which outlives the program.
+        bytes_factor: for an input that is placed, bytes held per byte of it, such as 3.0 with two optimizer states.
+        is_user_placed: the user has given the placements of an input.
     """
 
     number: int
@@ -101,36 +103,38 @@ class Node:
     operands: list[int | None] = field(default_factory=list)
     results: list[int | None] = field(default_factory=list)
     pinned: frozenset[int] = frozenset()
-    asked: Asked | None = None
-    wanted: tuple[Layout | None, ...] = ()
-    view: bool = False
+    query: Asked | None = None
+    recorded_layouts: tuple[Layout | None, ...] = ()
+    is_view: bool = False
     line: str = ""
-    backward: bool = False
-    gathers: bool = False
-    memory: float | None = None
-    given: bool = False
+    is_backward: bool = False
+    accumulates_grad: bool = False
+    bytes_factor: float | None = None
+    is_user_placed: bool = False
 
 
 @dataclass(slots=True)
 class Graph:
-    """A recorded program; ``heard``: the collectives that it issued as it ran, each with the steps of redistributions that
-    it was issued for."""
+    """A recorded program.
+
+    ``collectives``: the collectives that the recorded run issued, each with the redistribution steps that it was issued for.
+    """
 
     nodes: list[Node] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
-    heard: list[tuple[Event, Sequence[Step]]] = field(default_factory=list)
+    collectives: list[tuple[Event, Sequence[Step]]] = field(default_factory=list)
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """The mesh of most calls; what lies on others is not planned."""
+        """The mesh of most values; None without values. Values on other meshes are not planned."""
         counts = Counter(value.layout.mesh for value in self.values)
         return counts.most_common(1)[0][0] if counts else None
 
-    def users(self) -> list[list[tuple[Node, int]]]:
-        """For each value the nodes that take it, and as which operand."""
-        found: list[list[tuple[Node, int]]] = [[] for _ in self.values]
+    def find_users(self) -> list[list[tuple[Node, int]]]:
+        """Return, for each value, the nodes that use it and the index of the operand."""
+        users: list[list[tuple[Node, int]]] = [[] for _ in self.values]
         for node in self.nodes:
             for place, number in enumerate(node.operands):
                 if number is not None:
-                    found[number].append((node, place))
-        return found
+                    users[number].append((node, place))
+        return users

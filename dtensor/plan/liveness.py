@@ -1,9 +1,9 @@
-"""When a rank holds what: the liveness of every value and of every form that it is moved to, exact over the recorded program.
+"""Liveness: when a rank holds each value and each redistributed copy of it, exact over the recorded program.
 
-A tensor is held from the call that makes it until the program, and autograd for it, have let it go; its views, and what was
-written to it in place, are the same memory. A moved form is held from its first use to its last, or, where memory is scarce, let
-go in between and moved again: that is what gathering a weight again for backward is. What a kernel needs within one call, and
-what autograd keeps of a call beside tensors of the program, is not counted.
+A tensor is held from the call that makes it until the program, and autograd for it, drop it. Its views and in-place results are
+in the same memory. A redistributed copy is held from its first use to its last. If memory is scarce, it is freed in between and
+made again, such as a weight that is gathered again for backward. Not counted are the temporary memory of a kernel in one call,
+and what autograd saves of a call besides tensors of the program.
 """
 
 from __future__ import annotations
@@ -19,26 +19,24 @@ from ..base.caches import remembered
 from ..base.group_by import by_key
 from ..layout.layout import Layout
 from ..redistribute import VIEWS
-from ..redistribute import plan as plan_move
-from .costs import move_seconds
+from ..redistribute import plan as plan_redistribution
+from .costs import redistribute_seconds
 from .graph import Graph, Node, Value
-from .objective import Move, Total
-from .strategy_options import Form, Option, form_of
+from .objective import Move, Objective
+from .strategy_options import CanonicalLayout, Option, canonical_layout
+
+CopyKey = tuple[int, CanonicalLayout]  # a redistributed copy: the number of the value, and the layout
 
 
 @remembered(1 << 16)
-def copies(source: Layout, target: Layout) -> bool:
-    """Whether a move gives memory of its own; what is cut off is a view."""
-    return not all(isinstance(step, VIEWS) for step in plan_move(source, target).steps)
+def makes_copy(source: Layout, target: Layout) -> bool:
+    """Return True if a redistribution allocates memory, so it does not only take a local view."""
+    return not all(isinstance(step, VIEWS) for step in plan_redistribution(source, target).steps)
 
 
 @dataclass(slots=True)
-class Piece:
-    """A form of a value while it is held once.
-
-    Attributes:
-        uses: the nodes that take it, in order; ``start``, ``end``: the first and last node while which it is held.
-    """
+class LiveRange:
+    """A range of nodes in which a copy is held. ``uses``: the nodes that use it, in order."""
 
     uses: list[int]
     start: int
@@ -46,130 +44,138 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """What is held under some choice of options.
+class MemoryUsage:
+    """The memory that a choice of options needs.
 
     Attributes:
-        peak: most bytes of one rank; ``moment``: the node at which.
-        pieces: by value and form.
-        seconds, nbytes: of what is moved again.
+        peak: most bytes of one rank.
+        peak_node: the number of the node at the peak.
+        live_ranges: the live ranges of each copy.
+        seconds, nbytes: cost of the redistributions that are made again.
     """
 
     peak: int
-    moment: int
-    pieces: dict[tuple[int, Form], list[Piece]]
+    peak_node: int
+    live_ranges: dict[CopyKey, list[LiveRange]]
     seconds: float
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Gap:
-    """Time between two uses of a form, in which it need not be held."""
+    """The nodes between two uses of a copy, in which it may be freed. ``after``: the number of the live range before."""
 
-    key: tuple[int, Form]
-    after: int  # the piece before the gap
+    key: CopyKey
+    after: int
     start: int
     end: int
     nbytes: float
     move: Move
 
     @property
-    def price(self) -> float:
-        return move_seconds(*self.move) / self.nbytes
+    def seconds_per_byte(self) -> float:
+        return redistribute_seconds(*self.move) / self.nbytes
 
 
-class Memory:
-    """The memory of one graph.
+class MemoryModel:
+    """The memory model of one graph.
 
     Args:
-        limit: bytes that a rank may hold; infinite: nothing is moved again.
+        graph: the graph.
+        limit: bytes that a rank may hold. With an infinite limit no copy is made again.
 
     Attributes:
-        moments: nodes at which a solution has held too much; see :mod:`~dtensor.plan.memory_constraints`.
+        first_nodes, last_nodes: for each value the first and the last node at which its tensor exists.
+        alias_last_nodes: for each value the last node at which it or an alias of it exists, if no alias is redistributed.
+        critical_nodes: nodes at which a solution has needed too much, see [Note: Memory as cutting planes] in ``solver.py``.
     """
 
     def __init__(self, graph: Graph, limit: float = float("inf")) -> None:
-        self.graph, self.total, self.limit = graph, Total(graph), limit
-        self.homes = [home_of(graph, value) for value in graph.values]
-        self.born = [0 if value.producer.kind == "input" else value.producer.number for value in graph.values]
-        self.moments: list[int] = []
+        self.graph, self.objective, self.limit = graph, Objective(graph), limit
+        self._aliased_operands = [_find_aliased_operand(graph, value) for value in graph.values]
+        self.first_nodes = [0 if value.producer.kind == "input" else value.producer.number for value in graph.values]
+        self.critical_nodes: list[int] = []
         last = len(graph.nodes) - 1
-        self.dies = [last if value.dies is None else value.dies for value in graph.values]
-        self.reach = self.dies[:]  # until when memory is held if nothing is moved
+        self.last_nodes = [last if value.last_node is None else value.last_node for value in graph.values]
+        self.alias_last_nodes = self.last_nodes[:]
         for number in reversed(range(len(graph.values))):
-            if (home := self.home(number)) is not None:
-                self.reach[home] = max(self.reach[home], self.reach[number])
+            if (base := self.aliased_value(number)) is not None:
+                self.alias_last_nodes[base] = max(self.alias_last_nodes[base], self.alias_last_nodes[number])
 
-    def home(self, number: int) -> int | None:
-        """The value whose memory this one shows, if it is taken as it lies."""
-        place = self.homes[number]
+    def aliased_value(self, number: int) -> int | None:
+        """Return the value that this one aliases if it is not redistributed; None if it has memory of its own."""
+        place = self._aliased_operands[number]
         return None if place is None else self.graph.values[number].producer.operands[place]
 
-    def size(self, number: int, layout: Layout) -> float:
-        """Bytes of a value."""
-        factor = self.graph.values[number].producer.memory
+    def count_bytes(self, number: int, layout: Layout) -> float:
+        """Return the bytes of a value on one rank, with the optimizer state of a parameter."""
+        factor = self.graph.values[number].producer.bytes_factor
         return layout.max_local_nbytes * (1.0 if factor is None else factor)
 
-    def end_of(self, node: Node, place: int, reach: Sequence[int]) -> int:
-        """Until when memory is held that a node takes as an operand: what it gives may show it."""
-        shown = [reach[n] for n in node.results if n is not None and self.homes[n] == place]
-        return max([node.number, *shown])
+    def last_use(self, node: Node, place: int, last_nodes: Sequence[int]) -> int:
+        """Return the last node at which the memory of an operand is held for ``node``: a result may alias it."""
+        aliases = [last_nodes[n] for n in node.results if n is not None and self._aliased_operands[n] == place]
+        return max([node.number, *aliases])
 
-    # --- exact ---------------------------------------------------------------------------------------------------------
-    def held(self, taken: Sequence[Option], remembered: bool = False) -> Held:
-        """What a rank holds under these options, with what is moved again so as to stay within the limit, if that can be.
+    # --- exact usage ---------------------------------------------------------------------------------------------------
+    def compute_usage(self, options: Sequence[Option], without_plan: bool = False) -> MemoryUsage:
+        """Return the memory that a rank needs. Copies are freed and made again to stay within the limit, if that is possible.
 
         Args:
-            remembered: no plan is followed: what calls have made keeps its forms as long as it lives, what is given has none.
+            options: one for each node.
+            without_plan: whether calls choose for themselves. Then a computed value keeps its copies as long as it exists, and an
+                input keeps none.
         """
-        reach, profile = self.dies[:], np.zeros(len(self.graph.nodes) + 1)
-        pieces: dict[tuple[int, Form], list[Piece]] = {}
+        last_nodes, profile = self.last_nodes[:], np.zeros(len(self.graph.nodes) + 1)
+        live_ranges: dict[CopyKey, list[LiveRange]] = {}
         gaps: list[_Gap] = []
         for value in reversed(self.graph.values):
-            number, made = value.number, taken[value.producer.number].results[value.place]
+            number, made = value.number, options[value.producer.number].results[value.place]
             if made is None:
                 continue
-            moves = {form_of(target): (source, target) for source, target in self.total.moves(number, taken)}
-            for form, uses in self._uses(number, taken, moves, reach).items():
-                found = pieces[number, form] = _pieces(uses)
-                if copies(*moves[form]):
-                    size = moves[form][1].max_local_nbytes
-                    given = remembered and self.graph.values[value.root].producer.kind == "input"
-                    for piece in found if given else (Piece([], found[0].start, found[-1].end),):
-                        _add(profile, piece.start, max(piece.end, self.dies[number] if remembered and not given else 0), size)
-                    gaps += [] if remembered else _gaps((number, form), found, size, moves[form])
-            if self.home(number) is None:
-                _add(profile, self.born[number], reach[number], self.size(number, made))
+            moves = {canonical_layout(target): (source, target) for source, target in self.objective.list_moves(number, options)}
+            for key, uses in self._find_uses(number, options, moves, last_nodes).items():
+                ranges = live_ranges[number, key] = _make_live_ranges(uses)
+                if makes_copy(*moves[key]):
+                    size = moves[key][1].max_local_nbytes
+                    of_input = without_plan and self.graph.values[value.root].producer.kind == "input"
+                    cached_until = self.last_nodes[number] if without_plan and not of_input else 0
+                    for one in ranges if of_input else (LiveRange([], ranges[0].start, ranges[-1].end),):
+                        _add_bytes(profile, one.start, max(one.end, cached_until), size)
+                    gaps += [] if without_plan else _find_gaps((number, key), ranges, size, moves[key])
+            if self.aliased_value(number) is None:
+                _add_bytes(profile, self.first_nodes[number], last_nodes[number], self.count_bytes(number, made))
         profile = np.cumsum(profile[:-1])
-        again = _let_go(profile, gaps, self.limit)
-        split = by_key((gap.key, gap.after) for gap in again)
-        pieces = {key: _joined(found, split.get(key, ())) for key, found in pieces.items()}
-        moment = int(profile.argmax())
-        seconds = sum(move_seconds(*gap.move) for gap in again)
-        return Held(int(profile[moment]), moment, pieces, seconds, sum(plan_move(*gap.move).bytes for gap in again))
+        freed = _choose_freed_gaps(profile, gaps, self.limit)
+        freed_after = by_key((gap.key, gap.after) for gap in freed)
+        live_ranges = {key: _join_ranges(ranges, freed_after.get(key, ())) for key, ranges in live_ranges.items()}
+        peak_node = int(profile.argmax())
+        seconds = sum(redistribute_seconds(*gap.move) for gap in freed)
+        nbytes = sum(plan_redistribution(*gap.move).bytes for gap in freed)
+        return MemoryUsage(int(profile[peak_node]), peak_node, live_ranges, seconds, nbytes)
 
-    def _uses(
-        self, number: int, taken: Sequence[Option], moves: dict[Form, Move], reach: list[int]
-    ) -> dict[Form, list[tuple[int, int]]]:
-        """By form, the nodes that take it and until when; what takes the value as it lies prolongs ``reach``."""
-        found: dict[Form, list[tuple[int, int]]] = {}
-        for node, place in self.total.users[number]:
-            layout = taken[node.number].operands[place]
+    def _find_uses(
+        self, number: int, options: Sequence[Option], moves: dict[CanonicalLayout, Move], last_nodes: list[int]
+    ) -> dict[CanonicalLayout, list[tuple[int, int]]]:
+        """Return the uses of each copy of a value as ``(node, last node)``. Uses without a copy extend ``last_nodes``."""
+        found: dict[CanonicalLayout, list[tuple[int, int]]] = {}
+        for node, place in self.objective.users[number]:
+            layout = options[node.number].operands[place]
             if layout is None:
                 continue
-            form, end = form_of(layout), self.end_of(node, place, reach)
-            while form in moves:  # a form that is had from another one needs that, too
-                found.setdefault(form, []).append((node.number, end))
-                end = node.number if copies(*moves[form]) else end
-                form = form_of(moves[form][0])
-            reach[number] = max(reach[number], end)
+            key, end = canonical_layout(layout), self.last_use(node, place, last_nodes)
+            while key in moves:  # a copy that is made from another copy also uses that one
+                found.setdefault(key, []).append((node.number, end))
+                end = node.number if makes_copy(*moves[key]) else end
+                key = canonical_layout(moves[key][0])
+            last_nodes[number] = max(last_nodes[number], end)
         return found
 
 
-def home_of(graph: Graph, value: Value) -> int | None:
-    """Which operand's memory a value is, written to or seen otherwise; None if it has its own."""
+def _find_aliased_operand(graph: Graph, value: Value) -> int | None:
+    """Return the index of the producer's operand that a value aliases; None if it has memory of its own."""
     node = value.producer
-    if node.kind in ("move", "gradient", "same"):
+    if node.kind in ("move", "gradient", "written"):
         return 0
     if value.root == value.number:
         return None
@@ -177,54 +183,56 @@ def home_of(graph: Graph, value: Value) -> int | None:
     return roots.index(value.root) if value.root in roots else None
 
 
-def _pieces(uses: list[tuple[int, int]]) -> list[Piece]:
-    """Uses, in order, that follow on each other at once."""
-    found: list[Piece] = []
+def _make_live_ranges(uses: list[tuple[int, int]]) -> list[LiveRange]:
+    """Return the live ranges for uses in order. Uses that overlap or directly follow each other are in one range."""
+    ranges: list[LiveRange] = []
     for start, end in uses:
-        if found and start <= found[-1].end + 1:
-            found[-1].uses.append(start)
-            found[-1].end = max(found[-1].end, end)
+        if ranges and start <= ranges[-1].end + 1:
+            ranges[-1].uses.append(start)
+            ranges[-1].end = max(ranges[-1].end, end)
         else:
-            found.append(Piece([start], start, end))
-    return found
+            ranges.append(LiveRange([start], start, end))
+    return ranges
 
 
-def _joined(pieces: list[Piece], let_go: Sequence[int]) -> list[Piece]:
-    """Pieces that are held as one: between which the form is not let go."""
-    found = [pieces[0]]
-    for i, piece in enumerate(pieces[1:]):
-        if i in let_go:
-            found.append(piece)
+def _join_ranges(ranges: list[LiveRange], freed_after: Sequence[int]) -> list[LiveRange]:
+    """Return live ranges, joined except behind those with the given numbers."""
+    joined = [ranges[0]]
+    for i, one in enumerate(ranges[1:]):
+        if i in freed_after:
+            joined.append(one)
         else:
-            found[-1] = Piece([*found[-1].uses, *piece.uses], found[-1].start, piece.end)
-    return found
+            joined[-1] = LiveRange([*joined[-1].uses, *one.uses], joined[-1].start, one.end)
+    return joined
 
 
-def _gaps(key: tuple[int, Form], pieces: list[Piece], nbytes: int, move: Move) -> list[_Gap]:
-    between = enumerate(pairwise(pieces))
-    return [_Gap(key, i, a.end + 1, b.start - 1, nbytes, move) for i, (a, b) in between if nbytes]
+def _find_gaps(key: CopyKey, ranges: list[LiveRange], nbytes: int, move: Move) -> list[_Gap]:
+    return [_Gap(key, i, a.end + 1, b.start - 1, nbytes, move) for i, (a, b) in enumerate(pairwise(ranges)) if nbytes]
 
 
-def _add(profile: Any, start: int, end: int, nbytes: float) -> None:
-    """To the differences of a profile."""
-    profile[start] += nbytes
-    profile[end + 1] -= nbytes
+def _add_bytes(differences: Any, start: int, end: int, nbytes: float) -> None:
+    """Add bytes for a range of nodes to the differences of a memory profile."""
+    differences[start] += nbytes
+    differences[end + 1] -= nbytes
 
 
-def _let_go(profile: Any, gaps: list[_Gap], limit: float) -> list[_Gap]:
-    """Gaps in which forms are let go, so that the profile stays within the limit: at the fullest moment what is dearest to hold
-    for what moving it again takes; and of those in the end none that is not needed. The profile is changed accordingly."""
-    left, taken = sorted(gaps, key=lambda gap: gap.price), []
-    while left and profile.max() > limit:
-        moment = int(profile.argmax())
-        gap = next((gap for gap in left if gap.start <= moment <= gap.end), None)
+def _choose_freed_gaps(profile: Any, gaps: list[_Gap], limit: float) -> list[_Gap]:
+    """Return the gaps in which copies are freed, so that the profile stays within the limit. Changes the profile.
+
+    At the highest peak, the gap with the least seconds per byte is freed. At the end, gaps that turn out to be unnecessary are
+    held again, the most expensive ones first.
+    """
+    rest, freed = sorted(gaps, key=lambda gap: gap.seconds_per_byte), []
+    while rest and profile.max() > limit:
+        peak = int(profile.argmax())
+        gap = next((gap for gap in rest if gap.start <= peak <= gap.end), None)
         if gap is None:
             break
-        left.remove(gap)
-        taken.append(gap)
+        rest.remove(gap)
+        freed.append(gap)
         profile[gap.start : gap.end + 1] -= gap.nbytes
-    for gap in sorted(taken, key=lambda gap: -move_seconds(*gap.move)):
+    for gap in sorted(freed, key=lambda gap: -redistribute_seconds(*gap.move)):
         if (profile[gap.start : gap.end + 1] + gap.nbytes).max() <= limit:
             profile[gap.start : gap.end + 1] += gap.nbytes
-            taken.remove(gap)
-    return taken
+            freed.remove(gap)
+    return freed

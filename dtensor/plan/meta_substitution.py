@@ -1,5 +1,7 @@
-"""A program's modules and optimizers with tensors without data in place of their own, all whole, so that it can be recorded on
-any mesh: nothing is computed, and afterwards everything is as it was."""
+"""Meta substitution: replaces the tensors of modules and optimizers by meta DTensors, so that a step can be recorded on any mesh.
+
+The replacements are replicated and hold no data, so nothing is computed. Afterwards all tensors are restored.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,15 @@ from ..tensor.create import empty
 from ..tensor.dtensor import DTensor
 
 
-class StandIns:
-    """Inside, the modules and optimizers among ``objects`` have stand-ins on ``mesh``, a dry run.
+class MetaSubstitution:
+    """A context manager that gives modules and optimizers meta DTensors.
+
+    Args:
+        mesh: the mesh of a dry run.
+        objects: objects by name; the modules and optimizers among them get replacements.
 
     Attributes:
-        parameters: parameters and buffers by name (of several modules after the module's name); ``states``: an optimizer's
-            states, each after its parameter.
+        parameters: replacements of parameters and buffers by name; with several modules, the module's name comes first.
     """
 
     def __init__(self, mesh: DeviceMesh, objects: dict[str, Any]) -> None:
@@ -33,76 +38,83 @@ class StandIns:
         self.modules = {name: x for name, x in unique if isinstance(x, nn.Module)}
         self.optimizers = [x for _, x in unique if isinstance(x, torch.optim.Optimizer)]
         self.parameters: dict[str, DTensor] = {}
-        self._made: dict[int, tuple[Any, DTensor]] = {}
-        self._ours: set[int] = set()
-        self._undo = ExitStack()
+        self._replacements: dict[int, tuple[Any, DTensor]] = {}  # by address of the original
+        self._replacement_ids: set[int] = set()
+        self._restore = ExitStack()
 
     @property
-    def all(self) -> list[DTensor]:
-        return [made for _, made in self._made.values()]
+    def tensors(self) -> list[DTensor]:
+        """The replacements."""
+        return [replacement for _, replacement in self._replacements.values()]
 
     @property
     def states(self) -> dict[str, DTensor]:
-        """Tensors of the optimizers' states, by parameter and key; numbers are none."""
+        """The tensors of the optimizers' states, by names of parameter and state, without 0-d tensors."""
         names = {id(x): name for name, x in self.parameters.items()}
-        found: dict[str, DTensor] = {}
+        states: dict[str, DTensor] = {}
         for optimizer in self.optimizers:
             for p, state in optimizer.state.items():
                 tensors = {key: x for key, x in state.items() if isinstance(x, DTensor) and x.ndim}
-                found |= {f"{names[id(p)]}.{key}": x for key, x in tensors.items() if id(p) in names}
-        return found
+                states |= {f"{names[id(p)]}.{key}": x for key, x in tensors.items() if id(p) in names}
+        return states
 
-    def of(self, x: Any) -> Any:
-        """What stands for a tensor; anything else is itself."""
+    def replace_tensor(self, x: Any) -> Any:
+        """Return the replacement of a tensor; any other object as it is."""
         if not isinstance(x, torch.Tensor):
             return x
-        if id(x) not in self._made:
-            made = empty(*x.shape, device_mesh=self.mesh, dtype=x.dtype)
-            self._made[id(x)] = x, made.requires_grad_() if x.requires_grad else made
-            self._ours.add(id(made))
-        return self._made[id(x)][1]
+        if id(x) not in self._replacements:
+            replacement = empty(*x.shape, device_mesh=self.mesh, dtype=x.dtype)
+            self._replacements[id(x)] = x, replacement.requires_grad_() if x.requires_grad else replacement
+            self._replacement_ids.add(id(replacement))
+        return self._replacements[id(x)][1]
 
-    def __enter__(self) -> StandIns:
+    def __enter__(self) -> MetaSubstitution:
         for name, module in self.modules.items():
-            self._enter_module("" if len(self.modules) == 1 else f"{name}.", module)
+            self._replace_in_module("" if len(self.modules) == 1 else f"{name}.", module)
         for optimizer in self.optimizers:
-            self._enter_optimizer(optimizer)
+            self._replace_in_optimizer(optimizer)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._undo.close()
+        self._restore.close()
 
-    def _enter_module(self, prefix: str, module: nn.Module) -> None:
+    def _replace_in_module(self, prefix: str, module: nn.Module) -> None:
         for path, part in module.named_modules(remove_duplicate=False):
             for own in (part._parameters, part._buffers):
                 before: dict[str, Any] = dict(own)
                 for key, x in before.items():
-                    if x is not None and id(x) not in self._ours:
-                        own[key] = self.of(x)
-                        self._undo.callback(own.__setitem__, key, x)
+                    if x is not None and id(x) not in self._replacement_ids:
+                        own[key] = self.replace_tensor(x)
+                        self._restore.callback(own.__setitem__, key, x)
                     if own[key] is not None:
                         self.parameters[f"{prefix}{path}{'.' if path else ''}{key}"] = own[key]
 
-    def _enter_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def _replace_in_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         state, groups = optimizer.state, [group["params"] for group in optimizer.param_groups]
-        self._undo.callback(setattr, optimizer, "state", state)
-        optimizer.state = defaultdict(dict, {self.of(p): tree_map(self._of_state, own) for p, own in state.items()})
+        self._restore.callback(setattr, optimizer, "state", state)
+        optimizer.state = defaultdict(
+            dict, {self.replace_tensor(p): tree_map(self._replace_state, own) for p, own in state.items()}
+        )
         for group, params in zip(optimizer.param_groups, groups, strict=True):
-            group["params"] = [self.of(p) for p in params]
-            self._undo.callback(group.__setitem__, "params", params)
+            group["params"] = [self.replace_tensor(p) for p in params]
+            self._restore.callback(group.__setitem__, "params", params)
 
-    def _of_state(self, x: Any) -> Any:
-        """Numbers, as counters of steps, are copied: the program counts on."""
-        return self.of(x) if isinstance(x, torch.Tensor) and x.ndim else x.clone() if isinstance(x, torch.Tensor) else x
+    def _replace_state(self, x: Any) -> Any:
+        """Return the replacement of a state. A 0-d tensor, such as a step counter, is copied, because the step increments it."""
+        if not isinstance(x, torch.Tensor):
+            return x
+        return self.replace_tensor(x) if x.ndim else x.clone()
 
 
-def reached(step: Callable[..., Any], example: Iterable[Any]) -> dict[str, Any]:
-    """What a function names, is bound to and is given: where its modules and optimizers are looked for."""
-    plain = inspect.unwrap(step)
-    bound = getattr(plain, "__self__", None)
-    found: dict[str, Any] = {} if bound is None else dict(vars(bound)) if not isinstance(bound, nn.Module) else {"self": bound}
-    function = getattr(plain, "__func__", plain)
+def find_objects(step: Callable[..., Any], example: Iterable[Any]) -> dict[str, Any]:
+    """Return the objects that a function names, is bound to or gets as arguments, by name."""
+    unwrapped = inspect.unwrap(step)
+    bound = getattr(unwrapped, "__self__", None)
+    objects: dict[str, Any] = {}
+    if bound is not None:
+        objects = {"self": bound} if isinstance(bound, nn.Module) else dict(vars(bound))
+    function = getattr(unwrapped, "__func__", unwrapped)
     if inspect.isfunction(function):
-        named = inspect.getclosurevars(function)
-        found |= {**named.globals, **named.nonlocals}
-    return found | {f"argument {i}": x for i, x in enumerate(tree_leaves(example))}
+        names = inspect.getclosurevars(function)
+        objects |= {**names.globals, **names.nonlocals}
+    return objects | {f"argument {i}": x for i, x in enumerate(tree_leaves(example))}

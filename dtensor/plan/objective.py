@@ -1,83 +1,91 @@
-"""What a choice of options takes: the work of every call, and the moves of every value, each made once."""
+"""Objective of the planner: seconds and bytes of a program for one option per node. Each redistribution counts once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 from ..layout.layout import Layout
-from ..redistribute import plan as plan_move
-from .costs import FREE, kernel_bytes, kernel_seconds, move_seconds
+from ..redistribute import plan as plan_redistribution
+from .costs import NEGLIGIBLE_SECONDS, kernel_bytes, kernel_seconds, redistribute_seconds
 from .graph import Graph, Node
-from .strategy_options import Form, Option, form_of
+from .strategy_options import CanonicalLayout, Option, canonical_layout
 
-Move = tuple[Layout, Layout]
+Move = tuple[Layout, Layout]  # a redistribution: source and target
 
 
-class Total:
-    """Moves and seconds of one graph under choices of options, one for each node."""
+class Objective:
+    """The costs of one graph. ``options`` arguments have one option for each node."""
 
     def __init__(self, graph: Graph) -> None:
-        self.graph, self.users = graph, graph.users()
+        self.graph, self.users = graph, graph.find_users()
 
-    def moves(self, number: int, taken: Sequence[Option]) -> list[Move]:
-        """The moves of one value. What follows from another form for nothing is cut from that."""
+    def list_moves(self, number: int, options: Sequence[Option]) -> list[Move]:
+        """Return the redistributions of one value. A copy that follows from another copy for free is made from that."""
         value = self.graph.values[number]
-        made = taken[value.producer.number].results[value.place]
-        needed: dict[Form, Layout] = {}
+        made = options[value.producer.number].results[value.place]
+        needed: dict[CanonicalLayout, Layout] = {}
         for node, place in self.users[number]:
-            layout = taken[node.number].operands[place]
+            layout = options[node.number].operands[place]
             if layout is not None:
-                needed.setdefault(form_of(layout), layout)
-        return [] if made is None else _cheapest(made, [layout for layout in needed.values() if not layout.same_data(made)])
+                needed.setdefault(canonical_layout(layout), layout)
+        if made is None:
+            return []
+        return _cheapest_moves(made, [layout for layout in needed.values() if not layout.same_data(made)])
 
-    def all_moves(self, taken: Sequence[Option]) -> dict[int, list[Move]]:
-        """By value, those that are moved."""
-        found = {number: self.moves(number, taken) for number in range(len(self.graph.values))}
-        return {number: moves for number, moves in found.items() if moves}
+    def list_all_moves(self, options: Sequence[Option]) -> dict[int, list[Move]]:
+        """Return the redistributions of each value that has some, by number."""
+        moves_of = {number: self.list_moves(number, options) for number in range(len(self.graph.values))}
+        return {number: moves for number, moves in moves_of.items() if moves}
 
-    def seconds(self, taken: Sequence[Option]) -> float:
-        """Of the whole program."""
-        return sum(option.seconds for option in taken) + sum(map(seconds_of, self.all_moves(taken).values()))
+    def total_seconds(self, options: Sequence[Option]) -> float:
+        """Return the seconds of the program."""
+        return sum(option.seconds for option in options) + sum(map(moves_seconds, self.list_all_moves(options).values()))
 
-    def local_seconds(self, taken: Sequence[Option]) -> float:
-        """Of the work of every rank, what is cut and copied for it too, without whatever is sent."""
-        kernels = (kernel_seconds(n, o.rows) for n, o in zip(self.graph.nodes, taken, strict=True) if n.asked is not None)
-        moves = (move for own in self.all_moves(taken).values() for move in own if not plan_move(*move).communicates)
-        return sum(option.seconds for option in taken) - sum(kernels) + seconds_of(moves)
+    def local_seconds(self, options: Sequence[Option]) -> float:
+        """Return the seconds of the work of a rank, with local redistributions and without communication."""
+        pairs = zip(self.graph.nodes, options, strict=True)
+        kernels = (kernel_seconds(node, option.strategies) for node, option in pairs if node.query is not None)
+        all_moves = self.list_all_moves(options).values()
+        local_moves = (move for moves in all_moves for move in moves if not plan_redistribution(*move).communicates)
+        return sum(option.seconds for option in options) - sum(kernels) + moves_seconds(local_moves)
 
-    def bytes(self, taken: Sequence[Option]) -> int:
-        """That a rank receives, in moves and in the collectives of kernels."""
-        return sum(map(bytes_of, self.all_moves(taken).values())) + sum(
-            kernel_bytes(node.asked, option.rows, option.operands)
-            for node, option in zip(self.graph.nodes, taken, strict=True)
-            if node.asked is not None
+    def received_bytes(self, options: Sequence[Option]) -> int:
+        """Return the bytes that a rank receives, in redistributions and in the collectives of kernels."""
+        return sum(map(moves_bytes, self.list_all_moves(options).values())) + sum(
+            kernel_bytes(node.query, option.strategies, option.operands)
+            for node, option in zip(self.graph.nodes, options, strict=True)
+            if node.query is not None
         )
 
-    def near(self, node: Node, taken: Sequence[Option]) -> float:
-        """Of one node and the values that it takes and makes: what changes with its option."""
-        around = {number for number in (*node.operands, *node.results) if number is not None}
-        return taken[node.number].seconds + sum(seconds_of(self.moves(number, taken)) for number in around)
+    def seconds_around(self, node: Node, options: Sequence[Option]) -> float:
+        """Return the seconds that depend on a node's option: of the node, its operands and its results."""
+        numbers = {number for number in (*node.operands, *node.results) if number is not None}
+        return options[node.number].seconds + sum(moves_seconds(self.list_moves(number, options)) for number in numbers)
 
 
-def seconds_of(moves: Iterable[Move]) -> float:
-    """Seconds of moves, one after the other."""
-    return sum(move_seconds(source, target) for source, target in moves)
+def moves_seconds(moves: Iterable[Move]) -> float:
+    """Return the seconds of redistributions, one after the other."""
+    return sum(redistribute_seconds(source, target) for source, target in moves)
 
 
-def bytes_of(moves: Iterable[Move]) -> int:
-    """Bytes that a rank receives in them."""
-    return sum(plan_move(source, target).bytes for source, target in moves)
+def moves_bytes(moves: Iterable[Move]) -> int:
+    """Return the bytes that a rank receives in redistributions."""
+    return sum(plan_redistribution(source, target).bytes for source, target in moves)
 
 
-def _cheapest(made: Layout, needed: list[Layout]) -> list[Move]:
+def _cheapest_moves(made: Layout, needed: list[Layout]) -> list[Move]:
+    """Return the cheapest redistributions to all needed layouts, directly or through one of them or the reduced value."""
     best = [(made, layout) for layout in needed]
-    costly = [layout for layout in needed if move_seconds(made, layout) >= FREE]
+    costly = [layout for layout in needed if redistribute_seconds(made, layout) >= NEGLIGIBLE_SECONDS]
     if len(costly) < 2:
         return best
-    price = seconds_of(best)
+    best_seconds = moves_seconds(best)
     for via in (*costly, made.replace(placements=costly[0].reduced().placements)):
-        through = [(made, via), *((via if move_seconds(via, x) < FREE else made, x) for x in needed if x is not via)]
-        total = seconds_of(through)
-        if total < price:
-            best, price = through, total
+        moves = [
+            (made, via),
+            *((via if redistribute_seconds(via, x) < NEGLIGIBLE_SECONDS else made, x) for x in needed if x is not via),
+        ]
+        seconds = moves_seconds(moves)
+        if seconds < best_seconds:
+            best, best_seconds = moves, seconds
     return best

@@ -1,8 +1,8 @@
-"""Run a program by its plan: each call takes the rows that the plan says, on operands in the forms that it says.
+"""Plan executor: runs a program by its plan. Each call takes the planned strategies, on operands in the planned layouts.
 
-A moved form of a value is kept for the calls that want it later, and dropped after the last of them. What differs from the
-recorded program ends the plan: from there on every call chooses for itself. Every value is a global value all the time: that is
-right, and since what calls are is a global fact, all ranks leave the plan at the same call.
+A redistributed copy of a value is kept for later calls, and freed after the last one. The first call that differs from the
+recorded program ends the plan, and from there on every call chooses for itself. This is correct, because each value stays a
+global value. The calls of a program are global facts, so all ranks leave the plan at the same call.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from ..propagation.op_schema import Operator, operator_of
 from ..propagation.select_strategy import choose, declared, realized
 from ..propagation.strategy_table import Chosen, by_text
 from ..redistribute import execute
-from ..redistribute import plan as plan_move
+from ..redistribute import plan as plan_redistribution
 from ..rules.call import Call
 from ..rules.rule import Factors, Rule
 from ..tensor.dtensor import DTensor
-from .graph_recorder import key_of
+from .graph_recorder import call_key
 from .program_plan import PlannedCall, ProgramPlan, Spelled, placements_of
 
 
-class Following(TorchDispatchMode):
-    """Inside, operator calls go by the plan.
+class PlanExecutor(TorchDispatchMode):
+    """A dispatch mode under which operator calls follow a plan.
 
     Attributes:
-        left: the call at which the program differed from the recorded one; None as long as it does not.
+        difference: the first call that differed from the recorded program; None as long as there is none.
     """
 
-    of_dtensors = True  # operators are those that DTensors are asked for
+    of_dtensors = True  # the mode sees DTensor operators (see base/tracing.py)
 
     def __init__(self, plan: ProgramPlan) -> None:
         super().__init__()
         self.plan = plan
         self._calls = [call for call in plan.calls if call.kind in ("call", "fixed", "parts")]
-        self._at = 0
-        self.left: str | None = None
-        self._forms: dict[int, _Forms] = {}
+        self._position = 0
+        self.difference: str | None = None
+        self._copies: dict[int, _Copies] = {}  # by address of the DTensor
         self._entered: list[Any] = []
 
     def __enter__(self) -> Self:
-        self._entered.append(PLANNED.enter(lambda: self.left is None))
+        self._entered.append(PLANNED.enter(lambda: self.difference is None))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -61,106 +61,108 @@ class Following(TorchDispatchMode):
         PLANNED.leave(self._entered.pop())
 
     @property
-    def followed(self) -> bool:
-        """Whether the whole program went by the plan."""
-        return self.left is None and self._at == len(self._calls)
+    def is_complete(self) -> bool:
+        """Whether the whole program has followed the plan."""
+        return self.difference is None and self._position == len(self._calls)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.left is not None or not isinstance(func, OpOverload):
+        if self.difference is not None or not isinstance(func, OpOverload):
             return func(*args, **kwargs)
         if not any(isinstance(x, DTensor) for x in tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
         operator = operator_of(func)
         bound = operator.bind(args, kwargs)
-        call = self._next(operator, bound)
+        call = self._take_call(operator, bound)
         if call is None:
             return func(*args, **kwargs)
         if call.kind == "parts":
             with self:
                 return run_chosen(func, args, kwargs, choose)
-        self._move(operator, bound, call)
+        self._redistribute_operands(operator, bound, call)
         names = operator.names[: len(args)]
         args, kwargs = tuple(bound[name] for name in names), {name: bound[name] for name in kwargs}
-        if call.kind == "fixed" or _is_special(operator, bound):
+        if call.kind == "fixed" or _runs_specially(operator, bound):
             return func(*args, **kwargs)
         if operator.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
-            with torch.inference_mode(False):  # as in dispatch
-                return run_chosen(func, args, kwargs, partial(_as_planned, call.rows))
-        return run_chosen(func, args, kwargs, partial(_as_planned, call.rows))
+            with torch.inference_mode(False):  # as dispatch does
+                return run_chosen(func, args, kwargs, partial(_choose_planned, call.rows))
+        return run_chosen(func, args, kwargs, partial(_choose_planned, call.rows))
 
-    def _next(self, operator: Operator, bound: dict[str, Any]) -> PlannedCall | None:
-        """What the plan says of this call; None, and nothing more from now on, if it is another one."""
-        call = self._calls[self._at] if self._at < len(self._calls) else None
-        key = repr(key_of(operator, bound))
+    def _take_call(self, operator: Operator, bound: dict[str, Any]) -> PlannedCall | None:
+        """Return the next planned call; None, and leave the plan, if the present call differs from it."""
+        call = self._calls[self._position] if self._position < len(self._calls) else None
+        key = repr(call_key(operator, bound))
         if call is None or call.key != key:
-            self.left = f"call {self._at} is {key}, not {call.key if call is not None else 'the end'}"
-            self._forms.clear()
+            self.difference = f"call {self._position} is {key}, not {call.key if call is not None else 'the end'}"
+            self._copies.clear()
             return None
-        self._at += 1
+        self._position += 1
         return call
 
     # --- operands ------------------------------------------------------------------------------------------------------
-    def _move(self, operator: Operator, bound: dict[str, Any], call: PlannedCall) -> None:
-        """Brings operands to the forms that the plan says; those that are written to are taken as they lie."""
-        taken, dropped = [], []
+    def _redistribute_operands(self, operator: Operator, bound: dict[str, Any], call: PlannedCall) -> None:
+        """Redistribute operands as planned, except those that are written to, and free the copies that the plan drops."""
+        redistributed, dropped = [], []
         for place, ((name, index), x) in enumerate(places_of(operator, bound)):
             path = call.operands[place] if place < len(call.operands) else ()
             if not isinstance(x, DTensor) or not path or name in operator.mutated:
                 continue
             if len(path[-1]) != x._layout.mesh.ndim:
                 continue
-            taken.append((name, index, self._form(x, path)))
-            dropped += [(id(x), form) for at, form in call.drops if at == place]
-        for held, form in dropped:
-            if (forms := self._forms.get(held)) is not None:
-                forms.made.pop(form, None)
-        for name, index, x in taken:
+            redistributed.append((name, index, self._get_or_make_copy(x, path)))
+            dropped += [(id(x), placements) for at, placements in call.drops if at == place]
+        for address, placements in dropped:
+            if (copies := self._copies.get(address)) is not None:
+                copies.by_placements.pop(placements, None)
+        for name, index, x in redistributed:
             if index is None:
                 bound[name] = x
             else:
                 bound[name] = [*bound[name][:index], x, *bound[name][index + 1 :]]
 
-    def _form(self, x: DTensor, path: Sequence[Spelled]) -> DTensor:
-        forms = self._forms.get(id(x))
-        if forms is None or not forms.hold(x):
-            forms = self._forms[id(x)] = _Forms(x)
-        held = [i for i, words in enumerate(path) if words in forms.made]
-        at = forms.made[path[held[-1]]] if held else x
-        for words in path[held[-1] + 1 if held else 0 :]:
-            target = x._layout.replace(placements=placements_of(words))
-            if not at._layout.same_data(target):
-                at = forms.made[words] = wrap_local(execute(plan_move(at._layout, target), at._local), target)
-        return at
+    def _get_or_make_copy(self, x: DTensor, path: Sequence[Spelled]) -> DTensor:
+        """Return ``x`` redistributed along a path of placements. Existing copies are reused."""
+        copies = self._copies.get(id(x))
+        if copies is None or not copies.is_valid_for(x):
+            copies = self._copies[id(x)] = _Copies(x)
+        existing = [i for i, placements in enumerate(path) if placements in copies.by_placements]
+        copy = copies.by_placements[path[existing[-1]]] if existing else x
+        for placements in path[existing[-1] + 1 if existing else 0 :]:
+            target = x._layout.replace(placements=placements_of(placements))
+            if not copy._layout.same_data(target):
+                local = execute(plan_redistribution(copy._layout, target), copy._local)
+                copy = copies.by_placements[placements] = wrap_local(local, target)
+        return copy
 
 
-class _Forms:
-    """Other forms of one value."""
+class _Copies:
+    """The redistributed copies of one value."""
 
-    __slots__ = ("made", "tensor", "versions")
+    __slots__ = ("by_placements", "tensor", "versions")
 
     def __init__(self, x: DTensor) -> None:
         self.tensor, self.versions = weakref.ref(x), versions_of(x)
-        self.made: dict[Spelled, DTensor] = {}
+        self.by_placements: dict[Spelled, DTensor] = {}
 
-    def hold(self, x: DTensor) -> bool:
-        """Whether they are forms of ``x`` as it is now."""
+    def is_valid_for(self, x: DTensor) -> bool:
+        """Return True if the copies are of the present value of ``x``."""
         return self.tensor() is x and self.versions is not None and self.versions == versions_of(x)
 
 
-def _is_special(operator: Operator, bound: dict[str, Any]) -> bool:
-    """Whether a call has a way of its own: over several meshes, plain tensors written to, views that are computed when read."""
+def _runs_specially(operator: Operator, bound: dict[str, Any]) -> bool:
+    """Return True if dispatch runs a call without its rule: on several meshes, on written plain tensors, or on lazy views."""
     first = bound.get(operator.names[0])
-    remote = isinstance(first, DTensor) and type(first) is not DTensor and (operator.is_view or operator.mutated)
-    special = across_places(operator, bound, tuple(meshes_of(bound.values()))) or through_copies(operator, bound)
-    return bool(remote or special or with_constants(operator, bound))
+    is_lazy_view = isinstance(first, DTensor) and type(first) is not DTensor and (operator.is_view or operator.mutated)
+    is_special = across_places(operator, bound, tuple(meshes_of(bound.values()))) or through_copies(operator, bound)
+    return bool(is_lazy_view or is_special or with_constants(operator, bound))
 
 
-def _as_planned(texts: Sequence[str], rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen | None:
-    """The choice of the rows that a plan names; where the layouts at hand do not allow them, the cheapest."""
+def _choose_planned(texts: Sequence[str], rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen | None:
+    """Return the choice of the planned strategies; the cheapest choice if the present layouts do not allow them."""
     lines = by_text(declared(rule, factors, call).lines)
     if all(text in lines for text in texts):
-        found = realized(rule, tuple([lines[text].row_for(factors) for text in texts]), factors, call, kept)
-        if found is not None:
-            return found
+        chosen = realized(rule, tuple([lines[text].row_for(factors) for text in texts]), factors, call, kept)
+        if chosen is not None:
+            return chosen
     return choose(rule, factors, call, kept)

@@ -32,12 +32,12 @@ class PlannedMove:
 
     def __str__(self) -> str:
         cost = f"{bytes_text(self.nbytes)}, {seconds_text(self.seconds)}"
-        return f"{self.what}: {_joined(self.source)} -> {_joined(self.target)}, {cost}"
+        return f"{self.what}: {_join_placements(self.source)} -> {_join_placements(self.target)}, {cost}"
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedCall:
-    """One operator call.
+    """A planned operator call.
 
     Attributes:
         name, key: the operator and its arguments. A run that differs does not follow the plan from there on.
@@ -96,12 +96,12 @@ class PlannedLine:
     @property
     def details(self) -> list[str]:
         """Lines about the calls."""
-        found = []
+        lines = []
         for text, own in by_key(((str(call), call.runner_up), call) for call in self.calls).items():
             head, *moves = text[0].splitlines()
             times = f"  ({len(own)} times)" if len(own) > 1 else ""
-            found += [head + times, *moves, own[0].next_best([call.extra for call in own])]
-        return [text for text in found if text]
+            lines += [head + times, *moves, own[0].next_best([call.extra for call in own])]
+        return [line for line in lines if line]
 
     def __str__(self) -> str:
         return "\n".join([self.head, *(f"  {text}" for text in self.details)])
@@ -118,7 +118,7 @@ class ProgramPlan:
         peak_bytes: peak memory of one rank in bytes: inputs, results and cached copies; ``peak_at``: the call of the peak.
         eager_seconds, eager_nbytes: the same without a plan. Redistributed copies are shared as the plan shares them.
 
-    A record: reading it costs nothing. ``loads`` raises ``ArgumentError`` for text that is not a plan.
+    The object is a record. ``loads`` raises ``ArgumentError`` for text that is not a plan.
 
     >>> import torch, dtensor as dt
     >>> x = dt.ones(4, 6, device_mesh=dt.init_device_mesh("meta", (2,)), placements=[dt.Shard(0)])
@@ -147,8 +147,8 @@ class ProgramPlan:
     @property
     def lines(self) -> tuple[PlannedLine, ...]:
         """Lines of the program that redistribute something, in order of first use."""
-        found = by_key((call.line, call) for call in self.calls if call.moves)
-        return tuple(PlannedLine(_place_of(line), tuple(own)) for line, own in found.items())
+        calls_of = by_key((call.line, call) for call in self.calls if call.moves)
+        return tuple(PlannedLine(_parse_place(line), tuple(calls)) for line, calls in calls_of.items())
 
     __repr__ = __str__
 
@@ -159,7 +159,7 @@ class ProgramPlan:
         return json.dumps({"format": FORMAT, **asdict(self)})
 
     def save(self, path: str | Path) -> None:
-        """Write it to a file."""
+        """Write the plan to a file."""
         Path(path).write_text(self.dumps())
 
     @classmethod
@@ -172,7 +172,7 @@ class ProgramPlan:
         read = json.loads(text)
         if not isinstance(read, dict) or read.pop("format", None) != FORMAT:
             raise ArgumentError(f"this is not a plan of format {FORMAT}; make one with dt.plan(...).save(path)")
-        calls = tuple(_call_of(call) for call in read.pop("calls"))
+        calls = tuple(_parse_call(call) for call in read.pop("calls"))
         return cls(mesh=tuple(read.pop("mesh")), calls=calls, **read)
 
     @classmethod
@@ -181,16 +181,16 @@ class ProgramPlan:
         return cls.loads(Path(path).read_text())
 
 
-def _call_of(read: dict[str, Any]) -> PlannedCall:
-    moves = tuple(PlannedMove(**_frozen(move)) for move in read.pop("moves"))
-    return PlannedCall(**_frozen(read), moves=moves)
+def _parse_call(read: dict[str, Any]) -> PlannedCall:
+    moves = tuple(PlannedMove(**_to_tuples(move)) for move in read.pop("moves"))
+    return PlannedCall(**_to_tuples(read), moves=moves)
 
 
-def _frozen(read: Any) -> Any:
+def _to_tuples(read: Any) -> Any:
     """Convert the lists of parsed JSON to tuples."""
     if isinstance(read, dict):
-        return {name: _frozen(value) for name, value in read.items()}
-    return tuple(map(_frozen, read)) if isinstance(read, list) else read
+        return {name: _to_tuples(value) for name, value in read.items()}
+    return tuple(map(_to_tuples, read)) if isinstance(read, list) else read
 
 
 # --- placements as text -------------------------------------------------------------------------------------------------
@@ -212,23 +212,23 @@ def placements_of(words: Sequence[str]) -> tuple[Placement, ...]:
     >>> placements_of(("S(1:3+2)", "R"))
     (Shard(dim=1, sizes=(3, 2)), Replicate())
     """
-    return tuple(map(_read, words))
+    return tuple(map(_parse_placement, words))
 
 
-def _read(word: str) -> Placement:
+def _parse_placement(word: str) -> Placement:
     if word == "R":
         return Replicate()
     if word.startswith("P("):
         return Partial(word[2:-1])
-    found = _SHARD.fullmatch(word)
-    if found is None:
+    match = _SHARD.fullmatch(word)
+    if match is None:
         raise ArgumentError(f"the plan has {word!r} where a placement is expected, such as S(0), R or P(sum)")
-    dim, sizes, level = found.groups()
+    dim, sizes, level = match.groups()
     blocks = None if sizes is None else tuple(map(int, sizes.split("+")))
     return Shard(int(dim), blocks, None if level is None else int(level))
 
 
-_REDUCED = re.compile(r"(?<![\w(])(?!R\b|S\(|by\b|owners\b)([A-Za-z]\w*)")
+_REDUCTION_NAME = re.compile(r"(?<![\w(])(?!R\b|S\(|by\b|owners\b)([A-Za-z]\w*)")
 
 
 def strategy_text(texts: str) -> str:
@@ -237,13 +237,13 @@ def strategy_text(texts: str) -> str:
     >>> strategy_text("R,S(0) -> sum & S(1),R -> S(1)")
     'R, S(0) -> P(sum) & S(1), R -> S(1)'
     """
-    return _REDUCED.sub(r"P(\1)", texts).replace(",", ", ")
+    return _REDUCTION_NAME.sub(r"P(\1)", texts).replace(",", ", ")
 
 
-def _place_of(line: str) -> Place:
+def _parse_place(line: str) -> Place:
     file, _, number = line.rpartition(":")
     return Place(file, int(number)) if file else NOWHERE
 
 
-def _joined(words: Spelled) -> str:
+def _join_placements(words: Spelled) -> str:
     return words[0] if len(words) == 1 else f"({', '.join(words)})"

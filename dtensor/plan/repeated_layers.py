@@ -1,8 +1,9 @@
-"""Layers repeat: calls that are alike, among neighbours that are alike, choose alike, and are variables once.
+"""Repeated layers: equivalence classes of nodes. All nodes of a class take the same option, so the solver has fewer variables.
 
-Classes come from rounds of refinement (Weisfeiler and Lehman): at first a class is what is called on what; each round tells apart
-what is fed by, or feeds, different classes. After a bounded number of rounds the layers in the middle of a stack are alike, the
-first and the last few are not. Any such partition is sound: it only keeps calls of a class from choosing differently.
+The classes come from rounds of color refinement (Weisfeiler and Leman). At first a class has equal calls.
+Each round splits classes with inputs from, or outputs to, different classes. After a bounded number of rounds the layers in the
+middle of a stack are in common classes, and the first and last few layers are not. Every such partition is sound: it only
+prevents the calls of a class from choosing differently.
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ from typing import Any
 
 from .graph import Graph, Node
 
-_ROUNDS = 6
+_MAX_ROUNDS = 6
+_MAX_CLASS_RATIO = 0.6  # classes per node; with more of them, each node is a class
 
 
 @dataclass(slots=True)
-class Class:
-    """Nodes that choose alike.
+class NodeClass:
+    """Nodes that take the same option.
 
     Attributes:
-        node: one of them; ``count``: how many there are.
-        feeds: for each operand the values, as numbers of :class:`Classes`, that some of them takes.
-        results: its values.
+        node: one of the nodes; ``count``: how many there are.
+        feeds: for each operand, the values of :class:`NodeClasses` that one of the nodes uses.
+        results: for each result, the value of :class:`NodeClasses`; None for a result that is no DTensor.
     """
 
     node: Node
@@ -33,96 +35,102 @@ class Class:
 
 
 @dataclass(slots=True)
-class Classes:
-    """The classes of a graph; a value stands for the same result of all nodes of its class.
+class NodeClasses:
+    """The classes of a graph. A value stands for the same result of all nodes of a class.
 
     Attributes:
-        of: the class of each node.
-        makers: for each value its class and which of its results it is.
-        users: for each value the classes that take it, and as which operand.
+        class_of: for each node the number of its class.
+        classes: the classes.
+        makers: for each value its class, and the index among the results.
+        users: for each value the classes that use it, and the index of the operand.
     """
 
-    of: list[int]
-    classes: list[Class]
+    class_of: list[int]
+    classes: list[NodeClass]
     makers: list[tuple[int, int]]
     users: list[list[tuple[int, int]]]
 
-    def number(self, value: int) -> int:
-        """One of the graph's values that a value stands for."""
-        own, place = self.makers[value]
-        found = self.classes[own].node.results[place]
-        assert found is not None
-        return found
+    def graph_value(self, value: int) -> int:
+        """Return the number of one of the graph's values that a value stands for."""
+        maker, place = self.makers[value]
+        number = self.classes[maker].node.results[place]
+        assert number is not None
+        return number
 
-    def together(self, chosen: Sequence[Any]) -> list[Any]:
-        """What was chosen for nodes, alike in each class, for each class."""
-        return [chosen[own.node.number] for own in self.classes]
+    def per_class(self, choices: Sequence[Any]) -> list[Any]:
+        """Return one choice for each class from choices for nodes, which are equal in each class."""
+        return [choices[own.node.number] for own in self.classes]
 
-    def spread(self, chosen: Sequence[Any]) -> list[Any]:
-        """What was chosen for classes, for each node."""
-        return [chosen[own] for own in self.of]
+    def per_node(self, choices: Sequence[Any]) -> list[Any]:
+        """Return one choice for each node from choices for classes."""
+        return [choices[number] for number in self.class_of]
 
 
-def classes_of(graph: Graph, start: Sequence[Hashable]) -> Classes:
-    """The classes of a graph, within these ones. Where little repeats, every node is a class."""
-    colors = _refined(graph, _numbered(start))
-    if len(set(colors)) > len(colors) * 0.6:
+def find_classes(graph: Graph, start: Sequence[Hashable]) -> NodeClasses:
+    """Return the classes of a graph.
+
+    Args:
+        graph: the graph.
+        start: for each node a color. Nodes of different colors are in different classes.
+    """
+    colors = _refine_colors(graph, _number_colors(start))
+    if len(set(colors)) > len(colors) * _MAX_CLASS_RATIO:
         colors = list(range(len(colors)))
-    return _quotient(graph, _numbered(colors))
+    return _make_classes(graph, _number_colors(colors))
 
 
-def _numbered(colors: Sequence[Hashable]) -> list[int]:
-    """Colors as numbers in order of first appearance."""
-    seen: dict[Any, int] = {}
-    return [seen.setdefault(color, len(seen)) for color in colors]
+def _number_colors(colors: Sequence[Hashable]) -> list[int]:
+    """Return colors as numbers, in order of first appearance."""
+    numbers: dict[Any, int] = {}
+    return [numbers.setdefault(color, len(numbers)) for color in colors]
 
 
-def _refined(graph: Graph, colors: list[int]) -> list[int]:
-    users = graph.users()
+def _refine_colors(graph: Graph, colors: list[int]) -> list[int]:
+    users = graph.find_users()
     makers = [(value.producer.number, value.place) for value in graph.values]
     count = len(set(colors))
-    for _ in range(_ROUNDS):
-        found: list[Any] = []
+    for _ in range(_MAX_ROUNDS):
+        refined: list[Any] = []
         for node in graph.nodes:
-            fed = tuple([None if n is None else (colors[makers[n][0]], makers[n][1]) for n in node.operands])
-            feeding = tuple(
+            inputs = tuple([None if n is None else (colors[makers[n][0]], makers[n][1]) for n in node.operands])
+            outputs = tuple(
                 [
                     None if n is None else tuple(sorted({(colors[user.number], place) for user, place in users[n]}))
                     for n in node.results
                 ]
             )
-            found.append((colors[node.number], fed, feeding))
-        colors = _numbered(found)
+            refined.append((colors[node.number], inputs, outputs))
+        colors = _number_colors(refined)
         if len(set(colors)) == count:
             break
         count = len(set(colors))
     return colors
 
 
-def _quotient(graph: Graph, of: list[int]) -> Classes:
-    found = Classes(of, [], [], [])
+def _make_classes(graph: Graph, class_of: list[int]) -> NodeClasses:
+    classes = NodeClasses(class_of, [], [], [])
     value_of: dict[tuple[int, int], int] = {}
-    for node, own in zip(graph.nodes, of, strict=True):
-        if own < len(found.classes):
-            found.classes[own].count += 1
+    for node, own in zip(graph.nodes, class_of, strict=True):
+        if own < len(classes.classes):
+            classes.classes[own].count += 1
             continue
-        made = Class(node, 1, [[] for _ in node.operands])
+        node_class = NodeClass(node, 1, [[] for _ in node.operands])
         for place, number in enumerate(node.results):
             if number is not None:
-                value_of[own, place] = len(found.makers)
-                found.makers.append((own, place))
-            made.results.append(None if number is None else value_of[own, place])
-        found.classes.append(made)
-    found.users = [[] for _ in found.makers]
+                value_of[own, place] = len(classes.makers)
+                classes.makers.append((own, place))
+            node_class.results.append(None if number is None else value_of[own, place])
+        classes.classes.append(node_class)
+    classes.users = [[] for _ in classes.makers]
     edges: set[tuple[int, int, int]] = set()
-    for node, own in zip(graph.nodes, of, strict=True):
+    for node, own in zip(graph.nodes, class_of, strict=True):
         for place, number in enumerate(node.operands):
             if number is None:
                 continue
             value = graph.values[number]
-            taken = value_of[of[value.producer.number], value.place]
-            if (taken, own, place) not in edges:
-                edges.add((taken, own, place))
-                found.classes[own].feeds[place].append(taken)
-                found.users[taken].append((own, place))
-    return found
+            used = value_of[class_of[value.producer.number], value.place]
+            if (used, own, place) not in edges:
+                edges.add((used, own, place))
+                classes.classes[own].feeds[place].append(used)
+                classes.users[used].append((own, place))
+    return classes

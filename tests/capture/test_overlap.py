@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from dtensor.capture.overlap import overlapped
-from dtensor.capture.tape import Step, Var
+from dtensor.capture.collectives import overlap_collectives
+from dtensor.capture.tape import LocalMetadata, Step, Var
 from dtensor.comm import Pending
 
 
@@ -27,8 +27,8 @@ def issue_taking(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 issue.at_once = issue_taking.at_once = True
 
 
-def fact(*shape: int) -> tuple[Any, ...]:
-    return 0, torch.Size(shape), (1,), torch.float64, False, False
+def fact(*shape: int) -> LocalMetadata:
+    return LocalMetadata(0, torch.Size(shape), (1,), torch.float64, False, False)
 
 
 def drawn(seed: int) -> tuple[list[Step], dict[Var, Any], list[Var]]:
@@ -55,22 +55,24 @@ def drawn(seed: int) -> tuple[list[Step], dict[Var, Any], list[Var]]:
                 steps.append(Step(torch.Tensor.add_, (x, y), {}, x, writes=frozenset((x.storage,))))
                 continue
             case "send":
-                steps.append(Step(issue, (x,), {}, sent := new(), keep=True, site=True))
+                steps.append(Step(issue, (x,), {}, sent := new(), required=True, is_library_op=True))
                 pending.append(sent)
                 continue
             case "take" if x.storage > 3:
-                steps.append(Step(issue_taking, (x,), {}, sent := new(), frozenset((x.storage,)), keep=True, site=True))
-                steps.append(Step(Pending.wait, (sent,), {}, x, keep=True, site=True))
+                steps.append(
+                    Step(issue_taking, (x,), {}, sent := new(), frozenset((x.storage,)), required=True, is_library_op=True)
+                )
+                steps.append(Step(Pending.wait, (sent,), {}, x, required=True, is_library_op=True))
                 continue
             case "wait" if pending:
                 taken = pending.pop(0)
-                steps.append(Step(Pending.wait, (taken,), {}, made := new(), keep=True, site=True))
+                steps.append(Step(Pending.wait, (taken,), {}, made := new(), required=True, is_library_op=True))
             case _:
                 continue
         known.append(made)
         facts[made] = fact(4)
     for taken in pending:
-        steps.append(Step(Pending.wait, (taken,), {}, made := new(), keep=True, site=True))
+        steps.append(Step(Pending.wait, (taken,), {}, made := new(), required=True, is_library_op=True))
         known.append(made)
         facts[made] = fact(4)
     return steps, facts, known
@@ -103,9 +105,9 @@ def test_random_tapes_keep_their_values_and_the_order_of_what_is_issued(most: in
     longer = 0
     for seed in range(60):
         steps, facts, known = drawn(seed)
-        found = overlapped(steps, facts, frozenset((1, 2, 3)), most)
+        found = overlap_collectives(steps, facts, frozenset((1, 2, 3)), most)
         assert sorted(map(id, found)) == sorted(map(id, steps))
-        issued, were = ([x for x in one if x.site and x.fn is not Pending.wait] for one in (found, steps))
+        issued, were = ([x for x in one if x.is_library_op and x.fn is not Pending.wait] for one in (found, steps))
         assert issued == were
         expected = run(steps, known, False)
         for late in (False, True):
@@ -118,9 +120,9 @@ def test_what_is_given_is_sent_at_once_and_waited_for_at_its_first_use() -> None
     x, w, made, sent, whole, used = (Var(k, k) for k in range(1, 7))
     facts = dict.fromkeys((x, w, made, whole, used), fact(4))
     local, after = Step(torch.add, (x, x), {}, made), Step(torch.add, (made, whole), {}, used)
-    send = Step(issue, (w,), {}, sent, keep=True, site=True)
-    wait = Step(Pending.wait, (sent,), {}, whole, keep=True, site=True)
+    send = Step(issue, (w,), {}, sent, required=True, is_library_op=True)
+    wait = Step(Pending.wait, (sent,), {}, whole, required=True, is_library_op=True)
     between = [Step(torch.add, (made, made), {}, Var(10 + k, 10 + k)) for k in range(2)]
     steps = [local, *between, send, wait, *between, after]
-    assert overlapped(steps[:5] + [after], facts, frozenset((1, 2)), 1000) == [send, local, *between, wait, after]
-    assert overlapped(steps[:5] + [after], facts, frozenset((1, 2)), 10) == steps[:5] + [after]
+    assert overlap_collectives(steps[:5] + [after], facts, frozenset((1, 2)), 1000) == [send, local, *between, wait, after]
+    assert overlap_collectives(steps[:5] + [after], facts, frozenset((1, 2)), 10) == steps[:5] + [after]

@@ -14,11 +14,11 @@ from torch.nn import functional as F
 import dtensor as dt
 from dtensor.base.units import bytes_text
 from dtensor.debug import CommDebugMode
-from dtensor.plan.api import plan_of
-from dtensor.plan.graph_recorder import recorded
-from dtensor.plan.liveness import Memory
-from dtensor.plan.plan_executor import Following
-from dtensor.plan.strategy_options import eager_options
+from dtensor.plan.api import make_plan
+from dtensor.plan.graph_recorder import record_graph
+from dtensor.plan.liveness import MemoryModel
+from dtensor.plan.plan_executor import PlanExecutor
+from dtensor.plan.strategy_options import recorded_options
 
 R, S = dt.Replicate(), dt.Shard
 Step = Callable[[], Any]
@@ -76,9 +76,9 @@ def run(step: Step, given: list[dt.DTensor], plan: dt.ProgramPlan | None) -> tup
         if plan is None:
             step()
         else:
-            with Following(plan) as following:
+            with PlanExecutor(plan) as following:
                 step()
-            assert following.followed, following.left
+            assert following.is_complete, following.difference
     nbytes = sum(event.bytes for event in comm.events)
     grads = [p.grad.full_tensor() for p in given[1:]]
     for p in given:
@@ -103,20 +103,22 @@ def test_the_peak_of_a_plan_is_that_of_its_run(way: str) -> None:
 def test_what_a_step_holds_without_a_plan_is_known_too(way: str) -> None:
     step, given = blocks(mesh := dt.init_device_mesh("cpu", (2,)), way)
     run(step, given, None)
-    _, graph = recorded(step, (), {})
+    _, graph = record_graph(step, (), {})
     for p in given:
         p.grad = None
     _, peak, nbytes = run(step, given, None)
-    assert nbytes == sum(event.bytes for event, _ in graph.heard)
-    assert Memory(graph).held(eager_options(graph), remembered=True).peak == pytest.approx(peak / mesh.size(), rel=0.1)
+    assert nbytes == sum(event.bytes for event, _ in graph.collectives)
+    assert MemoryModel(graph).compute_usage(recorded_options(graph), without_plan=True).peak == pytest.approx(
+        peak / mesh.size(), rel=0.1
+    )
 
 
 def test_where_calls_bring_gradients_back_to_is_no_part_of_the_program() -> None:
     """Calls that a plan moves operands for bring none back."""
     step, given = blocks(dt.init_device_mesh("cpu", (2,)), "fully sharded", width=64, layers=1)
     expected, _, _ = run(step, given, None)
-    _, graph = recorded(step, (), {})
-    plan = plan_of(graph, seconds=0, memory=0.95 * plan_of(graph, seconds=0).peak_bytes)
+    _, graph = record_graph(step, (), {})
+    plan = make_plan(graph, seconds=0, memory=0.95 * make_plan(graph, seconds=0).peak_bytes)
     grads, _, nbytes = run(step, given, plan)
     torch.testing.assert_close(grads, expected)
     assert nbytes == plan.nbytes
@@ -179,9 +181,9 @@ def test_views_of_memory_that_is_written_to_later_may_be_moved() -> None:
 
     plan = dt.plan(step)
     assert [call.kind for call in plan.calls if call.name in ("aten::t", "aten::slice.Tensor")] == ["call", "fixed"]
-    with Following(plan) as following:
+    with PlanExecutor(plan) as following:
         y = step()
-    assert following.followed
+    assert following.is_complete
     expected = x.full_tensor() @ (2 * before).t() + 4 * before[:4].sum()
     torch.testing.assert_close(y.full_tensor(), expected)
 

@@ -94,8 +94,9 @@ def test_a_plan_of_another_program_is_told_and_left() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     x = dt.randn(5, 6, device_mesh=mesh, placements=[S(0)])
     run = dt.capture(lambda x: (x * 2).sum(), plan=dt.plan(lambda x: (x + 2).sum(), x))
-    with pytest.warns(UserWarning, match="differs from the one that was planned"):
+    with pytest.warns(UserWarning, match="differs from the one that was planned") as warned:
         y = run(x)
+    assert [one.filename for one in warned] == [__file__]
     torch.testing.assert_close(y.full_tensor(), (x * 2).sum().full_tensor())
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -13,9 +13,9 @@ from halves import chosen, some
 from torch.utils import _pytree as pytree
 
 import dtensor as dt
-from dtensor.capture.plan_driven import TRIES
-from dtensor.plan.api import planned
-from dtensor.plan.plan_executor import Following
+from dtensor.capture.captured import MAX_PLANS
+from dtensor.plan.api import run_and_plan
+from dtensor.plan.plan_executor import PlanExecutor
 
 MESHES = [pytest.param((4,), marks=pytest.mark.slow), (2, 2)]
 QUICK = {"adamw_fused", "losses_as_floats", "buffers_and_averages"}
@@ -63,11 +63,11 @@ def test_functions(name: str, shape: tuple[int, ...]) -> None:
     torch.manual_seed(1)
     expected = sides[0][0]()
     torch.manual_seed(1)
-    _, plan = planned(sides[1][0], (), {})
+    _, plan = run_and_plan(sides[1][0], (), {})
     torch.manual_seed(1)
-    with Following(plan) as following:
+    with PlanExecutor(plan) as following:
         got = sides[2][0]()
-    assert following.followed, following.left
+    assert following.is_complete, following.difference
     assert plan.seconds <= plan.eager_seconds * (1 + 1e-9)  # two sums of the same numbers
     for (what, a), (_, b) in zip(_changed(*sides[0][1:]), _changed(*sides[2][1:]), strict=True):
         assert_close(a, b, what)
@@ -84,8 +84,8 @@ def _changed(args: Any, parameters: Any) -> list[tuple[str, Any]]:
 def test_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a call computed before it left its plan lies as the plan had it; nothing else does."""
     mesh, sides, followings = capture_cases.mesh_of(2, 2), [], []
-    begin = Following.__init__
-    monkeypatch.setattr(Following, "__init__", lambda self, plan: followings.append(self) or begin(self, plan))
+    begin = PlanExecutor.__init__
+    monkeypatch.setattr(PlanExecutor, "__init__", lambda self, plan: followings.append(self) or begin(self, plan))
     left = set()
     for planning in (False, True):
         torch.manual_seed(0)
@@ -95,12 +95,12 @@ def test_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             torch.manual_seed(i)
             args = arguments(i)
             out = run(*args)
-            if any(following.left for following in followings):
+            if any(following.difference for following in followings):
                 left.add(i)
             followings.clear()
             trail.append(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, out))
         sides.append((trail, [x.detach() for x in parameters], [x.grad for x in parameters]))
-    assert len(left) <= TRIES
+    assert len(left) <= MAX_PLANS
     (expected, *others), (got, *found) = sides
     for i, (a, b) in enumerate(zip(expected, got, strict=True)):
         assert_close(a, b, f"results of call {i}", i not in left)

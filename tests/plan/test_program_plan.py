@@ -11,12 +11,12 @@ from torch.nn import functional as F
 
 import dtensor as dt
 from dtensor.debug import CommDebugMode
-from dtensor.plan.api import plan_of, planned
-from dtensor.plan.graph_recorder import recorded
-from dtensor.plan.plan_executor import Following
+from dtensor.plan.api import make_plan, run_and_plan
+from dtensor.plan.graph_recorder import record_graph
+from dtensor.plan.plan_executor import PlanExecutor
 from dtensor.plan.program_plan import ProgramPlan, placements_of, spelled
-from dtensor.plan.solver import Assembly
-from dtensor.plan.strategy_options import classes_from, eager_options, options_along
+from dtensor.plan.solver import PlanningProblem
+from dtensor.plan.strategy_options import list_options, make_classes, recorded_options
 
 R, S = dt.Replicate(), dt.Shard
 Run = tuple[list[torch.Tensor], Any]
@@ -34,9 +34,9 @@ def measured(step: Callable[[], Any], leaves: list[dt.DTensor], plan: ProgramPla
         if plan is None:
             made = step()
         else:
-            with Following(plan) as following:
+            with PlanExecutor(plan) as following:
                 made = step()
-            assert following.followed, following.left
+            assert following.is_complete, following.difference
     made = made if isinstance(made, tuple) else (made,)
     return [whole(x) for x in (*made, *(leaf.grad for leaf in leaves))], list(comm.events)
 
@@ -46,7 +46,7 @@ def checked(step: Callable[[], Any], leaves: list[dt.DTensor]) -> tuple[ProgramP
     expected, eager = measured(step, leaves, None)
     for leaf in leaves:
         leaf.grad = None
-    _, plan = planned(step, (), {})
+    _, plan = run_and_plan(step, (), {})
     got, events = measured(step, leaves, plan)
     for a, b in zip(expected, got, strict=True):
         torch.testing.assert_close(b, a)
@@ -173,10 +173,10 @@ def test_what_the_user_looks_at_lies_as_it_lay() -> None:
         return h + 1
 
     expected = step().placements
-    _, plan = planned(step, (), {})
-    with Following(plan) as following:
+    _, plan = run_and_plan(step, (), {})
+    with PlanExecutor(plan) as following:
         y = step()
-    assert following.followed
+    assert following.is_complete
     assert y.placements == expected
     assert seen[0] == seen[1] == seen[2]
 
@@ -184,17 +184,17 @@ def test_what_the_user_looks_at_lies_as_it_lay() -> None:
 def test_another_program_leaves_the_plan_and_is_right() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     a, b = made(mesh, (6, 6), S(1)), made(mesh, (6, 6), S(0))
-    _, plan = planned(lambda: torch.relu(a @ b) @ b, (), {})
-    with Following(plan) as following:
+    _, plan = run_and_plan(lambda: torch.relu(a @ b) @ b, (), {})
+    with PlanExecutor(plan) as following:
         y = torch.tanh(a @ b) @ b
-    assert not following.followed
-    assert "tanh" in str(following.left)
+    assert not following.is_complete
+    assert "tanh" in str(following.difference)
     torch.testing.assert_close(y.full_tensor(), torch.tanh(a.full_tensor() @ b.full_tensor()) @ b.full_tensor())
 
 
 def test_plans_go_through_json(tmp_path: Any) -> None:
     step, leaves = mlps(dt.init_device_mesh("cpu", (4,)), 16, 1)
-    _, plan = planned(step, (), {})
+    _, plan = run_and_plan(step, (), {})
     plan.save(tmp_path / "plan.json")
     again = ProgramPlan.load(tmp_path / "plan.json")
     assert again == plan
@@ -234,13 +234,13 @@ def test_variables_do_not_grow_with_the_layers_of_a_stack() -> None:
     counts = []
     for layers in (20, 22):  # smaller programs have no need of it
         step, _ = mlps(mesh, 16, layers)
-        _, graph = recorded(step, (), {})
-        eager = eager_options(graph)
-        classes = classes_from(graph, eager)
-        program = Assembly(classes, options_along(graph, classes, classes.together(eager), 0), 0).program
+        _, graph = record_graph(step, (), {})
+        eager = recorded_options(graph)
+        classes = make_classes(graph, eager)
+        program = PlanningProblem(classes, list_options(graph, classes, classes.per_class(eager), 0), 0).program
         counts.append((len(classes.classes), len(program.costs)))
     assert counts[0] == counts[1]
-    plan = plan_of(graph)
+    plan = make_plan(graph)
     assert plan.seconds < plan.eager_seconds
 
 
