@@ -67,8 +67,8 @@ ATTRIBUTES: dict[str, TensorAttribute] = {
     ),
     "_data_parallel": TensorAttribute(
         "device that a data-parallel unit keeps the parameter on",
-        ("parallel/data/managed_param", "parallel/data/buffers"),
-        ("tensor/materialize", "parallel/data/shared_params"),
+        ("parallel/data/fsdp_param", "parallel/data/fsdp_param_init", "parallel/data/buffers"),
+        ("tensor/materialize", "parallel/data/fsdp_param_init"),
         refers_to_tensors=True,
     ),
     # --- versions of the memory
@@ -77,7 +77,7 @@ ATTRIBUTES: dict[str, TensorAttribute] = {
     ),
     "_counted": TensorAttribute(
         "tensor with the version counter of this memory, or a weak reference to it, if it is not the tensor itself",
-        (_LAZY, "tensor/views/flattened_sharded_dims", "tensor/views/fused_projection_slices", "tensor/views/compile_protocol"),
+        (_LAZY, "tensor/views/flattened_sharded_dims", "tensor/views/fused_projection_slices", "tensor/compile_protocol"),
         (_STATE,),
         follows_memory=True,
     ),
@@ -111,7 +111,7 @@ ATTRIBUTES: dict[str, TensorAttribute] = {
     ),
     "_own_uses": TensorAttribute(
         "by mesh dim of a data-parallel unit: the reduction of the gradients of this parameter",
-        ("parallel/data/forward_uses",),
+        ("parallel/data/unit_pass",),
         ("tensor/autograd",),
     ),
     "_is_param": TensorAttribute("True for isinstance(x, nn.Parameter)", (_UNIT, _COPIES), (_COPIES,)),
