@@ -28,8 +28,11 @@ BOOL_NAMES: dict[Any, str] = {_TRUE: "True", _FALSE: "False"}
 
 @aside
 def _read_number(x: torch.Tensor) -> Any:
-    """Return the number in a plain 0-d tensor, for a comparison between ranks; no layout depends on it."""
-    return x.tolist()
+    """Return the number in a plain tensor of one element, for a comparison between ranks; no layout depends on it."""
+    value = x.tolist()
+    while isinstance(value, list):
+        (value,) = value
+    return value
 
 
 def static(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | None = None) -> Any:
@@ -66,7 +69,7 @@ def static(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | None 
             keep_gradient_plain(value)
         is_traced = has_no_values(value)
         key.append((*_plain_tensor_key(value), made_by_torch(), is_traced))  # ranks have not compared traced values
-        if numbers is not None and kind is torch.Tensor and not is_traced and not value.dim() and value.device.type == "cpu":
+        if numbers is not None and kind is torch.Tensor and not is_traced and value.numel() == 1 and value.device.type == "cpu":
             numbers.append(_read_number(value))
         # the zeros of forward-mode gradients have no memory, and the key that handles them is above the local operators
         return torch.zeros_like(value) if value._is_zerotensor() else value

@@ -193,7 +193,7 @@ def _value_text(value: Any) -> str:
     if type(value) is wrap.TENSOR:
         return "*"
     if isinstance(value, torch.Tensor):
-        if value.dim() or value.device.type != "cpu" or has_no_values(value):
+        if value.numel() != 1 or value.device.type != "cpu" or has_no_values(value):
             return f"{value.dtype}{list(value.shape)}".removeprefix("torch.")
         return repr(value.item())  # a number
     if isinstance(value, list | tuple):

@@ -255,6 +255,7 @@ _OTHER |= {
     "another seed": (_seeded(0), _seeded(1)),
     "another shape of the mesh": (_meshes(lambda size: (size, 1)), _meshes(lambda size: (1, size))),
     "another number of no dims": (_times(torch.tensor(2.0)), _times(torch.tensor(3.0))),
+    "another tensor of one element": (_times(torch.tensor([2.0])), _times(torch.tensor([3.0]))),
     "another dtype is given": (_given(torch.ones(6, 2)), _given(torch.ones(6, 2).double())),
     "a row more is given": (_given(torch.ones(6, 2)), _given(torch.ones(7, 2))),
     "a step left out": (_scaled(False), _scaled(True)),
