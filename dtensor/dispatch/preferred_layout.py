@@ -1,7 +1,8 @@
 """Where operators wanted a tensor that was not there: those to come want what it grows to so, too.
 
 A cache that lies by channels, where attention wants whole heads, would be gathered for each token, all of it. What is put beside
-it is little: the result lies where it is wanted, and only what is new moves (``Facts.joins``, ``Call.with_preferred_layouts``).
+it is little: the result lies where it is wanted, and only what is new moves (``OperatorTraits.joins``,
+``Call.with_preferred_layouts``).
 """
 
 from __future__ import annotations

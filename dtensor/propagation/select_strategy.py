@@ -17,8 +17,8 @@ from ..layout.splits import Split, chunk_sizes
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Partial
 from ..redistribute.intervals import largest, missing
-from ..rules.call import Call, Kind, Meta
-from ..rules.dim_windows import covering, windowed
+from ..rules.call import Call, Meta, NumberKind
+from ..rules.dim_windows import cover_window_sizes, window_block_sizes
 from ..rules.factored_dims import NotBlocks, compose_splits, split_of_factor
 from ..rules.flops import work_of
 from ..rules.op_traits import facts_of
@@ -55,7 +55,7 @@ def _depends_on_number_kinds(call: Call, selection: Chosen) -> bool:
     partial = any(
         op is not None for layout in (*call.operands, *selection.results) if layout is not None for op in layout.partials
     )
-    return partial or any(kind is Kind.ANY for _, kind in call.number_kinds)
+    return partial or any(kind is NumberKind.ANY for _, kind in call.number_kinds)
 
 
 def _select_cheapest(
@@ -232,7 +232,10 @@ def _derive_layouts(
     def splits_of(side: str, i: int) -> Mapping[str, Split]:
         windows = {name: factors.windows[side, i, name] for name in splits if (side, i, name) in factors.windows}
         return (
-            {**splits, **{n: Split(splits[n].mesh_dims, windowed(splits[n].sizes, window)) for n, window in windows.items()}}
+            {
+                **splits,
+                **{n: Split(splits[n].mesh_dims, window_block_sizes(splits[n].sizes, window)) for n, window in windows.items()},
+            }
             if windows
             else splits
         )
@@ -332,7 +335,8 @@ def _choose_split(
     if not windowed_splits:
         return Split(ordered, default)
     return Split(
-        ordered, covering(default, [(blocks, window) for nesting, blocks, window in windowed_splits if nesting == ordered])
+        ordered,
+        cover_window_sizes(default, [(blocks, window) for nesting, blocks, window in windowed_splits if nesting == ordered]),
     )
 
 

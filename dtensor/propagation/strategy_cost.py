@@ -31,7 +31,7 @@ from ..layout.expanded_storage import stored
 from ..layout.layout import Layout
 from ..placement import Partial, Replicate, Shard
 from ..rules.call import Call
-from ..rules.flops import Work, elsewhere, row_seconds
+from ..rules.flops import Work, divide_by_other_mesh_dims, strategy_seconds
 from ..rules.rule import Factors, Kernel, Row
 from .strategy_table import Line, StrategyTable, Where
 
@@ -89,7 +89,7 @@ def rank_strategies(
     """
     ranks, fixed, nbytes = call.mesh.shape[mesh_dim], call.fixed_operands, call.result_bytes()
     deferred = _deferred_costs(table, factors, call, nbytes, mesh_dim, misaligned)
-    device, work = device_of(call.mesh), elsewhere(work, call, mesh_dim)
+    device, work = device_of(call.mesh), divide_by_other_mesh_dims(work, call, mesh_dim)
     is_compute_bound = work.flops / device.rate(work.dtype) > work.nbytes / device.memory
     current = [layout.along(mesh_dim) for layout in call.operands]
     keeps_result_dim = _operands_sharing_result_dims(factors, current)
@@ -131,7 +131,7 @@ def rank_strategies(
                 elif is_resharded or has_owners:
                     seconds += resharding
         if is_compute_bound:
-            seconds += row_seconds(device, work, strategy, ranks, factors.sizes, fraction)
+            seconds += strategy_seconds(device, work, strategy, ranks, factors.sizes, fraction)
         if strategy.kernel is not None:
             seconds += kernel_seconds(strategy, call, mesh_dim)
         result_bytes = _result_bytes_per_rank(bound, nbytes, fraction)

@@ -29,7 +29,7 @@ from ..errors import RuleError
 from .bind_notation import Reduction, ShapesOf, Sizes
 from .bind_notation import bind as bind
 from .call import Call
-from .folds import Fold, Taking
+from .folds import DtypeRestrictedKernel, Fold
 from .notation import Pattern, parse
 from .notation_rules import Notation, ReduceChoice, by, fitting
 from .partial_rules import rows
@@ -148,7 +148,7 @@ def fold(
     if isinstance(parsed, Pattern):
         options.setdefault("shapes", True)
     options.setdefault("kind", "fold")
-    return blockwise(names, parsed, kernel=Taking(kernel, takes) if takes else kernel, **options)
+    return blockwise(names, parsed, kernel=DtypeRestrictedKernel(kernel, takes) if takes else kernel, **options)
 
 
 def _multilinear_partials(pattern: Pattern) -> tuple[str, ...]:

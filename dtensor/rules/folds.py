@@ -25,8 +25,8 @@ from .notation import Pattern
 from .notation_rules import by, fitting
 from .rule import Kernel, R, Word
 
-ALONG = "each: a* [@dim] b* -> each: a* [@dim] b*"
-REDUCED = "a* [@dim] b* -> each: a* b*"
+ALONG_PATTERN = "each: a* [@dim] b* -> each: a* [@dim] b*"
+REDUCED_PATTERN = "a* [@dim] b* -> each: a* b*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +222,7 @@ class _Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Taking(Word):
+class DtypeRestrictedKernel(Word):
     """A kernel for first operands of certain dtypes. Other operands are passed to the operator itself, which may refuse them."""
 
     kernel: Kernel

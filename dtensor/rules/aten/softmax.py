@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...placement import Monoid
 from ..declare import fold
-from ..folds import ALONG, REDUCED, FoldContext
+from ..folds import ALONG_PATTERN, REDUCED_PATTERN, FoldContext
 
 
 def _combine_exp_sums(a: Tensor, b: Tensor) -> Tensor:
@@ -61,10 +61,10 @@ FINISH = {
     "_safe_softmax": lambda part, x, top, total: (x - top).exp_().div_(total).masked_fill_(top == -torch.inf, 0.0),
 }
 for _name, _finish in FINISH.items():
-    fold(_name, ALONG, block=exp_sum, monoid=EXP_SUM, numbers=2, finish=_finish, takes="floating")
+    fold(_name, ALONG_PATTERN, block=exp_sum, monoid=EXP_SUM, numbers=2, finish=_finish, takes="floating")
 fold(
     "logsumexp",
-    REDUCED,
+    REDUCED_PATTERN,
     block=exp_sum_with_infinity,
     monoid=EXP_SUM,
     numbers=2,
@@ -75,14 +75,14 @@ fold(
 # --- backward: linear in the incoming gradient --------------------------------------------------------------------------
 fold(
     "_softmax_backward_data",
-    ALONG,
+    ALONG_PATTERN,
     block=lambda part, grad, y: (grad * y).sum(part.dims, keepdim=True),
     monoid="sum",
     finish=lambda part, grad, y, total: y * (grad - total),
 )
 fold(
     "_log_softmax_backward_data",
-    ALONG,
+    ALONG_PATTERN,
     block=lambda part, grad, y: grad.sum(part.dims, keepdim=True),
     monoid="sum",
     finish=lambda part, grad, y, total: grad - y.exp().mul_(total),
