@@ -121,15 +121,11 @@ def rank_strategies(
                 changed_operands += cost > 0
         if keeps_sharded and gathered_operands > 1:
             seconds -= (gathered_operands - 1) * gather_latency
-        has_owners = _has_row_owners(bound, factors, call)
         is_resharded = strategy.factor is not None and _changes_sharding(bound, call, current, keeps_result_dim)
-        for r, where in enumerate(bound.results):
-            if r not in inplace_results and not isinstance(where, Replicate):
-                reduction, resharding = deferred[r]
-                if isinstance(where, Partial) and not has_owners:
-                    seconds += reduction
-                elif is_resharded or has_owners:
-                    seconds += resharding
+        has_owners = _has_row_owners(bound, factors, call)
+        for r, placement in enumerate(bound.results):
+            if r not in inplace_results and not isinstance(placement, Replicate):
+                seconds += _deferred_seconds(placement, deferred[r], is_resharded, has_owners)
         if is_compute_bound:
             seconds += strategy_seconds(device, work, strategy, ranks, factors.sizes, fraction)
         if strategy.kernel is not None:
@@ -153,15 +149,8 @@ def _operand_seconds(call: Call, i: int, source: Where, target: Where, mesh_dim:
         cost += _redistribute_seconds(target, source, layout, mesh_dim)  # and redistribute it back
     if isinstance(target, Partial):
         return cost
-    cost = min(
-        [
-            cost,
-            *[
-                _from_reduced_copy_seconds(sharded_dim, target, layout, mesh_dim)
-                for sharded_dim in call.reduced_copy_dims(i, mesh_dim)
-            ],
-        ]
-    )
+    copies = [_from_reduced_copy_seconds(dim, target, layout, mesh_dim) for dim in call.reduced_copy_dims(i, mesh_dim)]
+    cost = min([cost, *copies])
     return cost / 2 if call.is_reduction_deferred(i, mesh_dim) else cost  # shared with later uses
 
 
@@ -228,6 +217,14 @@ def _deferred_costs(
         (reduction_passes * size / link.all_reduce.bandwidth, resharding_latency + size / ranks / link.exchange.bandwidth)
         for size in sizes
     ]
+
+
+def _deferred_seconds(placement: Where, costs: tuple[float, float], is_resharded: bool, has_owners: bool) -> float:
+    """Return the deferred cost of one result that is not replicated. A disjoint partial result defers like a sharded one."""
+    reduction, resharding = costs
+    if isinstance(placement, Partial) and not has_owners:
+        return reduction
+    return resharding if is_resharded or has_owners else 0.0
 
 
 def _changes_sharding(bound: Line, call: Call, current: Sequence[Where], keeps_result_dim: Collection[int]) -> bool:

@@ -36,8 +36,10 @@ def cover_window_sizes(default: Sequence[int], pieces: Iterable[tuple[Sequence[i
 
     >>> cover_window_sizes((4, 3), [((2, 0), range(0, 2)), ((2, 3), range(2, 7))])
     (4, 3)
-    >>> cover_window_sizes((4, 3), [((1, 1), range(5, 7))]), cover_window_sizes((2, 2), [((2, 0), range(2, 4)), ((0, 2), range(0, 2))])
-    ((6, 1), (2, 2))
+    >>> cover_window_sizes((4, 3), [((1, 1), range(5, 7))])
+    (6, 1)
+    >>> cover_window_sizes((2, 2), [((2, 0), range(2, 4)), ((0, 2), range(0, 2))])
+    (2, 2)
     """
     total, ranks = sum(default), len(default)
     start, end = [total] * ranks, [0] * ranks  # the range of positions that each rank must have

@@ -19,7 +19,20 @@ from ..placement import REDUCE_OPS, Monoid, Partial
 from .call import Call
 from .partial_rules import one_of
 from .registry import register
-from .rule import Along, Choice, Dims, Factors, Kernel, R, Row, Rule, Word, all_unsharded, factors_of_first_operand, name_dims
+from .rule import (
+    Along,
+    Choice,
+    Declaration,
+    Dims,
+    Factors,
+    Kernel,
+    R,
+    Row,
+    Rule,
+    all_unsharded,
+    factors_of_first_operand,
+    name_dims,
+)
 from .sharded_index_exchange import read_by_exchange, write_by_exchange
 from .sharded_index_local import Address, index_dims_position, read_local_masked, run_local, write_local_masked
 
@@ -95,7 +108,7 @@ def combine_by_reduce(call: Call) -> str | None:
 
 # --- strategies for partial operands ----------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
-class WritePartials(Word):
+class WritePartials(Declaration):
     """Strategies for partial destinations and sources. A source that is a number is no operand."""
 
     combined: CombineOp
@@ -122,7 +135,7 @@ def allows_zero_fill(choice: Choice) -> bool:
 
 # --- factors ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
-class IndexingFactors(Word):
+class IndexingFactors(Declaration):
     """The factors of an operator that reads (``combined`` is None) or writes elements of operand 0; see :func:`writes`."""
 
     address: Address
@@ -144,7 +157,7 @@ class IndexingFactors(Word):
     def __str__(self) -> str:
         return f"by {self.address.form}"
 
-    def own(self) -> tuple[Any, ...]:
+    def embedded_functions(self) -> tuple[Any, ...]:
         return () if self.masks is None else (self.masks,)
 
     def _by_index(self, call: Call, indexed_dims: Sequence[int]) -> Factors | None:
@@ -265,7 +278,7 @@ class IndexingFactors(Word):
 
 
 @dataclass(frozen=True, slots=True)
-class IndexingCondition(Word):
+class IndexingCondition(Declaration):
     """The ``when`` of a rule, together with the check that local indices are local."""
 
     factors: IndexingFactors
@@ -274,7 +287,7 @@ class IndexingCondition(Word):
     def __call__(self, choice: Choice) -> bool:
         return self.factors.are_indices_local(choice) and (self.rule is None or self.rule(choice))
 
-    def own(self) -> tuple[Any, ...]:
+    def embedded_functions(self) -> tuple[Any, ...]:
         return () if self.rule is None else (self.rule,)
 
 

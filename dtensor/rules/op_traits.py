@@ -1,7 +1,7 @@
 """Operator traits: facts of operators beside their rules, such as strides and refusals that torch's inference does not know.
 
-``rules/aten/`` declares them with :func:`declare_traits`, by operator names. The engine reads them with :func:`facts_of`, and knows no
-operator by name.
+``rules/aten/`` declares them with :func:`declare_traits`, by operator names. The engine reads them with :func:`facts_of`, and
+knows no operator by name.
 """
 
 from __future__ import annotations
