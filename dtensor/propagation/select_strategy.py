@@ -61,7 +61,8 @@ def _depends_on_number_kinds(call: Call, selection: Chosen) -> bool:
 def _select_cheapest(
     rule: Rule, table: StrategyTable, factors: Factors, call: Call, inplace_results: Mapping[int, int]
 ) -> Chosen | None:
-    """Return the first free selection, else the single owner's, else the cheapest of the combinations over mesh dims."""
+    """Return the free selection; the single owner's if that is missing or leaves partial results; else the cheapest
+    combination."""
     misaligned, selection = _select_free(rule, table, factors, call, inplace_results)
     if selection is None or any(result is not None and result.is_partial for result in selection.results):
         selection = select_single_owner(rule, factors, call) or selection
@@ -184,7 +185,7 @@ def _count_redistributed(call: Call, selection: Chosen) -> int:
 def _iter_best_first(ranked: list[list[tuple[Any, Row]]]) -> Iterator[tuple[tuple[float, ...], tuple[Row, ...]]]:
     """Yield combinations of one strategy for each mesh dim in the order of their summed costs, at most ``_MAX_COMBINATIONS``.
 
-    The last combination consists of the most expensive strategies, which replicate everything.
+    Then yield the combination of the most expensive strategies.
     """
     if not all(ranked):
         return
@@ -292,7 +293,8 @@ def _choose_split(
     """Return how ``mesh_dims`` shard the factor: as an operand is sharded already, or in even blocks.
 
     Written operands come first, then the largest. ``evenly`` forces even blocks over the same ranks. If operands are sharded
-    differently some move anyhow, so even blocks are taken if no rank then has more. Written operands keep their blocks.
+    differently some move anyhow, so even blocks are taken if the fullest rank then has fewer positions. Written operands keep
+    their blocks.
     """
     wanted_mesh_dims, size = set(mesh_dims), factors.sizes[name]
     sharded: list[tuple[int, int, Split]] = []  # operand, its dim, the split of that dim

@@ -179,7 +179,7 @@ def _deferred_costs(
 
     Both are 0 if a strategy needs no communication, and no operand is partial. This does not hold if all such strategies leave
     partial results that are larger than what is sharded, make a replicated operand partial, or find other blocks. Then a partial
-    result defers a reduce-scatter.
+    result defers a reduce-scatter, otherwise an all-reduce.
 
     Latencies do not count, because deferred communication may be batched. But if some strategy keeps a sharding, resharding
     counts its latency. On the other mesh dims a result is as small a part as that of any operand.
@@ -283,7 +283,7 @@ def _leaves_partial(bound: Line) -> bool:
 
 def _grows_results(factors: Factors, call: Call, mesh_dim: int, nbytes: list[int]) -> bool:
     """Return True if results are more than twice as large as all sharded operands, or if an added replicated operand is as large
-    as them."""
+    as the results."""
     if any(
         call.operands[i].nbytes >= sum(nbytes) and isinstance(call.operands[i].along(mesh_dim), Replicate)
         for i in factors.additive

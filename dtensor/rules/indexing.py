@@ -1,8 +1,9 @@
 """Indexing rules: declarations of operators that read or write elements by index.
 
-``reads("take", FLAT)`` is ``result[i] = self[index[i]]``. ``writes("index_add", ROWS, adds)`` is ``self[.., index[i],
-..] += source[.., i, ..]``. The dims of the indices replace the indexed dims, in the result of a read and in the source of a
-write.
+- ``reads("take", FLAT)`` is ``result[i] = self[index[i]]``.
+- ``writes("index_add", ROWS, adds)`` is ``self[.., index[i], ..] += source[.., i, ..]``.
+
+The dims of the indices replace the indexed dims, in the result of a read and in the source of a write.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def reads(names: str, address: Address, op: Any = None, **options: Any) -> Rule:
     exchange = Kernel(partial(read_by_exchange, address, op), collectives=1, nbytes=_result_share_bytes)
     kernel = Kernel(partial(read_local_masked, address, op), lacking=Partial("sum"), joint=True)
     local = Kernel(partial(run_local, address, op, None))
-    factors = IndexingFactors(address, kernel, travelling=exchange, staying=local)
+    factors = IndexingFactors(address, kernel, exchange_kernel=exchange, local_kernel=local)
     return register(
         names, Rule(factors, one_of(address.operand), when=IndexingCondition(factors, allows_zero_fill), kind="read", **options)
     )
@@ -143,8 +144,8 @@ class IndexingFactors(Declaration):
     combined: CombineOp | None = None
     whole: frozenset[str] = frozenset()
     masks: Callable[[Call], Factors | None] | None = None
-    travelling: Kernel | None = None
-    staying: Kernel | None = None
+    exchange_kernel: Kernel | None = None
+    local_kernel: Kernel | None = None
 
     def __call__(self, call: Call) -> Factors | None:
         dims = self.address.dims(call)
@@ -238,9 +239,10 @@ class IndexingFactors(Declaration):
         index_factors: tuple[str, ...],
         indexed_dims: Sequence[int],
     ) -> tuple[Row, ...]:
-        """Return strategies for a source that is sharded along an indexed dim while indices are sharded by their first dim."""
+        """Return strategies with operand 0 sharded along an indexed dim, and the indexed elements sharded along the first index
+        dim."""
         count = len(_index_operands(call))
-        if self.travelling is None or self.address.form not in ("rows", "places", "elements") or not index_factors:
+        if self.exchange_kernel is None or self.address.form not in ("rows", "places", "elements") or not index_factors:
             return ()
         index_dims, source = tuple((name,) for name in index_factors), operands[1 + count :]
         if self.combined is not None and not (source and _contains_run(source[0], index_dims)):
@@ -256,9 +258,9 @@ class IndexingFactors(Declaration):
                 and call.local_index_split(1 + k) is not None
             ):
                 index_specs = tuple([elements if (index_factors[0],) in dims else R for dims in dims_of_indices])
-                strategies.append(Row((along, *index_specs, *source_specs), result, along.factor, self.staying))
+                strategies.append(Row((along, *index_specs, *source_specs), result, along.factor, self.local_kernel))
             if _is_worth_exchanging(call, dims_of_indices, index_factors[0], sizes[index_factors[0]]):
-                strategies.append(Row((along, *(R,) * count, *source_specs), result, along.factor, self.travelling))
+                strategies.append(Row((along, *(R,) * count, *source_specs), result, along.factor, self.exchange_kernel))
         return tuple(strategies)
 
     def are_indices_local(self, choice: Choice) -> bool:
@@ -266,7 +268,7 @@ class IndexingFactors(Declaration):
         when marked."""
         call, operands = choice.call, choice.factors.operands
         for strategy in choice.rows:
-            if strategy.kernel is self.staying and strategy.factor is not None:
+            if strategy.kernel is self.local_kernel and strategy.factor is not None:
                 indexed_dims = self.address.dims(call) or ()
                 index_operand = 1 + indexed_dims.index(int(strategy.factor[1:]))
                 ((index_factor,),) = operands[index_operand]

@@ -14,7 +14,8 @@ from ..folds import ALONG_PATTERN, REDUCED_PATTERN, FoldContext
 
 
 def _combine_exp_sums(a: Tensor, b: Tensor) -> Tensor:
-    """Combine exp-sums relative to the larger maximum. Equal maxima keep theirs, also infinite ones, which differ by NaN."""
+    """Combine exp-sums relative to the larger maximum. Equal maxima keep their sums, also infinite ones, which have difference
+    NaN."""
     top = torch.maximum(a[0], b[0])
     total = sum(torch.where(pair[0] == top, pair[1], pair[1] * (pair[0] - top).exp()) for pair in (a, b))
     return torch.stack([top, total])  # type: ignore[list-item]  # sum() of two tensors is one
