@@ -75,7 +75,7 @@ def writes_only_first_operand(call: Call) -> bool:
 
 
 def _strategy_by_position(strategy: Row, factors: Factors, call: Call, fact: Parted) -> Row | None:
-    """Return a strategy for operands with disjoint rows along a factor that ``row`` shards, or None."""
+    """Return the strategy that runs on the owners of rows along the factor of ``strategy``, or None."""
     name = strategy.factor
     if name is None or strategy.kernel is not None or any(spec != Along(name) for spec in strategy.results):
         return None

@@ -10,7 +10,7 @@ import torch
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..rules.call import Call
-from ..rules.disjoint_partial import NOTHING, Known
+from ..rules.disjoint_partial import NO_FACTS, Known
 from .op_schema import Operator
 
 Slot = tuple[str, int | None]  # (argument, position in its list or None)
@@ -21,7 +21,7 @@ def make_call(
     mesh: DeviceMesh,
     bound: dict[str, Any],
     plain: Collection[Slot] = (),
-    facts: Mapping[Slot, Known] = NOTHING,
+    facts: Mapping[Slot, Known] = NO_FACTS,
 ) -> tuple[Call, tuple[Slot, ...]]:
     """Return the call, and the slot of each operand. Operands are flattened in schema order; ``out=`` arguments are results."""
     operands: list[Layout] = []

@@ -11,7 +11,7 @@ import torch
 
 from ..base.caches import remembered
 from ..base.torch_internals import CustomOpDef, OpOverload, OpOverloadPacket
-from ..rules.op_traits import Facts, facts_of, shows_memory
+from ..rules.op_traits import OperatorTraits, facts_of, shows_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Operator:
     keyed: int
     listed: bool
     options: frozenset[str]
-    facts: Facts
+    facts: OperatorTraits
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the argument values by name, with defaults filled in."""

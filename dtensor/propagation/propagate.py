@@ -18,7 +18,7 @@ from ..mesh.device_mesh import DeviceMesh
 from ..redistribute import Plan as Move
 from ..redistribute import plan as plan_move
 from ..rules.call import Call, Meta
-from ..rules.disjoint_partial import NOTHING, Known
+from ..rules.disjoint_partial import NO_FACTS, Known
 from ..rules.op_traits import rule_of_each
 from ..rules.registry import lookup
 from ..rules.rule import Rule
@@ -42,7 +42,7 @@ class Plan:
         write_back: redistributions of written values to the layouts of the arguments that they are written into.
         rule, chosen: the rule and its selected strategies. None unless ``how == "rule"`` on a single call.
         answer: the value, for ``"answer"``.
-        by_numbers: the plan is valid only for numbers of the same :class:`~dtensor.rules.call.Kind`.
+        by_numbers: the plan is valid only for numbers of the same :class:`~dtensor.rules.call.NumberKind`.
         starts: of views, the bytes from the beginning of the first operand to the beginning of each view.
     """
 
@@ -74,7 +74,7 @@ def propagate(
     bound: dict[str, Any],
     plain: frozenset[Slot],
     choose: Chooser = choose,
-    known: Mapping[Slot, Known] = NOTHING,
+    known: Mapping[Slot, Known] = NO_FACTS,
 ) -> Plan:
     """Return the plan of one operator call.
 

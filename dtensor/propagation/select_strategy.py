@@ -17,8 +17,8 @@ from ..layout.splits import Split, chunk_sizes
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Partial
 from ..redistribute.intervals import largest, missing
-from ..rules.call import Call, Kind, Meta
-from ..rules.dim_windows import covering, windowed
+from ..rules.call import Call, Meta, NumberKind
+from ..rules.dim_windows import cover_window_sizes, window_block_sizes
 from ..rules.factored_dims import NotBlocks, compose_splits, split_of_factor
 from ..rules.flops import work_of
 from ..rules.op_traits import facts_of
@@ -55,13 +55,14 @@ def _depends_on_number_kinds(call: Call, selection: Chosen) -> bool:
     partial = any(
         op is not None for layout in (*call.operands, *selection.results) if layout is not None for op in layout.partials
     )
-    return partial or any(kind is Kind.ANY for _, kind in call.number_kinds)
+    return partial or any(kind is NumberKind.ANY for _, kind in call.number_kinds)
 
 
 def _select_cheapest(
     rule: Rule, table: StrategyTable, factors: Factors, call: Call, inplace_results: Mapping[int, int]
 ) -> Chosen | None:
-    """Return the first free selection, else the single owner's, else the cheapest of the combinations over mesh dims."""
+    """Return the free selection; the single owner's if that is missing or leaves partial results; else the cheapest
+    combination."""
     misaligned, selection = _select_free(rule, table, factors, call, inplace_results)
     if selection is None or any(result is not None and result.is_partial for result in selection.results):
         selection = select_single_owner(rule, factors, call) or selection
@@ -184,7 +185,7 @@ def _count_redistributed(call: Call, selection: Chosen) -> int:
 def _iter_best_first(ranked: list[list[tuple[Any, Row]]]) -> Iterator[tuple[tuple[float, ...], tuple[Row, ...]]]:
     """Yield combinations of one strategy for each mesh dim in the order of their summed costs, at most ``_MAX_COMBINATIONS``.
 
-    The last combination consists of the most expensive strategies, which replicate everything.
+    Then yield the combination of the most expensive strategies.
     """
     if not all(ranked):
         return
@@ -232,7 +233,10 @@ def _derive_layouts(
     def splits_of(side: str, i: int) -> Mapping[str, Split]:
         windows = {name: factors.windows[side, i, name] for name in splits if (side, i, name) in factors.windows}
         return (
-            {**splits, **{n: Split(splits[n].mesh_dims, windowed(splits[n].sizes, window)) for n, window in windows.items()}}
+            {
+                **splits,
+                **{n: Split(splits[n].mesh_dims, window_block_sizes(splits[n].sizes, window)) for n, window in windows.items()},
+            }
             if windows
             else splits
         )
@@ -289,7 +293,8 @@ def _choose_split(
     """Return how ``mesh_dims`` shard the factor: as an operand is sharded already, or in even blocks.
 
     Written operands come first, then the largest. ``evenly`` forces even blocks over the same ranks. If operands are sharded
-    differently some move anyhow, so even blocks are taken if no rank then has more. Written operands keep their blocks.
+    differently some move anyhow, so even blocks are taken if the fullest rank then has fewer positions. Written operands keep
+    their blocks.
     """
     wanted_mesh_dims, size = set(mesh_dims), factors.sizes[name]
     sharded: list[tuple[int, int, Split]] = []  # operand, its dim, the split of that dim
@@ -332,7 +337,8 @@ def _choose_split(
     if not windowed_splits:
         return Split(ordered, default)
     return Split(
-        ordered, covering(default, [(blocks, window) for nesting, blocks, window in windowed_splits if nesting == ordered])
+        ordered,
+        cover_window_sizes(default, [(blocks, window) for nesting, blocks, window in windowed_splits if nesting == ordered]),
     )
 
 

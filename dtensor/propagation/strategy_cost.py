@@ -31,7 +31,7 @@ from ..layout.expanded_storage import stored
 from ..layout.layout import Layout
 from ..placement import Partial, Replicate, Shard
 from ..rules.call import Call
-from ..rules.flops import Work, elsewhere, row_seconds
+from ..rules.flops import Work, divide_by_other_mesh_dims, strategy_seconds
 from ..rules.rule import Factors, Kernel, Row
 from .strategy_table import Line, StrategyTable, Where
 
@@ -89,7 +89,7 @@ def rank_strategies(
     """
     ranks, fixed, nbytes = call.mesh.shape[mesh_dim], call.fixed_operands, call.result_bytes()
     deferred = _deferred_costs(table, factors, call, nbytes, mesh_dim, misaligned)
-    device, work = device_of(call.mesh), elsewhere(work, call, mesh_dim)
+    device, work = device_of(call.mesh), divide_by_other_mesh_dims(work, call, mesh_dim)
     is_compute_bound = work.flops / device.rate(work.dtype) > work.nbytes / device.memory
     current = [layout.along(mesh_dim) for layout in call.operands]
     keeps_result_dim = _operands_sharing_result_dims(factors, current)
@@ -121,17 +121,13 @@ def rank_strategies(
                 changed_operands += cost > 0
         if keeps_sharded and gathered_operands > 1:
             seconds -= (gathered_operands - 1) * gather_latency
-        has_owners = _has_row_owners(bound, factors, call)
         is_resharded = strategy.factor is not None and _changes_sharding(bound, call, current, keeps_result_dim)
-        for r, where in enumerate(bound.results):
-            if r not in inplace_results and not isinstance(where, Replicate):
-                reduction, resharding = deferred[r]
-                if isinstance(where, Partial) and not has_owners:
-                    seconds += reduction
-                elif is_resharded or has_owners:
-                    seconds += resharding
+        has_owners = _has_row_owners(bound, factors, call)
+        for r, placement in enumerate(bound.results):
+            if r not in inplace_results and not isinstance(placement, Replicate):
+                seconds += _deferred_seconds(placement, deferred[r], is_resharded, has_owners)
         if is_compute_bound:
-            seconds += row_seconds(device, work, strategy, ranks, factors.sizes, fraction)
+            seconds += strategy_seconds(device, work, strategy, ranks, factors.sizes, fraction)
         if strategy.kernel is not None:
             seconds += kernel_seconds(strategy, call, mesh_dim)
         result_bytes = _result_bytes_per_rank(bound, nbytes, fraction)
@@ -153,15 +149,8 @@ def _operand_seconds(call: Call, i: int, source: Where, target: Where, mesh_dim:
         cost += _redistribute_seconds(target, source, layout, mesh_dim)  # and redistribute it back
     if isinstance(target, Partial):
         return cost
-    cost = min(
-        [
-            cost,
-            *[
-                _from_reduced_copy_seconds(sharded_dim, target, layout, mesh_dim)
-                for sharded_dim in call.reduced_copy_dims(i, mesh_dim)
-            ],
-        ]
-    )
+    copies = [_from_reduced_copy_seconds(dim, target, layout, mesh_dim) for dim in call.reduced_copy_dims(i, mesh_dim)]
+    cost = min([cost, *copies])
     return cost / 2 if call.is_reduction_deferred(i, mesh_dim) else cost  # shared with later uses
 
 
@@ -190,7 +179,7 @@ def _deferred_costs(
 
     Both are 0 if a strategy needs no communication, and no operand is partial. This does not hold if all such strategies leave
     partial results that are larger than what is sharded, make a replicated operand partial, or find other blocks. Then a partial
-    result defers a reduce-scatter.
+    result defers a reduce-scatter, otherwise an all-reduce.
 
     Latencies do not count, because deferred communication may be batched. But if some strategy keeps a sharding, resharding
     counts its latency. On the other mesh dims a result is as small a part as that of any operand.
@@ -228,6 +217,14 @@ def _deferred_costs(
         (reduction_passes * size / link.all_reduce.bandwidth, resharding_latency + size / ranks / link.exchange.bandwidth)
         for size in sizes
     ]
+
+
+def _deferred_seconds(placement: Where, costs: tuple[float, float], is_resharded: bool, has_owners: bool) -> float:
+    """Return the deferred cost of one result that is not replicated. A disjoint partial result defers like a sharded one."""
+    reduction, resharding = costs
+    if isinstance(placement, Partial) and not has_owners:
+        return reduction
+    return resharding if is_resharded or has_owners else 0.0
 
 
 def _changes_sharding(bound: Line, call: Call, current: Sequence[Where], keeps_result_dim: Collection[int]) -> bool:
@@ -286,7 +283,7 @@ def _leaves_partial(bound: Line) -> bool:
 
 def _grows_results(factors: Factors, call: Call, mesh_dim: int, nbytes: list[int]) -> bool:
     """Return True if results are more than twice as large as all sharded operands, or if an added replicated operand is as large
-    as them."""
+    as the results."""
     if any(
         call.operands[i].nbytes >= sum(nbytes) and isinstance(call.operands[i].along(mesh_dim), Replicate)
         for i in factors.additive

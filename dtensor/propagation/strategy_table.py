@@ -16,7 +16,7 @@ from ..base.caches import Bounded
 from ..layout.layout import Layout
 from ..layout.splits import Split
 from ..placement import Monoid, Partial, Placement, Replicate, Shard
-from ..rules.call import Call, Kind
+from ..rules.call import Call, NumberKind
 from ..rules.disjoint_partial import Left
 from ..rules.rule import ANY_PARTIAL, Along, Choice, Dims, Factors, Partials, R, Row, Spec, candidates, find_dim
 
@@ -215,13 +215,13 @@ def _is_valid_for_numbers(strategy: Row, call: Call, results: tuple[torch.dtype,
 
     Numbers that are no operands scale an addend (``alpha``) or have no influence. They must be finite in all dtypes of the call.
     """
-    largest_kind = Kind.HALF if torch.float16 in results else Kind.WIDE
+    largest_kind = NumberKind.HALF if torch.float16 in results else NumberKind.WIDE
     kinds = dict(call.number_kinds)
     for i, need in strategy.needs:
         kind, dtype = kinds.get(i), call.operands[i].dtype
         if kind is None and (need == "nonzero" or dtype.is_floating_point or dtype.is_complex):
             return False
-        if kind is not None and (kind > largest_kind or (need == "nonzero" and kind is Kind.ZERO)):
+        if kind is not None and (kind > largest_kind or (need == "nonzero" and kind is NumberKind.ZERO)):
             return False
     return not _leaves_partial_sum(strategy) or all(
         kind <= largest_kind for where, kind in kinds.items() if isinstance(where, str)

@@ -15,7 +15,7 @@ from ..base.caches import remembered
 from ..placement import Monoid
 from .call import Call
 from .notation import EACH, Pattern, Term, argument_of, is_group, is_picked
-from .rule import Dims, Factors, Shapes, Word
+from .rule import Declaration, Dims, Factors, Shapes
 
 Reduction = str | Monoid
 Sizes = Mapping[str, str | Callable[[Call], int]]  # letter -> the argument that is its size, or a function that computes it
@@ -336,7 +336,7 @@ def _drop_broadcast_dims(dims: Dims, shape: Sequence[int], sizes: Mapping[str, i
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
-class ShapesOf(Word):
+class ShapesOf(Declaration):
     """The shapes of the results by the first of these patterns that fits, if every factor has one size."""
 
     patterns: tuple[Pattern, ...]

@@ -28,7 +28,7 @@ class Meta:
     start: int = field(default=0, compare=False)
 
 
-class Kind(IntEnum):
+class NumberKind(IntEnum):
     """The value class of a Python number, the only property of its value on which plans depend."""
 
     ZERO = 0
@@ -37,20 +37,20 @@ class Kind(IntEnum):
     ANY = 3
 
 
-def kind_of(number: complex) -> Kind:
+def kind_of(number: complex) -> NumberKind:
     """Return the kind of a number: for a complex number the less specific kind of its two parts.
 
     >>> kind_of(0.5), kind_of(1e30), kind_of(float("nan"))
-    (<Kind.HALF: 1>, <Kind.WIDE: 2>, <Kind.ANY: 3>)
+    (<NumberKind.HALF: 1>, <NumberKind.WIDE: 2>, <NumberKind.ANY: 3>)
     """
     if isinstance(number, complex):
         return max(kind_of(number.real), kind_of(number.imag))
     magnitude = abs(number)
     if magnitude == 0:
-        return Kind.ZERO
+        return NumberKind.ZERO
     if 1e-4 <= magnitude <= 6e4:
-        return Kind.HALF
-    return Kind.WIDE if 1e-37 <= magnitude <= 1e38 else Kind.ANY
+        return NumberKind.HALF
+    return NumberKind.WIDE if 1e-37 <= magnitude <= 1e38 else NumberKind.ANY
 
 
 @dataclass(slots=True)
@@ -122,9 +122,9 @@ class Call:
         return frozenset(i for i in self.plain if not self.operands[i].shape) if self.plain else self.plain
 
     @property
-    def number_kinds(self) -> tuple[tuple[int | str, Kind], ...]:
+    def number_kinds(self) -> tuple[tuple[int | str, NumberKind], ...]:
         """The kind of each number, by its position among the operands or by its name."""
-        kinds: list[tuple[int | str, Kind]] = []
+        kinds: list[tuple[int | str, NumberKind]] = []
         for i in sorted(self.plain):
             if isinstance(number := self.arguments[self.names[i]], (int, float, complex)):
                 kinds.append((i, kind_of(number)))

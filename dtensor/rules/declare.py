@@ -29,12 +29,12 @@ from ..errors import RuleError
 from .bind_notation import Reduction, ShapesOf, Sizes
 from .bind_notation import bind as bind
 from .call import Call
-from .folds import Fold, Taking
+from .folds import DtypeRestrictedKernel, Fold
 from .notation import Pattern, parse
 from .notation_rules import Notation, ReduceChoice, by, fitting
 from .partial_rules import rows
 from .registry import register, register_tagged
-from .rule import ANY_PARTIAL, Factors, Kernel, LocalView, Rule, Word, labels
+from .rule import ANY_PARTIAL, Declaration, Factors, Kernel, LocalView, Rule, labels
 
 MakeKernel = Callable[[Call], Kernel | None]
 
@@ -148,7 +148,7 @@ def fold(
     if isinstance(parsed, Pattern):
         options.setdefault("shapes", True)
     options.setdefault("kind", "fold")
-    return blockwise(names, parsed, kernel=Taking(kernel, takes) if takes else kernel, **options)
+    return blockwise(names, parsed, kernel=DtypeRestrictedKernel(kernel, takes) if takes else kernel, **options)
 
 
 def _multilinear_partials(pattern: Pattern) -> tuple[str, ...]:
@@ -206,7 +206,7 @@ def composed(names: str, function: Callable[..., Any], plain: tuple[str, ...] = 
     return register(names, Rule(NO_FACTORS, decompose=function, kind="decomposition", plain=plain))
 
 
-class _NoFactors(Word):
+class _NoFactors(Declaration):
     """No factors: the rule places nothing."""
 
     def __call__(self, call: Call) -> Factors | None:
@@ -217,7 +217,7 @@ NO_FACTORS = _NoFactors()
 
 
 @dataclass(frozen=True, slots=True)
-class local_size(Word):  # noqa: N801  used like a function
+class local_size(Declaration):  # noqa: N801  used like a function
     """``local_args`` that replaces a size argument by the local size of result 0."""
 
     argument: str

@@ -19,25 +19,27 @@ def count_below(window: range, bound: int) -> int:
     return max(0, min(len(window), -((window.start - bound) // window.step)))
 
 
-def windowed(sizes: Sequence[int], window: range) -> tuple[int, ...]:
+def window_block_sizes(sizes: Sequence[int], window: range) -> tuple[int, ...]:
     """Return how many positions of the window each block has.
 
-    >>> windowed((4, 0, 3), range(1, 7, 2))
+    >>> window_block_sizes((4, 0, 3), range(1, 7, 2))
     (2, 0, 1)
     """
     counts = [0, *(count_below(window, end) for end in accumulate(sizes))]
     return tuple(after - before for before, after in pairwise(counts))
 
 
-def covering(default: Sequence[int], pieces: Iterable[tuple[Sequence[int], range]]) -> tuple[int, ...]:
+def cover_window_sizes(default: Sequence[int], pieces: Iterable[tuple[Sequence[int], range]]) -> tuple[int, ...]:
     """Return block sizes of a factor with which its windows have the given block sizes, as close to ``default`` as possible.
 
     Return ``default`` if no split gives those sizes, or only one with a block more than twice as large.
 
-    >>> covering((4, 3), [((2, 0), range(0, 2)), ((2, 3), range(2, 7))])
+    >>> cover_window_sizes((4, 3), [((2, 0), range(0, 2)), ((2, 3), range(2, 7))])
     (4, 3)
-    >>> covering((4, 3), [((1, 1), range(5, 7))]), covering((2, 2), [((2, 0), range(2, 4)), ((0, 2), range(0, 2))])
-    ((6, 1), (2, 2))
+    >>> cover_window_sizes((4, 3), [((1, 1), range(5, 7))])
+    (6, 1)
+    >>> cover_window_sizes((2, 2), [((2, 0), range(2, 4)), ((0, 2), range(0, 2))])
+    (2, 2)
     """
     total, ranks = sum(default), len(default)
     start, end = [total] * ranks, [0] * ranks  # the range of positions that each rank must have

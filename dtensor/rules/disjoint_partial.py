@@ -53,7 +53,7 @@ class Known:
     wanted: Layout | None = None
 
 
-NOTHING: Mapping[Any, Known] = MappingProxyType({})  # by argument and position in its list
+NO_FACTS: Mapping[Any, Known] = MappingProxyType({})  # by argument and position in its list
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ def share(size: int, ranks: int) -> float:
     return -(-size // ranks) / size if size else 1.0
 
 
-def elsewhere(work: Work, call: Call, mesh_dim: int) -> Work:
+def divide_by_other_mesh_dims(work: Work, call: Call, mesh_dim: int) -> Work:
     """Return the work that the other mesh dims leave to this one, estimated from the operands' layouts.
 
     A mesh dim that shards some operand divides all of the work.
@@ -111,14 +111,16 @@ def elsewhere(work: Work, call: Call, mesh_dim: int) -> Work:
     return replace(work, flops=work.flops * fraction, operands=tuple(operands), results=tuple(results))
 
 
-def row_seconds(device: Device, work: Work, row: Row, ranks: int, sizes: Mapping[str, int], min_fraction: float = 0.0) -> float:
+def strategy_seconds(
+    device: Device, work: Work, row: Row, ranks: int, sizes: Mapping[str, int], min_fraction: float = 0.0
+) -> float:
     """Return the seconds of one rank's part of ``work`` on a mesh dim of ``ranks`` ranks with this strategy.
 
     A strategy that shards a factor divides the FLOPs if the products have the factor, and the bytes of tensors that have it. A
     strategy for partial or replicated operands divides nothing: each rank does all of the work.
 
     Args:
-        work: the work that :func:`elsewhere` leaves to this mesh dim.
+        work: the work that :func:`divide_by_other_mesh_dims` leaves to this mesh dim.
         sizes: the sizes of all factors, ``Factors.sizes``.
         min_fraction: the fraction of the sharded factor that the fullest rank has at least, from the operands' layouts.
     """

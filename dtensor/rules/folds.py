@@ -23,10 +23,10 @@ from .call import Call
 from .kernel_context import At, KernelContext, schema_argument_names
 from .notation import Pattern
 from .notation_rules import by, fitting
-from .rule import Kernel, R, Word
+from .rule import Declaration, Kernel, R
 
-ALONG = "each: a* [@dim] b* -> each: a* [@dim] b*"
-REDUCED = "a* [@dim] b* -> each: a* b*"
+ALONG_PATTERN = "each: a* [@dim] b* -> each: a* [@dim] b*"
+REDUCED_PATTERN = "a* [@dim] b* -> each: a* b*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class FoldContext:
 
 
 @dataclass(frozen=True, slots=True)
-class Fold(Word):
+class Fold(Declaration):
     """A fold: the state of a block, a monoid that combines states in one collective, and the final step.
 
     ``block(part, *blocks)`` returns the *state* of a block of each operand, in which dims ``part.dims`` have size one. ``monoid``
@@ -144,7 +144,7 @@ class Fold(Word):
         shape = shape if self.numbers == 1 else [self.numbers, *shape]
         return identity(plan.monoid, first.new_empty(shape, dtype=plan.dtype))
 
-    def own(self) -> tuple[Any, ...]:
+    def embedded_functions(self) -> tuple[Any, ...]:
         return ()  # mathematics on plain tensors
 
     def kernel(self, pattern: Pattern | by | fitting) -> Kernel:
@@ -222,7 +222,7 @@ class _Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Taking(Word):
+class DtypeRestrictedKernel(Declaration):
     """A kernel for first operands of certain dtypes. Other operands are passed to the operator itself, which may refuse them."""
 
     kernel: Kernel
@@ -231,7 +231,7 @@ class Taking(Word):
     def __call__(self, call: Call) -> Kernel | None:
         return self.kernel if _ACCEPTS[self.takes](call.operands[0].dtype) else None
 
-    def own(self) -> tuple[Any, ...]:
+    def embedded_functions(self) -> tuple[Any, ...]:
         return (self.kernel,)
 
 

@@ -1,8 +1,9 @@
 """Indexing rules: declarations of operators that read or write elements by index.
 
-``reads("take", FLAT)`` is ``result[i] = self[index[i]]``. ``writes("index_add", ROWS, adds)`` is ``self[.., index[i],
-..] += source[.., i, ..]``. The dims of the indices replace the indexed dims, in the result of a read and in the source of a
-write.
+- ``reads("take", FLAT)`` is ``result[i] = self[index[i]]``.
+- ``writes("index_add", ROWS, adds)`` is ``self[.., index[i], ..] += source[.., i, ..]``.
+
+The dims of the indices replace the indexed dims, in the result of a read and in the source of a write.
 """
 
 from __future__ import annotations
@@ -19,7 +20,20 @@ from ..placement import REDUCE_OPS, Monoid, Partial
 from .call import Call
 from .partial_rules import one_of
 from .registry import register
-from .rule import Along, Choice, Dims, Factors, Kernel, R, Row, Rule, Word, all_unsharded, factors_of_first_operand, name_dims
+from .rule import (
+    Along,
+    Choice,
+    Declaration,
+    Dims,
+    Factors,
+    Kernel,
+    R,
+    Row,
+    Rule,
+    all_unsharded,
+    factors_of_first_operand,
+    name_dims,
+)
 from .sharded_index_exchange import read_by_exchange, write_by_exchange
 from .sharded_index_local import Address, index_dims_position, read_local_masked, run_local, write_local_masked
 
@@ -39,7 +53,7 @@ def reads(names: str, address: Address, op: Any = None, **options: Any) -> Rule:
     exchange = Kernel(partial(read_by_exchange, address, op), collectives=1, nbytes=_result_share_bytes)
     kernel = Kernel(partial(read_local_masked, address, op), lacking=Partial("sum"), joint=True)
     local = Kernel(partial(run_local, address, op, None))
-    factors = IndexingFactors(address, kernel, travelling=exchange, staying=local)
+    factors = IndexingFactors(address, kernel, exchange_kernel=exchange, local_kernel=local)
     return register(
         names, Rule(factors, one_of(address.operand), when=IndexingCondition(factors, allows_zero_fill), kind="read", **options)
     )
@@ -95,7 +109,7 @@ def combine_by_reduce(call: Call) -> str | None:
 
 # --- strategies for partial operands ----------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
-class WritePartials(Word):
+class WritePartials(Declaration):
     """Strategies for partial destinations and sources. A source that is a number is no operand."""
 
     combined: CombineOp
@@ -122,7 +136,7 @@ def allows_zero_fill(choice: Choice) -> bool:
 
 # --- factors ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
-class IndexingFactors(Word):
+class IndexingFactors(Declaration):
     """The factors of an operator that reads (``combined`` is None) or writes elements of operand 0; see :func:`writes`."""
 
     address: Address
@@ -130,8 +144,8 @@ class IndexingFactors(Word):
     combined: CombineOp | None = None
     whole: frozenset[str] = frozenset()
     masks: Callable[[Call], Factors | None] | None = None
-    travelling: Kernel | None = None
-    staying: Kernel | None = None
+    exchange_kernel: Kernel | None = None
+    local_kernel: Kernel | None = None
 
     def __call__(self, call: Call) -> Factors | None:
         dims = self.address.dims(call)
@@ -144,7 +158,7 @@ class IndexingFactors(Word):
     def __str__(self) -> str:
         return f"by {self.address.form}"
 
-    def own(self) -> tuple[Any, ...]:
+    def embedded_functions(self) -> tuple[Any, ...]:
         return () if self.masks is None else (self.masks,)
 
     def _by_index(self, call: Call, indexed_dims: Sequence[int]) -> Factors | None:
@@ -225,9 +239,10 @@ class IndexingFactors(Word):
         index_factors: tuple[str, ...],
         indexed_dims: Sequence[int],
     ) -> tuple[Row, ...]:
-        """Return strategies for a source that is sharded along an indexed dim while indices are sharded by their first dim."""
+        """Return strategies with operand 0 sharded along an indexed dim, and the indexed elements sharded along the first index
+        dim."""
         count = len(_index_operands(call))
-        if self.travelling is None or self.address.form not in ("rows", "places", "elements") or not index_factors:
+        if self.exchange_kernel is None or self.address.form not in ("rows", "places", "elements") or not index_factors:
             return ()
         index_dims, source = tuple((name,) for name in index_factors), operands[1 + count :]
         if self.combined is not None and not (source and _contains_run(source[0], index_dims)):
@@ -243,9 +258,9 @@ class IndexingFactors(Word):
                 and call.local_index_split(1 + k) is not None
             ):
                 index_specs = tuple([elements if (index_factors[0],) in dims else R for dims in dims_of_indices])
-                strategies.append(Row((along, *index_specs, *source_specs), result, along.factor, self.staying))
+                strategies.append(Row((along, *index_specs, *source_specs), result, along.factor, self.local_kernel))
             if _is_worth_exchanging(call, dims_of_indices, index_factors[0], sizes[index_factors[0]]):
-                strategies.append(Row((along, *(R,) * count, *source_specs), result, along.factor, self.travelling))
+                strategies.append(Row((along, *(R,) * count, *source_specs), result, along.factor, self.exchange_kernel))
         return tuple(strategies)
 
     def are_indices_local(self, choice: Choice) -> bool:
@@ -253,7 +268,7 @@ class IndexingFactors(Word):
         when marked."""
         call, operands = choice.call, choice.factors.operands
         for strategy in choice.rows:
-            if strategy.kernel is self.staying and strategy.factor is not None:
+            if strategy.kernel is self.local_kernel and strategy.factor is not None:
                 indexed_dims = self.address.dims(call) or ()
                 index_operand = 1 + indexed_dims.index(int(strategy.factor[1:]))
                 ((index_factor,),) = operands[index_operand]
@@ -265,7 +280,7 @@ class IndexingFactors(Word):
 
 
 @dataclass(frozen=True, slots=True)
-class IndexingCondition(Word):
+class IndexingCondition(Declaration):
     """The ``when`` of a rule, together with the check that local indices are local."""
 
     factors: IndexingFactors
@@ -274,7 +289,7 @@ class IndexingCondition(Word):
     def __call__(self, choice: Choice) -> bool:
         return self.factors.are_indices_local(choice) and (self.rule is None or self.rule(choice))
 
-    def own(self) -> tuple[Any, ...]:
+    def embedded_functions(self) -> tuple[Any, ...]:
         return () if self.rule is None else (self.rule,)
 
 

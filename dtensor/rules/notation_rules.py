@@ -18,11 +18,11 @@ from .bind_notation import Bound, Sizes, bind_call, notation_label
 from .call import Call
 from .kernel_context import At, KernelContext, run_operator
 from .notation import Pattern, Term, is_group
-from .rule import Factors, Kernel, Reduced, Word, has_zero_identity
+from .rule import Declaration, Factors, Kernel, Reduced, has_zero_identity
 
 
 @dataclass(frozen=True, slots=True)
-class by(Word):  # noqa: N801  used like a function
+class by(Declaration):  # noqa: N801  used like a function
     """The entry of a table for the value of an argument: ``by("reduction", {1: "avg", 2: "sum"})``. None if it has no entry."""
 
     argument: str
@@ -33,7 +33,7 @@ class by(Word):  # noqa: N801  used like a function
 
 
 @dataclass(frozen=True, slots=True)
-class fitting(Word):  # noqa: N801
+class fitting(Declaration):  # noqa: N801
     """The first of several patterns with as many dims as the tensors of a call."""
 
     patterns: tuple[Pattern, ...]
@@ -50,7 +50,7 @@ ReduceChoice = Reduced | Callable[[Call], Reduced | None] | None  # "R": results
 
 
 @dataclass(frozen=True, slots=True)
-class Notation(Word):
+class Notation(Declaration):
     """Factors by notation.
 
     Attributes:
@@ -116,7 +116,7 @@ class Notation(Word):
                 del reduced[name]
         return reduced, kernels
 
-    def own(self) -> tuple[Any, ...]:
+    def embedded_functions(self) -> tuple[Any, ...]:
         parts = (*self.left.values(), self.kernel, *self.kernels.values(), *self.sizes.values())
         return tuple(item for item in parts if (callable(item) and not isinstance(item, Monoid)) or isinstance(item, Kernel))
 
@@ -156,7 +156,7 @@ def _has_block(call: Call, holds: Callable[[Split], bool]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class WeightedMeans(Word):
+class WeightedMeans(Declaration):
     """A kernel: the mean of each block times the block's fraction of the global tensor. Their sum is the mean. An empty block has
     weight 0."""
 
@@ -191,7 +191,7 @@ def device_of(args: Any) -> torch.device:
 
 
 @dataclass(frozen=True, slots=True)
-class OperatorOrIdentity(Word):
+class OperatorOrIdentity(Declaration):
     """A kernel: the operator on blocks with elements, and the identities of the reductions in place of its results on empty
     blocks."""
 

@@ -1,7 +1,7 @@
 """Operator traits: facts of operators beside their rules, such as strides and refusals that torch's inference does not know.
 
-``rules/aten/`` declares them with :func:`fact`, by operator names. The engine reads them with :func:`facts_of`, and knows no
-operator by name.
+``rules/aten/`` declares them with :func:`declare_traits`, by operator names. The engine reads them with :func:`facts_of`, and
+knows no operator by name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ StrideFunction = Callable[[Meta, MetaArguments], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class OperatorTraits:
     """The traits of one operator.
 
     Attributes:
@@ -66,12 +66,12 @@ class Facts:
     accumulates: bool = False
 
 
-_TRAITS: dict[str, Facts] = {}
+_TRAITS: dict[str, OperatorTraits] = {}
 _LIST_PREFIXES: list[str] = []  # prefixes of list operators that apply the operator named by the rest to each element
-_NO_TRAITS = Facts()
+_NO_TRAITS = OperatorTraits()
 
 
-def fact(names: str, **traits: Any) -> None:
+def declare_traits(names: str, **traits: Any) -> None:
     """Declare the traits of operators (``"op"``: of all overloads; ``"op.overload"``; ``"op.default"``: the overload without a
     name).
 
@@ -81,7 +81,7 @@ def fact(names: str, **traits: Any) -> None:
     for name in names.split():
         if f"aten::{name}" in _TRAITS:
             raise RuleError(f"the traits of aten::{name} are declared twice; declare them once")
-        _TRAITS[f"aten::{name}"] = Facts(**traits)
+        _TRAITS[f"aten::{name}"] = OperatorTraits(**traits)
 
 
 def declare_list_prefix(prefix: str) -> None:
@@ -102,7 +102,7 @@ def rule_of_each(func: Any) -> Rule | None:
 
 
 @remembered(8192)
-def facts_of(func: Any) -> Facts:
+def facts_of(func: Any) -> OperatorTraits:
     """Return the traits of an overload, merged with those of its operator and of the operator of which it is the in-place
     variant."""
     read_all()
@@ -113,7 +113,7 @@ def facts_of(func: Any) -> Facts:
     for prefix in _LIST_PREFIXES:
         if operator_name.startswith(prefix):
             element_operator = operator_name.removeprefix(prefix).removesuffix("_")
-            declared.append(Facts(per_element=True, each=f"{namespace}::{element_operator}"))
+            declared.append(OperatorTraits(per_element=True, each=f"{namespace}::{element_operator}"))
     return declared[0] if len(declared) == 1 else _merge_traits(declared) if declared else _NO_TRAITS
 
 
@@ -126,7 +126,7 @@ def shows_memory(func: Any) -> bool:
     return aliases or (facts_of(func).is_view and not mutates)
 
 
-def _merge_traits(traits: list[Facts]) -> Facts:
+def _merge_traits(traits: list[OperatorTraits]) -> OperatorTraits:
     """Return the traits of the first with those that only later ones declare."""
     declared = [{f.name: getattr(each, f.name) for f in fields(each) if getattr(each, f.name) != f.default} for each in traits]
-    return Facts(**{name: value for each in reversed(declared) for name, value in each.items()})
+    return OperatorTraits(**{name: value for each in reversed(declared) for name, value in each.items()})

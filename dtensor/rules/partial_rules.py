@@ -23,7 +23,7 @@ import torch
 from ..base.caches import remembered
 from ..placement import REDUCE_OPS
 from .call import Call
-from .rule import ANY_PARTIAL, Partials, Row, Word
+from .rule import ANY_PARTIAL, Declaration, Partials, Row
 
 monotone = ("max -> max", "min -> min")
 falling = ("max -> min", "min -> max")
@@ -31,7 +31,7 @@ copies = ANY_PARTIAL
 
 
 @dataclass(frozen=True, slots=True)
-class _Word(Word):
+class _PartialDeclaration(Declaration):
     """A declaration, and its arguments."""
 
     given: tuple[str, ...]
@@ -43,7 +43,7 @@ class _Word(Word):
         return f"{type(self).__name__}({', '.join(map(repr, self.given))})"
 
 
-class ByNames(_Word):
+class ByNames(_PartialDeclaration):
     """Strategies that follow from the names of a call's operands, which of them are plain, and the number of tensor results."""
 
     __slots__ = ()
@@ -107,7 +107,7 @@ class _Forgets(ByNames):
 forgets = _Forgets()
 
 
-class on_floats(_Word):  # noqa: N801
+class on_floats(_PartialDeclaration):  # noqa: N801
     """Strategies that hold if nothing wraps around: the result is floating, and ``alpha`` is 1, because plans do not know its
     value."""
 
@@ -119,7 +119,7 @@ class on_floats(_Word):  # noqa: N801
         return self.given if floating and type(alpha) is int and alpha == 1 else ()
 
 
-class on_bools(_Word):  # noqa: N801
+class on_bools(_PartialDeclaration):  # noqa: N801
     """Strategies for a first operand of bools."""
 
     __slots__ = ()
@@ -133,7 +133,7 @@ def _format_strategy(operands: Iterable[str], result: str, results: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class together(Word):  # noqa: N801
+class together(Declaration):  # noqa: N801
     """The strategies of several declarations and texts."""
 
     parts: tuple[Any, ...]
@@ -144,8 +144,8 @@ class together(Word):  # noqa: N801
             strategies += (part(call) or ()) if callable(part) else (part,)
         return tuple(strategies)
 
-    def own(self) -> tuple[Any, ...]:
-        return tuple(part for part in self.parts if callable(part) and not isinstance(part, Word))
+    def embedded_functions(self) -> tuple[Any, ...]:
+        return tuple(part for part in self.parts if callable(part) and not isinstance(part, Declaration))
 
 
 def rows(*parts: Any) -> Any:
@@ -153,7 +153,7 @@ def rows(*parts: Any) -> Any:
     flat: list[Any] = []
     for part in parts:
         flat += part if isinstance(part, tuple) else [part]
-    partials: Partials | Word = together(tuple(flat)) if any(map(callable, flat)) else tuple(flat)
+    partials: Partials | Declaration = together(tuple(flat)) if any(map(callable, flat)) else tuple(flat)
     return partials
 
 

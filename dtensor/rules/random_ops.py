@@ -20,11 +20,11 @@ from .notation import parse
 from .notation_rules import Notation
 from .partial_rules import rows
 from .registry import register
-from .rule import Rule, Word
+from .rule import Declaration, Rule
 
 
 @dataclass(frozen=True, slots=True)
-class DrawLike(Word):
+class DrawLike(Declaration):
     """A block of the random tensor that the operator generates for the global tensor. Values of the operand have no influence."""
 
     def __call__(self, at: KernelContext, like: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,7 +66,7 @@ def _arguments_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
 
 
 @dataclass(frozen=True, slots=True)
-class DrawAround(Word):
+class DrawAround(Declaration):
     """The operator on global tensors that contain one block each, and elsewhere ``other``, a value that the operator accepts.
 
     How many numbers are generated does not depend on values. So each block is what one device generates, at the cost of the

@@ -27,13 +27,13 @@ Dims = tuple[tuple[str, ...], ...]  # for each tensor dim its factors, major fir
 Shapes = tuple[tuple[int, ...], ...]
 
 
-class Word:
+class Declaration:
     """A callable object that a declaration function makes: data instead of a closure, so that its parts can be inspected."""
 
     __slots__ = ()
 
-    def own(self) -> tuple[Any, ...]:
-        """Return the kernels and functions that were passed to the declaration."""
+    def embedded_functions(self) -> tuple[Any, ...]:
+        """Return the kernels and functions that were passed to the declaration function."""
         return ()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..placement import Monoid
-from .rule import Kernel, Rule, Word
+from .rule import Declaration, Kernel, Rule
 
 _LANGUAGE = __name__.rpartition(".")[0]
 
@@ -29,18 +29,19 @@ def served_by(rule: Rule) -> str:
 def own_functions(item: Any) -> tuple[Callable[..., Any], ...]:
     """Return the functions of the operator family (or of a user) among a rule's factors and kernels.
 
-    Declarations state their own functions (:meth:`Word.own`). Functions of the rule language count only for their closures. Parts
-    of folds and scans are mathematics on plain tensors, which is independent of ranks, and are not counted.
+    Declarations return their own functions (:meth:`Declaration.embedded_functions`). Functions of the rule language count only
+    for their closures. Parts of folds and scans are mathematics on plain tensors, which is independent of ranks, and are not
+    counted.
 
-    >>> own_functions(Kernel(len)), own_functions(Word())
+    >>> own_functions(Kernel(len)), own_functions(Declaration())
     ((<built-in function len>,), ())
     """
     if isinstance(item, Rule):
         return tuple(functions for part in (item.factors, item.run) for functions in own_functions(part))
     if isinstance(item, Kernel):
         return own_functions(item.run)
-    if isinstance(item, Word) and not _is_family_code(type(item)):
-        return tuple(functions for part in item.own() for functions in own_functions(part))
+    if isinstance(item, Declaration) and not _is_family_code(type(item)):
+        return tuple(functions for part in item.embedded_functions() for functions in own_functions(part))
     if not callable(item) or isinstance(item, Monoid):
         return ()
     if _is_family_code(item):
@@ -54,7 +55,7 @@ def has_kernels(item: Any) -> bool:
     """Return True if a declaration computes instead of the operator, for some calls at least."""
     if isinstance(item, Rule):
         return item.run is not None or has_kernels(item.factors)
-    return isinstance(item, Kernel) or (isinstance(item, Word) and any(map(has_kernels, item.own())))
+    return isinstance(item, Kernel) or (isinstance(item, Declaration) and any(map(has_kernels, item.embedded_functions())))
 
 
 def _is_family_code(item: Any) -> bool:

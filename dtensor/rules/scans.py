@@ -13,14 +13,14 @@ from torch import Tensor
 from .call import Call
 from .declare import along
 from .kernel_context import KernelContext
-from .rule import Kernel, Rule, Word
+from .rule import Declaration, Kernel, Rule
 
 Tensors = tuple[Tensor, ...]
 _SUM_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
-class Scan(Word):
+class Scan(Declaration):
     """A kernel that applies ``block(x, dim, start)`` to each block, and joins it with the last slices of the blocks before it."""
 
     block: Callable[[Tensor, int, int], Any]

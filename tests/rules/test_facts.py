@@ -13,7 +13,7 @@ import torch
 
 import dtensor
 from dtensor.errors import RuleError
-from dtensor.rules.op_traits import fact, facts_of
+from dtensor.rules.op_traits import declare_traits, facts_of
 from dtensor.testing.oracle import check, compare
 
 aten = torch.ops.aten
@@ -37,7 +37,7 @@ def test_a_form_in_place_refuses_what_its_operator_does() -> None:
 
 def test_a_fact_stands_in_one_place() -> None:
     with pytest.raises(RuleError, match="declared twice"):
-        fact("heaviside", by_device=True)
+        declare_traits("heaviside", by_device=True)
 
 
 def strings(tree: ast.AST) -> Iterator[str]:

@@ -15,7 +15,7 @@ from rule_tables import MESHES, Case, floats, integers, kinds, run, try_all
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
 from dtensor.errors import UnsupportedOperationError
-from dtensor.rules.dim_windows import covering, windowed
+from dtensor.rules.dim_windows import cover_window_sizes, window_block_sizes
 from dtensor.testing import check
 
 X, Y, Z = floats(5, 6, 7), floats(5, 6), integers(5, 6)
@@ -154,7 +154,7 @@ def test_strided_views_between_ones_own_elements_are_refused() -> None:
     [((3, 2), range(1, 5), (2, 2)), ((2, 0, 2, 1), range(0, 5, 2), (1, 0, 1, 1)), ((4, 3), range(9, 9), (0, 0))],
 )
 def test_windowed(sizes: tuple[int, ...], window: range, expected: tuple[int, ...]) -> None:
-    assert windowed(sizes, window) == expected
+    assert window_block_sizes(sizes, window) == expected
 
 
 def test_covering_gives_the_windows_their_sizes_or_the_default() -> None:
@@ -164,9 +164,9 @@ def test_covering_gives_the_windows_their_sizes_or_the_default() -> None:
                 for cut in range(end - start + 1):
                     window, wanted = range(start, end), (cut, end - start - cut)
                     default = (-(-total // 2), total // 2)
-                    found = covering(default, [(wanted, window)])
+                    found = cover_window_sizes(default, [(wanted, window)])
                     assert sum(found) == total
-                    assert found == default or windowed(found, window) == wanted
+                    assert found == default or window_block_sizes(found, window) == wanted
 
 
 def test_a_rule_of_a_view_is_right_in_a_composite_under_inference_mode() -> None:

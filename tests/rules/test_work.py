@@ -16,7 +16,7 @@ from dtensor.layout.layout import Layout
 from dtensor.propagation.make_call import make_call
 from dtensor.propagation.op_schema import operator_of
 from dtensor.rules.call import Call, Meta
-from dtensor.rules.flops import Work, elsewhere, row_seconds, work_of
+from dtensor.rules.flops import Work, divide_by_other_mesh_dims, strategy_seconds, work_of
 from dtensor.rules.registry import lookup
 from dtensor.rules.rule import Along, Row, candidates
 
@@ -158,7 +158,7 @@ def test_bytes_are_read_and_written_once_and_views_are_free() -> None:
     ):
         found = work(call_of(op, *args))
         assert found.free
-        assert row_seconds(DEVICES["CPU"], found, Row((R,), (R,)), 4, {}) == 0
+        assert strategy_seconds(DEVICES["CPU"], found, Row((R,), (R,)), 4, {}) == 0
 
 
 def rows_of(call: Call) -> dict[str, float]:
@@ -169,10 +169,10 @@ def rows_of(call: Call) -> dict[str, float]:
     done = work_of(rule, factors, call)
     partials = tuple(rule.partials(call) if callable(rule.partials) else rule.partials)
     return {
-        row.factor or ",".join(map(str, row.operands)): row_seconds(
-            UNIT, elsewhere(done, call, 0), row, call.mesh.shape[0], factors.sizes
+        row.factor or ",".join(map(str, row.operands)): strategy_seconds(
+            UNIT, divide_by_other_mesh_dims(done, call, 0), row, call.mesh.shape[0], factors.sizes
         )
-        / row_seconds(UNIT, done, Row((R, R), (R,)), 1, factors.sizes)
+        / strategy_seconds(UNIT, done, Row((R, R), (R,)), 1, factors.sizes)
         for row in candidates(factors, partials)
     }
 
@@ -197,15 +197,15 @@ def test_what_other_mesh_dims_cut_is_not_divided_again() -> None:
     whole = call_of(aten.mm.default, x, weight, mesh=mesh)
     cut = call_of(aten.mm.default, x, weight, mesh=mesh)
     cut.operands = (Layout.of(mesh, [R, dt.Shard(0)], (64, 16)), cut.operands[1])
-    assert elsewhere(work(whole), whole, 0) == work(whole)
-    assert elsewhere(work(cut), cut, 0).flops == work(cut).flops / 8
-    assert elsewhere(work(cut), cut, 1) == work(cut)
+    assert divide_by_other_mesh_dims(work(whole), whole, 0) == work(whole)
+    assert divide_by_other_mesh_dims(work(cut), cut, 0).flops == work(cut).flops / 8
+    assert divide_by_other_mesh_dims(work(cut), cut, 1) == work(cut)
 
 
 def test_bytes_of_the_tensors_that_have_the_factor_are_divided() -> None:
     call = call_of(aten.mm.default, f(16, 8), f(8, 4))
     row = Row((Along("m"), R), (Along("m"),), "m")
-    assert row_seconds(MEMORY, work(call), row, 4, {"m": 16, "k": 8, "n": 4}) == 4 * (16 * 8 / 4 + 8 * 4 + 16 * 4 / 4)
+    assert strategy_seconds(MEMORY, work(call), row, 4, {"m": 16, "k": 8, "n": 4}) == 4 * (16 * 8 / 4 + 8 * 4 + 16 * 4 / 4)
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=lambda device: device.name)

@@ -17,7 +17,7 @@ from ...placement import Partial
 from ..call import Call
 from ..declare import blockwise, kernel_rule, view
 from ..kernel_context import At, KernelContext
-from ..op_traits import fact
+from ..op_traits import declare_traits
 from ..rule import ANY_PARTIAL, LINEAR_PARTIAL, Choice, Dims, Factors, Kernel, LocalView, Shapes, factors_of_first_operand
 from .slices import ZERO_FILL_PARTIALS, PositionFactors
 
@@ -93,7 +93,7 @@ def stack_block(
 
 
 view("cat", cat_factors, partials=replicated_beside_partial, shapes=cat_shapes)
-fact("cat", joins=True)
+declare_traits("cat", joins=True)
 view(
     "stack",
     PositionFactors("operands"),

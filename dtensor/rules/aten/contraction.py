@@ -15,7 +15,7 @@ from ..call import Call
 from ..declare import bind, blockwise, einsum, kernel_rule
 from ..kernel_context import KernelContext, on_contiguous, on_each_rank
 from ..notation import parse
-from ..op_traits import fact
+from ..op_traits import declare_traits
 from ..partial_rules import linear
 from ..registry import register
 from ..rule import Choice, Dims, Factors, Kernel, LocalView, Rule
@@ -93,7 +93,7 @@ blockwise(
     local=on_each_rank(linear_gradients),
     shapes=True,
 )
-fact(
+declare_traits(
     "linear_backward", infer=lambda ask, given, device: linear_gradients(*given.values())
 )  # torch's meta kernel ignores half of the mask
 
@@ -132,7 +132,7 @@ blockwise(
     local=on_each_rank(matmul_gradients),
     shapes=True,
 )
-fact("matmul_backward", infer=lambda ask, given, device: matmul_gradients(*given.values()))
+declare_traits("matmul_backward", infer=lambda ask, given, device: matmul_gradients(*given.values()))
 
 
 def einsum_factors(call: Call) -> Factors | None:

@@ -22,7 +22,7 @@ from ..halo_exchange import SlidingWindow, add_halo_gradients, held_positions, r
 from ..kernel_context import At, KernelContext
 from ..notation_rules import by
 from ..registry import register
-from ..rule import Factors, Kernel, LocalView, Word
+from ..rule import Declaration, Factors, Kernel, LocalView
 
 aten = torch.ops.aten
 
@@ -76,7 +76,7 @@ def gradient_flops(call: Call) -> int:
 
 # --- positions with halos ---------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
-class SpatialFactors(Word):
+class SpatialFactors(Declaration):
     """The factors of a notation, with one factor for the inputs and outputs of each dim of positions."""
 
     notation: Callable[[Call], Factors | None]
@@ -106,7 +106,7 @@ class SpatialFactors(Word):
     def __str__(self) -> str:
         return str(self.notation)
 
-    def own(self) -> tuple[Any, ...]:
+    def embedded_functions(self) -> tuple[Any, ...]:
         return (self.kernel(0),)
 
 
@@ -140,7 +140,7 @@ def _halo_cost(call: Call, d: int) -> tuple[int, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class ConvolutionWithHalo(Word):
+class ConvolutionWithHalo(Declaration):
     """The outputs of a rank along dim ``d`` of positions."""
 
     d: int
@@ -159,7 +159,7 @@ class ConvolutionWithHalo(Word):
 
 
 @dataclass(frozen=True, slots=True)
-class GradientsWithHalo(Word):
+class GradientsWithHalo(Declaration):
     """The gradients of a rank's outputs along dim ``d`` of positions: of the inputs that they read, and addends for weight and
     bias."""
 

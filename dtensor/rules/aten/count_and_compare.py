@@ -15,7 +15,7 @@ from torch import Tensor
 from ...placement import Monoid, Partial
 from ..call import Call, Meta
 from ..declare import NO_FACTORS, blockwise, fold
-from ..folds import REDUCED
+from ..folds import REDUCED_PATTERN
 from ..kernel_context import KernelContext
 from ..notation_rules import by
 from ..registry import register
@@ -66,7 +66,7 @@ blockwise(
 )
 fold(
     "hash_tensor",
-    REDUCED,
+    REDUCED_PATTERN,
     block=lambda part, x: aten.hash_tensor(x, part.dims, keepdim=True, mode=part["mode"]).view(torch.int64),
     monoid=Monoid("xor", torch.bitwise_xor, torch.zeros_like, elementwise=True),
     finish=lambda part, x, bits: bits.view(torch.uint64),

@@ -9,7 +9,7 @@ from ...placement import REDUCE_OPS
 from ..call import Call
 from ..declare import kernel_rule
 from ..kernel_context import At, KernelContext
-from ..op_traits import fact
+from ..op_traits import declare_traits
 from ..rule import Factors, Kernel, LocalView, factors_of_first_operand
 
 
@@ -53,7 +53,7 @@ kernel_rule(
 
 
 # --- the model's memory is not read ---
-fact("empty.memory_format empty_permuted.default empty_strided.default empty_like.default", touches="nothing")
-fact("new_empty.default new_empty_strided.default", touches="nothing")
-fact("zeros_like.default ones_like.default full_like.default", touches="results")
-fact("new_zeros.default new_ones.default new_full.default", touches="results")
+declare_traits("empty.memory_format empty_permuted.default empty_strided.default empty_like.default", touches="nothing")
+declare_traits("new_empty.default new_empty_strided.default", touches="nothing")
+declare_traits("zeros_like.default ones_like.default full_like.default", touches="results")
+declare_traits("new_zeros.default new_ones.default new_full.default", touches="results")

@@ -15,7 +15,7 @@ from ...base.memory_order import contiguous_stride, memory_order, outermost_firs
 from ...base.torch_internals import assert_async
 from ...errors import UnsupportedOperationError
 from ..declare import composed
-from ..op_traits import fact
+from ..op_traits import declare_traits
 
 aten = torch.ops.aten
 
@@ -200,7 +200,7 @@ def check_and_unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor)
 
 
 composed("_amp_foreach_non_finite_check_and_unscale_", check_and_unscale)
-fact("_amp_foreach_non_finite_check_and_unscale", per_element=True)
+declare_traits("_amp_foreach_non_finite_check_and_unscale", per_element=True)
 
 
 # --- the fused inference operators of nn.TransformerEncoderLayer and nn.MultiheadAttention ---

@@ -16,7 +16,7 @@ from ...comm.local_reduce import bounds
 from ...placement import Monoid
 from ..call import Call
 from ..declare import fold, reduce
-from ..folds import REDUCED, FoldContext, InPairs
+from ..folds import REDUCED_PATTERN, FoldContext, InPairs
 
 reduce("amax max", "max", partials="max -> max", refuses_nothing=True)
 reduce("amin min", "min", partials="min -> min", refuses_nothing=True)
@@ -94,5 +94,5 @@ def finish_index(part: FoldContext, x: Tensor, value: Tensor, index: Tensor) -> 
 
 for _best in (BestWithIndex("max"), BestWithIndex("min")):
     _pair: dict[str, Any] = {"block": _best.block, "monoid": _best.monoid, "numbers": 2, "dtype": torch.int64}
-    fold(f"{_best.op}.dim {_best.op}.dim_{_best.op}", REDUCED, finish=finish_value_and_index, **_pair)
-    fold(f"arg{_best.op}", REDUCED, finish=finish_index, takes="numbers", **_pair)
+    fold(f"{_best.op}.dim {_best.op}.dim_{_best.op}", REDUCED_PATTERN, finish=finish_value_and_index, **_pair)
+    fold(f"arg{_best.op}", REDUCED_PATTERN, finish=finish_index, takes="numbers", **_pair)

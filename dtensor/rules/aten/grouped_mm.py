@@ -20,7 +20,7 @@ from ..call import Call, Meta
 from ..declare import by_pattern
 from ..kernel_context import At, KernelContext
 from ..registry import register
-from ..rule import Along, Factors, R, Row, Word
+from ..rule import Along, Declaration, Factors, R, Row
 
 # numbers of dims of the operands -> names of all dims ("r" is ragged, "g" counts groups)
 _DIM_NAMES: dict[tuple[int, int], tuple[str, str, str]] = {
@@ -149,7 +149,7 @@ def grouped_mm_flops(call: Call) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class RaggedFactors(Word):
+class RaggedFactors(Declaration):
     """The factors of a notation; ``offs`` states the group of each position of the ragged dim.
 
     The groups of the result can be sharded though no operand has them.

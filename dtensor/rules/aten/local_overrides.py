@@ -8,7 +8,7 @@ import torch
 
 from ...base.caches import remembered
 from ...base.symbolic_sizes import sizes
-from ..op_traits import declare_list_prefix, fact
+from ..op_traits import declare_list_prefix, declare_traits
 
 
 def _slice(x: torch.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> torch.Tensor:
@@ -33,23 +33,25 @@ def _to_copy(x: torch.Tensor, *, layout: Any = None, pin_memory: Any = None, **o
 
 
 # Torch's functions differ from the schema (argument order, packed lists, defaults), or mean something else.
-fact(
+declare_traits(
     "arange full empty zeros ones rand randn randint normal linspace logspace scalar_tensor tensor empty_like full_like",
     spelled=None,
 )
-fact("index_put index_put_ _index_put_impl_ _unsafe_index _unsafe_index_put where index norm split to set_", spelled=None)
-fact("data requires_grad_ is_same_size", spelled=None)
-fact("slice", spelled=_slice, shows="slice")
-fact("_to_copy", spelled=_to_copy)
-fact("select unbind", shows="slice")
-fact("_reshape_alias", shows="all", needs_strides=True)
-fact("view.default", shows="all", needs_strides=True)
-fact("view view_as_complex view_as_real", needs_strides=True)
-fact("squeeze unsqueeze", shows="all")
-fact("_conj _neg_view", shows="mirror")
+declare_traits(
+    "index_put index_put_ _index_put_impl_ _unsafe_index _unsafe_index_put where index norm split to set_", spelled=None
+)
+declare_traits("data requires_grad_ is_same_size", spelled=None)
+declare_traits("slice", spelled=_slice, shows="slice")
+declare_traits("_to_copy", spelled=_to_copy)
+declare_traits("select unbind", shows="slice")
+declare_traits("_reshape_alias", shows="all", needs_strides=True)
+declare_traits("view.default", shows="all", needs_strides=True)
+declare_traits("view view_as_complex view_as_real", needs_strides=True)
+declare_traits("squeeze unsqueeze", shows="all")
+declare_traits("_conj _neg_view", shows="mirror")
 # Composites write through it into `out=`, although its schema does not declare a view.
-fact("_unsafe_view", is_view=True, shows="all")
+declare_traits("_unsafe_view", is_view=True, shows="all")
 declare_list_prefix("_foreach_")
 for _name in ("add", "sub", "mul", "div"):
-    fact(f"_foreach_{_name}.Scalar _foreach_{_name}.ScalarList", takes_tensors=True)
-    fact(f"_foreach_{_name}_.Scalar _foreach_{_name}_.ScalarList", takes_tensors=True)
+    declare_traits(f"_foreach_{_name}.Scalar _foreach_{_name}.ScalarList", takes_tensors=True)
+    declare_traits(f"_foreach_{_name}_.Scalar _foreach_{_name}_.ScalarList", takes_tensors=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...layout.layout import Layout
-from ..op_traits import MetaArguments, RunInference, fact
+from ..op_traits import MetaArguments, RunInference, declare_traits
 from .output_strides import as_if_empty_like, fft_strides, row_major, suggested_format
 
 META = torch.device("meta")
@@ -240,77 +240,79 @@ def infer_gru_gradients(ask: RunInference, arguments: MetaArguments, device: str
 
 
 # --- declarations -------------------------------------------------------------------------------------------------------
-fact(
+declare_traits(
     "_linalg_svd linalg_eig convolution convolution_backward nonzero_static _embedding_bag _embedding_bag_forward_only",
     by_device=True,
 )
 for _name in ("_fft_c2c", "_fft_r2c", "_fft_c2r"):
-    fact(_name, by_device=True, infer=infer_last_dim, strides=fft_strides(_name))
-fact(
+    declare_traits(_name, by_device=True, infer=infer_last_dim, strides=fft_strides(_name))
+declare_traits(
     "multi_margin_loss_backward multilabel_margin_loss_backward fractional_max_pool3d_backward", infer=empty_like_argument("self")
 )
-fact("_ctc_loss_backward", infer=empty_like_argument("log_probs"))
-fact("cudnn_grid_sampler", infer=infer_grid_sample)
-fact("cudnn_grid_sampler_backward", infer=lambda ask, given, device: [torch.empty_like(given[name]) for name in ("self", "grid")])
-fact("_thnn_fused_lstm_cell", infer=infer_lstm_cell)
-fact("_thnn_fused_gru_cell", infer=infer_gru_cell)
-fact("_thnn_fused_gru_cell_backward", infer=infer_gru_gradients)
-fact("glu_jvp", infer=empty_like_argument("glu"))
-fact("glu_backward_jvp", infer=empty_like_argument("grad_x"))
-fact("view_copy.default", infer=infer_view_copy)
-fact(
+declare_traits("_ctc_loss_backward", infer=empty_like_argument("log_probs"))
+declare_traits("cudnn_grid_sampler", infer=infer_grid_sample)
+declare_traits(
+    "cudnn_grid_sampler_backward", infer=lambda ask, given, device: [torch.empty_like(given[name]) for name in ("self", "grid")]
+)
+declare_traits("_thnn_fused_lstm_cell", infer=infer_lstm_cell)
+declare_traits("_thnn_fused_gru_cell", infer=infer_gru_cell)
+declare_traits("_thnn_fused_gru_cell_backward", infer=infer_gru_gradients)
+declare_traits("glu_jvp", infer=empty_like_argument("glu"))
+declare_traits("glu_backward_jvp", infer=empty_like_argument("grad_x"))
+declare_traits("view_copy.default", infer=infer_view_copy)
+declare_traits(
     "soft_margin_loss.default huber_loss.default",
     infer=with_converted_argument("target", lambda x, given: x.to(given["self"].dtype)),
 )
-fact("_scaled_dot_product_flash_attention_for_cpu.default", infer=sums_in_query_dtype)
-fact(
+declare_traits("_scaled_dot_product_flash_attention_for_cpu.default", infer=sums_in_query_dtype)
+declare_traits(
     "nll_loss nll_loss2d nll_loss_forward nll_loss_backward nll_loss2d_backward",
     infer=with_converted_argument("target", convert_byte_labels),
 )
-fact("nll_loss2d_forward", infer=with_converted_argument("target", convert_byte_labels), strides=row_major)
-fact("_scaled_mm _scaled_mm_v2", infer=infer_scaled_mm)
+declare_traits("nll_loss2d_forward", infer=with_converted_argument("target", convert_byte_labels), strides=row_major)
+declare_traits("_scaled_mm _scaled_mm_v2", infer=infer_scaled_mm)
 for _side, _other in (("l", "left"), ("r", "right")):  # the kernels accept bool shifts, their meta kernels do not
     for _form, _end in (("", ""), ("i", "_")):
         _same = getattr(torch.ops.aten, f"bitwise_{_other}_shift{_end}")
-        fact(f"__{_form}{_side}shift__", infer=lambda ask, given, device, same=_same: ask(given, same))
+        declare_traits(f"__{_form}{_side}shift__", infer=lambda ask, given, device, same=_same: ask(given, same))
 
 _LONG, _INT = torch.int64, torch.int32
-fact("index_add index_select", refuses=(require_index_dtypes(_INT, _LONG),))
-fact("index_reduce", refuses=(require_index_dtypes(_INT, _LONG), check_dim_in_range))
-fact("index_copy put", refuses=(require_index_dtypes(_LONG),))
-fact("index_fill", refuses=(require_index_dtypes(_LONG, error=IndexError),), strides=as_if_empty_like("self"))
-fact(
+declare_traits("index_add index_select", refuses=(require_index_dtypes(_INT, _LONG),))
+declare_traits("index_reduce", refuses=(require_index_dtypes(_INT, _LONG), check_dim_in_range))
+declare_traits("index_copy put", refuses=(require_index_dtypes(_LONG),))
+declare_traits("index_fill", refuses=(require_index_dtypes(_LONG, error=IndexError),), strides=as_if_empty_like("self"))
+declare_traits(
     "index.Tensor _unsafe_index.Tensor index_put.default index_put_.default _index_put_impl_.default _unsafe_index_put.default",
     refuses=(check_indices,),
 )
-fact(
+declare_traits(
     "binary_cross_entropy",
     refuses=(require_same_dtype("target"),),
     infer=with_converted_argument("weight", convert_to_input_dtype),
     strides=as_if_empty_like("self"),
 )
-fact("masked_scatter", refuses=(require_same_dtype("source"),))
-fact("slice_scatter select_scatter diagonal_scatter", refuses=(check_dims_exist,))
-fact("unique_dim unique_consecutive unique_dim_consecutive", refuses=(check_dim_in_range,))
-fact(
+declare_traits("masked_scatter", refuses=(require_same_dtype("source"),))
+declare_traits("slice_scatter select_scatter diagonal_scatter", refuses=(check_dims_exist,))
+declare_traits("unique_dim unique_consecutive unique_dim_consecutive", refuses=(check_dim_in_range,))
+declare_traits(
     "addmm _addmm_activation",
     refuses=(require_expandable("self", lambda given: (*given["mat1"].shape[:1], *given["mat2"].shape[1:])),),
 )
-fact("addmv", refuses=(require_expandable("self", lambda given: given["mat"].shape[:1]),))
-fact("select_backward", refuses=(require_view_sizes(torch.Tensor.select),))
-fact("slice_backward", refuses=(require_view_sizes(torch.ops.aten.slice.Tensor),))
-fact("diagonal_backward", refuses=(require_view_sizes(torch.Tensor.diagonal),))
-fact("_softmax_backward_data", refuses=(check_grad_shape,))
-fact("_log_softmax_backward_data", refuses=(check_grad_shape,), strides=row_major)
-fact("allclose", refuses=(check_comparable,))
-fact("renorm", refuses=(check_renorm,))
-fact("native_layer_norm native_group_norm", refuses=(check_weight_dtypes,))
-fact(
+declare_traits("addmv", refuses=(require_expandable("self", lambda given: given["mat"].shape[:1]),))
+declare_traits("select_backward", refuses=(require_view_sizes(torch.Tensor.select),))
+declare_traits("slice_backward", refuses=(require_view_sizes(torch.ops.aten.slice.Tensor),))
+declare_traits("diagonal_backward", refuses=(require_view_sizes(torch.Tensor.diagonal),))
+declare_traits("_softmax_backward_data", refuses=(check_grad_shape,))
+declare_traits("_log_softmax_backward_data", refuses=(check_grad_shape,), strides=row_major)
+declare_traits("allclose", refuses=(check_comparable,))
+declare_traits("renorm", refuses=(check_renorm,))
+declare_traits("native_layer_norm native_group_norm", refuses=(check_weight_dtypes,))
+declare_traits(
     "native_batch_norm _native_batch_norm_legit.default _native_batch_norm_legit.no_stats",
     refuses=(check_weight_dtypes,),
     strides=suggested_format("input"),
 )
-fact("cat.default", refuses=(refuse_zero_dims,))
-fact("cumsum_", refuses=(refuse_bools,))
-fact("narrow_copy", refuses=(check_dim_below_ndim,))
-fact("multinomial.out", refuses=(require_dtypes("out", "out", _LONG),))  # the kernel does not convert results
+declare_traits("cat.default", refuses=(refuse_zero_dims,))
+declare_traits("cumsum_", refuses=(refuse_bools,))
+declare_traits("narrow_copy", refuses=(check_dim_below_ndim,))
+declare_traits("multinomial.out", refuses=(require_dtypes("out", "out", _LONG),))  # the kernel does not convert results

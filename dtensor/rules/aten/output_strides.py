@@ -11,7 +11,7 @@ import torch
 from ...base.memory_order import dense_in, outermost_first
 from ...base.torch_internals import suggest_memory_format
 from ..call import Meta
-from ..op_traits import MetaArguments, StrideFunction, fact
+from ..op_traits import MetaArguments, StrideFunction, declare_traits
 
 
 def row_major(result: Meta, arguments: MetaArguments) -> tuple[int, ...]:
@@ -98,29 +98,29 @@ def _as_bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 # --- declarations -------------------------------------------------------------------------------------------------------
-fact(
+declare_traits(
     "huber_loss_backward log_sigmoid_forward mse_loss_backward native_layer_norm_backward normal.Tensor_Tensor "
     "normal.Tensor_float normal.float_Tensor pow.Scalar smooth_l1_loss_backward",
     strides=row_major,
 )
-fact("channel_shuffle max_unpool2d pixel_shuffle", strides=suggested_format("self"))
+declare_traits("channel_shuffle max_unpool2d pixel_shuffle", strides=suggested_format("self"))
 for _kind in ("reflection", "replication"):
-    fact(f"{_kind}_pad2d {_kind}_pad2d_backward {_kind}_pad3d {_kind}_pad3d_backward", strides=suggested_format("self"))
-fact("native_batch_norm_backward", strides=suggested_format("input"))
-fact(
+    declare_traits(f"{_kind}_pad2d {_kind}_pad2d_backward {_kind}_pad3d {_kind}_pad3d_backward", strides=suggested_format("self"))
+declare_traits("native_batch_norm_backward", strides=suggested_format("input"))
+declare_traits(
     "copysign.Tensor div.Tensor_mode floor_divide.default logaddexp logaddexp2 logical_and logical_or logical_xor "
     "special_xlog1py.default xlogy.Tensor",
     strides=iterator_strides("self", "other"),
 )
-fact(
+declare_traits(
     "hardsigmoid_backward hardswish_backward hardtanh_backward logit_backward softplus_backward",
     strides=iterator_strides("grad_output", "self"),
 )
-fact("binary_cross_entropy_backward", strides=as_if_empty_like("self"))
-fact("max_pool3d_with_indices", strides=volume_strides("self", "self"))
-fact("max_pool3d_with_indices_backward", strides=volume_strides("self", "grad_output"))
-fact("_prelu_kernel", strides=iterator_strides("self", "weight"))
-fact("_prelu_kernel_backward", strides=iterator_strides("self", "weight", "grad_output"))
-fact("elu_backward", strides=iterator_strides("grad_output", "self_or_result"))
-fact("heaviside", strides=iterator_strides("self", "values"))
-fact("native_dropout_backward", strides=iterator_strides("grad_output", "mask"))
+declare_traits("binary_cross_entropy_backward", strides=as_if_empty_like("self"))
+declare_traits("max_pool3d_with_indices", strides=volume_strides("self", "self"))
+declare_traits("max_pool3d_with_indices_backward", strides=volume_strides("self", "grad_output"))
+declare_traits("_prelu_kernel", strides=iterator_strides("self", "weight"))
+declare_traits("_prelu_kernel_backward", strides=iterator_strides("self", "weight", "grad_output"))
+declare_traits("elu_backward", strides=iterator_strides("grad_output", "self_or_result"))
+declare_traits("heaviside", strides=iterator_strides("self", "values"))
+declare_traits("native_dropout_backward", strides=iterator_strides("grad_output", "mask"))

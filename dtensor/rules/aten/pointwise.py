@@ -16,7 +16,7 @@ from ...placement import REDUCE_OPS
 from ..declare import pointwise
 from ..kernel_context import on_each_rank
 from ..notation_rules import by
-from ..op_traits import fact
+from ..op_traits import declare_traits
 from ..partial_rules import copies, falling, forgets, linear, monotone, on_floats, one_of
 
 # --- no partial value passes --------------------------------------------------------------------------------------------
@@ -273,10 +273,10 @@ pointwise(
 )
 pointwise("clone positive _to_copy alias alias_copy lift lift_fresh lift_fresh_copy zero", partials=copies)
 pointwise("copy", partials=(*(f"{op},{op} -> {op}" for op in REDUCE_OPS), forgets), plain=("src",))
-fact("clone copy new_empty_strided", stores=True)
-fact("add_", accumulates=True)
+declare_traits("clone copy new_empty_strided", stores=True)
+declare_traits("add_", accumulates=True)
 pointwise("fill zeros_like ones_like empty_like full_like", partials=forgets)
 
 # --- optimizer steps over lists, element by element ---------------------------------------------------------------------
 pointwise("_fused_adam _fused_adamw _fused_sgd _fused_adagrad")
-fact("_fused_adam _fused_adamw _fused_sgd _fused_adagrad", per_element=True, flat=True)
+declare_traits("_fused_adam _fused_adamw _fused_sgd _fused_adagrad", per_element=True, flat=True)

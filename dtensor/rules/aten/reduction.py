@@ -17,7 +17,7 @@ from ...base.caches import remembered
 from ...placement import Monoid
 from ..call import Call
 from ..declare import blockwise, fold, reduce
-from ..folds import REDUCED, FoldContext, InPairs
+from ..folds import REDUCED_PATTERN, FoldContext, InPairs
 from ..partial_rules import linear, on_bools
 
 reduce("sum", "sum", partials=linear())
@@ -61,7 +61,7 @@ VARIANCES: dict[str, Any] = {
     "std_mean": lambda part, x, count, mean, squares: (finish_variance(part, squares).sqrt(), mean),
 }
 for _name, _finish in VARIANCES.items():  # complex numbers have one variance for both parts
-    fold(_name, REDUCED, block=block_moments, monoid=MOMENTS, numbers=3, finish=_finish, takes="floating")
+    fold(_name, REDUCED_PATTERN, block=block_moments, monoid=MOMENTS, numbers=3, finish=_finish, takes="floating")
 
 
 # --- norms ------------------------------------------------------------------------------------------------------------

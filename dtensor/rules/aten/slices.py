@@ -22,7 +22,7 @@ from ..dim_windows import count_below
 from ..indexing import allows_zero_fill
 from ..kernel_context import At, KernelContext
 from ..partial_rules import copies, one_of
-from ..rule import LINEAR_PARTIAL, Factors, Kernel, LocalView, Word, factors_of_first_operand, name_dims
+from ..rule import LINEAR_PARTIAL, Declaration, Factors, Kernel, LocalView, factors_of_first_operand, name_dims
 
 ZERO_FILL_PARTIALS = tuple(f"{op} -> {op}" for op in REDUCE_OPS)  # built-in reductions of zeros are zero; a user's may not be
 SCATTER_PARTIALS = one_of("self", "src")
@@ -30,7 +30,7 @@ SCATTER_PARTIALS = one_of("self", "src")
 
 # --- a window of one dim ---
 @dataclass(frozen=True, slots=True)
-class WindowFactors(Word):
+class WindowFactors(Declaration):
     """Factors of tensors with one shape, except that one of them has a window of dim ``dim``.
 
     It is ``"result"``, ``"operand 0"`` (put back into zeros of ``input_sizes``) or ``"operand 1"`` (put into operand 0).
@@ -147,7 +147,7 @@ view("split_copy split_with_sizes_copy", split_factors, local_args=local_split_a
 
 # --- one position of a dim ---
 @dataclass(frozen=True, slots=True)
-class PositionFactors(Word):
+class PositionFactors(Declaration):
     """Factors of one position of dim ``dim``, in a tensor that lacks that dim (``of`` as in :class:`WindowFactors`).
 
     ``"operands"``: one position in each operand. The rank with the position has all of it. If the dim is sharded, another dim of
@@ -185,7 +185,7 @@ class PositionFactors(Word):
         factors = Factors(tuple(tensors["operand"]), tuple(tensors["result"]), sizes, kernels=kernels, windows=windows)
         return unshard_expanded_gradient(self.of, call, factors, *(size for k, size in enumerate(full) if k != d))
 
-    def own(self) -> tuple[Any, ...]:
+    def embedded_functions(self) -> tuple[Any, ...]:
         return () if self.number is None else (self.number,)
 
 
@@ -263,7 +263,7 @@ view("unbind unbind_copy", "a* [@dim] b* -> each: a* b*")
 
 # --- diagonals and sliding windows ---
 @dataclass(frozen=True, slots=True)
-class DiagonalFactors(Word):
+class DiagonalFactors(Declaration):
     """Factors of the diagonal of two dims, a last dim of the tensor that has it (``of`` as in :class:`WindowFactors`).
 
     It is sharded as the rows; columns must be unsharded.

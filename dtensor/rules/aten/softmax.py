@@ -10,11 +10,12 @@ from torch import Tensor
 
 from ...placement import Monoid
 from ..declare import fold
-from ..folds import ALONG, REDUCED, FoldContext
+from ..folds import ALONG_PATTERN, REDUCED_PATTERN, FoldContext
 
 
 def _combine_exp_sums(a: Tensor, b: Tensor) -> Tensor:
-    """Combine exp-sums relative to the larger maximum. Equal maxima keep theirs, also infinite ones, which differ by NaN."""
+    """Combine exp-sums relative to the larger maximum. Equal maxima keep their sums, also infinite ones, which have difference
+    NaN."""
     top = torch.maximum(a[0], b[0])
     total = sum(torch.where(pair[0] == top, pair[1], pair[1] * (pair[0] - top).exp()) for pair in (a, b))
     return torch.stack([top, total])  # type: ignore[list-item]  # sum() of two tensors is one
@@ -61,10 +62,10 @@ FINISH = {
     "_safe_softmax": lambda part, x, top, total: (x - top).exp_().div_(total).masked_fill_(top == -torch.inf, 0.0),
 }
 for _name, _finish in FINISH.items():
-    fold(_name, ALONG, block=exp_sum, monoid=EXP_SUM, numbers=2, finish=_finish, takes="floating")
+    fold(_name, ALONG_PATTERN, block=exp_sum, monoid=EXP_SUM, numbers=2, finish=_finish, takes="floating")
 fold(
     "logsumexp",
-    REDUCED,
+    REDUCED_PATTERN,
     block=exp_sum_with_infinity,
     monoid=EXP_SUM,
     numbers=2,
@@ -75,14 +76,14 @@ fold(
 # --- backward: linear in the incoming gradient --------------------------------------------------------------------------
 fold(
     "_softmax_backward_data",
-    ALONG,
+    ALONG_PATTERN,
     block=lambda part, grad, y: (grad * y).sum(part.dims, keepdim=True),
     monoid="sum",
     finish=lambda part, grad, y, total: y * (grad - total),
 )
 fold(
     "_log_softmax_backward_data",
-    ALONG,
+    ALONG_PATTERN,
     block=lambda part, grad, y: grad.sum(part.dims, keepdim=True),
     monoid="sum",
     finish=lambda part, grad, y, total: grad - y.exp().mul_(total),

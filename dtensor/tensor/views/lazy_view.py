@@ -139,7 +139,7 @@ class Origin:
 
     @property
     def shows(self) -> str | None:
-        """Return the trait ``Facts.shows`` of the operator (``dtensor.rules.op_traits``)."""
+        """Return the trait ``OperatorTraits.shows`` of the operator (``dtensor.rules.op_traits``)."""
         return facts_of(self.operator.func).shows
 
 
