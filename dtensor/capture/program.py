@@ -314,7 +314,7 @@ class Program:
             read = [*map(with_recorded_strides, own, strides)]
         floats: Sequence[float] = ()
         if self.float_inputs:
-            floats = [held[key] for held, key in [sources[3][place] for _, place in self.float_inputs]]
+            floats = [mapping[key] for mapping, key in [sources[3][place] for _, place in self.float_inputs]]
         with below_autograd():
             values = compiled.function.run(*read, *floats)
         if read is not own and self.mutated:
