@@ -143,22 +143,22 @@ class TapeFunction:
 
     def _name_object(self, name: str, value: Any) -> str:
         """Return the name of an object that the text refers to; similar to ``name``."""
-        found = self._object_names.get(id(value))
-        if found is None:
-            found, number = name, 1
-            while found in self.namespace or not found.isidentifier():
+        object_name = self._object_names.get(id(value))
+        if object_name is None:
+            object_name, number = name, 1
+            while object_name in self.namespace or not object_name.isidentifier():
                 number += 1
-                found = f"{name}_{number}" if name.isidentifier() else f"object_{number}"
-            self.namespace[found] = value
-            self._object_names[id(value)] = found
+                object_name = f"{name}_{number}" if name.isidentifier() else f"object_{number}"
+            self.namespace[object_name] = value
+            self._object_names[id(value)] = object_name
             self._named_objects.append(value)
-        return found
+        return object_name
 
     def _var_name(self, var: Var) -> str:
-        found = self._var_names.get(var)
-        if found is None:
-            found = self._var_names[var] = f"t{var.index}"
-        return found
+        name = self._var_names.get(var)
+        if name is None:
+            name = self._var_names[var] = f"t{var.index}"
+        return name
 
 
 def _find_last_uses(tape: Tape) -> dict[int, list[Var]]:

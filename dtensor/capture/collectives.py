@@ -65,17 +65,17 @@ def bucket_collectives(
         max_bytes: most bytes in one joined collective. So many may be available earlier or later than needed.
     """
     buckets: dict[int, list[list[_Collective]]] = {}  # by the place at which they are issued
-    kinds = [found for found in _group_by_kind(steps, metadata).values() if len(found) > 1]
+    kinds = [same_kind for same_kind in _group_by_kind(steps, metadata).values() if len(same_kind) > 1]
     if kinds:
         uses = DefUse(steps, external)
-        for collective in (one for found in kinds for one in found):
+        for collective in (one for same_kind in kinds for one in same_kind):
             _find_tail(collective, uses, metadata)
-        for found in kinds:
-            for number, collective in enumerate(found):
-                _find_window(collective, number, found, uses)
-            _agree_on_windows(found)
-            for bucket, at in _make_buckets(found, max_bytes):
-                buckets.setdefault(found[at].issue, []).append(bucket)
+        for same_kind in kinds:
+            for number, collective in enumerate(same_kind):
+                _find_window(collective, number, same_kind, uses)
+            _agree_on_windows(same_kind)
+            for bucket, at in _make_buckets(same_kind, max_bytes):
+                buckets.setdefault(same_kind[at].issue, []).append(bucket)
     views_at: dict[int, list[int]] = {}  # by place of issue: steps that move before the joined collectives,
     tails_at: dict[int, list[int]] = {}  # and steps that move behind them
     moved: set[int] = set()
@@ -98,15 +98,15 @@ def bucket_collectives(
 def _group_by_kind(steps: Sequence[Step], metadata: Mapping[Var, LocalMetadata]) -> dict[Hashable, list[_Collective]]:
     """Return the collectives that may be joined, by kind and in order. All ranks of a group have equal lists of a kind."""
     waits = {step.args[0]: place for place, step in enumerate(steps) if step.fn is Pending.wait}
-    found: dict[Hashable, list[_Collective]] = {}
+    by_kind: dict[Hashable, list[_Collective]] = {}
     for place, step in enumerate(steps):
         if step.is_library_op and isinstance(step.out, Var) and step.out in waits:
             entry = _describe_collective(step, metadata)
             if entry is not None:
                 kind, collective = entry
                 collective.issue, collective.wait = place, waits[step.out]
-                found.setdefault(kind, []).append(collective)
-    return found
+                by_kind.setdefault(kind, []).append(collective)
+    return by_kind
 
 
 def _describe_collective(step: Step, metadata: Mapping[Var, LocalMetadata]) -> tuple[Hashable, _Collective] | None:

@@ -166,11 +166,11 @@ class FloatTracer:
         """Return the arguments of a local operation with variables in place of traced floats."""
         if not self._calls or not self._calls[-1].traced:
             return args, kwargs
-        found = dict(_number_floats(args, kwargs))
-        variables = self._calls[-1].match_floats(found)
+        floats = dict(_number_floats(args, kwargs))
+        variables = self._calls[-1].match_floats(floats)
         if not variables:
             return args, kwargs
-        places = iter(range(len(found)))
+        places = iter(range(len(floats)))
         return map_leaves((args, kwargs), lambda x: variables.get(next(places), x) if isinstance(x, float) else x)
 
     @contextmanager
@@ -203,8 +203,8 @@ def _patched_math() -> Iterator[None]:
     for name in sys.modules.keys() - modules:
         if isinstance(module := sys.modules.get(name), ModuleType):
             names = vars(module)
-            held = [(name, fn) for name, fn in list(names.items()) if isinstance(fn, FunctionType) and fn in original_of]
-            names.update({name: original_of[fn] for name, fn in held})
+            patched = [(name, fn) for name, fn in list(names.items()) if isinstance(fn, FunctionType) and fn in original_of]
+            names.update({name: original_of[fn] for name, fn in patched})
 
 
 _MATH_PATCH = Together(_patched_math)
@@ -257,17 +257,17 @@ class _TorchCall:
         self.matched: set[int] = set()
         self._by_bits = by_key((to_plain_float(x).hex(), (label, x)) for _, (label, x) in _number_floats(args, kwargs))
 
-    def match_floats(self, found: dict[int, tuple[str | None, Any]]) -> dict[int, Var]:
+    def match_floats(self, floats: dict[int, tuple[str | None, Any]]) -> dict[int, Var]:
         """Return the variables of an operation's floats, by their number. Floats without a certain match are left out."""
         matches: dict[int, Var] = {}
-        for bits, places in by_key((x.hex(), place) for place, (_, x) in found.items()).items():
+        for bits, places in by_key((x.hex(), place) for place, (_, x) in floats.items()).items():
             own = self._by_bits.get(bits, [])
             if len(own) != len(places) or not any(type(x) is TracedFloat for _, x in own):
                 continue
             labels = [label for label, _ in own]
-            if len(set(labels)) == len(labels) and {found[place][0] for place in places} == set(labels):
+            if len(set(labels)) == len(labels) and {floats[place][0] for place in places} == set(labels):
                 by_label = dict(own)
-                pairs = [(place, by_label[found[place][0]]) for place in places]
+                pairs = [(place, by_label[floats[place][0]]) for place in places]
             else:
                 pairs = [(place, x) for place, (_, x) in zip(places, own, strict=True)]
             for place, x in pairs:

@@ -2,10 +2,9 @@
 
 Such a read turns the values of a tensor into Python values, or asks compiled code for something outside of the program.
 
-A call into compiled code is *pure* if its result depends only on its arguments, or on state that is guarded. Calls into torch and
-numpy are pure, those into the modules of the standard library that are listed below, and those into modules that the user
-declares as trusted. Any other call may read a clock, a file or memory of its own. It is refused if user code makes it, directly
-or through the standard library.
+A call into compiled code is *pure* if its result depends only on its arguments, or on state that is guarded. Pure are calls into
+torch, numpy, the modules of the standard library that are listed below, and modules that the user declares as trusted. Any other
+call may read a clock, a file or memory of its own. It is refused if user code makes it, directly or through the standard library.
 """
 
 from __future__ import annotations

@@ -75,13 +75,13 @@ class GradGuards(NamedTuple):
         """Return the gradients of the leaves, then the tensors of the library states; None if a guard fails."""
         leaves = self.pick_leaves(tensors)
         with DisableTorchFunctionSubclass():  # otherwise each getter calls __torch_function__ of the class
-            found = [*map(_GRAD, leaves)]
+            gradients = [*map(_GRAD, leaves)]
         if any(self.library_states):
-            found += tensor_tree.tensors([[*state.values()] for state in self.library_states])
+            gradients += tensor_tree.tensors([[*state.values()] for state in self.library_states])
         if [*map(_state_kind, self.library_states)] != self.state_kinds:
             return None
-        holds = _grad_kinds(found) == self.grad_kinds and (self.hooks is None or _hook_ids(leaves) == self.hooks)
-        return found if holds else None
+        holds = _grad_kinds(gradients) == self.grad_kinds and (self.hooks is None or _hook_ids(leaves) == self.hooks)
+        return gradients if holds else None
 
 
 def _state_kind(state: Between) -> Any:

@@ -130,14 +130,14 @@ class OutputClassifier:
         Raises:
             CaptureError: its memory is also the memory of another tensor.
         """
-        found = self._vars_of(x)
+        variables = self._vars_of(x)
         known = self.input_storages | {var.storage for tensor in self.computed for var in tensor.locals}
-        if any(var.storage in known for var in found):
+        if any(var.storage in known for var in variables):
             raise CaptureError(
                 "capture: the function makes one of its variables share memory with another tensor (x.data = y); "
                 "write to it in place: x.copy_(y)"
             )
-        return self._add_computed(x, found)
+        return self._add_computed(x, variables)
 
     def _shared_storages(self, leaves: list[Any]) -> set[int]:
         """Return the storages of the inputs, and those that several different leaves share."""
@@ -151,12 +151,12 @@ class OutputClassifier:
         return shared
 
     def _vars_of(self, x: Any) -> tuple[Var, ...]:
-        found = tuple(map(self.recorder.find_var, locals_of(x)))
-        if any(var is None for var in found):
+        variables = tuple(map(self.recorder.find_var, locals_of(x)))
+        if any(var is None for var in variables):
             raise CaptureError(
                 "capture: the function returns a tensor that is neither an argument nor computed by it; pass it as an argument"
             )
-        return found  # type: ignore[return-value]  # none is None
+        return variables  # type: ignore[return-value]  # none is None
 
     def _classify_leaf(self, leaf: Any, shared: set[int]) -> Output:
         if type(leaf) is TracedFloat:

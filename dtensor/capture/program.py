@@ -229,7 +229,7 @@ class Program:
 
     def add_backward(self, key: Any, backward: BackwardTape) -> None:
         """Add the tape that computes gradients for incoming gradients of this kind."""
-        made = {var for step in backward.steps for var in step.outputs}
+        computed = {var for step in backward.steps for var in step.outputs}
         inputs = tuple(var for group in backward.incoming for var in group)
         incoming = set(inputs)
         results = tuple(var for gradient in backward.gradients if gradient is not None for var in gradient.locals)
@@ -238,7 +238,9 @@ class Program:
         external = frozenset(self._input_storages() | {var.storage for var in incoming})
         backward.steps = bucket_collectives(backward.steps, self.metadata, external, self.bucket_bytes)
         read = [var for step in backward.steps for var in step.inputs] + list(results)
-        earlier = tuple(dict.fromkeys(var for var in read if var not in made and var not in incoming and var not in constants))
+        earlier = tuple(
+            dict.fromkeys(var for var in read if var not in computed and var not in incoming and var not in constants)
+        )
         tape = self._optimize(Tape(inputs + earlier, backward.steps, results, constants), external)
         backward.needed = tuple(var for var in tape.inputs if var not in incoming)
         tape.inputs = inputs + backward.needed
@@ -314,7 +316,7 @@ class Program:
             read = [*map(with_recorded_strides, own, strides)]
         floats: Sequence[float] = ()
         if self.float_inputs:
-            floats = [held[key] for held, key in [sources[3][place] for _, place in self.float_inputs]]
+            floats = [mapping[key] for mapping, key in [sources[3][place] for _, place in self.float_inputs]]
         with below_autograd():
             values = compiled.function.run(*read, *floats)
         if read is not own and self.mutated:

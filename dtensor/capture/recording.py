@@ -142,9 +142,9 @@ class Recording:
             rebound = [ref for ref, layout, local, x in states if x._layout is not layout or x._local is not local]
             for x, local in self._own_locals:
                 x._local = local
-            for held, key in self.guards.floats.values():
-                if type(held.get(key)) is TracedFloat:
-                    held[key] = to_plain_float(held[key])
+            for mapping, key in self.guards.floats.values():
+                if type(mapping.get(key)) is TracedFloat:
+                    mapping[key] = to_plain_float(mapping[key])
             torch.clear_autocast_cache()
         self._check_rebound(rebound, layouts)
         changed = self._find_changed()
@@ -173,9 +173,9 @@ class Recording:
     def _insert_floats(self) -> None:
         """Replace the changing floats by traced ones, which are variables of the tape."""
         for place in self.changing:
-            held, key = self.guards.floats[place]
+            mapping, key = self.guards.floats[place]
             self.float_vars[place] = self.recorder.new_float()
-            held[key] = self.recorder.floats.make_float(held[key], self.float_vars[place], frozenset((place,)))
+            mapping[key] = self.recorder.floats.make_float(mapping[key], self.float_vars[place], frozenset((place,)))
 
     def _call_function(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:

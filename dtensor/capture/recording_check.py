@@ -73,15 +73,15 @@ def _frozen_value_error(place: str, x: Any, y: Any) -> CaptureError:
     )
 
 
-def check_recording(kept: Program, program: Program | None, groups: Iterable[Group]) -> None:
-    """Compare a kept recording with a new one of an equal call, for ``capture(check=)``. All ranks of ``groups`` call it.
+def check_recording(recorded: Program, program: Program | None, groups: Iterable[Group]) -> None:
+    """Compare a recorded recording with a new one of an equal call, for ``capture(check=)``. All ranks of ``groups`` call it.
 
     Raises:
         CaptureError: on all ranks, if the recordings differ on one of them.
     """
     difference = "the function runs other operations than its recording"
     try:
-        is_equal = program is None or is_confirmed_by(kept, program, with_integers=True)
+        is_equal = program is None or is_confirmed_by(recorded, program, with_integers=True)
     except CaptureError as error:
         is_equal, difference = False, str(error).removeprefix("capture: ").partition(": it was computed")[0]
     if not agree_on_bits(groups, int(is_equal)):

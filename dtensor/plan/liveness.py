@@ -130,8 +130,8 @@ class MemoryModel:
         live_ranges: dict[CopyKey, list[LiveRange]] = {}
         gaps: list[_Gap] = []
         for value in reversed(self.graph.values):
-            number, made = value.number, options[value.producer.number].results[value.place]
-            if made is None:
+            number, layout = value.number, options[value.producer.number].results[value.place]
+            if layout is None:
                 continue
             moves = {canonical_layout(target): (source, target) for source, target in self.objective.list_moves(number, options)}
             for key, uses in self._find_uses(number, options, moves, last_nodes).items():
@@ -144,7 +144,7 @@ class MemoryModel:
                         _add_bytes(profile, one.start, max(one.end, cached_until), size)
                     gaps += [] if without_plan else _find_gaps((number, key), ranges, size, moves[key])
             if self.aliased_value(number) is None:
-                _add_bytes(profile, self.first_nodes[number], last_nodes[number], self.count_bytes(number, made))
+                _add_bytes(profile, self.first_nodes[number], last_nodes[number], self.count_bytes(number, layout))
         profile = np.cumsum(profile[:-1])
         freed = _choose_freed_gaps(profile, gaps, self.limit)
         freed_after = by_key((gap.key, gap.after) for gap in freed)

@@ -22,15 +22,15 @@ class Objective:
     def list_moves(self, number: int, options: Sequence[Option]) -> list[Move]:
         """Return the redistributions of one value. A copy that follows from another copy for free is made from that."""
         value = self.graph.values[number]
-        made = options[value.producer.number].results[value.place]
+        source = options[value.producer.number].results[value.place]
         needed: dict[CanonicalLayout, Layout] = {}
         for node, place in self.users[number]:
             layout = options[node.number].operands[place]
             if layout is not None:
                 needed.setdefault(canonical_layout(layout), layout)
-        if made is None:
+        if source is None:
             return []
-        return _cheapest_moves(made, [layout for layout in needed.values() if not layout.same_data(made)])
+        return _cheapest_moves(source, [layout for layout in needed.values() if not layout.same_data(source)])
 
     def list_all_moves(self, options: Sequence[Option]) -> dict[int, list[Move]]:
         """Return the redistributions of each value that has some, by number."""
@@ -73,17 +73,17 @@ def moves_bytes(moves: Iterable[Move]) -> int:
     return sum(plan_redistribution(source, target).bytes for source, target in moves)
 
 
-def _cheapest_moves(made: Layout, needed: list[Layout]) -> list[Move]:
+def _cheapest_moves(source: Layout, needed: list[Layout]) -> list[Move]:
     """Return the cheapest redistributions to all needed layouts, directly or through one of them or the reduced value."""
-    best = [(made, layout) for layout in needed]
-    costly = [layout for layout in needed if redistribute_seconds(made, layout) >= NEGLIGIBLE_SECONDS]
+    best = [(source, layout) for layout in needed]
+    costly = [layout for layout in needed if redistribute_seconds(source, layout) >= NEGLIGIBLE_SECONDS]
     if len(costly) < 2:
         return best
     best_seconds = moves_seconds(best)
-    for via in (*costly, made.replace(placements=costly[0].reduced().placements)):
+    for via in (*costly, source.replace(placements=costly[0].reduced().placements)):
         moves = [
-            (made, via),
-            *((via if redistribute_seconds(via, x) < NEGLIGIBLE_SECONDS else made, x) for x in needed if x is not via),
+            (source, via),
+            *((via if redistribute_seconds(via, x) < NEGLIGIBLE_SECONDS else source, x) for x in needed if x is not via),
         ]
         seconds = moves_seconds(moves)
         if seconds < best_seconds:

@@ -1,9 +1,9 @@
 """Repeated layers: equivalence classes of nodes. All nodes of a class take the same option, so the solver has fewer variables.
 
-The classes come from rounds of color refinement (Weisfeiler and Leman). At first a class has equal calls.
-Each round splits classes with inputs from, or outputs to, different classes. After a bounded number of rounds the layers in the
-middle of a stack are in common classes, and the first and last few layers are not. Every such partition is sound: it only
-prevents the calls of a class from choosing differently.
+The classes come from rounds of color refinement (Weisfeiler and Leman). At first a class has equal calls. Each round splits
+classes with inputs from, or outputs to, different classes. The number of rounds is bounded. Then the layers in the middle of a
+stack are in common classes, and the first and last few layers are not. Every such partition is sound: it only prevents the calls
+of a class from choosing differently.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class PlanningProblem:
     Attributes:
         program: the linear program.
         option_vars: for each class the variables of its options.
-        made: for each value the layouts in which it may be made.
+        sources: for each value the layouts in which it may be made.
         moves: the redistributions of each value that is used.
     """
 
@@ -108,7 +108,7 @@ class PlanningProblem:
         ]
         for variables in self.option_vars:
             self.program.add_equality([(variable, 1.0) for variable in variables], 1.0)
-        self.made = [
+        self.sources = [
             list(self._group_by_layout(maker, [option.results[place] for option in options[maker]]).values())
             for maker, place in classes.makers
         ]
@@ -116,7 +116,7 @@ class PlanningProblem:
 
     def _add_moves(self, value: int, users: Sequence[tuple[int, int]]) -> _ValueMoves:
         needs = [self._group_by_layout(user, [option.operands[place] for option in self.options[user]]) for user, place in users]
-        moves = _ValueMoves(self, self.made[value], needs, self.classes.classes[self.classes.makers[value][0]].count)
+        moves = _ValueMoves(self, self.sources[value], needs, self.classes.classes[self.classes.makers[value][0]].count)
         for (user, place), need in zip(users, needs, strict=True):
             node = self.classes.classes[user].node
             moves.add_use((user, place), need, place in node.pinned, len(users) == 1)
@@ -146,19 +146,19 @@ class _ValueMoves:
 
     Attributes:
         targets: the layouts that are needed, and the replicated one.
-        flows: for each use ``(number of the source in made, target, variable)``.
+        flows: for each use ``(number of the source, target, variable)``.
     """
 
     def __init__(
         self,
         problem: PlanningProblem,
-        made: list[LayoutVars],
+        sources: list[LayoutVars],
         needs: list[dict[CanonicalLayout, LayoutVars]],
         count: int,
     ) -> None:
-        self.program, self.made, self.count = problem.program, made, count
+        self.program, self.sources, self.count = problem.program, sources, count
         self.targets = {key: layout for need in needs for key, (layout, _) in need.items()}
-        replicated = replicated_along(made[0][0], problem.mesh_dim)
+        replicated = replicated_along(sources[0][0], problem.mesh_dim)
         self.targets.setdefault(canonical_layout(replicated), replicated)
         self._move_vars: dict[tuple[int, CanonicalLayout], int] = {}
         self.flows: dict[tuple[int, int], list[tuple[int, CanonicalLayout, int]]] = {}
@@ -167,7 +167,7 @@ class _ValueMoves:
         """Return the variable of a redistribution. All uses share it."""
         key = source, target
         if key not in self._move_vars:
-            layout, variables = self.made[source]
+            layout, variables = self.sources[source]
             cost = self.count * redistribute_seconds(layout, self.targets[target])
             move = self._move_vars[key] = self.program.add_variable(cost)
             self.program.add_upper_bound([(move, 1.0), *((variable, -1.0) for variable in variables)], 0.0)
@@ -175,18 +175,18 @@ class _ValueMoves:
 
     def add_use(self, use: tuple[int, int], need: dict[CanonicalLayout, LayoutVars], is_pinned: bool, is_only_use: bool) -> None:
         """Add the flow of one use, from the layout that is made to the layout that is needed."""
-        leaving: list[Terms] = [[] for _ in self.made]
+        leaving: list[Terms] = [[] for _ in self.sources]
         flows = self.flows[use] = []
         for key, (target, needing) in need.items():
             arriving: Terms = []
-            for source, (layout, _) in enumerate(self.made):
+            for source, (layout, _) in enumerate(self.sources):
                 flow = self._add_flow(source, layout, key, target, is_pinned, is_only_use)
                 if flow is not None:
                     flows.append((source, key, flow))
                     arriving.append((flow, 1.0))
                     leaving[source].append((flow, 1.0))
             self.program.add_equality([*arriving, *((variable, -1.0) for variable in needing)], 0.0)
-        for (_, variables), terms in zip(self.made, leaving, strict=True):
+        for (_, variables), terms in zip(self.sources, leaving, strict=True):
             self.program.add_equality([*terms, *((variable, -1.0) for variable in variables)], 0.0)
 
     def _add_flow(
@@ -244,7 +244,7 @@ class _MemoryConstraints:
         number = self.classes.graph_value(value)
         if self.memory.aliased_value(number) is not None:
             return
-        for source, (layout, variables) in enumerate(self.problem.made[value]):
+        for source, (layout, variables) in enumerate(self.problem.sources[value]):
             size = count * self.memory.count_bytes(number, layout)
             if pattern[0]:
                 held += [(variable, size) for variable in variables]
@@ -259,7 +259,7 @@ class _MemoryConstraints:
         moves = self.problem.moves[value]
         now, before, after = (self._flows_by_copy(value, uses) for uses in pattern[1:])
         for source, target in {**now, **{key: None for key in before if key in after}}:
-            key, layout, target_layout = (source, target), moves.made[source][0], moves.targets[target]
+            key, layout, target_layout = (source, target), moves.sources[source][0], moves.targets[target]
             size = count * target_layout.max_local_nbytes
             if not size or not makes_copy(layout, target_layout):
                 continue
@@ -277,7 +277,7 @@ class _MemoryConstraints:
         key = value, source, target, pattern[2], pattern[3]
         if key not in self._repeats:
             moves = self.problem.moves[value]
-            seconds = redistribute_seconds(moves.made[source][0], moves.targets[target])
+            seconds = redistribute_seconds(moves.sources[source][0], moves.targets[target])
             self._repeats[key] = self.program.add_variable(moves.count * seconds)
         return self._repeats[key]
 

@@ -97,7 +97,7 @@ def _recorded_option(graph: Graph, node: Node, unread: frozenset[int]) -> Option
         return Option(strategies, tuple(None if n is None else graph.values[n].layout for n in node.operands), results)
     if chosen is not None and len(chosen.results) == len(results):
         # Use the layouts that the strategies give: a lazy view may have had another layout.
-        results = tuple(None if made is None else predicted for made, predicted in zip(results, chosen.results, strict=True))
+        results = tuple(None if layout is None else predicted for layout, predicted in zip(results, chosen.results, strict=True))
     pairs = zip(node.operands, node.recorded_layouts, strict=False)
     operands = tuple(None if number is None else layout for number, layout in pairs)
     if node.query is None or chosen is None:

@@ -44,17 +44,17 @@ class ContainerGuards:
         self._states: list[Any] = []
         self._tensors: list[Any] = []
 
-    def add_dict(self, held: Mapping[Any, Any]) -> None:
+    def add_dict(self, mapping: Mapping[Any, Any]) -> None:
         """Guard all keys and values of a dictionary."""
-        self._dicts.coverage_of(held).entries = True
+        self._dicts.coverage_of(mapping).entries = True
 
-    def add_dict_keys(self, held: Mapping[Any, Any]) -> None:
+    def add_dict_keys(self, mapping: Mapping[Any, Any]) -> None:
         """Guard the keys of a dictionary."""
-        self._dicts.coverage_of(held).keys = True
+        self._dicts.coverage_of(mapping).keys = True
 
-    def add_dict_size(self, held: Mapping[Any, Any]) -> None:
+    def add_dict_size(self, mapping: Mapping[Any, Any]) -> None:
         """Guard the number of entries of a dictionary."""
-        self._dicts.coverage_of(held).size = True
+        self._dicts.coverage_of(mapping).size = True
 
     def add_names(self, namespace: Mapping[str, Any], names: Iterable[str]) -> None:
         """Guard some variables of a module or class, which may be missing."""
@@ -85,18 +85,18 @@ class ContainerGuards:
         parts: tuple[Any, ...] = _CLASS_PARTS(kind)
         return parts
 
-    def add_collection(self, held: Collection[Any]) -> None:
+    def add_collection(self, collection: Collection[Any]) -> None:
         """Guard the items of a list or set."""
-        self._sized.append(held)
-        self._add_several(iter, held)
+        self._sized.append(collection)
+        self._add_several(iter, collection)
 
     def add_slots(self, slots: Mapping[str, Any], value: Any) -> None:
         """Guard what an object holds under these slot descriptors."""
         values = read_slots(slots.values(), value)
-        for slot, held in zip(slots.values(), values, strict=True):
-            if held is not MISSING:
+        for slot, slot_value in zip(slots.values(), values, strict=True):
+            if slot_value is not MISSING:
                 self._add_single(slot.__get__, value)
-        if empty := [slot for slot, held in zip(slots.values(), values, strict=True) if held is MISSING]:
+        if empty := [slot for slot, slot_value in zip(slots.values(), values, strict=True) if slot_value is MISSING]:
             self._add_several(lambda value: read_slots(empty, value), value)
 
     def add_object(self, value: Any) -> None:
@@ -188,7 +188,7 @@ def cell_contents(cell: CellType) -> Any:
 class DictCoverage:
     """The guarded part of a dictionary: all entries, all keys, the number of entries, and the values of some names."""
 
-    held: Mapping[Any, Any]
+    mapping: Mapping[Any, Any]
     entries: bool = False
     keys: bool = False
     size: bool = False
@@ -197,9 +197,9 @@ class DictCoverage:
     @property
     def versioned_dict(self) -> dict[Any, Any] | None:
         """The dictionary with a version that tells each change; None if there is none. An OrderedDict keeps its order apart."""
-        held = gc.get_referents(self.held)[0] if isinstance(self.held, MappingProxyType) else self.held
-        has_own_order = isinstance(held, OrderedDict) and len(held) > 1
-        return held if _HAS_DICT_VERSIONS and isinstance(held, dict) and not has_own_order else None
+        mapping = gc.get_referents(self.mapping)[0] if isinstance(self.mapping, MappingProxyType) else self.mapping
+        has_own_order = isinstance(mapping, OrderedDict) and len(mapping) > 1
+        return mapping if _HAS_DICT_VERSIONS and isinstance(mapping, dict) and not has_own_order else None
 
 
 class DictSnapshot:
@@ -219,18 +219,18 @@ class DictSnapshot:
     )
 
     def __init__(self, coverages: Sequence[DictCoverage]) -> None:
-        self._dicts = [one.held for one in coverages if one.entries]
-        getters = [stored_entries(held) for held in self._dicts]
+        self._dicts = [one.mapping for one in coverages if one.entries]
+        getters = [stored_entries(mapping) for mapping in self._dicts]
         self._values: list[Iterable[Any]] = [values() for _, values, _ in getters]  # live views
-        keys = [*(keys() for keys, _, _ in getters), *(one.held.keys() for one in coverages if one.keys and not one.entries)]
+        keys = [*(keys() for keys, _, _ in getters), *(one.mapping.keys() for one in coverages if one.keys and not one.entries)]
         self._string_key_lists = [one for one in keys if {*map(type, one)} == {str}]
         self._key_lists = [one for one in keys if {*map(type, one)} != {str}]
-        sized = (one.held for one in coverages if one.size and not one.entries)
+        sized = (one.mapping for one in coverages if one.size and not one.entries)
         self._sized = [*self._string_key_lists, *self._key_lists, *sized]
         self._name_getters: tuple[list[Callable[[Any], Iterable[Any]]], list[Any]] = [], []
         for one in coverages:
             if one.names and not one.entries:
-                self._add_names(one.held, one.names)
+                self._add_names(one.mapping, one.names)
         self.remember()
 
     def _add_names(self, namespace: Mapping[str, Any], names: Iterable[str]) -> None:
@@ -271,7 +271,7 @@ class DictSnapshot:
         """Return the entries with another value, as ``(address of the dictionary, key)``; None if more has changed."""
         if not self._same_keys():
             return None
-        entries = [(id(held), key) for held in self._dicts for key in stored_entries(held)[0]()]
+        entries = [(id(mapping), key) for mapping in self._dicts for key in stored_entries(mapping)[0]()]
         try:
             pairs = enumerate(zip(self._read_objects(), self._objects, strict=True))
             places = [place for place, (now, before) in pairs if now is not before]
@@ -286,16 +286,16 @@ class DictGuards:
     def __init__(self) -> None:
         self._coverages: dict[int, DictCoverage] = {}
 
-    def coverage_of(self, held: Mapping[Any, Any]) -> DictCoverage:
+    def coverage_of(self, mapping: Mapping[Any, Any]) -> DictCoverage:
         """Return the guarded part of a dictionary, to be extended."""
-        return self._coverages.setdefault(id(held), DictCoverage(held))
+        return self._coverages.setdefault(id(mapping), DictCoverage(mapping))
 
     def snapshot(self) -> None:
         """Remember the present contents."""
         pairs = [(one, one.versioned_dict) for one in self._coverages.values()]
-        self._versioned = [held for _, held in pairs if held is not None]
-        self._snapshots = [DictSnapshot([one]) for one, held in pairs if held is not None]
-        unversioned = [one for one, held in pairs if held is None]
+        self._versioned = [mapping for _, mapping in pairs if mapping is not None]
+        self._snapshots = [DictSnapshot([one]) for one, mapping in pairs if mapping is not None]
+        unversioned = [one for one, mapping in pairs if mapping is None]
         self._unversioned = [DictSnapshot(unversioned)] if unversioned else []
         self._versions = [*map(dict_version, self._versioned)]
 

@@ -88,7 +88,7 @@ _CODE_TYPES = (
 )
 _BOUND_METHODS = (types.MethodType, types.BuiltinMethodType)
 _DEFINITIONS = (type, types.FunctionType, types.BuiltinFunctionType)  # objects with the name of the module that defines them
-_GLOBAL_HOOKS = {name: held for name, held in vars(torch.nn.modules.module).items() if name.endswith(_HOOK_TABLES)}
+_GLOBAL_HOOKS = {name: table for name, table in vars(torch.nn.modules.module).items() if name.endswith(_HOOK_TABLES)}
 
 
 def discover_guards(fn: Any, observed: ObservedCode | None = None) -> GuardSet:
@@ -144,13 +144,13 @@ class _Discovery:
         for name, value in zip(names, values, strict=True):
             self._visit(value, f"{path}{name}")
 
-    def _visit_dict(self, held: Mapping[Any, Any], path: str, key_format: str) -> None:
-        self.containers.add_dict(held)
-        keys, _, items = stored_entries(held)
+    def _visit_dict(self, mapping: Mapping[Any, Any], path: str, key_format: str) -> None:
+        self.containers.add_dict(mapping)
+        keys, _, items = stored_entries(mapping)
         self._visit_keys(keys, path)
         for key, value in list(items()):
-            if type(value) is float and isinstance(held, dict):
-                self.guards.floats[len(self.guards.key)] = (held, key)
+            if type(value) is float and isinstance(mapping, dict):
+                self.guards.floats[len(self.guards.key)] = (mapping, key)
             self._visit(value, f"{path}{key_format.format(key if isinstance(key, VALUES) else '...')}")
 
     def _visit_keys(self, keys: Callable[[], Iterable[Any]], path: str) -> None:
@@ -191,10 +191,10 @@ class _Discovery:
     def _look_into_tensor(self, x: torch.Tensor, path: str) -> None:
         """Guard the class of a tensor and the attributes that user code has set on it."""
         self.guards.add(type(x), path)
-        if (held := user_attributes(x)) and self.guards.add_object(x):
+        if (members := user_attributes(x)) and self.guards.add_object(x):
             self.containers.add_objects(lambda: user_attributes(x).values())
-            self.guards.add(tuple(held), path)
-            self._visit_all(held.values(), [f".{name}" for name in held], path)
+            self.guards.add(tuple(members), path)
+            self._visit_all(members.values(), [f".{name}" for name in members], path)
         if not is_library(type(x)):
             self._visit(type(x), f"{path}.__class__")
 
@@ -303,15 +303,15 @@ class _Discovery:
 
     def _look_into_module_attributes(self, attributes: Mapping[str, Any], path: str) -> None:
         """Visit the attributes of an ``nn.Module``; of the tables of hooks, only the user's hooks."""
-        for name, held in list(attributes.items()):
+        for name, member in list(attributes.items()):
             if not name.endswith(_HOOK_TABLES):
-                self._visit(held, f"{path}.{name}")
-            elif name.endswith("_hooks") and self.guards.add_object(held):
-                hooks = user_hooks(held)
-                if held:
-                    self.containers.add_objects(functools.partial(user_hooks, held))
+                self._visit(member, f"{path}.{name}")
+            elif name.endswith("_hooks") and self.guards.add_object(member):
+                hooks = user_hooks(member)
+                if member:
+                    self.containers.add_objects(functools.partial(user_hooks, member))
                 else:
-                    self.containers.add_dict(held)
+                    self.containers.add_dict(member)
                 self.guards.add(len(hooks), f"{path}.{name}")
                 for hook in hooks:
                     self._visit(hook, f"{path}.{name}")
@@ -360,13 +360,13 @@ class _Discovery:
     def _visit_builtins(self, namespace: dict[str, Any], names: Iterable[str], path: str) -> None:
         """Guard the identity of builtins; visit those that the user has replaced."""
         for name in names:
-            held = namespace.get(name, MISSING)
-            if held is not MISSING and not (isinstance(held, _DEFINITIONS) and module_name(held) in ("builtins", "io")):
+            builtin = namespace.get(name, MISSING)
+            if builtin is not MISSING and not (isinstance(builtin, _DEFINITIONS) and module_name(builtin) in ("builtins", "io")):
                 self._visit_names(namespace, (name,), f"{path} builtin ")
             elif (id(namespace), name) not in self._read:
                 self._read.add((id(namespace), name))
                 self.containers.add_names(namespace, (name,))
-                self.guards.add(ById(held), f"{path} builtin {name}")
+                self.guards.add(ById(builtin), f"{path} builtin {name}")
 
     def _visit_names(self, namespace: dict[str, Any], names: Iterable[str], path: str) -> None:
         """Visit the variables with these names, and guard which objects they are."""
@@ -431,7 +431,7 @@ class _Discovery:
 
     def _guard_computed_attributes(self, module: types.ModuleType, names: Iterable[str], path: str) -> None:
         """Guard attributes that a library's module computes from a table, such as settings."""
-        tables = [held for held in vars(module).values() if type(held) is dict]
+        tables = [table for table in vars(module).values() if type(table) is dict]
         known = [name for name in names if (id(module), name) not in self._read and any(name in table for table in tables)]
         if known:
             self._read.update((id(module), name) for name in known)
@@ -447,9 +447,11 @@ class _Discovery:
         if isinstance(value, types.FunctionType):
             self.guards.add(ById(value), path)
             for variable in read_code_names(value.__code__).variables:  # as os.getenv reads os.environ
-                held = value.__globals__.get(variable, MISSING)
-                if type(held) in VALUES or (isinstance(held, Mapping) and not isinstance(held, dict)):
-                    self._read_library_variable(value.__globals__, variable, held, path)
+                variable_value = value.__globals__.get(variable, MISSING)
+                if type(variable_value) in VALUES or (
+                    isinstance(variable_value, Mapping) and not isinstance(variable_value, dict)
+                ):
+                    self._read_library_variable(value.__globals__, variable, variable_value, path)
         elif isinstance(value, Mapping) and hasattr(value, "__dict__"):
             self._visit_dict(vars(value), path, ".{}")
         elif type(value) in VALUES or is_plain_data(value) or is_user_object(value) or make_state_getter(value) is not None:
@@ -580,12 +582,14 @@ class _Discovery:
 
 def _computed_attributes(module: types.ModuleType, names: list[str]) -> list[Any]:
     values = [getattr(module, name, MISSING) for name in names]
-    return [value_key(held) if type(held) in VALUES else repr(held) if is_plain_data(held) else type(held) for held in values]
+    return [
+        value_key(value) if type(value) in VALUES else repr(value) if is_plain_data(value) else type(value) for value in values
+    ]
 
 
 def _math_functions(names: list[str]) -> list[Any]:
     """Return the functions of ``math`` with these names, behind the patch of float_provenance."""
-    return [getattr(held, "__wrapped__", held) for held in map(vars(math).get, names)]
+    return [getattr(fn, "__wrapped__", fn) for fn in map(vars(math).get, names)]
 
 
 def _read_items(value: Any) -> list[Any]:

@@ -113,15 +113,15 @@ class GuardSet:
         """Return True if only floats have changed; the key then has their present values."""
         changed = self.containers.take_changed_entries()
         # One float may be found by several paths.
-        places_of = by_key(((id(held), key), place) for place, (held, key) in self.floats.items())
+        places_of = by_key(((id(mapping), key), place) for place, (mapping, key) in self.floats.items())
         if changed is None or any(entry not in places_of for entry in changed):
             return False
         places = [place for entry in changed for place in places_of[entry]]
         if any(type(self.floats[place][0][self.floats[place][1]]) is not float for place in places):
             return False
         for place in places:
-            held, key = self.floats[place]
-            self.key[place] = (float, repr(held[key]))
+            mapping, key = self.floats[place]
+            self.key[place] = (float, repr(mapping[key]))
         self.version += 1
         return True
 

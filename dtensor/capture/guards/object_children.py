@@ -77,12 +77,12 @@ _IMMUTABLE = (
 
 
 # --- children --------------------------------------------------------------------------------------------------------------
-def stored_entries(held: Mapping[Any, Any]) -> Any:
+def stored_entries(mapping: Mapping[Any, Any]) -> Any:
     """Return functions for the keys, values and items that a mapping stores, in its order. A subclass may compute others."""
     for kind in (OrderedDict, dict):
-        if isinstance(held, kind):
-            return [functools.partial(method, held) for method in (kind.keys, kind.values, kind.items)]
-    return [held.keys, held.values, held.items]
+        if isinstance(mapping, kind):
+            return [functools.partial(method, mapping) for method in (kind.keys, kind.values, kind.items)]
+    return [mapping.keys, mapping.values, mapping.items]
 
 
 def wrapped_parts(value: Any) -> list[Any] | None:
@@ -127,11 +127,11 @@ def read_referents(value: Any) -> list[Any]:
 
 def _cache_children(value: Any) -> list[Any]:
     """Return the entries of a ``functools`` cache. A cache with a limit has its results in a ring, which each call turns."""
-    held = gc.get_referents(value)
-    entries = next(x for x in reversed(held) if type(x) is dict and x is not vars(value))
+    referents = gc.get_referents(value)
+    entries = next(x for x in reversed(referents) if type(x) is dict and x is not vars(value))
     if value.cache_parameters()["maxsize"] is None:
         return [entries]
-    keys, results, pairs = {*map(id, entries)}, {}, iter(held)
+    keys, results, pairs = {*map(id, entries)}, {}, iter(referents)
     for key in pairs:
         if id(key) in keys:
             results[id(key)] = next(pairs)

@@ -95,8 +95,10 @@ def is_user_object(value: Any) -> bool:
 def slot_descriptors(kind: type) -> dict[str, Any]:
     """Return the slots of a class by name, except those of library classes with objects that are hashed by value."""
     bases = [base for base in kind.__mro__ if not is_library(base) or _is_mutable_record(base)]
-    found = {name: held for base in bases for name, held in vars(base).items() if isinstance(held, types.MemberDescriptorType)}
-    return {name: held for name, held in found.items() if name not in ("__dict__", "__weakref__")}
+    slots = {
+        name: member for base in bases for name, member in vars(base).items() if isinstance(member, types.MemberDescriptorType)
+    }
+    return {name: member for name, member in slots.items() if name not in ("__dict__", "__weakref__")}
 
 
 def read_slots(slots: Iterable[Any], value: Any) -> list[Any]:
@@ -145,12 +147,12 @@ def has_user_attributes(x: torch.Tensor) -> bool:
 
 def user_attributes(x: torch.Tensor) -> dict[str, Any]:
     """Return the attributes that user code has set on a tensor."""
-    return {name: held for name, held in x.__dict__.items() if name not in NOT_FOLLOWED}
+    return {name: value for name, value in x.__dict__.items() if name not in NOT_FOLLOWED}
 
 
-def is_plain_data(held: Any) -> bool:
+def is_plain_data(value: Any) -> bool:
     """Return True for a plain value, or a dict, list, tuple or set of plain values."""
-    items = held.values() if type(held) is dict else held if type(held) in (list, tuple, set) else (held,)
+    items = value.values() if type(value) is dict else value if type(value) in (list, tuple, set) else (value,)
     return all(type(item) in VALUES for item in items)
 
 
