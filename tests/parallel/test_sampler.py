@@ -95,7 +95,7 @@ def test_several_mesh_dims_in_any_order_cut_a_batch() -> None:
         x = sampler.distribute(rows[whole])
         assert placements is None or x.placements == placements
         for member, piece in enumerate(x.to_local().shards):
-            mine = dt.map_ranks(lambda at: rows[whole][sampler._here()], mesh=mesh).shards[member]  # noqa: B023 - run at once
+            mine = dt.map_ranks(lambda at: rows[whole][sampler._own_slice()], mesh=mesh).shards[member]  # noqa: B023 - run at once
             assert torch.equal(piece, mine)
 
 

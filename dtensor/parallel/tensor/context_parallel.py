@@ -323,7 +323,7 @@ class AroundTheRing(TorchFunctionMode):
         if heads[1] != heads[2] or heads[0] % max(1, heads[1]) or (heads[0] != heads[1] and not grouped):
             raise LayoutError(f"query, key and value have {heads} heads; fewer heads of key and value need enable_gqa=True")
 
-        def check(member: int, *operands_here: Tensor) -> None:
+        def check_shard_size(member: int, *operands_here: Tensor) -> None:
             held = self.order.shard_sizes[self.mesh.coordinates[member][0]]
             found = [x.shape[-2] for x in operands_here]
             if found != [held] * 3:
@@ -333,4 +333,4 @@ class AroundTheRing(TorchFunctionMode):
                     "in buffers="
                 )
 
-        communicator_of(self.mesh).map(check, *operands)
+        communicator_of(self.mesh).map(check_shard_size, *operands)

@@ -31,17 +31,17 @@ class ReplicatedInputs(ParallelStyle):
         """Register the hooks that replicate the inputs and localize the output of ``module``, and return their handles."""
         running: list[ExitStack] = []
 
-        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def enter_module(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             running.append(ExitStack())
             running[-1].enter_context(implicit_replication())  # tensors that it makes from shapes alone are equal on all ranks
             return _map_arguments(_as_replicated, mesh, args, kwargs)
 
-        def leave(*_: Any) -> None:
+        def leave_module(*_: Any) -> None:
             running.pop().close()
 
         return [
-            module.register_forward_pre_hook(enter, with_kwargs=True),
-            module.register_forward_hook(leave, always_call=True),
+            module.register_forward_pre_hook(enter_module, with_kwargs=True),
+            module.register_forward_hook(leave_module, always_call=True),
             hook_first_output(module, lambda x: _reduce_to_local(x, mesh)),
         ]
 
@@ -58,7 +58,7 @@ class ShardedExperts(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         mesh, running = require_one_dim(device_mesh, self), list[tuple[ExitStack, bool]]()
 
-        def enter(
+        def enter_module(
             running_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             has_dtensors = any(isinstance(seen(x), DTensor) for x in (*args, *kwargs.values()))
@@ -74,12 +74,12 @@ class ShardedExperts(ParallelStyle):
                 parameters[name] = parameter.to_local()
             return _map_arguments(_with_partial_grad, mesh, args, kwargs)
 
-        def leave(*_: Any) -> None:
+        def leave_module(*_: Any) -> None:
             running.pop()[0].close()
 
-        module.register_forward_pre_hook(enter, with_kwargs=True)
+        module.register_forward_pre_hook(enter_module, with_kwargs=True)
         hook_first_output(module, lambda x: _reduce_to_local(as_dtensor(x, mesh, Partial()) if running[-1][1] else x, mesh))
-        module.register_forward_hook(leave, always_call=True)
+        module.register_forward_hook(leave_module, always_call=True)
         return module
 
 
@@ -89,10 +89,10 @@ class DividedInput(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         ranks = require_one_dim(device_mesh, self).size()
 
-        def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        def enter_module(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             return args if isinstance(seen(args[0]), DTensor) else (args[0] / ranks, *args[1:])
 
-        module.register_forward_pre_hook(enter)
+        module.register_forward_pre_hook(enter_module)
         return module
 
 

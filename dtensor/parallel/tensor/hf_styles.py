@@ -52,18 +52,18 @@ class _LocalParameters(ParallelStyle):
                     distribute_parameter(module, name, mesh, Replicate(), self.src_data_rank)
         kept: list[dict[str, Any]] = []
 
-        def enter(running: nn.Module, *_: Any) -> None:  # the module or a copy of it
+        def enter_module(running: nn.Module, *_: Any) -> None:  # the module or a copy of it
             kept.append(dict(running._parameters))
             for name, value in kept[-1].items():
                 if isinstance(value, DTensor):
                     grad_placements = [Partial() if placement.is_replicate() else placement for placement in value.placements]
                     running._parameters[name] = value.to_local(grad_placements=grad_placements)  # type: ignore[assignment]
 
-        def leave(running: nn.Module, *_: Any) -> None:
+        def leave_module(running: nn.Module, *_: Any) -> None:
             running._parameters.update(kept.pop())
 
-        module.register_forward_pre_hook(enter)
-        module.register_forward_hook(leave, always_call=True)
+        module.register_forward_pre_hook(enter_module)
+        module.register_forward_hook(leave_module, always_call=True)
         return module
 
 

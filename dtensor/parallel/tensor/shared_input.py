@@ -79,16 +79,16 @@ def share_inputs_within(module: nn.Module) -> None:
     module._shares_inputs = True  # type: ignore[assignment]
     entered: list[Block[SharedInput]] = []
 
-    def begin(*_: Any) -> None:
+    def open_cache(*_: Any) -> None:
         if not (torch.compiler.is_compiling() or under_way()):
             entered.append(_ACTIVE_INPUTS.enter(SharedInput()))
 
-    def end(*_: Any) -> None:
+    def close_cache(*_: Any) -> None:
         if entered:
             _ACTIVE_INPUTS.leave_one(entered)
 
-    module.register_forward_pre_hook(begin)
-    module.register_forward_hook(end, always_call=True)
+    module.register_forward_pre_hook(open_cache)
+    module.register_forward_hook(close_cache, always_call=True)
 
 
 class _DetachedToLocal(ToLocal):
