@@ -41,7 +41,9 @@ from ..redistribute import execute, move_between, plan, start
 from .observers import notify_local_read, notify_redistributed, observed
 from .replica_gradients import compare_replicas, find_use
 
-OWN_USES = "_own_uses"  # of a data-parallel unit's parameter: by mesh dim along which ranks have batches, what their terms are
+OWN_USES = (
+    "_own_uses"  # attribute of a parameter of a data-parallel unit: mesh dim that shards the batch -> Partial of its gradients
+)
 
 
 def grad_layout(layout: Layout, placements: Sequence[Placement] | None) -> Layout:
@@ -118,7 +120,7 @@ class FromLocal(_DTensorFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        if grad is None:  # of a global value, so on all ranks
+        if grad is None:  # gradients are global, so it is None on all ranks
             return None, None, None, *[None] * len(ctx.shapes)
         if not communicator_of(ctx.layout.mesh).held:
             return None, None, None, torch.zeros(ctx.shapes[0], dtype=ctx.layout.dtype, device=ctx.device)
@@ -268,7 +270,7 @@ def to_full_tensor(x: Any, grad_placements: Sequence[Placement] | None) -> torch
     """Return the global value of a DTensor as a plain tensor with memory of its own; see ``DTensor.full_tensor``."""
     layout = layout_of(x)
     if grad_placements is not None:
-        grad_layout(layout, grad_placements)  # wrong ones raise before anything is moved
+        grad_layout(layout, grad_placements)  # wrong placements raise before any communication
     mesh, target = layout.mesh, layout.replace(placements=[Replicate()] * layout.mesh.ndim)
     not_in_graph(x, "full_tensor()")
     is_replicated = target is layout
@@ -323,7 +325,7 @@ def to_dtensor_grad(grad: Any, like: Layout, placements: Sequence[Placement] | N
     if communicator_of(like.mesh).holds_all or is_recorded(grad):
         return laid(from_pieces(layout, layout, True, *copies_for_ranks(grad, layout)), target.placements)
     local = execute(plan(layout, target), grad.detach())
-    return wrap_local(local.clone(), target)  # the user may write to it, and some zeros have no memory
+    return wrap_local(local.clone(), target)  # the user may write to it, and efficient zeros have no memory
 
 
 def _second_grad_layout(grad: Layout, source: Layout, copied: bool) -> Layout:

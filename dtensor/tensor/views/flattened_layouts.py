@@ -12,7 +12,7 @@ from ...base.caches import remembered
 from ...layout.layout import Layout
 from ...layout.splits import Split
 
-DimSplits = tuple[Split | None, ...]  # how the dims that are folded are cut
+DimSplits = tuple[Split | None, ...]  # the splits of the dims that are flattened
 
 
 @remembered(4096)
@@ -52,7 +52,7 @@ def find_stack_shape(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...] 
     """
     if 0 in layout.shape:
         return None
-    ends = [*accumulate(layout.shape, operator.mul)]  # of dims, counted in slices
+    ends = [*accumulate(layout.shape, operator.mul)]  # products of the sizes up to each dim
     shard_starts = [end // size for end, size, split in zip(ends, layout.shape, layout.splits, strict=True) if split is not None]
     stack_shape: list[int] = []
     flattened_count = 0
@@ -62,7 +62,7 @@ def find_stack_shape(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...] 
             stack_shape.append(size)
             continue
         flattened_count += 1
-        parts = [*pairwise([begin, *sorted({each for each in ends if begin < each < end}), end])]
+        parts = [*pairwise([begin, *sorted({end_ for end_ in ends if begin < end_ < end}), end])]
         if any(after % before for before, after in parts):
             return None
         stack_shape += [after // before for before, after in parts]
