@@ -38,10 +38,8 @@ def _patch_utils(module: Any) -> None:
     iterate, broadcast, distribute, theirs = (
         getattr(module, name, None) for name in ("_iterate_state_dict", "_broadcast_tensors", "distribute_tensor", "DTensor")
     )
-    if (
-        iterate is None or broadcast is None or distribute is None or theirs is None
-    ):  # torch was built without distributed, or has other names
-        return
+    if iterate is None or broadcast is None or distribute is None or theirs is None:
+        return  # torch was built without distributed, or has other names
 
     def iterate_state_dict(value: Any, sharded: Any, dtensor: Any, plain: Any, **options: Any) -> Any:
         return iterate(

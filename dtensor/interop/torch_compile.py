@@ -147,11 +147,13 @@ def _traced_from_local(
     if not _is_on_processes(device_mesh):
         _graph_break(msg=ALL_RANKS)
     if device_mesh is None:
-        _graph_break(msg="DTensor.from_local without device_mesh= reads the mesh that is entered: give it")
+        _graph_break(msg="DTensor.from_local without device_mesh= reads the mesh of the `with mesh:` block; pass device_mesh=")
     if EXPLICIT.held or IMPLICIT_REPLICATION.held:  # for other inputs of a graph, guards of their layouts include the modes
-        _graph_break(msg="DTensor.from_local while a mode is entered: under explicit() or implicit_replication() give DTensors")
+        _graph_break(
+            msg="from_local under explicit() or implicit_replication() is no part of graphs; pass DTensors to the compiled function"
+        )
     if run_check:
-        _graph_break(msg="DTensor.from_local(run_check=True) compares what ranks hold, at every call")
+        _graph_break(msg="DTensor.from_local(run_check=True) compares the values of ranks at every call; call it outside of the graph")
     return _from_local_in_graph(local_tensor, device_mesh, placements, shape, stride, grad_placements)
 
 
@@ -165,7 +167,7 @@ def _make_factory_pair(function: Any) -> tuple[Any, Any]:
         if not _is_on_processes(options.get("device_mesh")):
             _graph_break(msg=ALL_RANKS)
         if options.get("device_mesh") is None:
-            _graph_break(msg="a DTensor made without device_mesh= is on the mesh that is entered: give it")
+            _graph_break(msg="a DTensor made without device_mesh= is on the mesh of the `with mesh:` block; pass device_mesh=")
         return factory(*size, **options)
 
     return factory, substitute
@@ -182,21 +184,21 @@ def _traced_distribute_tensor(
     if not _is_on_processes(device_mesh):
         _graph_break(msg=ALL_RANKS)
     if device_mesh is None:
-        _graph_break(msg="distribute_tensor without device_mesh= reads the mesh that is entered: give it")
+        _graph_break(msg="distribute_tensor without device_mesh= reads the mesh of the `with mesh:` block; pass device_mesh=")
     if tensor.requires_grad and not tensor.is_leaf and not isinstance(tensor, DTensor):
         _graph_break(
-            msg="distribute_tensor takes leaf tensors; a computed value goes through DTensor.from_local(value, mesh, where)"
+            msg="distribute_tensor takes leaf tensors; for a computed value use DTensor.from_local(value, mesh, placements)"
         )
     with torch.enable_grad():  # a leaf requires grad also under no_grad()
         return _distribute_in_graph(tensor, device_mesh, placements, src_data_rank)
 
 
 def _traced_distribute_module(*given: Any, **options: Any) -> None:
-    _graph_break(msg="distribute_module makes parameters, which graphs are given: call it before the compiled function")
+    _graph_break(msg="distribute_module makes parameters, which are inputs of graphs; call it before the compiled function")
 
 
 def _refuse_mode(*given: Any, **options: Any) -> None:
-    _graph_break(msg="a mode is of whoever calls a graph, and guards it: enter it around the call of the compiled function")
+    _graph_break(msg="modes are guards of a graph; enter the mode around the call of the compiled function")
 
 
 def _refuse_flex_attention(*given: Any, **options: Any) -> None:
@@ -210,7 +212,7 @@ def _refuse_flex_attention(*given: Any, **options: Any) -> None:
 def _traced_as_mesh(mesh: Any = None) -> DeviceMesh:
     """Replace ``as_mesh`` in traced code."""
     if not isinstance(mesh, DeviceMesh):
-        _graph_break(msg="the mesh that is entered, or one of torch's, is looked up: give a mesh of this package")
+        _graph_break(msg="a missing mesh, or a mesh of torch, is looked up; pass a mesh of this package")
     return mesh
 
 

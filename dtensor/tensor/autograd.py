@@ -41,9 +41,8 @@ from ..redistribute import execute, move_between, plan, start
 from .observers import notify_local_read, notify_redistributed, observed
 from .replica_gradients import compare_replicas, find_use
 
-OWN_USES = (
-    "_own_uses"  # attribute of a parameter of a data-parallel unit: mesh dim that shards the batch -> Partial of its gradients
-)
+OWN_USES = "_own_uses"
+"""Attribute of a parameter of a data-parallel unit: mesh dim that shards the batch -> the Partial of its local gradients."""
 
 
 def grad_layout(layout: Layout, placements: Sequence[Placement] | None) -> Layout:
@@ -278,9 +277,8 @@ def to_full_tensor(x: Any, grad_placements: Sequence[Placement] | None) -> torch
     has_partial_grad = (
         grad_placements is not None and any(isinstance(p, Partial) for p in grad_placements) and is_recorded(replicated)
     )
-    if communicator_of(mesh).holds_all and (
-        has_partial_grad or not mesh.spans_root
-    ):  # each rank has a gradient, or a value, of its own
+    # each rank has a gradient, or a value, of its own
+    if communicator_of(mesh).holds_all and (has_partial_grad or not mesh.spans_root):
         locals_ = as_local(replicated, local_grad_layout(x, target, grad_placements).placements)
         return locals_.clone() if is_replicated else locals_
     if is_recorded(replicated):

@@ -124,9 +124,8 @@ def flatten_dtensor(x: Any) -> tuple[list[str], GraphConstants]:
         _add_weak_marks(local, local_attributes.pop("_dynamo_dynamic_indices"))
     if (task := graph_task()) >= 0:
         _note_memory(local, task)
-    if "_dynamo_static_indices" not in local_attributes and isinstance(
-        x, Parameter
-    ):  # torch marks the sizes of parameters static, but not of their inner tensors
+    # torch marks the sizes of parameters static, but not those of their inner tensors
+    if "_dynamo_static_indices" not in local_attributes and isinstance(x, Parameter):
         local._dynamo_static_indices = set(range(local.ndim))
     if EXPLICIT.held or IMPLICIT_REPLICATION.held:
         return ["_local"], (layout.manner, bool(EXPLICIT), bool(IMPLICIT_REPLICATION), x.requires_grad)
@@ -156,7 +155,7 @@ _IS_PROGRAM_INPUT = "_given"  # attribute of local tensors that are inputs of a 
 
 
 def _matches_local_shape(layout: Layout, local_shape: tuple[int, ...]) -> bool:
-    """Return True if the local tensor of this rank may have the sizes ``piece``.
+    """Return True if the local tensor of this rank may have ``local_shape``.
 
     For even shards the global size is compared with a multiple of the local size, so that torch derives one symbol from the
     other.

@@ -199,7 +199,7 @@ def _make_by_blocks(
     device_mesh: Any = None,
     **options: Any,
 ) -> DTensor:
-    """Return a tensor with local tensors made by ``blocks(layout, dtype=, device=)``, a function of the position in the mesh."""
+    """Return a tensor with the local tensors ``make_blocks(layout, dtype=, device=)(member)``."""
     layout, reduced, requires_grad = _parse_options(size, placements, device_mesh, options, fill)
     kind = {"dtype": layout.dtype, "device": torch.device(layout.mesh.device_type)}
     with below_transforms():

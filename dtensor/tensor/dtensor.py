@@ -192,9 +192,8 @@ class DTensor(torch.Tensor):
             notify_local_read(self)
         not_in_graph(self, "to_local()")
         users(self)
-        if (
-            not (self.requires_grad and _grad_enabled()) and forward_ad._current_level < 0
-        ):  # for torch.func transforms it is a constant
+        if not (self.requires_grad and _grad_enabled()) and forward_ad._current_level < 0:
+            # no gradient is recorded; for torch.func transforms it is a constant
             if grad_placements is not None:
                 grad_layout(self._layout, grad_placements)  # wrong placements raise also without a gradient
             # detach(): `requires_grad_` of the result must not change self._local. A recorder identifies it by identity.

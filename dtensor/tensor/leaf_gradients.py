@@ -51,9 +51,8 @@ def install_grad_hook(leaf: Any) -> None:
             return None
         if observed:
             notify_gradient(grad, layout_cell)
-        if (type(grad) is leaf_class and grad._layout is layout is grad_layout(layout, None)) or is_wrapped(
-            grad
-        ):  # the usual case
+        has_layout = type(grad) is leaf_class and grad._layout is layout is grad_layout(layout, None)
+        if has_layout or is_wrapped(grad):
             return None
         placements, mesh = grad_layout(layout, None).placements, layout.mesh
         if not hasattr(grad, "_layout"):  # the user passed it to backward()

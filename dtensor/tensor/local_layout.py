@@ -54,7 +54,11 @@ def layout_of_locals(
                 return cached
     locals_, is_in_process = shards_of(local), communicator_of(mesh).holds_all
     if isinstance(local, PerRank) and not (is_in_process and len(locals_) == len(mesh.members)):
-        problem = f"has {len(mesh.members)} ranks" if is_in_process else "does not live in this process: give its piece"
+        problem = (
+            f"has {len(mesh.members)} ranks"
+            if is_in_process
+            else "has its ranks in other processes: pass the local tensor of this rank"
+        )
         raise LayoutError(f"per_rank with {len(locals_)} tensors for {mesh!r}, which {problem}")
     shape = None if shape is None else sizes_of(shape, "from_local(shape=)")
     stride = None if stride is None else sizes_of(stride, "from_local(stride=)")
@@ -71,9 +75,9 @@ def layout_of_locals(
     if shape is not None:
         layout = Layout.of(mesh, normalized, shape, stride, dtype)
         if check and communicator_of(mesh).talks:
-            _check_all_shapes(
-                layout, _gather_shapes(mesh, locals_, str(layout.placements))[0], "the given shape makes"
-            )  # raise on all ranks, not on one before the exchange below
+            # raise on all ranks, not on one of them before _check_values exchanges
+            shapes, _ = _gather_shapes(mesh, locals_, str(layout.placements))
+            _check_all_shapes(layout, shapes, "the given shape makes")
         else:
             _check_own_shapes(layout, locals_)
             if key is not None:
@@ -144,7 +148,7 @@ def _layout_from_shapes(
     layout = Layout.from_splits(
         mesh, splits, partials, shape, stride_like(shape, stride) if by_order else stride, dtype, placements_of_size_one
     )
-    _check_all_shapes(layout, shapes, "the other ranks' pieces make")
+    _check_all_shapes(layout, shapes, "the local tensors of the other ranks make")
     return layout
 
 
@@ -191,7 +195,7 @@ def _gather_shapes(mesh: DeviceMesh, locals_: Sequence[torch.Tensor], descriptio
     """Return the shapes and the strides of the local tensors of all ranks, by position in the mesh as the current rank numbers
     it.
 
-    ``told`` must be equal on all ranks.
+    ``description`` must be equal on all ranks.
     """
     shape, stride = sizes(locals_[0].shape), sizes(locals_[0].stride())
     if is_traced(locals_[0]) and mesh.kind == "process_group":

@@ -167,7 +167,7 @@ def _initialize(module: nn.Module, new_by_id: dict[int, tuple[Tensor, Any]]) -> 
 
 
 def _restore_layout(holder: dict[str, Any], name: str, original: DTensor) -> None:
-    """Distribute a plain tensor that ``init`` put in the place of the DTensor ``made``."""
+    """Distribute a plain tensor that ``init`` put in the place of the DTensor ``original``."""
     current = holder.get(name)
     if current is original or current is None or isinstance(current, DTensor):
         return

@@ -19,9 +19,8 @@ from ..watchdog.flight_recorder import fingerprint
 from ..watchdog.levels import Level
 from .dtensor import DTensor
 
-ReplicaChecksums = dict[
-    tuple[DeviceMesh, tuple[int, ...]], dict[str, int]
-]  # (mesh, mesh dims along which there are copies) -> name -> checksum
+ReplicaChecksums = dict[tuple[DeviceMesh, tuple[int, ...]], dict[str, int]]
+"""(mesh, mesh dims along which there are copies) -> name -> checksum"""
 
 
 class _StepHook:

@@ -56,7 +56,7 @@ class Attributes:
         return Attributes(user_attributes(x), (x.grad_dtype,) if changed_dtype else ())
 
     def set_on(self, replacement: Tensor) -> None:
-        """Set the attributes on the tensor that replaces ``x``, unless it has them."""
+        """Set the attributes on the replacement, unless it has them."""
         for name, value in self.by_name.items():
             replacement.__dict__.setdefault(name, value)
         if self.grad_dtype:

@@ -365,9 +365,8 @@ def _unflatten_result(x: DTensor, dim: int, sizes: tuple[int, ...], cuts: DimSpl
 
     stack_tensor = wrap(communicator_of(flat_layout.mesh).map(unflatten_shard, _redistribute_local(x, flat_layout)), stack)
     result = cast(DTensor, dispatch(DTensor, _aten.view.default, (), (stack_tensor, list(x.shape))))
-    stack_tensor.__dict__["_counted"] = weakref.ref(
-        result
-    )  # user code holds the result or its views; weak, since the result holds the stack
+    # user code holds the result or its views; the reference is weak because the result holds the stack
+    stack_tensor.__dict__["_counted"] = weakref.ref(result)
     return result
 
 

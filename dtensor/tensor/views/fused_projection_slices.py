@@ -79,7 +79,7 @@ def _find_parts(
 
 
 def _find_part(base: torch.Tensor, part_view: torch.Tensor) -> _BasePart | None:
-    """Return the position of ``picked``, a view of ``whole``, in it; None if it is no view of a slice."""
+    """Return the position of ``part_view``, a view of ``base``, in it; None if it is no view of a slice."""
     if not part_view.numel() or not base.is_contiguous():
         return None
     strides = part_view.stride()

@@ -77,7 +77,7 @@ def _make_error(x: DTensor, name: str, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _become_view(x: DTensor, view: DTensor) -> None:
-    """Make ``x`` the tensor ``seen``, a view of its memory.
+    """Make ``x`` the tensor ``view``, a view of its memory.
 
     The old tensor moves to the other Python object, with all views of it.
     """

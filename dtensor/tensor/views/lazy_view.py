@@ -264,7 +264,7 @@ def make_lazy_runner(operator: Operator, plan: Plan) -> Runner:
 
 
 def _view_through_stack(x: DTensor, operator: Operator, stack_shape: tuple[int, ...], shape: Any) -> Any:
-    """Return a view in two steps: a local view of shape ``between``, and a lazy view of that.
+    """Return a view in two steps: a local view of shape ``stack_shape``, and a lazy view of that.
 
     Only the dim that is flattened of several remains lazy; see ``flattened_sharded_dims.py``.
     """
@@ -358,8 +358,7 @@ def make_views(origin: Origin) -> Any:
 
 
 def trace_to_base(view: RemoteView) -> tuple[DTensor, list[tuple[Origin, int]]]:
-    """Return the first base that is no lazy view, and the operations from there to ``view``, each with the index of its result.
-    """
+    """Return the first base that is no lazy view, and the operations from there to ``view``, with the indices of results."""
     links: list[tuple[Origin, int]] = []
     x: DTensor = view
     while isinstance(x, RemoteView):

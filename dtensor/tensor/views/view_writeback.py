@@ -43,19 +43,16 @@ def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     operator = operator_of(func)
     if operator.is_view:  # views are made for one size
         args, kwargs = (args[0], *settled(args[1:])), settled(kwargs)
-    written_views = (
-        [x for name in operator.mutated for x in _lazy_views_in(operator.bind(args, kwargs).get(name))]
-        if operator.mutated
-        else []
-    )
-    if (
-        written_views and operator.reshapes and plan_of(operator, args, kwargs).how != "decompose"
-    ):  # t_: the view gets another shape
+    written_views = []
+    if operator.mutated:
+        bound = operator.bind(args, kwargs)
+        written_views = [x for name in operator.mutated for x in _lazy_views_in(bound.get(name))]
+    if written_views and operator.reshapes and plan_of(operator, args, kwargs).how != "decompose":
+        # t_: the view gets another shape
         args[0]._adopt_memory(operate(operator.out_of_place, (copy_view(args[0]), *args[1:]), kwargs))
         return args[0]
-    if written_views and all(
-        view._origin.pinned for view in written_views
-    ):  # inside a write: the value that is written back later
+    if written_views and all(view._origin.pinned for view in written_views):
+        # inside a write: this is the value, which is written back later
         return dispatch(DTensor, func, (), args, kwargs)
     if written_views and under_way() and is_argument(written_views[0]._root):
         raise UnsupportedOperationError(
@@ -66,12 +63,9 @@ def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if operator.facts.per_element and in_one_memory(operator, args, kwargs):
             return in_turn(operator, args, kwargs)
         with NESTED:
-            elementwise = _is_elementwise_write(operator, args, kwargs)
-            return (
-                _write_elementwise(operator, args, kwargs)
-                if elementwise
-                else _write_through_value(operator, args, kwargs, written_views)
-            )
+            if _is_elementwise_write(operator, args, kwargs):
+                return _write_elementwise(operator, args, kwargs)
+            return _write_through_value(operator, args, kwargs, written_views)
     result = run_on_stack(operator, args, kwargs)
     if result is NotImplemented:
         result = slice_of_base(operator, args, kwargs)
