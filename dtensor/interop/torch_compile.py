@@ -150,10 +150,10 @@ def _traced_from_local(
         _graph_break(msg="DTensor.from_local without device_mesh= reads the mesh of the `with mesh:` block; pass device_mesh=")
     if EXPLICIT.held or IMPLICIT_REPLICATION.held:  # for other inputs of a graph, guards of their layouts include the modes
         _graph_break(
-            msg="from_local under explicit() or implicit_replication() is no part of graphs; pass DTensors to the compiled function"
+            msg="from_local under explicit() or implicit_replication() breaks graphs; pass DTensors instead"
         )
     if run_check:
-        _graph_break(msg="DTensor.from_local(run_check=True) compares the values of ranks at every call; call it outside of the graph")
+        _graph_break(msg="DTensor.from_local(run_check=True) compares values of ranks; call it outside of the graph")
     return _from_local_in_graph(local_tensor, device_mesh, placements, shape, stride, grad_placements)
 
 
