@@ -70,9 +70,9 @@ class AsyncCollectiveTensor(DTensor):
     __tensor_flatten__ = FlattenMethod(flatten_dtensor, "_local_for_guards")
 
     @staticmethod
-    def __tensor_unflatten__(pieces: dict[str, Any], constants: GraphConstants, size: Any, stride: Any) -> Any:
+    def __tensor_unflatten__(inner_tensors: dict[str, Any], constants: GraphConstants, size: Any, stride: Any) -> Any:
         """Return a tensor of this class: graphs check that an argument has the class that was traced."""
-        x = unflatten_dtensor(pieces, constants, size, stride)
+        x = unflatten_dtensor(inner_tensors, constants, size, stride)
         result = _await(Pending.of(x._local), x._layout, x)
         result._compared = True
         return result

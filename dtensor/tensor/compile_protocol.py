@@ -133,13 +133,13 @@ def flatten_dtensor(x: Any) -> tuple[list[str], GraphConstants]:
 
 
 def unflatten_dtensor(
-    pieces: dict[str, torch.Tensor], constants: GraphConstants, size: Sequence[int], stride: Sequence[int]
+    inner_tensors: dict[str, torch.Tensor], constants: GraphConstants, size: Sequence[int], stride: Sequence[int]
 ) -> Any:
-    """Return the DTensor with the inner tensor ``pieces["_local"]``.
+    """Return the DTensor with the inner tensor ``inner_tensors["_local"]``.
 
     Sizes may be symbols. Then it becomes a guard that the local tensor has the local sizes of this rank.
     """
-    local, (mesh, placements, dtype, _) = pieces["_local"], constants[0]
+    local, (mesh, placements, dtype, _) = inner_tensors["_local"], constants[0]
     layout = Layout.of(mesh, placements, size, stride, dtype)
     if constants[3] and is_counted(local):
         previous_local = counted_before(local)

@@ -171,9 +171,9 @@ def _flatten_view(view: RemoteView) -> tuple[list[str], tuple[Any, ...]]:
     return ["_root"], (view._layout, MODES.explicit, MODES.implicit_replication, root._layout, view_calls)
 
 
-def _unflatten_view(pieces: dict[str, torch.Tensor], constants: tuple[Any, ...], size: Any, stride: Any) -> Any:
-    """Return the view of the base with the local tensor ``pieces["_root"]``."""
-    view = wrap(pieces["_root"], constants[3])
+def _unflatten_view(inner_tensors: dict[str, torch.Tensor], constants: tuple[Any, ...], size: Any, stride: Any) -> Any:
+    """Return the view of the base with the local tensor ``inner_tensors["_root"]``."""
+    view = wrap(inner_tensors["_root"], constants[3])
     view.__dict__["_counted"] = _UNCOUNTED  # other tensors may share this memory: the view is computed at each read
     for func, static_args, options, place in constants[4]:
         operator, args, kwargs = operator_of(func), (view, *static_args), dict(options)
