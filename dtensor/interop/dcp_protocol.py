@@ -27,11 +27,11 @@ def chunks(x: Any) -> list[ChunkStorageMetadata]:
             "torch.distributed.checkpoint loads into local tensors; load into the base, or use "
             "dtensor.checkpoint.load"
         )
-    if x.numel() == 0:  # no rank holds a block of it, but torch finds a tensor by its blocks
+    if x.numel() == 0:  # no rank has a block, but torch finds a tensor by its blocks
         return [ChunkStorageMetadata(torch.Size((0,) * x.ndim), x.size())]
     if not x.is_inference():  # torch writes to the local tensors: copies in other layouts that are cached become stale
         torch.autograd.graph.increment_version(x)
-    return [_chunk(held) for held in _blocks_here(x)]
+    return [_chunk(block) for block in _blocks_here(x)]
 
 
 def write_items(x: Any, fqn: str) -> list[WriteItem]:
@@ -40,7 +40,7 @@ def write_items(x: Any, fqn: str) -> list[WriteItem]:
     if x.numel() == 0:
         distinct = [ChunkStorageMetadata(torch.Size((0,) * x.ndim), x.size())]
     else:
-        distinct = list({held.offset: _chunk(held) for held in _blocks_here(x)}.values())
+        distinct = list({block.offset: _chunk(block) for block in _blocks_here(x)}.values())
     return [
         WriteItem(
             index=MetadataIndex(fqn, chunk.offsets, i),
@@ -59,17 +59,17 @@ def shard_at(x: Any, index: MetadataIndex) -> torch.Tensor:
     """
     if x.numel() == 0:
         return torch.empty(x.shape, dtype=x.dtype, device="cpu")
-    here = _blocks_here(x)
-    if index.index is not None and index.index < len(here):
-        here = [here[index.index], *here]
-    for held in here:
-        if index.offset is None or held.offset == tuple(index.offset):
-            return piece_of(x, held).detach()
+    blocks = _blocks_here(x)
+    if index.index is not None and index.index < len(blocks):
+        blocks = [blocks[index.index], *blocks]
+    for block in blocks:
+        if index.offset is None or block.offset == tuple(index.offset):
+            return piece_of(x, block).detach()
     raise CheckpointError(f"this rank has no shard of {index.fqn!r} at offset {index.offset}")
 
 
-def _chunk(held: Held) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(held.offset), torch.Size(held.shape))
+def _chunk(block: Held) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(block.offset), torch.Size(block.shape))
 
 
 def _blocks_here(x: Any) -> list[Held]:
@@ -83,5 +83,5 @@ def _blocks_here(x: Any) -> list[Held]:
             f"{x._layout!r} is Partial; call x.redistribute(placements=...) before you pass it to "
             "torch.distributed.checkpoint, or use dtensor.checkpoint, which reduces it"
         )
-    ((_, held),) = held_here({"": x}, 0)
-    return held
+    ((_, blocks),) = held_here({"": x}, 0)
+    return blocks

@@ -13,7 +13,7 @@ from ..base.patches import IN_FORCE
 
 
 class Patch(NamedTuple):
-    """One patch of torch.
+    """A change that this package makes to torch.
 
     Attributes:
         where: the attribute or registry of torch that is changed.

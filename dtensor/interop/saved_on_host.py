@@ -31,7 +31,7 @@ def _init_hooks(self: Any, pin_memory: bool = False, device_type: str = "cuda") 
     def pack_any(tensor: torch.Tensor) -> Any:
         if not isinstance(tensor, DTensor):
             return pack(tensor)
-        moved = tensor.cpu()
-        return tensor.device, moved.pin_memory() if pins else moved
+        on_host = tensor.cpu()
+        return tensor.device, on_host.pin_memory() if pins else on_host
 
     self.pack_hook = pack_any

@@ -38,10 +38,8 @@ def _patch_utils(module: Any) -> None:
     iterate, broadcast, distribute, theirs = (
         getattr(module, name, None) for name in ("_iterate_state_dict", "_broadcast_tensors", "distribute_tensor", "DTensor")
     )
-    if (
-        iterate is None or broadcast is None or distribute is None or theirs is None
-    ):  # a build without distributed, or another torch
-        return
+    if iterate is None or broadcast is None or distribute is None or theirs is None:
+        return  # torch was built without distributed, or has other names
 
     def iterate_state_dict(value: Any, sharded: Any, dtensor: Any, plain: Any, **options: Any) -> Any:
         return iterate(
@@ -50,7 +48,7 @@ def _patch_utils(module: Any) -> None:
 
     def broadcast_tensors(full: dict[str, Any], local: dict[str, Any], keys: list[str], *rest: Any) -> None:
         distributed = {key: local[key] for key in keys if isinstance(local.get(key), DTensor)}
-        local.update({key: torch.empty(0, device="cpu") for key in distributed})  # the whole value takes its place
+        local.update({key: torch.empty(0, device="cpu") for key in distributed})  # replaced by the full value
         broadcast(full, local, keys, *rest)
         for key, x in distributed.items():
             local[key] = _set_value(x, local[key])
@@ -74,7 +72,7 @@ def _patch_options(module: Any) -> None:
     def verify_options(model: Any, *args: Any, **options: Any) -> Any:
         info = verify(model, *args, **options)
         if info.broadcast_from_rank0 and _has_all_ranks(model):
-            info.broadcast_from_rank0 = False  # this process holds the first rank's values, and all ranks
+            info.broadcast_from_rank0 = False  # this process has the values of the first rank, and all ranks
         return info
 
     def load_model(model: nn.Module, state: dict[str, Any], info: Any) -> Any:
@@ -92,15 +90,15 @@ def _patch_stager(module: Any) -> None:
         return
 
     def offload_tensor(stager: Any, x: Tensor, memo: dict[int, Any], non_blocking: bool = False) -> Any:
-        def staged(value: Any) -> Any:
+        def stage_value(value: Any) -> Any:
             return stager.deepcopy_with_tensor_offload(value, memo, non_blocking=non_blocking)
 
         if isinstance(x, PerRank):
-            return each_shard(staged, x)
+            return each_shard(stage_value, x)
         if not isinstance(x, DTensor):
             return offload(stager, x, memo, non_blocking)
-        result: Any = wrap(staged(x._local), x._layout)
-        result.__dict__.update(staged(user_attributes(x)))
+        result: Any = wrap(stage_value(x._local), x._layout)
+        result.__dict__.update(stage_value(user_attributes(x)))
         return result
 
     changed("torch.distributed.checkpoint._state_dict_stager")

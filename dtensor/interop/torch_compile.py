@@ -46,12 +46,12 @@ def constants(*kinds: type) -> None:
     Torch 2.11 takes only its own classes: there the graph breaks at them.
     """
     for kind in kinds:
-        kind.__fx_repr__ = _fx_repr  # type: ignore[attr-defined]  # torch asks the class for it
+        kind.__fx_repr__ = _fx_repr  # type: ignore[attr-defined]  # torch reads it from the class
         members = dict.fromkeys(_traceable_methods(kind), opaque_object.MemberType.USE_REAL)
         members |= dict.fromkeys(members.keys() & _GROUP_METHODS, opaque_object.MemberType.INLINED)
         try:
             _register(kind, typ=_CONSTANT, members=members)
-        except TypeError:  # torch 2.11, of the first of them
+        except TypeError:  # torch 2.11, at the first class
             return
     changed("torch._library.opaque_object._OPAQUE_TYPES")
 
@@ -107,7 +107,7 @@ def _install(module: Any) -> None:
         module.substitute_in_graph(function, skip_signature_check=True)(seen_as)
     changed("torch._dynamo")
     keep_operators_with_rules()
-    torch.Tensor.__coerce_same_metadata_as_tangent__ = plain_to_expected_tangent  # type: ignore[attr-defined]  # torch asks for it
+    torch.Tensor.__coerce_same_metadata_as_tangent__ = plain_to_expected_tangent  # type: ignore[attr-defined]  # torch reads it
     changed("torch.Tensor.__coerce_same_metadata_as_tangent__")
 
 
@@ -128,7 +128,7 @@ def _as_tuple(x: Any) -> Any:
 def _from_local_in_graph(
     local: torch.Tensor, mesh: DeviceMesh, placements: Any, shape: Any, stride: Any, grad_placements: Any
 ) -> Any:
-    if shape is None and not is_traced(local) and exchanges_sizes(mesh, placements):  # as the graph takes it for granted
+    if shape is None and not is_traced(local) and exchanges_sizes(mesh, placements):  # the graph assumes equal shapes
         EqualLocalsCheck(mesh, local.dtype, str(placements))((*local.shape, *local.stride()))
     return DTensor.from_local(local, mesh, placements, shape=shape, stride=stride, grad_placements=grad_placements)
 
@@ -147,11 +147,11 @@ def _traced_from_local(
     if not _is_on_processes(device_mesh):
         _graph_break(msg=ALL_RANKS)
     if device_mesh is None:
-        _graph_break(msg="DTensor.from_local without device_mesh= reads the mesh that is entered: give it")
-    if EXPLICIT.held or IMPLICIT_REPLICATION.held:  # else modes are guarded with the layouts of what goes into a graph
-        _graph_break(msg="DTensor.from_local while a mode is entered: under explicit() or implicit_replication() give DTensors")
+        _graph_break(msg="DTensor.from_local without device_mesh= reads the mesh of the `with mesh:` block; pass device_mesh=")
+    if EXPLICIT.held or IMPLICIT_REPLICATION.held:  # for other inputs of a graph, guards of their layouts include the modes
+        _graph_break(msg="from_local under explicit() or implicit_replication() breaks graphs; pass DTensors instead")
     if run_check:
-        _graph_break(msg="DTensor.from_local(run_check=True) compares what ranks hold, at every call")
+        _graph_break(msg="DTensor.from_local(run_check=True) compares values of ranks; call it outside of the graph")
     return _from_local_in_graph(local_tensor, device_mesh, placements, shape, stride, grad_placements)
 
 
@@ -165,7 +165,7 @@ def _make_factory_pair(function: Any) -> tuple[Any, Any]:
         if not _is_on_processes(options.get("device_mesh")):
             _graph_break(msg=ALL_RANKS)
         if options.get("device_mesh") is None:
-            _graph_break(msg="a DTensor made without device_mesh= is on the mesh that is entered: give it")
+            _graph_break(msg="a DTensor made without device_mesh= is on the mesh of the `with mesh:` block; pass device_mesh=")
         return factory(*size, **options)
 
     return factory, substitute
@@ -182,21 +182,21 @@ def _traced_distribute_tensor(
     if not _is_on_processes(device_mesh):
         _graph_break(msg=ALL_RANKS)
     if device_mesh is None:
-        _graph_break(msg="distribute_tensor without device_mesh= reads the mesh that is entered: give it")
+        _graph_break(msg="distribute_tensor without device_mesh= reads the mesh of the `with mesh:` block; pass device_mesh=")
     if tensor.requires_grad and not tensor.is_leaf and not isinstance(tensor, DTensor):
         _graph_break(
-            msg="distribute_tensor takes leaf tensors; a computed value goes through DTensor.from_local(value, mesh, where)"
+            msg="distribute_tensor takes leaf tensors; for a computed value use DTensor.from_local(value, mesh, placements)"
         )
-    with torch.enable_grad():  # a leaf requires grad where no gradients are recorded, too
+    with torch.enable_grad():  # a leaf requires grad also under no_grad()
         return _distribute_in_graph(tensor, device_mesh, placements, src_data_rank)
 
 
 def _traced_distribute_module(*given: Any, **options: Any) -> None:
-    _graph_break(msg="distribute_module makes parameters, which graphs are given: call it before the compiled function")
+    _graph_break(msg="distribute_module makes parameters, which are inputs of graphs; call it before the compiled function")
 
 
 def _refuse_mode(*given: Any, **options: Any) -> None:
-    _graph_break(msg="a mode is of whoever calls a graph, and guards it: enter it around the call of the compiled function")
+    _graph_break(msg="modes are guards of a graph; enter the mode around the call of the compiled function")
 
 
 def _refuse_flex_attention(*given: Any, **options: Any) -> None:
@@ -210,7 +210,7 @@ def _refuse_flex_attention(*given: Any, **options: Any) -> None:
 def _traced_as_mesh(mesh: Any = None) -> DeviceMesh:
     """Replace ``as_mesh`` in traced code."""
     if not isinstance(mesh, DeviceMesh):
-        _graph_break(msg="the mesh that is entered, or one of torch's, is looked up: give a mesh of this package")
+        _graph_break(msg="a missing mesh, or a mesh of torch, is looked up; pass a mesh of this package")
     return mesh
 
 

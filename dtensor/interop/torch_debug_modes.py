@@ -63,7 +63,7 @@ def _patch_memory_tracker(module: ModuleType) -> None:
         return {storage for local in locals_of(x) for storage in storages(local)}
 
     def track_module(tracker: Any, module: nn.Module, install_grad_hooks: bool = True) -> Any:
-        leaves = all(p.is_leaf for p in module.parameters())  # the hooks on the sharded parameters track the gradients
+        leaves = all(p.is_leaf for p in module.parameters())  # hooks on the sharded parameters track the gradients
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
             return track(tracker, module, install_grad_hooks and leaves)

@@ -35,18 +35,18 @@ class AsyncCollectiveTensor(DTensor):
     An argument of a function that ``torch.compile`` has compiled keeps this class until ``wait()``.
     """
 
-    _pending: Any  # in the instance dictionary: the class can change only while slots are alike
-    _compared = False  # True once guards of torch.compile have compared it: they name the class
+    _pending: Any  # in the instance dictionary: the class can change only if both classes have equal slots
+    _compared = False  # True after guards of torch.compile, which name the class, have read it
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's stub
-        if func is _DETACH and type(args[0]) is AsyncCollectiveTensor:  # the same memory, still on its way
-            made = _await(args[0]._pending, args[0]._layout, args[0])
-            made.__dict__[SHARED], made._compared = shared(args[0]), args[0]._compared
-            if (shown := args[0].__dict__.get(SHOWN)) is not None:
-                made.__dict__[SHOWN] = shown
-                shown.append(weakref.ref(made))
-            return made
+        if func is _DETACH and type(args[0]) is AsyncCollectiveTensor:  # the result shares the memory, and is pending too
+            result = _await(args[0]._pending, args[0]._layout, args[0])
+            result.__dict__[SHARED], result._compared = shared(args[0]), args[0]._compared
+            if (waiting := args[0].__dict__.get(SHOWN)) is not None:
+                result.__dict__[SHOWN] = waiting
+                waiting.append(weakref.ref(result))
+            return result
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     @property
@@ -70,28 +70,28 @@ class AsyncCollectiveTensor(DTensor):
     __tensor_flatten__ = FlattenMethod(flatten_dtensor, "_local_for_guards")
 
     @staticmethod
-    def __tensor_unflatten__(pieces: dict[str, Any], constants: GraphConstants, size: Any, stride: Any) -> Any:
+    def __tensor_unflatten__(inner_tensors: dict[str, Any], constants: GraphConstants, size: Any, stride: Any) -> Any:
         """Return a tensor of this class: graphs check that an argument has the class that was traced."""
-        x = unflatten_dtensor(pieces, constants, size, stride)
-        made = _await(Pending.of(x._local), x._layout, x)
-        made._compared = True
-        return made
+        x = unflatten_dtensor(inner_tensors, constants, size, stride)
+        result = _await(Pending.of(x._local), x._layout, x)
+        result._compared = True
+        return result
 
     def wait(self) -> DTensor:
         """Return this tensor, a plain DTensor now, once its local tensor has arrived."""
-        made: Any = self
-        arrived, layout = made._pending.wait(), made._layout
+        this: Any = self
+        arrived, layout = this._pending.wait(), this._layout
         for name in ("_pending", "_compared", SHOWN):
-            made.__dict__.pop(name, None)
-        made.__class__ = DTensor
-        made._local, made._layout = arrived, layout
+            this.__dict__.pop(name, None)
+        this.__class__ = DTensor
+        this._local, this._layout = arrived, layout
         return self
 
 
 def _await(pending: Any, layout: Layout, like: Any) -> Any:
-    made: Any = _make(AsyncCollectiveTensor, layout.shape, strides=layout.stride, dtype=layout.dtype, device=like.device)
-    made._pending, made._layout = pending, layout
-    return made
+    result: Any = _make(AsyncCollectiveTensor, layout.shape, strides=layout.stride, dtype=layout.dtype, device=like.device)
+    result._pending, result._layout = pending, layout
+    return result
 
 
 install_pending(_await)

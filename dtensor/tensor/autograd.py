@@ -41,7 +41,8 @@ from ..redistribute import execute, move_between, plan, start
 from .observers import notify_local_read, notify_redistributed, observed
 from .replica_gradients import compare_replicas, find_use
 
-OWN_USES = "_own_uses"  # of a data-parallel unit's parameter: by mesh dim along which ranks have batches, what their terms are
+OWN_USES = "_own_uses"
+"""Attribute of a parameter of a data-parallel unit: mesh dim that shards the batch -> the Partial of its local gradients."""
 
 
 def grad_layout(layout: Layout, placements: Sequence[Placement] | None) -> Layout:
@@ -118,7 +119,7 @@ class FromLocal(_DTensorFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        if grad is None:  # of a global value, so on all ranks
+        if grad is None:  # gradients are global, so it is None on all ranks
             return None, None, None, *[None] * len(ctx.shapes)
         if not communicator_of(ctx.layout.mesh).held:
             return None, None, None, torch.zeros(ctx.shapes[0], dtype=ctx.layout.dtype, device=ctx.device)
@@ -268,7 +269,7 @@ def to_full_tensor(x: Any, grad_placements: Sequence[Placement] | None) -> torch
     """Return the global value of a DTensor as a plain tensor with memory of its own; see ``DTensor.full_tensor``."""
     layout = layout_of(x)
     if grad_placements is not None:
-        grad_layout(layout, grad_placements)  # wrong ones raise before anything is moved
+        grad_layout(layout, grad_placements)  # wrong placements raise before any communication
     mesh, target = layout.mesh, layout.replace(placements=[Replicate()] * layout.mesh.ndim)
     not_in_graph(x, "full_tensor()")
     is_replicated = target is layout
@@ -276,9 +277,8 @@ def to_full_tensor(x: Any, grad_placements: Sequence[Placement] | None) -> torch
     has_partial_grad = (
         grad_placements is not None and any(isinstance(p, Partial) for p in grad_placements) and is_recorded(replicated)
     )
-    if communicator_of(mesh).holds_all and (
-        has_partial_grad or not mesh.spans_root
-    ):  # each rank has a gradient, or a value, of its own
+    # each rank has a gradient, or a value, of its own
+    if communicator_of(mesh).holds_all and (has_partial_grad or not mesh.spans_root):
         locals_ = as_local(replicated, local_grad_layout(x, target, grad_placements).placements)
         return locals_.clone() if is_replicated else locals_
     if is_recorded(replicated):
@@ -323,7 +323,7 @@ def to_dtensor_grad(grad: Any, like: Layout, placements: Sequence[Placement] | N
     if communicator_of(like.mesh).holds_all or is_recorded(grad):
         return laid(from_pieces(layout, layout, True, *copies_for_ranks(grad, layout)), target.placements)
     local = execute(plan(layout, target), grad.detach())
-    return wrap_local(local.clone(), target)  # the user may write to it, and some zeros have no memory
+    return wrap_local(local.clone(), target)  # the user may write to it, and efficient zeros have no memory
 
 
 def _second_grad_layout(grad: Layout, source: Layout, copied: bool) -> Layout:

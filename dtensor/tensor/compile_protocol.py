@@ -119,14 +119,13 @@ def flatten_dtensor(x: Any) -> tuple[list[str], GraphConstants]:
         if type(local) is FakeTensor and x._base is not None:
             only_told((*layout.shape, *layout.stride), (*local.shape, *local.stride(), local.storage_offset()))
         if x.requires_grad and _IS_PROGRAM_INPUT in local_attributes and is_written(local):
-            for_one_size((*layout.shape, *layout.stride))  # torch 2.13 does not count the symbols that come with such a result
-    if "_dynamo_dynamic_indices" in local_attributes:  # torch marks pieces, too: see Marked
+            for_one_size((*layout.shape, *layout.stride))  # torch 2.13 ignores the symbols of such a result
+    if "_dynamo_dynamic_indices" in local_attributes:  # torch marks inner tensors, too: see DynamicMarks
         _add_weak_marks(local, local_attributes.pop("_dynamo_dynamic_indices"))
     if (task := graph_task()) >= 0:
         _note_memory(local, task)
-    if "_dynamo_static_indices" not in local_attributes and isinstance(
-        x, Parameter
-    ):  # as torch takes parameters, not what they hold
+    # torch marks the sizes of parameters static, but not those of their inner tensors
+    if "_dynamo_static_indices" not in local_attributes and isinstance(x, Parameter):
         local._dynamo_static_indices = set(range(local.ndim))
     if EXPLICIT.held or IMPLICIT_REPLICATION.held:
         return ["_local"], (layout.manner, bool(EXPLICIT), bool(IMPLICIT_REPLICATION), x.requires_grad)
@@ -134,29 +133,29 @@ def flatten_dtensor(x: Any) -> tuple[list[str], GraphConstants]:
 
 
 def unflatten_dtensor(
-    pieces: dict[str, torch.Tensor], constants: GraphConstants, size: Sequence[int], stride: Sequence[int]
+    inner_tensors: dict[str, torch.Tensor], constants: GraphConstants, size: Sequence[int], stride: Sequence[int]
 ) -> Any:
-    """Return the DTensor with the inner tensor ``pieces["_local"]``.
+    """Return the DTensor with the inner tensor ``inner_tensors["_local"]``.
 
     Sizes may be symbols. Then it becomes a guard that the local tensor has the local sizes of this rank.
     """
-    local, (mesh, placements, dtype, _) = pieces["_local"], constants[0]
+    local, (mesh, placements, dtype, _) = inner_tensors["_local"], constants[0]
     layout = Layout.of(mesh, placements, size, stride, dtype)
     if constants[3] and is_counted(local):
-        before = counted_before(local)
+        previous_local = counted_before(local)
         vars(local)[_IS_PROGRAM_INPUT] = True
-        if before is not None and is_written(before):
-            local.requires_grad_()  # then torch counts it among the results, as what it is a piece of
+        if previous_local is not None and is_written(previous_local):
+            local.requires_grad_()  # then torch counts it among the results, like the DTensor
     if has_no_values(local) and not _matches_local_shape(layout, sizes(local.shape)):
         raise DTensorError(f"a local tensor of shape {tuple(local.shape)} does not fit {layout!r}")
     return wrap_local(local if (task := graph_task()) < 0 else _unshare_gradient(local, task), layout)
 
 
-_IS_PROGRAM_INPUT = "_given"  # the attribute of the pieces that a program is given
+_IS_PROGRAM_INPUT = "_given"  # attribute of local tensors that are inputs of a program
 
 
 def _matches_local_shape(layout: Layout, local_shape: tuple[int, ...]) -> bool:
-    """Return True if the local tensor of this rank may have the sizes ``piece``.
+    """Return True if the local tensor of this rank may have ``local_shape``.
 
     For even shards the global size is compared with a multiple of the local size, so that torch derives one symbol from the
     other.
@@ -182,7 +181,7 @@ def _unshare_gradient(local: torch.Tensor, task: int) -> torch.Tensor:
 
 def _note_memory(local: torch.Tensor, task: int) -> bool:
     """Note the memory of ``local`` for this backward pass. Return True if it was noted before."""
-    if type(local) is not torch.Tensor:  # a stand-in
+    if type(local) is not torch.Tensor:  # a fake tensor
         return False
     addresses_by_task = vars(_BACKWARD).setdefault("seen", {})
     if task not in addresses_by_task:
@@ -217,10 +216,10 @@ def to_expected_tangent(x: Any, constants: GraphConstants | None, expected: type
     layout = Layout.of(mesh, placements, x._layout.shape, stride, dtype)
     if x._layout is layout:
         return x
-    moved = move(x, layout)
-    if moved._layout.stride == layout.stride:
-        return moved
-    return wrap_local(layout.block_beside(moved._local, layout.mesh.current_member()).copy_(moved._local), layout)
+    redistributed = move(x, layout)
+    if redistributed._layout.stride == layout.stride:
+        return redistributed
+    return wrap_local(layout.block_beside(redistributed._local, layout.mesh.current_member()).copy_(redistributed._local), layout)
 
 
 def plain_to_expected_tangent(x: Any, constants: GraphConstants | None, expected: type | None = None) -> Any:

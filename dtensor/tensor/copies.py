@@ -102,15 +102,15 @@ def restore_tensor(
     comm = communicator_of(layout.mesh)
     if isinstance(local, PerRank) != comm.holds_all:
         content = "the local tensors of all ranks" if isinstance(local, PerRank) else "one rank's local tensor"
-        where = f"the pickled DTensor has {content}, but {layout.mesh!r} has kind {layout.mesh.kind!r} here"
+        problem = f"the pickled DTensor has {content}, but {layout.mesh!r} has kind {layout.mesh.kind!r} here"
         raise DTensorError(
-            f"{where}: unpickle it in processes with the same ranks, send x.full_tensor(), "
+            f"{problem}: unpickle it in processes with the same ranks, send x.full_tensor(), "
             "or read the files of all ranks with dtensor.checkpoint.merge_rank_files(paths)"
         )
     if member is not None and comm.held and not _have_same_shard(layout, member, comm.held[0]):
-        sent, here = (layout.mesh.ranks[each] for each in (member, comm.held[0]))
+        sent, own_rank = (layout.mesh.ranks[m] for m in (member, comm.held[0]))
         raise DTensorError(
-            f"the local tensor of rank {sent} of a DTensor, {layout!r}, was unpickled on rank {here}, which "
+            f"the local tensor of rank {sent} of a DTensor, {layout!r}, was unpickled on rank {own_rank}, which "
             "has another shard: send x.full_tensor(), or save with dtensor.checkpoint.save (torch.save "
             "stores one rank's shard)"
         )

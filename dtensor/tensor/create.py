@@ -199,7 +199,7 @@ def _make_by_blocks(
     device_mesh: Any = None,
     **options: Any,
 ) -> DTensor:
-    """Return a tensor with local tensors made by ``blocks(layout, dtype=, device=)``, a function of the position in the mesh."""
+    """Return a tensor with the local tensors ``make_blocks(layout, dtype=, device=)(member)``."""
     layout, reduced, requires_grad = _parse_options(size, placements, device_mesh, options, fill)
     kind = {"dtype": layout.dtype, "device": torch.device(layout.mesh.device_type)}
     with below_transforms():
@@ -220,7 +220,7 @@ def _make_random(
         return draw(layout_to_draw, lambda device: fill(tuple(layout_to_draw.shape), dtype=layout_to_draw.dtype, device=device))
 
     if functorch_active():
-        torch.empty(0, device="cpu").uniform_()  # torch's own error, where each of a batch is to have other numbers
+        torch.empty(0, device="cpu").uniform_()  # torch's own error if vmap's randomness is not set
     with below_transforms():
         local = as_one_step((reduced,), make_block)
     return _wrap_result(local, layout, reduced, requires_grad)
@@ -241,7 +241,7 @@ def _parse_options(
             f"unexpected keyword arguments {sorted(options)}; supported besides the size: device_mesh, "
             "placements, dtype, requires_grad (the device is that of the mesh)"
         )
-    dtype = fill((0,), device="cpu", dtype=dtype).dtype  # torch's own error, where there is no such number
+    dtype = fill((0,), device="cpu", dtype=dtype).dtype  # torch's own error if there is no such dtype
     layout = Layout.of(mesh, placements, shape, None, dtype)
     reduced = layout.reduced()
     return layout, reduced, requires_grad

@@ -90,7 +90,7 @@ def _distribute_plain(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, s
     received = None
     if src_data_rank is None:
         layout = _make_layout(tensor, mesh, placements)
-    elif under_way() and mesh.kind == "process_group":  # all that follows is a step of the graph
+    elif under_way() and mesh.kind == "process_group":  # one operator of the graph does the rest
         return _distribute_in_graph(tensor, _make_layout(tensor, mesh, placements), placements, src_data_rank)
     else:
         layout, received = _agree_on_layout(tensor, mesh, placements, src_data_rank)
@@ -108,24 +108,24 @@ def _agree_on_layout(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, so
     """Return the layout after all ranks have passed equal arguments, and the source's tensor if it was small enough to be
     included.
     """
-    is_recorded = current() is not None  # what is sent is a step of its own then, which is done again
+    is_recorded = current() is not None  # then the broadcast is a recorded step, which is replayed
 
     def find_layout() -> tuple[Layout, int, bool, list[str]]:
         layout = _make_layout(tensor, mesh, placements)
-        position, here = _find_source(mesh, whole(source, "src_data_rank"))
+        position, is_source = _find_source(mesh, whole(source, "src_data_rank"))
         is_wrapper = is_traceable_wrapper_subclass(tensor)
         differences = (("recorded", is_recorded), ("no data", tensor.is_meta), (type(tensor).__name__, is_wrapper))
-        return layout, position, here, [word for word, holds in differences if holds]
+        return layout, position, is_source, [word for word, holds in differences if holds]
 
     def describe(find_layout: tuple[Layout, int, bool, list[str]]) -> tuple[Any, tuple[int, ...], bytes]:
-        layout, position, here, special = find_layout
-        payload = content(tensor) if here and not special and layout.nbytes <= room(mesh) else b""
+        layout, position, is_source, special = find_layout
+        payload = content(tensor) if is_source and not special and layout.nbytes <= room(mesh) else b""
         return (layout, position, tensor.requires_grad, *special), layout.stride, payload
 
     (layout, position, _, special), by_rank = alike(mesh, "distribute_tensor", find_layout, describe)
     if by_rank is None:
         return layout, None
-    layout = layout.replace(stride=by_rank.numbers[position])  # it may hold something that lies in its memory in another way
+    layout = layout.replace(stride=by_rank.numbers[position])  # this rank's tensor may have other strides
     if special or layout.nbytes > room(mesh):
         return layout, None
     return layout, from_bytes(by_rank.loads[position, : layout.nbytes], layout.shape, layout.dtype)
@@ -163,7 +163,9 @@ def _make_layout(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> Lay
         raise LayoutError(
             "distribute_tensor takes leaf tensors; for a computed tensor use DTensor.from_local(value, mesh, placements)"
         )
-    dense = torch.empty_like(shards_of(tensor)[0], device="meta").stride()  # as of a clone: the layout describes dense memory
+    dense = torch.empty_like(
+        shards_of(tensor)[0], device="meta"
+    ).stride()  # the strides of a clone: the layout describes dense memory
     return Layout.of(mesh, placements, tensor.shape, dense, tensor.dtype)
 
 
@@ -179,7 +181,7 @@ def _scatter_from_source(tensor: torch.Tensor, layout: Layout, source: int | Non
         return comm.map(lambda member: layout.block_beside(torch.empty(0, device="meta"), member))
     if position is None or mesh.size() == 1 or (comm.holds_all and not isinstance(tensor, PerRank)):
         return comm.map(lambda member, full: block_of(full, layout, member), tensor)
-    if is_traceable_wrapper_subclass(tensor):  # whole to every rank: it says itself how it is cut
+    if is_traceable_wrapper_subclass(tensor):  # broadcast to every rank, because a subclass shards itself
         tensor = part_by_part(lambda part: comm.broadcast(part, range(mesh.ndim), position).wait(), tensor)
         return comm.map(lambda member, full: block_of(full, layout, member), tensor)
     return comm.map(in_order, _bind_scatter(layout, position)(tensor).wait(), layout)
@@ -324,10 +326,10 @@ def _accept_old_signature(fn: Callable[..., Any], name: str) -> Callable[..., An
 # --- tensors of a module itself, without those of submodules ---------------------------------------------------------------
 def own_tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
     """Yield the parameters and buffers of ``module`` itself: the dict that holds each, its name, and the tensor."""
-    for held in (module._parameters, module._buffers):
-        for name, x in list(held.items()):
+    for holder in (module._parameters, module._buffers):
+        for name, x in list(holder.items()):
             if x is not None:
-                yield held, name, x
+                yield holder, name, x
 
 
 def distribute_at(
@@ -343,6 +345,6 @@ def distribute_at(
 
 def replicate_own(module: nn.Module, mesh: DeviceMesh, source: int | None = 0) -> None:
     """Replicate the parameters and buffers of ``module`` itself that are still plain."""
-    for held, name, x in own_tensors(module):
+    for holder, name, x in own_tensors(module):
         if not isinstance(x, DTensor):
-            distribute_at(held, name, mesh, [Replicate()] * mesh.ndim, source)
+            distribute_at(holder, name, mesh, [Replicate()] * mesh.ndim, source)

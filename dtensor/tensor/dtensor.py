@@ -48,7 +48,7 @@ from .autograd import (
     to_full_tensor,
     to_local_recorded,
 )
-from .leaf_gradients import grad_placements_of as grad_placements_of  # of a leaf
+from .leaf_gradients import grad_placements_of as grad_placements_of  # placements of a leaf's gradient
 from .leaf_gradients import install_grad_hook, note_layout_change
 from .local_layout import layout_of_locals
 from .observers import expose_local, notify_local_read, observed
@@ -78,9 +78,9 @@ class DTensor(torch.Tensor):
 
     _local: Any
     _layout: Layout
-    _begins = 0  # elements before its first, in the memory of what it is a view of
+    _begins = 0  # storage offset in the memory of the base, in elements
     __slots__ = ("_layout", "_local")
-    __torch_function__ = disabled_torch_function  # the documented way to say none
+    __torch_function__ = disabled_torch_function  # the documented way to disable it
 
     def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
         raise DTensorError("make a DTensor with distribute_tensor(), DTensor.from_local() or dtensor.zeros(...)")
@@ -95,7 +95,7 @@ class DTensor(torch.Tensor):
         Torch's own code gets ``torch.strided``.
         """
         if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "torch":
-            return torch.strided  # type: ignore[return-value]  # it asks for the memory format, and looks it up in sets
+            return torch.strided  # type: ignore[return-value]  # torch reads the memory format, and looks it up in sets
         return self._layout
 
     @property
@@ -164,7 +164,7 @@ class DTensor(torch.Tensor):
             raise LayoutError(
                 "from_local takes this rank's plain tensor, got a DTensor; use x.redistribute(...) or x.to_local() first"
             )
-        plain = strided(local_tensor, "from_local").resolve_neg()  # below __torch_dispatch__ nobody would negate
+        plain = strided(local_tensor, "from_local").resolve_neg()  # below __torch_dispatch__ it is not negated
         local_tensor, comm = each_rank(plain), communicator_of(mesh)
         layout = layout_of_locals(local_tensor, mesh, placements, shape, stride, check=run_check)
         backward = grad_layout(layout, grad_placements)
@@ -191,14 +191,15 @@ class DTensor(torch.Tensor):
             notify_local_read(self)
         not_in_graph(self, "to_local()")
         users(self)
-        if not (self.requires_grad and _grad_enabled()) and forward_ad._current_level < 0:  # to transforms it is a constant
+        if not (self.requires_grad and _grad_enabled()) and forward_ad._current_level < 0:
+            # no gradient is recorded; for torch.func transforms it is a constant
             if grad_placements is not None:
-                grad_layout(self._layout, grad_placements)  # wrong placements raise all the same
-            # a tensor of its own: `requires_grad_` is not said of the DTensor's. (A recorder knows the piece by its identity.)
+                grad_layout(self._layout, grad_placements)  # wrong placements raise also without a gradient
+            # detach(): `requires_grad_` of the result must not change self._local. A recorder identifies it by identity.
             local = self._local if ACTIVE else self._local.detach()
             return handed_out(local) if type(local) is PerRank else local
-        made = to_local_recorded(self, self._layout, local_grad_layout(self, self._layout, grad_placements))
-        return as_one(made, PerRank) if type(made) is tuple else made
+        locals_ = to_local_recorded(self, self._layout, local_grad_layout(self, self._layout, grad_placements))
+        return as_one(locals_, PerRank) if type(locals_) is tuple else locals_
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the global value as a plain tensor on every rank, with memory of its own; differentiable.
@@ -324,11 +325,11 @@ class DTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        given = value if isinstance(value, DTensor) else laid_out_alike(value, self)
+        other = value if isinstance(value, DTensor) else laid_out_alike(value, self)
         root = self if self._base is None else self._base
-        root.__dict__["_left"] = True  # views of it, or it, no longer show the memory that autograd takes them to share
-        self._adopt_memory(given)
-        counted_together(self, given)
+        root.__dict__["_left"] = True  # the base and its views no longer share memory, as autograd assumes
+        self._adopt_memory(other)
+        counted_together(self, other)
 
     def _adopt_memory(self, other: DTensor) -> None:
         """Replace the memory and the shape by those of ``other``. The version counter and autograd's base stay."""
@@ -346,7 +347,7 @@ class DTensor(torch.Tensor):
         alias: DTensor | None = self.__dict__.get("_apart")
         if alias is None or alias._local is not self._local:
             alias = self.__dict__["_apart"] = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]  # torch's stub
-            alias.__dict__.pop(SHARED, None)  # it was detached, and has a counter of its own
+            alias.__dict__.pop(SHARED, None)  # a detached tensor has its own version counter
             counted_together(alias, self)
         return cast(DTensor, alias)
 
@@ -371,7 +372,7 @@ class DTensor(torch.Tensor):
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         return provided("shard_at")(self, index)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # named as in torch's code, not its stub
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's code names it so, its stub does not
         tail = ", requires_grad=True" if self.requires_grad else ""
         if self.grad_fn is not None:
             tail = f", grad_fn=<{type(self.grad_fn).__name__}>"
@@ -409,7 +410,7 @@ def _target_layout(layout: Layout, device_mesh: Any, placements: Sequence[Placem
 
 install(DTensor)
 wrap: Callable[[Any, Layout], DTensor] = wrap_local
-# Lists of DTensors have rules, so torch may take its `_foreach_` ways (clip_grad_norm_) with them as with plain tensors.
+# Foreach operators have rules, so torch may use them for DTensors (clip_grad_norm_, optimizers).
 _optimizer_types.append(DTensor)
 changed("torch.optim.optimizer._foreach_supported_types")
 _foreach_types.append(DTensor)

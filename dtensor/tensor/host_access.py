@@ -61,7 +61,7 @@ def format_text(self: Any, spec: str) -> str:
     if self.ndim == 0:
         return format(self.item(), spec)
     if spec:
-        raise TypeError("unsupported format string passed to Tensor.__format__")  # as torch raises it
+        raise TypeError("unsupported format string passed to Tensor.__format__")  # torch's own message
     return repr(self)
 
 

@@ -29,7 +29,7 @@ from ..redistribute import Plan, execute_many, plan
 from .autograd import grad_layout, is_recorded, laid, to_dtensor_grad
 from .observers import notify_gradient, observed
 
-BATCH_NBYTES = 25 << 20  # bytes of the largest blocks, which all ranks know
+BATCH_NBYTES = 25 << 20  # bytes of the largest local tensors, equal on all ranks
 
 
 def install_grad_hook(leaf: Any) -> None:
@@ -41,7 +41,11 @@ def install_grad_hook(leaf: Any) -> None:
     if "_grad_layout" in leaf.__dict__:
         return
     leaf_class: Any = type(leaf)
+<<<<<<< HEAD
     layout_cell: list[Any] = [leaf._layout]  # and the cached copies of it until now, see dispatch/redistribution_cache.py
+=======
+    layout_cell: list[Any] = [leaf._layout]  # then the redistribution cache of the leaf, see dispatch/cached_redistribute.py
+>>>>>>> w-tensor
 
     def to_leaf_layout(grad: Any) -> Any:
         layout = layout_cell[0]
@@ -51,10 +55,11 @@ def install_grad_hook(leaf: Any) -> None:
             return None
         if observed:
             notify_gradient(grad, layout_cell)
-        if (type(grad) is leaf_class and grad._layout is layout is grad_layout(layout, None)) or is_wrapped(grad):  # most often
+        has_layout = type(grad) is leaf_class and grad._layout is layout is grad_layout(layout, None)
+        if has_layout or is_wrapped(grad):
             return None
         placements, mesh = grad_layout(layout, None).placements, layout.mesh
-        if not hasattr(grad, "_layout"):  # what the user gave to backward()
+        if not hasattr(grad, "_layout"):  # the user passed it to backward()
             return to_dtensor_grad(grad, layout, placements)
         grad_layout_ = grad._layout
         if grad_layout_.mesh is not mesh and grad_layout_.mesh != mesh:  # the leaf was a number in a program on another mesh
@@ -63,7 +68,7 @@ def install_grad_hook(leaf: Any) -> None:
         redistributed = None if target is grad_layout_ else _redistribute_in_batch(grad, target)
         return _contiguous_copy(grad if redistributed is None else redistributed) if _needs_dense_copy(target) else redistributed
 
-    setattr(to_leaf_layout, "expects_none", True)  # noqa: B010  no attribute of functions that types know
+    setattr(to_leaf_layout, "expects_none", True)  # noqa: B010  types know no attributes of functions
     leaf.register_hook(to_leaf_layout)
     leaf.__dict__["_grad_layout"] = layout_cell
 
@@ -107,7 +112,7 @@ def _redistribute_in_batch(grad: Any, target: Layout) -> Any:
     if not steps.communicates or is_recorded(grad) or observed or graph_task() == -1 or under_way():
         return laid(grad, target.placements)
     batch = _current_batch()
-    return _wrap_arriving(batch.add(grad, steps), batch.shown, target, grad._local)
+    return _wrap_arriving(batch.add(grad, steps), batch.waiting, target, grad._local)
 
 
 def _wrap_arriving(pending: Pending[Any], waiting: list[weakref.ref[Any]], target: Layout, like: Any) -> Any:
@@ -131,65 +136,65 @@ class Departure(NamedTuple):
 class _GradBatch:
     """Gradients of one backward pass that are redistributed together."""
 
-    def __init__(self, task: int, before: _GradBatch | None) -> None:
-        self.task, self.before, self.nbytes = task, before, 0
+    def __init__(self, task: int, previous: _GradBatch | None) -> None:
+        self.task, self.previous, self.nbytes = task, previous, 0
         self.plans: list[Plan] = []
-        self.sent: list[tuple[Any, Any, list[int]]] = []  # with their locals and versions, as autograd gave them
-        self.moved: Pending[Any] | None = None
-        self.shown: list[weakref.ref[Any]] = []  # the gradients that wait for it
-        self.departure = Departure(autograd_node()) if listeners else None
+        self.entries: list[tuple[Any, Any, list[int]]] = []  # gradient, local tensor, version counters when it was added
+        self.pending: Pending[Any] | None = None
+        self.waiting: list[weakref.ref[Any]] = []  # the pending gradients of this batch
+        self.cause = Departure(autograd_node()) if listeners else None
 
     def add(self, grad: Any, steps: Plan) -> Pending[Any]:
         """Add a gradient to the batch. Return its pending local tensor."""
-        index, local = len(self.plans), grad._local  # once: a view that is computed may give another one each time
+        index, local = len(self.plans), grad._local  # read once: a lazy view may return another one each time
         self.plans.append(steps)
-        self.sent.append((grad, local, _version_counters(grad, local)))
+        self.entries.append((grad, local, _version_counters(grad, local)))
         self.nbytes += steps.src.max_local_nbytes
         if self.nbytes >= BATCH_NBYTES:
-            self.leave()
-        return Pending(lambda: self.arrived()[index])
+            self.start()
+        return Pending(lambda: self.wait()[index])
 
-    def leave(self) -> None:
+    def start(self) -> None:
         """Start the redistribution of the batch, and wait for the batch before it."""
-        if self.moved is not None:
+        if self.pending is not None:
             return
-        if any(_version_counters(grad, local) != versions for grad, local, versions in self.sent):
+        if any(_version_counters(grad, local) != versions for grad, local, versions in self.entries):
             raise DTensorError(
                 "the gradient of a leaf was written to in place before its reduction ended: a hook of another "
                 "tensor shares its memory; return a new tensor from that hook"
             )
-        grads, locals_ = [grad for grad, _, _ in self.sent], [local for _, local, _ in self.sent]
-        with nullcontext() if self.departure is None else CAUSES.entered(self.departure):
-            self.moved = unwritten(execute_many(self.plans, locals_), grads)
-        self.sent, before, self.before = [], self.before, None
-        if before is not None:
-            before.arrived()
+        grads, locals_ = [grad for grad, _, _ in self.entries], [local for _, local, _ in self.entries]
+        with nullcontext() if self.cause is None else CAUSES.entered(self.cause):
+            self.pending = unwritten(execute_many(self.plans, locals_), grads)
+        self.entries, previous, self.previous = [], self.previous, None
+        if previous is not None:
+            previous.wait()
 
-    def arrived(self) -> Any:
+    def wait(self) -> Any:
         """Return the redistributed local tensors, after they have arrived."""
-        self.leave()
-        assert self.moved is not None
-        return self.moved.wait()
+        self.start()
+        assert self.pending is not None
+        return self.pending.wait()
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Wait for the batch at the end of the backward pass, and turn its pending gradients into plain DTensors."""
-        self.arrived()
-        for ref in self.shown:
+        self.wait()
+        for ref in self.waiting:
             if (grad := ref()) is not None:
-                grad._local  # noqa: B018  it is no longer one that waits
-        self.shown.clear()
+                grad._local  # noqa: B018  a read turns it into a plain DTensor
+        self.waiting.clear()
 
 
-_CURRENT = threading.local()  # the batch that leaves next, of the pass that runs in this thread; weakly, as gradients have it
+_CURRENT = threading.local()  # .batch: weak reference to the next batch of this thread; its gradients keep it alive
 
 
 def _current_batch() -> _GradBatch:
     task, last = graph_task(), getattr(_CURRENT, "batch", lambda: None)()
-    if last is not None and last.task == task and last.moved is None:
+    if last is not None and last.task == task and last.pending is None:
         return cast(_GradBatch, last)
     batch = _GradBatch(task, last if last is not None and last.task == task else None)
     _CURRENT.batch = weakref.ref(batch)
-    engine.queue_callback(batch.end)
+    engine.queue_callback(batch.finish)
     return batch
 
 

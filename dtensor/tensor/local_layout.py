@@ -50,11 +50,15 @@ def layout_of_locals(
         except TypeError:
             key = None
         else:
-            if cached is not None:  # a piece of this shape fits what was asked for
+            if cached is not None:  # a local tensor of this shape fits these arguments
                 return cached
     locals_, is_in_process = shards_of(local), communicator_of(mesh).holds_all
     if isinstance(local, PerRank) and not (is_in_process and len(locals_) == len(mesh.members)):
-        problem = f"has {len(mesh.members)} ranks" if is_in_process else "does not live in this process: give its piece"
+        problem = (
+            f"has {len(mesh.members)} ranks"
+            if is_in_process
+            else "has its ranks in other processes: pass the local tensor of this rank"
+        )
         raise LayoutError(f"per_rank with {len(locals_)} tensors for {mesh!r}, which {problem}")
     shape = None if shape is None else sizes_of(shape, "from_local(shape=)")
     stride = None if stride is None else sizes_of(stride, "from_local(stride=)")
@@ -65,15 +69,15 @@ def layout_of_locals(
         normalized = normalize(placements, mesh.ndim, ndim)
     except PlacementError as error:
         if shape is None and (check or exchanges_sizes(mesh, placements)):
-            _gather_shapes(mesh, locals_, str(error))  # this rank's piece alone may lack the dim: the others wait for its sizes
+            _gather_shapes(mesh, locals_, str(error))  # only this rank may lack the dim, and the others wait for its sizes
         raise
     dtype = locals_[0].dtype
     if shape is not None:
         layout = Layout.of(mesh, normalized, shape, stride, dtype)
         if check and communicator_of(mesh).talks:
-            _check_all_shapes(
-                layout, _gather_shapes(mesh, locals_, str(layout.placements))[0], "the given shape makes"
-            )  # a rank must not leave before the exchange below
+            # raise on all ranks, not on one of them before _check_values exchanges
+            shapes, _ = _gather_shapes(mesh, locals_, str(layout.placements))
+            _check_all_shapes(layout, shapes, "the given shape makes")
         else:
             _check_own_shapes(layout, locals_)
             if key is not None:
@@ -144,7 +148,7 @@ def _layout_from_shapes(
     layout = Layout.from_splits(
         mesh, splits, partials, shape, stride_like(shape, stride) if by_order else stride, dtype, placements_of_size_one
     )
-    _check_all_shapes(layout, shapes, "the other ranks' pieces make")
+    _check_all_shapes(layout, shapes, "the local tensors of the other ranks make")
     return layout
 
 
@@ -191,7 +195,7 @@ def _gather_shapes(mesh: DeviceMesh, locals_: Sequence[torch.Tensor], descriptio
     """Return the shapes and the strides of the local tensors of all ranks, by position in the mesh as the current rank numbers
     it.
 
-    ``told`` must be equal on all ranks.
+    ``description`` must be equal on all ranks.
     """
     shape, stride = sizes(locals_[0].shape), sizes(locals_[0].stride())
     if is_traced(locals_[0]) and mesh.kind == "process_group":
@@ -238,7 +242,11 @@ class EqualLocalsCheck:
 
 
 def _split_of_dim(mesh: DeviceMesh, placements: tuple[Placement, ...], dim: int, shapes: Sequence[tuple[int, ...]]) -> Split:
-    """Return the split of one tensor dim, with sizes read along the mesh dims that shard it, at index 0 of the other mesh dims."""
+<<<<<<< HEAD
+    """Return the split of a tensor dim. Sizes are read along the mesh dims that shard it, at index 0 of other mesh dims."""
+=======
+    """Return the split of one tensor dim, with sizes read along the mesh dims that shard it, at index 0 of all others."""
+>>>>>>> w-tensor
     dim_placements = [Shard(0, None, p.level) if isinstance(p, Shard) and p.dim == dim else Replicate() for p in placements]
     mesh_dims = Layout.of(mesh, dim_placements, (mesh.size(),)).splits[0].mesh_dims  # type: ignore[union-attr]  # it is sharded
     mesh_strides = [1] * mesh.ndim
@@ -291,7 +299,7 @@ def _check_values(layout: Layout, locals_: Sequence[torch.Tensor]) -> None:
     else:
         facts = comm.all_gather_object(_describe_local(locals_[0]), mesh_dims)
     first: dict[tuple[int, ...], int] = {}
-    long_dims = [d for d in range(layout.ndim) if all(shape[d] > 1 for _, shape, _, _ in facts)]  # others may have any stride
+    long_dims = [d for d in range(layout.ndim) if all(shape[d] > 1 for _, shape, _, _ in facts)]  # other dims may have any stride
     for position, (kind, _, stride, digest) in enumerate(facts):
         member = members[position]
         for value, expected in (

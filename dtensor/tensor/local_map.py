@@ -88,9 +88,9 @@ class _Boundary:
         return wrapped
 
     def _check_count(self, count: int) -> None:
-        for name, given in (("in_placements", self.arguments), ("in_grad_placements", self.gradients)):
-            if given is not None and len(given) != count:
-                raise ContradictionError(f"local_map: {count} flattened arguments, but {name} has {len(given)} entries")
+        for name, entries in (("in_placements", self.arguments), ("in_grad_placements", self.gradients)):
+            if entries is not None and len(entries) != count:
+                raise ContradictionError(f"local_map: {count} flattened arguments, but {name} has {len(entries)} entries")
 
     def _local_of(self, i: int, value: Any, meshes: list[DeviceMesh], modules: contextlib.ExitStack) -> Any:
         """Return the value that the function gets for argument ``i``, and add its meshes to ``meshes``.

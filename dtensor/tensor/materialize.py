@@ -14,7 +14,7 @@ from .dtensor import DTensor
 from .stale_params import replacing
 
 M = TypeVar("M", bound=nn.Module)
-_INITIALIZERS = ("reset_parameters", "_reset_parameters")  # torch's own modules have one or the other
+_INITIALIZERS = ("reset_parameters", "_reset_parameters")  # torch's own modules have one of them
 
 
 def materialize(module: M, *, init: Callable[[nn.Module], object] | None = None, device: str | torch.device | None = None) -> M:
@@ -60,7 +60,7 @@ def materialize(module: M, *, init: Callable[[nn.Module], object] | None = None,
     if init is None:
         check_initialisers(module)
     old_places = [(holder, name, x) for submodule in module.modules() for holder, name, x in own_tensors(submodule)]
-    new_by_id: dict[int, tuple[Tensor, Any]] = {}  # by what stood there, which is kept so that no other takes its id
+    new_by_id: dict[int, tuple[Tensor, Any]] = {}  # id of the old tensor -> (old, new); the old one keeps its id in use
     device = torch.device(device) if device is not None else _default_device(module)
     with torch.no_grad(), replacing(module.modules(), "materialize"):
         for submodule in _modules_on_meta(module):
@@ -85,9 +85,9 @@ def check_values(modules: Sequence[nn.Module], places: set[tuple[int, str]]) -> 
         if parameter is not None and parameter.is_meta and (id(inner), name) in places
     ]
     if meta:
-        shown = ", ".join(meta[:8]) + (f", and {len(meta) - 8} more" if len(meta) > 8 else "")
+        listed = ", ".join(meta[:8]) + (f", and {len(meta) - 8} more" if len(meta) > 8 else "")
         raise DTensorError(
-            f"parameters are still on the meta device, without values: {shown}; initialize them first: "
+            f"parameters are still on the meta device, without values: {listed}; initialize them first: "
             "materialize(model), or model.to_empty(device=...) and your own initialization"
         )
 
@@ -108,12 +108,14 @@ def _modules_on_meta(module: nn.Module) -> list[nn.Module]:
 
 def check_initialisers(module: nn.Module) -> None:
     """Raise DTensorError, with their names, if tensors on meta have no module that initializes them, or two."""
-    names = {submodule: name for name, submodule in module.named_modules()}
+    module_names = {submodule: name for name, submodule in module.named_modules()}
     unset: list[str] = []
     class_names: dict[str, None] = {}
     names_by_id: dict[int, list[str]] = {}
     for submodule in _modules_on_meta(module):
-        meta_tensors = [(f"{names[submodule]}.{name}".lstrip("."), id(x)) for _, name, x in own_tensors(submodule) if x.is_meta]
+        meta_tensors = [
+            (f"{module_names[submodule]}.{name}".lstrip("."), id(x)) for _, name, x in own_tensors(submodule) if x.is_meta
+        ]
         if _find_initializer(submodule) is None:
             unset += [name for name, _ in meta_tensors]
             class_names |= {type(submodule).__name__: None} if meta_tensors else {}
@@ -123,8 +125,8 @@ def check_initialisers(module: nn.Module) -> None:
         "Give materialize(module, init=f) or shard_model(module, spec, init_fn=f), f(m) setting the tensors that m itself has"
     )
     if unset:
-        shown = ", ".join(unset[:8]) + (", ..." if len(unset) > 8 else "")
-        raise DTensorError(f"nothing initializes {shown}: {', '.join(class_names)} without reset_parameters(). {advice}")
+        listed = ", ".join(unset[:8]) + (", ..." if len(unset) > 8 else "")
+        raise DTensorError(f"nothing initializes {listed}: {', '.join(class_names)} without reset_parameters(). {advice}")
     for tied in names_by_id.values():
         if len(tied) > 1:
             raise DTensorError(
@@ -165,7 +167,7 @@ def _initialize(module: nn.Module, new_by_id: dict[int, tuple[Tensor, Any]]) -> 
 
 
 def _restore_layout(holder: dict[str, Any], name: str, original: DTensor) -> None:
-    """Distribute a plain tensor that ``init`` put in the place of the DTensor ``made``."""
+    """Distribute a plain tensor that ``init`` put in the place of the DTensor ``original``."""
     current = holder.get(name)
     if current is original or current is None or isinstance(current, DTensor):
         return
@@ -193,7 +195,7 @@ def _allocate_tensors(module: nn.Module, device: torch.device, new_by_id: dict[i
             value: Tensor = torch.empty_like(x, device=_storage_device(x, device))
             if isinstance(x, nn.Parameter):
                 value = nn.Parameter(value, requires_grad=x.requires_grad)
-            value.__dict__.update(x.__dict__ | value.__dict__)  # marks of those who distributed it
+            value.__dict__.update(x.__dict__ | value.__dict__)  # attributes that functions which distributed it have set
             new_by_id[id(x)] = x, value
         holder[name] = new_by_id[id(x)][1]
     weight_names = module.__dict__.get("_flat_weights_names")

@@ -22,15 +22,15 @@ def format_local_tensors(x: Any) -> str:
     mesh, placements = x._layout.mesh, x._layout.placements
     if mesh.kind == "dry_run":
         return ""
-    here = mesh.ranks if communicator_of(mesh).holds_all else [mesh.get_rank()]  # which may be outside of the mesh
-    coordinates = mesh.coordinates if len(here) > 1 else [()]
+    local_ranks = mesh.ranks if communicator_of(mesh).holds_all else [mesh.get_rank()]  # this rank may be outside the mesh
+    coordinates = mesh.coordinates if len(local_ranks) > 1 else [()]
     split = [dim for dim, placement in enumerate(placements) if placement != Replicate()]  # sharded or partial
     blocks: dict[tuple[Any, ...], list[int]] = {}  # (coordinate over these mesh dims, text) -> ranks
     with below_transforms():
-        for rank, at, shard in zip(here, coordinates, shards_of(x._local), strict=True):
-            blocks.setdefault((*(at[dim : dim + 1] for dim in split), _tensor_text(shard)), []).append(rank)
+        for rank, coordinate, shard in zip(local_ranks, coordinates, shards_of(x._local), strict=True):
+            blocks.setdefault((*(coordinate[dim : dim + 1] for dim in split), _tensor_text(shard)), []).append(rank)
     lines = ["\n" + _add_label(ranks, text) for (*_, text), ranks in blocks.items()]
-    summary = next((line for line in lines if "..." in line), None)  # torch leaves elements out
+    summary = next((line for line in lines if "..." in line), None)  # torch omits elements
     return "".join(lines) if summary is None else f"{summary}\n  shapes: {_format_shapes(x._layout)}"
 
 
@@ -39,7 +39,7 @@ def _format_shapes(layout: Layout) -> str:
     ranks: dict[tuple[int, ...], list[int]] = {}
     for rank, coordinate in zip(layout.mesh.ranks, layout.mesh.coordinates, strict=True):
         ranks.setdefault(tuple(layout.local_shape(coordinate)), []).append(rank)
-    return ", ".join(f"{_format_ranks(held)} {list(shape)}" for shape, held in ranks.items())
+    return ", ".join(f"{_format_ranks(shape_ranks)} {list(shape)}" for shape, shape_ranks in ranks.items())
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:

@@ -44,7 +44,7 @@ def redistribute_many(
     >>> [y.placements for y in ys], comm.get_total_counts()
     ([(Replicate(),), (Replicate(),)], 1)
     """
-    tensors = [None] if isinstance(tensors, torch.Tensor) else list(tensors)  # not its rows
+    tensors = [None] if isinstance(tensors, torch.Tensor) else list(tensors)  # list() would return its rows
     if not all(isinstance(x, DTensor) for x in tensors):
         raise LayoutError(
             "redistribute_many takes a list of DTensors; make them with distribute_tensor() or DTensor.from_local()"
@@ -82,10 +82,10 @@ class RedistributeMany(torch.autograd.Function):
         pending_values = execute_many(plans, [x._local for x in xs])
 
         def own_memory(values: list[Any]) -> list[Any]:
-            # memory of its own, as for one tensor: see Redistribute
+            # each result has memory of its own, as in Redistribute
             return [
-                value if moves.communicates else apart(value, memory_of(x._local))
-                for value, moves, x in zip(values, plans, xs, strict=True)
+                value if steps.communicates else apart(value, memory_of(x._local))
+                for value, steps, x in zip(values, plans, xs, strict=True)
             ]
 
         if not async_op:

@@ -19,9 +19,8 @@ from ..watchdog.flight_recorder import fingerprint
 from ..watchdog.levels import Level
 from .dtensor import DTensor
 
-ReplicaChecksums = dict[
-    tuple[DeviceMesh, tuple[int, ...]], dict[str, int]
-]  # checksums by name, by mesh and the mesh dims of the copies
+ReplicaChecksums = dict[tuple[DeviceMesh, tuple[int, ...]], dict[str, int]]
+"""(mesh, mesh dims along which there are copies) -> name -> checksum"""
 
 
 class _StepHook:
@@ -92,7 +91,7 @@ def _replica_checksums(optimizer: Optimizer) -> ReplicaChecksums:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             checksums.setdefault((mesh, dims), {})[name] = local_checksum(local)
     for mesh, dims in list(checksums):
-        if mesh._root.seeded.issuperset(mesh.group_id(dims)):  # a draw has made them the same
+        if mesh._root.seeded.issuperset(mesh.group_id(dims)):  # a random operator has synchronized the seed
             state = state_now(default_generator(torch.device(mesh.device_type)))
             checksums[mesh, dims]["the state of the default generator"] = fingerprint(state.numpy().tobytes())
     return checksums

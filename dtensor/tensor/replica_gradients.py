@@ -40,7 +40,7 @@ class _BackwardPass(threading.local):
 
 
 _PASS = _BackwardPass()
-_PASSES: Bounded[tuple[LocalUse, int], int] = Bounded(4096, "replica_gradients.passes")  # by use and its count in a pass
+_PASSES: Bounded[tuple[LocalUse, int], int] = Bounded(4096, "replica_gradients.passes")  # (use, count in its pass) -> passes
 
 
 def find_use(layout: Layout) -> LocalUse | None:
@@ -66,7 +66,7 @@ def compare_replicas(layout: Layout, grads: Sequence[torch.Tensor], use: LocalUs
         LayoutError: ranks along a replicated mesh dim have different gradients; on all ranks of the mesh.
     """
     dims = _replicated_dims(layout)
-    if not dims or is_legacy_batched(grads[0]):  # the old vmap would have to compare each of a batch
+    if not dims or is_legacy_batched(grads[0]):  # under the old vmap each element of a batch would be compared
         return
     if len(grads) > 1:
         for members in {layout.mesh.members_of(dims, member) for member in layout.mesh.members}:

@@ -47,7 +47,7 @@ class Attributes:
     """
 
     by_name: dict[str, Any]
-    grad_dtype: tuple[torch.dtype | None, ...]  # none or one
+    grad_dtype: tuple[torch.dtype | None, ...]  # empty or one element
 
     @staticmethod
     def of(x: Tensor) -> Attributes:
@@ -56,22 +56,22 @@ class Attributes:
         return Attributes(user_attributes(x), (x.grad_dtype,) if changed_dtype else ())
 
     def set_on(self, replacement: Tensor) -> None:
-        """Set the attributes on the tensor that replaces ``x``, unless it has them."""
+        """Set the attributes on the replacement, unless it has them."""
         for name, value in self.by_name.items():
             replacement.__dict__.setdefault(name, value)
         if self.grad_dtype:
             replacement.grad_dtype = self.grad_dtype[0]
 
 
-_REPLACEMENTS: Any = WeakTensorKeyDictionary()  # parameters as they were -> Replacement
-_CHECKED: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()  # what an optimizer was last checked for
-_replacement_count = [0]  # replacements so far; with the first, optimizers are asked
+_REPLACEMENTS: Any = WeakTensorKeyDictionary()  # old parameter -> Replacement
+_CHECKED: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()  # optimizer -> its state at the last check
+_replacement_count = [0]  # from the first replacement on, optimizers are checked
 
 
 def replacement_of(parameter: Tensor) -> Replacement | None:
     """Return the record of the replacement of ``parameter``; None if it was not replaced."""
-    found: Replacement | None = _REPLACEMENTS.get(parameter)
-    return found
+    replacement: Replacement | None = _REPLACEMENTS.get(parameter)
+    return replacement
 
 
 def note_replaced(parameter: Tensor, by: str, what: Any = None) -> None:
@@ -123,7 +123,7 @@ def replacing(modules: Iterable[nn.Module], by: str) -> Iterator[None]:
             note_replaced(parameter, by)
             for module, name in param_places:
                 module._parameters[name] = replacement
-    del shared_params  # until now: a parameter that is gone could not be told from what took its places
+    del shared_params  # kept until here, to compare them with their replacements
 
 
 def _param_at(place: ParamPlace) -> Any:
@@ -138,7 +138,7 @@ def not_alone(module: nn.Module, name: str, by: str, was: Replacement | None) ->
     """
     advice = ", or on both: fully_shard([first, second])" if by == "fully_shard" else ""
     remedy, subject = f"call {by} on a module that contains both{advice}", f"{name!r} of this {type(module).__name__}"
-    if was is None:  # it is what took the place: of this very module
+    if was is None:  # the parameter is a replacement, in this module
         return (
             f"{subject} belongs to a data-parallel unit already. If that is a unit around this module, wrap "
             f"inner modules first: call {by} on this one, then on that. If this module is a part of two "

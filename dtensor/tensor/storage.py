@@ -15,8 +15,8 @@ import torch
 from ..base.torch_internals import FakeTensor
 from ..errors import DTensorError, UnsupportedOperationError
 
-_STORAGE = "_memory"  # one for as long as the tensor lives: programs compare storages to see who shares memory
-_STORAGES_BY_OFFSET = "_beginning_at"  # of a storage that stands for memory to come: those of what begins within it
+_STORAGE = "_memory"  # attribute of a DTensor: its storage, one for its lifetime, since programs compare storages to find aliases
+_STORAGES_BY_OFFSET = "_beginning_at"  # attribute of a fake storage: the hidden storages of local tensors in it, by offset
 
 
 class HiddenStorage(torch.UntypedStorage):
@@ -51,15 +51,15 @@ def storage_of(x: Any) -> torch.UntypedStorage:
 
     While a program is traced: torch's own storage, which is not read; for an argument, the storage that shows its aliases.
     """
-    own, argument = torch.Tensor.untyped_storage(x), _traced_storage(x)
+    torch_storage, argument = torch.Tensor.untyped_storage(x), _traced_storage(x)
     if argument is not None:
         return argument
-    if not isinstance(own.nbytes(), int) or own.device.type == "meta":
-        return own
+    if not isinstance(torch_storage.nbytes(), int) or torch_storage.device.type == "meta":
+        return torch_storage
     hidden: HiddenStorage | None = x.__dict__.get(_STORAGE)
-    if hidden is None or hidden.nbytes() != own.nbytes():
-        hidden = x.__dict__[_STORAGE] = HiddenStorage(own.nbytes(), device="meta")
-        hidden.device = own.device
+    if hidden is None or hidden.nbytes() != torch_storage.nbytes():
+        hidden = x.__dict__[_STORAGE] = HiddenStorage(torch_storage.nbytes(), device="meta")
+        hidden.device = torch_storage.device
     return hidden
 
 

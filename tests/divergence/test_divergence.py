@@ -56,7 +56,8 @@ def check(judge: Judge, name: str) -> None:
         "random/drawn before, all to all/all to all of others, sharded/inside backward/sums, sum_then_large_sum/item, "
         "sharded/before optimizer/sums, nothing/destroyed, caught/embedding, caught/out of memory to send, meta/local tensors, "
         "own calls/all_to_all of one, own calls/async all_reduce of one, own calls/barrier of all but one, "
-        "hostile/an expert left out, hostile/a checkpoint not saved, hostile/another number of no dims, hostile/another tensor of one element, "
+        "hostile/an expert left out, hostile/a checkpoint not saved, hostile/another number of no dims, "
+        "hostile/another tensor of one element, "
         "units/other divisors of gradients, units/causal context, states/in the background, states/saves where others load, "
         "states/another folder that is there, around/another way to draw",
     ),

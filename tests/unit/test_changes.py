@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import dtensor
+from dtensor.interop.dynamo import INLINED_MODULES
 from dtensor.interop.patch_catalog import CHANGES
 
 LOOK = """
@@ -130,3 +132,8 @@ def test_torch_is_as_it_was_but_for_the_list(stage: str, found_after: dict[str, 
 def test_every_change_says_why_and_how_it_is_undone() -> None:
     assert all(change.why and change.undone and change.since.startswith("2.") for change in CHANGES)
     assert len({change.where for change in CHANGES}) == len(CHANGES)
+
+
+def test_modules_that_dynamo_inlines_exist() -> None:
+    package = Path(dtensor.__file__).parent
+    assert not [name for name in sorted(INLINED_MODULES) if not (package / f"{name}.py").is_file()]

@@ -12,14 +12,12 @@ from ...base.caches import remembered
 from ...layout.layout import Layout
 from ...layout.splits import Split
 
-DimSplits = tuple[Split | None, ...]  # how the dims that are folded are cut
+DimSplits = tuple[Split | None, ...]  # the splits of the dims that are flattened
 
 
 @remembered(4096)
 def merged_layout(layout: Layout, at: int, sizes: tuple[int, ...], dim_splits: DimSplits) -> tuple[Layout, Layout]:
-    """Return a stack's layout with the dims to flatten split by ``cuts``, and the layout of the flattened tensor in the order of
-    ranks.
-    """
+    """Return the layout of a stack with its flattened dims split by ``dim_splits``, and that of the flattened tensor."""
     split_layout, end = _with_splits(layout, at, dim_splits), at + len(sizes)
     splits = [*split_layout.splits[:at], _merge_splits(sizes, dim_splits), *split_layout.splits[end:]]
     shape = [*split_layout.shape[:at], math.prod(sizes), *split_layout.shape[end:]]
@@ -40,10 +38,9 @@ def stack_layout(layout: Layout, dim: int, sizes: tuple[int, ...], dim_splits: D
 
 @remembered(4096)
 def find_stack_shape(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the shape of an intermediate view with local views of all dims of ``shape`` but one, which is flattened from
-    several.
+    """Return the shape of an intermediate local view, of which one dim of ``shape`` is flattened.
 
-    Returns None if there is no such shape, or if ``layout`` has it.
+    The other dims of ``shape`` are dims of the intermediate view. Returns None if there is none, or if ``layout`` has its shape.
 
     >>> import dtensor as dt
     >>> x = dt.zeros(6, 8, 4, 5, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(1)])
@@ -52,7 +49,7 @@ def find_stack_shape(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...] 
     """
     if 0 in layout.shape:
         return None
-    ends = [*accumulate(layout.shape, operator.mul)]  # of dims, counted in slices
+    ends = [*accumulate(layout.shape, operator.mul)]  # products of the sizes up to each dim
     shard_starts = [end // size for end, size, split in zip(ends, layout.shape, layout.splits, strict=True) if split is not None]
     stack_shape: list[int] = []
     flattened_count = 0
@@ -62,7 +59,7 @@ def find_stack_shape(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...] 
             stack_shape.append(size)
             continue
         flattened_count += 1
-        parts = [*pairwise([begin, *sorted({each for each in ends if begin < each < end}), end])]
+        parts = [*pairwise([begin, *sorted({end_ for end_ in ends if begin < end_ < end}), end])]
         if any(after % before for before, after in parts):
             return None
         stack_shape += [after // before for before, after in parts]
@@ -103,7 +100,7 @@ def _merge_splits(sizes: tuple[int, ...], dim_splits: DimSplits) -> Split:
 
 
 def _with_splits(layout: Layout, at: int, dim_splits: DimSplits) -> Layout:
-    """Return ``layout`` with dims ``at``, ... split by ``cuts``, and no other dim sharded over the same mesh dims."""
+    """Return ``layout`` with dims ``at``, ... split by ``dim_splits``, and no other dim sharded over the same mesh dims."""
     used_mesh_dims = set(_mesh_dims_of(dim_splits))
     splits = [None if split is not None and used_mesh_dims.intersection(split.mesh_dims) else split for split in layout.splits]
     splits[at : at + len(dim_splits)] = dim_splits

@@ -129,7 +129,7 @@ def _is_cheaper_to_read(x: Any, flattened: _Flattened | None, dim: int | None, l
 
 # --- cached calls: flatten shards, run the operator, unflatten its result ----------------------------------------------------
 class _CachedCall(NamedTuple):
-    """How to run a call again.
+    """Steps to run a call again.
 
     Attributes:
         blocks: for each flattened argument the first and the last dim to flatten, and the layout of the flattened shards.
@@ -265,7 +265,7 @@ def _find_flattened(x: Any) -> _Flattened | None:
         return _Flattened(base, at, base_shape[at : at + 1 + len(base_shape) - len(shape)], (), at)
     inner = _find_flattened(base)
     dim = None if inner is None else _map_dim(origin.plan, inner.dim, x._place)
-    if inner is None or dim is None or shape[dim] != base_shape[inner.dim]:  # a part of it
+    if inner is None or dim is None or shape[dim] != base_shape[inner.dim]:  # a part of the flattened dim
         return None
     return _Flattened(inner.stack, inner.at, inner.sizes, (*inner.after, (origin, x._place)), dim)
 
@@ -279,7 +279,7 @@ def _map_dim(plan: Plan, dim: int, place: int) -> int | None:
 
 
 # --- dependence on the order along the dim ---------------------------------------------------------------------------------
-FlattenedDims = tuple[tuple[int | None, ...], tuple[int | None, ...]]  # the folded dim of each operand, and of each result
+FlattenedDims = tuple[tuple[int | None, ...], tuple[int | None, ...]]  # the flattened dim of each operand, and of each result
 _FLATTENED_DIMS: Bounded[Any, FlattenedDims | None] = Bounded(4096, "folded.places")
 
 
@@ -302,10 +302,10 @@ def _find_dims(
     meshes = tuple(meshes_of(bound.values()))
     if len(meshes) > 1 or rule is None or operator.facts.per_element or rule.measured:
         return None
-    if rule.answer or rule.decompose or rule.local_args:  # which may ask where a block begins
+    if rule.answer or rule.decompose or rule.local_args:  # these may use the offset of a shard
         return None
     call, slots = make_call(operator, meshes[0], laid_out(operator, bound, meshes[0]))
-    if rule.writes is not None and rule.writes(call):  # to what others have, not to blocks made for this call
+    if rule.writes is not None and rule.writes(call):  # writes must reach the operand, not a tensor that is made for this call
         return None
     try:
         metas = rule.metas(call) if rule.metas is not None else results_of(operator, rule, call)
@@ -332,7 +332,7 @@ def _find_dims(
     ):
         return None
     for tensor in (*operands, *factors.results):
-        if [each for each in tensor if name[0] in each] not in ([], [name]):  # a part of a dim, or of several
+        if [each for each in tensor if name[0] in each] not in ([], [name]):  # the factor is part of a dim, or of several dims
             return None
     return tuple(alone(operand, name) for operand in operands), tuple(alone(result, name) for result in factors.results)
 
@@ -363,7 +363,8 @@ def _unflatten_result(x: DTensor, dim: int, sizes: tuple[int, ...], cuts: DimSpl
 
     stack_tensor = wrap(communicator_of(flat_layout.mesh).map(unflatten_shard, _redistribute_local(x, flat_layout)), stack)
     result = cast(DTensor, dispatch(DTensor, _aten.view.default, (), (stack_tensor, list(x.shape))))
-    stack_tensor.__dict__["_counted"] = weakref.ref(result)  # which user code has, as views of it; weakly, since it has the stack
+    # user code holds the result or its views; the reference is weak because the result holds the stack
+    stack_tensor.__dict__["_counted"] = weakref.ref(result)
     return result
 
 

@@ -71,7 +71,7 @@ def _find_parts(
     for origin, place in links:
         view = origin.operator.func(view, *origin.args[1:], **origin.kwargs)
         view = view[place] if isinstance(view, (list, tuple)) else view
-        if view.dtype is not layout.dtype:  # complex numbers may be seen mirrored
+        if view.dtype is not layout.dtype:  # complex numbers may be conjugated lazily
             return ()
     picked = operator.func(view, *static_args, **kwargs)
     parts = [_find_part(base, each) for each in listed(picked)]
@@ -79,7 +79,7 @@ def _find_parts(
 
 
 def _find_part(base: torch.Tensor, part_view: torch.Tensor) -> _BasePart | None:
-    """Return the position of ``picked``, a view of ``whole``, in it; None if it is no view of a slice."""
+    """Return the position of ``part_view``, a view of ``base``, in it; None if it is no view of a slice."""
     if not part_view.numel() or not base.is_contiguous():
         return None
     strides = part_view.stride()
@@ -94,7 +94,7 @@ def _find_part(base: torch.Tensor, part_view: torch.Tensor) -> _BasePart | None:
         result = _BasePart(dim, start, start + count, shape, inverse)
         try:
             candidate = base.narrow(dim, start, count).view(shape).permute(inverse)
-        except RuntimeError:  # its dims are apart in memory
+        except RuntimeError:  # dims of the shape are not contiguous in the slice
             continue
         if (candidate.stride(), candidate.storage_offset()) == (part_view.stride(), part_view.storage_offset()):
             return result
@@ -111,7 +111,7 @@ def _make_part_view(base: DTensor, part: _BasePart, counted: Any) -> Any:
     """Return the part as a view of the base. ``counted``: the tensor with the version counter of the base."""
     view = _slice_base(base, part)
     for func, dims in (_VIEW, part.shape), (_PERMUTE, part.order):
-        if dims != tuple(range(len(dims))):  # else it is in that order
+        if dims != tuple(range(len(dims))):  # a permutation may be the identity
             view.__dict__.setdefault("_counted", counted)
             view = dispatch(DTensor, func, (), (view, list(dims)), {}) if type(view) is DTensor else func(view, list(dims))
     return view

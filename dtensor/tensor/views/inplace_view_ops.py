@@ -21,6 +21,17 @@ from ...errors import UnsupportedOperationError
 from ..dtensor import DTensor, wrap
 from .lazy_view import RemoteView, copy_view
 
+<<<<<<< HEAD
+=======
+_OF_MEMORY = (
+    "_apart",
+    "_counted",
+    "_forms",
+    "_grad_layout",
+    "_left",
+    "_parts",
+)  # instance attributes that describe the memory, not the object
+>>>>>>> w-tensor
 _INPLACE_METHODS = ("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_")
 
 
@@ -33,7 +44,7 @@ def _make_method(name: str) -> Callable[..., Any]:
             raise _make_error(self, name, args, kwargs)
         if not _may_become_a_view(self):
             return write(self, *args, **kwargs)
-        with torch.enable_grad():  # also where nothing is recorded: it may get a history later
+        with torch.enable_grad():  # also under no_grad(): the tensor may get a history later
             result = view(self, *args, **kwargs)
         _become_view(self, result)
         torch.autograd.graph.increment_version(self)  # a backward pass that saved it raises, as in plain torch
@@ -62,15 +73,19 @@ def _make_error(x: DTensor, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     arguments = ", ".join([*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())])
     instead = f"{name.removesuffix('_')}({arguments})"
     cause, remedy = ("retains its", f"x = x.{instead}") if x.retains_grad else ("requires", f"x.data = x.data.{instead}")
-    where = "" if x.retains_grad else " under no_grad()"
+    context = "" if x.retains_grad else " under no_grad()"
     return UnsupportedOperationError(
-        f"x.{name}({arguments}) of a DTensor that {cause} grad{where} is not supported: earlier views of it "
+        f"x.{name}({arguments}) of a DTensor that {cause} grad{context} is not supported: earlier views of it "
         f"would get gradients of other elements; write `{remedy}`"
     )
 
 
 def _become_view(x: DTensor, view: DTensor) -> None:
+<<<<<<< HEAD
     """Make ``x`` ``view``, a view of its memory.
+=======
+    """Make ``x`` the tensor ``view``, a view of its memory.
+>>>>>>> w-tensor
 
     The old tensor moves to the other Python object, with all views of it.
     """

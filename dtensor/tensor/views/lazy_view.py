@@ -41,10 +41,8 @@ from ..copies import dense_copy
 from ..dtensor import DTensor, wrap
 from .flattened_layouts import find_stack_shape
 
-_make: Any = make_wrapper_subclass  # the documented way to build wrapper subclasses
-_DISPATCH_VIEW: Callable[
-    [Any, tuple[Any, ...], dict[str, Any]], Any
-]  # what operations do on such views, installed by write_through.py
+_make: Any = make_wrapper_subclass  # the documented function for wrapper subclasses
+_DISPATCH_VIEW: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]  # set by the package root
 
 
 def install_operations(operate: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
@@ -87,7 +85,7 @@ class Origin:
         """Return the base with the memory and the layout that it had when the view was made."""
         viewed, memory = self.viewed, self.memory
         if self.layout is viewed._layout:
-            if type(memory) is _LocalRef and type(viewed) is DTensor:  # most often
+            if type(memory) is _LocalRef and type(viewed) is DTensor:  # the usual case
                 if memory.local is viewed._local:
                     return viewed
             elif memory == _memory_of(viewed):
@@ -102,11 +100,11 @@ class Origin:
     def current_versions(self) -> tuple[int, ...] | None:
         """Return the version counts of the base and of the bases of lazy bases; None if writes are not counted."""
         counted = counting(self.viewed)
-        own = None if counted is None else versions_of(counted)
-        if own is None or isinstance(self.memory, _LocalRef):
-            return own
-        rest = self.memory[0].current_versions()
-        return None if rest is None else (*own, *rest)
+        counts = None if counted is None else versions_of(counted)
+        if counts is None or isinstance(self.memory, _LocalRef):
+            return counts
+        more_counts = self.memory[0].current_versions()
+        return None if more_counts is None else (*counts, *more_counts)
 
     def get_results(self) -> list[DTensor]:
         """Return the results of the operation for the present values of the base.
@@ -125,7 +123,7 @@ class Origin:
         except REFUSED:
             if not is_local(self.plan):
                 raise
-            return self.run_on(dense_copy(base))  # blocks whose strides do not allow the view that the global strides do
+            return self.run_on(dense_copy(base))  # the strides of a shard do not allow the view
 
     def run_on(self, base: DTensor) -> list[DTensor]:
         """Run the operation on ``base``, which has the layout of the plan. Return a list of the results."""
@@ -133,7 +131,7 @@ class Origin:
         if self.runner is None:
             program = bind_program(self.plan, self.operator, (base, *static_args), self.kwargs, after=())
             self.runner = runner_of(program, self.operator)
-        local = _resolve_conj(base._local)  # views of empty blocks are copies, which carry a conjugation out: ranks would differ
+        local = _resolve_conj(base._local)  # views of empty shards are copies, which are conjugated: ranks would differ
         result = self.runner((base, *static_args), self.kwargs, [local, *static_args], dict(self.kwargs))
         return list(result) if isinstance(result, (list, tuple)) else [result]
 
@@ -172,14 +170,14 @@ def _flatten_view(view: RemoteView) -> tuple[list[str], tuple[Any, ...]]:
     return ["_root"], (view._layout, MODES.explicit, MODES.implicit_replication, root._layout, view_calls)
 
 
-def _unflatten_view(pieces: dict[str, torch.Tensor], constants: tuple[Any, ...], size: Any, stride: Any) -> Any:
-    """Return the view of the base with the local tensor ``pieces["_root"]``."""
-    view = wrap(pieces["_root"], constants[3])
+def _unflatten_view(inner_tensors: dict[str, torch.Tensor], constants: tuple[Any, ...], size: Any, stride: Any) -> Any:
+    """Return the view of the base with the local tensor ``inner_tensors["_root"]``."""
+    view = wrap(inner_tensors["_root"], constants[3])
     view.__dict__["_counted"] = _UNCOUNTED  # other tensors may share this memory: the view is computed at each read
-    for func, others, options, place in constants[4]:
-        operator, args, kwargs = operator_of(func), (view, *others), dict(options)
-        made = make_views(Origin(view, operator, args, kwargs, plan_of(operator, args, kwargs)))
-        view = made[place] if isinstance(made, list) else made
+    for func, static_args, options, place in constants[4]:
+        operator, args, kwargs = operator_of(func), (view, *static_args), dict(options)
+        views = make_views(Origin(view, operator, args, kwargs, plan_of(operator, args, kwargs)))
+        view = views[place] if isinstance(views, list) else views
     return view
 
 
@@ -234,7 +232,7 @@ def make_view_runners(plan: Plan, operator: Operator) -> tuple[Runner | None, Ru
 
     The first is None if local results are views of local tensors. The second is None for operators that accept all strides.
     """
-    if plan.how in ("answer", "decompose") or not plan.results:  # without results the operator itself says what is wrong
+    if plan.how in ("answer", "decompose") or not plan.results:  # without results the operator raises
         return None, None
     if operator.reshapes:
         return _make_inplace_runner(operator.out_of_place), None
@@ -255,7 +253,7 @@ def make_lazy_runner(operator: Operator, plan: Plan) -> Runner:
     def run(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         if stack_shape is not None and type(args[0]) is DTensor:
             return _view_through_stack(args[0], operator, stack_shape, args[1])
-        static_args = (args[0], *settled(args[1:]))  # a compiled program that is given the view makes it again
+        static_args = (args[0], *settled(args[1:]))  # a compiled program with the view as an input makes it again
         views = make_views(Origin(args[0], operator, static_args, settled(kwargs) if kwargs else kwargs, plan))
         if aliases_unseen(operator):
             share_versions(views, args[0])
@@ -265,7 +263,7 @@ def make_lazy_runner(operator: Operator, plan: Plan) -> Runner:
 
 
 def _view_through_stack(x: DTensor, operator: Operator, stack_shape: tuple[int, ...], shape: Any) -> Any:
-    """Return a view in two steps: a local view of shape ``between``, and a lazy view of that.
+    """Return a view in two steps: a local view of shape ``stack_shape``, and a lazy view of that.
 
     Only the dim that is flattened of several remains lazy; see ``flattened_sharded_dims.py``.
     """
@@ -353,13 +351,17 @@ def make_views(origin: Origin) -> Any:
     if isinstance(layouts, Layout):
         view = _make_view(origin, layouts, 0)
         if origin.operator.func is _UNSAFE_VIEW and (counted := counting(origin.viewed)) is not None:
-            counted_together(view, counted)  # the same memory, which autograd counts apart
+            counted_together(view, counted)  # autograd has another version counter for this memory
         return view
     return [_make_view(origin, layout, place) for place, layout in enumerate(layouts)]
 
 
 def trace_to_base(view: RemoteView) -> tuple[DTensor, list[tuple[Origin, int]]]:
-    """Return the first base that is no lazy view, and the operations from there to ``view``, each with the index of its result."""
+<<<<<<< HEAD
+    """Return the first base that is no lazy view, and the operations from it to ``view``, each with the index of its result."""
+=======
+    """Return the first base that is no lazy view, and the operations from there to ``view``, with the indices of results."""
+>>>>>>> w-tensor
     links: list[tuple[Origin, int]] = []
     x: DTensor = view
     while isinstance(x, RemoteView):

@@ -34,28 +34,25 @@ from .lazy_view import Origin, RemoteView, changes_values, copy_view, is_local, 
 
 _aten = torch.ops.aten
 
-Writer = Callable[[DTensor, Callable[[Any], Any]], Any]  # writes to the first argument; the second shapes a value like it
-Region = tuple[DTensor, tuple[int, ...]]  # and which of its dims the view has; the others have one element
+Writer = Callable[[DTensor, Callable[[Any], Any]], Any]  # writes to the first argument; the second gives a value its shape
+Region = tuple[DTensor, tuple[int, ...]]  # a slice, and the dims of it that the view has; the others have one element
 
 
 def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation with lazy views: ``__torch_dispatch__`` of :class:`RemoteView`."""
     operator = operator_of(func)
-    if operator.is_view:  # which is for one size, as what it is a view of
+    if operator.is_view:  # views are made for one size
         args, kwargs = (args[0], *settled(args[1:])), settled(kwargs)
-    written_views = (
-        [x for name in operator.mutated for x in _lazy_views_in(operator.bind(args, kwargs).get(name))]
-        if operator.mutated
-        else []
-    )
-    if (
-        written_views and operator.reshapes and plan_of(operator, args, kwargs).how != "decompose"
-    ):  # t_: the view is seen in another way
+    written_views = []
+    if operator.mutated:
+        bound = operator.bind(args, kwargs)
+        written_views = [x for name in operator.mutated for x in _lazy_views_in(bound.get(name))]
+    if written_views and operator.reshapes and plan_of(operator, args, kwargs).how != "decompose":
+        # t_: the view gets another shape
         args[0]._adopt_memory(operate(operator.out_of_place, (copy_view(args[0]), *args[1:]), kwargs))
         return args[0]
-    if written_views and all(
-        view._origin.pinned for view in written_views
-    ):  # a part of a write in progress, on the value that will arrive
+    if written_views and all(view._origin.pinned for view in written_views):
+        # inside a write: this is the value, which is written back later
         return dispatch(DTensor, func, (), args, kwargs)
     if written_views and under_way() and is_argument(written_views[0]._root):
         raise UnsupportedOperationError(
@@ -66,12 +63,9 @@ def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if operator.facts.per_element and in_one_memory(operator, args, kwargs):
             return in_turn(operator, args, kwargs)
         with NESTED:
-            elementwise = _is_elementwise_write(operator, args, kwargs)
-            return (
-                _write_elementwise(operator, args, kwargs)
-                if elementwise
-                else _write_through_value(operator, args, kwargs, written_views)
-            )
+            if _is_elementwise_write(operator, args, kwargs):
+                return _write_elementwise(operator, args, kwargs)
+            return _write_through_value(operator, args, kwargs, written_views)
     result = run_on_stack(operator, args, kwargs)
     if result is NotImplemented:
         result = slice_of_base(operator, args, kwargs)
@@ -82,7 +76,7 @@ def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             with torch.inference_mode(False):  # as in dispatch
                 return operate(func, args, kwargs)
         plan = plan_of(operator, args, kwargs)
-        if plan.how not in ("answer", "decompose") and plan.results:  # without, the operator itself says what is wrong
+        if plan.how not in ("answer", "decompose") and plan.results:  # without results the operator raises
             return make_lazy_runner(operator, plan)(args, kwargs, [], {})
     return dispatch(DTensor, func, (), args, kwargs)
 
@@ -103,7 +97,7 @@ def _write_through_value(operator: Operator, args: tuple[Any, ...], kwargs: dict
     try:
         result = dispatch(DTensor, operator.func, (), args, kwargs)
         for view in written:
-            if isinstance(view, RemoteView):  # or it was resized, and is a view no more
+            if isinstance(view, RemoteView):  # resize_ makes it a plain DTensor
                 _write_to_base(view, _make_copy_writer(wrap(view._local, view._layout)))
     finally:
         for origin in origins:
@@ -115,7 +109,7 @@ def _write_through_value(operator: Operator, args: tuple[Any, ...], kwargs: dict
 def _is_elementwise_write(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return True if the operation writes its first argument only, each element from the elements of the others at that index."""
     if any(changes_values(origin.plan) for origin, _ in trace_to_base(args[0])[1]):
-        return False  # to the base it would be another one
+        return False  # on the base it would be another operation
     rule = lookup(operator.func)
     if rule is None or rule.kind != "pointwise" or operator.mutated != {operator.names[0]} or operator.outs:
         return False
@@ -171,7 +165,7 @@ def _write_to_base(view: RemoteView, assign: Writer) -> None:
         _write_region(*region, assign)
     elif not isinstance(base, RemoteView):
         _write_elements_of(origin, view._place, base, assign)
-    elif overlaps(base.shape, base.stride()):  # the value of the base has several places for one element
+    elif overlaps(base.shape, base.stride()):  # several elements of the base share memory
         root, links = trace_to_base(view)
         _write_gathered(links, root, assign)
     else:
@@ -209,9 +203,9 @@ def _narrow_region(origin: Origin, place: int, root: DTensor, dims: tuple[int, .
     return region, dims if "start" in bound else (*dims[:dim], *dims[dim + 1 :])
 
 
-def _write_region(region: DTensor, kept: tuple[int, ...], assign: Writer) -> None:
+def _write_region(region: DTensor, view_dims: tuple[int, ...], assign: Writer) -> None:
     """Write to a slice; values get a dim of one element for each dim of the slice that the view lacks."""
-    missing_dims = [d for d in range(region.ndim) if d not in kept]
+    missing_dims = [d for d in range(region.ndim) if d not in view_dims]
     assign(region, lambda value: reduce(lambda x, d: dispatch(DTensor, _aten.unsqueeze.default, (), (x, d)), missing_dims, value))
 
 
