@@ -41,11 +41,7 @@ def install_grad_hook(leaf: Any) -> None:
     if "_grad_layout" in leaf.__dict__:
         return
     leaf_class: Any = type(leaf)
-<<<<<<< HEAD
-    layout_cell: list[Any] = [leaf._layout]  # and the cached copies of it until now, see dispatch/redistribution_cache.py
-=======
-    layout_cell: list[Any] = [leaf._layout]  # then the redistribution cache of the leaf, see dispatch/cached_redistribute.py
->>>>>>> w-tensor
+    layout_cell: list[Any] = [leaf._layout]  # then the redistribution cache of the leaf, see dispatch/redistribution_cache.py
 
     def to_leaf_layout(grad: Any) -> Any:
         layout = layout_cell[0]

@@ -242,11 +242,7 @@ class EqualLocalsCheck:
 
 
 def _split_of_dim(mesh: DeviceMesh, placements: tuple[Placement, ...], dim: int, shapes: Sequence[tuple[int, ...]]) -> Split:
-<<<<<<< HEAD
     """Return the split of a tensor dim. Sizes are read along the mesh dims that shard it, at index 0 of other mesh dims."""
-=======
-    """Return the split of one tensor dim, with sizes read along the mesh dims that shard it, at index 0 of all others."""
->>>>>>> w-tensor
     dim_placements = [Shard(0, None, p.level) if isinstance(p, Shard) and p.dim == dim else Replicate() for p in placements]
     mesh_dims = Layout.of(mesh, dim_placements, (mesh.size(),)).splits[0].mesh_dims  # type: ignore[union-attr]  # it is sharded
     mesh_strides = [1] * mesh.ndim

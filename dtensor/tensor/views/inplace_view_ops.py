@@ -21,17 +21,6 @@ from ...errors import UnsupportedOperationError
 from ..dtensor import DTensor, wrap
 from .lazy_view import RemoteView, copy_view
 
-<<<<<<< HEAD
-=======
-_OF_MEMORY = (
-    "_apart",
-    "_counted",
-    "_forms",
-    "_grad_layout",
-    "_left",
-    "_parts",
-)  # instance attributes that describe the memory, not the object
->>>>>>> w-tensor
 _INPLACE_METHODS = ("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_")
 
 
@@ -81,11 +70,7 @@ def _make_error(x: DTensor, name: str, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _become_view(x: DTensor, view: DTensor) -> None:
-<<<<<<< HEAD
-    """Make ``x`` ``view``, a view of its memory.
-=======
     """Make ``x`` the tensor ``view``, a view of its memory.
->>>>>>> w-tensor
 
     The old tensor moves to the other Python object, with all views of it.
     """

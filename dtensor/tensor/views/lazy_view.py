@@ -357,11 +357,7 @@ def make_views(origin: Origin) -> Any:
 
 
 def trace_to_base(view: RemoteView) -> tuple[DTensor, list[tuple[Origin, int]]]:
-<<<<<<< HEAD
     """Return the first base that is no lazy view, and the operations from it to ``view``, each with the index of its result."""
-=======
-    """Return the first base that is no lazy view, and the operations from there to ``view``, with the indices of results."""
->>>>>>> w-tensor
     links: list[tuple[Origin, int]] = []
     x: DTensor = view
     while isinstance(x, RemoteView):
