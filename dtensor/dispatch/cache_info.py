@@ -12,6 +12,8 @@ from .dispatcher import PLANS, plans_of_operators
 class CacheInfo(NamedTuple):
     """The fill of one cache of this process: entries, the limit, and (for plans of operators) how many were made so far.
 
+    No communication.
+
     >>> CacheInfo(3, 1024, 5).limit
     1024
     """
@@ -22,10 +24,11 @@ class CacheInfo(NamedTuple):
 
 
 def cache_info() -> dict[str, CacheInfo]:
-    """Return the fill of all caches of this process. There is no communication.
+    """Return the fill of all caches of this process.
 
     The keys are ``"layouts"`` (all that are alive), ``"redistributions"``, ``"plans"`` (of all operators together), the module
-    and function of each smaller cache, and the name of each operator.
+    and function of each smaller cache, and the name of each operator. ``"dispatch.cached_copies_bytes"`` has bytes in place of
+    entries: those of the cached redistributed copies, and their budget.
 
     If plans of one operator are made again and again, its sizes or numbers change at each call.
 
@@ -34,6 +37,11 @@ def cache_info() -> dict[str, CacheInfo]:
     >>> y = x.cos().cos().cos()
     >>> dt.cache_info()["aten.cos.default"].limit
     1024
+
+    Raises:
+        ArgumentError: the environment variable ``DTENSOR_CACHED_COPIES_BYTES`` is not a whole number.
+
+    No communication: numbers of this process.
     """
     return {
         "layouts": CacheInfo(interned(), None, None),

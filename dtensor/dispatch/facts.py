@@ -1,4 +1,4 @@
-"""Facts: what dispatch knows of a tensor beside its layout, and the passes that attach facts to results.
+"""Facts: what dispatch knows of a tensor in addition to its layout, and the passes that attach facts to results.
 
 There are three facts. Each is an attribute of the tensor, and strategies are chosen with it:
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class TensorAttribute(NamedTuple):
-    """One attribute of a tensor.
+    """Declaration of an attribute that the library stores on tensors.
 
     Attributes:
         purpose: what the value says.
