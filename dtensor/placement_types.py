@@ -1,4 +1,4 @@
-"""Placements by the name that ``torch.distributed.tensor.placement_types`` has for them."""
+"""Placement types, under the names of ``torch.distributed.tensor.placement_types``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Partial", "Placement", "Replicate", "Shard"]
 
 
 class _NestedShard(type):
-    """Recognizes the placements here that have the role of PyTorch's ``_StridedShard``; makes none."""
+    """Metaclass for ``isinstance`` checks of placements with the role of PyTorch's ``_StridedShard``; it makes no instances."""
 
     def __instancecheck__(cls, placement: object) -> bool:
         return isinstance(placement, Shard) and bool(placement.level)
