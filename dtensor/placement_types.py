@@ -25,10 +25,10 @@ class _NestedShard(type):
 
 
 class _StridedShard(metaclass=_NestedShard):
-    """PyTorch's private placement, for ``isinstance`` only: a ``Shard`` whose ``level`` is not 0.
+    """PyTorch's private placement, for ``isinstance`` only: a ``Shard`` with a ``level`` that is not 0.
 
-    ``split_factor`` is no attribute of a ``Shard`` here, since a placement knows no mesh. It is the product of the sizes of the
-    mesh dims with lower levels.
+    ``split_factor`` is not an attribute of a ``Shard`` here, since a placement knows no mesh. It is the product of the sizes of
+    the mesh dims with lower levels.
 
     >>> [isinstance(placement, _StridedShard) for placement in (Shard(0, level=1), Shard(0, level=0), Shard(0))]
     [True, False, False]

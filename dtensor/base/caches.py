@@ -77,7 +77,7 @@ class Bounded(dict[KeyT, ValueT]):
         """Store ``value`` and return it."""
         if len(self) >= self.limit:
             for oldest in list(self)[: max(1, self.limit // 2)]:
-                self.pop(oldest, None)  # another thread may have been faster
+                self.pop(oldest, None)  # another thread may have removed it
         self[key] = value
         return value
 

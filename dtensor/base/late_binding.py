@@ -33,7 +33,7 @@ def in_use() -> None:
     while _FIRST_USE_HOOKS:
         try:
             action = _FIRST_USE_HOOKS.pop()
-        except IndexError:  # another thread was faster
+        except IndexError:  # another thread took the last hook
             return
         action()
 

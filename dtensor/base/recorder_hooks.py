@@ -78,8 +78,10 @@ def weakly(recorder: Any) -> weakref.ref[Any] | None:
 
 
 def recorded_by(reference: weakref.ref[Any] | None, recorder: Any) -> bool:
-    """Return True if ``recorder`` is the recorder that ``reference`` refers to. None stands for no recorder. A recorder that
-    was freed is no recorder's equal.
+    """Return True if ``recorder`` is the recorder that ``reference`` refers to.
+
+    ``reference`` None means "not recorded", ``recorder`` None means "no active recorder"; these match each other. A reference
+    to a recorder that was freed matches no recorder.
     """
     return recorder is None if reference is None else recorder is not None and reference() is recorder
 

@@ -154,7 +154,7 @@ def _returning_size(plain: Any) -> Any:
     def operation(self: OpenSize, *others: Any) -> Any:
         if others and isinstance(others[0], (float, torch.SymFloat)):
             return price(self, *others)
-        with aside():  # no step of the program
+        with aside():  # must not become a step of the program
             return size_of(plain(self, *others))
 
     return operation
@@ -270,15 +270,15 @@ def for_one_size(values: Iterable[Any]) -> None:
     _recompile_specialized([value for value in values if type(value) is OpenSize])
 
 
-def only_told(values: Iterable[Any], told: Iterable[Any]) -> None:
-    """Recompile the program with ints for symbols among ``values`` and ``told`` that graphs cannot derive.
+def only_told(values: Iterable[Any], given: Iterable[Any]) -> None:
+    """Recompile the program with ints for symbols among ``values`` and ``given`` that graphs cannot derive.
 
     Torch passes to a graph only the sizes of its arguments. A symbol that is a size of the base of a view is not among them,
-    unless an item of ``told`` is that symbol.
+    unless an item of ``given`` is that symbol.
     """
-    told = [value for value in sizes(told) if type(value) is OpenSize]
-    known = {value.node.expr for value in told if value.node.expr.is_symbol}
-    for_one_size(value for value in (*values, *told) if type(value) is OpenSize and _depends_on_view_base(value.node, known))
+    given = [value for value in sizes(given) if type(value) is OpenSize]
+    known = {value.node.expr for value in given if value.node.expr.is_symbol}
+    for_one_size(value for value in (*values, *given) if type(value) is OpenSize and _depends_on_view_base(value.node, known))
 
 
 def _depends_on_view_base(node: Any, known: set[Any]) -> bool:

@@ -25,7 +25,7 @@ def print_table(rows: Rows, numbers: bool = False) -> None:
     if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
         print(table_text(rows, numbers), flush=True)
         return
-    from rich import box  # optional
+    from rich import box  # an optional dependency
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -39,7 +39,7 @@ def has_no_values(x: Any) -> bool:
 
 def is_traced(x: Any) -> bool:
     """Return True if ``x`` has no values, or operators are being recorded for a graph."""
-    if type(x) is Tensor and not count_dispatch_modes():  # most often
+    if type(x) is Tensor and not count_dispatch_modes():  # the common case
         return False
     return isinstance(x, _VALUELESS_TYPES) or infra_mode(_PROXY) is not None
 

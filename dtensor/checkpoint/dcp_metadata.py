@@ -77,7 +77,7 @@ _RECORD_NAMES = {
     "pathlib": "PosixPath WindowsPath PurePosixPath Path",
     "pathlib._local": "PosixPath WindowsPath",
 }
-# A class of its own for each name, so that reading code can tell them apart.
+# A separate class for each name, so that reading code can distinguish them.
 _RECORDS = {(module, name): type(name, (_Record,), {}) for module, names in _RECORD_NAMES.items() for name in names.split()}
 
 

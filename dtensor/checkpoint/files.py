@@ -112,7 +112,7 @@ def parse_path(path: str | os.PathLike[str]) -> StoragePath:
     if not (isinstance(path, str) and "://" in path):
         return Path(path)
     try:
-        from fsspec.core import url_to_fs  # torch brings it; packages for most protocols are extras
+        from fsspec.core import url_to_fs  # a dependency of torch; most protocols need further packages
 
         fs, inner = url_to_fs(path)
     except (ImportError, ValueError) as error:

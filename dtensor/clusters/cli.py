@@ -64,7 +64,7 @@ def estimate_table(estimates: Sequence[Estimate]) -> list[list[str]]:
 
 def plot_estimates(estimates: Sequence[Estimate], path: Path, title: str) -> None:
     """Write stacked bars: seconds of a step and memory of a rank by kind, the fastest layout on top."""
-    from matplotlib.figure import Figure  # an extra
+    from matplotlib.figure import Figure  # an optional dependency
 
     figure = Figure(figsize=(12, 0.45 * len(estimates) + 2.6), layout="constrained")
     figure.suptitle(title)

@@ -37,8 +37,8 @@ _PLACEMENT_PAIRS: dict[str, tuple[Placement, Placement]] = {
     "all_reduce": (Partial(), Replicate()),
 }
 assert tuple(_PLACEMENT_PAIRS) == MEASURED_COLLECTIVES
-_MAX_SECONDS = 3600.0  # seconds that all processes together may take
-_SIDES = (32, 128, 512, 2048)  # of square float32 tensors: 4 KB to 16 MB
+_MAX_SECONDS = 3600.0  # time limit of all measurements
+_SIDES = (32, 128, 512, 2048)  # sides of square float32 tensors: 4 KB to 16 MB
 
 
 class BoundRedistribution(Protocol):
@@ -133,7 +133,7 @@ def _measure_matmul_rate(dtype: torch.dtype, device_type: str, seconds: float) -
     rates = []
     for side in _MATRIX_SIDES[device_type]:
         x = torch.ones(side, side, dtype=dtype, device=device_type)
-        rates.append(2 * side**3 / slowest(lambda x=x: x @ x, seconds / 5, device_type))  # type: ignore[misc]  # of this turn
+        rates.append(2 * side**3 / slowest(lambda x=x: x @ x, seconds / 5, device_type))  # type: ignore[misc]  # x of this iteration
     return max(rates)
 
 

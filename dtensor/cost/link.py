@@ -17,7 +17,7 @@ from ..mesh.process_groups import backend_of, elect_value
 from .device import DEVICES, STANDS_FOR, Device, nearest_device
 from .profile import Link, get_profile
 
-# One process plans like the process group that the same program would run on; a dry run stands for a cluster of GPUs.
+# One process plans like the process group of the same program; a dry run simulates a cluster of GPUs.
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "meta": "nccl"}
 
 

@@ -177,7 +177,7 @@ _elected_profile: list[tuple[Any, Profile]] = []  # the last world, and the prof
 
 def _world_profile(world: Any) -> Profile:
     if not _elected_profile or _elected_profile[0][0] is not world:
-        own, per_host = _process_profile(), os.environ.get("LOCAL_WORLD_SIZE", "")  # torchrun's
+        own, per_host = _process_profile(), os.environ.get("LOCAL_WORLD_SIZE", "")  # set by torchrun
         if not own.ranks_per_host and per_host.isdigit():
             own = replace(own, ranks_per_host=int(per_host))
         text = elect_value(world, "dtensor/profile", own.dumps())

@@ -97,7 +97,7 @@ class Layout:
         try:
             key = (mesh, requested, shape, stride, dtype)
             layout = _BY_REQUEST.get(key)
-        except TypeError:  # lists, or sizes that are symbols
+        except TypeError:  # unhashable: lists, or symbolic sizes
             shape = sizes_of(shape, "a global shape")
             requested = normalize(placements, mesh.ndim, len(shape))
             key = (mesh, requested, shape, None if stride is None else sizes_of(stride, "strides"), dtype)
@@ -142,7 +142,7 @@ class Layout:
 
     @staticmethod
     def _interned(mesh: Any, placements: Any, splits: Any, shape: Any, stride: Any, dtype: Any) -> Layout:
-        if has_symbols(shape) or has_symbols(stride):  # some may be numbers by now
+        if has_symbols(shape) or has_symbols(stride):  # some symbols may be specialized to ints by now
             shape, stride = sizes(shape), sizes(stride)
         key = (mesh, placements, shape, stride, dtype)
         with _INTERN_LOCK:  # threads that make equal layouts get one object

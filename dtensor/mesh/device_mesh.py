@@ -183,17 +183,17 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
         return mesh._derive(dims, dim_names)
 
     @staticmethod
-    def _concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:  # type: ignore[override]  # more than lists
+    def _concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:  # type: ignore[override]  # accepts any sequence
         meshes = on_one_root(meshes)
         return meshes[0]._derive(*concatenate_dims(meshes))
 
-    _flatten, _unflatten = flatten, unflatten  # type: ignore[assignment]  # torch's spelling; its names are never left out
+    _flatten, _unflatten = flatten, unflatten  # type: ignore[assignment]  # torch's names; its mesh_dim_name is required
 
     def _get_root_mesh(self) -> DeviceMesh:
         """Return the mesh of all dims of the root, as they were made. Torch's code calls it on slices."""
         return self._derive(tuple((dim,) for dim in range(len(self._root.shape))), self._root.names)
 
-    def _get_all_submeshes(self, mesh_dim_name: str) -> list[DeviceMesh]:  # type: ignore[override]  # lists of ours
+    def _get_all_submeshes(self, mesh_dim_name: str) -> list[DeviceMesh]:  # type: ignore[override]  # returns meshes of this class
         """Return one mesh for each group along a mesh dim, also for the groups that the current rank is not in. Torch's code
         calls it.
         """

@@ -33,7 +33,7 @@ def ensure_world(device_type: str) -> None:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         dist.init_process_group(backend)
         return
-    store, rank, size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]  # as above
+    store, rank, size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]  # torch leaves it out of __all__
     dist.init_process_group(backend, store=restart_store(store, rank, size), rank=rank, world_size=size)
 
 

@@ -205,7 +205,7 @@ def _splits_world(world: Any) -> bool:
 def _timeout_of(handle: Any, device_type: str) -> timedelta | None:
     """Return the timeout of the user's group, which a new group does not inherit; None (torch's default) if it cannot be read."""
     try:
-        options = getattr(handle._get_backend(torch.device(device_type)), "options", None)  # no public way to read it
+        options = getattr(handle._get_backend(torch.device(device_type)), "options", None)  # torch has no public API to read it
     except RuntimeError:  # a backend written in Python
         return None
     return getattr(options, "_timeout", None)
@@ -254,7 +254,7 @@ _GROUP_NAME_PATCH = Together(_patch_group_names)
 
 
 # --- library groups: see [Note: Library groups] ---------------------------------------------------------------------------
-_LIBRARY_GROUPS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by the program's group, which must outlive it
+_LIBRARY_GROUPS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by the program's group; an entry ends with it
 _LIBRARY_SUBGROUPS: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 _LIBRARY_HANDLES: WeakSet[Any] = WeakSet()
 _LOCK, _GROUP_LOCKS = threading.Lock(), WeakKeyDictionary[Any, Any]()  # one lock for each program group
@@ -310,7 +310,7 @@ def elect_value(world: Any, key: str, value: str) -> str | None:
     Return None on all ranks if torch's store does not support it.
     """
     if dist.get_backend(world) == "fake":
-        return value  # there is no other rank
+        return value  # the fake backend has no other rank
     try:
         return default_store().compare_set(key, "", value).decode()
     except dist.DistError:  # the store is unreachable, perhaps for this rank only

@@ -32,6 +32,7 @@ class Root:
     """Shared state of a mesh and all meshes that are derived from it.
 
     Attributes:
+        derived: derived meshes by their root dims and names, and other cached meshes.
         named: root dims of each name that the root was made with.
         flattened: root dims of each name that flattening added.
         groups: torch process groups by their root dims.
@@ -48,19 +49,17 @@ class Root:
     shape: tuple[int, ...]
     names: tuple[str, ...] | None
     kind: Kind
-    world: Any = None  # the torch world group that the ranks belong to, None in one process
-    named: dict[str, tuple[int, ...]] = field(default_factory=dict)  # root dims, for each name that a mesh dim was made with
-    flattened: dict[str, tuple[int, ...]] = field(default_factory=dict)  # and those that came later
-    groups: dict[tuple[int, ...], Any] = field(default_factory=dict)  # root dims -> torch group
-    backends: dict[tuple[int, ...], Backend] = field(default_factory=dict)  # root dims -> of the group over them, where asked for
+    world: Any = None  # torch's world group at the time, None in one process
+    named: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    flattened: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    groups: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    backends: dict[tuple[int, ...], Backend] = field(default_factory=dict)
     derived: dict[Any, Any] = field(default_factory=dict)
-    seeded: set[int] = field(default_factory=set)  # root dims over which ranks draw from the same generator state
-    units: dict[Any, int] = field(
-        default_factory=dict
-    )  # how many units of data parallelism there are, by the root dims they lie over
-    entered: dict[Any, list[Any]] = field(default_factory=dict)  # blocks of `with mesh:`
-    stands_for: Any = None  # of a dry run, the mesh that it is one of: what things take there is what they take here
-    profile: Any = None  # of a dry run, what things take on the cluster that it is one of, if not on one like this machine's
+    seeded: set[int] = field(default_factory=set)
+    units: dict[Any, int] = field(default_factory=dict)
+    entered: dict[Any, list[Any]] = field(default_factory=dict)
+    stands_for: Any = None
+    profile: Any = None
 
     @property
     def geometry(self) -> tuple[Any, ...]:

@@ -69,7 +69,9 @@ class RandomBlock:
         result = torch.empty(len(rows), width, dtype=dtype, device=self.device)
         for down, across, generated in generate_words(self.key, rows, first, last - first):
             elements = make(generated)
-            first_column = across.start * per_group // 4 + first * per_group - start  # of these elements, in columns of the block
+            first_column = (
+                across.start * per_group // 4 + first * per_group - start
+            )  # column of the block at which these elements begin
             columns = slice(max(first_column, 0), min(first_column + elements.shape[1], width))
             result[down, columns] = elements[:, columns.start - first_column : columns.stop - first_column]
         return result.reshape(self.size)

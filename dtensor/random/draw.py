@@ -55,7 +55,7 @@ class RandomMode:
     def mode(self) -> str:
         return self.blocks.last(self.process_mode) if self.blocks.held else self.process_mode
 
-    def from_now_on(self, mode: str) -> None:
+    def set_mode(self, mode: str) -> None:
         """Set the mode until the innermost block ends, or of the process outside of blocks."""
         if not self.blocks.assign(mode):
             self.process_mode = mode

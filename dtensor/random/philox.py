@@ -1,7 +1,7 @@
 """Philox 4x32-10: random words that are a function of a key and a counter alone, in torch integer operations, on any device.
 
-Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. Words are held as int64 in
-[0, 2**32), since torch has no unsigned multiplication; products of two of them wrap around in 64 bits with the right bits.
+Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. Words are int64 values in [0,
+2**32), because torch has no unsigned multiplication. Products of two of them wrap around in 64 bits with the right bits.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def manual_seed(seed: int, device_mesh: DeviceMesh | None = None, *, mode: str |
     """
     mesh = None if device_mesh is None else as_mesh(device_mesh)
     if mode is not None:
-        DRAWING.from_now_on(_check_mode(mode))
+        DRAWING.set_mode(_check_mode(mode))
     torch.manual_seed(seed)
     if mesh is not None:
         _check_seeds_agree(seed, mesh)

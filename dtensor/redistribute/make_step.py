@@ -81,7 +81,7 @@ def _transfer_seconds(after: Layout, dims: tuple[int, ...], kind: str, nbytes: i
 
 
 def _changed_mesh_dims(before: Layout, after: Layout) -> tuple[int, ...]:
-    """Return the mesh dims whose ranks together have all that each of them needs.
+    """Return the mesh dims that must communicate: their ranks together have all that each of them needs.
 
     These mesh dims shard ``before``, and differently or not at all ``after``. All other mesh dims shard both layouts equally,
     or have replicas.

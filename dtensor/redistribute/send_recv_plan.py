@@ -140,7 +140,7 @@ def _assign_senders(before: Layout, after: Layout, mesh_dims: tuple[int, ...], t
     count = int(block_of.max()) + 1
     replicas = np.argsort(block_of, kind="stable").reshape(count, -1)
     common = _overlap_numels(before, after, table[:, replicas[:, 0]], table)
-    common[:, block_of, np.arange(len(first))] = 0  # its own
+    common[:, block_of, np.arange(len(first))] = 0  # a receiver needs no part of its own block
     needs = common > 0
     turn = (np.cumsum(needs, axis=2) - 1) % replicas.shape[1]
     owner = np.where(needs, replicas[np.arange(count)[None, :, None], turn], -1)

@@ -91,7 +91,7 @@ class Repeat(Step):
 class Reducing(Step):
     """Partial values are reduced."""
 
-    op: Any  # an ReduceOp; not a monoid in a ReduceScatter
+    op: Any  # a ReduceOp; not a monoid in a ReduceScatter
     divisor: int = 1  # sums merged with averages are divided by the number of ranks averaged over
 
     def _verb_text(self) -> str:
