@@ -163,7 +163,7 @@ def order(rows: Sequence[Row]) -> float:
 def compare(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="predicted-") as folder:
         profile = Path(folder, "profile.json")
-        calibrate.run(moves, options.ranks, "cpu", profile, options.seconds)
+        calibrate.run_calibration(moves, options.ranks, "cpu", profile, options.seconds)
         os.environ["DTENSOR_PROFILE"] = str(profile)
         spawn(rank_main, (options.ranks, folder, options.width, options.layers, options.runs), nprocs=options.ranks)
         rows = [Row(*row) for row in json.loads(Path(folder, "rows").read_text())]

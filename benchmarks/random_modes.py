@@ -14,7 +14,7 @@ import torch
 from dtensor.layout.layout import Layout
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Shard
-from dtensor.random.distributions import SAMPLERS, sample
+from dtensor.random.distributions import SAMPLERS, sample_block
 from dtensor.random.draw import block_of
 
 SHAPE = (2048, 2048)
@@ -37,7 +37,7 @@ def times(plain: Callable[[tuple[int, int]], torch.Tensor], name: str, ranks: in
     return (
         milliseconds(lambda: plain(SHAPE)),
         milliseconds(lambda: block_of(plain(SHAPE), layout, 0)),
-        milliseconds(lambda: sample(SAMPLERS[name], {"p": 0.5}, 1, SHAPE, at, size, like)),
+        milliseconds(lambda: sample_block(SAMPLERS[name], {"p": 0.5}, 1, SHAPE, at, size, like)),
     )
 
 

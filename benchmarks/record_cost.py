@@ -47,8 +47,8 @@ def unreported(self: Binding, kind: str, dims: Any, run: Callable[..., Any], nby
 
 
 def unasked(comm: Any, issue: Callable[..., Any], step: Any) -> executor.Bound:
-    """As ``executor._collective``, without it."""
-    finish = executor._finish(comm, step)
+    """As ``executor._bind_collective``, without it."""
+    finish = executor._finisher_of(comm, step)
     if finish is None:
         return executor.Bound(lambda x: issue(x).wait(), issue)
     return executor.Bound(lambda x: finish(issue(x).wait()), lambda x: issue(x).then(finish))
@@ -64,7 +64,7 @@ def native(group: Any, op: Any) -> Callable[..., Any]:
 def without_door() -> Iterator[None]:
     """What is bound and run in here has no door."""
     taken = [patch.object(Binding, "_issuing", unreported)]
-    taken += [patch.object(executor, "_collective", unasked), patch.object(reductions, "all_reduction", native)]
+    taken += [patch.object(executor, "_bind_collective", unasked), patch.object(reductions, "all_reduction", native)]
     taken += [patch.object(module, "because", lambda cause, fn: fn) for module in (program, coalesce)]
     for module in (transfer, reductions):
         names = [name for name in vars(module) if hasattr(getattr(backends, name, None), "__wrapped__")]

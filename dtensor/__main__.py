@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from . import __version__
-from .base.progress import progress
+from .base.progress import iterate_with_progress
 from .base.spawn_ranks import on_ranks
 from .base.tables import print_table
 from .clusters import MODELS
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=program, description="Tools for programs that use dtensor.")
     parser.add_argument("--version", action="version", version=f"dtensor {__version__}, torch {torch.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for add in (_explain, _trace, _plan, _bench, _doctor, _ranks, _verify, _calibrate, _ops):
+    for add in (_add_explain, _add_trace, _add_plan, _add_bench, _add_doctor, _add_ranks, _add_verify, _add_calibrate, _add_ops):
         add(commands)
     options = parser.parse_args(argv)
     if options.command is None:
@@ -57,13 +57,13 @@ def main(argv: list[str] | None = None) -> int:
     except DTensorError as error:
         print(f"{program} {options.command}: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # as of "dtensor ops | head"
+    except BrokenPipeError:  # for example from "dtensor ops | head"
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return int(status() if callable(status) else status)
 
 
-def _add(commands: Any, name: str, about: str, run: Run | None, *examples: str) -> argparse.ArgumentParser:
+def _add_command(commands: Any, name: str, about: str, run: Run | None, *examples: str) -> argparse.ArgumentParser:
     """Add a subcommand with its help and examples."""
     command: argparse.ArgumentParser = commands.add_parser(
         name,
@@ -76,7 +76,7 @@ def _add(commands: Any, name: str, about: str, run: Run | None, *examples: str) 
     return command
 
 
-def needs(module: str, extra: str, what: str) -> None:
+def check_installed(module: str, extra: str, what: str) -> None:
     """Raise an error if an optional package is missing, before work starts.
 
     Raises:
@@ -88,7 +88,7 @@ def needs(module: str, extra: str, what: str) -> None:
 
 # --- scripts ------------------------------------------------------------------------------------------------------------
 def _add_script(commands: Any, name: str, about: str, run: Run, *examples: str) -> argparse.ArgumentParser:
-    command = _add(commands, name, about, run, *examples)
+    command = _add_command(commands, name, about, run, *examples)
     command.add_argument("script", type=Path, metavar="SCRIPT.py")
     command.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
     return command
@@ -100,7 +100,7 @@ def _add_html(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _explain(commands: Any) -> None:
+def _add_explain(commands: Any) -> None:
     def run(options: argparse.Namespace) -> Callable[[], int]:
         path = run_script.asked(options.script)
         return lambda: run_script.explained(path, options.arguments, options.html)
@@ -110,7 +110,7 @@ def _explain(commands: Any) -> None:
     _add_html(_add_script(commands, "explain", about, run, *examples))
 
 
-def _trace(commands: Any) -> None:
+def _add_trace(commands: Any) -> None:
     def run(options: argparse.Namespace) -> Callable[[], int]:
         path = run_script.asked(options.script)
         return lambda: run_script.traced(path, options.arguments, options.output)
@@ -128,7 +128,7 @@ def _trace(commands: Any) -> None:
     )
 
 
-def _plan(commands: Any) -> None:
+def _add_plan(commands: Any) -> None:
     def run(options: argparse.Namespace) -> int | Callable[[], int]:
         if options.script.name in MODELS:
             about = "Plan a training step on a cluster."
@@ -136,12 +136,12 @@ def _plan(commands: Any) -> None:
             cluster_plan.add_options(parser)
             chosen = parser.parse_args(options.arguments)
             if chosen.plot is not None:
-                needs("matplotlib", "plot", "--plot")
-            return cluster_plan.main(options.script.name, chosen)
+                check_installed("matplotlib", "plot", "--plot")
+            return cluster_plan.run_plan(options.script.name, chosen)
         if not options.script.is_file() and not options.script.suffix:
             raise ArgumentError(f"{options.script} is neither a script nor a known model{_near_models(options.script.name)}")
         path = run_script.asked(options.script)
-        needs("scipy", "plan", "plan")
+        check_installed("scipy", "plan", "plan")
         return lambda: run_script.planned(path, options.arguments, options.html, options.json)
 
     about = "run a script and plan the strategies of all its operators together; or plan a known model on a cluster"
@@ -161,8 +161,8 @@ def _near_models(name: str) -> str:
 
 
 # --- measuring ----------------------------------------------------------------------------------------------------------
-def _bench(commands: Any) -> None:
-    command = _add(
+def _add_bench(commands: Any) -> None:
+    command = _add_command(
         commands,
         "bench",
         "measure redistributions or operators on processes of this machine (gloo)",
@@ -172,12 +172,14 @@ def _bench(commands: Any) -> None:
     )
     kinds = command.add_subparsers(dest="kind", required=True, metavar="KIND")
     about = "measure redistributions and compare them with the cost model"
-    moved = _add(kinds, "redistribute", about, _redistribute, 'dtensor bench redistribute --mesh 3x2 --pairs "S0->S1,R"')
+    moved = _add_command(
+        kinds, "redistribute", about, _bench_redistribute, 'dtensor bench redistribute --mesh 3x2 --pairs "S0->S1,R"'
+    )
     moved.add_argument("--mesh", default="4", help="shape of the mesh, such as 4 or 3x2 (default: 4)")
     moved.add_argument("--size", nargs="+", default=["1MB"], help="of the float32 tensor: bytes (64KB) or a shape (1031x1021)")
     moved.add_argument("--pairs", nargs="+", metavar="PAIR", help='such as "S0->S1,R": a placement for each mesh dim, else R')
     about = "measure the host time of operators and compare it with plain torch"
-    called = _add(kinds, "dispatch", about, _dispatch, "dtensor bench dispatch --only add mm")
+    called = _add_command(kinds, "dispatch", about, _bench_dispatch, "dtensor bench dispatch --only add mm")
     called.add_argument("--only", nargs="+", choices=list(bench.OPERATORS), default=list(bench.OPERATORS), metavar="OPERATOR")
     for each in (moved, called):
         each.add_argument("--json", action="store_true", help="print rows as JSON on stdout instead of a table")
@@ -186,14 +188,14 @@ def _bench(commands: Any) -> None:
         )
 
 
-def _redistribute(options: argparse.Namespace) -> int:
+def _bench_redistribute(options: argparse.Namespace) -> int:
     mesh, shapes = bench.mesh_of(options.mesh), [bench.shape_of(text) for text in options.size]
     pairs = options.pairs or bench.usual_pairs(mesh)
     for shape in shapes:
         for pair in pairs:
             bench.pair_of(pair, mesh, len(shape))
     rows = on_ranks(math.prod(mesh), bench.moves_on_ranks, mesh, shapes, pairs)
-    status = _shown(options, rows, len(shapes) * len(pairs))
+    status = _show_rows(options, rows, len(shapes) * len(pairs))
     if not is_calibrated():
         print(
             "this machine is not calibrated: predictions use built-in constants; run dtensor calibrate to measure it",
@@ -202,37 +204,37 @@ def _redistribute(options: argparse.Namespace) -> int:
     return status
 
 
-def _dispatch(options: argparse.Namespace) -> int:
-    return _shown(options, on_ranks(2, bench.calls_on_ranks, options.only), len(options.only))
+def _bench_dispatch(options: argparse.Namespace) -> int:
+    return _show_rows(options, on_ranks(2, bench.calls_on_ranks, options.only), len(options.only))
 
 
-def _shown(options: argparse.Namespace, rows: Iterator[Any], count: int) -> int:
+def _show_rows(options: argparse.Namespace, rows: Iterator[Any], count: int) -> int:
     if options.plot:
-        needs("matplotlib", "plot", "--plot")
-    found = list(progress(rows, count, f"measuring {options.kind}"))
+        check_installed("matplotlib", "plot", "--plot")
+    results = list(iterate_with_progress(rows, count, f"measuring {options.kind}"))
     if options.json:
-        print(json.dumps(bench.as_json(found), indent=1))
+        print(json.dumps(bench.as_json(results), indent=1))
     else:
-        print_table(bench.table_of(found), numbers=True)
+        print_table(bench.table_of(results), numbers=True)
     if options.plot:
-        bench.plot(found, options.plot)
+        bench.plot(results, options.plot)
         print(f"written to {options.plot}", file=sys.stderr)
     return 0
 
 
-def _calibrate(commands: Any) -> None:
+def _add_calibrate(commands: Any) -> None:
     about = "measure collectives and compute on this machine, for the cost model"
-    command = _add(commands, "calibrate", about, _calibrated, "dtensor calibrate --ranks 4")
+    command = _add_command(commands, "calibrate", about, _run_calibrate, "dtensor calibrate --ranks 4")
     command.add_argument("--ranks", type=int, default=4, help="processes to start, unless torchrun started this one (default: 4)")
     command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     command.add_argument("--output", type=Path, default=None, help="default: $DTENSOR_PROFILE or ~/.cache/dtensor/profile.json")
     command.add_argument("--seconds", type=float, default=0.05, help="of each of about fifty measurements (default: 0.05)")
 
 
-def _calibrated(options: argparse.Namespace) -> int:
-    path, profile = calibrate.run(moves, options.ranks, options.device, options.output, options.seconds)
+def _run_calibrate(options: argparse.Namespace) -> int:
+    path, profile = calibrate.run_calibration(moves, options.ranks, options.device, options.output, options.seconds)
     if run_script.first():
-        for title, rows in calibrate.report(profile, "nccl" if options.device == "cuda" else "gloo"):
+        for title, rows in calibrate.report_tables(profile, "nccl" if options.device == "cuda" else "gloo"):
             print(title)
             print_table(rows, numbers=True)
         print(f"written to {path}")
@@ -240,12 +242,12 @@ def _calibrated(options: argparse.Namespace) -> int:
 
 
 # --- state --------------------------------------------------------------------------------------------------------------
-def _doctor(commands: Any) -> None:
+def _add_doctor(commands: Any) -> None:
     about = "report versions, backends and patches on torch, and test whether processes can communicate"
-    _add(commands, "doctor", about, lambda options: doctor.main(), "dtensor doctor")
+    _add_command(commands, "doctor", about, lambda options: doctor.main(), "dtensor doctor")
 
 
-def _ranks(commands: Any) -> None:
+def _add_ranks(commands: Any) -> None:
     def run(options: argparse.Namespace) -> int:
         try:
             print(post_mortem.told(options.folder, options.last))
@@ -254,18 +256,18 @@ def _ranks(commands: Any) -> None:
         return 0
 
     about = "report the last operations of each rank of a job on this host, also after the ranks were killed"
-    command = _add(commands, "ranks", about, run, "dtensor ranks --last 5")
+    command = _add_command(commands, "ranks", about, run, "dtensor ranks --last 5")
     command.add_argument("folder", type=Path, nargs="?", help="dtensor-ranks-... in /dev/shm (default: the newest)")
     command.add_argument("--last", type=int, default=20, help="operations of each rank (default: 20)")
 
 
-def _ops(commands: Any) -> None:
+def _add_ops(commands: Any) -> None:
     def run(options: argparse.Namespace) -> int:
         print(page(measured_in(options.measured)), end="")
         return 0
 
     about = "print how each operator is implemented, as the page docs/ops.md"
-    command = _add(commands, "ops", about, run, "dtensor ops > docs/ops.md")
+    command = _add_command(commands, "ops", about, run, "dtensor ops > docs/ops.md")
     command.add_argument(
         "--measured",
         type=Path,
@@ -274,10 +276,10 @@ def _ops(commands: Any) -> None:
     )
 
 
-def _verify(commands: Any) -> None:
+def _add_verify(commands: Any) -> None:
     about = "run operators under many placements and compare the results with plain torch"
     examples = ('dtensor verify "*softmax*"', "dtensor verify my.module::halve")
-    command = _add(commands, "verify", about, _verified, *examples)
+    command = _add_command(commands, "verify", about, _run_verify, *examples)
     command.add_argument(
         "words",
         nargs="*",
@@ -292,26 +294,26 @@ def _verify(commands: Any) -> None:
     command.add_argument("--device", default="cpu", help="device type to run on (default: cpu)")
 
 
-def _verified(options: argparse.Namespace) -> int:
+def _run_verify(options: argparse.Namespace) -> int:
     names = rules_asked(options.words)
     unsampled = sorted({*names} & {*without_sample()} | {name for name in names if name not in rules()})
-    given = {name: getattr(options, name) for name in ("limit", "budget", "seed", "device")}
-    given["look_for_missing"] = options.missing
+    options_of_verify = {name: getattr(options, name) for name in ("limit", "budget", "seed", "device")}
+    options_of_verify["look_for_missing"] = options.missing
     reports = []
-    for name in progress(names, len(names), "verifying"):
+    for name in iterate_with_progress(names, len(names), "verifying"):
         if name in unsampled or not samples_of(name):  # operators without a CPU kernel have no samples
             continue
-        reports.append(verify_rule(name, **given))
+        reports.append(verify_rule(name, **options_of_verify))
         if not reports[-1]:
             print(reports[-1], flush=True)
     for name in unsampled:
         print(f"{name}: no sample" if name in rules() else f"{name}: no rule")
-    cases, wrong, missing = map(sum, zip(*map(_counts, reports), strict=True)) if reports else (0, 0, 0)
+    cases, wrong, missing = map(sum, zip(*map(_count_results, reports), strict=True)) if reports else (0, 0, 0)
     print(f"{len(reports)} rules, {cases} cases, {wrong} wrong, {missing} missing, {len(unsampled)} without sample or rule")
     return 1 if unsampled or not all(reports) or not reports else 0
 
 
-def _counts(report: Report) -> tuple[int, int, int]:
+def _count_results(report: Report) -> tuple[int, int, int]:
     return report.cases, len(report.wrong), len(report.missing)
 
 

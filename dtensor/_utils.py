@@ -1,4 +1,4 @@
-"""What ``torch.distributed.tensor._utils`` has that programs import, by its name there."""
+"""Utils of ``torch.distributed.tensor._utils`` that programs import, under their names there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Meshes by the name that ``torch.distributed.device_mesh`` has for them."""
+"""Device mesh classes, under the name of ``torch.distributed.device_mesh``."""
 
 from .mesh.device_mesh import DeviceMesh, init_device_mesh
 

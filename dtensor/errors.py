@@ -1,7 +1,7 @@
-"""Every error that the library raises by itself.
+"""Errors: every exception and warning that the library raises by itself.
 
-Each also derives from the builtin that plain torch would raise in that place, so ``except`` clauses written for
-plain tensors keep working. What raises depends on global facts only: all ranks raise together.
+Each also derives from the builtin that plain torch would raise there, so ``except`` clauses for plain tensors keep working.
+What raises depends on global facts only: all ranks raise together.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ class DTensorError(RuntimeError):
 
 
 class ArgumentError(DTensorError, TypeError):
-    """An argument is of a type that means nothing there."""
+    """An argument has a type without a meaning there."""
 
 
 class PlacementError(DTensorError, ValueError):
@@ -38,7 +38,7 @@ class UnitError(DTensorError, ValueError):
 
 
 class ContradictionError(PlacementError, UnitError, AssertionError):
-    """Two things that were said contradict each other: layouts of different numbers, a unit that is one already."""
+    """Two arguments contradict each other: layouts of different numbers, a module that is a unit already."""
 
 
 class RuleError(DTensorError):
@@ -46,19 +46,19 @@ class RuleError(DTensorError):
 
 
 class MixedTensorError(DTensorError):
-    """A plain tensor was mixed with distributed ones (no TypeError: torch's binary operators would swallow it)."""
+    """A plain tensor was mixed with DTensors. (Not a TypeError, because torch's binary operators would swallow it.)"""
 
 
 class ImplicitCommunicationError(DTensorError):
-    """Communication was needed where ``explicit()`` forbids it."""
+    """An operation needed communication, which ``explicit()`` forbids."""
 
 
 class BudgetError(DTensorError):
-    """More was communicated than ``budget()`` allows; the message has the lines of the program."""
+    """More was communicated than ``budget()`` allows. The message has the lines of the program."""
 
 
 class UnsupportedOperationError(DTensorError, NotImplementedError):
-    """The operation has no meaning on this layout; the message says what to do instead."""
+    """The operation has no meaning on this layout. The message says what to do instead."""
 
 
 class StyleError(UnsupportedOperationError, TypeError):
@@ -66,11 +66,11 @@ class StyleError(UnsupportedOperationError, TypeError):
 
 
 class GatherWarning(UserWarning):
-    """An operator without a fitting rule gathered its operands on every rank: right, but slow."""
+    """An operator without a matching rule gathered its operands on every rank: correct, but slow."""
 
 
 class CheckpointError(DTensorError):
-    """A checkpoint could not be saved or loaded; all ranks raise it with the same words, and nothing was changed."""
+    """A checkpoint could not be saved or loaded. All ranks raise it with the same text, and nothing was changed."""
 
 
 class PlanError(DTensorError):
@@ -78,12 +78,12 @@ class PlanError(DTensorError):
 
 
 class CaptureError(DTensorError):
-    """A captured function does what a replay could not do again; the message names it and says what to do instead."""
+    """A captured function does something that a replay could not repeat. The message names it and says what to do instead."""
 
 
 class DivergenceError(DTensorError):
-    """Ranks do not do the same: all of them raise this, with the same words, and no number was mixed up."""
+    """Ranks make different calls. All of them raise this with the same text, and no result is wrong."""
 
 
 class RankLostError(DivergenceError):
-    """A rank has failed, left or been killed while others needed it; all of them raise this, with its name and last line."""
+    """A rank failed, exited or was killed while others needed it. All others raise this with its number and last line."""

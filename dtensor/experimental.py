@@ -1,4 +1,4 @@
-"""What ``torch.distributed.tensor.experimental`` has, by its names."""
+"""Experimental functions of ``torch.distributed.tensor.experimental``, under their names there."""
 
 from .base.modes import implicit_replication
 from .dispatch.register_sharding import register_sharding

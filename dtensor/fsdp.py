@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism by the names that ``torch.distributed.fsdp`` has for it."""
+"""FSDP: fully sharded data parallelism, under the names of ``torch.distributed.fsdp``."""
 
 from .parallel import (
     CPUOffloadPolicy,

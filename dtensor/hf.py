@@ -1,4 +1,6 @@
-"""Models of Hugging Face: in checkpoints, distributed first, then read, so that no rank ever holds a whole one; and adapted."""
+"""HF: models of Hugging Face, distributed before they are read from checkpoints, so that no rank has a complete model; and
+adapters.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from torch import nn
 
 from .base.modes import implicit_replication
 from .checkpoint import load, save_safetensors
-from .checkpoint.coordinator import Ranks
+from .checkpoint.coordinator import RankGroup
 from .checkpoint.safetensors import unique_tensors
 from .errors import ArgumentError, CheckpointError, MeshError, PlacementError
 from .mesh.device_mesh import as_mesh
@@ -28,10 +30,11 @@ __all__ = ["adapted_plan", "from_pretrained", "prepared", "save_pretrained"]
 def from_pretrained(
     path: str | Path, distribute: Callable[[nn.Module], nn.Module], *, model_class: type[nn.Module] | None = None
 ) -> nn.Module:
-    """The model in the folder ``path`` (``config.json`` and safetensors), distributed as ``distribute`` does it.
+    """Return the model in the folder ``path`` (``config.json`` and safetensors), distributed by ``distribute``.
 
-    The model is built on the meta device, distributed, and given memory; then each rank reads the bytes of its own pieces. It is
-    in evaluation mode, with the generation settings of the folder, as those of ``transformers`` are. No network is asked.
+    The model is built on the meta device, distributed, and given memory. Then each rank reads the bytes of its own local
+    tensors. The model is in evaluation mode, with the generation settings of the folder, as in ``transformers``. The network is
+    not used.
 
     Args:
         path: a folder that ``save_pretrained`` or :func:`dtensor.checkpoint.save_safetensors` wrote.
@@ -40,10 +43,10 @@ def from_pretrained(
         model_class: the class of the model. Default: the class that ``config.json`` names under ``architectures``.
 
     Raises:
-        CheckpointError: no checkpoint there, parameters that are missing or of another shape; or tables that the model computes
-            when it is built and does not know how to compute again.
+        CheckpointError: no checkpoint, parameters that are missing or of another shape; or buffers that the model computes in
+            its constructor and cannot compute again.
 
-    Cost: of reading, see :func:`dtensor.checkpoint.load`. Memory: this rank's pieces twice, while they are read.
+    Cost: for reading, see :func:`dtensor.checkpoint.load`. Memory: this rank's local tensors twice, while they are read.
 
     >>> import tempfile, dtensor as dt, dtensor.hf
     >>> from dtensor.parallel import parallelize_module
@@ -57,19 +60,19 @@ def from_pretrained(
     """
     transformers = import_module("transformers")
     config = transformers.AutoConfig.from_pretrained(path)
-    kind = model_class or _class_named_by(config, path)
+    kind = model_class or _find_model_class(config, path)
     with torch.device("meta"):
         model = kind(config)
     if isinstance(config.dtype, torch.dtype):
         model = model.to(config.dtype)
-    model = materialize(distribute(model), init=_computed_again(model))
-    load(model, path, arrange=_as_the_model_has_them(model))
+    model = materialize(distribute(model), init=_buffer_initializer(model))
+    load(model, path, arrange=_weight_conversion(model))
     if (Path(path) / "generation_config.json").exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
     return model.eval()
 
 
-def _class_named_by(config: Any, path: str | Path) -> Any:
+def _find_model_class(config: Any, path: str | Path) -> Any:
     names = config.architectures or ["<none>"]
     kind = getattr(import_module("transformers"), names[0], None)
     if kind is None:
@@ -124,7 +127,7 @@ def save_pretrained(model: Any, path: str | Path, *, max_shard_size: int = 5_000
         if model.can_generate():
             model.generation_config.save_pretrained(path)
 
-    Ranks("hf.save_pretrained", process_group).together(f"saving {path}", lambda: None, lambda _: write_settings())
+    RankGroup("hf.save_pretrained", process_group).run_on_all(f"saving {path}", lambda: None, lambda _: write_settings())
 
 
 def _own_class(model: nn.Module) -> type:
@@ -133,52 +136,55 @@ def _own_class(model: nn.Module) -> type:
     return next(kind for kind in type(model).__mro__ if not any(base.__module__.startswith(ours) for base in kind.__mro__))
 
 
-def _as_the_model_has_them(model: Any) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None:
-    """What ``transformers`` does to the tensors of a checkpoint before the model gets them: experts, one by one in files, are put
-    together, and names of older versions replaced. None where it does nothing (before version 5)."""
+def _weight_conversion(model: Any) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None:
+    """Return a function that applies the weight conversions of ``transformers`` to the tensors of a checkpoint; None before
+    version 5.
+
+    The conversions stack experts that files store one by one, and replace names of older versions.
+    """
     if find_spec("transformers.conversion_mapping") is None:
         return None
     mapping = import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
     library = import_module("transformers.core_model_loading")
-    own = model.state_dict()
+    own_state = model.state_dict()
     renamings = [each for each in mapping if isinstance(each, library.WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, library.WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
 
     def arrange(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
+        results: dict[str, torch.Tensor] = {}
         collected: dict[str, Any] = {}
         for key in sorted(stored, key=library.dot_natural_key):
-            name, pattern = library.rename_source_key(key, renamings, converters, model.base_model_prefix, own)
-            if name not in own:
-                found[key] = stored[key]
+            name, pattern = library.rename_source_key(key, renamings, converters, model.base_model_prefix, own_state)
+            if name not in own_state:
+                results[key] = stored[key]
             elif pattern is None:
-                found[name] = stored[key]
+                results[name] = stored[key]
             else:
                 converter = collected.setdefault(name, copy.deepcopy(by_pattern[pattern]))
                 converter.add_tensor(name, key, pattern, stored[key])
         for name, converter in collected.items():
-            found |= converter.convert(name, model=model, config=model.config)
-        return found
+            results |= converter.convert(name, model=model, config=model.config)
+        return results
 
     return arrange
 
 
-def _computed_again(model: Any) -> Callable[[nn.Module], None]:
-    """Sets the buffers of a module that no checkpoint has, as the model sets them; all others are read."""
+def _buffer_initializer(model: Any) -> Callable[[nn.Module], None]:
+    """Return a function that sets the non-persistent buffers of a module as the model sets them. All others are read."""
 
     def init(module: nn.Module) -> None:
-        own = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
-        tables = {name: table for name, table in own.items() if table is not None and table.numel()}
+        buffers = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
+        tables = {name: table for name, table in buffers.items() if table is not None and table.numel()}
         for table in tables.values():
-            table.fill_(_unset(table.dtype))
+            table.fill_(_sentinel_value(table.dtype))
         if tables:
-            with implicit_replication():  # a table is the same wherever it is computed
+            with implicit_replication():  # buffers are computed identically on all ranks
                 model._init_weights(module)
-        left = [name for name, table in tables.items() if _same_as_before(table)]
-        if left:
+        unchanged = [name for name, table in tables.items() if _is_still_sentinel(table)]
+        if unchanged:
             raise CheckpointError(
-                f"{type(module).__name__} computes its buffers {left} in its constructor, and "
+                f"{type(module).__name__} computes its buffers {unchanged} in its constructor, and "
                 f"{type(model).__name__}._init_weights does not compute them again; build the model on a real "
                 "device and distribute it, instead of from_pretrained"
             )
@@ -186,35 +192,36 @@ def _computed_again(model: Any) -> Callable[[nn.Module], None]:
     return init
 
 
-def _unset(dtype: torch.dtype) -> Any:
-    """A value that no table is full of."""
+def _sentinel_value(dtype: torch.dtype) -> Any:
+    """Return a value that no computed buffer is filled with."""
     if dtype is torch.bool:
         return True
     return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
 
 
-def _same_as_before(table: torch.Tensor) -> bool:
+def _is_still_sentinel(table: torch.Tensor) -> bool:
     whole = table.full_tensor() if isinstance(table, DTensor) else table
     if whole.dtype is torch.bool:
         return False
     return bool((whole.isnan() if whole.dtype.is_floating_point else whole == torch.iinfo(whole.dtype).max).all())
 
 
-_OF_BATCHES = ("dp_replicate", "dp_shard", "cp", "tp")  # accelerate's names; along the last two, ranks get the same rows
+_ACCELERATE_DIMS = ("dp_replicate", "dp_shard", "cp", "tp")  # names of accelerate; along the last two, ranks get the same rows
 
 
 def prepared(trainer: Any, mesh: Any) -> Any:
-    """``trainer``, a ``Trainer`` of ``transformers`` or whatever has an ``accelerator``, for a model that is distributed already.
+    """Prepare ``trainer`` (a ``Trainer`` of ``transformers``, or an object with an ``accelerator``) for a model that is
+    distributed already.
 
-    Under torchrun Accelerate would wrap the model in ``DistributedDataParallel``; now it leaves it as it is. Each rank gets the
-    rows that its place in ``mesh`` asks for: along ``"dp_shard"`` and ``"dp_replicate"`` its own, along ``"tp"`` and ``"cp"`` the
-    same as the others. With all ranks in one process nothing is to be done, and nothing is.
+    Under torchrun Accelerate would wrap the model in ``DistributedDataParallel``; now it leaves it unchanged. Each rank gets
+    the rows of its position in ``mesh``: along ``"dp_shard"`` and ``"dp_replicate"`` its own, along ``"tp"`` and ``"cp"`` the
+    same as the others. With all ranks in one process nothing is changed.
 
     Args:
-        mesh: of all ranks, whose dims have these names.
+        mesh: a mesh of all ranks with dims of these names.
 
     Raises:
-        MeshError: a dim has another name: nobody could tell which ranks get the same rows.
+        MeshError: a dim has another name, so the ranks with the same rows are unknown.
 
     Cost: none.
 
@@ -226,9 +233,9 @@ def prepared(trainer: Any, mesh: Any) -> Any:
     """
     mesh = as_mesh(mesh)
     names = mesh.mesh_dim_names or ()
-    if not names or not set(names) <= set(_OF_BATCHES):
+    if not names or not set(names) <= set(_ACCELERATE_DIMS):
         raise MeshError(
-            f"{mesh!r} has no mesh dims with the names that accelerate uses, {', '.join(_OF_BATCHES)}; with "
+            f"{mesh!r} has no mesh dims with the names that accelerate uses, {', '.join(_ACCELERATE_DIMS)}; with "
             "these names it finds which ranks get the same rows of a batch"
         )
     if mesh.kind == "process_group":
@@ -237,20 +244,20 @@ def prepared(trainer: Any, mesh: Any) -> Any:
     return trainer
 
 
-_CUT_OF_LOW_RANK = {"colwise": "lora_B", "rowwise": "lora_A"}  # the factor that has the features which a style cuts
+_SHARDED_FACTOR = {"colwise": "lora_B", "rowwise": "lora_A"}  # the factor with the features that a style shards
 
 
 def adapted_plan(model: Any) -> dict[str, str]:
-    """The plan for a model with adapters of low rank: for ``model.get_base_model()`` where ``model`` is one of ``peft``.
+    """Return the plan for a model with low-rank adapters: for ``model.get_base_model()`` if ``model`` is one of ``peft``.
 
-    It is the model's own (``_tp_plan``), name by name. A matrix that is adapted is cut as it would be without adapter, and so is
-    the factor that has the features that are cut: the second of a column-wise matrix, the first of a row-wise one. The other
-    factor, which is small, stays as it is on all ranks: they must have drawn the same, by one ``torch.manual_seed``.
+    It follows the model's own plan (``_tp_plan``), name by name. An adapted matrix is sharded as without adapter, and so is the
+    factor with the sharded features: the second factor of a column-wise matrix, the first of a row-wise one. The other factor
+    is small and stays replicated: all ranks must have initialized it with the same ``torch.manual_seed``.
 
     Raises:
-        PlacementError: the model has no plan, or a module of it is adapted otherwise.
+        PlacementError: the model has no plan, or a module has another kind of adapter.
 
-    Cost: none; applied, a forward reduces the output of a row-wise matrix and of its first factor, one all-reduce each.
+    Cost: none. A forward pass then reduces the output of a row-wise matrix and of its first factor, with one all-reduce each.
 
     >>> import torch, dtensor as dt, dtensor.hf, peft
     >>> from dtensor.parallel import parallelize_module
@@ -273,12 +280,12 @@ def adapted_plan(model: Any) -> dict[str, str]:
     names = {module: name for name, module in base.named_modules()}
     plan = {}
     for path, style in styles.items():
-        found = submodules_at(base, path)
-        if not found and parameters_at(base, path):  # of the experts of a mixture, which are cut by themselves
+        modules = submodules_at(base, path)
+        if not modules and parameters_at(base, path):  # parameters of experts, which have their own style
             plan[path] = style
-        for module in found:
+        for module in modules:
             name = names[module]
-            factor = _CUT_OF_LOW_RANK.get(style.split("_")[0])
+            factor = _SHARDED_FACTOR.get(style.split("_")[0])
             if not hasattr(module, "base_layer"):
                 plan[name] = style
             elif factor is None or not hasattr(module, factor):

@@ -1,7 +1,7 @@
-"""Placements: how a tensor lies along ONE mesh dim.
+"""Placement: how a tensor is distributed over ONE mesh dim.
 
-A tuple with one placement per mesh dim says where every element is. These are plain values: they own no
-communication and know no mesh. ``Layout`` gives them their meaning on a mesh and a shape.
+A tuple with one placement per mesh dim says where every element is. Placements are plain values without a mesh or
+communication. ``Layout`` gives them their meaning on a mesh and a shape.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .base.tracing import constant_of_graph
-from .base.validation import index_of
+from .base.validation import as_index
 from .errors import PlacementError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
-_HERE = __name__.partition(".")[0] + "."
+_OWN_PREFIX = __name__.partition(".")[0] + "."
 
 
 class Placement:
@@ -34,21 +34,21 @@ class Placement:
     __slots__ = ()
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """Whether this is a ``Shard`` (of tensor dim ``dim``, where given)."""
+        """Return True if this is a ``Shard`` (of tensor dim ``dim``, if given)."""
         return False
 
     def is_replicate(self) -> bool:
-        """Whether this is ``Replicate``."""
+        """Return True if this is ``Replicate``."""
         return False
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
-        """Whether this is a ``Partial`` (with reduction ``reduce_op``, where given)."""
+        """Return True if this is a ``Partial`` (with reduction ``reduce_op``, if given)."""
         return False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         own = [name for name, value in vars(cls).items() if callable(value) and name not in ("__repr__", "__str__")]
-        if own and not cls.__module__.startswith(_HERE):
+        if own and not cls.__module__.startswith(_OWN_PREFIX):
             raise PlacementError(
                 f"{cls.__name__}: subclasses of placements are not supported, because overridden methods "
                 f"({', '.join(own)}) would not be called. For a reduction use Partial(Monoid(name, combine, "
@@ -56,7 +56,7 @@ class Placement:
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
-        return self  # immutable, and what is compared often is found to be the same object
+        return self  # immutable, and comparisons of the same object are fast
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, repr=False)
@@ -65,17 +65,17 @@ class Shard(Placement):
 
     Args:
         dim: the tensor dim; negative counts from the end.
-        sizes: elements of ``dim`` that each rank of the mesh dim holds. ``None`` splits like ``torch.chunk``:
-            every rank gets ``ceil(n / ranks)`` until nothing is left, so last shards may be smaller or empty.
-            Where several mesh dims split one tensor dim, the innermost may list all leaf blocks, major first.
-        level: nesting depth among the mesh dims that split the same tensor dim, 0 outermost. ``None`` nests in
-            mesh-dim order. A weight that tensor parallelism splits first and FSDP second, on a mesh
-            ``("dp", "tp")``, is ``(Shard(0, level=1), Shard(0, level=0))``.
+        sizes: elements of ``dim`` that each rank of the mesh dim has. ``None`` splits like ``torch.chunk``: every rank gets
+            ``ceil(n / ranks)`` until nothing is left, so last shards may be smaller or empty. If several mesh dims split one
+            tensor dim, the innermost may list the sizes of all blocks, major first.
+        level: nesting depth among the mesh dims that split the same tensor dim, 0 outermost. ``None`` nests in mesh-dim order.
+            A weight that tensor parallelism splits first and FSDP second, on a mesh ``("dp", "tp")``, is ``(Shard(0, level=1),
+            Shard(0, level=0))``.
 
     >>> Shard(1), Shard(0, sizes=(3, 2))
     (Shard(dim=1), Shard(dim=0, sizes=(3, 2)))
 
-    To come here from ``Replicate`` costs no communication, from another ``Shard`` an all-to-all, from ``Partial`` a
+    Redistribution from ``Replicate`` costs no communication, from another ``Shard`` an all-to-all, from ``Partial`` a
     reduce-scatter.
     """
 
@@ -85,9 +85,9 @@ class Shard(Placement):
 
     def __post_init__(self) -> None:
         if type(self.dim) is not int:
-            object.__setattr__(self, "dim", _whole(self.dim, "Shard(dim)", "Shard(0)"))
+            object.__setattr__(self, "dim", _check_int(self.dim, "Shard(dim)", "Shard(0)"))
         if self.level is not None and (type(self.level) is not int or self.level < 0):
-            object.__setattr__(self, "level", _whole(self.level, "Shard(level=)", "Shard(0, level=0)"))
+            object.__setattr__(self, "level", _check_int(self.level, "Shard(level=)", "Shard(0, level=0)"))
             if self.level < 0:
                 raise PlacementError(f"Shard levels count from 0, the outermost, got {self.level}")
         if self.sizes is not None:
@@ -100,8 +100,11 @@ class Shard(Placement):
             object.__setattr__(self, "sizes", sizes)
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """Whether it cuts (tensor dim ``dim``, where given) what the mesh dims before its own have left, as programs that go
-        through placements take for granted; no for one that lies inside of a later mesh dim's (``level=1``)."""
+        """Return True if this shards (tensor dim ``dim``, if given) a block of the mesh dims before its own.
+
+        Programs that process placements in order assume that. False for a shard inside of that of a later mesh dim
+        (``level=1``).
+        """
         return not self.level and (dim is None or dim == self.dim)
 
     @property
@@ -114,10 +117,11 @@ class Shard(Placement):
 
     @staticmethod
     def local_shard_size_and_offset(curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:
-        """How many of ``curr_local_size`` elements rank ``rank`` of ``num_chunks`` gets, and where they start. No communication.
+        """Return the number of elements that rank ``rank`` of ``num_chunks`` gets of ``curr_local_size``, and their start. No
+        communication.
 
-        This is the law of a :class:`Shard` without ``sizes``; an empty block starts at the end. What a DTensor's own blocks are
-        is ``x.layout.local_shape(coordinate)`` and ``local_offset``, with all its mesh dims and sizes.
+        This is the rule of a :class:`Shard` without ``sizes``; an empty block starts at the end. The blocks of a DTensor, with
+        all its mesh dims and sizes, are ``x.layout.local_shape(coordinate)`` and ``local_offset``.
 
         >>> [Shard.local_shard_size_and_offset(5, 4, rank) for rank in range(4)]
         [(2, 0), (2, 2), (1, 4), (0, 5)]
@@ -125,7 +129,7 @@ class Shard(Placement):
         start = min(curr_local_size, rank * -(-curr_local_size // num_chunks))
         return min(curr_local_size, (rank + 1) * -(-curr_local_size // num_chunks)) - start, start
 
-    def __eq__(self, other: object) -> bool:  # written out: placements are parts of cache keys
+    def __eq__(self, other: object) -> bool:  # faster than the generated one: placements are parts of cache keys
         return self is other or (
             type(other) is Shard and self.dim == other.dim and self.sizes == other.sizes and self.level == other.level
         )
@@ -146,9 +150,9 @@ class Shard(Placement):
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, repr=False)
 class Replicate(Placement):
-    """Every rank of the mesh dim holds the whole tensor.
+    """Every rank of the mesh dim has the complete tensor.
 
-    Local and global shape are the same. To come here costs an all-gather from ``Shard``, an all-reduce from ``Partial``.
+    Local and global shape are equal. Redistribution costs an all-gather from ``Shard`` and an all-reduce from ``Partial``.
 
     >>> import dtensor as dt
     >>> x = dt.ones(4, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[Replicate()])
@@ -174,18 +178,18 @@ class Replicate(Placement):
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Monoid:
-    """A user's own associative reduction, for ``Partial(Monoid(...))``.
+    """User-defined associative reduction, for ``Partial(Monoid(...))``.
 
     Args:
         name: shown in prints; two monoids are equal if all their parts are.
-        combine: ``combine(a, b)`` of two local values, associative; ranks are folded in order.
-        identity: ``identity(like)`` gives the neutral element, of the shape and dtype of ``like``.
-        finalize: applied once to the folded value, shape kept.
-        elementwise: each element of the reduction depends on that element of the terms alone, so that views, ``cat`` and
-            ``stack`` of terms are terms.
-        combine_all: the value of terms stacked along a new dim 0, where that costs less than one pair after the other.
+        combine: ``combine(a, b)`` of two local values, associative; ranks are combined in order.
+        identity: ``identity(like)`` returns the neutral element, of the shape and dtype of ``like``.
+        finalize: applied once to the reduced value, shape kept.
+        elementwise: True if each element of the reduction depends only on that element of the addends. Views, ``cat`` and
+            ``stack`` of addends are then addends.
+        combine_all: returns the value of addends that are stacked along a new dim 0, if that costs less than pair by pair.
 
-    Reducing its terms costs a gather of them.
+    The reduction costs a gather of the addends.
 
     >>> import torch, dtensor as dt
     >>> largest = Monoid("largest", torch.maximum, lambda like: torch.full_like(like, -torch.inf))
@@ -207,16 +211,16 @@ class Monoid:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, repr=False)
 class Partial(Placement):
-    """Every rank of the mesh dim holds a term; the value is their reduction.
+    """Every rank of the mesh dim has an addend; the value is their reduction.
 
     Args:
         reduce_op: ``"sum"``, ``"avg"``, ``"max"``, ``"min"``, ``"product"`` or a :class:`Monoid`.
 
     Attributes:
-        ALL_REDUCE_OPS: the names of reductions.
-        LINEAR_REDUCE_OPS: of those that ``f(a + b) = f(a) + f(b)`` goes through.
+        ALL_REDUCE_OPS: the names of all reductions.
+        LINEAR_REDUCE_OPS: the names of those with ``f(a + b) = f(a) + f(b)``.
 
-    Each local shape is the global one. Settling it costs an all-reduce, or a reduce-scatter on the way to ``Shard``.
+    Each local shape is the global one. The reduction costs an all-reduce, or a reduce-scatter if the target is ``Shard``.
 
     Raises:
         PlacementError: another ``reduce_op``.
@@ -246,15 +250,15 @@ class Partial(Placement):
         return f"P({self.reduce_op})"
 
 
-def _whole(value: Any, what: str, example: str) -> int:
-    found = index_of(value)
-    if found is None:
+def _check_int(value: Any, what: str, example: str) -> int:
+    index = as_index(value)
+    if index is None:
         raise PlacementError(f"{what} takes an int, got {value!r}; write {example}")
-    return found
+    return index
 
 
 def normalize(placements: Any, mesh_ndim: int, ndim: int) -> tuple[Placement, ...]:
-    """One placement per mesh dim, tensor dims made non-negative.
+    """Return one placement per mesh dim, with non-negative tensor dims.
 
     Raises:
         PlacementError: wrong count, not a placement, or a tensor dim out of range.
@@ -273,10 +277,10 @@ def normalize(placements: Any, mesh_ndim: int, ndim: int) -> tuple[Placement, ..
             f"placements and mesh dims must have the same length: {len(placements)} placements for a mesh of {mesh_ndim} dims: "
             f"{placements}; give one per mesh dim, for example [Shard(0)" + ", Replicate()" * (mesh_ndim - 1) + "]"
         )
-    return tuple(_checked(placement, ndim) for placement in placements)
+    return tuple(_check_placement(placement, ndim) for placement in placements)
 
 
-def _checked(placement: Placement, ndim: int) -> Placement:
+def _check_placement(placement: Placement, ndim: int) -> Placement:
     placement = constant_of_graph(placement)
     if isinstance(placement, Shard):
         dim = placement.dim
@@ -289,5 +293,5 @@ def _checked(placement: Placement, ndim: int) -> Placement:
     if isinstance(placement, (Replicate, Partial)):
         return placement
     kind = type(placement)
-    whose = f" of dtensor but one of {kind.__module__}" if kind.__name__ in ("Shard", "Replicate", "Partial") else ""
-    raise PlacementError(f"{placement!r} is not a placement{whose}; use Shard(dim), Replicate() or Partial(op)")
+    origin = f" of dtensor but one of {kind.__module__}" if kind.__name__ in ("Shard", "Replicate", "Partial") else ""
+    raise PlacementError(f"{placement!r} is not a placement{origin}; use Shard(dim), Replicate() or Partial(op)")

@@ -1,4 +1,4 @@
-"""Placements by the name that ``torch.distributed.tensor.placement_types`` has for them."""
+"""Placement types, under the names of ``torch.distributed.tensor.placement_types``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Partial", "Placement", "Replicate", "Shard"]
 
 
 class _NestedShard(type):
-    """Recognizes the placements here that have the role of PyTorch's ``_StridedShard``; makes none."""
+    """Metaclass for ``isinstance`` checks of placements with the role of PyTorch's ``_StridedShard``; it makes no instances."""
 
     def __instancecheck__(cls, placement: object) -> bool:
         return isinstance(placement, Shard) and bool(placement.level)
@@ -25,10 +25,10 @@ class _NestedShard(type):
 
 
 class _StridedShard(metaclass=_NestedShard):
-    """PyTorch's private placement, for ``isinstance`` only: a ``Shard`` whose ``level`` is not 0.
+    """PyTorch's private placement, for ``isinstance`` only: a ``Shard`` with a ``level`` that is not 0.
 
-    ``split_factor`` is no attribute of a ``Shard`` here, since a placement knows no mesh. It is the product of the sizes of the
-    mesh dims with lower levels.
+    ``split_factor`` is not an attribute of a ``Shard`` here, since a placement knows no mesh. It is the product of the sizes of
+    the mesh dims with lower levels.
 
     >>> [isinstance(placement, _StridedShard) for placement in (Shard(0, level=1), Shard(0, level=0), Shard(0))]
     [True, False, False]

@@ -1,4 +1,4 @@
-"""Caches that have a bound and say how full they are: nothing that a program can make ever more of is kept without one."""
+"""Caches: bounded tables that report how full they are. A table that a program can grow without limit must use one of them."""
 
 from __future__ import annotations
 
@@ -9,45 +9,49 @@ from itertools import islice
 from threading import RLock
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
-P = ParamSpec("P")
-T = TypeVar("T")
-K = TypeVar("K")
+ParamsT = ParamSpec("ParamsT")
+ValueT = TypeVar("ValueT")
+KeyT = TypeVar("KeyT")
 Fullness = Callable[[], tuple[int, int]]
 
 _CACHES: dict[str, Fullness] = {}
 
 
-def remembered(limit: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Keep the results of a function of hashable arguments, the ``limit`` used last."""
+def remembered(limit: int) -> Callable[[Callable[ParamsT, ValueT]], Callable[ParamsT, ValueT]]:
+    """Memoize a function of hashable arguments with an LRU cache of ``limit`` results."""
 
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        kept = lru_cache(maxsize=limit)(function)
+    def decorate(function: Callable[ParamsT, ValueT]) -> Callable[ParamsT, ValueT]:
+        cached = lru_cache(maxsize=limit)(function)
 
         def fullness() -> tuple[int, int]:
-            return kept.cache_info().currsize, limit
+            return cached.cache_info().currsize, limit
 
         watched(f"{function.__module__.removeprefix('dtensor.')}.{function.__name__}", fullness)
-        return cast(Any, kept)  # lru_cache forgets the signature
+        return cast(Any, cached)  # lru_cache forgets the signature
 
     return decorate
 
 
 def watched(name: str, fullness: Fullness) -> None:
-    """Tell how full a cache of another kind is: entries kept, and the most that are."""
+    """Register a cache of another kind for ``dtensor.cache_info()``.
+
+    Args:
+        fullness: returns the number of entries and the greatest number of entries.
+    """
     _CACHES[name] = fullness
 
 
 def fullness() -> dict[str, tuple[int, int]]:
-    """Entries kept, and the most that are kept, by cache."""
-    return {name: found() for name, found in sorted(_CACHES.items())}
+    """Return the number of entries and the greatest number of entries of each registered cache, by name."""
+    return {name: count_entries() for name, count_entries in sorted(_CACHES.items())}
 
 
-def _typed(value: Any) -> Any:
+def _typed_value(value: Any) -> Any:
     return type(value), value
 
 
-def nested_key(value: Any, leaf: Callable[[Any], Any] = _typed) -> Any:
-    """Nested arguments as a key; of numbers their type too, as True is 1 and 1 is 1.0.
+def nested_key(value: Any, leaf: Callable[[Any], Any] = _typed_value) -> Any:
+    """Return nested arguments as a hashable key. Numbers are keyed with their type, because ``True == 1 == 1.0``.
 
     >>> nested_key([1, {"dim": True}])
     ((<class 'int'>, 1), (('dim', (<class 'bool'>, True)),))
@@ -57,10 +61,10 @@ def nested_key(value: Any, leaf: Callable[[Any], Any] = _typed) -> Any:
     return tuple([nested_key(item, leaf) for item in value]) if isinstance(value, (list, tuple)) else leaf(value)
 
 
-class Bounded(dict[K, T]):
-    """A dictionary of what is made again where it is missing: it keeps ``limit`` entries, and then forgets the older half.
+class Bounded(dict[KeyT, ValueT]):
+    """Dict for values that can be computed again. At ``limit`` entries the older half is dropped.
 
-    Without a name it is not :func:`watched`.
+    A dict with a ``name`` is registered in ``dtensor.cache_info()``.
     """
 
     def __init__(self, limit: int, name: str | None = None) -> None:
@@ -69,52 +73,54 @@ class Bounded(dict[K, T]):
         if name is not None:
             watched(name, lambda: (len(self), self.limit))
 
-    def keep(self, key: K, value: T) -> T:
-        """``value``, kept."""
+    def keep(self, key: KeyT, value: ValueT) -> ValueT:
+        """Store ``value`` and return it."""
         if len(self) >= self.limit:
             for oldest in list(self)[: max(1, self.limit // 2)]:
-                self.pop(oldest, None)  # another thread may have been faster
+                self.pop(oldest, None)  # another thread may have removed it
         self[key] = value
         return value
 
 
-class Shared(Generic[K, T]):
-    """Dictionaries that keep ``each`` entries, and ``together`` all of them: one that changes much forgets its own first.
+class Shared(Generic[KeyT, ValueT]):
+    """Dicts with a common bound: at most ``each`` entries per dict and ``together`` in all. A dict that changes often evicts
+    its own entries first.
 
-    The oldest half goes at once. What is still in use is made again, and is then the newest: looking an entry up is a
-    dictionary's ``get`` and nothing else, by any number of threads.
+    The oldest half of the entries is dropped at once. A dropped entry that is still needed is computed again and is then the
+    newest.
+    A lookup is a plain ``dict.get`` and needs no lock in any thread.
     """
 
     def __init__(self, each: int, together: int) -> None:
         self.each, self.together = each, together
-        self._made: deque[tuple[dict[K, T], K]] = deque()  # in the order of their making; some are forgotten already
-        self._changing = RLock()
+        self._entries: deque[tuple[dict[KeyT, ValueT], KeyT]] = deque()  # oldest first; some are dropped from their dict already
+        self._lock = RLock()
 
-    def part(self) -> dict[K, T]:
-        """One of the dictionaries; entries are added by :meth:`keep`."""
+    def part(self) -> dict[KeyT, ValueT]:
+        """Return a new dict of the pool. Add entries to it by :meth:`keep`."""
         return {}
 
-    def keep(self, part: dict[K, T], key: K, value: T) -> T:
-        """``value``, kept."""
-        with self._changing:
+    def keep(self, part: dict[KeyT, ValueT], key: KeyT, value: ValueT) -> ValueT:
+        """Store ``value`` under ``key`` of ``part`` and return it."""
+        with self._lock:
             if len(part) >= self.each:
                 for oldest in list(islice(part, max(1, self.each // 2))):
                     del part[oldest]
-            if len(self._made) >= self.together:
-                for _ in range(max(1, len(self._made) // 2)):
-                    whose, oldest = self._made.popleft()
-                    whose.pop(oldest, None)
-            self._made.append((part, key))
+            if len(self._entries) >= self.together:
+                for _ in range(max(1, len(self._entries) // 2)):
+                    owner, oldest = self._entries.popleft()
+                    owner.pop(oldest, None)
+            self._entries.append((part, key))
             part[key] = value
         return value
 
     def clear(self) -> None:
-        """Forget all entries."""
-        with self._changing:
-            for part, _ in self._made:
+        """Remove all entries of all dicts."""
+        with self._lock:
+            for part, _ in self._entries:
                 part.clear()
-            self._made.clear()
+            self._entries.clear()
 
     def fullness(self) -> tuple[int, int]:
-        """Entries kept at most (those forgotten since among them), and the bound."""
-        return len(self._made), self.together
+        """Return the number of entries and the bound. Entries that were dropped from their dict may still count."""
+        return len(self._entries), self.together

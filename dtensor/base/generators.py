@@ -1,7 +1,8 @@
-"""The states of torch's random generators, read and set by one thread at a time.
+"""Generators: access to the states of torch's random generators, by one thread at a time.
 
-Torch holds a generator's lock while it makes the tensor that it answers with. Python may collect garbage then, and let another
-thread run: if that one asks the generator too, it waits for the lock and keeps the interpreter, for ever.
+Torch holds the lock of a generator while it allocates the state tensor. The allocation may start Python's garbage collection,
+which may switch to another thread. A second thread that asks the same generator then waits for the lock with the GIL: a
+deadlock.
 """
 
 from __future__ import annotations
@@ -11,25 +12,29 @@ from typing import Any
 
 import torch
 
-_ONE_AT_A_TIME = RLock()
+_GENERATOR_LOCK = RLock()
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The one that operations without ``generator=`` draw from on this device; the CPU's where the device has none of its own."""
+    """Return the generator of random operations without ``generator=`` on ``device``: the CPU's for a device type that has
+    none.
+    """
     if device.type in ("cpu", "meta"):
         return torch.default_generator
     module: Any = torch.get_device_module(device)
-    own = getattr(module, "default_generators", ())
-    return own[module.current_device() if device.index is None else device.index] if own else torch.default_generator
+    generators = getattr(module, "default_generators", ())
+    if not generators:
+        return torch.default_generator
+    return generators[module.current_device() if device.index is None else device.index]
 
 
 def state_now(generator: torch.Generator) -> torch.Tensor:
-    """Where the generator is."""
-    with _ONE_AT_A_TIME:
+    """Return the state of ``generator``."""
+    with _GENERATOR_LOCK:
         return generator.get_state()
 
 
 def go_to(generator: torch.Generator, state: torch.Tensor) -> None:
-    """Bring the generator to a state."""
-    with _ONE_AT_A_TIME:
+    """Set the state of ``generator``."""
+    with _GENERATOR_LOCK:
         generator.set_state(state)

@@ -1,6 +1,4 @@
-"""What rooms above provide, so that those below import none of them: what classes can do, found by name at the first call, and
-what is prepared once somebody has a mesh.
-"""
+"""Late binding: functions of upper packages that lower packages call by name, and hooks that run before the first mesh exists."""
 
 from __future__ import annotations
 
@@ -8,36 +6,38 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-_MODULES: dict[str, str] = {}
-_WAITING: list[Callable[[], None]] = []
+_PROVIDERS: dict[str, str] = {}
+_FIRST_USE_HOOKS: list[Callable[[], None]] = []
 
 
 def provided_by(module: str, *names: str) -> None:
-    """Say which module has the functions of these names. The face of the package does, which may know every room."""
-    _MODULES.update(dict.fromkeys(names, module))
+    """Register ``module`` as the provider of the functions ``names``. Only the package root calls this: it may import every
+    package.
+    """
+    _PROVIDERS.update(dict.fromkeys(names, module))
 
 
 def provided(name: str) -> Callable[..., Any]:
-    """Return the function of this name; its module is imported at the first call."""
-    found: Callable[..., Any] = getattr(import_module(_MODULES[name]), name)
-    return found
+    """Return the function with this name and import its module."""
+    function: Callable[..., Any] = getattr(import_module(_PROVIDERS[name]), name)
+    return function
 
 
 def before_use(action: Callable[[], None]) -> None:
-    """Run ``action`` before the first mesh, or the first tensors of all ranks, are made: it takes its time."""
-    _WAITING.append(action)
+    """Register a hook that runs before the first mesh or the first ``PerRank`` is made. Imports that take long belong here."""
+    _FIRST_USE_HOOKS.append(action)
 
 
 def in_use() -> None:
-    """Run what waits for that."""
-    while _WAITING:
+    """Run and remove all hooks of :func:`before_use`."""
+    while _FIRST_USE_HOOKS:
         try:
-            action = _WAITING.pop()
-        except IndexError:  # another thread was faster
+            action = _FIRST_USE_HOOKS.pop()
+        except IndexError:  # another thread took the last hook
             return
         action()
 
 
 def pictured(x: Any) -> str:
-    """What a notebook shows: the ``_repr_html_`` of what has a picture."""
+    """Return the HTML of ``x``, for ``_repr_html_``."""
     return str(provided("html_of")(x))

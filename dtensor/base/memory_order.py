@@ -1,4 +1,4 @@
-"""Orders of dims in memory, and the dense strides that they give."""
+"""Memory order: the order of tensor dims in memory, and the dense strides of an order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Stride = tuple[int, ...]
 
 @remembered(4096)
 def contiguous_stride(shape: tuple[int, ...]) -> Stride:
-    """Strides of a row-major tensor."""
+    """Return the strides of a row-major tensor."""
     stride, step = [], 1
     for size in reversed(shape):
         stride.append(step)
@@ -20,21 +20,21 @@ def contiguous_stride(shape: tuple[int, ...]) -> Stride:
 
 
 def outermost_first(stride: Sequence[int], dims: Iterable[int] | None = None) -> list[int]:
-    """All dims, or these, by their steps in memory, the widest first; one of step 0 stays where it stands, as torch has it.
+    """Return all dims, or ``dims``, sorted by stride, the largest first. Dims of stride 0 keep their position, as in torch.
 
     >>> outermost_first((0, 1, 4)), outermost_first((4, 0, 1))
     ([0, 2, 1], [0, 1, 2])
     """
-    given = range(len(stride)) if dims is None else list(dims)
-    ordered = sorted([d for d in given if stride[d]], key=lambda d: -stride[d])
-    if len(ordered) == len(given):
+    selected = range(len(stride)) if dims is None else list(dims)
+    ordered = sorted([d for d in selected if stride[d]], key=lambda d: -stride[d])
+    if len(ordered) == len(selected):
         return ordered
-    following = iter(ordered)
-    return [next(following) if stride[d] else d for d in given]
+    in_order = iter(ordered)
+    return [next(in_order) if stride[d] else d for d in selected]
 
 
 def dense_in(shape: Sequence[int], order: Sequence[int]) -> Stride:
-    """Dense strides with the dims in this order in memory, outermost first; () is row-major.
+    """Return dense strides for dims in the memory order ``order``, outermost first. ``()`` means row-major.
 
     >>> dense_in((2, 3), (1, 0))
     (1, 2)
@@ -48,13 +48,14 @@ def dense_in(shape: Sequence[int], order: Sequence[int]) -> Stride:
 
 
 def stride_like(shape: Sequence[int], like: Sequence[int]) -> Stride:
-    """Dense strides for ``shape`` whose dims are ordered in memory as in ``like``."""
+    """Return dense strides for ``shape`` with the dims in the memory order of the strides ``like``."""
     return dense_in(shape, outermost_first(like))
 
 
 @remembered(4096)
 def memory_order(shape: tuple[int, ...], stride: Stride) -> tuple[int, ...] | None:
-    """The dims of a dense tensor, outermost in memory first; () if that is their order, None if it is not dense.
+    """Return the dims of a dense tensor, outermost in memory first. Row-major gives ``()``; a tensor that is not dense gives
+    None.
 
     >>> memory_order((2, 3), (3, 1)), memory_order((2, 3), (1, 2)), memory_order((2, 3), (0, 1))
     ((), (1, 0), None)
@@ -66,7 +67,7 @@ def memory_order(shape: tuple[int, ...], stride: Stride) -> tuple[int, ...] | No
 
 
 def overlaps(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether elements may share memory, as those of sliding windows do.
+    """Return True if elements of the tensor may share memory, as those of sliding windows do.
 
     >>> overlaps((4, 2), (1, 1)), overlaps((2, 3), (1, 2)), overlaps((2, 3), (0, 1))
     (True, False, True)

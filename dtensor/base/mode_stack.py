@@ -1,12 +1,14 @@
-"""What holds inside of a ``with`` block: for the thread or task that entered it, and for its backward passes.
+"""Mode stack: values that are set inside of a ``with`` block, for the thread or task that entered it and for its backward
+passes.
 
-The laws, of every mode of the library:
-
-- A block is seen by the context (of ``contextvars``) that entered it and by those copied from that one meanwhile, by nobody else.
-- A block that ends takes away itself and nothing more, in whatever order blocks end. What was copied keeps what it saw.
-- A block that is left elsewhere than it was entered (in another task, by the garbage collector) has ended everywhere.
-- A backward pass sees the blocks of whoever started it, also in the threads that autograd has for accelerators. Torch carries to
-  them what a thread has put aside; so of several tasks in one thread they see the one that last entered or left a block.
+[Note: Scope of a mode]
+- A block is visible in the ``contextvars`` context that entered it, and in contexts that are copied from that one inside of the
+  block.
+- A block that ends removes only itself, in whatever order blocks end. Contexts that were copied before keep their view of it.
+- A block that is left in another context than it was entered (another task, the garbage collector) ends in all contexts.
+- A backward pass sees the blocks of the thread that started it, also in autograd's threads for accelerators. Torch copies
+  thread-local objects to those threads. So with several tasks in one thread, autograd sees the blocks of the last task that
+  entered or left one.
 """
 
 from __future__ import annotations
@@ -31,56 +33,62 @@ R = TypeVar("R")
 
 
 class Block(Generic[T]):
-    """One ``with`` block; ``ended``: everywhere, not only where it was entered. ``token``: says where, until it is left."""
+    """Entered ``with`` block of a mode.
 
-    __slots__ = ("_held", "ended", "token", "value")
+    Attributes:
+        ended: True once the block was left in another context than it was entered: it counts in no context any more.
+        token: the ``contextvars`` token of entering, None once the block was left.
+    """
+
+    __slots__ = ("_live", "ended", "token", "value")
     token: Any
 
-    def __init__(self, value: T, held: set[int]) -> None:
-        self.value, self.ended, self._held = value, False, held
-        held.add(id(self))
+    def __init__(self, value: T, live: set[int]) -> None:
+        self.value, self.ended, self._live = value, False, live
+        live.add(id(self))
 
     def __del__(self) -> None:
-        self._held.discard(id(self))
+        self._live.discard(id(self))
 
 
 class Scoped(Generic[T]):
-    """A mode: the values of the blocks that are entered, outermost first.
+    """Mode: the values of the blocks that are entered, outermost first. See [Note: Scope of a mode].
 
     Attributes:
-        held: not empty while any context can see a block. To ask this first costs no more than a plain variable.
+        held: the ids of all blocks that exist in any context. An empty set proves that no block is entered, at the cost of one
+            truth test.
     """
 
-    __slots__ = ("_blocks", "_carried", "held")
+    __slots__ = ("_blocks", "_thread_key", "held")
 
     def __init__(self, name: str) -> None:
         self.held: set[int] = set()
         self._blocks: ContextVar[tuple[Block[T], ...]] = ContextVar(name, default=())
-        self._carried = f"dtensor.{name}"
+        self._thread_key = f"dtensor.{name}"
 
     def __bool__(self) -> bool:
-        """Whether one is entered here."""
-        return bool(self.held) and bool(self._here())
+        """Return True if a block is entered in this context."""
+        return bool(self.held) and bool(self._visible_blocks())
 
     def values(self) -> tuple[T, ...]:
-        """Of the blocks entered here."""
-        return tuple(block.value for block in self._here()) if self.held else ()
+        """Return the values of the blocks that are entered in this context."""
+        return tuple(block.value for block in self._visible_blocks()) if self.held else ()
 
     def last(self, default: D) -> T | D:
-        """Of the innermost block entered here."""
-        here = self._here() if self.held else ()
+        """Return the value of the innermost block that is entered in this context, else ``default``."""
+        here = self._visible_blocks() if self.held else ()
         return here[-1].value if here else default
 
     def assign(self, value: T) -> bool:
-        """Give the innermost block another value; False where there is none."""
-        here = self._here() if self.held else ()
+        """Replace the value of the innermost block. Return False if no block is entered."""
+        here = self._visible_blocks() if self.held else ()
         if here:
             here[-1].value = value
         return bool(here)
 
     @contextmanager
     def entered(self, value: T) -> Iterator[None]:
-        """Inside, ``value`` is the last one."""
+        """Enter a block with ``value`` for the duration of a ``with`` block."""
         block = self.enter(value)
         try:
             yield
@@ -88,89 +96,91 @@ class Scoped(Generic[T]):
             self.leave(block)
 
     def enter(self, value: T) -> Block[T]:
-        """The beginning of a block, for objects that have ``__enter__`` and ``__exit__`` themselves."""
+        """Enter a block without ``with``, for objects that define ``__enter__`` and ``__exit__`` themselves. End it by
+        :meth:`leave`.
+        """
         block = Block(value, self.held)
         block.token = self._blocks.set((*self._blocks.get(), block))
-        self._put_aside()
+        self._publish_to_autograd()
         return block
 
     def leave(self, block: Block[T]) -> None:
-        """Its end, anywhere."""
+        """End a block, in any context."""
         now, token, block.token = self._blocks.get(), block.token, None
         try:
-            self._blocks.reset(token)  # tells whether this is the context that entered it
+            self._blocks.reset(token)  # raises if another context entered the block
         except ValueError:
             block.ended = True
         self._blocks.set(tuple(other for other in now if other is not block and not other.ended))
-        self._put_aside()
+        self._publish_to_autograd()
 
     def leave_one(self, entered: list[Block[T]]) -> None:
-        """The end of one of these, which it is taken from: the last that was entered here, if any was."""
+        """End and remove one block of ``entered``: the last one that is entered in this context, else the last of the list."""
         block = next((block for block in reversed(entered) if self.sees(block)), entered[-1])
         entered.remove(block)
         self.leave(block)
 
     def sees(self, block: Block[T]) -> bool:
-        """Whether one is inside of this block here."""
-        return block in self._here()
+        """Return True if ``block`` is entered in this context."""
+        return block in self._visible_blocks()
 
-    def _here(self) -> list[Block[T]]:
+    def _visible_blocks(self) -> list[Block[T]]:
         own = self._blocks.get()
-        return [block for block in (*self._brought(), *own) if not block.ended]
+        return [block for block in (*self._blocks_of_backward_caller(), *own) if not block.ended]
 
-    # --- into autograd's threads (private, as torch has no public way) -------------------------------------------------------
-    def _put_aside(self) -> None:
-        _keep(self._carried, (get_ident(), self._blocks.get()))
+    # --- propagation into autograd's threads: torch has no public API for it -------------------------------------------------
+    def _publish_to_autograd(self) -> None:
+        _keep_in_thread(self._thread_key, (get_ident(), self._blocks.get()))
 
-    def _brought(self) -> tuple[Block[T], ...]:
-        """Blocks of the thread that started the backward pass, if that is another one."""
-        if graph_task() == -1 or not is_kept_in_thread(self._carried):
+    def _blocks_of_backward_caller(self) -> tuple[Block[T], ...]:
+        """Return the blocks of the thread that started this backward pass, if that is another thread."""
+        if graph_task() == -1 or not is_kept_in_thread(self._thread_key):
             return ()
-        thread, blocks = kept_in_thread(self._carried)
+        thread, blocks = kept_in_thread(self._thread_key)
         return () if thread == get_ident() else blocks
 
 
-def _takes_the_callers_reference() -> bool:
-    """Whether torch lets go of what it keeps in a thread without ever having held it, as torch 2.11 does."""
-    kept = object()
-    before = sys.getrefcount(kept)
-    _held_once_more(kept)
-    keep_in_thread("dtensor", kept)
-    return sys.getrefcount(kept) == before + 1
+def _steals_reference() -> bool:
+    """Return True if ``keep_in_thread`` releases a reference that it never took, as in torch 2.11."""
+    probe = object()
+    before = sys.getrefcount(probe)
+    _increase_refcount(probe)
+    keep_in_thread("dtensor", probe)
+    return sys.getrefcount(probe) == before + 1
 
 
-def _held_once_more(x: Any) -> None:
+def _increase_refcount(x: Any) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(x))
 
 
-_TAKES = _takes_the_callers_reference()
+_STEALS_REFERENCE = _steals_reference()
 
 
-def _keep(name: str, x: Any) -> None:
-    if _TAKES:
-        _held_once_more(x)
+def _keep_in_thread(name: str, x: Any) -> None:
+    if _STEALS_REFERENCE:
+        _increase_refcount(x)
     keep_in_thread(name, x)
 
 
-class Entering:
-    """One ``with`` block to be entered, or a decorator of functions that run inside of one each."""
+class ReusableContext:
+    """Context manager that can be entered once, or a decorator that runs each call of a function inside of a new block."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
         self._make = make
-        self._made: AbstractContextManager[None] | None = None
+        self._context: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> None:
-        if self._made is not None:
+        if self._context is not None:
             raise RuntimeError(
                 "this context manager was entered before and can be entered once; call the function that "
                 "returned it again for each `with`"
             )
-        self._made = self._make()
-        self._made.__enter__()
+        self._context = self._make()
+        self._context.__enter__()
 
-    def __exit__(self, *raised: Any) -> bool | None:
-        assert self._made is not None, "__exit__ comes after __enter__"
-        return self._made.__exit__(*raised)
+    def __exit__(self, *exc_info: Any) -> bool | None:
+        assert self._context is not None, "__exit__ comes after __enter__"
+        return self._context.__exit__(*exc_info)
 
     def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
         if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
@@ -194,12 +204,12 @@ class Entering:
         return run
 
 
-def entering(fn: Callable[P, Iterator[None]]) -> Callable[P, Entering]:
-    """``fn``, a generator function that enters a mode, as ``contextlib.contextmanager`` makes one; see :class:`Entering`."""
+def entering(fn: Callable[P, Iterator[None]]) -> Callable[P, ReusableContext]:
+    """Make a mode of a generator function, like ``contextlib.contextmanager``; the result is a :class:`ReusableContext`."""
     make = contextmanager(fn)
 
     @wraps(fn)
-    def enter(*args: P.args, **kwargs: P.kwargs) -> Entering:
-        return Entering(partial(make, *args, **kwargs))
+    def enter(*args: P.args, **kwargs: P.kwargs) -> ReusableContext:
+        return ReusableContext(partial(make, *args, **kwargs))
 
     return enter

@@ -1,4 +1,4 @@
-"""The few switches that change how operations on distributed tensors behave. All ranks must enter them alike."""
+"""Modes: the switches that change how operations on DTensors behave. All ranks must enter them together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REMEMBERED: Scoped[str] = Scoped("remember")
 
 
 class Modes:
-    """The current switches, of whoever asks. Where it matters, ask first whether the switch is ``held`` anywhere."""
+    """Values of the modes in the current context. On hot paths test ``ModeStack.held`` of a mode first."""
 
     __slots__ = ()
 
@@ -31,21 +31,21 @@ class Modes:
 
 
 MODES = Modes()
-_NONE = (False, False, "values")
+_DEFAULTS = (False, False, "values")
 
 
 def switches() -> tuple[bool, bool, str]:
-    """All of them, as a part of a key."""
+    """Return the values of all modes, as a part of a cache key."""
     if not (IMPLICIT_REPLICATION.held or EXPLICIT.held or REMEMBERED.held):
-        return _NONE
+        return _DEFAULTS
     return MODES.implicit_replication, MODES.explicit, MODES.remembered
 
 
 @entering
 def implicit_replication() -> Iterator[None]:
-    """Inside, plain tensors mixed with DTensors count as replicated: every rank must hold the same value.
+    """Treat plain tensors that are mixed with DTensors as replicated inside of a block. Every rank must hold the same value.
 
-    Threads and tasks each enter it for themselves; so for all modes (see docs/architecture.md).
+    Threads and tasks enter every mode separately (see docs/architecture.md).
 
     >>> import torch, dtensor as dt
     >>> x = dt.ones(4, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)])
@@ -53,7 +53,7 @@ def implicit_replication() -> Iterator[None]:
     ...     (x + torch.arange(4.0)).full_tensor()
     tensor([1., 2., 3., 4.])
 
-    No communication, no errors of its own.
+    Issues no communication and raises no errors.
     """
     with IMPLICIT_REPLICATION.entered(None):
         yield
@@ -61,10 +61,10 @@ def implicit_replication() -> Iterator[None]:
 
 @entering
 def explicit() -> Iterator[None]:
-    """Inside, an operation that would communicate raises; only ``redistribute`` and ``full_tensor`` may.
+    """Raise for operations that would communicate inside of a block. Only ``redistribute`` and ``full_tensor`` may communicate.
 
     Raises:
-        ImplicitCommunicationError: from the operation, naming the redistribution that it needs.
+        ImplicitCommunicationError: from the operation, with the redistribution that it needs.
 
     >>> import torch, dtensor as dt
     >>> x = dt.ones(4, 6, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)])
@@ -79,15 +79,16 @@ def explicit() -> Iterator[None]:
 
 @entering
 def remember(what: str) -> Iterator[None]:
-    """Inside, of what operators needed in another layout tensors remember this: less memory, or less communication.
+    """Set which redistributed operands are cached inside of a block: more caching needs more memory and less communication.
 
     Args:
-        what: ``"nothing"``: a value is moved each time. ``"values"``, the default: what operators made is moved once, and held in
-            both layouts as long as it lives. ``"parameters"``: parameters too, from forward until their gradient arrives (or they
-            are written to), whole if they are gathered: of three transfers of a fully sharded step two are left.
+        what: ``"nothing"``: an operand is redistributed at each use. ``"values"``, the default: a result of an operator is
+            redistributed once, and both layouts are kept as long as the tensor lives. ``"parameters"``: parameters too, from
+            forward until their gradient arrives or they are written to. A parameter is then cached replicated if it is
+            gathered: a fully sharded step has two transfers instead of three.
 
     Raises:
-        ArgumentError: another word.
+        ArgumentError: for another word.
 
     >>> import torch, dtensor as dt
     >>> mesh = dt.init_device_mesh("cpu", (2,))

@@ -1,4 +1,4 @@
-"""What of torch is not as it was found by now: each place that changes something says so; ``interop.patch_catalog`` says why."""
+"""Patches: registry of the monkeypatches on torch that are applied now. ``interop.patch_catalog`` documents every patch."""
 
 from __future__ import annotations
 
@@ -6,36 +6,36 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from threading import Lock
 
-IN_FORCE: dict[str, int] = {}  # where, as in interop.changes, and how many times
+IN_FORCE: dict[str, int] = {}  # location as in interop.patch_catalog -> how often it is applied
 
 
 def changed(where: str) -> None:
-    """It is, once more."""
+    """Record that the torch attribute ``where`` was patched. Calls nest."""
     IN_FORCE[where] = IN_FORCE.get(where, 0) + 1
 
 
 def restored(where: str) -> None:
-    """One change of it is undone."""
+    """Undo one :func:`changed` of ``where``. The entry is removed when its count reaches zero."""
     IN_FORCE[where] -= 1
     if not IN_FORCE[where]:
         del IN_FORCE[where]
 
 
 class Together:
-    """A change of the whole process: the first who enters, in any thread, begins ``change()``; the last who leaves ends it."""
+    """Process-wide patch with a reference count: the first thread that enters runs ``change()``, the last that leaves ends it."""
 
-    def __init__(self, change: Callable[[], AbstractContextManager[None]]) -> None:
-        self._change, self._lock, self._inside = change, Lock(), 0
+    def __init__(self, make_patch: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make_patch, self._lock, self._depth = make_patch, Lock(), 0
 
     def __enter__(self) -> None:
         with self._lock:
-            if not self._inside:
-                self._made = self._change()
-                self._made.__enter__()
-            self._inside += 1
+            if not self._depth:
+                self._patch = self._make_patch()
+                self._patch.__enter__()
+            self._depth += 1
 
-    def __exit__(self, *raised: object) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                self._made.__exit__(None, None, None)
+            self._depth -= 1
+            if not self._depth:
+                self._patch.__exit__(None, None, None)

@@ -1,4 +1,4 @@
-"""Progress of long work on stderr: a bar of tqdm on a terminal, else a line every few seconds."""
+"""Progress of long work on stderr: a tqdm bar on a terminal, else a line every few seconds."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-T = TypeVar("T")
-_FIRST, _NEXT = 2.0, 5.0  # seconds until the first line, and between lines
+ItemT = TypeVar("ItemT")
+_FIRST_WAIT, _NEXT_WAIT = 2.0, 5.0  # seconds until the first line, and between lines
 
 
-def progress(things: Iterable[T], total: int, what: str) -> Iterator[T]:
-    """Yield ``things`` and report how many of ``total`` are done; ``what`` names the work."""
+def iterate_with_progress(items: Iterable[ItemT], total: int, what: str) -> Iterator[ItemT]:
+    """Yield ``things`` and report how many of ``total`` are done. ``what`` names the work."""
     if sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None:
-        yield from importlib.import_module("tqdm").tqdm(things, total=total, desc=what, leave=False, file=sys.stderr)
+        yield from importlib.import_module("tqdm").tqdm(items, total=total, desc=what, leave=False, file=sys.stderr)
         return
     done = 0
     with reporting(lambda: f"{what}: {done} of {total}"):
-        for thing in things:
-            yield thing
+        for item in items:
+            yield item
             done += 1
 
 
 @contextmanager
 def reporting(what: Callable[[], str]) -> Iterator[None]:
-    """Print ``what()`` and the time since the start, after 2 seconds and then every 5, until the block ends."""
+    """Print ``what()`` and the elapsed time after 2 seconds and then every 5 seconds, until the block ends."""
     start, ended = time.monotonic(), threading.Event()
 
     def report() -> None:
-        wait = _FIRST
+        wait = _FIRST_WAIT
         while not ended.wait(wait):
             print(f"{what()}, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
-            wait = _NEXT
+            wait = _NEXT_WAIT
 
     thread = threading.Thread(target=report, name="dtensor-progress", daemon=True)
     thread.start()

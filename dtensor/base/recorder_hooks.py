@@ -1,8 +1,8 @@
-"""What a recorder (see ``capture``) wants to know of the layers below it: which functions are one step of what it records.
+"""Recorder hooks: how lower packages tell a recorder of ``capture`` what is one step of the program that it records.
 
-``site`` marks functions that a recorder keeps as one step, called again at each replay: collectives, draws. ``effect`` marks
-those that do something to the memory of their arguments. ``aside`` marks those whose work is done once for all: checks, what they
-set up, and what ranks tell each other of the shapes of their tensors. With nobody recording each pays one truth test.
+``site`` marks functions that are one recorded step and run again at each replay: collectives, random generation. ``effect``
+marks functions that write to the memory of their arguments. ``aside`` marks functions that run once and are not replayed:
+checks, setup, and exchanges of tensor shapes between ranks. Without an active recorder each marker costs one truth test.
 """
 
 from __future__ import annotations
@@ -14,89 +14,99 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 from ..base.torch_internals import current_dispatch_modes as _get_current_dispatch_mode_stack
 
-P = ParamSpec("P")
-T = TypeVar("T")
+ParamsT = ParamSpec("ParamsT")
+ResultT = TypeVar("ResultT")
 
 
 class Recorder(Protocol):
-    """Who is told.
+    """Interface of a recorder.
 
     Attributes:
-        paused: how many functions are running of which it wants to know nothing more.
+        paused: depth of running functions with inner operations that are not recorded.
     """
 
     paused: int
 
     def site(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``fn(*args, **kwargs)``, kept as one step."""
+        """Run ``fn(*args, **kwargs)`` and record it as one step."""
 
     def effect(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``fn(*args, **kwargs)``, kept as one step, which does something to the memory of the tensors that it is given."""
+        """Run ``fn(*args, **kwargs)`` and record it as one step that writes to the memory of its tensor arguments."""
 
     def aside(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``fn(*args, **kwargs)``, not kept."""
+        """Run ``fn(*args, **kwargs)`` without recording it."""
 
     def knows(self, pending: Any) -> bool:
-        """Whether a collective under way is one that it has seen begin."""
+        """Return True if the pending collective began in this recording."""
 
     def apart(self, owner: Any, empty: Mapping[str, Any]) -> None:
-        """Attributes of ``owner`` that say what it keeps between calls, called before they are looked at: a recording starts with
-        these, and leaves them as it found them."""
+        """Announce attributes of ``owner`` that carry state between calls, before they are read. A recording starts with the
+        values ``empty`` and restores the earlier values at its end.
+        """
 
     def undo(self, fn: Callable[[], Any]) -> None:
-        """``fn()`` is called if the recording is refused before it has ended."""
+        """Register ``fn`` to be called if the recording is refused before it ends."""
 
 
 class Between(dict[Any, Any]):
-    """What the library keeps from one call for a later one: tensors in nested values. To a recording it is given, as arguments
-    are, and what is left in it is a result."""
+    """State that the library carries from one call to a later one: tensors in nested values. A recording treats the state at
+    its start as arguments, and the state at its end as results.
+    """
 
 
-ACTIVE: list[Recorder] = []  # in any thread; recorders are dispatch modes, which belong to a thread (and its backward passes)
+ACTIVE: list[Recorder] = []  # of all threads; a recorder is a dispatch mode of one thread and of its backward passes
 
 
 def current() -> Recorder | None:
-    """The recorder that listens in this thread."""
+    """Return the recorder that is active in this thread; None if there is none or it is paused."""
     if not ACTIVE:
         return None
-    here: Any
-    for here in reversed(_get_current_dispatch_mode_stack()):
-        if here in ACTIVE:
-            return None if here.paused else cast(Recorder, here)
+    mode: Any
+    for mode in reversed(_get_current_dispatch_mode_stack()):
+        if mode in ACTIVE:
+            return None if mode.paused else cast(Recorder, mode)
     return None
 
 
 def weakly(recorder: Any) -> weakref.ref[Any] | None:
-    """Who recorded something (None: nobody), for what it leaves on tensors that outlive it: a recorder has all that it met."""
+    """Return a weak reference to ``recorder``, or None for None.
+
+    Metadata on tensors must use it: a strong reference would keep every tensor of the recording alive as long as that tensor
+    lives.
+    """
     return None if recorder is None else weakref.ref(recorder)
 
 
-def recorded_by(who: weakref.ref[Any] | None, recorder: Any) -> bool:
-    """Whether this is who recorded it; nobody is, when that one is gone."""
-    return recorder is None if who is None else recorder is not None and who() is recorder
+def recorded_by(reference: weakref.ref[Any] | None, recorder: Any) -> bool:
+    """Return True if ``recorder`` is the recorder that ``reference`` refers to.
+
+    ``reference`` None means "not recorded", ``recorder`` None means "no active recorder"; these match each other. A reference
+    to a recorder that was freed matches no recorder.
+    """
+    return recorder is None if reference is None else recorder is not None and reference() is recorder
 
 
-def site(fn: Callable[P, T]) -> Callable[P, T]:
-    """``fn``, one step to a recorder."""
-    return _marked(fn, "site")
+def site(fn: Callable[ParamsT, ResultT]) -> Callable[ParamsT, ResultT]:
+    """Mark ``fn`` as one step of a recording."""
+    return _mark(fn, "site")
 
 
-def effect(fn: Callable[P, T]) -> Callable[P, T]:
-    """``fn``, one step to a recorder, and one that writes to what it is given."""
-    return _marked(fn, "effect")
+def effect(fn: Callable[ParamsT, ResultT]) -> Callable[ParamsT, ResultT]:
+    """Mark ``fn`` as one step of a recording that writes to its arguments."""
+    return _mark(fn, "effect")
 
 
-def aside(fn: Callable[P, T]) -> Callable[P, T]:
-    """``fn``, no step to a recorder: what it finds out or sets up holds for every replay."""
-    return _marked(fn, "aside")
+def aside(fn: Callable[ParamsT, ResultT]) -> Callable[ParamsT, ResultT]:
+    """Mark ``fn`` as no step of a recording: its result is valid for every replay."""
+    return _mark(fn, "aside")
 
 
-def _marked(fn: Callable[P, T], how: str) -> Callable[P, T]:
-    """``fn``, which goes through the recorder's method of this name where one listens."""
+def _mark(fn: Callable[ParamsT, ResultT], method: str) -> Callable[ParamsT, ResultT]:
+    """Wrap ``fn``: an active recorder runs it through its method ``how``."""
 
     @wraps(fn)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+    def run(*args: ParamsT.args, **kwargs: ParamsT.kwargs) -> ResultT:
         recorder = current() if ACTIVE else None
-        return fn(*args, **kwargs) if recorder is None else cast(T, getattr(recorder, how)(fn, args, kwargs))
+        return fn(*args, **kwargs) if recorder is None else cast(ResultT, getattr(recorder, method)(fn, args, kwargs))
 
     return run

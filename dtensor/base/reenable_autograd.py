@@ -1,4 +1,4 @@
-"""What runs below autograd, shown to it again."""
+"""Re-enable autograd for code that is called from inside ``__torch_dispatch__``, where its dispatch keys are excluded."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 from .torch_internals import DispatchKey, ForceDispatchKeyGuard, excluded_keys, included_keys
 
-_KEYS = (DispatchKey.AutogradFunctionality, DispatchKey.AutogradOther, DispatchKey.ADInplaceOrView)
+_AUTOGRAD_KEYS = (DispatchKey.AutogradFunctionality, DispatchKey.AutogradOther, DispatchKey.ADInplaceOrView)
 
 
 def seen_by_autograd() -> AbstractContextManager[Any]:
-    """A block whose operations autograd records, also where they are called from below it."""
+    """Return a context manager in which autograd records operations, also below the autograd dispatch keys."""
     excluded = excluded_keys()
-    for key in _KEYS:
+    for key in _AUTOGRAD_KEYS:
         excluded = excluded.remove(key)
     guard: AbstractContextManager[Any] = ForceDispatchKeyGuard(included_keys(), excluded)
     return guard

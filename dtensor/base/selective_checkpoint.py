@@ -1,8 +1,11 @@
-"""Selective checkpointing (``create_selective_checkpoint_contexts``): torch's two dispatch modes, and work hidden from them.
+"""Selective checkpointing (``create_selective_checkpoint_contexts``): torch's two dispatch modes, and work that is hidden from
+them.
 
-The first mode asks a policy about each operator of a forward pass. The second answers the operators of the recomputation by what
-was saved, by position: it takes the k-th ``mm`` for the k-th ``mm`` of the forward pass. So both must see the same operators.
-Work that one pass does and the other does not (a gather that is still valid, a value that is cached) is hidden from both.
+The first mode asks a policy about each operator of a forward pass. The second mode answers the operators of the recomputation
+with
+saved results, by position: the k-th ``mm`` of the recomputation gets the k-th saved ``mm``. So both must see the same
+operators.
+Work that only one of the passes does (a gather that is still valid, a value that is cached) is hidden from both.
 """
 
 from __future__ import annotations
@@ -21,12 +24,12 @@ from .torch_internals import (
     push_dispatch_mode,
 )
 
-P = ParamSpec("P")
-R = TypeVar("R")
+ParamsT = ParamSpec("ParamsT")
+ResultT = TypeVar("ResultT")
 
 
 def policy_mode() -> Any:
-    """Return the innermost selective checkpointing mode of this thread; None where there is none."""
+    """Return the innermost selective checkpointing mode of this thread, or None."""
     if not count_dispatch_modes():
         return None
     return next((mode for mode in reversed(current_dispatch_modes()) if isinstance(mode, (CachingMode, CachedMode))), None)
@@ -34,7 +37,7 @@ def policy_mode() -> Any:
 
 @contextmanager
 def hidden_from_policies() -> Iterator[None]:
-    """Run a block without the selective checkpointing modes of this thread; other modes see it."""
+    """Run a block without the selective checkpointing modes of this thread; other modes stay active."""
     popped: list[Any] = []
     while policy_mode() is not None:
         popped.append(pop_dispatch_mode())
@@ -50,11 +53,11 @@ def hidden_from_policies() -> Iterator[None]:
             push_dispatch_mode(mode)
 
 
-def hides_from_policies(function: Callable[P, R]) -> Callable[P, R]:
-    """Return ``function`` such that selective checkpointing does not see what it runs."""
+def hides_from_policies(function: Callable[ParamsT, ResultT]) -> Callable[ParamsT, ResultT]:
+    """Wrap ``function`` so that selective checkpointing does not see the operators that it runs."""
 
     @wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+    def run(*args: ParamsT.args, **kwargs: ParamsT.kwargs) -> ResultT:
         if policy_mode() is None:
             return function(*args, **kwargs)
         with hidden_from_policies():

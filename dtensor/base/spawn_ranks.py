@@ -1,4 +1,4 @@
-"""Run a function on new processes, one for each rank: used by the measurements and tests of the command line."""
+"""Spawn ranks: run a function on new processes, one for each rank, for the measurements and tests of the command line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..errors import DTensorError
 def on_ranks(
     ranks: int, rows: Callable[..., Iterator[Any]], *args: Any, seconds: float = 600.0, device_type: str = "cpu"
 ) -> Iterator[Any]:
-    """Run ``rows(*args)`` on ``ranks`` processes and yield what it yields on rank 0, as it arrives.
+    """Run ``rows(*args)`` on ``ranks`` processes and yield what rank 0 yields, as it arrives.
 
     Args:
         rows: a generator function of a module, so that processes can import it.
@@ -33,42 +33,42 @@ def on_ranks(
         DTensorError: a process raises, dies or does not end in time. The message has its error.
     """
     context = multiprocessing.get_context("spawn")
-    said: Any = context.Queue()
-    with tempfile.TemporaryDirectory(prefix="dtensor-") as folder:
-        common = (ranks, folder, device_type, said, rows, args)
-        started = [context.Process(target=_rank, args=(k, *common), daemon=True) for k in range(ranks)]
-        for process in started:
+    messages: Any = context.Queue()
+    with tempfile.TemporaryDirectory(prefix="dtensor-") as directory:
+        common = (ranks, directory, device_type, messages, rows, args)
+        processes = [context.Process(target=_run_rank, args=(k, *common), daemon=True) for k in range(ranks)]
+        for process in processes:
             process.start()
         try:
-            yield from _heard(said, started, time.monotonic() + seconds, seconds)
+            yield from _collect_messages(messages, processes, time.monotonic() + seconds, seconds)
         finally:
-            for process in started:
+            for process in processes:
                 process.join(5.0)
                 process.kill()
 
 
-def _heard(said: Any, started: list[Any], end: float, seconds: float) -> Iterator[Any]:
-    def died() -> list[str]:
-        return [f"rank {k} died (exit code {p.exitcode})" for k, p in enumerate(started) if p.exitcode]
+def _collect_messages(messages: Any, processes: list[Any], deadline: float, seconds: float) -> Iterator[Any]:
+    def exited_ranks() -> list[str]:
+        return [f"rank {k} died (exit code {p.exitcode})" for k, p in enumerate(processes) if p.exitcode]
 
-    running = len(started)
+    running = len(processes)
     while running:
         try:
-            kind, value = said.get(timeout=0.2)
+            kind, value = messages.get(timeout=0.2)
         except queue.Empty:
-            late = f"{len(started)} processes did not end within {seconds:.0f} s (a firewall on loopback, a slow machine?)"
-            if (gone := died()) or time.monotonic() > end:
-                raise DTensorError("; ".join(gone) or late) from None
+            late = f"{len(processes)} processes did not end within {seconds:.0f} s (a firewall on loopback, a slow machine?)"
+            if (exited := exited_ranks()) or time.monotonic() > deadline:
+                raise DTensorError("; ".join(exited) or late) from None
             continue
-        if kind == "error":  # which may come of it that another one died
-            raise DTensorError("; ".join([*died(), value]))
+        if kind == "error":  # the death of another process may be its cause
+            raise DTensorError("; ".join([*exited_ranks(), value]))
         if kind == "row":
             yield value
         running -= kind == "end"
 
 
-def _rank(
-    rank: int, ranks: int, folder: str, device_type: str, said: Any, rows: Callable[..., Iterator[Any]], args: tuple[Any, ...]
+def _run_rank(
+    rank: int, ranks: int, folder: str, device_type: str, messages: Any, rows: Callable[..., Iterator[Any]], args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     try:
@@ -79,11 +79,11 @@ def _rank(
         dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=5))
         for row in rows(*args):
             if rank == 0:
-                said.put(("row", row))
+                messages.put(("row", row))
         dist.barrier()
         dist.destroy_process_group()
     except Exception as error:
         where = traceback.format_tb(error.__traceback__)[-1].strip().partition("\n")[0]
-        said.put(("error", f"rank {rank}: {type(error).__name__}: {error} ({where})"))
+        messages.put(("error", f"rank {rank}: {type(error).__name__}: {error} ({where})"))
     else:
-        said.put(("end", None))
+        messages.put(("end", None))

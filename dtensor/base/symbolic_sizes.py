@@ -1,4 +1,4 @@
-"""Sizes of a program that is traced for any size: integers that are not known yet, in tables and layouts as numbers are."""
+"""Symbolic sizes: hashable ``SymInt`` values that layouts and cache keys contain while a program is traced for any size."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _PROXY = DISPATCH_MODE_KEYS.PROXY
 
 
 class OpenSize(torch.SymInt):
-    """A symbol of torch's that may be a key: equal ones are those of one program, under one expression.
+    """Hashable ``SymInt``. Two are equal if they have the same expression in the same program.
 
-    What is computed of it, and whether something is larger, torch records; what was decided so is a guard of the graph. So
-    integer maths needs no other form for it, and what is kept for it is found again in the same program alone. It keeps no
-    program alive, and means nothing after its own.
+    Torch records what is computed from it and which comparisons were decided; a decided comparison becomes a guard of the
+    graph. So integer arithmetic needs no second form for symbols, and a cache entry with this key is found again only in the
+    same program. It does not keep the program alive, and is not valid after the program.
     """
 
     def __init__(self, node: Any) -> None:
@@ -30,29 +30,32 @@ class OpenSize(torch.SymInt):
 
     @property
     def shape_env(self) -> Any:
-        """Torch's record of the program.
+        """Return torch's ``ShapeEnv`` of the program.
 
         Raises:
-            DTensorError: it has ended, and a number is asked for that was one for each of its calls.
+            DTensorError: the program has ended, so the size has no value.
         """
-        found = self._program()
-        if found is None:
+        shape_env = self._program()
+        if shape_env is None:
             raise DTensorError(f"the symbolic size {self._expr} of a compiled program has no value outside of that program")
-        return found
+        return shape_env
 
     @property
     def node(self) -> Any:
-        """What torch computes with. In a program that is recorded one of its own: torch finds out where a size comes from by this
-        object, and one that an earlier trace has seen may be that of a gradient, which the forward pass does not have."""
+        """Return the ``SymNode`` that torch computes with.
+
+        While a program is recorded, the node belongs to that program. Torch finds the source of a size by this object, and a
+        node of an earlier trace may belong to a gradient, which the forward pass does not have.
+        """
         node = self.shape_env.create_symintnode(self._expr, hint=self._hint).node
         mode = infra_mode(_PROXY)
-        if mode is None:  # also where torch records a step: it has asked for the node before
-            found = _RECORDED.last().get(node.expr)
-            return node if found is None or found.shape_env is not node.shape_env else found
-        recorded = _RECORDED.of(mode.tracer)
-        if node.expr not in recorded:
-            recorded[node.expr] = _recorded(node, mode.tracer)
-        return recorded[node.expr]
+        if mode is None:  # also while torch records a step: it asked for the node before
+            traced = _TRACED_NODES.last().get(node.expr)
+            return node if traced is None or traced.shape_env is not node.shape_env else traced
+        nodes = _TRACED_NODES.of(mode.tracer)
+        if node.expr not in nodes:
+            nodes[node.expr] = _node_in_program(node, mode.tracer)
+        return nodes[node.expr]
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, OpenSize):
@@ -60,7 +63,7 @@ class OpenSize(torch.SymInt):
                 return False
             if other._expr == self._expr:
                 return True
-        return _decided("__eq__", self, other)
+        return _decide("__eq__", self, other)
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -75,10 +78,10 @@ class OpenSize(torch.SymInt):
         return str(self._expr)
 
 
-class _Recorded(weakref.WeakKeyDictionary[Any, dict[Any, Any]]):
-    """What stands for expressions in programs that are recorded, by their tracers."""
+class _TracedNodes(weakref.WeakKeyDictionary[Any, dict[Any, Any]]):
+    """Nodes for expressions in the programs that are recorded, by tracer."""
 
-    tracer: Any = None  # the last
+    tracer: Any = None  # weak reference to the last tracer
 
     def of(self, tracer: Any) -> dict[Any, Any]:
         self.tracer = weakref.ref(tracer)
@@ -89,31 +92,32 @@ class _Recorded(weakref.WeakKeyDictionary[Any, dict[Any, Any]]):
         return {} if tracer is None else self.of(tracer)
 
 
-_RECORDED = _Recorded()
+_TRACED_NODES = _TracedNodes()
 
 
-def _recorded(node: Any, tracer: Any) -> Any:
-    """What stands for ``node`` in a program: computed of the sizes that it has."""
+def _node_in_program(node: Any, tracer: Any) -> Any:
+    """Return a node for ``node`` in the program of ``tracer``, computed from the symbols of that program."""
     known = tracer.sympy_expr_tracker.get(node.expr)
     if known is not None:
         return known.value.node
     symbols = {symbol: tracer.sympy_expr_tracker.get(symbol) for symbol in node.expr.free_symbols}
-    if None in symbols.values():  # none of this program's: of the one that compiled autograd records
+    if None in symbols.values():  # a symbol of another program: the one that compiled autograd records
         return node
     symbols = {symbol: known.value for symbol, known in symbols.items()}
     same = torch_internals.sympy_interp(torch_internals.PythonReferenceAnalysis, symbols, node.expr)
     return same.node if isinstance(same, torch.SymInt) else node.wrap_int(int(same))
 
 
-class OpenPrice(torch.SymFloat):
-    """What is computed of open sizes and a rate. Prices that differ by no more than rounding are equal: torch computes its guards
-    in another order, and would find the greater one smaller."""
+class SymbolicCost(torch.SymFloat):
+    """Estimated cost that is computed from symbolic sizes. Costs that differ only by rounding compare equal: torch evaluates
+    its guards in another order of operations, and could find the greater cost smaller.
+    """
 
     def __lt__(self, other: Any) -> bool:
-        return _less(self, other)
+        return _is_clearly_less(self, other)
 
     def __gt__(self, other: Any) -> bool:
-        return _less(other, self)
+        return _is_clearly_less(other, self)
 
     def __le__(self, other: Any) -> bool:
         return not self > other
@@ -130,54 +134,54 @@ class OpenPrice(torch.SymFloat):
     __hash__ = torch.SymFloat.__hash__
 
 
-def _less(one: Any, other: Any) -> bool:
-    one, other = (torch.SymFloat(value.node) if isinstance(value, OpenPrice) else value for value in (one, other))
+def _is_clearly_less(one: Any, other: Any) -> bool:
+    one, other = (torch.SymFloat(value.node) if isinstance(value, SymbolicCost) else value for value in (one, other))
     with aside():
         return bool(other - one > (one + other) * 1e-9)
 
 
-def _priced(plain: Any) -> Any:
+def _returning_cost(plain: Any) -> Any:
     def operation(*values: Any) -> Any:
         found = plain(*values)
-        return OpenPrice(found.node) if type(found) is torch.SymFloat else found
+        return SymbolicCost(found.node) if type(found) is torch.SymFloat else found
 
     return operation
 
 
-def _keeping(plain: Any) -> Any:
-    price = _priced(plain)
+def _returning_size(plain: Any) -> Any:
+    price = _returning_cost(plain)
 
     def operation(self: OpenSize, *others: Any) -> Any:
         if others and isinstance(others[0], (float, torch.SymFloat)):
             return price(self, *others)
-        with aside():  # no step of the program
+        with aside():  # must not become a step of the program
             return size_of(plain(self, *others))
 
     return operation
 
 
-def _decided(name: str, *values: Any) -> Any:
+def _decide(name: str, *values: Any) -> Any:
     with aside():
         found = getattr(torch.SymInt, name)(*values)
         return found if found is NotImplemented else bool(found)
 
 
-def _deciding(name: str) -> Any:
-    return lambda self, other: _decided(name, self, other)
+def _deciding_method(name: str) -> Any:
+    return lambda self, other: _decide(name, self, other)
 
 
 for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "rfloordiv", "mod", "neg"):
-    setattr(OpenSize, f"__{_name}__", _keeping(getattr(torch.SymInt, f"__{_name}__")))
+    setattr(OpenSize, f"__{_name}__", _returning_size(getattr(torch.SymInt, f"__{_name}__")))
 for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg"):
-    setattr(OpenPrice, f"__{_name}__", _priced(getattr(torch.SymFloat, f"__{_name}__")))
+    setattr(SymbolicCost, f"__{_name}__", _returning_cost(getattr(torch.SymFloat, f"__{_name}__")))
 for _name in ("truediv", "rtruediv"):
-    setattr(OpenSize, f"__{_name}__", _priced(getattr(torch.SymInt, f"__{_name}__")))
+    setattr(OpenSize, f"__{_name}__", _returning_cost(getattr(torch.SymInt, f"__{_name}__")))
 for _name in ("lt", "le", "gt", "ge"):
-    setattr(OpenSize, f"__{_name}__", _deciding(f"__{_name}__"))
+    setattr(OpenSize, f"__{_name}__", _deciding_method(f"__{_name}__"))
 
 
 def size_of(value: Any) -> Any:
-    """``value``; for a symbol one that may be a key, or the number if it can be no other."""
+    """Return ``value``, with a ``SymInt`` as a hashable :class:`OpenSize`, or as an int if it can have only one value."""
     if not isinstance(value, torch.SymInt):
         return value
     known = value.node.maybe_as_int()
@@ -187,19 +191,21 @@ def size_of(value: Any) -> Any:
         return value
     if not value.node.has_hint():
         raise torch_internals.GuardOnDataDependentSymNode(value.node.expr)
-    return int(value) if _CLOSED.of(value.node) else OpenSize(value.node)
+    return int(value) if _SPECIALIZED.of(value.node) else OpenSize(value.node)
 
 
 def sizes(values: Iterable[Any]) -> tuple[Any, ...]:
     values = tuple(values)
-    return values if _NUMBERS.issuperset(map(type, values)) else tuple(map(size_of, values))
+    return values if _PLAIN_TYPES.issuperset(map(type, values)) else tuple(map(size_of, values))
 
 
-_NUMBERS = frozenset({int, type(None)})
+_PLAIN_TYPES = frozenset({int, type(None)})
 
 
 def as_torch_has_them(values: Any) -> Any:
-    """``values``, in lists also: symbols as steps of the program that is recorded know them."""
+    """Return ``values`` (also nested in lists) with plain ``SymInt`` for :class:`OpenSize`, as operators of a recorded program
+    take them.
+    """
     if isinstance(values, (list, tuple)):
         return [as_torch_has_them(value) for value in values]
     return torch.SymInt(values.node) if type(values) is OpenSize else values
@@ -210,21 +216,23 @@ def has_symbols(values: Iterable[Any]) -> bool:
 
 
 def settled(value: Any) -> Any:
-    """``value``, in lists and by name also; for a symbol the number that it is here: for others the program is traced anew."""
+    """Return ``value`` (also nested in lists and dicts) with ints for symbols. Other sizes then cause a new trace of the
+    program.
+    """
     if isinstance(value, dict):
         return {name: settled(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return list(value) if _NUMBERS.issuperset(map(type, value)) else [settled(item) for item in value]
+        return list(value) if _PLAIN_TYPES.issuperset(map(type, value)) else [settled(item) for item in value]
     return int(value) if isinstance(value, torch.SymInt) else value
 
 
-def _sources(expr: Any, node: Any) -> set[str]:
-    """Where the symbols of ``expr`` come from."""
+def _source_names(expr: Any, node: Any) -> set[str]:
+    """Return the names of the sources of the symbols in ``expr``."""
     return {str(source.name) for symbol in expr.free_symbols for source in node.shape_env.var_to_sources.get(symbol, ())}
 
 
-class _Closed:
-    """The sizes that a program is to be for as they are: by where they come from, while it is compiled."""
+class _SpecializedSizes:
+    """Names of the sources of sizes that the program under compilation is specialized on."""
 
     def __init__(self) -> None:
         self.program: Any = None
@@ -237,49 +245,60 @@ class _Closed:
         self.names |= names
 
     def of(self, node: Any) -> bool:
-        """Also sizes of the gradient that a leaf has: of those torch makes symbols, too, and can have no guards."""
-        sources = _sources(node.expr, node)
+        """Return True if the program is specialized on a symbol of ``node``. Sizes of the gradient of a leaf always count:
+        torch makes symbols of them, too, and cannot guard them.
+        """
+        sources = _source_names(node.expr, node)
         if self.names and self.program == torch_internals.compile_id() and not self.names.isdisjoint(sources):
             return True
         return any(".grad" in name for name in sources)
 
 
-_CLOSED = _Closed()
+_SPECIALIZED = _SpecializedSizes()
 
 
 def still_open(values: Iterable[Any]) -> None:
-    """Have the program compiled anew if a symbol among ``values`` has become a number since they were put down: torch then has
-    results with fewer symbols than it wrote down before."""
+    """Recompile the program if a symbol among ``values`` became an int since the values were recorded: torch would get results
+    with fewer symbols than it recorded.
+    """
     if infra_mode(_PROXY) is not None:
-        _compile_anew([value for value in values if type(value) is OpenSize and value.node.maybe_as_int() is not None])
+        _recompile_specialized([value for value in values if type(value) is OpenSize and value.node.maybe_as_int() is not None])
 
 
 def for_one_size(values: Iterable[Any]) -> None:
-    """Have the program compiled anew, with numbers for the symbols among ``values``."""
-    _compile_anew([value for value in values if type(value) is OpenSize])
+    """Recompile the program with ints for the symbols among ``values``."""
+    _recompile_specialized([value for value in values if type(value) is OpenSize])
 
 
-def only_told(values: Iterable[Any], told: Iterable[Any]) -> None:
-    """Have the program compiled anew, with numbers for symbols among ``values`` and ``told`` that no number of ``told`` is, but
-    a size of what an argument is a view of: torch gives graphs the sizes of their arguments alone."""
-    told = [value for value in sizes(told) if type(value) is OpenSize]
-    known = {value.node.expr for value in told if value.node.expr.is_symbol}
-    for_one_size(value for value in (*values, *told) if type(value) is OpenSize and _of_a_base(value.node, known))
+def only_told(values: Iterable[Any], given: Iterable[Any]) -> None:
+    """Recompile the program with ints for symbols among ``values`` and ``given`` that graphs cannot derive.
+
+    Torch passes to a graph only the sizes of its arguments. A symbol that is a size of the base of a view is not among them,
+    unless an item of ``given`` is that symbol.
+    """
+    given = [value for value in sizes(given) if type(value) is OpenSize]
+    known = {value.node.expr for value in given if value.node.expr.is_symbol}
+    for_one_size(value for value in (*values, *given) if type(value) is OpenSize and _depends_on_view_base(value.node, known))
 
 
-def _of_a_base(node: Any, known: set[Any]) -> bool:
-    names = [_sources(symbol, node) for symbol in node.expr.free_symbols - known]
-    return any(all("._base" in name or "<" in name for name in each) for each in names)  # or made while a view was made again
+def _depends_on_view_base(node: Any, known: set[Any]) -> bool:
+    """Return True if a symbol of ``node`` that is not in ``known`` comes only from the base of a view, or from a view that is
+    made again.
+    """
+    names = [_source_names(symbol, node) for symbol in node.expr.free_symbols - known]
+    return any(all("._base" in name or "<" in name for name in each) for each in names)
 
 
-def _compile_anew(closed: list[OpenSize]) -> None:
+def _recompile_specialized(closed: list[OpenSize]) -> None:
     if closed:
-        _CLOSED.add(set().union(*[_sources(value._expr, value) for value in closed]))
+        _SPECIALIZED.add(set().union(*[_source_names(value._expr, value) for value in closed]))
         raise torch_internals.restart(restart_reason="the program is right for one size alone")
 
 
 def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode | None:
-    """Where tensors of such sizes are made without data; None where all are numbers."""
+    """Return a fake mode with the ``ShapeEnv`` of the first symbol among ``values`` (sizes, lists, tensors, layouts); None if
+    all are ints.
+    """
     for value in values:
         if type(value) is OpenSize:
             return FakeTensorMode(shape_env=value.shape_env)

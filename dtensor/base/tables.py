@@ -15,9 +15,9 @@ def table_text(rows: Rows, numbers: bool = False) -> str:
     Args:
         numbers: align all columns but the first to the right.
     """
-    first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    put = str.rjust if numbers else str.ljust
-    return "\n".join("  ".join([row[0].ljust(first), *map(put, row[1:], others)]).rstrip() for row in rows)
+    first_width, *other_widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    align = str.rjust if numbers else str.ljust
+    return "\n".join("  ".join([row[0].ljust(first_width), *map(align, row[1:], other_widths)]).rstrip() for row in rows)
 
 
 def print_table(rows: Rows, numbers: bool = False) -> None:
@@ -25,14 +25,14 @@ def print_table(rows: Rows, numbers: bool = False) -> None:
     if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
         print(table_text(rows, numbers), flush=True)
         return
-    from rich import box  # optional
+    from rich import box  # an optional dependency
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for k, name in enumerate(rows[0]):
-        shown.add_column(Text(name), justify="right" if numbers and k else "left", overflow="fold")
+        table.add_column(Text(name), justify="right" if numbers and k else "left", overflow="fold")
     for row in rows[1:]:
-        shown.add_row(*map(Text, row))
-    Console(file=sys.stdout, highlight=False).print(shown)
+        table.add_row(*map(Text, row))
+    Console(file=sys.stdout, highlight=False).print(table)

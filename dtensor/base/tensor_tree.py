@@ -1,4 +1,4 @@
-"""Tensors inside nested lists, tuples and dicts, in order."""
+"""Tensor tree: map over the tensors inside nested lists, tuples and dicts, in order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Everything that is no list, tuple or dict."""
+    """Yield everything that is not a list, tuple or dict."""
     if isinstance(value, (list, tuple)):
         for item in value:
             yield from leaves(item)
@@ -21,22 +21,22 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
-    """All tensors, in order."""
+    """Return all tensors, in order."""
     return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def listed(value: Any) -> Sequence[Any]:
-    """The items of a list or tuple; of anything else itself."""
+    """Return a list or tuple unchanged, anything else as a tuple of one item."""
     return value if isinstance(value, (list, tuple)) else (value,)
 
 
 def like(sequence: Any, items: Any) -> Any:
-    """``items`` as the same kind of container; named tuples take them one by one."""
+    """Return ``items`` in a container of the type of ``sequence``. A named tuple takes the items as separate arguments."""
     return type(sequence)(*items) if hasattr(sequence, "_fields") else type(sequence)(items)
 
 
 def mapped(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """The same structure with ``fn(x)`` for every tensor, in order."""
+    """Return the same structure with ``fn(x)`` in place of every tensor, called in order."""
     if isinstance(value, torch.Tensor):
         return fn(value)
     if isinstance(value, (list, tuple)):
@@ -44,7 +44,7 @@ def mapped(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
     return {key: mapped(fn, item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def filled(value: Any, xs: Iterable[Any]) -> Any:
-    """The same structure with ``xs`` in the places of its tensors, in order."""
-    following = iter(xs)
-    return mapped(lambda _: next(following), value)
+def filled(value: Any, values: Iterable[Any]) -> Any:
+    """Return the same structure with the values ``xs`` in place of its tensors, in order."""
+    remaining = iter(values)
+    return mapped(lambda _: next(remaining), value)

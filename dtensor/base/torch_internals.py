@@ -1,7 +1,8 @@
-"""All that the library takes from torch without a promise of torch's: each name, what it is for, and what would replace it.
+"""Torch internals: every private name of torch that the library uses, its purpose, and the public API that could replace it.
 
-A name is resolved when a module of ours imports it from here. On a torch that lacks it that import fails and says what for, so an
-upgrade of torch is this one file. Nothing here changes torch: what is told to torch stands in ``interop``.
+A name is resolved when a module of the library imports it from here. If this version of torch lacks the name, the import fails
+and says what it is needed for. An upgrade of torch therefore changes only this file. Nothing here changes torch: monkeypatches
+are in ``interop``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 
 class Internal(NamedTuple):
-    """Where torch has it, what for, and the public way there is or would have to be."""
+    """Private name of torch: its path, its use in the library, and the public API that is or would be its replacement."""
 
     path: str
     use: str
@@ -55,10 +56,14 @@ NAMES: dict[str, Internal] = {
     "pop_dispatch_mode": Internal("torch.utils._python_dispatch._pop_mode", "a recorder is left below another mode", _NONE),
     "push_dispatch_mode": Internal("torch.utils._python_dispatch._push_mode", "a recorder is left below another mode", _NONE),
     "is_traceable_wrapper_subclass": Internal(
-        "torch.utils._python_dispatch.is_traceable_wrapper_subclass", "parameters that are made of several tensors", _NONE
+        "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
+        "parameters that are made of several tensors",
+        _NONE,
     ),
     "find_torch_dispatch_rule": Internal(
-        "torch._library.simple_registry.find_torch_dispatch_rule", "whether register_torch_dispatch was called before", _NONE
+        "torch._library.simple_registry.find_torch_dispatch_rule",
+        "whether register_torch_dispatch was called before",
+        _NONE,
     ),
     "all_operators": Internal("torch._C._dispatch_get_all_op_names", "modes of torch's are told about all of them", _NONE),
     "DispatchKey": Internal("torch._C.DispatchKey", "names of dispatch keys", _NONE),
@@ -75,7 +80,9 @@ NAMES: dict[str, Internal] = {
     "CustomOpDef": Internal("torch._library.custom_ops.CustomOpDef", "what torch.library.custom_op gave", _NONE),
     "context": Internal("torch._C", "what is set of torch, asked at each call of a captured function", "torch.backends"),
     "count_function_modes": Internal("torch._C._len_torch_function_stack", "whether the user has function modes entered", _NONE),
-    "current_function_modes": Internal("torch.overrides._get_current_function_mode_stack", "which they are", _NONE),
+    "current_function_modes": Internal(
+        "torch.overrides._get_current_function_mode_stack", "the function modes that the user has entered", _NONE
+    ),
     "DeviceContext": Internal("torch.utils._device.DeviceContext", "the function mode that torch.device enters", _NONE),
     "TensorGuards": Internal(
         "torch._C._dynamo.guards.TensorGuards", "metadata of many tensors compared at once", "a getter each"
@@ -104,7 +111,9 @@ NAMES: dict[str, Internal] = {
     ),
     "engine_runs": Internal("torch._C._will_engine_execute_node", "whether backward was asked for some gradients only", _NONE),
     "graph_stays": Internal(
-        "torch._C._autograd._get_current_graph_task_keep_graph", "whether a backward pass was given retain_graph=True", _NONE
+        "torch._C._autograd._get_current_graph_task_keep_graph",
+        "whether a backward pass was given retain_graph=True",
+        _NONE,
     ),
     "storage_use_count": Internal(
         "torch._C._storage_Use_Count", "memory of gathered parameters that a program still uses is not given back", _NONE
@@ -142,7 +151,9 @@ NAMES: dict[str, Internal] = {
     "is_functorch_batched": Internal("torch._C._functorch.is_batchedtensor", "vmap hides a dim of a DTensor", _NONE),
     "is_legacy_batched": Internal("torch._C._functorch.is_legacy_batchedtensor", "a tensor under the old vmap", _NONE),
     "single_level_functions_allowed": Internal(
-        "torch._functorch.utils.enable_single_level_autograd_function", "a custom Function below transforms of torch.func", _NONE
+        "torch._functorch.utils.enable_single_level_autograd_function",
+        "a custom Function below transforms of torch.func",
+        _NONE,
     ),
     "DisableFuncTorch": Internal("torch._C._DisableFuncTorch", "constants are made below transforms of torch.func", _NONE),
     "transform_level": Internal("torch._C._functorch.maybe_get_level", "which transform of torch.func hides a tensor", _NONE),
@@ -169,12 +180,16 @@ NAMES: dict[str, Internal] = {
     "DISPATCH_MODE_KEYS": Internal("torch._C._TorchDispatchModeKey", "names of torch's own modes", _NONE),
     "infra_mode": Internal("torch._C._get_dispatch_mode", "whether operators are recorded for a graph", _NONE),
     "track_tensor": Internal(
-        "torch.fx.experimental.proxy_tensor.track_tensor_tree", "constants of a graph of whole DTensors are its values", _NONE
+        "torch.fx.experimental.proxy_tensor.track_tensor_tree",
+        "constants of a graph of whole DTensors are its values",
+        _NONE,
     ),
     "sympy_interp": Internal(
         "torch.utils._sympy.interp.sympy_interp", "sizes that planning computed are computed in a graph", _NONE
     ),
-    "PythonReferenceAnalysis": Internal("torch.utils._sympy.reference.PythonReferenceAnalysis", "the same", _NONE),
+    "PythonReferenceAnalysis": Internal(
+        "torch.utils._sympy.reference.PythonReferenceAnalysis", "sizes that planning computed are computed in a graph", _NONE
+    ),
     "from_functional": Internal(
         "torch._from_functional_tensor", "what a local of a program that is being compiled stands for", _NONE
     ),
@@ -199,11 +214,13 @@ NAMES: dict[str, Internal] = {
     "resolve_process_group": Internal("torch._C._distributed_c10d._resolve_process_group", "the group of a name", _NONE),
     "hash_ranks": Internal("torch.distributed.distributed_c10d._hash_ranks_to_str", "names of groups that we make", _NONE),
     "world": Internal("torch.distributed.distributed_c10d._world", "the process groups that a program has made", _NONE),
-    "default_store": Internal("torch.distributed.distributed_c10d._get_default_store", "what a rank leaves for others", _NONE),
+    "default_store": Internal("torch.distributed.distributed_c10d._get_default_store", "values that ranks exchange", _NONE),
     "flatten_state_dict": Internal(
         "torch.distributed.checkpoint._nested_dict.flatten_state_dict", "names as in torch's checkpoints", _NONE
     ),
-    "StorageInfo": Internal("torch.distributed.checkpoint.filesystem._StorageInfo", "where a block of theirs lies", _NONE),
+    "StorageInfo": Internal(
+        "torch.distributed.checkpoint.filesystem._StorageInfo", "position of a block in a file of torch", _NONE
+    ),
     # --- the compiler
     "eval_frame": Internal("torch._C._dynamo.eval_frame", "our own frames are not compiled", "torch.compiler.disable"),
     "opaque_object": Internal("torch._library.opaque_object", "placements and meshes are constants of graphs", _NONE),
@@ -212,9 +229,13 @@ NAMES: dict[str, Internal] = {
     "Unsupported": Internal("torch._dynamo.exc.Unsupported", "a tensor that is not compiled says why", _NONE),
     "export_trace": Internal("torch.export._trace", "an exported program is refused, a graph captured for it is not", _NONE),
     "CachingMode": Internal(
-        "torch.utils.checkpoint._CachingTorchDispatchMode", "gathers of parameters are hidden from checkpoint policies", _NONE
+        "torch.utils.checkpoint._CachingTorchDispatchMode",
+        "gathers of parameters are hidden from checkpoint policies",
+        _NONE,
     ),
-    "CachedMode": Internal("torch.utils.checkpoint._CachedTorchDispatchMode", "the same, in the recomputation", _NONE),
+    "CachedMode": Internal(
+        "torch.utils.checkpoint._CachedTorchDispatchMode", "gathers of parameters are hidden from checkpoint policies", _NONE
+    ),
     "CheckpointPolicy": Internal(
         "torch.utils.checkpoint.CheckpointPolicy", "a collective is not computed again in a backward pass", _NONE
     ),
@@ -225,28 +246,28 @@ NAMES: dict[str, Internal] = {
 def __getattr__(name: str) -> Any:
     if name not in NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = _resolved(NAMES[name])
-    return found
+    value = globals()[name] = _resolve_internal(NAMES[name])
+    return value
 
 
-def _resolved(internal: Internal) -> Any:
-    """What stands at the path.
+def _resolve_internal(internal: Internal) -> Any:
+    """Return the object at the path of ``internal``.
 
     Raises:
-        ImportError: this torch lacks it.
+        ImportError: this version of torch lacks the path.
     """
     parts = internal.path.split(".")
     for count in range(len(parts), 0, -1):
         try:
-            found: Any = import_module(".".join(parts[:count]))
+            value: Any = import_module(".".join(parts[:count]))
         except ImportError:
             continue
         try:
             for part in parts[count:]:
-                found = getattr(found, part)
+                value = getattr(value, part)
         except AttributeError:
             break
-        return found
+        return value
     raise ImportError(
         f"torch {torch.__version__} has no {internal.path}, which dtensor needs for: {internal.use} ({internal.instead})"
     )

@@ -1,4 +1,4 @@
-"""Whether a program is being traced: then values are not there yet, and what is done is recorded for later."""
+"""Tracing: whether a program is being traced, so that tensors have no values yet and operations are recorded for later."""
 
 from __future__ import annotations
 
@@ -24,63 +24,66 @@ from .torch_internals import (
     without_modes,
 )
 
-LOOKERS: dict[type, bool] = {}  # dispatch modes of torch's that take down what runs; whether ranges of the profiler, too
-_STAND_INS = (FakeTensor, FunctionalTensor)
+LOOKERS: dict[type, bool] = {}  # dispatch modes of torch that only observe operators -> whether they also observe profiler ranges
+_VALUELESS_TYPES = (FakeTensor, FunctionalTensor)
 _PROXY = DISPATCH_MODE_KEYS.PROXY
 _FUNCTIONAL = DISPATCH_MODE_KEYS.FUNCTIONAL
-REFUSED = (RuntimeError, ValueError)  # what torch raises of operands that a kernel does not take; the latter without data
-_TRACING = (_PROXY, _FUNCTIONAL, DISPATCH_MODE_KEYS.FAKE)
+REFUSED = (RuntimeError, ValueError)  # raised by kernels for operands that they do not accept; ValueError only on meta tensors
+_TRACING_KEYS = (_PROXY, _FUNCTIONAL, DISPATCH_MODE_KEYS.FAKE)
 
 
 def has_no_values(x: Any) -> bool:
-    """Whether ``x`` stands for a tensor that comes later."""
-    return isinstance(x, _STAND_INS)
+    """Return True if ``x`` is a fake or functional tensor, which has no values."""
+    return isinstance(x, _VALUELESS_TYPES)
 
 
 def is_traced(x: Any) -> bool:
-    """Whether ``x`` does, or operators are being recorded for a graph."""
-    if type(x) is Tensor and not count_dispatch_modes():  # most often
+    """Return True if ``x`` has no values, or operators are being recorded for a graph."""
+    if type(x) is Tensor and not count_dispatch_modes():  # the common case
         return False
-    return isinstance(x, _STAND_INS) or infra_mode(_PROXY) is not None
+    return isinstance(x, _VALUELESS_TYPES) or infra_mode(_PROXY) is not None
 
 
 def any_number_is_open() -> bool:
-    """Whether a program is being traced whose numbers are not all known from the start."""
+    """Return True if a program with symbolic sizes is being traced."""
     context = torch_internals.TracingContext.try_get()
     mode = None if context is None else context.fake_mode
     return mode is not None and mode.shape_env is not None and bool(mode.shape_env.var_to_range)
 
 
 def under_way() -> bool:
-    """Whether some program is being traced here."""
-    return bool(count_dispatch_modes()) and any(infra_mode(key) is not None for key in _TRACING)
+    """Return True if a program is being traced in this thread."""
+    return bool(count_dispatch_modes()) and any(infra_mode(key) is not None for key in _TRACING_KEYS)
 
 
 def is_argument(x: Any) -> bool:
-    """Whether ``x`` is what a program that is traced was given, while all that it computes stands for values to come."""
+    """Return True if ``x`` is an argument of the program that is traced, not a value that the program computes."""
     return infra_mode(_FUNCTIONAL) is not None and not isinstance(x, FunctionalTensor)
 
 
-def is_counted(piece: Any) -> bool:
-    """Whether a program is run on such pieces to find out what its graph returns, before that is made."""
-    return isinstance(piece, FunctionalTensor) and infra_mode(_PROXY) is None
+def is_counted(local: Any) -> bool:
+    """Return True if ``local`` is a local tensor of a run that analyzes the outputs of a graph, before the graph is made."""
+    return isinstance(local, FunctionalTensor) and infra_mode(_PROXY) is None
 
 
-def counted_before(piece: Any) -> Any:
-    """What stood for the same piece in the run before, in which torch found out what is written to; None in the first."""
-    given = vars(torch_internals.from_functional(piece.elem))
-    before, given["_last_run"] = given.get("_last_run"), piece
+def counted_before(local: Any) -> Any:
+    """Return the tensor that represented the same local tensor in the earlier run, in which torch found the mutations; None in
+    the first run.
+    """
+    state = vars(torch_internals.from_functional(local.elem))
+    before, state["_last_run"] = state.get("_last_run"), local
     return before
 
 
-def is_written(piece: Any) -> bool:
-    """Whether such a piece has been written to since the run began."""
-    return torch_internals.has_data_mutation(piece.elem)
+def is_written(local: Any) -> bool:
+    """Return True if such a local tensor was written to since the run began."""
+    return torch_internals.has_data_mutation(local.elem)
 
 
-def _graph_of_wholes() -> Any:
-    """The tracer of a graph whose values are DTensors as they are (of ``make_fx``, ``torch.func.linearize``); None where none is
-    recorded, or one of stand-ins for pieces, as the compiler's."""
+def _dtensor_graph_tracer() -> Any:
+    """Return the tracer of a graph of DTensors (``make_fx``, ``torch.func.linearize``). None if no graph is recorded, or one of
+    local tensors, as by the compiler.
+    """
     mode = infra_mode(_PROXY)
     return (
         None
@@ -90,24 +93,28 @@ def _graph_of_wholes() -> Any:
 
 
 def taken_in(operands: Any) -> bool:
-    """Whether some of ``operands`` were no values of the graph of whole tensors that is recorded. They are its constants now: a
-    graph does not see what is computed of a tensor that it does not know, and would give what was found while it was recorded."""
-    tracer = _graph_of_wholes()
+    """Record those DTensors among ``operands`` that are no values of the recorded graph as constants of it. Return True if
+    there are any.
+
+    A graph does not see what is computed from a tensor that it does not know: it would contain the results of the recording
+    instead.
+    """
+    tracer = _dtensor_graph_tracer()
     if tracer is None:
         return False
-    found = [x for x in leaves(operands) if isinstance(x, Tensor) and x not in tracer.tensor_tracker and hasattr(x, "_layout")]
-    for x in found:
+    unknown = [x for x in leaves(operands) if isinstance(x, Tensor) and x not in tracer.tensor_tracker and hasattr(x, "_layout")]
+    for x in unknown:
         torch_internals.track_tensor(x, Proxy(tracer.create_arg(x), tracer), constant=None, tracer=tracer)
-    return bool(found)
+    return bool(unknown)
 
 
 def not_in_graph(x: Any, what: str) -> None:
-    """Nothing, unless ``x`` is a value of a graph of whole tensors, which has no operator for ``what``.
+    """Raise if ``x`` is a value of a graph of DTensors, which has no operator for ``what``.
 
     Raises:
-        UnsupportedOperationError: it is.
+        UnsupportedOperationError: ``x`` is a value of such a graph.
     """
-    tracer = _graph_of_wholes() if count_dispatch_modes() else None
+    tracer = _dtensor_graph_tracer() if count_dispatch_modes() else None
     if tracer is not None and x in tracer.tensor_tracker:
         raise UnsupportedOperationError(
             f"{what} inside of make_fx (torch.func.linearize) is not supported: the graph contains DTensors, "
@@ -116,7 +123,9 @@ def not_in_graph(x: Any, what: str) -> None:
 
 
 def explained(error: Exception, operation: str) -> Exception:
-    """``error``; where the operation asked a number of a program that is traced which its values decide, what says so."""
+    """Return ``error``, or the error that explains it if ``operation`` needed a number that depends on values of a traced
+    program.
+    """
     if not (under_way() and isinstance(error, torch_internals.GuardOnDataDependentSymNode)):
         return error
     return UnsupportedOperationError(
@@ -126,56 +135,61 @@ def explained(error: Exception, operation: str) -> Exception:
 
 
 def aside() -> AbstractContextManager[Any]:
-    """A block that is no part of the program that is traced, or looked at: what is computed there is computed now."""
-    apart = count_dispatch_modes() and (under_way() or any(map(looks_on, current_dispatch_modes())))
-    return without_modes() if apart else nullcontext()
+    """Return a context manager for work that is computed now, and neither traced nor observed."""
+    needs_escape = count_dispatch_modes() and (under_way() or any(map(is_observer, current_dispatch_modes())))
+    return without_modes() if needs_escape else nullcontext()
 
 
-def looks_on(mode: Any) -> bool:
-    """Whether a dispatch mode takes down what runs, and nothing runs otherwise for it."""
+def is_observer(mode: Any) -> bool:
+    """Return True if a dispatch mode only observes operators and does not change how they run."""
     return getattr(mode, "looks_on", False) or type(mode) in LOOKERS
 
 
 def only_looked_at(of_dtensors: bool = False) -> bool:
-    """Whether all dispatch modes here look on; ``of_dtensors``: or take down what DTensors are asked for, as our recorders do."""
+    """Return True if all active dispatch modes are observers. ``of_dtensors=True`` also accepts modes that record operators on
+    DTensors, as recorders of the library do.
+    """
     return not count_dispatch_modes() or all(
-        looks_on(mode) or (of_dtensors and hasattr(mode, "of_dtensors")) for mode in current_dispatch_modes()
+        is_observer(mode) or (of_dtensors and hasattr(mode, "of_dtensors")) for mode in current_dispatch_modes()
     )
 
 
 def shows_ranges() -> bool:
-    """Whether somebody shows ranges here: torch's profiler, or its ``DebugMode``."""
+    """Return True if torch's profiler or its ``DebugMode`` observes ranges now."""
     return profiler_enabled() or bool(
         LOOKERS and count_dispatch_modes() and any(LOOKERS.get(type(mode)) for mode in current_dispatch_modes())
     )
 
 
 def constant_of_graph(x: Any) -> Any:
-    """``x``; where a graph broke, torch may hand on a constant that was made in it in a wrapper of its own."""
+    """Return ``x``. After a graph break torch may pass a constant of the graph in a wrapper; return the wrapped object then."""
     return x.real_obj if type(x) is WrappedConstant else x
 
 
-def kept(value: Any, alike: Any = None) -> str:
-    """A name for an object that stands in compiled programs, in this process; ``alike``: what others that do the same have too,
-    for which the first of them is kept."""
-    key = value if alike is None else alike
-    place = _KEPT.get(key)
-    if place is None:
-        place = _KEPT[key] = len(_OBJECTS)
-        _OBJECTS.append(value)
-    return f"{_PROCESS} {place}"
+def kept(value: Any, shared_key: Any = None) -> str:
+    """Return a name for an object that compiled programs of this process refer to.
+
+    Args:
+        alike: key that equivalent objects share. Only the first object of a key is registered.
+    """
+    key = value if shared_key is None else shared_key
+    index = _OBJECT_INDEX.get(key)
+    if index is None:
+        index = _OBJECT_INDEX[key] = len(_PROGRAM_OBJECTS)
+        _PROGRAM_OBJECTS.append(value)
+    return f"{_PROCESS_ID} {index}"
 
 
 def kept_object(name: str) -> Any:
-    """What has that name."""
-    process, where = name.split()
-    if process != _PROCESS:
+    """Return the object that :func:`kept` registered under ``name``."""
+    process, index = name.split()
+    if process != _PROCESS_ID:
         raise DTensorError(
             "this compiled program was made by another process, and its meshes do not exist in this one; compile it here"
         )
-    return _OBJECTS[int(where)]
+    return _PROGRAM_OBJECTS[int(index)]
 
 
-_KEPT: dict[Any, int] = {}
-_OBJECTS: list[Any] = []
-_PROCESS = uuid4().hex
+_OBJECT_INDEX: dict[Any, int] = {}
+_PROGRAM_OBJECTS: list[Any] = []
+_PROCESS_ID = uuid4().hex

@@ -1,4 +1,4 @@
-"""The user's line: which frame of a stack is the program's, and not the library's, torch's or the standard library's."""
+"""User frames: find the stack frame of the user's program among frames of the library, torch and the standard library."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from torch.nn.parallel import distributed
 
 from .caches import Bounded
 
-_HERE, _TORCH = (str(Path(file).parent) + os.sep for file in (str(Path(__file__).parent), torch.__file__))
-_STANDARD = str(Path(os.__file__).resolve().parent) + os.sep
-_OPTIMIZERS = os.path.join(_TORCH, "optim", "")
-_WRAPS = typing_extensions.__file__  # torch's functions, where they are deprecated
-_MADE = (
+_LIBRARY_PATH, _TORCH_PATH = (str(Path(file).parent) + os.sep for file in (str(Path(__file__).parent), torch.__file__))
+_STDLIB_PATH = str(Path(os.__file__).resolve().parent) + os.sep
+_OPTIMIZER_PATH = os.path.join(_TORCH_PATH, "optim", "")
+_TYPING_EXTENSIONS = typing_extensions.__file__  # wraps deprecated functions of torch
+_GENERATED_PREFIXES = (
     "<frozen",
     "<string>",
     "<eval_with_key",
     "<captured ",
-)  # code that libraries write; "<stdin>" and notebooks are the user's
-_KNOWN: Bounded[str, bool] = Bounded(10_000)  # functions that a program writes have files too
-_FRAME = re.compile(r'\s*File "(?P<file>.*)", line (?P<line>\d+), in ')
+)  # generated code of libraries; "<stdin>" and notebooks belong to the user
+_IS_LIBRARY_CACHE: Bounded[str, bool] = Bounded(10_000)  # bounded, because generated functions have file names too
+_FRAME_PATTERN = re.compile(r'\s*File "(?P<file>.*)", line (?P<line>\d+), in ')
 
 
 class Place(NamedTuple):
-    """A line of a program."""
+    """Line of a program."""
 
     file: str
     number: int
 
     @property
     def source(self) -> str:
-        """What stands there, as far as it can be read."""
+        """Return the text of the line, "" if it cannot be read."""
         return linecache.getline(self.file, self.number).strip()
 
     @property
     def line(self) -> str:
-        """``train.py:41  loss = h.sum(0)``."""
+        """Return the place and its text, such as ``train.py:41  loss = h.sum(0)``."""
         return f"{self}  {source}" if (source := self.source) else str(self)
 
     def __str__(self) -> str:
@@ -54,34 +54,35 @@ NOWHERE = Place("", 0)
 
 
 def is_library(file: str) -> bool:
-    """Whether the code of a file is no user's."""
-    found = _KNOWN.get(file)
-    if found is None:
+    """Return True if ``file`` belongs to the library, torch, an installed package or the standard library."""
+    known = _IS_LIBRARY_CACHE.get(file)
+    if known is None:
         installed = "site-packages" in file or "dist-packages" in file
-        standard = not installed and str(Path(file).resolve()).startswith(_STANDARD)
-        found = _KNOWN.keep(file, file.startswith((_HERE, _TORCH, _WRAPS, *_MADE)) or standard)
-    return found
+        standard = not installed and str(Path(file).resolve()).startswith(_STDLIB_PATH)
+        ours = file.startswith((_LIBRARY_PATH, _TORCH_PATH, _TYPING_EXTENSIONS, *_GENERATED_PREFIXES))
+        known = _IS_LIBRARY_CACHE.keep(file, ours or standard)
+    return known
 
 
 def users_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame of the user's program, from this one outwards."""
-    known = _KNOWN
+    """Return the innermost frame of the user's program, searched outwards from ``frame``; None if there is none."""
+    known = _IS_LIBRARY_CACHE
     while frame is not None and (known.get(name := frame.f_code.co_filename) or is_library(name)):
         frame = frame.f_back
     return frame
 
 
 def frames_of_torch(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield the calls of torch's functions, from this frame outwards, up to the first one of other code than torch's and ours."""
-    while frame is not None and (file := frame.f_code.co_filename).startswith((_HERE, _TORCH)):
-        if file.startswith(_TORCH):
+    """Yield frames of torch's functions, outwards from ``frame``, up to the first frame outside of torch and the library."""
+    while frame is not None and (file := frame.f_code.co_filename).startswith((_LIBRARY_PATH, _TORCH_PATH)):
+        if file.startswith(_TORCH_PATH):
             yield frame
         frame = frame.f_back
 
 
 def wrapped_by_torch(frame: FrameType | None) -> str:
-    """What to say to somebody who wraps a distributed model in torch's ``DistributedDataParallel``; "" if nobody does here."""
-    if distributed.__file__ not in _files(frame):
+    """Return a hint for a distributed model inside of torch's ``DistributedDataParallel``; "" if that is not on the stack."""
+    if distributed.__file__ not in _stack_files(frame):
         return ""
     return (
         ". torch.nn.parallel.DistributedDataParallel does not support DTensors: it broadcasts and "
@@ -92,8 +93,8 @@ def wrapped_by_torch(frame: FrameType | None) -> str:
 
 
 def loaded_elsewhere(frame: FrameType | None) -> str:
-    """What to say to somebody whose optimizer's state was saved under another mesh; "" if no optimizer of torch's runs here."""
-    if not any(file.startswith(_OPTIMIZERS) for file in _files(frame)):
+    """Return a hint for optimizer state that was saved on another mesh; "" if no optimizer of torch is on the stack."""
+    if not any(file.startswith(_OPTIMIZER_PATH) for file in _stack_files(frame)):
         return ""
     return (
         ". The optimizer state was saved on another mesh and loaded unchanged. Load it with "
@@ -102,26 +103,26 @@ def loaded_elsewhere(frame: FrameType | None) -> str:
     )
 
 
-def _files(frame: FrameType | None) -> Iterator[str]:
-    """Of the code that runs, from this frame outwards."""
+def _stack_files(frame: FrameType | None) -> Iterator[str]:
+    """Yield the files of the frames, outwards from ``frame``."""
     while frame is not None:
         yield frame.f_code.co_filename
         frame = frame.f_back
 
 
 def place_of(frame: FrameType | None) -> Place:
-    """Where a frame is."""
+    """Return the source line of ``frame``."""
     return NOWHERE if frame is None else Place(frame.f_code.co_filename, frame.f_lineno)
 
 
 def users_place(formatted: Iterable[str]) -> Place:
-    """The user's innermost line in a stack as ``traceback.format_stack`` gives it.
+    """Return the innermost line of the user in a stack that ``traceback.format_stack`` formatted.
 
     >>> users_place(['  File "train.py", line 7, in step', '  File "<frozen runpy>", line 1, in run'])
     Place(file='train.py', number=7)
     """
     for entry in reversed(list(formatted)):
-        found = _FRAME.match(entry)
-        if found is not None and not is_library(found["file"]):
-            return Place(found["file"], int(found["line"]))
+        match = _FRAME_PATTERN.match(entry)
+        if match is not None and not is_library(match["file"]):
+            return Place(match["file"], int(match["line"]))
     return NOWHERE

@@ -1,4 +1,4 @@
-"""Arguments of public functions: whole numbers, sizes, tensors. Wrong ones raise before anything is communicated."""
+"""Validation of arguments of public functions: ints, sizes, dtypes, tensors. Wrong arguments raise before any communication."""
 
 from __future__ import annotations
 
@@ -11,60 +11,60 @@ import torch
 from ..errors import ArgumentError, LayoutError, MixedTensorError, UnsupportedOperationError
 from .symbolic_sizes import size_of
 
-_QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+_QUANTIZED_DTYPES = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
 
 def whole(value: Any, what: str) -> int:
-    """``value`` as an int: Python's, numpy's, a 0-d tensor's; no bool, no float, no text.
+    """Return ``value`` as an int. Ints of Python and numpy and 0-d integer tensors are ints; bools, floats and strings raise.
 
     >>> whole(3, "dim")
     3
     """
-    found = index_of(value)
-    if found is None:
+    index = as_index(value)
+    if index is None:
         raise ArgumentError(f"{what} takes ints, got {value!r}")
-    return found
+    return index
 
 
-def index_of(value: Any) -> int | None:
-    """What :func:`whole` takes as an int; None for anything else."""
+def as_index(value: Any) -> int | None:
+    """Return what :func:`whole` accepts as an int; None for any other value."""
     if type(value) is int:
         return value
-    if isinstance(value, torch.SymInt):  # of a program that is traced
-        found: int = size_of(value)
-        return found
+    if isinstance(value, torch.SymInt):  # while a program is traced
+        size: int = size_of(value)
+        return size
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         return None
 
 
-def wholes(values: Any, what: str) -> tuple[int, ...]:
-    """A sequence of whole numbers as a tuple."""
+def check_ints(values: Any, what: str) -> tuple[int, ...]:
+    """Return a sequence of ints as a tuple."""
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise ArgumentError(f"{what} takes a sequence of ints, got {values!r}")
     return tuple(whole(value, what) for value in values)
 
 
 def sizes_of(values: Any, what: str) -> tuple[int, ...]:
-    """Whole numbers that are not negative."""
-    given = wholes(values, what)
-    if any(value < 0 for value in given):
-        raise LayoutError(f"{what} must be non-negative, got {given}")
-    return given
+    """Return a sequence of non-negative ints as a tuple."""
+    sizes = check_ints(values, what)
+    if any(value < 0 for value in sizes):
+        raise LayoutError(f"{what} must be non-negative, got {sizes}")
+    return sizes
 
 
 def element_type(dtype: Any) -> torch.dtype:
-    """``dtype``, if a distributed tensor can have it."""
+    """Return ``dtype`` if a DTensor can have it."""
     if not isinstance(dtype, torch.dtype):
         raise ArgumentError(f"dtype takes a torch.dtype, got {dtype!r}; write torch.float32, for example")
-    if dtype in _QUANTIZED:
+    if dtype in _QUANTIZED_DTYPES:
         raise UnsupportedOperationError(f"a DTensor cannot have dtype {dtype}; distribute x.dequantize() or x.int_repr()")
     return dtype
 
 
-def refuse_foreign(tensor: torch.Tensor, what: str) -> None:
-    """Raises for a distributed tensor that is none of ours, which to us would be a plain one of its global shape."""
+def refuse_torch_dtensor(tensor: torch.Tensor, what: str) -> None:
+    """Raise for a distributed tensor of another library, which would otherwise count as a plain tensor of its global shape."""
     kind = type(tensor)
     if kind is not torch.Tensor and hasattr(kind, "device_mesh") and not hasattr(tensor, "_layout"):
         raise MixedTensorError(
@@ -76,10 +76,12 @@ def refuse_foreign(tensor: torch.Tensor, what: str) -> None:
 
 
 def strided(tensor: Any, what: str, sparse: bool = False) -> torch.Tensor:
-    """``tensor``, if it is one with sizes and strides: it can be cut into blocks; or (``sparse``) one that is always whole."""
+    """Return ``tensor`` if it has sizes and strides, so that it can be sharded. ``sparse=True`` also accepts sparse tensors,
+    which are always replicated.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"{what} takes a torch.Tensor, got {type(tensor).__name__}; write torch.as_tensor(value)")
-    refuse_foreign(tensor, what)
+    refuse_torch_dtensor(tensor, what)
     if tensor.is_quantized:
         element_type(tensor.dtype)
     if tensor.is_nested or (tensor.layout is not torch.strided and not sparse):

@@ -1,4 +1,4 @@
-"""Tensors made of several: subclasses that name their parts in ``__tensor_flatten__``."""
+"""Wrapper subclasses: tensors made of inner tensors, which they name in ``__tensor_flatten__``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from .torch_internals import is_traceable_wrapper_subclass
 
 
 def part_by_part(fn: Callable[[Any], Any], x: Any) -> Any:
-    """``fn(x)``; of a tensor made of several a copy whose parts are what ``fn`` gives of each, which keeps their shapes."""
+    """Return ``fn(x)``. For a traceable wrapper subclass return a copy in which ``fn`` is applied to each inner tensor; ``fn``
+    must keep their shapes.
+    """
     if not is_traceable_wrapper_subclass(x):
         return fn(x)
-    made = x.clone()
-    for name in made.__tensor_flatten__()[0]:
-        part = getattr(made, name)
-        part.copy_(part_by_part(fn, part))
-    return made
+    copy = x.clone()
+    for name in copy.__tensor_flatten__()[0]:
+        inner = getattr(copy, name)
+        inner.copy_(part_by_part(fn, inner))
+    return copy

@@ -1,4 +1,4 @@
-"""Checkpoints that move between meshes: saved by all ranks, loaded under any mesh and layout."""
+"""Checkpoint: sharded checkpoints, saved by all ranks and loaded under any mesh and layout."""
 
 from .async_save import PendingSave
 from .loading import Loaded, load, read_tensors, read_tree

@@ -1,4 +1,4 @@
-"""Saves that go on in the background, from memory that is kept for the next one."""
+"""Async save: saves in a background thread, and the staging memory that they copy from."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 
 class PendingSave:
-    """A save that goes on in the background; the saved state may be changed meanwhile.
+    """Save that runs in the background. The saved state may be changed meanwhile.
 
-    ``wait`` raises on all ranks what went wrong on one; it communicates as ``save`` does.
+    ``wait`` raises on all ranks what went wrong on one. It communicates as ``save`` does.
 
     >>> import tempfile, torch, dtensor as dt
     >>> pending = dt.checkpoint.save({"w": torch.ones(5, 3)}, tempfile.mkdtemp(), async_op=True)
@@ -24,72 +24,73 @@ class PendingSave:
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future
-        self.told = False  # whether somebody has seen how it ended
+        self.observed = False  # True once ``wait`` was called, so that the caller knows about an error
 
     def wait(self) -> None:
         """Wait until the checkpoint is complete.
 
         Raises:
-            CheckpointError: it could not be saved.
+            CheckpointError: the save failed.
         """
-        self.told = True
+        self.observed = True
         self._future.result()
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return True if the save has ended, also if it failed."""
         return self._future.done()
 
 
-_WORKER = ThreadPoolExecutor(1, "checkpoint")  # one: saves end in the order of their calls, on all ranks
-_PENDING: list[PendingSave] = []
+_SAVE_THREAD = ThreadPoolExecutor(1, "checkpoint")  # one thread, so that saves end in the order of their calls on all ranks
+_PENDING_SAVES: list[PendingSave] = []
 
 
-def in_background(work: Callable[[], None]) -> PendingSave:
-    """``work``, after whatever goes on already."""
-    pending = PendingSave(_WORKER.submit(work))
-    _PENDING.append(pending)
+def submit_save(work: Callable[[], None]) -> PendingSave:
+    """Run ``work`` in the background, after all saves that are pending."""
+    pending = PendingSave(_SAVE_THREAD.submit(work))
+    _PENDING_SAVES.append(pending)
     return pending
 
 
-def finish_pending() -> None:
-    """Wait for saves in the background; warn of those that failed and that nobody waited for."""
-    while _PENDING:
-        pending = _PENDING.pop(0)
+def finish_pending_saves() -> None:
+    """Wait for all saves in the background. Warn of failed ones that no caller waited for."""
+    while _PENDING_SAVES:
+        pending = _PENDING_SAVES.pop(0)
         error = pending._future.exception()
-        if error is not None and not pending.told:
+        if error is not None and not pending.observed:
             warnings.warn(f"an earlier asynchronous save failed: {error}", stacklevel=3)
 
 
 class Staging:
-    """Memory for copies of what is saved in the background. It is kept: new memory costs more than the copy.
+    """Reused memory for copies of the blocks that are saved in the background. New memory would cost more than the copy.
 
-    Copies from an accelerator go to pinned memory, in the order of its current stream: the program goes on at once, and what it
-    does next to the tensors comes after the copy.
+    Copies from an accelerator go to pinned memory, in the order of its current stream. The program continues at once, and its
+    next operations on the tensors run after the copy.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[Any, torch.Tensor] = {}
-        self._copied: list[torch.Event] = []
+        self.buffers: dict[Any, torch.Tensor] = {}
+        self.pending_copies: list[torch.Event] = []
 
     def copies(self, pieces: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
-        """Row-major copies on the CPU, complete after :meth:`wait`; those that were made before are written over."""
-        self._kept = {
-            key: self._room(self._kept.get(key), piece).copy_(piece, non_blocking=True) for key, piece in pieces.items()
+        """Return row-major copies on the CPU, complete after :meth:`wait`. They overwrite the copies of the last call."""
+        self.buffers = {
+            key: self._get_or_allocate(self.buffers.get(key), piece).copy_(piece, non_blocking=True)
+            for key, piece in pieces.items()
         }
         for device in {piece.device for piece in pieces.values() if piece.device.type != "cpu"}:
             with torch.accelerator.device_index(device.index):
                 event = torch.Event(device)
                 event.record()
-            self._copied.append(event)
-        return self._kept
+            self.pending_copies.append(event)
+        return self.buffers
 
     @staticmethod
-    def _room(kept: torch.Tensor | None, piece: torch.Tensor) -> torch.Tensor:
-        if kept is not None and kept.shape == piece.shape and kept.dtype == piece.dtype:
-            return kept
+    def _get_or_allocate(buffer: torch.Tensor | None, piece: torch.Tensor) -> torch.Tensor:
+        if buffer is not None and buffer.shape == piece.shape and buffer.dtype == piece.dtype:
+            return buffer
         return torch.empty(piece.shape, dtype=piece.dtype, pin_memory=piece.device.type == "cuda", device="cpu")
 
     def wait(self) -> None:
-        """Until the copies are there."""
-        while self._copied:
-            self._copied.pop().synchronize()
+        """Wait until the copies are complete."""
+        while self.pending_copies:
+            self.pending_copies.pop().synchronize()

@@ -1,7 +1,7 @@
-"""``.metadata`` files, by which ``torch.distributed.checkpoint`` finds its tensors: written for it, and read without trust.
+"""DCP metadata: ``.metadata`` files of ``torch.distributed.checkpoint``, written for it, and read without trusting them.
 
-The file is a pickle, and unpickling runs whatever code it names. So it is read by an unpickler that knows the handful of record
-types in it, makes inert records of them, and refuses every other name.
+The file is a pickle, and unpickling runs any code that it names. So it is read by an unpickler that knows only the record types
+in such a file. It makes inert records of them and refuses every other name.
 """
 
 from __future__ import annotations
@@ -17,26 +17,24 @@ import torch
 from ..base.torch_internals import StorageInfo as _StorageInfo
 from ..base.torch_internals import flatten_state_dict
 from ..errors import CheckpointError
-from .block_io import Stream, Window, record_at
-from .files import check_name, opened, read_regular, size_of, written
-from .manifest import Block, Entry, Manifest, check_entries
-from .remote import Address
-from .tree import Stored, dtype_of, has_tensors
-from .tree import encode as encode_tree
+from .block_io import FileWindow, Stream, find_record
+from .files import StoragePath, check_name, file_size, open_for_reading, open_for_writing, read_file
+from .manifest import Manifest, StoredBlock, StoredTensor, check_entries
+from .tree import Stored, encode_tree, has_tensors, parse_dtype
 
-NAME = ".metadata"
-_LONGEST = 1 << 20  # bytes that describe one tensor
+METADATA_NAME = ".metadata"
+_MAX_DESCRIPTION_BYTES = 1 << 20  # maximum bytes of the description of one tensor
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------------
-def encode(
-    values: Any, entries: Mapping[str, Entry], streams: Mapping[tuple[str, tuple[int, ...]], Stream], file: Address
+def encode_metadata(
+    values: Any, entries: Mapping[str, StoredTensor], streams: Mapping[tuple[str, tuple[int, ...]], Stream], file: StoragePath
 ) -> bytes:
-    """The content of a ``.metadata`` file; plain values, which it keeps in streams of their own, go to ``file``.
+    """Return the content of a ``.metadata`` file. Plain values are written to ``file``, as streams.
 
     Args:
-        values: the state's tree; of its tensors only their places count.
-        streams: (name, offset) -> where the block lies.
+        values: tree of the state. Only the positions of its tensors matter.
+        streams: (name, offset) -> position of the block.
     """
     from torch.distributed.checkpoint import metadata as dcp  # takes a second to import: only where it is needed
 
@@ -50,7 +48,7 @@ def encode(
         for i, block in enumerate(entry.blocks):
             stream = streams[name, block.offset]
             stored[dcp.MetadataIndex(name, block.offset, i)] = _StorageInfo(block.file, stream.start, stream.length)
-    with written(file) as out:
+    with open_for_writing(file) as out:
         for name, value in flat.items():
             if name not in entries:
                 start = out.tell()
@@ -62,7 +60,7 @@ def encode(
 
 # --- reading ---------------------------------------------------------------------------------------------------------------
 class _Record:
-    """What a pickle says about an object, as data."""
+    """Inert record of a pickled object."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -72,24 +70,24 @@ class _Record:
 
 
 _DCP = "torch.distributed.checkpoint"
-_KNOWN = {
+_RECORD_NAMES = {
     f"{_DCP}.metadata": "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata MetadataIndex TensorProperties "
     "StorageMeta _MEM_FORMAT_ENCODING",
     f"{_DCP}.filesystem": "_StorageInfo _StoragePrefix",
     "pathlib": "PosixPath WindowsPath PurePosixPath Path",
     "pathlib._local": "PosixPath WindowsPath",
 }
-# A class of its own for each name, so that reading code can tell them apart.
-_RECORDS = {(module, name): type(name, (_Record,), {}) for module, names in _KNOWN.items() for name in names.split()}
+# A separate class for each name, so that reading code can distinguish them.
+_RECORDS = {(module, name): type(name, (_Record,), {}) for module, names in _RECORD_NAMES.items() for name in names.split()}
 
 
-class _Reader(pickle.Unpickler):
-    """Unpickles records, dtypes and builtin containers, nothing else."""
+class _RecordUnpickler(pickle.Unpickler):
+    """Unpickler of records, dtypes and builtin containers, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = _RECORDS.get((module, name))
-        if found is not None:
-            return found
+        record = _RECORDS.get((module, name))
+        if record is not None:
+            return record
         if (module, name) == ("torch", "Size"):
             return torch.Size
         if (module, name) == ("collections", "OrderedDict"):
@@ -104,72 +102,72 @@ class _Reader(pickle.Unpickler):
         )
 
 
-def read_foreign(folder: Address) -> Manifest:
-    """The manifest of a checkpoint that ``torch.distributed.checkpoint`` wrote; it has no digests.
+def read_dcp_manifest(folder: StoragePath) -> Manifest:
+    """Return the manifest of a checkpoint that ``torch.distributed.checkpoint`` wrote; it has no digests.
 
     Raises:
-        CheckpointError: damaged, or made of more than tensors and plain data.
+        CheckpointError: the checkpoint is damaged, or has more than tensors and plain data.
     """
-    content = _Reader(io.BytesIO(read_regular(folder / NAME))).load()
+    content = _RecordUnpickler(io.BytesIO(read_file(folder / METADATA_NAME))).load()
     described, stored, paths = content.state_dict_metadata, content.storage_data, content.planner_data or {}
-    places = {(index.fqn, _offset(index)): info for index, info in stored.items()}
-    names = {check_name(info.relative_path, folder / NAME) for info in places.values()}
-    files = {name: size_of(folder / name) for name in names}
-    entries: dict[str, Entry] = {}
+    locations = {(index.fqn, _offset_of(index)): info for index, info in stored.items()}
+    names = {check_name(info.relative_path, folder / METADATA_NAME) for info in locations.values()}
+    files = {name: file_size(folder / name) for name in names}
+    entries: dict[str, StoredTensor] = {}
     tree: dict[str, Any] = {}
-    for name, said in described.items():
+    for name, description in described.items():
         leaf: Any
-        if type(said).__name__ == "TensorStorageMetadata":
-            entries[name] = _entry(folder, name, said, places)
+        if type(description).__name__ == "TensorStorageMetadata":
+            entries[name] = _read_entry(folder, name, description, locations)
             leaf = Stored(name)
         else:
-            leaf = _value(folder, name, places[name, None])
-        _put(tree, paths.get(name, (name,)), leaf)
-    manifest = Manifest(entries, encode_tree(_with_lists(tree)), files)
-    check_entries(manifest, folder / NAME)
+            leaf = _read_value(folder, name, locations[name, None])
+        _insert_leaf(tree, paths.get(name, (name,)), leaf)
+    manifest = Manifest(entries, encode_tree(_restore_lists(tree)), files)
+    check_entries(manifest, folder / METADATA_NAME)
     return manifest
 
 
-def _offset(index: Any) -> tuple[int, ...] | None:
+def _offset_of(index: Any) -> tuple[int, ...] | None:
     offset = getattr(index, "offset", None)
     return None if offset is None else tuple(offset)
 
 
-def _entry(folder: Address, name: str, said: Any, places: Mapping[Any, Any]) -> Entry:
-    dtype = str(said.properties.state[0]).removeprefix("torch.")
+def _read_entry(folder: StoragePath, name: str, description: Any, locations: Mapping[Any, Any]) -> StoredTensor:
+    dtype = str(description.properties.state[0]).removeprefix("torch.")
     blocks = []
-    for chunk in said.chunks:
+    for chunk in description.chunks:
         offset, shape = tuple(chunk.offsets), tuple(chunk.sizes)
         if 0 not in shape:
-            info = places[name, offset]
-            with opened(folder / info.relative_path) as file:
-                at, stride = _tensor_in(file, info, shape, dtype_of(dtype).itemsize, name)
-            blocks.append(Block(offset, shape, info.relative_path, at, None, stride))
-    return Entry(tuple(said.size), dtype, tuple(blocks))
+            info = locations[name, offset]
+            with open_for_reading(folder / info.relative_path) as file:
+                at, stride = _locate_tensor(file, info, shape, parse_dtype(dtype).itemsize, name)
+            blocks.append(StoredBlock(offset, shape, info.relative_path, at, None, stride))
+    return StoredTensor(tuple(description.size), dtype, tuple(blocks))
 
 
-def _tensor_in(file: BinaryIO, info: Any, shape: tuple[int, ...], width: int, name: str) -> tuple[int, tuple[int, ...]]:
-    """Where a stream's tensor begins, and its strides."""
+def _locate_tensor(file: BinaryIO, info: Any, shape: tuple[int, ...], width: int, name: str) -> tuple[int, tuple[int, ...]]:
+    """Return the position of a stream's tensor, and its strides."""
     if getattr(info, "transform_descriptors", None):
         raise CheckpointError(
             f"{name!r} is stored with the transforms {info.transform_descriptors}, but only plain streams can be read"
         )
-    window = Window(file, info.offset, info.length)
+    window = FileWindow(file, info.offset, info.length)
     try:
         with zipfile.ZipFile(window) as archive:
             pickled = next(item for item in archive.infolist() if item.filename.endswith("/data.pkl"))
-            if pickled.file_size > _LONGEST:
+            if pickled.file_size > _MAX_DESCRIPTION_BYTES:
                 raise zipfile.BadZipFile("its description is too long")
-            found = _TensorReader(io.BytesIO(archive.read(pickled))).load()
+            tensor = _TensorUnpickler(io.BytesIO(archive.read(pickled))).load()
     except (zipfile.BadZipFile, StopIteration, pickle.UnpicklingError, EOFError) as error:
         raise CheckpointError(f"{name!r} is damaged in {info.relative_path} ({error})") from error
-    if not isinstance(found, _Saved) or found.shape != shape:
+    if not isinstance(tensor, _SavedTensor) or tensor.shape != shape:
         raise CheckpointError(f"{name!r} in {info.relative_path} does not have the shape {shape} that the metadata says")
-    return info.offset + record_at(window, found.key) + found.start * width, found.stride
+    return info.offset + find_record(window, tensor.key) + tensor.start * width, tensor.stride
 
 
-class _Saved:
-    """A tensor as its pickle describes it."""
+class _SavedTensor:
+    """Tensor as its pickle describes it."""
 
     def __init__(self, key: str, start: int, shape: Any, stride: Any, *rest: Any) -> None:
         self.key, self.start, self.shape, self.stride = key, start, tuple(shape), tuple(stride)
@@ -178,13 +176,13 @@ class _Saved:
         raise pickle.UnpicklingError("a saved tensor contains an object state, which does not belong in a checkpoint")
 
 
-class _TensorReader(pickle.Unpickler):
-    """Unpickles one tensor's description."""
+class _TensorUnpickler(pickle.Unpickler):
+    """Unpickler of the description of one tensor."""
 
     def find_class(self, module: str, name: str) -> Any:
         match module, name:
             case "torch._utils", "_rebuild_tensor_v2" | "_rebuild_tensor_v3":
-                return _Saved
+                return _SavedTensor
             case "torch._utils", "_rebuild_parameter":
                 return lambda data, *rest: data
             case "collections", "OrderedDict":
@@ -201,12 +199,12 @@ class _TensorReader(pickle.Unpickler):
         return str(pid[2])  # ("storage", type, key, device, elements)
 
 
-def _value(folder: Address, name: str, info: Any) -> Any:
+def _read_value(folder: StoragePath, name: str, info: Any) -> Any:
     try:
-        with opened(folder / info.relative_path) as file:
-            content = io.BytesIO(Window(file, info.offset, info.length).readall())
+        with open_for_reading(folder / info.relative_path) as file:
+            content = io.BytesIO(FileWindow(file, info.offset, info.length).readall())
         value = torch.load(content, weights_only=True, map_location="cpu")
-    except Exception as error:  # whatever torch's reader trips over
+    except Exception as error:  # torch.load raises many types for damaged data
         reason = (str(error).splitlines() or [""])[0]
         raise CheckpointError(f"{name!r} is damaged or holds more than tensors and plain data ({reason})") from error
     if has_tensors(value):
@@ -217,15 +215,17 @@ def _value(folder: Address, name: str, info: Any) -> Any:
     return value
 
 
-# --- the tree that paths describe ------------------------------------------------------------------------------------------
-def _put(tree: Any, path: tuple[Any, ...], leaf: Any) -> None:
-    """Along a path, strings are keys of dicts and ints places in lists (kept as dicts until all of them are known)."""
+# --- the tree of the state -------------------------------------------------------------------------------------------------
+def _insert_leaf(tree: Any, path: tuple[Any, ...], leaf: Any) -> None:
+    """Insert a leaf. In a path, strings are keys of dicts and ints are indices of lists, which remain dicts until all items are
+    known.
+    """
     for key in path[:-1]:
         tree = tree.setdefault(key, {})
     tree[path[-1]] = leaf
 
 
-def _with_lists(tree: Any) -> Any:
+def _restore_lists(tree: Any) -> Any:
     if isinstance(tree, dict) and tree and all(type(key) is int for key in tree):
-        return [_with_lists(tree[key]) for key in sorted(tree)]
-    return {str(key): _with_lists(item) for key, item in tree.items()} if isinstance(tree, dict) else tree
+        return [_restore_lists(tree[key]) for key in sorted(tree)]
+    return {str(key): _restore_lists(item) for key, item in tree.items()} if isinstance(tree, dict) else tree

@@ -1,4 +1,8 @@
-"""The files of a checkpoint's folder: read without trust in what stands there, replaced by one atomic rename."""
+"""Files of a checkpoint's folder, local or remote: read without trusting their names and types, and replaced atomically.
+
+Remote storage (object stores, memory) is accessed through fsspec. A remote folder exists if an object's name begins with it. An
+object appears completely or not at all, like a renamed file on a disk, and the manifest is written last. There are no locks.
+"""
 
 from __future__ import annotations
 
@@ -9,54 +13,168 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeAlias, cast
 
 from ..errors import CheckpointError
-from .remote import Address, Remote
 
 
-def open_regular(path: Path, links: bool = False) -> int:
-    """A handle to read a regular file with; what else may stand there (a FIFO, a device, a folder) is not opened.
+@dataclass(frozen=True, slots=True)
+class RemotePath:
+    """Folder or file on remote storage, with the methods of ``pathlib.Path`` that checkpoints use."""
 
-    Args:
-        links: a symbolic link is followed.
+    fs: Any  # an fsspec file system
+    path: str
+
+    def __str__(self) -> str:
+        return str(self.fs.unstrip_protocol(self.path))
+
+    def __truediv__(self, name: str) -> RemotePath:
+        return RemotePath(self.fs, f"{self.path.rstrip('/')}/{name}")
+
+    @property
+    def name(self) -> str:
+        return self.path.rstrip("/").rpartition("/")[2]
+
+    @property
+    def parent(self) -> RemotePath:
+        return RemotePath(self.fs, self.path.rstrip("/").rpartition("/")[0])
+
+    @property
+    def suffix(self) -> str:
+        return Path(self.name).suffix
+
+    def is_dir(self) -> bool:
+        self.fs.invalidate_cache()  # other ranks write there too
+        return bool(self.fs.isdir(self.path))
+
+    def exists(self) -> bool:
+        self.fs.invalidate_cache()
+        return bool(self.fs.exists(self.path))
+
+    def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
+        self.fs.makedirs(self.path, exist_ok=exist_ok)
+
+    def iterdir(self) -> Iterator[RemotePath]:
+        self.fs.invalidate_cache()
+        return (RemotePath(self.fs, found) for found in self.fs.ls(self.path, detail=False))
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        if self.exists() or not missing_ok:
+            self.fs.rm_file(self.path)
+
+    def remove_all(self) -> None:
+        self.fs.rm(self.path, recursive=True)
+
+    def size(self) -> int:
+        try:
+            return int(self.fs.info(self.path)["size"])
+        except FileNotFoundError:
+            raise _missing_error(self) from None
+
+    def read(self, start: int | None = None, end: int | None = None) -> bytes:
+        """Return its content, or a range of its bytes."""
+        try:
+            return bytes(self.fs.cat_file(self.path, start=start, end=end))
+        except FileNotFoundError:
+            raise _missing_error(self) from None
+
+    def open_for_reading(self) -> BinaryIO:
+        """Open it for reading small parts, such as descriptions of tensors."""
+        try:
+            return cast(BinaryIO, self.fs.open(self.path, "rb", block_size=1 << 16))
+        except FileNotFoundError:
+            raise _missing_error(self) from None
+
+    def write(self, content: bytes) -> None:
+        """Replace its content atomically."""
+        self.fs.pipe_file(self.path, content)
+
+    def upload(self, file: str) -> None:
+        """Upload a local file."""
+        self.fs.put_file(file, self.path)
+
+
+StoragePath: TypeAlias = Path | RemotePath
+
+
+def _missing_error(place: RemotePath) -> CheckpointError:
+    return CheckpointError(f"{place} is missing: the checkpoint is incomplete")
+
+
+def parse_path(path: str | os.PathLike[str]) -> StoragePath:
+    """Return a local path, or the remote path of an address with a protocol (``s3://bucket/run``).
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: the package that fsspec needs for that protocol is not installed, or the protocol is unknown.
+    """
+    if not (isinstance(path, str) and "://" in path):
+        return Path(path)
+    try:
+        from fsspec.core import url_to_fs  # a dependency of torch; most protocols need further packages
+
+        fs, inner = url_to_fs(path)
+    except (ImportError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be reached: {error}") from error
+    local = {"file", "local"}.intersection([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol)
+    return Path(inner) if local else RemotePath(fs, inner)
+
+
+def parse_local_path(path: str | os.PathLike[str]) -> Path:
+    """Return a path on this machine.
+
+    Raises:
+        CheckpointError: ``path`` is an address of remote storage.
+    """
+    place = parse_path(path)
+    if isinstance(place, RemotePath):
+        raise CheckpointError(f"models are exported to a local file system, not to {path}; export to a local folder and copy it")
+    return place
+
+
+# --- files, local or remote ------------------------------------------------------------------------------------------------
+def open_regular(path: Path, links: bool = False) -> int:
+    """Return a file descriptor to read a regular file. Anything else (a FIFO, a device, a folder) is not opened.
+
+    Args:
+        links: follow a symbolic link.
+
+    Raises:
+        CheckpointError: there is no regular file at ``path``.
     """
     try:
-        found = os.stat(path, follow_symlinks=links)
+        status = os.stat(path, follow_symlinks=links)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
     except ValueError as error:  # a name with a null character
         raise CheckpointError(f"{path!s:.100} is missing: {error}") from None
-    if not stat.S_ISREG(found.st_mode):
-        what = "a symbolic link, which is not followed here" if stat.S_ISLNK(found.st_mode) else "no regular file"
+    if not stat.S_ISREG(status.st_mode):
+        what = "a symbolic link, which is not followed here" if stat.S_ISLNK(status.st_mode) else "no regular file"
         raise CheckpointError(f"{path} is {what}")
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW))
-    if not stat.S_ISREG(os.fstat(handle).st_mode):  # it was exchanged since
+    if not stat.S_ISREG(os.fstat(handle).st_mode):  # it was replaced meanwhile
         os.close(handle)
         raise CheckpointError(f"{path} is not a regular file")
     return handle
 
 
-def opened(path: Address, links: bool = False) -> BinaryIO:
-    """A regular file to read parts of; see :func:`open_regular`."""
-    return path.opened() if isinstance(path, Remote) else open(open_regular(path, links), "rb")
+def open_for_reading(path: StoragePath, links: bool = False) -> BinaryIO:
+    """Open a regular file for reading parts of it; see :func:`open_regular`."""
+    return path.open_for_reading() if isinstance(path, RemotePath) else open(open_regular(path, links), "rb")
 
 
-def read_regular(path: Address, links: bool = False) -> bytes:
-    """A regular file's content; see :func:`open_regular`."""
-    if isinstance(path, Remote):
+def read_file(path: StoragePath, links: bool = False) -> bytes:
+    """Return the content of a regular file; see :func:`open_regular`."""
+    if isinstance(path, RemotePath):
         return path.read()
-    with opened(path, links) as file:
+    with open_for_reading(path, links) as file:
         return file.read()
 
 
-def size_of(path: Address, links: bool = False) -> int:
-    """Bytes of a regular file; see :func:`open_regular`."""
-    if isinstance(path, Remote):
+def file_size(path: StoragePath, links: bool = False) -> int:
+    """Return the bytes of a regular file; see :func:`open_regular`."""
+    if isinstance(path, RemotePath):
         return path.size()
     handle = open_regular(path, links)
     try:
@@ -65,16 +183,16 @@ def size_of(path: Address, links: bool = False) -> int:
         os.close(handle)
 
 
-def present(path: Address) -> bool:
-    """Whether anything stands there, also a link to nothing."""
-    return path.exists() if isinstance(path, Remote) else os.path.lexists(path)
+def path_exists(path: StoragePath) -> bool:
+    """Return True if anything exists at ``path``, also a link to nothing."""
+    return path.exists() if isinstance(path, RemotePath) else os.path.lexists(path)
 
 
-def check_name(name: Any, said_by: Address) -> str:
-    """``name``, which ``said_by`` gives a file in its own folder.
+def check_name(name: Any, said_by: StoragePath) -> str:
+    """Return ``name``, by which ``said_by`` refers to a file in its own folder.
 
     Raises:
-        CheckpointError: it leads elsewhere.
+        CheckpointError: the name leads to another folder.
     """
     plain = isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\\", "\0"}.intersection(name)
     if not plain:
@@ -83,37 +201,37 @@ def check_name(name: Any, said_by: Address) -> str:
 
 
 def strict_json(text: bytes | str, numbers: bool = True) -> Any:
-    """Parsed JSON in which no key stands twice.
+    """Parse JSON in which no key appears twice.
 
     Args:
-        numbers: also NaN and the infinities, which Python writes and JSON does not have.
+        numbers: also accept NaN and infinities, which Python writes but JSON does not have.
 
     Raises:
-        ValueError, RecursionError: it is none.
+        ValueError, RecursionError: the text is not such JSON.
     """
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+    def unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) < len(pairs):
             raise ValueError("a key appears twice")
-        return found
+        return result
 
     def constant(name: str) -> float:
         if not numbers:
             raise ValueError(f"{name} is not JSON")
         return float(name)
 
-    return json.loads(text, object_pairs_hook=once, parse_constant=constant)
+    return json.loads(text, object_pairs_hook=unique_dict, parse_constant=constant)
 
 
 @contextlib.contextmanager
-def written(path: Address) -> Iterator[BinaryIO]:
-    """A new file to write and read, on its disk at the end."""
-    if isinstance(path, Remote):
-        with tempfile.NamedTemporaryFile() as aside:
-            yield cast(BinaryIO, aside)
-            aside.flush()
-            path.take(aside.name)
+def open_for_writing(path: StoragePath) -> Iterator[BinaryIO]:
+    """Open a new file for writing and reading. It is on disk at the end of the block."""
+    if isinstance(path, RemotePath):
+        with tempfile.NamedTemporaryFile() as temporary:
+            yield cast(BinaryIO, temporary)
+            temporary.flush()
+            path.upload(temporary.name)
         return
     with open(path, "w+b") as file:
         yield file
@@ -121,24 +239,24 @@ def written(path: Address) -> Iterator[BinaryIO]:
         os.fsync(file.fileno())
 
 
-def replace_file(path: Address, content: bytes) -> None:
-    """``path`` with this content: written aside, brought to the disk, renamed."""
-    if isinstance(path, Remote):
+def replace_file(path: StoragePath, content: bytes) -> None:
+    """Replace the content of ``path`` atomically: write a temporary file, sync it to disk, rename it."""
+    if isinstance(path, RemotePath):
         path.write(content)
         return
-    aside = path.with_name(path.name + ".new")
-    aside.unlink(missing_ok=True)  # left by a killed save; never written through, if it is a link
-    with open(aside, "xb") as file:
+    temporary = path.with_name(path.name + ".new")
+    temporary.unlink(missing_ok=True)  # left by a killed save; if it is a link, its target is not written to
+    with open(temporary, "xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(aside, path)
+    os.replace(temporary, path)
     sync_folder(path.parent)
 
 
-def sync_folder(folder: Address) -> None:
-    """Bring the names in ``folder`` to the disk."""
-    if isinstance(folder, Remote):
+def sync_folder(folder: StoragePath) -> None:
+    """Sync the file names in ``folder`` to disk."""
+    if isinstance(folder, RemotePath):
         return
     handle = os.open(folder, os.O_RDONLY)
     try:

@@ -1,14 +1,21 @@
-"""What a load asks for, and what was read for it before anything is changed."""
+"""Load targets: the tensors that a load fills, and the values that were read for them before anything is changed.
+
+Tensors that share memory, as tied parameters do, must get consistent values.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..comm import communicator_of
+from ..comm.flat_rows import flat_bytes
+from ..errors import CheckpointError
 from ..layout.layout import Layout
 from ..redistribute import redistribute_local
 from ..tensor.dtensor import DTensor, wrap
@@ -19,14 +26,14 @@ from .tree import Stored
 
 @dataclass(eq=False, slots=True)
 class Target(Stored):
-    """A tensor to be filled.
+    """Tensor to be filled.
 
     Attributes:
-        like: a layout, that of the stack which the tensor is folded from, or the plain tensor's shape.
-        device: where the values are wanted.
-        asked: the tensor that was asked for, if one was, or the stack that it is folded from; its memory takes the values, unless
-            it is on meta: then a new one does.
-        shown: the tensor that was asked for, where it is folded from a stack.
+        like: a layout, the layout of the stack that the tensor is a flattened view of, or the shape of a plain tensor.
+        device: device of the values.
+        asked: the requested tensor, if there is one, or the stack that it is a flattened view of. Its memory gets the values,
+            unless it is on meta: then a new tensor does.
+        shown: the requested tensor, if it is a flattened view of a stack.
     """
 
     name: str
@@ -39,7 +46,7 @@ class Target(Stored):
 
     @staticmethod
     def of(name: str, tensor: torch.Tensor) -> Target:
-        """The target that ``tensor`` is; one on ``meta`` only says what is wanted."""
+        """Return the target for ``tensor``. A tensor on ``meta`` only describes what is requested."""
         if isinstance(tensor, DTensor):
             device = torch.device(tensor._layout.mesh.device_type) if tensor.is_meta else tensor.device
             if (found := stack_of(tensor)) is not None:
@@ -54,11 +61,13 @@ class Target(Stored):
 
     @property
     def layout(self) -> Layout | None:
-        """Of what is filled, if that is distributed."""
+        """Return the layout of the filled tensor, or None for a plain tensor."""
         return self.like.layout if isinstance(self.like, Stacked) else self.like if isinstance(self.like, Layout) else None
 
     def buffers(self, dtype: torch.dtype) -> dict[int | None, torch.Tensor]:
-        """New memory on the CPU for every piece that this process holds, as ``dtype``, in which it is stored."""
+        """Allocate CPU memory for every local tensor of this process in ``dtype``, the stored dtype. Keys are members, None for
+        a plain tensor.
+        """
         if self.layout is None:
             return {None: torch.empty(self.shape, dtype=dtype, device="cpu")}
         layout = self.layout.reduced()
@@ -66,30 +75,30 @@ class Target(Stored):
         return {m: torch.empty(layout.local_shape(coordinates[m]), dtype=dtype, device="cpu") for m in members_here(layout)}
 
     def block(self, buffers: dict[int | None, torch.Tensor], held: Held) -> torch.Tensor:
-        """The memory of one block among the buffers."""
+        """Return the memory of one block among the buffers."""
         own = buffers[held.member]
         return own.select(self.like.dim, held.part) if isinstance(self.like, Stacked) and held.part is not None else own
 
     @property
     def problem(self) -> str | None:
-        """Why no values can be put there, if none can."""
+        """Return why the requested tensor cannot be filled, or None."""
         x = self.asked
         if x is None:
             return None
         if x.layout != torch.strided or x.is_quantized:
             return "is no strided tensor here: load it as such, then convert it"
-        if _meets_itself(x) and (isinstance(x, DTensor) or not x.is_meta):
+        if _has_internal_overlap(x) and (isinstance(x, DTensor) or not x.is_meta):
             return "has elements that share memory here, as expanded tensors have: load it into x.contiguous()"
         return None
 
     def finish(self, read: dict[int | None, torch.Tensor]) -> None:
-        """Hand the values over: into the memory of what was asked, or as a new tensor."""
+        """Write the values into the memory of the requested tensor, or make a new tensor."""
         value = self.assembled(read, self.device)
         if self.asked is None or self.asked.is_meta:
             self.result = value.flatten(self.like.dim, self.like.dim + 1) if isinstance(self.like, Stacked) else value
             return
         self.result = self.asked if self.shown is None else self.shown
-        if isinstance(self.asked, RemoteView):  # its pieces are computed when they are read
+        if isinstance(self.asked, RemoteView):  # its local tensors are computed when they are read
             with torch.no_grad():
                 self.asked.copy_(value)
             return
@@ -101,28 +110,28 @@ class Target(Stored):
             torch.autograd.graph.increment_version(self.asked)
 
     def assembled(self, read: dict[int | None, torch.Tensor], device: torch.device) -> Any:
-        """What was read, as the tensor that was asked for. A partial one takes its terms, without communication."""
+        """Return the read values as a tensor like the requested one. A partial tensor gets its addends without communication."""
         if self.layout is None:
             return read[None].to(device)
         layout, reduced = self.layout.replace(dtype=self.dtype), self.layout.reduced().replace(dtype=self.dtype)
         mesh = layout.mesh
         if read:
-            local: Any = communicator_of(mesh).map(lambda member: _strided(read[member], reduced, member, device))
+            local: Any = communicator_of(mesh).map(lambda member: _with_layout_strides(read[member], reduced, member, device))
         else:
             local = torch.zeros(reduced.local_shape(None), dtype=self.dtype, device=device)
         with torch.no_grad():
             return wrap(local if reduced is layout else redistribute_local(local, reduced, layout), layout)
 
 
-def _strided(piece: torch.Tensor, layout: Layout, member: int | None, device: torch.device) -> torch.Tensor:
+def _with_layout_strides(piece: torch.Tensor, layout: Layout, member: int | None, device: torch.device) -> torch.Tensor:
     stride = layout.local_stride(layout.mesh.coordinates[member or 0])
     if piece.stride() == stride or piece.numel() < 2:
         return piece.to(device)
     return torch.empty_strided(piece.shape, stride, dtype=piece.dtype, device=device).copy_(piece)
 
 
-def _meets_itself(x: torch.Tensor) -> bool:
-    """Whether two elements may have one place in memory: not if each stride leads beyond what smaller ones reach."""
+def _has_internal_overlap(x: torch.Tensor) -> bool:
+    """Return True if two elements may share memory. They cannot if each stride is larger than the reach of all smaller ones."""
     reach = 0
     for step, count in sorted((step, count) for count, step in zip(x.shape, x.stride(), strict=True) if count > 1):
         if step <= reach and x.numel():
@@ -131,10 +140,109 @@ def _meets_itself(x: torch.Tensor) -> bool:
     return False
 
 
-def described(like: Layout | Stacked | tuple[int, ...], dtype: torch.dtype) -> str:
-    """A tensor in words: its dtype, shape and where it lies."""
+def describe_tensor(like: Layout | Stacked | tuple[int, ...], dtype: torch.dtype) -> str:
+    """Return dtype, shape and placements of a tensor as text."""
     if isinstance(like, Stacked):
-        return f"{like.parts} parts along dim {like.dim} of {described(like.layout, dtype)}"
+        return f"{like.parts} parts along dim {like.dim} of {describe_tensor(like.layout, dtype)}"
     if isinstance(like, Layout):
         return repr(like.replace(dtype=dtype))
     return f"plain {str(dtype).removeprefix('torch.')}{list(like)}"
+
+
+# --- tensors that share memory ---------------------------------------------------------------------------------------------
+Read = Mapping[str, dict[int | None, torch.Tensor]]
+_MAX_ELEMENT_BYTES = 16  # bytes of the largest element
+
+
+class _MemorySpan(NamedTuple):
+    """Memory of a local tensor of a target: its address space, first byte and end."""
+
+    space: tuple[object, ...]
+    begin: int
+    end: int
+    target: Target
+    number: int
+
+
+def check_shared_memory(targets: Iterable[Target], read: Read) -> None:
+    """Check that all targets that share memory get their own values, whichever is written last.
+
+    Args:
+        read: name -> values that were read for the local tensors.
+
+    Raises:
+        CheckpointError: the values are inconsistent.
+    """
+    for group in _overlapping_spans(targets):
+        named = {span.target.name: span.target for span in group}
+        values = {name: locals_of(target.assembled(read[name], torch.device("cpu"))) for name, target in named.items()}
+        if not _have_consistent_values(group, [values[span.target.name][span.number] for span in group]):
+            raise CheckpointError(
+                f"{' and '.join(map(repr, list(named)[:6]))} share memory here but have different values in the "
+                "checkpoint; give each its own tensor (x.clone())"
+            )
+
+
+def finish_targets(targets: Iterable[Target], read: dict[str, dict[int | None, torch.Tensor]]) -> None:
+    """Assign all values. Names of one meta tensor get one new tensor."""
+    first_targets: dict[object, Target] = {}
+    for target in targets:
+        first = first_targets.setdefault(_meta_identity(target), target)
+        values = read.pop(target.name)
+        if first is target:
+            target.finish(values)
+        else:
+            target.result = first.result
+
+
+def _meta_identity(target: Target) -> object:
+    x = target.asked
+    if x is None or not x.is_meta:
+        return target
+    return target.like, x.dtype, tuple((_memory_position(piece), piece.shape, piece.stride()) for piece in locals_of(x))
+
+
+def _memory_position(piece: torch.Tensor) -> tuple[tuple[object, ...], int]:
+    """Return the address space of a local tensor and its first byte in it. On meta every storage is an address space."""
+    if piece.is_meta:
+        return ("meta", piece.untyped_storage()._cdata), int(piece.storage_offset()) * piece.element_size()
+    return (piece.device,), piece.data_ptr()
+
+
+def _overlapping_spans(targets: Iterable[Target]) -> Iterator[list[_MemorySpan]]:
+    """Yield groups of spans that overlap others."""
+    spans: dict[tuple[object, ...], list[_MemorySpan]] = {}
+    for target in targets:
+        for number, piece in enumerate(locals_of(target.asked) if target.asked is not None else ()):
+            if piece.numel():
+                space, begin = _memory_position(piece)
+                last = sum((n - 1) * step for n, step in zip(piece.shape, piece.stride(), strict=True))
+                span = _MemorySpan(space, begin, begin + (last + 1) * piece.element_size(), target, number)
+                spans.setdefault(space, []).append(span)
+    for space_spans in spans.values():
+        group: list[_MemorySpan] = []
+        for span in sorted(space_spans, key=lambda span: span[1:3]):
+            if group and span.begin >= max(each.end for each in group):
+                yield from [group] if len(group) > 1 else []
+                group = []
+            group.append(span)
+        yield from [group] if len(group) > 1 else []
+
+
+def _have_consistent_values(group: list[_MemorySpan], values: list[torch.Tensor]) -> bool:
+    """Return True if all values can be read back from a copy of the memory after they were written to it."""
+    start = group[0].begin // _MAX_ELEMENT_BYTES * _MAX_ELEMENT_BYTES
+    memory = torch.zeros(
+        math.ceil((max(span.end for span in group) - start) / _MAX_ELEMENT_BYTES) * _MAX_ELEMENT_BYTES,
+        dtype=torch.uint8,
+        device="cpu",
+    )
+    views = []
+    for span, value in zip(group, values, strict=True):
+        piece = locals_of(span.target.asked)[span.number]
+        at = (span.begin - start) // piece.element_size()
+        view = torch.empty(0, dtype=piece.dtype, device="cpu").set_(memory.untyped_storage(), at, piece.shape, piece.stride())
+        stored = value.conj().resolve_conj() if piece.is_conj() else value
+        view.copy_(-stored if piece.is_neg() else stored)
+        views.append((view, stored))
+    return all(torch.equal(flat_bytes(view.contiguous()), flat_bytes(stored.contiguous())) for view, stored in views)

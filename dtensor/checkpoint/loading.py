@@ -1,4 +1,6 @@
-"""Loading: every rank reads the parts of stored blocks that its own blocks are made of; all is verified, then changed."""
+"""Loading: every rank reads the parts of stored blocks that its own blocks are made of. All is verified before anything is
+changed.
+"""
 
 from __future__ import annotations
 
@@ -14,32 +16,29 @@ from ..errors import CheckpointError
 from ..tensor.views.block_owners import Held, held_here
 from . import dcp_metadata as metadata
 from . import safetensors as hugging_face
-from .async_save import finish_pending
-from .block_io import Box, Files, RemoteFiles
-from .coordinator import Parts, Ranks
-from .digest import MASK, digest
-from .files import present
-from .key_renaming import renamed
-from .lazy_transforms import Arrange, arranged
-from .load_targets import Target
-from .manifest import NAME, Block, Entry, Manifest, check_files, read_manifest
-from .remote import Address, Remote, place_of
-from .state_matching import Matched, match_trees, put_back
-from .stateful import Expanded, expand
-from .storage_sharing import check_shared, finish
-from .tree import decode
+from .async_save import finish_pending_saves
+from .block_io import CheckpointFiles, CommonBox, RemoteCheckpointFiles
+from .coordinator import RankGroup, StateParts
+from .digest import MASK, block_digest
+from .files import RemotePath, StoragePath, parse_path, path_exists
+from .load_targets import Target, check_shared_memory, finish_targets
+from .manifest import MANIFEST_NAME, Manifest, StoredBlock, StoredTensor, check_files, read_manifest
+from .manifest_transforms import Arrange, arrange_manifest, rename_manifest
+from .state_matching import MatchResult, assign_values, match_trees
+from .stateful import Expanded, expand_state
+from .tree import decode_tree
 
-Sums = dict[tuple[str, int], int]  # (tensor, number of the stored block) -> what this rank adds to its digest
+Sums = dict[tuple[str, int], int]  # (tensor, index of the stored block) -> digest of the parts that this rank read
 Buffers = dict[str, dict[int | None, torch.Tensor]]
 
 
 class Loaded(NamedTuple):
-    """What :func:`load` did.
+    """Result of :func:`load`.
 
     Attributes:
-        missing_keys: asked for, not in the checkpoint.
-        unexpected_keys: in the checkpoint, not asked for.
-        bytes_read: by this process, of tensors.
+        missing_keys: requested keys that are not in the checkpoint.
+        unexpected_keys: keys of the checkpoint that were not requested.
+        bytes_read: bytes of tensors that this process read.
 
     >>> import tempfile, torch, dtensor as dt
     >>> folder = tempfile.mkdtemp()
@@ -65,30 +64,32 @@ def load(
     arrange: Arrange | None = None,
     process_group: Any = None,
 ) -> Loaded:
-    """Fill ``state`` from the checkpoint in the folder ``path``, whatever the meshes and layouts that it was saved under.
+    """Fill ``state`` from the checkpoint in the folder ``path``, which may have been saved under other meshes and layouts.
 
-    Tensors are filled in their own memory (those on ``meta`` are replaced by new ones with their layout), plain values replaced
-    in their dicts and lists, objects given their state by ``load_state_dict``. Checkpoints of torch's DCP are read
-    too, and models in the Hugging Face layout (a folder with ``model.safetensors`` or an index, or one ``.safetensors`` file).
-    Everything is read and verified before anything is changed; that takes memory for one more copy of what this rank holds.
+    Tensors are filled in their own memory. Tensors on ``meta`` are replaced by new ones with their layout, plain values are
+    replaced in their dicts and lists, and objects get their state by ``load_state_dict``. Checkpoints of torch's DCP can be
+    loaded too, and models in the Hugging Face layout (a folder with ``model.safetensors`` or an index, or one ``.safetensors``
+    file). Everything is read and verified before anything is changed. That needs memory for one more copy of this rank's local
+    tensors.
 
     Args:
-        state: as for :func:`save`; a part of what was saved, with ``strict=False``.
-        strict: raise if something is asked for that is not in the checkpoint, or the checkpoint holds what is not asked for.
-        convert: floating-point and complex tensors of another dtype are converted to the one that is asked for.
-        rename: a function from a key in the checkpoint to the one here, called for each string key of each dict, those of modules
-            and optimizers among them. Or a dict of the keys that differ, which may be dotted names, as messages show them:
+        state: as for :func:`save`; with ``strict=False`` it may be a part of what was saved.
+        strict: raise if a requested key is not in the checkpoint, or the checkpoint has a key that is not requested.
+        convert: convert floating-point and complex tensors of another dtype to the requested one.
+        rename: a function from a key in the checkpoint to the key here, called for each string key of each dict, also those of
+            modules and optimizers. Or a dict of the keys that differ, which may be dotted names as in messages:
             ``{"model.0.weight": "net.0.weight"}``. At least one key of such a dict must be in the checkpoint.
-        arrange: of a dict of tensors, from these to those that are asked for, by name. What it stacks, joins, cuts and turns is
-            read so, each piece by who has it; the tensors that it is given have no values.
+        arrange: a function from a dict of the stored tensors to a dict of the requested tensors, by name. It may stack,
+            concatenate, slice and transpose them, and each rank reads only its part of the results. Its arguments have no
+            values.
         process_group: the ranks that load together, default all.
 
     Raises:
-        CheckpointError: on all ranks, with the same words, and nothing is changed: no checkpoint there, a truncated or corrupted
-            one, other shapes or dtypes, missing or unexpected keys.
+        CheckpointError: on all ranks, with the same text, and nothing is changed: no checkpoint, a truncated or corrupted one,
+            other shapes or dtypes, missing or unexpected keys.
 
-    Cost: each rank reads the bytes of its own blocks, one rank the manifest, which it broadcasts; a gather and a broadcast of
-    digests.
+    Cost: each rank reads the bytes of its own blocks, and one rank reads the manifest and broadcasts it; a gather and a
+    broadcast of digests.
 
     >>> import tempfile, dtensor as dt
     >>> mesh, folder = dt.init_device_mesh("cpu", (2,)), tempfile.mkdtemp()
@@ -105,68 +106,70 @@ def load(
     >>> state["w"].sum()
     tensor(12., dtype=torch.bfloat16)
     """
-    finish_pending()
-    ranks, folder = Ranks("checkpoint.load", process_group), place_of(path)
+    finish_pending_saves()
+    ranks, folder = RankGroup("checkpoint.load", process_group), parse_path(path)
     what = f"loading {folder}"
-    manifest = ranks.together(what, lambda: None, lambda _: find_manifest(folder))
+    manifest = ranks.run_on_all(what, lambda: None, lambda _: find_manifest(folder))
     if rename is not None:
-        manifest = renamed(manifest, rename)
+        manifest = rename_manifest(manifest, rename)
     if arrange is not None:
-        manifest = arranged(manifest, arrange)
-    where = folder.parent if hugging_face.is_file(folder) else folder
-    return _fill_state(state, where, manifest, ranks, what, strict, convert)
+        manifest = arrange_manifest(manifest, arrange)
+    data_folder = folder.parent if hugging_face.is_safetensors_file(folder) else folder
+    return _fill_state(state, data_folder, manifest, ranks, what, strict, convert)
 
 
-def _fill_state(state: Any, folder: Address, manifest: Manifest, ranks: Ranks, what: str, strict: bool, convert: bool) -> Loaded:
-    """Compare what all ranks ask for; read and verify it; change the state."""
-    found: list[tuple[Expanded, Matched]] = []
+def _fill_state(
+    state: Any, folder: StoragePath, manifest: Manifest, ranks: RankGroup, what: str, strict: bool, convert: bool
+) -> Loaded:
+    """Compare the requests of all ranks, read and verify the values, and change the state."""
+    results: list[tuple[Expanded, MatchResult]] = []
 
-    def matched() -> Parts:
-        expanded = expand(state, manifest.tensors)
-        found.append((expanded, match_trees(expanded, manifest, strict, convert)))
-        return found[0][1].parts
+    def match_state() -> StateParts:
+        expanded = expand_state(state, manifest.tensors)
+        results.append((expanded, match_trees(expanded, manifest, strict, convert)))
+        return results[0][1].parts
 
-    ranks.alike(what, matched, lambda: None)
-    expanded, wanted = found[0]
+    ranks.run_if_same(what, match_state, lambda: None)
+    expanded, match = results[0]
     buffers: Buffers = {}
-    with (RemoteFiles if isinstance(folder, Remote) else Files)(folder, manifest.links) as files:
-        ranks.together(
+    with (RemoteCheckpointFiles if isinstance(folder, RemotePath) else CheckpointFiles)(folder, manifest.links) as files:
+        ranks.run_on_all(
             what,
-            lambda: _read(wanted.targets, manifest, files, buffers, ranks),
-            lambda sums: _verify(sums, manifest),
+            lambda: _read_targets(match.targets, manifest, files, buffers, ranks),
+            lambda sums: _verify_digests(sums, manifest),
         )
-        read = files.bytes_read
-    finish(wanted.targets.values(), buffers)
-    put_back(state, wanted.tree, expanded.installs)
-    return Loaded(wanted.missing, wanted.unexpected, read)
+        bytes_read = files.bytes_read
+    finish_targets(match.targets.values(), buffers)
+    assign_values(state, match.tree, expanded.installs)
+    return Loaded(match.missing, match.unexpected, bytes_read)
 
 
-def find_manifest(folder: Address) -> Manifest:
-    """The manifest of a checkpoint: ours, torch's, or a model in the Hugging Face layout.
+def find_manifest(folder: StoragePath) -> Manifest:
+    """Return the manifest of a checkpoint of this library, of torch, or of a model in the Hugging Face layout.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
     try:
-        if present(folder / NAME):
+        if path_exists(folder / MANIFEST_NAME):
             return read_manifest(folder)
-        if present(folder / metadata.NAME):
-            return metadata.read_foreign(folder)
-        if hugging_face.is_model(folder):
-            return hugging_face.read_model(folder)
-        there = "holds no complete checkpoint" if folder.is_dir() else "does not exist"
+        if path_exists(folder / metadata.METADATA_NAME):
+            return metadata.read_dcp_manifest(folder)
+        if hugging_face.is_safetensors_model(folder):
+            return hugging_face.read_safetensors_manifest(folder)
+        problem = "holds no complete checkpoint" if folder.is_dir() else "does not exist"
     except CheckpointError:
         raise
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read ({error.strerror}: {error.filename})") from error
-    except Exception as error:  # whatever those who parse it trip over: it is from outside
+    except Exception as error:  # parsers raise many types for damaged files
         reason = str(error).splitlines() or [""]
         raise CheckpointError(f"the checkpoint in {folder} is damaged ({type(error).__name__}: {reason[0]:.200})") from error
-    raise CheckpointError(f"{folder} {there} (no {NAME}, {metadata.NAME} or {hugging_face.SINGLE})")
+    raise CheckpointError(f"{folder} {problem} (no {MANIFEST_NAME}, {metadata.METADATA_NAME} or {hugging_face.SINGLE_FILE_NAME})")
 
 
-def read_tensors(path: str | os.PathLike[str]) -> dict[str, Entry]:
-    """Name -> shape, dtype and stored blocks of every tensor in a checkpoint; nothing is loaded.
+def read_tensors(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
+    """Return shape, dtype and stored blocks of every tensor in a checkpoint, by name. Nothing is loaded.
 
     Each caller reads the manifest; no communication.
 
@@ -179,11 +182,11 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Entry]:
     >>> {name: (entry.shape, entry.dtype) for name, entry in dt.checkpoint.read_tensors(folder).items()}
     {'w': ((5, 3), 'float32')}
     """
-    return find_manifest(place_of(path)).tensors
+    return find_manifest(parse_path(path)).tensors
 
 
 def read_tree(path: str | os.PathLike[str]) -> Any:
-    """The plain values of a checkpoint in their nesting, meta tensors in the places of tensors.
+    """Return the plain values of a checkpoint in their nesting, with meta tensors in place of tensors.
 
     Each caller reads the manifest; no communication.
 
@@ -197,16 +200,18 @@ def read_tree(path: str | os.PathLike[str]) -> Any:
     >>> tree["step"], tree["w"].device.type, tuple(tree["w"].shape)
     (7, 'meta', (5, 3))
     """
-    manifest = find_manifest(place_of(path))
+    manifest = find_manifest(parse_path(path))
     tensors = {n: torch.empty(e.shape, dtype=e.torch_dtype, device="meta") for n, e in manifest.tensors.items()}
-    return decode(manifest.tree, tensors)
+    return decode_tree(manifest.tree, tensors)
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------------
-def _read(targets: Mapping[str, Target], manifest: Manifest, files: Files, buffers: Buffers, ranks: Ranks) -> Sums:
+def _read_targets(
+    targets: Mapping[str, Target], manifest: Manifest, files: CheckpointFiles, buffers: Buffers, ranks: RankGroup
+) -> Sums:
     check_files(manifest, files.folder)
     sums: Sums = {}
-    for name, held in held_here({name: target.like for name, target in targets.items()}, ranks.rank, ranks.among):
+    for name, held in held_here({name: target.like for name, target in targets.items()}, ranks.rank, ranks.participants):
         target, entry = targets[name], manifest.tensors[name]
         own, known = target.buffers(entry.torch_dtype), dict[Any, Held]()
         for piece in sorted(held, key=lambda piece: not piece.answers):
@@ -215,30 +220,34 @@ def _read(targets: Mapping[str, Target], manifest: Manifest, files: Files, buffe
             if first is not piece:  # in one process replicas are read once and copied
                 block.copy_(target.block(own, first))
                 continue
-            boxes = list(_boxes(piece, entry))
-            mapped = _mapped(target, piece, boxes, entry, files)
+            boxes = list(_common_boxes(piece, entry))
+            mapped = _map_block(target, piece, boxes, entry, files)
             if mapped is None:
-                _fill(block, boxes, name, files)
+                _read_block(block, boxes, name, files)
             else:
                 own[piece.member] = block = mapped
-            _account(block, piece, boxes, name, files, sums)
+            _add_digests(block, piece, boxes, name, files, sums)
         buffers[name] = {member: read.to(target.dtype) for member, read in own.items()}
-    check_shared(targets.values(), buffers)
+    check_shared_memory(targets.values(), buffers)
     return sums
 
 
-def _boxes(piece: Held, entry: Entry) -> Iterator[Box]:
+def _common_boxes(piece: Held, entry: StoredTensor) -> Iterator[CommonBox]:
     for number, block in enumerate(entry.blocks):
         start = tuple(max(a, b) for a, b in zip(piece.offset, block.offset, strict=True))
         ends = zip(piece.offset, piece.shape, block.offset, block.shape, strict=True)
         size = tuple(min(a + n, b + m) - s for (a, n, b, m), s in zip(ends, start, strict=True))
         if all(length > 0 for length in size):
             here, there = (tuple(a - b for a, b in zip(start, whole.offset, strict=True)) for whole in (piece, block))
-            yield Box(number, block, start, size, here, there)
+            yield CommonBox(number, block, start, size, here, there)
 
 
-def _mapped(target: Target, piece: Held, boxes: list[Box], entry: Entry, files: Files) -> torch.Tensor | None:
-    """A block of ours as it lies in a file, if it lies in one stored block and is copied to the memory of what was asked for."""
+def _map_block(
+    target: Target, piece: Held, boxes: list[CommonBox], entry: StoredTensor, files: CheckpointFiles
+) -> torch.Tensor | None:
+    """Return a block as a view of mapped memory if it is one stored block and is copied into a requested tensor's memory; else
+    None.
+    """
     if (
         target.asked is None
         or target.asked.is_meta
@@ -250,42 +259,44 @@ def _mapped(target: Target, piece: Held, boxes: list[Box], entry: Entry, files: 
     return files.mapped_box(entry.torch_dtype, boxes[0])
 
 
-def _fill(out: torch.Tensor, boxes: list[Box], name: str, files: Files) -> None:
-    """Read one block of ours from all stored blocks that it meets."""
+def _read_block(out: torch.Tensor, boxes: list[CommonBox], name: str, files: CheckpointFiles) -> None:
+    """Read one block from all stored blocks that intersect it."""
     dense = out if out.is_contiguous() else out.new_empty(out.shape)
     for box in boxes:
         files.read_box(dense, box)
     if dense is not out:
         out.copy_(dense)
-    left = out.numel() - sum(math.prod(box.size) for box in boxes)
-    if left:
-        raise CheckpointError(f"the stored blocks of {name!r} do not cover {left} of its elements")
+    uncovered = out.numel() - sum(math.prod(box.size) for box in boxes)
+    if uncovered:
+        raise CheckpointError(f"the stored blocks of {name!r} do not cover {uncovered} of its elements")
 
 
-def _account(read: torch.Tensor, piece: Held, boxes: list[Box], name: str, files: Files, sums: Sums) -> None:
-    """A block that was read entirely is verified at once; of others, ranks add up what each has read, replicas once."""
+def _add_digests(read: torch.Tensor, piece: Held, boxes: list[CommonBox], name: str, files: CheckpointFiles, sums: Sums) -> None:
+    """Verify stored blocks that were read completely. For others, add the digest of the read part to ``sums``, once for all
+    replicas.
+    """
     for box in boxes:
         if box.block.digest is None:
             continue
         part = read[tuple(slice(a, a + n) for a, n in zip(box.here, box.size, strict=True))]
-        found = digest(part, box.start)
+        part_digest = block_digest(part, box.start)
         if box.size == box.block.shape:
-            if found != box.block.digest:
-                raise _corrupted(name, box.block, files.folder)
+            if part_digest != box.block.digest:
+                raise _corrupted_error(name, box.block, files.folder)
         elif piece.answers:
-            sums[name, box.number] = (sums.get((name, box.number), 0) + found) & MASK
+            sums[name, box.number] = (sums.get((name, box.number), 0) + part_digest) & MASK
 
 
-def _verify(sums: list[Sums], manifest: Manifest) -> None:
+def _verify_digests(sums: list[Sums], manifest: Manifest) -> None:
     total = Counter[tuple[str, int]]()
-    for one in sums:
-        total.update(one)
+    for rank_sums in sums:
+        total.update(rank_sums)
     for (name, number), value in total.items():
         block = manifest.tensors[name].blocks[number]
         if value & MASK != block.digest:
-            raise _corrupted(name, block, None)
+            raise _corrupted_error(name, block, None)
 
 
-def _corrupted(name: str, block: Block, folder: Address | None) -> CheckpointError:
+def _corrupted_error(name: str, block: StoredBlock, folder: StoragePath | None) -> CheckpointError:
     file = block.file if folder is None else folder / block.file
     return CheckpointError(f"{name!r} is corrupted: its block at {block.offset} in {file} does not match its checksum")

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: one in a folder of its own every so many steps, the last and the best kept."""
+"""Manager of the checkpoints of a run: periodic saves in separate folders, retention of the last and the best, and resume."""
 
 from __future__ import annotations
 
@@ -13,34 +13,32 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from ..errors import CheckpointError
-from .async_save import PendingSave, Staging, finish_pending
-from .coordinator import Ranks
-from .files import present
+from .async_save import PendingSave, Staging, finish_pending_saves
+from .coordinator import RankGroup
+from .files import RemotePath, StoragePath, parse_path, path_exists
 from .loading import find_manifest, load
-from .manifest import NAME, read_manifest
-from .remote import Address, Remote, place_of
-from .saving import Beside, start
-from .two_phase_commit import locked
+from .manifest import MANIFEST_NAME, read_manifest
+from .saving import SaveExtras, start_save
+from .two_phase_commit import lock_folder
 
-_NAME = re.compile(r"step-(\d{9,})")
+_FOLDER_NAME = re.compile(r"step-(\d{9,})")
 
 
 class Manager:
-    """The checkpoints of a run: saved every so many steps, the last ones and the best kept, the last complete one resumed from.
+    """Checkpoints of a run: saves every few steps, keeps the last and the best, and resumes from the last complete one.
 
-    Each lies in a folder of its own below ``path`` and is one of :func:`save`: complete or not there, whoever is killed when. The
-    first rank holds ``path`` from its first save until :meth:`close`, or until its process ends: processes that a killed
-    launcher left behind and those that it starts anew do not both write.
+    Each checkpoint has a folder below ``path`` and is one of :func:`save`: complete or absent, whenever a process is killed.
+    The first rank holds a lock on ``path`` from its first save until :meth:`close` or the end of its process. So processes that
+    a killed launcher left behind and restarted processes do not both write.
 
     Args:
-        path: on several machines, on a file system that they share; or an address that fsspec knows (``s3://bucket/run7``),
-            where nothing keeps others from writing.
+        path: a folder; on several machines, on a file system that they share. Or an address of fsspec (``s3://bucket/run7``),
+            where no lock prevents other processes from writing.
         every: steps between saves.
-        keep: how many of the last checkpoints are kept.
-        best: keep also the one with the least or greatest ``metric``.
-        async_op: write in the background. A save then costs a step a copy of what this rank writes, into memory that is kept
-            from save to save (pinned, of tensors on an accelerator: the copy goes on while the step does); the next save waits
-            for it.
+        keep: number of last checkpoints to keep.
+        best: also keep the checkpoint with the least or greatest ``metric``.
+        async_op: write in the background. A save then costs a step one copy of this rank's blocks, into memory that is reused
+            (pinned, for tensors on an accelerator: the copy overlaps the step). The next save waits for it.
         process_group: the ranks that save together, default all.
 
     >>> import tempfile, dtensor as dt
@@ -74,14 +72,14 @@ class Manager:
                 f"every= and keep= must be at least 1, and best= 'min', 'max' or None; got every={every}, "
                 f"keep={keep}, best={best!r}"
             )
-        self.path, self.every, self.keep, self.best = place_of(path), every, keep, best
+        self.path, self.every, self.keep, self.best = parse_path(path), every, keep, best
         self._group = process_group
         self._staging: Staging | None = Staging() if async_op else None
         self._pending: PendingSave | None = None
-        self._left_behind: set[int] = set()  # steps later than the one that was gone back to
+        self.discarded_steps: set[int] = set()  # steps after the resumed one, to be removed by the next save
         self._metrics: dict[int, float | None] = {}
-        self._lock = contextlib.ExitStack()  # on the first rank, of the folder
-        self._holds = False
+        self._lock = contextlib.ExitStack()  # lock of the folder, on the first rank
+        self.owns_folder = False
         weakref.finalize(self, self._lock.close)
 
     def __enter__(self) -> Manager:
@@ -95,144 +93,151 @@ class Manager:
                 raise
         finally:
             self._lock.close()
-            self._holds = False
+            self.owns_folder = False
 
     def close(self) -> None:
-        """Wait for a save in the background and let go of the folder. Raises as :meth:`wait`."""
+        """Wait for a save in the background and release the folder. Raises as :meth:`wait`."""
         self.__exit__(None)
 
     # --- saving ------------------------------------------------------------------------------------------------------------
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is wanted after ``step`` steps."""
+        """Return True if a checkpoint is due after ``step`` steps."""
         return step > 0 and step % self.every == 0
 
     def save(self, step: int, state: Any, *, metric: Any = None, force: bool = False) -> bool:
-        """Save ``state`` as that after ``step`` steps, if one is due; whether it is (being) saved.
+        """Save ``state`` as that after ``step`` steps, if a checkpoint is due. Return True if it is saved, or being saved.
 
         All ranks call it, with the same step and metric.
 
         Args:
             state: as for :func:`save`.
-            metric: what ``best`` goes by; a number or a tensor of one. Without one, or NaN, it is not the best.
-            force: also where none is due: at the end, or before the job is taken down.
+            metric: the value that ``best`` compares; a number or a tensor of one. Without a metric, or with NaN, a checkpoint
+                is not the best.
+            force: also save if no checkpoint is due: at the end, or before the job is stopped.
 
         Raises:
-            CheckpointError: on all ranks, with the same words: as for :func:`save`, here or in the background before; a later
-                checkpoint is there that was not resumed from; another process saves into the folder.
+            CheckpointError: on all ranks, with the same text: as for :func:`save`, here or in the background before; a later
+                checkpoint exists that was not resumed from; another process saves into the folder.
 
         Cost: see :func:`save`.
         """
         if not (force or self.due(step)):
             return False
         self.wait()
-        finish_pending()
-        measured = None if metric is None else float(metric)
-        beside = Beside({"metric": measured}, lambda: self._begin(step), lambda: self._saved(step, measured))
-        ranks = Ranks("Manager.save", self._group, apart=self._staging is not None)
-        self._pending = start(state, self._folder(step), ranks, self._staging, beside)
+        finish_pending_saves()
+        metric_value = None if metric is None else float(metric)
+        extras = SaveExtras(
+            {"metric": metric_value}, lambda: self._check_folder(step), lambda: self._remove_old(step, metric_value)
+        )
+        ranks = RankGroup("Manager.save", self._group, apart=self._staging is not None)
+        self._pending = start_save(state, self._folder_of(step), ranks, self._staging, extras)
         return True
 
     def wait(self) -> None:
-        """Wait for the save that goes on in the background.
+        """Wait for the save in the background.
 
         Raises:
-            CheckpointError: it could not be saved.
+            CheckpointError: the save failed.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()
 
-    def _begin(self, step: int) -> None:
-        """On the first rank: nobody else writes here, and nothing is there that this would come before."""
-        if not self._holds:
-            said = f"another process saves into {self.path}: end it, or save into another folder"
-            self._lock.enter_context(locked(self.path, said))
-            self._holds = True
-        later = [found for found in self.steps() if found > step and found not in self._left_behind]
+    def _check_folder(self, step: int) -> None:
+        """Check on the first rank that no other process writes here, and that no later checkpoint exists."""
+        if not self.owns_folder:
+            message = f"another process saves into {self.path}: end it, or save into another folder"
+            self._lock.enter_context(lock_folder(self.path, message))
+            self.owns_folder = True
+        later = [other for other in self.steps() if other > step and other not in self.discarded_steps]
         if later:
             raise CheckpointError(
                 f"there is a later checkpoint, of step {later[-1]}: resume() from it, return to an earlier one "
                 "with resume(state, step=...), or save into another folder"
             )
 
-    def _saved(self, step: int, metric: float | None) -> None:
-        """On the first rank: what is no longer wanted is removed."""
+    def _remove_old(self, step: int, metric: float | None) -> None:
+        """Remove checkpoints that are not kept, on the first rank."""
         self._metrics[step] = metric
-        steps = [found for found in self.steps() if found <= step]
-        wanted = {*steps[-self.keep :], self._best_of(steps)}
-        for found, folder in self._folders():
-            if found not in wanted:
-                _remove(folder)
-        self._left_behind.clear()
+        steps = [other for other in self.steps() if other <= step]
+        kept_steps = {*steps[-self.keep :], self._find_best(steps)}
+        for other, folder in self._list_folders():
+            if other not in kept_steps:
+                _remove_checkpoint(folder)
+        self.discarded_steps.clear()
 
-    # --- what is there -----------------------------------------------------------------------------------------------------
+    # --- existing checkpoints ----------------------------------------------------------------------------------------------
     def steps(self) -> list[int]:
-        """The steps of the complete checkpoints, as this rank sees the folder."""
-        return [step for step, folder in self._folders() if present(folder / NAME)]
+        """Return the steps of the complete checkpoints, as this rank sees the folder."""
+        return [step for step, folder in self._list_folders() if path_exists(folder / MANIFEST_NAME)]
 
     def best_step(self) -> int | None:
-        """The step of the checkpoint with the best metric, as this rank sees the folder."""
-        return self._best_of(self.steps())
+        """Return the step of the checkpoint with the best metric, as this rank sees the folder; None if there is none."""
+        return self._find_best(self.steps())
 
-    def _best_of(self, steps: list[int]) -> int | None:
+    def _find_best(self, steps: list[int]) -> int | None:
         if self.best is None:
             return None
         sign = 1 if self.best == "min" else -1
-        measured = [(sign * metric, -step) for step in steps if (metric := self._metric(step)) is not None]
+        measured = [(sign * metric, -step) for step in steps if (metric := self._read_metric(step)) is not None]
         return -min(measured)[1] if measured else None
 
-    def _metric(self, step: int) -> float | None:
+    def _read_metric(self, step: int) -> float | None:
         if step not in self._metrics:
-            notes = read_manifest(self._folder(step)).notes
+            notes = read_manifest(self._folder_of(step)).notes
             found = notes.get("metric") if isinstance(notes, dict) else None
             self._metrics[step] = found if isinstance(found, float) else None
         metric = self._metrics[step]
         return None if metric is None or math.isnan(metric) else metric
 
-    def _folder(self, step: int) -> Address:
+    def _folder_of(self, step: int) -> StoragePath:
         return self.path / f"step-{step:09d}"
 
-    def _folders(self) -> Iterator[tuple[int, Address]]:
+    def _list_folders(self) -> Iterator[tuple[int, StoragePath]]:
         names = [place.name for place in self.path.iterdir()] if self.path.is_dir() else []
-        found = {int(match[1]): self.path / name for name in names if (match := _NAME.fullmatch(name))}
+        found = {int(match[1]): self.path / name for name in names if (match := _FOLDER_NAME.fullmatch(name))}
         return iter(sorted(found.items()))
 
     # --- resuming ----------------------------------------------------------------------------------------------------------
     def resume(self, state: Any, *, step: int | None = None, **options: Any) -> int:
-        """Fill ``state`` from the last complete checkpoint; the steps that it has made, 0 where there is no checkpoint.
+        """Fill ``state`` from the last complete checkpoint. Return its number of steps, or 0 if there is no checkpoint.
 
-        A checkpoint whose files are not as its manifest says (missing, truncated) is passed over with a warning. What comes after
-        an older ``step`` that is asked for is removed by the next save.
+        A checkpoint with files that do not match its manifest (missing, truncated) is skipped with a warning. If an older
+        ``step`` is requested, the next save removes the checkpoints after it.
 
         Args:
             options: those of :func:`load`.
 
         Raises:
-            CheckpointError: on all ranks, with the same words, and nothing is changed: as for :func:`load`; all checkpoints are
-                damaged; none of ``step``.
+            CheckpointError: on all ranks, with the same text, and nothing is changed: as for :func:`load`; all checkpoints are
+                damaged; there is none of ``step``.
 
         Cost: a broadcast of a few bytes, and that of :func:`load`.
         """
         self.wait()
-        finish_pending()
-        ranks = Ranks("Manager.resume", self._group)
-        chosen, damaged, known = ranks.together(f"resuming from {self.path}", lambda: None, lambda _: self._last_complete(step))
-        for words in damaged:
-            warnings.warn(f"skipped a damaged checkpoint: {words}", stacklevel=2)
+        finish_pending_saves()
+        ranks = RankGroup("Manager.resume", self._group)
+        chosen, damaged, steps = ranks.run_on_all(
+            f"resuming from {self.path}", lambda: None, lambda _: self._find_last_complete(step)
+        )
+        for problem in damaged:
+            warnings.warn(f"skipped a damaged checkpoint: {problem}", stacklevel=2)
         if chosen is None:
             return 0
-        load(state, str(self._folder(chosen)), process_group=self._group, **options)
-        self._left_behind = {found for found in known if found > chosen}
+        load(state, str(self._folder_of(chosen)), process_group=self._group, **options)
+        self.discarded_steps = {other for other in steps if other > chosen}
         return chosen
 
-    def _last_complete(self, asked: int | None) -> tuple[int | None, list[str], list[int]]:
-        """On the first rank: the step, what is wrong with later ones, and all steps."""
+    def _find_last_complete(self, asked: int | None) -> tuple[int | None, list[str], list[int]]:
+        """Return on the first rank the step to resume (None if there is no checkpoint), the problems of later ones, and all
+        steps.
+        """
         steps, damaged = self.steps(), []
         if asked is not None and asked not in steps:
             raise CheckpointError(f"there is no complete checkpoint of step {asked}; complete steps: {steps}")
         for step in reversed(steps) if asked is None else (asked,):
             try:
-                find_manifest(self._folder(step))
+                find_manifest(self._folder_of(step))
             except CheckpointError as error:
                 damaged.append(str(error))
             else:
@@ -242,11 +247,11 @@ class Manager:
         return None, [], steps
 
 
-def _remove(folder: Address) -> None:
-    """The manifest first: what is left if this is interrupted is no checkpoint, and removed by the next save."""
+def _remove_checkpoint(folder: StoragePath) -> None:
+    """Remove a checkpoint, manifest first. If this is interrupted, the rest is no checkpoint and the next save removes it."""
     with contextlib.suppress(FileNotFoundError):
-        (folder / NAME).unlink()
-    if isinstance(folder, Remote):
+        (folder / MANIFEST_NAME).unlink()
+    if isinstance(folder, RemotePath):
         folder.remove_all()
     else:
         shutil.rmtree(folder)

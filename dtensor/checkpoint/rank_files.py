@@ -1,4 +1,4 @@
-"""Rank files: put together what each rank wrote with ``torch.save`` for itself."""
+"""Rank files: merge files that each rank wrote with ``torch.save``."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 from ..errors import CheckpointError
 from ..tensor.copies import RankPiece, pieces_while_loading
 from ..tensor.views.block_owners import distinct_blocks
-from .tree import Path, mapped, name_of
+from .tree import TreePath, map_leaves, name_of
 
 
 def merge_rank_files(paths: Sequence[str | os.PathLike[str]], *, weights_only: bool = True) -> Any:
-    """Return the state of which each rank wrote its part with ``torch.save``, with plain global tensors in place of DTensors.
+    """Return the state that ranks wrote in parts with ``torch.save``, with plain global tensors in place of DTensors.
 
-    One process calls it, with no process group. Files of replicas need not all be there.
+    One process calls it, without a process group. Files of replicas may be missing.
 
     Args:
         paths: a file of each rank, in any order, as ``torch.save(model.state_dict(), f"rank_{rank}.pt")`` wrote them.
         weights_only: as for ``torch.load``.
 
     Raises:
-        CheckpointError: a block is in none of the files, files do not hold the same, or a tensor is partial.
+        CheckpointError: a block is in none of the files, files do not match, or a tensor is partial.
 
     Cost: memory for all files and for the global tensors; no communication.
 
@@ -39,21 +39,21 @@ def merge_rank_files(paths: Sequence[str | os.PathLike[str]], *, weights_only: b
         raise CheckpointError("merge_rank_files takes a file of each rank, got none")
     with pieces_while_loading():
         states = [torch.load(path, map_location="cpu", weights_only=weights_only) for path in paths]
-    found: dict[Path, list[RankPiece]] = {}
+    pieces_of: dict[TreePath, list[RankPiece]] = {}
     for state in states:
-        mapped(lambda leaf, path: found.setdefault(path, []).append(leaf) if isinstance(leaf, RankPiece) else None, state)
+        map_leaves(lambda leaf, path: pieces_of.setdefault(path, []).append(leaf) if isinstance(leaf, RankPiece) else None, state)
 
-    def merged(leaf: Any, path: Path) -> Any:
-        return _merged(name_of(path), found[path]) if isinstance(leaf, RankPiece) else leaf
+    def merged(leaf: Any, path: TreePath) -> Any:
+        return _merge_tensor(name_of(path), pieces_of[path]) if isinstance(leaf, RankPiece) else leaf
 
-    result = mapped(merged, states[0])
-    lacking = sorted({name_of(path) for path, pieces in found.items() if len(pieces) < len(states)})
-    if lacking:
-        raise CheckpointError(f"{lacking[:4]} are distributed in some of the files only: give files of one save")
+    result = map_leaves(merged, states[0])
+    incomplete = sorted({name_of(path) for path, pieces in pieces_of.items() if len(pieces) < len(states)})
+    if incomplete:
+        raise CheckpointError(f"{incomplete[:4]} are distributed in some of the files only: give files of one save")
     return result
 
 
-def _merged(name: str, pieces: list[RankPiece]) -> torch.Tensor:
+def _merge_tensor(name: str, pieces: list[RankPiece]) -> torch.Tensor:
     layout = pieces[0].layout
     if any(piece.layout != layout for piece in pieces):
         raise CheckpointError(
@@ -61,14 +61,14 @@ def _merged(name: str, pieces: list[RankPiece]) -> torch.Tensor:
         )
     if layout.is_partial:
         raise CheckpointError(f"{name!r} is partial, {layout!r}: call x.redistribute(placements=...) before torch.save")
-    held = {member: local for piece in pieces for member, local in piece.locals}
-    made = torch.empty(layout.shape, dtype=layout.dtype, device="cpu")
+    locals_ = {member: local for piece in pieces for member, local in piece.locals}
+    result = torch.empty(layout.shape, dtype=layout.dtype, device="cpu")
     for (offset, shape), holders in distinct_blocks(layout).items():
-        local = next((held[member] for member in holders if member in held), None)
+        local = next((locals_[member] for member in holders if member in locals_), None)
         if local is None:
             ranks = [layout.mesh.ranks[member] for member in holders]
             raise CheckpointError(
                 f"the block of {name!r} at {offset} is in none of the files: add the file of one of the ranks {ranks}"
             )
-        made[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))] = local
-    return made
+        result[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))] = local
+    return result

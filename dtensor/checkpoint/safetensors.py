@@ -1,89 +1,222 @@
-"""Models in the Hugging Face layout: ``safetensors`` files and, where there are several, an index of what is in which.
+"""Safetensors: models in the Hugging Face layout, which is ``safetensors`` files and, for several files, an index.
 
-In a file tensors stand row-major, without gaps, behind a header that says where (see ``header``). So every rank writes the blocks
-that it holds to their places in the files, and reads those that it needs: no rank ever holds a whole model, or a whole tensor
-that is not its own.
+A file is the length of its header in 8 bytes, the header in JSON (name -> dtype, shape, first and last byte), then the
+tensors, row-major, without gaps (https://huggingface.co/docs/safetensors). Headers that this library writes also contain the
+digests of the tensors and a checksum of the header, in the ``__metadata__`` map.
+
+Every rank writes its blocks to their positions in the files, and reads the blocks that it needs. No rank ever has a complete
+model, or a complete tensor that it does not own.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import CheckpointError
 from ..tensor.views.block_owners import Held, held_here, piece_of
-from .async_save import finish_pending
+from .async_save import finish_pending_saves
 from .block_io import write_box
-from .coordinator import Parts, Ranks
-from .digest import MASK, digest
-from .files import check_name, present, read_regular, replace_file, strict_json, sync_folder
-from .manifest import Entry, Manifest, check_entries
-from .remote import Address, local_of
-from .safetensors_header import NAME_OF, Place, header_of, read_header
-from .saving import parts_of, reduced, row_major, with_values
-from .stateful import expand
-from .tree import Stored, encode, named_tensors
-from .two_phase_commit import in_two_steps
+from .coordinator import RankGroup, StateParts
+from .digest import MASK, block_digest
+from .files import (
+    StoragePath,
+    check_name,
+    file_size,
+    open_for_reading,
+    parse_local_path,
+    path_exists,
+    read_file,
+    replace_file,
+    sha256,
+    strict_json,
+    sync_folder,
+)
+from .manifest import Manifest, StoredBlock, StoredTensor, check_entries
+from .saving import check_savable, reduce_partials, state_parts, to_row_major_cpu
+from .stateful import expand_state
+from .tree import Stored, encode_tree, named_tensors
+from .two_phase_commit import write_and_commit
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_MAX_HEADER_BYTES = 100_000_000  # maximum bytes of a header, as in the format
+
+_DTYPE_OF = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_DIGESTS_KEY = "dtensor.digests"  # key in __metadata__ of the checksums of the tensors and of the header
+DTYPE_NAMES = {dtype: name for name, dtype in _DTYPE_OF.items()}
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------------
-def is_file(path: Address) -> bool:
-    """Whether ``path`` is a single file of this layout, rather than a folder."""
+class HeaderEntry(NamedTuple):
+    """Entry of a tensor in a header: its first byte and its end, counted after the header."""
+
+    first: int
+    last: int
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def entry(self, file: str, start: int, found: int | None) -> StoredTensor:
+        """Return the stored tensor in a file with a header of ``start`` bytes, with its digest."""
+        block = StoredBlock((0,) * len(self.shape), self.shape, file, start + self.first, found)
+        return StoredTensor(self.shape, str(self.dtype).removeprefix("torch."), (block,) if self.last > self.first else ())
+
+
+# --- encode a header -------------------------------------------------------------------------------------------------------
+def encode_header(places: Sequence[HeaderEntry], digests: Mapping[str, int]) -> bytes:
+    """Return the header of a file with these tensors. Its length does not depend on the digests."""
+    entries = {p.name: {"dtype": DTYPE_NAMES[p.dtype], "shape": list(p.shape), "data_offsets": [p.first, p.last]} for p in places}
+    own_digests = {place.name: digests.get(place.name, 0) for place in places}
+    checksums = {
+        "header": _header_checksum(entries, own_digests),
+        "tensors": {name: f"{value:016x}" for name, value in own_digests.items()},
+    }
+    header = {"__metadata__": {"format": "pt", _DIGESTS_KEY: json.dumps(checksums, separators=(",", ":"))}, **entries}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # align tensors to 8 bytes
+    return len(text).to_bytes(8, "little") + text
+
+
+def _header_checksum(entries: Mapping[str, Any], digests: Mapping[str, int]) -> str:
+    return sha256(json.dumps([entries, digests], sort_keys=True).encode())
+
+
+# --- read a header ---------------------------------------------------------------------------------------------------------
+def read_header(path: StoragePath) -> tuple[dict[str, StoredTensor], int]:
+    """Return the tensors of one file by name, and the size of the file in bytes."""
+    size = file_size(path, links=True)
+    with open_for_reading(path, links=True) as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
+            raise CheckpointError(f"{path} is truncated, or is not a safetensors file")
+        text = file.read(length)
+    try:
+        if not text.startswith(b"{"):
+            raise ValueError("it does not begin with a brace")
+        header = strict_json(text, numbers=False)
+        digests = _read_digests(header)
+        places = [_parse_place(name, description) for name, description in header.items() if name != "__metadata__"]
+        _check_places(places, size - 8 - length)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is damaged or truncated: its header cannot be read ({type(error).__name__}: {error})"
+        ) from error
+    return {place.name: place.entry(path.name, 8 + length, digests.get(place.name)) for place in places}, size
+
+
+def _parse_place(name: str, description: Mapping[str, Any]) -> HeaderEntry:
+    dtype, shape, (first, last) = _DTYPE_OF[description["dtype"]], tuple(description["shape"]), description["data_offsets"]
+    if len(description) != 3 or any(type(n) is not int or n < 0 for n in (*shape, first, last)):
+        raise ValueError(f"the entry of {name!r} is {dict(description)}")
+    if last - first != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{name!r}: dtype {dtype} and shape {shape} do not need bytes {first} to {last}")
+    return HeaderEntry(first, last, name, dtype, shape)
+
+
+def _check_places(places: Iterable[HeaderEntry], size: int) -> None:
+    """Check that tensors are contiguous and fill the file."""
+    end = 0
+    for place in sorted(places):
+        if place.first != end:
+            raise ValueError(f"{place.name!r} begins at byte {place.first}, but the entry before it ends at byte {end}")
+        end = place.last
+    if end != size:
+        raise ValueError(f"it describes {end:,} bytes, but the file has {size:,}")
+
+
+def _read_digests(header: Mapping[str, Any]) -> dict[str, int]:
+    """Return the digests that :func:`save_safetensors` wrote into a header; {} for headers of other programs."""
+    metadata = header.get("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(item, str) for item in metadata.values()):
+        raise TypeError("__metadata__ is not a map of strings")
+    if _DIGESTS_KEY not in metadata:
+        return {}
+    checksums = strict_json(metadata[_DIGESTS_KEY])
+    digests = {name: int(value, 16) for name, value in checksums["tensors"].items()}
+    if checksums["header"] != _header_checksum({name: item for name, item in header.items() if name != "__metadata__"}, digests):
+        raise ValueError(
+            "it does not match its checksum; if another program has changed the file, "
+            f"remove {_DIGESTS_KEY!r} from its __metadata__"
+        )
+    return digests
+
+
+# --- models ----------------------------------------------------------------------------------------------------------------
+INDEX_NAME, SINGLE_FILE_NAME = "model.safetensors.index.json", "model.safetensors"
+
+
+# --- read a model ----------------------------------------------------------------------------------------------------------
+def is_safetensors_file(path: StoragePath) -> bool:
+    """Return True if ``path`` is a single file of this layout, not a folder."""
     return path.suffix == ".safetensors" and not path.is_dir()
 
 
-def is_model(path: Address) -> bool:
-    """Whether ``path`` is a model in this layout: a folder with an index or a single file, or such a file."""
-    return is_file(path) or present(path / INDEX) or present(path / SINGLE)
+def is_safetensors_model(path: StoragePath) -> bool:
+    """Return True if ``path`` is a model in this layout: a folder with an index or a single file, or such a file."""
+    return is_safetensors_file(path) or path_exists(path / INDEX_NAME) or path_exists(path / SINGLE_FILE_NAME)
 
 
-def read_model(path: Address) -> Manifest:
-    """What the files hold, and where, with their checksums where this library wrote them.
+def read_safetensors_manifest(path: StoragePath) -> Manifest:
+    """Return the manifest of the files, with checksums if this library wrote them.
 
     Raises:
-        CheckpointError: a file is missing, truncated or damaged, or lacks what the index says.
+        CheckpointError: a file is missing, truncated or damaged, or lacks a tensor of the index.
     """
-    if is_file(path):
-        return _joined(path.parent, {path.name: None})
-    if not present(path / INDEX):
-        return _joined(path, {SINGLE: None})
+    if is_safetensors_file(path):
+        return _make_manifest(path.parent, {path.name: None})
+    if not path_exists(path / INDEX_NAME):
+        return _make_manifest(path, {SINGLE_FILE_NAME: None})
     files: dict[str, set[str] | None] = {}
-    for name, file in strict_json(read_regular(path / INDEX, links=True), numbers=False)["weight_map"].items():
-        files.setdefault(check_name(file, path / INDEX), set()).add(name)  # type: ignore[union-attr]  # a set, just made
-    return _joined(path, files)
+    for name, file in strict_json(read_file(path / INDEX_NAME, links=True), numbers=False)["weight_map"].items():
+        files.setdefault(check_name(file, path / INDEX_NAME), set()).add(name)  # type: ignore[union-attr]  # a set, just made
+    return _make_manifest(path, files)
 
 
-def _joined(folder: Address, files: Mapping[str, set[str] | None]) -> Manifest:
-    tensors: dict[str, Entry] = {}
+def _make_manifest(folder: StoragePath, files: Mapping[str, set[str] | None]) -> Manifest:
+    tensors: dict[str, StoredTensor] = {}
     sizes = {}
     for file, expected in files.items():
         entries, sizes[file] = read_header(folder / file)
-        wanted = entries.keys() if expected is None else expected
-        if wanted - entries.keys():
+        expected_names = entries.keys() if expected is None else expected
+        if expected_names - entries.keys():
             raise CheckpointError(
-                f"{folder / file} does not have {sorted(wanted - entries.keys())[:4]}, which {INDEX} says are in it"
+                f"{folder / file} does not have {sorted(expected_names - entries.keys())[:4]}, which {INDEX_NAME} says are in it"
             )
-        tensors |= {name: entry for name, entry in entries.items() if name in wanted}
-    manifest = Manifest(tensors, encode({name: Stored(name) for name in tensors}), sizes, links=True)
+        tensors |= {name: entry for name, entry in entries.items() if name in expected_names}
+    manifest = Manifest(tensors, encode_tree({name: Stored(name) for name in tensors}), sizes, links=True)
     check_entries(manifest, folder)
     return manifest
 
 
-# --- writing ---------------------------------------------------------------------------------------------------------------
+# --- export a model --------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
-class _File:
-    """A file to be written: its tensors, and in bytes how long its header and the whole are."""
+class _PlannedFile:
+    """File to be written: its tensors, and the bytes of its header and of the file."""
 
     name: str
-    places: tuple[Place, ...]
+    places: tuple[HeaderEntry, ...]
     header: int
     size: int
 
@@ -93,18 +226,18 @@ def save_safetensors(
 ) -> None:
     """Export tensors to the folder ``path`` in the Hugging Face layout, for other programs to read.
 
-    All ranks call it. Every rank writes its own blocks to their places in the files; nothing is gathered. Parameters that a
-    module knows by several names are written once, by the first of them. :func:`load` reads such a folder (or a single file).
+    All ranks call it. Every rank writes its own blocks to their positions in the files; nothing is gathered. A parameter with
+    several names in a module is written once, under its first name. :func:`load` reads such a folder (or a single file).
 
     Args:
         state: a module, or a (nested) dict of tensors; keys are joined by dots.
-        max_shard_size: bytes of tensors in a file. If one suffices it is ``model.safetensors``, otherwise there are
+        max_shard_size: bytes of tensors in a file. If one file suffices it is ``model.safetensors``. Otherwise there are
             ``model-00001-of-00003.safetensors`` ... and ``model.safetensors.index.json``.
         process_group: the ranks that save together, default all.
 
     Raises:
-        CheckpointError: on all ranks, with the same words: a folder that holds a model already or cannot be written, a full disk,
-            something that is no tensor, a dtype that the format lacks.
+        CheckpointError: on all ranks, with the same text: a folder that has a model already or cannot be written, a full disk,
+            a value that is not a tensor, a dtype that the format lacks.
 
     >>> import tempfile, dtensor as dt
     >>> mesh, folder = dt.init_device_mesh("cpu", (2,)), tempfile.mkdtemp()
@@ -113,60 +246,61 @@ def save_safetensors(
     >>> dt.checkpoint.load(state, folder).bytes_read, state["w"].sum().item()
     (60, 15.0)
     """
-    finish_pending()
-    ranks, folder = Ranks("checkpoint.save_safetensors", process_group), local_of(path)
+    finish_pending_saves()
+    ranks, folder = RankGroup("checkpoint.save_safetensors", process_group), parse_local_path(path)
     what = f"exporting to {folder}"
     tensors: dict[str, Any] = {}
-    files: list[_File] = []
-    parts: Parts | Exception
+    files: list[_PlannedFile] = []
+    parts: StateParts | Exception
     try:
-        tensors = with_values(unique_tensors(state))
-        files = _plan(tensors, max_shard_size)
-        parts = parts_of(tensors, max_shard_size=max_shard_size)
-    except Exception as error:  # told when the ranks meet
+        tensors = check_savable(unique_tensors(state))
+        files = _plan_files(tensors, max_shard_size)
+        parts = state_parts(tensors, max_shard_size=max_shard_size)
+    except Exception as error:  # raised on all ranks at their next exchange
         parts = error
     else:
-        tensors = reduced(tensors, parts, ranks, what)
-    in_two_steps(
+        tensors = reduce_partials(tensors, parts, ranks, what)
+    write_and_commit(
         ranks,
         folder,
         what,
         parts,
-        begin=lambda token: _begin(folder, files, token),
-        write=lambda token: _write(tensors, files, _parts(folder, files, token), ranks),
-        commit=lambda sums, token: _publish(folder, files, _parts(folder, files, token), sums),
-        discard=lambda token: _discard(_parts(folder, files, token), ranks),
+        begin=lambda token: _allocate_files(folder, files, token),
+        write=lambda token: _write_blocks(tensors, files, _temporary_paths(folder, files, token), ranks),
+        commit=lambda sums, token: _publish_files(folder, files, _temporary_paths(folder, files, token), sums),
+        discard=lambda token: _remove_temporary(_temporary_paths(folder, files, token), ranks),
         left="the folder holds a complete model or none",
     )
 
 
-def _begin(folder: Path, files: list[_File], token: str) -> None:
-    if is_model(folder):
+def _allocate_files(folder: Path, files: list[_PlannedFile], token: str) -> None:
+    if is_safetensors_model(folder):
         raise CheckpointError(f"{folder} has a model already; export into a new folder")
-    for left in folder.glob(".model*.safetensors.*"):  # by an export that was killed
-        left.unlink()
-    _allocate(_parts(folder, files, token), files)
+    for leftover in folder.glob(".model*.safetensors.*"):  # of a killed export
+        leftover.unlink()
+    _allocate_paths(_temporary_paths(folder, files, token), files)
 
 
-def _parts(folder: Path, files: Iterable[_File], token: str) -> list[Path]:
-    """Where the files are written, aside."""
+def _temporary_paths(folder: Path, files: Iterable[_PlannedFile], token: str) -> list[Path]:
+    """Return the temporary paths of the files."""
     return [folder / f".{file.name}.{token}" for file in files]
 
 
-def _discard(parts: Iterable[Path], ranks: Ranks) -> None:
-    for part in parts if ranks.coordinates else ():
+def _remove_temporary(parts: Iterable[Path], ranks: RankGroup) -> None:
+    for part in parts if ranks.is_coordinator else ():
         part.unlink(missing_ok=True)
 
 
 def unique_tensors(state: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors of ``state`` by dotted name; parameters that a module knows by several names only by the first.
+    """Return the tensors of ``state`` by dotted name. A parameter with several names in a module appears under its first name
+    only.
 
     Raises:
         CheckpointError: ``state`` has other values than tensors.
     """
-    tree = expand(state).tree
+    tree = expand_state(state).tree
     tensors = named_tensors(tree)
-    others = sorted(set(_leaves(tree)) - tensors.keys())
+    others = sorted(set(_leaf_names(tree)) - tensors.keys())
     if others:
         raise CheckpointError(
             f"{others[:4]} are not tensors, and this file format stores tensors only; export the state dict of the model alone"
@@ -178,59 +312,61 @@ def unique_tensors(state: Any) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterable[str]:
+def _leaf_names(tree: Any, path: tuple[str, ...] = ()) -> Iterable[str]:
     if isinstance(tree, Mapping):
         for key, item in tree.items():
-            yield from _leaves(item, (*path, str(key)))
+            yield from _leaf_names(item, (*path, str(key)))
     else:
         yield ".".join(path)
 
 
-def _plan(tensors: Mapping[str, Any], most: int) -> list[_File]:
-    """Tensors dealt to files in order, as many to each as it may hold."""
+def _plan_files(tensors: Mapping[str, Any], max_bytes: int) -> list[_PlannedFile]:
+    """Assign tensors to files in order, as many to each as its size allows."""
     groups: list[list[str]] = [[]]
-    held = 0
+    used = 0
     for name, x in tensors.items():
-        if x.dtype not in NAME_OF:
+        if x.dtype not in DTYPE_NAMES:
             raise CheckpointError(f"{name!r} is {str(x.dtype).removeprefix('torch.')}, which safetensors files do not have")
         nbytes = x.numel() * x.dtype.itemsize
-        if groups[-1] and held + nbytes > most:
+        if groups[-1] and used + nbytes > max_bytes:
             groups.append([])
-            held = 0
+            used = 0
         groups[-1].append(name)
-        held += nbytes
+        used += nbytes
     count = len(groups)
-    names = [SINGLE] if count == 1 else [f"model-{k + 1:05}-of-{count:05}.safetensors" for k in range(count)]
-    return [_layout(file, {name: tensors[name] for name in group}) for file, group in zip(names, groups, strict=True)]
+    names = [SINGLE_FILE_NAME] if count == 1 else [f"model-{k + 1:05}-of-{count:05}.safetensors" for k in range(count)]
+    return [_plan_file(file, {name: tensors[name] for name in group}) for file, group in zip(names, groups, strict=True)]
 
 
-def _layout(file: str, tensors: Mapping[str, Any]) -> _File:
+def _plan_file(file: str, tensors: Mapping[str, Any]) -> _PlannedFile:
     places, at = [], 0
     for name, x in tensors.items():
-        places.append(Place(at, at + x.numel() * x.dtype.itemsize, name, x.dtype, tuple(x.shape)))
+        places.append(HeaderEntry(at, at + x.numel() * x.dtype.itemsize, name, x.dtype, tuple(x.shape)))
         at = places[-1].last
-    length = len(header_of(places, {}))
-    return _File(file, tuple(places), length, length + at)
+    length = len(encode_header(places, {}))
+    return _PlannedFile(file, tuple(places), length, length + at)
 
 
-def _allocate(parts: list[Path], files: Iterable[_File]) -> None:
-    """Files of their full size, so that a full disk is found out before anybody writes."""
-    made = []
+def _allocate_paths(parts: list[Path], files: Iterable[_PlannedFile]) -> None:
+    """Allocate files of their full size, so that a full disk raises before any rank writes."""
+    allocated = []
     try:
         for part, file in zip(parts, files, strict=True):
-            made.append(part)
+            allocated.append(part)
             with open(part, "xb") as out:
                 os.posix_fallocate(out.fileno(), 0, file.size)
     except OSError:
-        for path in made:
+        for path in allocated:
             path.unlink(missing_ok=True)
         raise
 
 
-def _write(tensors: Mapping[str, Any], files: Iterable[_File], parts: Iterable[Path], ranks: Ranks) -> dict[str, int]:
-    """This rank's blocks to their places; what they add to the digests of their tensors."""
+def _write_blocks(
+    tensors: Mapping[str, Any], files: Iterable[_PlannedFile], parts: Iterable[Path], ranks: RankGroup
+) -> dict[str, int]:
+    """Write this rank's blocks to their positions. Return their parts of the digests of their tensors."""
     blocks: dict[str, list[Held]] = {
-        name: [h for h in held if h.answers] for name, held in held_here(tensors, ranks.rank, ranks.among)
+        name: [h for h in held if h.answers] for name, held in held_here(tensors, ranks.rank, ranks.participants)
     }
     sums: dict[str, int] = {}
     for file, part in zip(files, parts, strict=True):
@@ -238,26 +374,28 @@ def _write(tensors: Mapping[str, Any], files: Iterable[_File], parts: Iterable[P
             with open(part, "r+b") as out:
                 for place in file.places:
                     for held in blocks[place.name]:
-                        piece = row_major(piece_of(tensors[place.name], held).detach())
+                        piece = to_row_major_cpu(piece_of(tensors[place.name], held).detach())
                         write_box(piece, out, file.header + place.first, place.shape, held.offset)
-                        sums[place.name] = (sums.get(place.name, 0) + digest(piece, held.offset)) & MASK
+                        sums[place.name] = (sums.get(place.name, 0) + block_digest(piece, held.offset)) & MASK
                 out.flush()
                 os.fsync(out.fileno())
     return sums
 
 
-def _publish(folder: Path, files: list[_File], parts: list[Path], sums: list[dict[str, int]]) -> None:
-    """Headers, with what all ranks say of the tensors; the index last: without it, the files of a larger model are none."""
+def _publish_files(folder: Path, files: list[_PlannedFile], parts: list[Path], sums: list[dict[str, int]]) -> None:
+    """Write headers with the digests that all ranks computed, and rename the files. The index is last: without it, files of a
+    larger model are no model.
+    """
     for file, part in zip(files, parts, strict=True):
         digests = {place.name: sum(each.get(place.name, 0) for each in sums) & MASK for place in file.places}
         with open(part, "r+b") as out:
-            out.write(header_of(file.places, digests))
+            out.write(encode_header(file.places, digests))
             out.flush()
             os.fsync(out.fileno())
         os.replace(part, folder / file.name)
     sync_folder(folder)
     if len(files) > 1:
         total = sum(file.size - file.header for file in files)
-        held = {place.name: file.name for file in files for place in file.places}
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": held}, indent=2)
-        replace_file(folder / INDEX, text.encode())
+        file_of = {place.name: file.name for file in files for place in file.places}
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": file_of}, indent=2)
+        replace_file(folder / INDEX_NAME, text.encode())

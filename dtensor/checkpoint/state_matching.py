@@ -1,4 +1,4 @@
-"""What a state asks for, laid beside what a checkpoint holds; and values put back where they were asked for."""
+"""State matching: match the requested state with the contents of a checkpoint, and put loaded values back into the state."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from .coordinator import Parts
-from .key_renaming import nested_like
-from .load_targets import Target, described
+from .coordinator import StateParts
+from .load_targets import Target, describe_tensor
 from .manifest import Manifest
+from .manifest_transforms import nest_dotted_keys
 from .stateful import Expanded, Install, check_groups
-from .tree import Path, Stored, has_tensors, mapped, name_of
+from .tree import Stored, TreePath, has_tensors, map_leaves, name_of
 
-_MOST = 6  # keys that an error lists
+_MAX_LISTED = 6  # greatest number of keys in an error
 
 
 @dataclass(slots=True)
-class Matched:
-    """The outcome of a match.
+class MatchResult:
+    """Result of a match.
 
     Attributes:
-        tree: the state's tree with targets for tensors and the checkpoint's plain values.
+        tree: the tree of the state, with targets for tensors and the plain values of the checkpoint.
         targets: name in the checkpoint -> target.
-        missing, unexpected: names asked for and not found, found and not asked for.
-        wrong: what does not fit, in words.
-        convert: whether values of one kind may have another dtype.
+        missing, unexpected: names that are requested and not found, found and not requested.
+        wrong: texts of all mismatches.
+        convert: True if values may have another dtype of the same kind.
     """
 
     tree: Any = None
@@ -39,81 +39,83 @@ class Matched:
     convert: bool = False
 
     @property
-    def parts(self) -> Parts:
-        """What must be alike on all ranks that load together."""
-        told = [(name, described(target.like, target.dtype)) for name, target in self.targets.items()]
-        return told + [(name, "not in the checkpoint") for name in self.missing]
+    def parts(self) -> StateParts:
+        """Return what must be equal on all ranks that load together."""
+        parts = [(name, describe_tensor(target.like, target.dtype)) for name, target in self.targets.items()]
+        return parts + [(name, "not in the checkpoint") for name in self.missing]
 
 
-def match_trees(asked: Expanded, manifest: Manifest, strict: bool, convert: bool = False) -> Matched:
-    """Every leaf of the state with its value in the checkpoint.
+def match_trees(asked: Expanded, manifest: Manifest, strict: bool, convert: bool = False) -> MatchResult:
+    """Return every leaf of the state with its value in the checkpoint.
 
     Raises:
-        CheckpointError: other shapes, dtypes or kinds; under ``strict`` missing or unexpected keys.
+        CheckpointError: other shapes, dtypes or types; with ``strict`` missing or unexpected keys.
     """
-    stored = nested_like(manifest.nested(), asked.tree)
-    result = Matched(convert=convert)
-    result.tree = _match(asked.tree, stored, (), manifest, result)
+    stored = nest_dotted_keys(manifest.nested(), asked.tree)
+    result = MatchResult(convert=convert)
+    result.tree = _match_value(asked.tree, stored, (), manifest, result)
     if result.wrong:
-        raise CheckpointError(_listed(result.wrong, "; "))
+        raise CheckpointError(_join_limited(result.wrong, "; "))
     if strict and (result.missing or result.unexpected):
         parts = [("not in the checkpoint: ", result.missing), ("in the checkpoint, not asked for: ", result.unexpected)]
-        said = "; ".join(head + _listed(names, ", ") for head, names in parts if names)
-        raise CheckpointError(f"{said}. Give strict=False to load what both have")
+        text = "; ".join(head + _join_limited(names, ", ") for head, names in parts if names)
+        raise CheckpointError(f"{text}. Give strict=False to load what both have")
     for path in asked.installs:
-        ours, theirs = _at(asked.tree, path), _at(stored, path)
+        ours, theirs = _value_at(asked.tree, path), _value_at(stored, path)
         if all(isinstance(tree, Mapping) and "param_groups" in tree for tree in (ours, theirs)):
             check_groups(ours, theirs, path)
     return result
 
 
-def _match(asked: Any, stored: Any, path: Path, manifest: Manifest, result: Matched) -> Any:
+def _match_value(asked: Any, stored: Any, path: TreePath, manifest: Manifest, result: MatchResult) -> Any:
     match asked, stored:
         case ((torch.Tensor() | Target()), Stored()):
-            return _target(asked, stored.name, manifest, result)
+            return _match_tensor(asked, stored.name, manifest, result)
         case Mapping(), Mapping() if _is_structure(asked, stored):
             return _match_dicts(asked, stored, path, manifest, result)
         case ((list() | tuple()), (list() | tuple())) if len(asked) == len(stored) and (
             has_tensors(asked) or has_tensors(stored)
         ):
             pairs = enumerate(zip(asked, stored, strict=True))
-            items = [_match(a, s, (*path, i), manifest, result) for i, (a, s) in pairs]
+            items = [_match_value(a, s, (*path, i), manifest, result) for i, (a, s) in pairs]
             return items if isinstance(asked, list) else tuple(items)
     if has_tensors(asked) or has_tensors(stored):
-        result.wrong.append(f"{name_of(path)!r} is {_kind(asked)} here and {_kind(stored)} in the checkpoint")
+        result.wrong.append(f"{name_of(path)!r} is {_kind_text(asked)} here and {_kind_text(stored)} in the checkpoint")
         return asked
     return stored
 
 
-def _match_dicts(asked: Any, stored: Any, path: Path, manifest: Manifest, result: Matched) -> dict[Any, Any]:
-    alike = {str(key): key for key in stored}  # torch's checkpoints have strings for all keys
+def _match_dicts(asked: Any, stored: Any, path: TreePath, manifest: Manifest, result: MatchResult) -> dict[Any, Any]:
+    unmatched = {str(key): key for key in stored}  # in torch's checkpoints all keys are strings
     filled = {}
     for key, item in asked.items():
-        there = key if key in stored else alike.get(str(key))
-        if there is None or there not in stored:
-            result.missing += _leaves(item, (*path, key))
-            filled[key] = _kept(item)
+        stored_key = key if key in stored else unmatched.get(str(key))
+        if stored_key is None or stored_key not in stored:
+            result.missing += _leaf_names(item, (*path, key))
+            filled[key] = _drop_targets(item)
         else:
-            alike.pop(str(there))
-            filled[key] = _match(item, stored[there], (*path, key), manifest, result)
-    for there in alike.values():
-        result.unexpected += _leaves(stored[there], (*path, there))
+            unmatched.pop(str(stored_key))
+            filled[key] = _match_value(item, stored[stored_key], (*path, key), manifest, result)
+    for stored_key in unmatched.values():
+        result.unexpected += _leaf_names(stored[stored_key], (*path, stored_key))
     return filled
 
 
 def _is_structure(asked: Any, stored: Any) -> bool:
-    """Dicts with strings for keys or tensors inside have the same keys on both sides; others are plain values."""
+    """Return True if the dicts are nesting, with string keys or tensors inside, which is matched key by key. Others are plain
+    values.
+    """
     return all(isinstance(key, str) for key in (*asked, *stored)) or has_tensors(asked) or has_tensors(stored)
 
 
-def _target(asked: Any, name: str, manifest: Manifest, result: Matched) -> Any:
+def _match_tensor(asked: Any, name: str, manifest: Manifest, result: MatchResult) -> Any:
     entry = manifest.tensors[name]
     target = asked if isinstance(asked, Target) else Target.of(name, asked)
     if target.shape != entry.shape:
         result.wrong.append(f"{name!r} has shape {list(target.shape)} here and {list(entry.shape)} in the checkpoint")
-    elif target.dtype != entry.torch_dtype and not (result.convert and _one_kind(target.dtype, entry.torch_dtype)):
+    elif target.dtype != entry.torch_dtype and not (result.convert and _is_convertible(target.dtype, entry.torch_dtype)):
         ours, remedy = str(target.dtype).removeprefix("torch."), "load it as such, then convert it"
-        if _one_kind(target.dtype, entry.torch_dtype):
+        if _is_convertible(target.dtype, entry.torch_dtype):
             remedy = "give convert=True"
         result.wrong.append(f"{name!r} is {ours} here and {entry.dtype} in the checkpoint: {remedy}")
     elif target.problem is not None:
@@ -122,38 +124,38 @@ def _target(asked: Any, name: str, manifest: Manifest, result: Matched) -> Any:
     return target
 
 
-def _one_kind(a: torch.dtype, b: torch.dtype) -> bool:
-    """Whether values of one dtype are those of the other up to rounding."""
+def _is_convertible(a: torch.dtype, b: torch.dtype) -> bool:
+    """Return True if both dtypes are floating, or both complex."""
     return (a.is_floating_point and b.is_floating_point) or (a.is_complex and b.is_complex)
 
 
-def _kept(item: Any) -> Any:
-    """What was asked for in vain stays as it is; what was only to be made is not."""
+def _drop_targets(item: Any) -> Any:
+    """Return a missing item unchanged, without the targets that only describe tensors to be made."""
     if isinstance(item, dict):
-        return {key: _kept(value) for key, value in item.items() if not isinstance(value, Target)}
+        return {key: _drop_targets(value) for key, value in item.items() if not isinstance(value, Target)}
     return item
 
 
-def _leaves(tree: Any, path: Path) -> list[str]:
+def _leaf_names(tree: Any, path: TreePath) -> list[str]:
     if isinstance(tree, Mapping) and tree:
-        return [name for key, item in tree.items() for name in _leaves(item, (*path, key))]
+        return [name for key, item in tree.items() for name in _leaf_names(item, (*path, key))]
     if isinstance(tree, (list, tuple)) and has_tensors(tree):
-        return [name for i, item in enumerate(tree) for name in _leaves(item, (*path, i))]
+        return [name for i, item in enumerate(tree) for name in _leaf_names(item, (*path, i))]
     return [name_of(path)]
 
 
-def _kind(tree: Any) -> str:
+def _kind_text(tree: Any) -> str:
     if isinstance(tree, (torch.Tensor, Stored)):
         return "a tensor"
     return f"a {type(tree).__name__}" + (f" of {len(tree)} with tensors" if has_tensors(tree) else "")
 
 
-def _listed(items: list[str], between: str) -> str:
-    more = f" and {len(items) - _MOST} more" if len(items) > _MOST else ""
-    return between.join(items[:_MOST]) + more
+def _join_limited(items: list[str], between: str) -> str:
+    more = f" and {len(items) - _MAX_LISTED} more" if len(items) > _MAX_LISTED else ""
+    return between.join(items[:_MAX_LISTED]) + more
 
 
-def _at(tree: Any, path: Path) -> Any:
+def _value_at(tree: Any, path: TreePath) -> Any:
     for key in path:
         if not isinstance(tree, (Mapping, list, tuple)):
             return None
@@ -161,18 +163,20 @@ def _at(tree: Any, path: Path) -> Any:
     return tree
 
 
-# --- back into the state ---------------------------------------------------------------------------------------------------
-def put_back(state: Any, filled: Any, installs: Mapping[Path, Install], path: Path = ()) -> Any:
-    """``state`` with the values of ``filled``: dicts and lists changed in place, objects given theirs; what stands there now."""
+# --- assignment to the state -----------------------------------------------------------------------------------------------
+def assign_values(state: Any, filled: Any, installs: Mapping[TreePath, Install], path: TreePath = ()) -> Any:
+    """Assign the values of ``filled`` to ``state`` and return the new value. Dicts and lists are changed in place, objects get
+    their state.
+    """
     if path in installs:
-        installs[path](_final(filled))
+        installs[path](_resolve_targets(filled))
         return state
     match state:
         case torch.Tensor():
-            return _final(filled)
+            return _resolve_targets(filled)
         case dict():
             for key, item in filled.items():
-                new = put_back(state[key], item, installs, (*path, key)) if key in state else _final(item)
+                new = assign_values(state[key], item, installs, (*path, key)) if key in state else _resolve_targets(item)
                 if key not in state or new is not state[key]:
                     state[key] = new
             for key in [key for key in state if key not in filled]:
@@ -181,18 +185,18 @@ def put_back(state: Any, filled: Any, installs: Mapping[Path, Install], path: Pa
         case list() if isinstance(filled, (list, tuple)):
             same = len(state) == len(filled)
             state[:] = [
-                put_back(old, item, installs, (*path, i)) if same else _final(item)
+                assign_values(old, item, installs, (*path, i)) if same else _resolve_targets(item)
                 for i, (old, item) in enumerate(zip(state if same else filled, filled, strict=True))
             ]
             return state
         case tuple() if isinstance(filled, (list, tuple)) and len(state) == len(filled) and not isinstance(state, torch.Size):
             new = tuple(
-                put_back(old, item, installs, (*path, i)) for i, (old, item) in enumerate(zip(state, filled, strict=True))
+                assign_values(old, item, installs, (*path, i)) for i, (old, item) in enumerate(zip(state, filled, strict=True))
             )
             return state if all(a is b for a, b in zip(state, new, strict=True)) else new
-    return _final(filled)
+    return _resolve_targets(filled)
 
 
-def _final(tree: Any) -> Any:
-    """Targets replaced by what they became."""
-    return mapped(lambda leaf, _: leaf.result if isinstance(leaf, Target) else leaf, tree)
+def _resolve_targets(tree: Any) -> Any:
+    """Return the tree with each target replaced by its result."""
+    return map_leaves(lambda leaf, _: leaf.result if isinstance(leaf, Target) else leaf, tree)

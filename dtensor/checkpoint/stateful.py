@@ -1,7 +1,7 @@
-"""Modules, optimizers and other objects with a state, as plain trees; and trees handed back to them.
+"""Stateful objects: modules, optimizers and other objects as plain trees, and their states restored from trees.
 
-An optimizer's state is filed under its parameters' names wherever the state to be saved holds the module too, so that it finds
-its parameters again in a model that is wrapped, ordered or sharded otherwise.
+If the state to be saved also has the module, an optimizer's state is saved under the names of its parameters. So it finds its
+parameters again in a model that is wrapped, ordered or sharded differently.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ..base.group_by import by_key
 from ..errors import CheckpointError
 from ..tensor.dtensor import DTensor
 from .load_targets import Target
-from .manifest import Entry
-from .tree import Path, leaves, mapped, name_of
+from .manifest import StoredTensor
+from .tree import TreePath, iter_leaves, map_leaves, name_of
 
 Install = Callable[[Any], None]
 Optimizer = torch.optim.Optimizer
@@ -26,34 +26,34 @@ Optimizer = torch.optim.Optimizer
 
 @dataclass(frozen=True, slots=True)
 class Expanded:
-    """A state with all objects replaced by their own states.
+    """State with all objects replaced by their own states.
 
     Attributes:
         tree: nested dicts, lists and tuples with tensors and plain values.
-        installs: path -> what takes the object's tree back.
+        installs: path -> function that restores the object from its tree.
     """
 
     tree: Any
-    installs: dict[Path, Install]
+    installs: dict[TreePath, Install]
 
 
-def expand(state: Any, stored: Mapping[str, Entry] | None = None) -> Expanded:
-    """The state's plain tree.
+def expand_state(state: Any, stored: Mapping[str, StoredTensor] | None = None) -> Expanded:
+    """Return the plain tree of the state.
 
     Args:
-        stored: what a checkpoint holds, when it is to be loaded: an optimizer that has made no step yet has no state of its own,
-            so it asks for what is stored for its parameters, laid out like them.
+        stored: contents of the checkpoint, for a load. An optimizer that has made no step has no state yet, so the stored state
+            of its parameters is requested, with their layouts.
     """
-    installs: dict[Path, Install] = {}
+    installs: dict[TreePath, Install] = {}
     names = _parameter_names(state)
 
-    def visit(value: Any, path: Path) -> Any:
+    def visit(value: Any, path: TreePath) -> Any:
         match value:
             case nn.Module():
-                installs[path] = _into_module(value)
+                installs[path] = _module_installer(value)
                 return _module_tree(value, path, stored)
             case Optimizer():
-                installs[path] = _into_optimizer(value, names)
+                installs[path] = _optimizer_installer(value, names)
                 return _optimizer_tree(value, names, path, stored)
             case torch.Tensor():
                 return value
@@ -62,20 +62,22 @@ def expand(state: Any, stored: Mapping[str, Entry] | None = None) -> Expanded:
             return value.state_dict()
         return value
 
-    return Expanded(mapped(visit, state), installs)
+    return Expanded(map_leaves(visit, state), installs)
 
 
 # --- modules ---------------------------------------------------------------------------------------------------------------
-def _tied(module: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several."""
+def _tied_names(module: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter with several names."""
     names = by_key((id(parameter), name) for name, parameter in module.named_parameters(remove_duplicate=False))
     return [each for each in names.values() if len(each) > 1]
 
 
-def _module_tree(module: nn.Module, path: Path, stored: Mapping[str, Entry] | None) -> dict[str, Any]:
-    """Its state dict; of a parameter with several names a checkpoint need not have all."""
+def _module_tree(module: nn.Module, path: TreePath, stored: Mapping[str, StoredTensor] | None) -> dict[str, Any]:
+    """Return the state dict of a module. For a load, names of tied parameters that the checkpoint lacks are dropped if it has
+    another one.
+    """
     tree = module.state_dict()
-    for names in _tied(module) if stored is not None else ():
+    for names in _tied_names(module) if stored is not None else ():
         missing = [name for name in names if name_of((*path, name)) not in stored]  # type: ignore[operator]  # not None
         if len(missing) < len(names):
             for name in missing:
@@ -83,17 +85,17 @@ def _module_tree(module: nn.Module, path: Path, stored: Mapping[str, Entry] | No
     return tree
 
 
-def _into_module(module: nn.Module) -> Install:
-    ties = _tied(module)
+def _module_installer(module: nn.Module) -> Install:
+    ties = _tied_names(module)
 
     def install(tree: dict[str, Any]) -> None:
-        """Tensors with memory hold their values already; those on ``meta`` and extra states are set."""
+        """Set tensors on ``meta`` and extra states. Tensors with memory have their values already."""
         before = module.state_dict()
         new = {key: value for key, value in tree.items() if not isinstance(value, torch.Tensor) or before[key].is_meta}
         if not new:
             return
         module.load_state_dict(new, strict=False, assign=True)
-        for names in ties:  # assigning makes a parameter for each name
+        for names in ties:  # assign=True makes a separate parameter for each name
             first = next((name for name in names if name in new), None)
             for name in names if first is not None else ():
                 owner, _, leaf = name.rpartition(".")
@@ -104,47 +106,49 @@ def _into_module(module: nn.Module) -> Install:
 
 # --- optimizers ------------------------------------------------------------------------------------------------------------
 def _parameter_names(state: Any) -> dict[int, str]:
-    """id -> name of every parameter of every module in a state; of several names the first, so that ties do not matter."""
-    found: dict[int, str] = {}
-    for path, module in leaves(state):
+    """Return the name of every parameter of every module in a state by its id. A parameter with several names gets the first."""
+    names: dict[int, str] = {}
+    for path, module in iter_leaves(state):
         for name, p in module.named_parameters(remove_duplicate=False) if isinstance(module, nn.Module) else ():
-            found.setdefault(id(p), name_of((*path, name)))
-    return found
+            names.setdefault(id(p), name_of((*path, name)))
+    return names
 
 
-def _keys(optimizer: Optimizer, names: Mapping[int, str]) -> list[Any]:
-    """What each parameter's state is filed under, in the optimizer's order: names, or positions if some have none."""
+def _parameter_keys(optimizer: Optimizer, names: Mapping[int, str]) -> list[Any]:
+    """Return the key of each parameter's state, in the optimizer's order: names, or positions if some parameter has no name."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    found = [names.get(id(p)) for p in parameters]
-    return list(range(len(found))) if None in found else found
+    keys = [names.get(id(p)) for p in parameters]
+    return list(range(len(keys))) if None in keys else keys
 
 
-def _optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], path: Path, stored: Mapping[str, Entry] | None) -> Any:
-    tree, keys = optimizer.state_dict(), _keys(optimizer, names)
+def _optimizer_tree(
+    optimizer: Optimizer, names: Mapping[int, str], path: TreePath, stored: Mapping[str, StoredTensor] | None
+) -> Any:
+    tree, keys = optimizer.state_dict(), _parameter_keys(optimizer, names)
     state = {keys[k]: value for k, value in tree["state"].items()}
     if stored is not None:
-        like = [p for group in getattr(optimizer, "inner", optimizer).param_groups for p in group["params"]]
-        for key, parameter in zip(keys, like, strict=True):
+        parameters = [p for group in getattr(optimizer, "inner", optimizer).param_groups for p in group["params"]]
+        for key, parameter in zip(keys, parameters, strict=True):
             if key not in state:
-                asked = _stored_state(parameter, (*path, "state", key), stored)
+                asked = _stored_state_targets(parameter, (*path, "state", key), stored)
                 state |= {key: asked} if asked else {}
     groups = [{**group, "params": [keys[k] for k in group["params"]]} for group in tree["param_groups"]]
     return {**tree, "state": state, "param_groups": groups}
 
 
-def _stored_state(parameter: Any, path: Path, stored: Mapping[str, Entry]) -> dict[str, Target]:
-    prefix, found = name_of(path) + ".", {}
+def _stored_state_targets(parameter: Any, path: TreePath, stored: Mapping[str, StoredTensor]) -> dict[str, Target]:
+    prefix, targets = name_of(path) + ".", {}
     for name, entry in stored.items():
         if name.startswith(prefix):
-            alike = entry.shape == tuple(parameter.shape)
-            layout = parameter._layout if isinstance(parameter, DTensor) and alike else entry.shape
-            device = parameter.device if alike else torch.device("cpu")
-            found[name.removeprefix(prefix)] = Target(name, layout, entry.torch_dtype, device)
-    return found
+            same_shape = entry.shape == tuple(parameter.shape)
+            layout = parameter._layout if isinstance(parameter, DTensor) and same_shape else entry.shape
+            device = parameter.device if same_shape else torch.device("cpu")
+            targets[name.removeprefix(prefix)] = Target(name, layout, entry.torch_dtype, device)
+    return targets
 
 
-def _into_optimizer(optimizer: Optimizer, names: Mapping[int, str]) -> Install:
-    keys = _keys(optimizer, names)  # now: loading may put other parameters in their places
+def _optimizer_installer(optimizer: Optimizer, names: Mapping[int, str]) -> Install:
+    keys = _parameter_keys(optimizer, names)  # computed before loading, which may replace parameters
 
     def install(tree: dict[str, Any]) -> None:
         number = {key: k for k, key in enumerate(keys)}
@@ -155,21 +159,21 @@ def _into_optimizer(optimizer: Optimizer, names: Mapping[int, str]) -> Install:
     return install
 
 
-def check_groups(asked: Any, found: Any, path: Path) -> None:
-    """The parameter groups of an optimizer and those of a checkpoint hold the same parameters.
+def check_groups(asked: Any, found: Any, path: TreePath) -> None:
+    """Check that the parameter groups of an optimizer and of a checkpoint have the same parameters.
 
     Raises:
-        CheckpointError: they do not.
+        CheckpointError: they differ.
     """
     ours, theirs = ([group["params"] for group in tree["param_groups"]] for tree in (asked, found))
     if ours != theirs:
         raise CheckpointError(
-            f"{name_of(path)!r}: the parameter groups of the optimizer, {_short(ours)}, differ from those of "
-            f"the checkpoint, {_short(theirs)}. Make the groups in the same order. If the module was saved "
+            f"{name_of(path)!r}: the parameter groups of the optimizer, {_shorten(ours)}, differ from those of "
+            f"the checkpoint, {_shorten(theirs)}. Make the groups in the same order. If the module was saved "
             "too, pass it too: parameters are then matched by name"
         )
 
 
-def _short(groups: Any) -> str:
+def _shorten(groups: Any) -> str:
     text = str(groups)
     return text if len(text) <= 200 else text[:197] + "..."

@@ -1,4 +1,4 @@
-"""All ranks write into one folder, under its lock; then the first one makes what was written count."""
+"""Two-phase commit: all ranks write into one folder under its lock, then the first rank commits what was written."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from ..errors import CheckpointError
-from .coordinator import Parts, Ranks, other_rank
-from .remote import Address, Remote
+from .coordinator import RankGroup, StateParts, first_differing_rank
+from .files import RemotePath, StoragePath
 
 T = TypeVar("T")
 
 
-def in_two_steps(
-    ranks: Ranks,
-    folder: Address,
+def write_and_commit(
+    ranks: RankGroup,
+    folder: StoragePath,
     what: str,
-    state: Parts | Exception,
+    state: StateParts | Exception,
     *,
     write: Callable[[str], T],
     commit: Callable[[list[T], str], None],
@@ -28,75 +28,75 @@ def in_two_steps(
     left: str,
     begin: Callable[[str], None] = lambda token: None,
 ) -> None:
-    """All ranks write into ``folder``, under its lock, and the first one makes what was written count.
+    """Call ``write`` on all ranks under the lock of ``folder``, then ``commit`` on the first rank.
 
     Args:
-        what: what is done, for errors.
-        state: what this rank brings, all of which must be alike, or why it cannot bring it.
+        what: the action, for errors.
+        state: this rank's state, which must be equal on all ranks, or an error.
         begin, commit: called on the first rank, before any rank writes and after all have written.
-        write: called on every rank; each gets the token that names this save's files.
-        discard: called on every rank where it has gone wrong.
-        left: what holds if the first rank is lost meanwhile.
+        write: called on every rank with the token that names the files of this save.
+        discard: called on every rank if the save failed.
+        left: state of the folder, for the error, if the first rank is lost meanwhile.
 
     Raises:
-        CheckpointError: on all ranks, with the same words.
+        CheckpointError: on all ranks, with the same text.
     """
 
-    def told() -> Parts:
+    def checked_state() -> StateParts:
         if isinstance(state, Exception):
             raise state
         return state
 
     with contextlib.ExitStack() as stack:
 
-        def opened() -> str:
+        def open_folder() -> str:
             folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(locked(folder))
+            stack.enter_context(lock_folder(folder))
             token = uuid.uuid4().hex[:12]
             begin(token)
             return token
 
-        token = ranks.alike(what, told, opened)
+        token = ranks.run_if_same(what, checked_state, open_folder)
 
-        def committed(shares: list[tuple[str, T]]) -> None:
+        def commit_shares(shares: list[tuple[str, T]]) -> None:
             try:
                 commit([share for _, share in shares], token)
             except CheckpointError as error:
-                if (other := other_rank([place for place, _ in shares])) is None:
+                if (other := first_differing_rank([place for place, _ in shares])) is None:
                     raise
                 raise CheckpointError(f"{error}; rank {other} saves into {shares[other][0]}") from error
 
         try:
-            ranks.together(what, lambda: (str(folder), write(token)), committed, left=left)
+            ranks.run_on_all(what, lambda: (str(folder), write(token)), commit_shares, left=left)
         except CheckpointError:
             discard(token)
             raise
 
 
-_HELD: set[int] = set()  # a child that is forked meanwhile would hold the locks for as long as it lives
+_LOCK_DESCRIPTORS: set[int] = set()  # closed in forked children, which would otherwise hold the locks until they exit
 
 
-def _let_go() -> None:
-    while _HELD:
-        os.close(_HELD.pop())
+def _close_locks_in_child() -> None:
+    while _LOCK_DESCRIPTORS:
+        os.close(_LOCK_DESCRIPTORS.pop())
 
 
-os.register_at_fork(after_in_child=_let_go)
-_ANOTHER = "another save into this folder is under way; save into another folder, or wait for it"
+os.register_at_fork(after_in_child=_close_locks_in_child)
+_LOCKED_MESSAGE = "another save into this folder is under way; save into another folder, or wait for it"
 
 
 @contextlib.contextmanager
-def locked(folder: Address, otherwise: str = _ANOTHER) -> Iterator[None]:
-    """Hold the folder against other saves; the system lets go of it when this process ends, however it ends.
+def lock_folder(folder: StoragePath, otherwise: str = _LOCKED_MESSAGE) -> Iterator[None]:
+    """Lock the folder against other saves. The system releases the lock when this process ends, however it ends.
 
     Args:
-        otherwise: what to say where somebody else holds it. Object stores have no locks: nobody is kept away there.
+        otherwise: error text if another process has the lock. Object stores have no locks, so nothing is locked there.
     """
-    if isinstance(folder, Remote):
+    if isinstance(folder, RemotePath):
         yield
         return
     handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK)
-    _HELD.add(handle)
+    _LOCK_DESCRIPTORS.add(handle)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -104,5 +104,5 @@ def locked(folder: Address, otherwise: str = _ANOTHER) -> Iterator[None]:
             raise CheckpointError(otherwise) from None
         yield
     finally:
-        _HELD.discard(handle)
+        _LOCK_DESCRIPTORS.discard(handle)
         os.close(handle)

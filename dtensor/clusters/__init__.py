@@ -1,4 +1,4 @@
-"""A training step of a known model on a cluster of any size, from dry runs of its parts on one rank."""
+"""Clusters: estimate a training step of a known model on a cluster of any size, from dry runs of its parts on one rank."""
 
 from .cluster import CLUSTERS, Cluster, Degrees, cluster
 from .model_sizes import MODELS, Transformer

@@ -1,4 +1,4 @@
-"""Clusters as stated, and ways to lay ranks out on them."""
+"""Cluster descriptions, and degrees of parallelism on them."""
 
 from __future__ import annotations
 
@@ -8,24 +8,27 @@ from dataclasses import dataclass
 from ..cost.device import DEVICES, Device
 from ..cost.profile import Link, Profile
 from ..errors import PlanError
-from ..mesh.create import dry_run_on
+from ..mesh.create import dry_run_of_profile
 from ..mesh.device_mesh import DeviceMesh
 from .model_sizes import Transformer
 
-DIMS = ("dp", "pp", "ep", "cp", "tp")  # of a mesh, the outermost first: ranks of tp are neighbours
-_LEAST, _RING = 1024, 16  # where ways are looked for: positions of a sequence that a rank has, ranks that it is cut over
+MESH_DIMS = ("dp", "pp", "ep", "cp", "tp")  # mesh dims, outermost first: ranks along tp are adjacent
+_MIN_POSITIONS, _MAX_RING = (
+    1024,
+    16,
+)  # limits of the search: fewest positions of a sequence per rank, most ranks that shard a sequence
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cluster:
-    """Devices and links, as stated: nothing is measured.
+    """Devices and links of a cluster. The numbers are given, not measured.
 
     Attributes:
-        profile: what operations and collectives take, inside of a node and between nodes.
-        peak: FLOPs per second of the data sheet, dense bfloat16, by which MFU counts; the device has what products reach.
+        profile: cost constants, inside of a node and between nodes.
+        peak: FLOPs per second in the data sheet, dense bfloat16, for MFU. The device has the rate that matrix products reach.
         memory: bytes of a device.
 
-    Facts alone: it communicates nothing.
+    Facts only: no communication.
 
     >>> from dtensor.clusters import CLUSTERS
     >>> print(CLUSTERS["h100"])
@@ -50,14 +53,15 @@ class Cluster:
 
 
 def cluster(device: Device, peak: float, memory: float, node: int, inside: float, between: float) -> Cluster:
-    """A cluster of nodes of so many ranks, with bytes per second into a rank, inside of a node and between nodes.
+    """Return a cluster of nodes with ``node`` ranks. ``inside`` and ``between`` are bytes per second into a rank, inside of a
+    node and between nodes.
 
     Args:
-        device: what products and memory reach, as ``dtensor.cost.device.DEVICES`` has it.
-        peak: FLOPs per second of the data sheet, dense bfloat16.
+        device: the rates of matrix products and memory, as in ``dtensor.cost.device.DEVICES``.
+        peak: FLOPs per second in the data sheet, dense bfloat16.
         memory: bytes of a device.
 
-    It communicates nothing, and raises nothing.
+    No communication, and no errors.
 
     >>> from dtensor.clusters import CLUSTERS
     >>> large = cluster(CLUSTERS["h100"].device, 9.89e14, 80e9, node=72, inside=3.6e11, between=4e10)
@@ -68,8 +72,8 @@ def cluster(device: Device, peak: float, memory: float, node: int, inside: float
     return Cluster(Profile({"nccl": links[0]}, {"nccl": links[1]}, node, {"meta": device}), peak, memory)
 
 
-# 80 % of what data sheets say of one direction: NVLink 3 and 4, InfiniBand of 200 and 400 Gb/s per GPU, two links of 90 GB/s for
-# a ring on an axis of the torus; of the TPU 70 % of 459 TFLOP/s in bfloat16 and 90 % of its memory's 2.77 TB/s.
+# 80 % of one direction in the data sheets: NVLink 3 and 4, InfiniBand of 200 and 400 Gb/s per GPU, and two links of 90 GB/s for a
+# ring on an axis of the torus. TPU: 70 % of 459 TFLOP/s in bfloat16, and 90 % of the memory bandwidth of 2.77 TB/s.
 _TPU = Device("TPU v5p", {"float64": 1e12, "float32": 5.7e13, "half": 3.2e14, "other": 6.4e14}, 2.5e12, 2e-6)
 CLUSTERS = {
     "a100": cluster(DEVICES["A100"], 3.12e14, 80e9, 8, 2.4e11, 2e10),
@@ -80,10 +84,10 @@ CLUSTERS = {
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """Ranks along mesh dims: ``tp`` innermost, then ``cp``, ``pp``, ``dp``; ``ep`` of those of ``dp`` cut experts, and stand
+    """Number of ranks along each mesh dim: ``tp`` innermost, then ``cp``, ``pp``, ``dp``. ``ep`` ranks of ``dp`` shard experts,
     between ``cp`` and ``pp``.
 
-    Numbers alone: they communicate nothing.
+    Numbers only: no communication.
 
     >>> print(Degrees(tp=8, pp=16, dp=128), Degrees(tp=8, pp=16, dp=128).ranks)
     tp 8 x cp 1 x pp 16 x dp 128 16384
@@ -100,26 +104,26 @@ class Degrees:
         return self.tp * self.cp * self.pp * self.dp
 
     def mesh(self, cluster: Cluster) -> DeviceMesh:
-        """One rank of it, without data."""
-        return dry_run_on(cluster.profile, (self.dp // self.ep, self.pp, self.ep, self.cp, self.tp), DIMS)
+        """Return a dry-run mesh of one rank."""
+        return dry_run_of_profile(cluster.profile, (self.dp // self.ep, self.pp, self.ep, self.cp, self.tp), MESH_DIMS)
 
     def check(self, model: Transformer, sequence: int, batch: int) -> None:
-        """Raises PlanError: these do not divide the model, the sequence or the batch."""
-        if said := list(self.wrong(model, sequence, batch)):
-            raise PlanError("; ".join(said))
+        """Raise a PlanError if these degrees do not divide the model, the sequence or the batch."""
+        if problems := list(self.iter_problems(model, sequence, batch)):
+            raise PlanError("; ".join(problems))
 
-    def wrong(self, model: Transformer, sequence: int, batch: int) -> Iterator[str]:
-        """What these do not divide, in words."""
-        cut = self.tp * self.cp * (2 if self.cp > 1 else 1)  # an early and a late piece of the sequence
-        for name, count, whole, what in (
+    def iter_problems(self, model: Transformer, sequence: int, batch: int) -> Iterator[str]:
+        """Yield a text for everything that these degrees do not divide."""
+        chunks = self.tp * self.cp * (2 if self.cp > 1 else 1)  # with cp, a rank has an early and a late chunk of the sequence
+        for name, count, size, what in (
             ("tp", self.tp, model.kv_heads, "heads of keys and values"),
-            ("cp and tp", cut, sequence, "positions"),
+            ("cp and tp", chunks, sequence, "positions"),
             ("dp", self.dp, batch, "sequences"),
             ("ep", self.ep, model.experts, "experts"),
             ("ep", self.ep, self.dp, "ranks of dp"),
         ):
-            if whole % count:
-                yield f"{name} {count} does not divide {whole} {what}"
+            if size % count:
+                yield f"{name} {count} does not divide {size} {what}"
         if self.pp > model.layers:
             yield f"pp {self.pp} is more than {model.layers} layers"
 
@@ -127,14 +131,16 @@ class Degrees:
         return f"tp {self.tp} x cp {self.cp} x pp {self.pp} x dp {self.dp}" + (f" (ep {self.ep})" if self.ep > 1 else "")
 
 
-def all_degrees(model: Transformer, ranks: int, node: int, sequence: int, batch: int) -> Iterator[Degrees]:
-    """Powers of two along all dims but ``dp``, which takes the rest; ``tp`` within a node; experts cut as far as they can be."""
+def iter_degrees(model: Transformer, ranks: int, node: int, sequence: int, batch: int) -> Iterator[Degrees]:
+    """Yield powers of two along all dims but ``dp``, which gets the remaining ranks; ``tp`` only within a node; ``ep`` for
+    models with experts.
+    """
     twos = [2**k for k in range(ranks.bit_length()) if ranks % 2**k == 0]
     for tp in (size for size in twos if size <= node):
-        for cp in (size for size in twos if size == 1 or (size * tp * _LEAST <= sequence and size <= _RING)):
+        for cp in (size for size in twos if size == 1 or (size * tp * _MIN_POSITIONS <= sequence and size <= _MAX_RING)):
             for pp in (size for size in twos if not ranks % (tp * cp * size)):
                 dp = ranks // (tp * cp * pp)
                 for ep in twos if model.experts > 1 else (1,):
                     degrees = Degrees(tp, cp, pp, dp, ep)
-                    if not any(degrees.wrong(model, sequence, batch)):
+                    if not any(degrees.iter_problems(model, sequence, batch)):
                         yield degrees

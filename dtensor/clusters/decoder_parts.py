@@ -1,7 +1,7 @@
-"""The parts of a decoder as modules, and how tensor, sequence, context and expert parallelism cut them.
+"""Decoder parts as modules, and how tensor, sequence, context and expert parallelism shard them.
 
-Programs of one rank over local tensors, as Megatron's and torchtitan's are: between parts a rank holds its part of the sequence,
-inside of attention its heads, of a feed-forward network its columns, of a mixture its experts.
+These are programs of one rank over local tensors, like those of Megatron and torchtitan. Between parts a rank has its part of
+the sequence, inside of attention its heads, of a feed-forward network its columns, of a mixture its experts.
 """
 
 from __future__ import annotations
@@ -25,11 +25,17 @@ from ..tensor.distribute import distribute_tensor
 from ..tensor.dtensor import DTensor
 from .model_sizes import Transformer
 
-AGAIN = ("nothing", "elementwise", "everything")  # that backward computes anew, so that less is kept for it
+RECOMPUTATIONS = (
+    "nothing",
+    "elementwise",
+    "everything",
+)  # operations that backward recomputes, so that less memory is saved for it
 
 
 class Attention(nn.Module):
-    """Causal attention, positions given by rotation; the sequence is cut over ``cp``, where keys go around."""
+    """Causal attention with rotary positions. The sequence is sharded over ``cp``, and keys and values are passed around the
+    ring.
+    """
 
     plan: ClassVar[dict[str, ParallelStyle]] = {
         "": PrepareModuleInput(input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)),
@@ -48,26 +54,26 @@ class Attention(nn.Module):
         self.out = nn.Linear(model.hidden, model.hidden, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        query, key, value = (self.heads(each(x)) for each in (self.query, self.key, self.value))
-        mixed = self.attended(_rotated(query, cos, sin), _rotated(key, cos, sin), value)
-        made: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        return made
+        query, key, value = (self.split_heads(each(x)) for each in (self.query, self.key, self.value))
+        mixed = self.attend(_apply_rotary(query, cos, sin), _apply_rotary(key, cos, sin), value)
+        output: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return output
 
-    def heads(self, x: Tensor) -> Tensor:
-        """(batch, time, features) -> (batch, head, time, features of a head)"""
+    def split_heads(self, x: Tensor) -> Tensor:
+        """Reshape (batch, time, features) to (batch, head, time, features of a head)."""
         return x.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
 
-    def attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self.ring is not None:
             return self.ring.attention(query, key, value, is_causal=True, enable_gqa=True)
-        if query.is_meta:  # torch chooses a fused kernel by device, and for this one none
-            made: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
-            return made
+        if query.is_meta:  # on meta tensors torch does not choose a fused kernel
+            output: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
+            return output
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 
 class FeedForward(nn.Module):
-    """SwiGLU, or GELU between two matrices."""
+    """Feed-forward network: SwiGLU, or GELU between two matrices."""
 
     plan: ClassVar[dict[str, ParallelStyle]] = {
         "": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
@@ -84,13 +90,16 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         inner = F.gelu(self.up(x)) if self.gate is None else F.silu(self.gate(x)) * self.up(x)
-        made: Tensor = self.down(inner)
-        return made
+        output: Tensor = self.down(inner)
+        return output
 
 
-class Mixture(nn.Module):
-    """SwiGLU of experts, each with as many of the tokens as any other: those that score best (Zhou et al. 2022,
-    "Mixture-of-Experts with Expert Choice Routing", arXiv:2202.09368). Tokens go to where their experts are, and back.
+class MixtureOfExperts(nn.Module):
+    """Mixture of SwiGLU experts with expert choice routing (Zhou et al. 2022, "Mixture-of-Experts with Expert Choice Routing",
+    arXiv:2202.09368).
+
+    Each expert takes the same number of tokens: those with its best scores. Tokens are sent to the ranks of their experts, and
+    back.
     """
 
     plan: ClassVar[dict[str, ParallelStyle]] = {"router": SequenceParallel()}
@@ -102,89 +111,91 @@ class Mixture(nn.Module):
         self.experts = Experts(model, mesh)
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens = local(x).flatten(0, 1)
-        scores = local(self.router(x)).flatten(0, 1).softmax(-1)
+        tokens = to_local_tensor(x).flatten(0, 1)
+        scores = to_local_tensor(self.router(x)).flatten(0, 1).softmax(-1)
         count = scores.shape[1]
         weights, numbers = scores.t().topk(max(1, len(tokens) * self.chosen // count))
         here, there = [Shard(1), Shard(1)], [Replicate(), Shard(0)]
         shape = (count, weights.shape[1] * self.mesh.size(), tokens.shape[1])
-        given = DTensor.from_local(tokens[numbers], self.mesh, here, shape=shape)
-        made = self.experts(given.redistribute(placements=there)).redistribute(placements=here).to_local()
-        rows = (made * weights.unsqueeze(-1)).flatten(0, 1)
-        return torch.zeros_like(tokens).index_add(0, numbers.flatten(), rows).view(local(x).shape)
+        sharded_tokens = DTensor.from_local(tokens[numbers], self.mesh, here, shape=shape)
+        outputs = self.experts(sharded_tokens.redistribute(placements=there)).redistribute(placements=here).to_local()
+        rows = (outputs * weights.unsqueeze(-1)).flatten(0, 1)
+        return torch.zeros_like(tokens).index_add(0, numbers.flatten(), rows).view(to_local_tensor(x).shape)
 
 
 class Experts(nn.Module):
-    """The matrices of all experts: columns cut over the first mesh dim, experts over the second."""
+    """Matrices of all experts: columns sharded over the first mesh dim, experts over the second."""
 
     def __init__(self, model: Transformer, mesh: DeviceMesh) -> None:
         super().__init__()
         columns, rows = [Shard(2), Shard(0)], [Shard(1), Shard(0)]
         wide, tall = (model.experts, model.hidden, model.ffn), (model.experts, model.ffn, model.hidden)
-        for name, shape, cut in (("gate", wide, columns), ("up", wide, columns), ("down", tall, rows)):
-            self.register_parameter(name, nn.Parameter(distribute_tensor(torch.ones(shape), mesh, cut)))
+        for name, shape, placements in (("gate", wide, columns), ("up", wide, columns), ("down", tall, rows)):
+            self.register_parameter(name, nn.Parameter(distribute_tensor(torch.ones(shape), mesh, placements)))
 
     def forward(self, x: Any) -> Any:
         return (F.silu(x @ self.gate) * (x @ self.up)) @ self.down
 
 
-class Block(nn.Module):
-    """A layer; ``again``: what backward computes anew, one of :data:`AGAIN`."""
+class DecoderLayer(nn.Module):
+    """Decoder layer. ``again`` is what backward recomputes, one of :data:`RECOMPUTATIONS`."""
 
     def __init__(self, model: Transformer, mesh: DeviceMesh, sequence: int, again: str = "nothing") -> None:
         super().__init__()
-        self.again, self.last = again, _Last()
+        self.again, self.last = again, _LastProduct()
         self.attention_norm = nn.RMSNorm(model.hidden)
         self.attention = Attention(model, mesh["cp"], sequence)
         self.mixing_norm = nn.RMSNorm(model.hidden)
-        self.mixing = Mixture(model, mesh["tp", "ep"]) if model.experts > 1 else FeedForward(model)
+        self.mixing = MixtureOfExperts(model, mesh["tp", "ep"]) if model.experts > 1 else FeedForward(model)
         plan: dict[str, ParallelStyle] = {"attention_norm": SequenceParallel(), "mixing_norm": SequenceParallel()}
         for name, part in (("attention", self.attention), ("mixing", self.mixing)):
-            own = {of: style for of, style in part.plan.items() if getattr(part, of, part) is not None}
-            plan |= {f"{name}.{of}".rstrip("."): style for of, style in own.items()}
+            styles = {
+                name_in_part: style for name_in_part, style in part.plan.items() if getattr(part, name_in_part, part) is not None
+            }
+            plan |= {f"{name}.{name_in_part}".rstrip("."): style for name_in_part, style in styles.items()}
         parallelize_module(self, mesh["tp"], plan)
-        self.last.follow(self.attention.out, getattr(self.mixing, "down", None))
+        self.last.watch_modules(self.attention.out, getattr(self.mixing, "down", None))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         if self.again == "everything":
-            made: Tensor = checkpoint(self.both, x, cos, sin, use_reentrant=False)
-            return made
-        return self.both(x, cos, sin)
+            output: Tensor = checkpoint(self.run_layer, x, cos, sin, use_reentrant=False)
+            return output
+        return self.run_layer(x, cos, sin)
 
-    def both(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.part(lambda x: local(self.attention(self.attention_norm(x), cos, sin)), x)
-        return x + self.part(lambda x: local(self.mixing(self.mixing_norm(x))), x)
+    def run_layer(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.run_half(lambda x: to_local_tensor(self.attention(self.attention_norm(x), cos, sin)), x)
+        return x + self.run_half(lambda x: to_local_tensor(self.mixing(self.mixing_norm(x))), x)
 
-    def part(self, fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def run_half(self, fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         if self.again != "elementwise":
             return fn(x)
-        made: Tensor = checkpoint(
-            fn, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, self.last.kept)
+        output: Tensor = checkpoint(
+            fn, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, self.last.choose_policy)
         )
-        return made
+        return output
 
 
-class _Last:
-    """What is kept of a half of a layer of which the elementwise work is done again: its products, but the last, on which nothing
-    in it depends.
+class _LastProduct:
+    """Checkpoint policy for half a layer with recomputed elementwise operations: save all products but the last, because
+    nothing in the half depends on it.
     """
 
     def __init__(self) -> None:
         self.running = False
 
-    def follow(self, *modules: nn.Module | None) -> None:
+    def watch_modules(self, *modules: nn.Module | None) -> None:
         for module in modules:
             if module is not None:
                 module.register_forward_pre_hook(lambda *_: setattr(self, "running", True))
                 module.register_forward_hook(lambda *_: setattr(self, "running", False), always_call=True)
 
-    def kept(self, context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def choose_policy(self, context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         product = func._overloadpacket in PRODUCTS and not self.running
         return CheckpointPolicy.MUST_SAVE if product else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class Start(nn.Module):
-    """The embedding."""
+class EmbeddingPart(nn.Module):
+    """First part: the embedding."""
 
     def __init__(self, model: Transformer, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -193,11 +204,11 @@ class Start(nn.Module):
         parallelize_module(self, mesh["tp"], plan)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return local(self.embedding(tokens))
+        return to_local_tensor(self.embedding(tokens))
 
 
-class End(nn.Module):
-    """The head, and the loss of its logits as they lie, in float32."""
+class LossPart(nn.Module):
+    """Last part: the head, and the loss of its sharded logits in float32."""
 
     def __init__(self, model: Transformer, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -212,18 +223,18 @@ class End(nn.Module):
         return F.cross_entropy(logits, DTensor.from_local(targets.flatten(), self.mesh, [Replicate()], shape=(targets.numel(),)))
 
 
-def angles(sequence: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, (sequence, head_dim): position times frequency, the frequencies given twice."""
+def rotary_tables(sequence: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of shape (sequence, head_dim): position times frequency, with the frequencies repeated twice."""
     frequencies = 10_000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
-    once = torch.arange(sequence)[:, None] * frequencies
-    found = torch.cat([once, once], dim=1)
-    return found.cos().to(dtype), found.sin().to(dtype)
+    half = torch.arange(sequence)[:, None] * frequencies
+    angle = torch.cat([half, half], dim=1)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-right, left], dim=-1) * sin
 
 
-def local(x: Any) -> Any:
+def to_local_tensor(x: Any) -> Any:
     return x.to_local() if isinstance(x, DTensor) else x

@@ -1,7 +1,8 @@
-"""A training step of one part of a model, run without data on one rank of a mesh: what it computes, sends and holds.
+"""Dry step: a training step of one part of a model, run without data on one rank of a mesh, to measure compute, communication
+and memory.
 
-Three micro batches, of which the first gathers parameters and the last reduces their gradients, and an optimizer's step. What one
-rank does costs the same whatever the number of ranks.
+It has three micro batches, of which the first gathers parameters and the last reduces their gradients, and an optimizer step.
+The host time does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from ..debug.operators import LocalCall, Operators
 from ..mesh.device_mesh import DeviceMesh
 from ..parallel import MixedPrecisionPolicy, fully_shard
 from ..placement import Shard
-from .cluster import DIMS
-from .decoder_parts import Block, End, Experts, Start, angles, local
+from .cluster import MESH_DIMS
+from .decoder_parts import DecoderLayer, EmbeddingPart, Experts, LossPart, rotary_tables, to_local_tensor
 from .model_sizes import Transformer
 
-_SPREAD, _OTHERS = ("dp", "ep", "cp"), ("dp", "cp")  # over which parameters are spread, and those of experts
-_HALF = torch.bfloat16
-_MASTER = MixedPrecisionPolicy(param_dtype=_HALF, reduce_dtype=torch.float32)
+_FSDP_DIMS, _EXPERT_FSDP_DIMS = ("dp", "ep", "cp"), ("dp", "cp")  # mesh dims that shard parameters, and parameters of experts
+_DTYPE = torch.bfloat16
+_PRECISION = MixedPrecisionPolicy(param_dtype=_DTYPE, reduce_dtype=torch.float32)
 
 
 Sums = defaultdict[str, float]
@@ -40,36 +41,36 @@ Sums = defaultdict[str, float]
 
 @dataclass(slots=True)
 class Work:
-    """What is done in a while.
+    """Compute and communication of a period.
 
     Attributes:
-        seconds: of "products" and of what is "elementwise", and by mesh dim those of collectives.
-        nbytes: mesh dim -> bytes received.
+        seconds: of "products" and "elementwise" operations, and of collectives by mesh dim.
+        nbytes: bytes received by mesh dim.
     """
 
     seconds: Sums = field(default_factory=lambda: Sums(float))
     nbytes: Sums = field(default_factory=lambda: Sums(float))
 
-    def plus(self, other: Work, times: float = 1) -> Work:
-        """This and, so many times, another."""
-        made = Work(self.seconds.copy(), self.nbytes.copy())
-        for mine, more in ((made.seconds, other.seconds), (made.nbytes, other.nbytes)):
-            for kind, count in more.items():
-                mine[kind] += times * count
-        return made
+    def add_scaled(self, other: Work, times: float = 1) -> Work:
+        """Return the sum of this work and ``times`` the other."""
+        total = Work(self.seconds.copy(), self.nbytes.copy())
+        for totals, counts in ((total.seconds, other.seconds), (total.nbytes, other.nbytes)):
+            for kind, count in counts.items():
+                totals[kind] += times * count
+        return total
 
 
 @dataclass(frozen=True, slots=True)
 class DryStep:
-    """A step of a part, on one rank.
+    """Result of a step of one part, on one rank.
 
     Attributes:
         micro: forward and backward of a micro batch.
-        once: what a step does once: parameters are gathered, gradients reduced, the optimizer runs.
-        memory: kind -> bytes held between micro batches: parameters, gradients, optimizer.
-        saved: bytes that a forward pass leaves for backward.
-        most: bytes that are held beyond all of these, at most.
-        boundary: bytes of what the next part is given.
+        once: work that a step does once: gathering parameters, reducing gradients, the optimizer.
+        memory: bytes between micro batches, by kind: parameters, gradients, optimizer.
+        saved: bytes that a forward pass saves for backward.
+        most: greatest number of bytes beyond all of these.
+        boundary: bytes that are passed to the next part.
     """
 
     micro: Work
@@ -81,120 +82,131 @@ class DryStep:
 
 
 def dry_step(part: str, model: Transformer, mesh: DeviceMesh, sequence: int, micro: int = 1, again: str = "nothing") -> DryStep:
-    """A step of "start" (the embedding), "layer" or "end" (the head and the loss), with micro batches of so many sequences.
+    """Run a step of "start" (the embedding), "layer" or "end" (the head and the loss), with micro batches of ``micro``
+    sequences.
 
     Args:
-        mesh: a dry run of dims :data:`DIMS`.
-        again: what a layer's backward computes anew, of :data:`~dtensor.clusters.decoder_parts.AGAIN`.
+        mesh: a dry run with dims :data:`DIMS`.
+        again: what a layer's backward recomputes, of :data:`~dtensor.clusters.decoder_parts.RECOMPUTATIONS`.
     """
     with torch.device(mesh.device_type):
-        module, given = _part(part, model, mesh, sequence, micro, again)
+        module, inputs = _make_part(part, model, mesh, sequence, micro, again)
     for inner in module.modules():
         if isinstance(inner, Experts):
-            # rows of matrices: a rank may have fewer experts than there are ranks to spread them over
-            others = mesh[_OTHERS].flatten("others")
-            fully_shard(inner, mesh=others, shard_placement_fn=lambda _: Shard(1), reshard_after_forward=False, mp_policy=_MASTER)
-    fully_shard(module, mesh=mesh[_SPREAD].flatten("spread"), reshard_after_forward=False, mp_policy=_MASTER)
+            # shard rows of matrices, because a rank may have fewer experts than there are ranks to shard them
+            others = mesh[_EXPERT_FSDP_DIMS].flatten("others")
+            fully_shard(
+                inner, mesh=others, shard_placement_fn=lambda _: Shard(1), reshard_after_forward=False, mp_policy=_PRECISION
+            )
+    fully_shard(module, mesh=mesh[_FSDP_DIMS].flatten("spread"), reshard_after_forward=False, mp_policy=_PRECISION)
     optimizer = torch.optim.AdamW(module.parameters(), foreach=True)
-    seen, ran, at = _Seen(mesh), [], [0]
-    with seen.listening, seen.operators:
+    observer, passes, positions = _StepObserver(mesh), [], [0]
+    with observer.listening, observer.operators:
         for p in module.parameters():
-            seen.holdings.given(p)
+            observer.holdings.given(p)
         for last in (False, False, True):
             module.set_requires_gradient_sync(last)
             module.set_reshard_after_backward(last)
-            made = module(*given)
-            at.append(seen.moment())
-            forward = seen.done()
-            made.backward(torch.ones_like(made))
-            boundary = made.numel() * made.element_size()
-            del made
-            for x in given:
+            output = module(*inputs)
+            positions.append(observer.log_position())
+            forward = observer.take_work()
+            output.backward(torch.ones_like(output))
+            boundary = output.numel() * output.element_size()
+            del output
+            for x in inputs:
                 x.grad = None
-            ran.append((forward, seen.done()))
-            at.append(seen.moment())
+            passes.append((forward, observer.take_work()))
+            positions.append(observer.log_position())
         optimizer.step()
-        at.append(seen.moment())
-        stepped = seen.done()
-    once = stepped.plus(ran[0][0]).plus(ran[1][0], -1).plus(ran[2][1]).plus(ran[1][1], -1)
-    state = sum(x.numel() * x.element_size() for x in map(local, tensors(list(optimizer.state.values()))) if x.ndim)
-    return _told(seen.held(), at, ran[1][0].plus(ran[1][1]), once, state, boundary)
+        positions.append(observer.log_position())
+        stepped = observer.take_work()
+    once = stepped.add_scaled(passes[0][0]).add_scaled(passes[1][0], -1).add_scaled(passes[2][1]).add_scaled(passes[1][1], -1)
+    state = sum(x.numel() * x.element_size() for x in map(to_local_tensor, tensors(list(optimizer.state.values()))) if x.ndim)
+    return _summarize(observer.bytes_over_time(), positions, passes[1][0].add_scaled(passes[1][1]), once, state, boundary)
 
 
-def _told(held: Sequence[int], at: Sequence[int], micro: Work, once: Work, state: float, boundary: float) -> DryStep:
-    """``at``: moments at the beginning, after each forward and backward pass, and after the optimizer's step."""
-    gathered, first, forward = (held[moment] for moment in at[1:4])
+def _summarize(
+    bytes_held: Sequence[int], positions: Sequence[int], micro: Work, once: Work, state: float, boundary: float
+) -> DryStep:
+    """Return the result. ``at``: log positions at the beginning, after each forward and backward pass, and after the optimizer
+    step.
+    """
+    gathered, first, forward = (bytes_held[moment] for moment in positions[1:4])
     saved = forward - first
     memory = {"parameters": gathered - saved, "gradients": first + saved - gathered, "optimizer": state}
-    most = max(held[at[2] : at[6]]) - forward
+    most = max(bytes_held[positions[2] : positions[6]]) - forward
     return DryStep(micro, once, {kind: float(count) for kind, count in memory.items()}, saved, most, boundary)
 
 
-# --- the parts ------------------------------------------------------------------------------------------------------------
-def _part(part: str, model: Transformer, mesh: DeviceMesh, sequence: int, micro: int, again: str) -> tuple[Any, list[Tensor]]:
-    """A part, and what it is given: what the one before it made, beside tokens or tables of positions."""
+# --- parts ----------------------------------------------------------------------------------------------------------------
+def _make_part(
+    part: str, model: Transformer, mesh: DeviceMesh, sequence: int, micro: int, again: str
+) -> tuple[Any, list[Tensor]]:
+    """Return a part and its inputs: the output of the part before it, and tokens or rotary tables."""
     tokens = torch.zeros(micro, sequence // mesh["cp"].size(), dtype=torch.int64)
     if part == "start":
-        return Start(model, mesh), [tokens]
-    made = torch.ones(micro, sequence // mesh["cp", "tp"].size(), model.hidden, dtype=_HALF, requires_grad=True)
+        return EmbeddingPart(model, mesh), [tokens]
+    activations = torch.ones(micro, sequence // mesh["cp", "tp"].size(), model.hidden, dtype=_DTYPE, requires_grad=True)
     if part == "end":
-        return End(model, mesh), [made, tokens]
-    return Block(model, mesh, sequence, again), [made, *angles(tokens.shape[1], model.head_dim, _HALF)]
+        return LossPart(model, mesh), [activations, tokens]
+    return DecoderLayer(model, mesh, sequence, again), [activations, *rotary_tables(tokens.shape[1], model.head_dim, _DTYPE)]
 
 
-# --- what is seen ---------------------------------------------------------------------------------------------------------
-class _Seen:
-    """What is done while it listens, and what is held."""
+# --- observation ----------------------------------------------------------------------------------------------------------
+class _StepObserver:
+    """Observer of the work that runs while it listens, and of allocated memory."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.device, self.holdings = device_of(mesh), Holdings()
-        self._work, self.listening = Work(), listening(self._heard)
+        self._work, self.listening = Work(), listening(self._record_event)
         self._barriers: list[int] = []
         self.operators = Operators(self.holdings, lambda: (NOWHERE, "", ""), lambda: True)
 
-    def _heard(self, event: Event) -> None:
+    def _record_event(self, event: Event) -> None:
         mesh = event.mesh
         assert mesh is not None
-        dim = "dp" if event.over in ("spread", "others") else DIMS[min(mesh.group_id(event.mesh_dims))]  # what reaches furthest
+        dim = "dp" if event.over in ("spread", "others") else MESH_DIMS[min(mesh.group_id(event.mesh_dims))]  # the outermost dim
         self._barriers.append(time.perf_counter_ns())
         self._work.nbytes[dim] += event.bytes
         self._work.seconds[dim] += collective_seconds(mesh, event.mesh_dims, event.kind, event.bytes)
 
-    def done(self) -> Work:
-        """What was done since this was asked before."""
-        done, self._work = self._work, Work()
+    def take_work(self) -> Work:
+        """Return the work since the last call."""
+        work, self._work = self._work, Work()
         calls = sorted((call for one in self.operators.operations for call in one.calls), key=lambda call: call.start)
         self.operators.operations.clear()
-        kept = self._kept(calls)
+        stores = self._memory_stores(calls)
         for call in calls:
             if call.flops:
-                done.seconds["products"] += call.seconds(self.device)
-            elif nbytes := sum(size for number, size in (*call.reads, *call.writes) if number in kept):
-                done.seconds["elementwise"] += self.device.seconds(0, nbytes, call.dtype)
+                work.seconds["products"] += call.seconds(self.device)
+            elif nbytes := sum(size for number, size in (*call.reads, *call.writes) if number in stores):
+                work.seconds["elementwise"] += self.device.seconds(0, nbytes, call.dtype)
         self._barriers.clear()
-        return done
+        return work
 
-    def _kept(self, calls: Sequence[LocalCall]) -> set[int]:
-        """The stores that are written to memory, and read from there: where programs are compiled, not what elementwise operators
-        alone make and use, one after the other with no product or collective between them.
+    def _memory_stores(self, calls: Sequence[LocalCall]) -> set[int]:
+        """Return the numbers of the stores that are written to memory and read from it.
+
+        Compiled programs fuse elementwise operators. So a store does not count that only elementwise operators make and use,
+        without a product or collective between them.
         """
         barriers = sorted([*self._barriers, *(call.start for call in calls if call.flops)])
-        kept, made = set[int](), dict[int, int]()
+        stores, made_after = set[int](), dict[int, int]()
         for call in calls:
             after = bisect(barriers, call.start)
             for number, _ in call.writes:
-                if number not in made and not call.flops:
-                    made[number] = after
+                if number not in made_after and not call.flops:
+                    made_after[number] = after
             for number, _ in (*call.reads, *call.writes):
-                if call.flops or made.get(number) != after or self.holdings.stores[number].nbytes:
-                    kept.add(number)
-        return kept
+                if call.flops or made_after.get(number) != after or self.holdings.stores[number].nbytes:
+                    stores.add(number)
+        return stores
 
-    def moment(self) -> int:
-        """Now, in the log of what is held."""
+    def log_position(self) -> int:
+        """Return the present position in the memory log."""
         return len(self.holdings.log)
 
-    def held(self) -> list[int]:
-        """Bytes held at each moment."""
+    def bytes_over_time(self) -> list[int]:
+        """Return the allocated bytes at each log position."""
         before = sum(store.before for store in self.holdings.stores)
         return [*accumulate((more for _, _, more in self.holdings.log), initial=before)]

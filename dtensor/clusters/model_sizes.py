@@ -1,4 +1,4 @@
-"""Sizes of decoder-only transformers, and the products of a token in them, by which MFU counts."""
+"""Model sizes of decoder-only transformers, and the FLOPs of a token in them, for MFU."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Transformer:
-    """A decoder with grouped-query attention, RMS norms, rotations and no biases.
+    """Decoder with grouped-query attention, RMS norms, rotary positions and no biases.
 
     Attributes:
-        ffn: hidden features of the feed-forward network, of each expert where there are ``experts``.
-        chosen: experts that a token goes through.
-        gated: SwiGLU, of three matrices; else GELU between two.
+        ffn: hidden features of the feed-forward network; with ``experts``, of each expert.
+        chosen: number of experts per token.
+        gated: SwiGLU, with three matrices; else GELU between two.
 
-    Numbers alone: they communicate nothing.
+    Numbers only: no communication.
 
     >>> Transformer(32, 4096, 32, 8, 14336, 128256).parameters
     8030261248
@@ -36,26 +36,26 @@ class Transformer:
 
     @property
     def expert_parameters(self) -> int:
-        """Of one feed-forward network."""
+        """Return the parameters of one feed-forward network."""
         return (3 if self.gated else 2) * self.hidden * self.ffn
 
     @property
-    def around_parameters(self) -> int:
-        """Of one layer, but its feed-forward networks: attention, norms, the choice of experts."""
+    def attention_parameters(self) -> int:
+        """Return the parameters of one layer without its feed-forward networks: attention, norms and router."""
         router = self.hidden * self.experts if self.experts > 1 else 0
         return 2 * self.hidden * (self.hidden + self.head_dim * self.kv_heads) + 2 * self.hidden + router
 
     @property
     def parameters(self) -> int:
-        """All of them; the head is not that of the embedding."""
-        layer = self.around_parameters + self.expert_parameters * self.experts
+        """Return the number of all parameters. The head does not share the weight of the embedding."""
+        layer = self.attention_parameters + self.expert_parameters * self.experts
         return self.layers * layer + 2 * self.vocabulary * self.hidden + self.hidden
 
     def flops(self, sequence: int) -> float:
-        """Products of one token forward, in attention with all tokens, as published MFU counts them (Chowdhery et al. 2022,
-        "PaLM", arXiv:2204.02311, appendix B).
+        """Return the FLOPs of one token in a forward pass, with attention to all tokens, as published MFU counts them
+        (Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, appendix B).
         """
-        layer = self.around_parameters + self.expert_parameters * self.chosen + 2 * sequence * self.hidden
+        layer = self.attention_parameters + self.expert_parameters * self.chosen + 2 * sequence * self.hidden
         return 2.0 * (self.layers * layer + self.vocabulary * self.hidden)
 
 

@@ -1,7 +1,8 @@
-"""What a training step of a transformer takes on a cluster: dry runs of its parts on one rank, put together by a schedule.
+"""Step estimate: time and memory of a training step of a transformer on a cluster, composed from dry runs of its parts by a
+pipeline schedule.
 
-Memory, bytes and seconds of a part are those of its dry run (:mod:`.dry_step`), whose cost does not grow with the ranks. Stated
-are how many layers a rank has, how many micro batches are under way, and what goes on at the same time.
+Memory, bytes and seconds of a part are those of its dry run (:mod:`.dry_step`), which does not cost more with more ranks. The
+number of layers per rank, the number of micro batches in flight, and the overlap of communication are modeled.
 """
 
 from __future__ import annotations
@@ -14,26 +15,26 @@ from itertools import count
 from ..base.caches import remembered
 from ..base.group_by import by_key
 from ..errors import PlanError
-from .cluster import Cluster, Degrees, all_degrees
-from .decoder_parts import AGAIN
+from .cluster import Cluster, Degrees, iter_degrees
+from .decoder_parts import RECOMPUTATIONS
 from .dry_step import DryStep, Work, dry_step
 from .model_sizes import Transformer
 
-_ROOM = 0.94  # of a device's memory: the rest is the allocator's and the libraries'
+_USABLE_MEMORY = 0.94  # usable share of a device's memory; the allocator and the libraries need the rest
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A step on the busiest rank.
+    """Estimate of a step on the busiest rank.
 
     Attributes:
-        again: what backward computes anew: "nothing", "elementwise" or "everything".
-        memory: kind -> bytes held at the peak.
-        nbytes: mesh dim -> bytes received in a step.
-        seconds: kind -> seconds of a step that nothing else hides.
-        mfu: products of the model per second, over those of the data sheet.
+        again: what backward recomputes: "nothing", "elementwise" or "everything".
+        memory: bytes at the peak, by kind.
+        nbytes: bytes received in a step, by mesh dim.
+        seconds: seconds of a step that are not overlapped, by kind.
+        mfu: FLOPs of the model per second, relative to the data sheet.
 
-    A record: it communicates nothing.
+    A record: no communication.
 
     >>> from dtensor.clusters import CLUSTERS, MODELS
     >>> found = estimate(MODELS["llama3-8b"], CLUSTERS["h100"], Degrees(dp=8), 2048, 64)
@@ -65,18 +66,19 @@ def estimate(
     chunks: int | None = None,
     again: str | None = None,
 ) -> Estimate:
-    """What one step takes.
+    """Return the estimate of one step.
 
-    Parameters are gathered, and gradients reduced, once in a step, over ``dp`` and ``cp``; bfloat16 with float32 state that is
-    spread over them. Exchanges over ``tp``, ``cp`` and ``ep`` are waited for, as the dry run issues them; those over ``dp`` go on
-    under the last micro batch's passes. Stages are balanced: the embedding and the head are shared out among them.
+    Parameters are gathered and gradients are reduced once in a step, over ``dp`` and ``cp``. Parameters are bfloat16, with
+    float32 state that is sharded over these dims. The step waits for exchanges over ``tp``, ``cp`` and ``ep``, as the dry run
+    issues them. Those over ``dp`` overlap with the passes of the last micro batch. Stages are balanced: the embedding and the
+    head are distributed over them.
 
     Args:
         sequence: tokens of a sequence.
         batch: sequences of a step, of all ranks.
         micro: sequences of a micro batch.
-        chunks: stages of the interleaved pipeline that each rank has; default one for each layer.
-        again: what backward computes anew; default the least with which the step fits.
+        chunks: stages of the interleaved pipeline per rank; default one for each layer.
+        again: what backward recomputes; default the least with which the step fits into memory.
 
     Raises:
         PlanError: the degrees do not divide the model, the sequence or the batch.
@@ -86,21 +88,21 @@ def estimate(
     >>> found.fits, 0.3 < found.mfu < 0.6, sorted(found.nbytes)
     (True, True, ['cp', 'dp', 'ep', 'pp', 'tp'])
 
-    Cost: none but host time, a second or so; dry runs are remembered.
+    Cost: only host time, about a second; dry runs are cached.
     """
     degrees.check(model, sequence, batch)
     if batch // degrees.dp % micro:
         raise PlanError(f"micro batches of {micro} do not divide the {batch // degrees.dp} sequences of a rank")
-    given = _Given(model, cluster, degrees, sequence, batch, micro, chunks)
-    return _least(given, given.parts(degrees), AGAIN if again is None else (again,))
+    request = _StepRequest(model, cluster, degrees, sequence, batch, micro, chunks)
+    return _estimate_least_recomputation(request, request.parts(degrees), RECOMPUTATIONS if again is None else (again,))
 
 
-Parts = Callable[[str, str], DryStep]  # of a part and what it does again
+DryRunOf = Callable[[str, str], DryStep]  # (part, what it recomputes) -> its dry run
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
-    """What is asked for."""
+class _StepRequest:
+    """Arguments of an estimate."""
 
     model: Transformer
     cluster: Cluster
@@ -110,121 +112,134 @@ class _Given:
     micro: int = 1
     chunks: int | None = None
 
-    def parts(self, degrees: Degrees) -> Parts:
-        """The dry runs of its parts on other ranks."""
-        return lambda part, again: _dry_step(part, again, self.model, self.cluster, degrees, self.sequence, self.micro)
+    def parts(self, degrees: Degrees) -> DryRunOf:
+        """Return a function that returns the dry runs of the model's parts with other degrees."""
+        return lambda part, again: _cached_dry_step(part, again, self.model, self.cluster, degrees, self.sequence, self.micro)
 
 
 @remembered(4096)
-def _dry_step(
+def _cached_dry_step(
     part: str, again: str, model: Transformer, cluster: Cluster, degrees: Degrees, sequence: int, micro: int
 ) -> DryStep:
     return dry_step(part, model, degrees.mesh(cluster), sequence, micro, again)
 
 
-def _least(given: _Given, parts: Parts, kinds: Sequence[str] = AGAIN) -> Estimate:
-    """With as little done again as fits, if anything does."""
+def _estimate_least_recomputation(request: _StepRequest, parts: DryRunOf, kinds: Sequence[str] = RECOMPUTATIONS) -> Estimate:
+    """Return the estimate with the least recomputation that fits into memory; with the most if none fits."""
     for again in kinds:
-        found = _composed(given, parts, again)
-        if found.fits:
+        result = _compose_estimate(request, parts, again)
+        if result.fits:
             break
-    return found
+    return result
 
 
-def _composed(given: _Given, parts: Parts, again: str) -> Estimate:
-    model, cluster, degrees = given.model, given.cluster, given.degrees
-    pp, micros = degrees.pp, given.batch // degrees.dp // given.micro
-    chunks = 1 if pp == 1 else given.chunks or max(1, model.layers // pp)
-    start, layer, end = parts("start", AGAIN[0]), parts("layer", again), parts("end", AGAIN[0])
+def _compose_estimate(request: _StepRequest, parts: DryRunOf, again: str) -> Estimate:
+    model, cluster, degrees = request.model, request.cluster, request.degrees
+    pp, micros = degrees.pp, request.batch // degrees.dp // request.micro
+    chunks = 1 if pp == 1 else request.chunks or max(1, model.layers // pp)
+    start, layer, end = parts("start", RECOMPUTATIONS[0]), parts("layer", again), parts("end", RECOMPUTATIONS[0])
     shares = ((start, 1 / pp), (layer, model.layers / pp), (end, 1 / pp))
 
     passes, once = Work(), Work()
     for part, share in shares:
-        passes, once = passes.plus(part.micro, share * micros), once.plus(part.once, share)
-    if pp > 1:  # activations forward, their gradients back: a message of each stage's
-        passes = passes.plus(_between(cluster, degrees, layer.boundary), 2 * chunks * micros)
+        passes, once = passes.add_scaled(part.micro, share * micros), once.add_scaled(part.once, share)
+    if pp > 1:  # each stage sends activations forward and their gradients back
+        passes = passes.add_scaled(_pipeline_message(cluster, degrees, layer.boundary), 2 * chunks * micros)
     computing = passes.seconds["products"] + passes.seconds["elementwise"]
     seconds = {kind: passes.seconds[kind] + once.seconds[kind] for kind in ("products", "elementwise", "tp", "cp", "ep", "pp")}
     seconds["dp"] = max(0.0, once.seconds["dp"] - computing / micros)
     seconds["bubble"] = sum(passes.seconds.values()) * (pp - 1) / (chunks * micros)
-    total = passes.plus(once).nbytes
+    total = passes.add_scaled(once).nbytes
 
     memory = {kind: sum(share * part.memory[kind] for part, share in shares) for kind in layer.memory}
-    flying = min(micros, pp + (pp - 1) / chunks)  # micro batches that a stage has begun before the first one comes back
-    memory["activations"] = flying * model.layers / pp * layer.saved
+    in_flight = min(micros, pp + (pp - 1) / chunks)  # micro batches that a stage begins before the first backward
+    memory["activations"] = in_flight * model.layers / pp * layer.saved
     memory["logits"] = end.saved
     memory["passing"] = max(part.most for part, _ in shares)
-    mfu = 3 * model.flops(given.sequence) * given.sequence * given.batch / (sum(seconds.values()) * degrees.ranks * cluster.peak)
+    mfu = (
+        3
+        * model.flops(request.sequence)
+        * request.sequence
+        * request.batch
+        / (sum(seconds.values()) * degrees.ranks * cluster.peak)
+    )
     nbytes = {dim: total[dim] for dim in ("tp", "cp", "ep", "pp", "dp")}
-    return Estimate(degrees, again, memory, nbytes, seconds, mfu, sum(memory.values()) < _ROOM * cluster.memory)
+    return Estimate(degrees, again, memory, nbytes, seconds, mfu, sum(memory.values()) < _USABLE_MEMORY * cluster.memory)
 
 
-def _between(cluster: Cluster, degrees: Degrees, nbytes: float) -> Work:
-    """A message to the next stage."""
+def _pipeline_message(cluster: Cluster, degrees: Degrees, nbytes: float) -> Work:
+    """Return the work of a message to the next stage."""
     profile = cluster.profile
     reach = degrees.tp * degrees.cp * degrees.ep * degrees.pp
     link = profile.link("nccl", between_hosts=reach > profile.ranks_per_host)
-    made = Work()
-    made.nbytes["pp"] += nbytes
-    made.seconds["pp"] += link.exchange.seconds(2, nbytes)
-    return made
+    work = Work()
+    work.nbytes["pp"] += nbytes
+    work.seconds["pp"] += link.exchange.seconds(2, nbytes)
+    return work
 
 
 def best(model: Transformer, cluster: Cluster, ranks: int, sequence: int, batch: int, most: int = 8) -> list[Estimate]:
-    """The fastest ways to lay a step over ``ranks`` that fit into memory, at most ``most``.
+    """Return at most ``most`` of the fastest layouts of a step over ``ranks`` that fit into memory.
 
-    A micro batch takes the same whatever ``pp`` and ``dp`` are, so a dry run for each ``tp``, ``cp`` and ``ep`` says what a step
-    takes at least; then those are tried that may be among the fastest.
+    A micro batch takes the same time for all ``pp`` and ``dp``. So one dry run for each ``tp``, ``cp`` and ``ep`` gives a lower
+    bound of the step. Then the layouts that may be among the fastest are tried.
 
     Raises:
-        PlanError: none fits.
+        PlanError: no layout fits.
 
     >>> from dtensor.clusters import CLUSTERS, Transformer
     >>> small = Transformer(2, 1024, 8, 8, 4096, 1000)
     >>> [str(one.degrees) for one in best(small, CLUSTERS["h100"], 4, 1024, 8, most=1)]
     ['tp 1 x cp 1 x pp 1 x dp 4']
 
-    Cost: it communicates nothing; host time, below a minute for 16,384 ranks.
+    Cost: no communication; host time, below a minute for 16,384 ranks.
     """
-    ways = all_degrees(model, ranks, cluster.profile.ranks_per_host, sequence, batch)
-    families = by_key((_family(degrees), degrees) for degrees in ways)
-    queue: list[tuple[float, int, int, Estimate]] = []  # by what a step takes at least; how sure that is
+    candidates = iter_degrees(model, ranks, cluster.profile.ranks_per_host, sequence, batch)
+    families = by_key((_family_key(degrees), degrees) for degrees in candidates)
+    queue: list[tuple[float, int, int, Estimate]] = []  # (lower bound of seconds, number, certainty, estimate)
     numbers = count()
 
-    def push(sure: int, one: Estimate) -> None:
-        heappush(queue, (one.step_seconds, next(numbers), sure, one))
+    def push(certainty: int, one: Estimate) -> None:
+        heappush(queue, (one.step_seconds, next(numbers), certainty, one))
 
     for family in families.values():
         for degrees in family:
-            given = _Given(model, cluster, degrees, sequence, batch)
-            push(0, _composed(given, _without_spread(given.parts(_fewest(family))), AGAIN[0]))
-    found: list[Estimate] = []
-    while queue and len(found) < most:
-        _, _, sure, one = heappop(queue)
-        given, family = _Given(model, cluster, one.degrees, sequence, batch), families[_family(one.degrees)]
-        if sure == 2:
-            found.append(one)
-        elif (better := _least(given, given.parts(one.degrees) if sure else _without_spread(given.parts(_fewest(family))))).fits:
-            push(sure + 1, better)
-    if not found:
+            request = _StepRequest(model, cluster, degrees, sequence, batch)
+            push(
+                0, _compose_estimate(request, _without_data_parallel(request.parts(_cheapest_degrees(family))), RECOMPUTATIONS[0])
+            )
+    results: list[Estimate] = []
+    while queue and len(results) < most:
+        _, _, certainty, one = heappop(queue)
+        request, family = _StepRequest(model, cluster, one.degrees, sequence, batch), families[_family_key(one.degrees)]
+        if certainty == 2:
+            results.append(one)
+        elif (
+            refined := _estimate_least_recomputation(
+                request,
+                request.parts(one.degrees) if certainty else _without_data_parallel(request.parts(_cheapest_degrees(family))),
+            )
+        ).fits:
+            push(certainty + 1, refined)
+    if not results:
         raise PlanError(
             f"no layout tp x cp x pp x dp of {ranks} ranks with {batch} sequences of {sequence} tokens fits "
             f"into {cluster.memory / 1e9:,.0f} GB per rank"
         )
-    return found
+    return results
 
 
-def _family(degrees: Degrees) -> tuple[int, ...]:
+def _family_key(degrees: Degrees) -> tuple[int, ...]:
     return degrees.tp, degrees.cp, degrees.ep
 
 
-def _fewest(family: list[Degrees]) -> Degrees:
-    """The cheapest to run."""
+def _cheapest_degrees(family: list[Degrees]) -> Degrees:
+    """Return the degrees with the cheapest dry run."""
     return min(family, key=lambda degrees: degrees.dp)
 
 
-def _without_spread(parts: Parts) -> Parts:
-    """Without whatever is spread over ``dp``: parameters are held in half as many bytes as their gradients."""
+def _without_data_parallel(parts: DryRunOf) -> DryRunOf:
+    """Return the dry runs without parts that are sharded over ``dp``. Parameters need half as many bytes as their gradients."""
 
     def of(part: str, again: str) -> DryStep:
         step = parts(part, again)

@@ -1,1 +1,1 @@
-"""What a transfer takes: profiles of links, and seconds by an alpha-beta model."""
+"""Cost model: profiles of links and devices, and estimated seconds by an alpha-beta model."""

@@ -1,9 +1,9 @@
-"""Calibration (``dtensor calibrate``): measure collectives and compute on this machine, and fit the constants of the cost model.
+"""Calibrate the cost model (``dtensor calibrate``): measure collectives and compute on this machine, and fit the constants.
 
-Every collective runs through the engine's own executor (which is handed in: it plans by what is measured here), so what is
-measured is the algorithm that will be used. The model,
-``latency + per_peer * other ranks + bytes / bandwidth``, is fitted to relative errors: small tensors count as much as large ones.
-Computing is measured while all ranks compute: products of matrices by kind of arithmetic, copies, and an operation on one number.
+Every collective runs through the library's own executor, so the measured algorithm is the one that is used later. The caller
+passes the executor, because it plans with the constants that are measured here. The model ``latency + per_peer * other ranks +
+bytes / bandwidth`` is fitted to relative errors: small tensors count as much as large ones. Compute is measured while all ranks
+compute: matrix products by kind of arithmetic, copies, and an operation on one number.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..base.progress import progress
+from ..base.progress import iterate_with_progress
 from ..base.spawn_ranks import on_ranks
 from ..base.units import seconds_text
 from ..errors import MeshError
@@ -27,22 +27,22 @@ from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.process_groups import backend_of
 from ..placement import Partial, Placement, Replicate, Shard
-from .device import DEVICES, STANDS_FOR, Device, named
-from .profile import COLLECTIVES, Link, Profile, Rate, profile_path
+from .device import DEVICES, STANDS_FOR, Device, nearest_device
+from .profile import MEASURED_COLLECTIVES, Link, Profile, Rate, profile_path
 
-_PAIRS: dict[str, tuple[Placement, Placement]] = {
+_PLACEMENT_PAIRS: dict[str, tuple[Placement, Placement]] = {
     "exchange": (Shard(0), Shard(1)),
     "all_gather": (Shard(0), Replicate()),
     "reduce_scatter": (Partial(), Shard(0)),
     "all_reduce": (Partial(), Replicate()),
 }
-assert tuple(_PAIRS) == COLLECTIVES
-_LONGEST = 3600.0  # seconds that all processes together may take
-_SIDES = (32, 128, 512, 2048)  # of square float32 tensors: 4 KB to 16 MB
+assert tuple(_PLACEMENT_PAIRS) == MEASURED_COLLECTIVES
+_MAX_SECONDS = 3600.0  # time limit of all measurements
+_SIDES = (32, 128, 512, 2048)  # sides of square float32 tensors: 4 KB to 16 MB
 
 
-class Move(Protocol):
-    """A redistribution as it will run: of how many collectives, which bring ``bytes`` to a rank."""
+class BoundRedistribution(Protocol):
+    """Redistribution that is ready to run: its number of collectives, and the bytes that one rank receives."""
 
     @property
     def collectives(self) -> int: ...
@@ -53,11 +53,11 @@ class Move(Protocol):
     def run(self, local: torch.Tensor) -> Any: ...
 
 
-Moves = Callable[[Layout, Layout], Move]
+MakeRedistribution = Callable[[Layout, Layout], BoundRedistribution]
 
 
-class Sample(NamedTuple):
-    """One measurement: a collective among ``size`` ranks that brings ``nbytes`` to each took ``seconds``."""
+class CollectiveSample(NamedTuple):
+    """Measurement of one collective among ``size`` ranks: each received ``nbytes`` in ``seconds``."""
 
     kind: str
     size: int
@@ -65,11 +65,11 @@ class Sample(NamedTuple):
     seconds: float
 
 
-def fit(samples: Sequence[Sample]) -> Rate:
-    """The rate with the least squares of relative errors; no constant is negative.
+def fit_rate(samples: Sequence[CollectiveSample]) -> Rate:
+    """Return the rate with the least squares of relative errors. No constant is negative.
 
     >>> made = Rate(1e-4, 2e-5, 1e9)
-    >>> found = fit([Sample("exchange", n, b, made.seconds(n, b)) for n in (2, 4) for b in (1 << 10, 1 << 20)])
+    >>> found = fit_rate([CollectiveSample("exchange", n, b, made.seconds(n, b)) for n in (2, 4) for b in (1 << 10, 1 << 20)])
     >>> round(found.latency * 1e6), round(found.per_peer * 1e6), round(found.bandwidth / 1e6)
     (100, 20, 1000)
     """
@@ -77,18 +77,18 @@ def fit(samples: Sequence[Sample]) -> Rate:
     columns = np.asarray([(1.0, sample.size - 1, sample.nbytes) for sample in samples]) / seconds[:, None]
     scale = np.abs(columns).max(axis=0)  # columns of one size: bytes and ones differ by millions
     used = [0, 2] if len({sample.size for sample in samples}) == 1 else [0, 1, 2]
-    found = np.zeros(3)
+    constants = np.zeros(3)
     while used:
         part = np.linalg.lstsq(columns[:, used] / scale[used], np.ones(len(samples)), rcond=None)[0]
         if (part >= 0).all():
-            found[used] = part / scale[used]
+            constants[used] = part / scale[used]
             break
         used.remove(used[int(part.argmin())])
-    return Rate(float(found[0]), float(found[1]), float(1 / max(found[2], 1e-15)))
+    return Rate(float(constants[0]), float(constants[1]), float(1 / max(constants[2], 1e-15)))
 
 
-def measure(moves: Moves, device_type: str, seconds: float = 0.05) -> Profile:
-    """The constants of the world's backend, on all its ranks alike; all of them must call it.
+def measure_profile(moves: MakeRedistribution, device_type: str, seconds: float = 0.05) -> Profile:
+    """Return the constants of the world's backend, equal on all its ranks. All of them must call it.
 
     Args:
         seconds: how long each of about fifty measurements lasts.
@@ -102,46 +102,48 @@ def measure(moves: Moves, device_type: str, seconds: float = 0.05) -> Profile:
     between: dict[str, Link] = {}
     sizes = sorted({n for n in (2, 4, 8, per_host) if 1 < n <= min(per_host, world)})
     if sizes:
-        links[backend] = _link(moves, [ranks[:n] for n in sizes], device_type, seconds)
+        links[backend] = _measure_link(moves, [ranks[:n] for n in sizes], device_type, seconds)
     if per_host < world:
         heads = ranks[::per_host]
         groups = [heads[:n] for n in sorted({2, len(heads)}) if len(heads) >= n]
-        between[backend] = _link(moves, [*groups, ranks], device_type, seconds)
-    devices = {device_type: _computing(device_type, seconds)}
+        between[backend] = _measure_link(moves, [*groups, ranks], device_type, seconds)
+    devices = {device_type: _measure_device(device_type, seconds)}
     return Profile(links, between, per_host if per_host < world else 0, devices)
 
 
 # --- computing ------------------------------------------------------------------------------------------------------------
-_MULTIPLIED = {"float64": torch.float64, "float32": torch.float32, "half": torch.bfloat16}
-_MATRICES = {"cpu": (128, 256, 512), "cuda": (1024, 4096, 8192)}
+_MATMUL_DTYPES = {"float64": torch.float64, "float32": torch.float32, "half": torch.bfloat16}
+_MATRIX_SIDES = {"cpu": (128, 256, 512), "cuda": (1024, 4096, 8192)}
 
 
-def _computing(device_type: str, seconds: float) -> Device:
-    """What this machine gets; of 8-bit numbers and integers what is built in for devices of its kind."""
+def _measure_device(device_type: str, seconds: float) -> Device:
+    """Return the measured rates of this machine. Rates of integers and 8-bit dtypes are the built-in ones of its kind of
+    device.
+    """
     name = "this CPU" if device_type == "cpu" else torch.cuda.get_device_name()
-    built_in = DEVICES[STANDS_FOR[device_type] if device_type == "cpu" else named(name)]
+    built_in = DEVICES[STANDS_FOR[device_type] if device_type == "cpu" else nearest_device(name)]
     number = torch.ones((), device=device_type)
-    rates = {kind: _multiplied(dtype, device_type, seconds) for kind, dtype in _MULTIPLIED.items()}
+    rates = {kind: _measure_matmul_rate(dtype, device_type, seconds) for kind, dtype in _MATMUL_DTYPES.items()}
     memory = 2 * _measure_copy_rate(device_type, seconds)  # read and written
     return Device(name, {**built_in.flops, **rates}, memory, slowest(lambda: number + number, seconds / 5, device_type))
 
 
-def _multiplied(dtype: torch.dtype, device_type: str, seconds: float) -> float:
-    """FLOPs per second of the size of matrices that suits best."""
+def _measure_matmul_rate(dtype: torch.dtype, device_type: str, seconds: float) -> float:
+    """Return the FLOPs per second of the fastest matrix size."""
     rates = []
-    for side in _MATRICES[device_type]:
+    for side in _MATRIX_SIDES[device_type]:
         x = torch.ones(side, side, dtype=dtype, device=device_type)
-        rates.append(2 * side**3 / slowest(lambda x=x: x @ x, seconds / 5, device_type))  # type: ignore[misc]  # of this turn
+        rates.append(2 * side**3 / slowest(lambda x=x: x @ x, seconds / 5, device_type))  # type: ignore[misc]  # x of this iteration
     return max(rates)
 
 
-def _link(moves: Moves, groups: Sequence[Sequence[int]], device_type: str, seconds: float) -> Link:
+def _measure_link(moves: MakeRedistribution, groups: Sequence[Sequence[int]], device_type: str, seconds: float) -> Link:
     memory = _measure_copy_rate(device_type, seconds)
-    asked = list(product(groups, COLLECTIVES, _SIDES))
-    shown = progress(asked, len(asked), "calibrating") if dist.get_rank() == 0 else iter(asked)
-    taken = [_sample(moves, kind, group, side, device_type, memory, seconds) for group, kind, side in shown]
-    samples = [sample for sample in taken if sample is not None]
-    rates = {kind: fit([sample for sample in samples if sample.kind == kind]) for kind in COLLECTIVES}
+    measurements = list(product(groups, MEASURED_COLLECTIVES, _SIDES))
+    steps = iterate_with_progress(measurements, len(measurements), "calibrating") if dist.get_rank() == 0 else iter(measurements)
+    results = [_measure_collective(moves, kind, group, side, device_type, memory, seconds) for group, kind, side in steps]
+    samples = [sample for sample in results if sample is not None]
+    rates = {kind: fit_rate([sample for sample in samples if sample.kind == kind]) for kind in MEASURED_COLLECTIVES}
     return Link(**rates, memory=memory)
 
 
@@ -151,27 +153,28 @@ def _measure_copy_rate(device_type: str, seconds: float) -> float:
     return x.nbytes / slowest(x.clone, seconds / 5, device_type)
 
 
-def _sample(
-    moves: Moves, kind: str, group: Sequence[int], side: int, device_type: str, memory: float, seconds: float
-) -> Sample | None:
-    """One measurement; what the local part takes by the model is taken off. None where another rank's cannot be."""
+def _measure_collective(
+    moves: MakeRedistribution, kind: str, group: Sequence[int], side: int, device_type: str, memory: float, seconds: float
+) -> CollectiveSample | None:
+    """Return one measurement without the modeled time of its local part. None if this rank is not in ``group``'s measurement."""
     mesh = DeviceMesh(device_type, list(group))
-    src, dst = (Layout.of(mesh, [placement], (side, side)) for placement in _PAIRS[kind])
+    src, dst = (Layout.of(mesh, [placement], (side, side)) for placement in _PLACEMENT_PAIRS[kind])
     move = moves(src, dst)
     assert move.collectives == 1, f"{kind} is one collective, not {move}"
     local = torch.ones(src.local_shape(mesh.get_coordinate()), device=device_type)
-    own = () if mesh.current_member() is None else group
-    taken = slowest(lambda: moves(src, dst).run(local), seconds / 5, device_type, own)
+    members = () if mesh.current_member() is None else group
+    elapsed = slowest(lambda: moves(src, dst).run(local), seconds / 5, device_type, members)
     nbytes = move.bytes
-    copied = {"all_reduce": 0, "reduce_scatter": nbytes}.get(kind, dst.max_local_nbytes)
-    return Sample(kind, len(group), nbytes, max(taken - copied / memory, taken / 4))
+    copied_bytes = {"all_reduce": 0, "reduce_scatter": nbytes}.get(kind, dst.max_local_nbytes)
+    return CollectiveSample(kind, len(group), nbytes, max(elapsed - copied_bytes / memory, elapsed / 4))
 
 
 def slowest(run: Callable[[], Any], seconds: float, device_type: str = "cpu", group: Sequence[int] = ()) -> float:
-    """Median over rounds of ``seconds`` of one call, on the slowest of the ranks that take part; () stands for all or, outside a
-    group, for none."""
+    """Return the median over rounds of ``seconds`` of the time of one call, on the slowest rank of ``group``. () means all
+    ranks, or none for a rank outside of a group.
+    """
 
-    def timed(count: int) -> float:
+    def time_calls(count: int) -> float:
         dist.barrier()
         start = perf_counter()
         for _ in range(count):
@@ -180,22 +183,24 @@ def slowest(run: Callable[[], Any], seconds: float, device_type: str = "cpu", gr
             torch.cuda.synchronize()
         return (perf_counter() - start) / count
 
-    def everybodys(value: float) -> float:
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, value)
-        return max(found[rank] for rank in group or range(len(found)))
+    def slowest_rank(value: float) -> float:
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return max(values[rank] for rank in group or range(len(values)))
 
-    timed(2)
-    count = int(max(1, min(10_000, seconds / max(1e-6, everybodys(timed(2))))))
-    return sorted(everybodys(timed(count)) for _ in range(5))[2]
+    time_calls(2)
+    count = int(max(1, min(10_000, seconds / max(1e-6, slowest_rank(time_calls(2))))))
+    return sorted(slowest_rank(time_calls(count)) for _ in range(5))[2]
 
 
 # --- processes ------------------------------------------------------------------------------------------------------------
-def run(moves: Moves, ranks: int, device_type: str, path: Path | None, seconds: float) -> tuple[Path, Profile]:
-    """Measures and writes the profile; starts ``ranks`` processes of its own, unless torchrun has.
+def run_calibration(
+    moves: MakeRedistribution, ranks: int, device_type: str, path: Path | None, seconds: float
+) -> tuple[Path, Profile]:
+    """Measure and write the profile. Starts ``ranks`` processes, unless torchrun has.
 
     Returns:
-        Where the profile was written (on each host, under torchrun), and the profile.
+        Path of the written profile (on each host, under torchrun), and the profile.
     """
     path = path or profile_path()
     if path is None:
@@ -204,43 +209,44 @@ def run(moves: Moves, ranks: int, device_type: str, path: Path | None, seconds: 
         dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
         if device_type == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        os.environ["DTENSOR_PROFILE"] = "off"  # measured under built-in plans, whatever was there before
+        os.environ["DTENSOR_PROFILE"] = "off"  # measure with plans of the built-in constants
         try:
-            found = measure(moves, device_type, seconds)
+            profile = measure_profile(moves, device_type, seconds)
             if os.environ.get("LOCAL_RANK", "0") == "0":
-                _write(path, found)
+                _write_profile(path, profile)
             dist.barrier()
         finally:
             dist.destroy_process_group()
-        return path, found
-    (told,) = on_ranks(ranks, _told, moves, device_type, seconds, seconds=_LONGEST, device_type=device_type)
-    found = Profile.loads(told)
-    _write(path, found)
-    return path, found
+        return path, profile
+    (text,) = on_ranks(ranks, _measure_profile_json, moves, device_type, seconds, seconds=_MAX_SECONDS, device_type=device_type)
+    profile = Profile.loads(text)
+    _write_profile(path, profile)
+    return path, profile
 
 
-def _write(path: Path, profile: Profile) -> None:
+def _write_profile(path: Path, profile: Profile) -> None:
+    """Write the profile atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    half = path.with_name(f"{path.name}.{os.getpid()}")
-    half.write_text(profile.dumps())
-    half.replace(path)  # a reader sees the old one or the new one
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text(profile.dumps())
+    temporary.replace(path)  # atomic: a reader sees the old file or the new file
 
 
-def _told(moves: Moves, device_type: str, seconds: float) -> Iterator[str]:
-    """On each rank: the profile as it is written."""
+def _measure_profile_json(moves: MakeRedistribution, device_type: str, seconds: float) -> Iterator[str]:
+    """Yield the measured profile as JSON, on each rank."""
     torch.set_num_threads(1)
     os.environ["DTENSOR_PROFILE"] = "off"
-    yield measure(moves, device_type, seconds).dumps()
+    yield measure_profile(moves, device_type, seconds).dumps()
 
 
-def report(profile: Profile, backend: str) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
+def report_tables(profile: Profile, backend: str) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
     """Yield titles and tables of a profile: each link of one backend, then each device."""
     for where, links in (("", profile.links), (" between hosts", profile.between_hosts)):
         link = links.get(backend)
         if link is not None:
             rows = [
                 (kind, seconds_text(rate.latency), seconds_text(rate.per_peer), f"{rate.bandwidth / 1e9:.2f} GB/s")
-                for kind in COLLECTIVES
+                for kind in MEASURED_COLLECTIVES
                 for rate in [getattr(link, kind)]
             ]
             title = f"{backend}{where}; local copies {link.memory / 1e9:.2f} GB/s"

@@ -1,8 +1,9 @@
-"""What communication and computing take on a machine: built-in constants, or those that ``python -m dtensor calibrate`` measured.
+"""Profile of a machine: cost constants of communication and compute, built in or measured by ``python -m dtensor calibrate``.
 
-A profile is a small JSON file, ``$DTENSOR_PROFILE`` or ``~/.cache/dtensor/profile.json`` (``$XDG_CACHE_HOME`` is respected);
-``DTENSOR_PROFILE=off`` means the built-in constants. Plans follow from it, so all ranks must go by the same one: the first
-rank of a world that asks leaves its profile in the world's store, and everybody takes that, whatever lies on its own disk.
+A profile is a small JSON file, ``$DTENSOR_PROFILE`` or ``~/.cache/dtensor/profile.json`` (``$XDG_CACHE_HOME`` is respected).
+``DTENSOR_PROFILE=off`` selects the built-in constants. Plans depend on the profile, so all ranks must use the same one: the
+first rank of a world that needs it writes its profile to the world's store, and all ranks use that one instead of their own
+file.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.process_groups import settled_by_first
-from .device import Device, parsed, positive
+from ..mesh.process_groups import elect_value
+from .device import Device, parse_devices, parse_positive
 
 FORMAT = 1
-COLLECTIVES = ("exchange", "all_gather", "reduce_scatter", "all_reduce")
+MEASURED_COLLECTIVES = ("exchange", "all_gather", "reduce_scatter", "all_reduce")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +34,13 @@ class Rate:
     bandwidth: float  # bytes per second into (and out of) one rank
 
     def seconds(self, size: int, nbytes: float) -> float:
-        """Time among ``size`` ranks, of which the busiest moves ``nbytes`` one way."""
+        """Return the seconds among ``size`` ranks if the busiest sends or receives ``nbytes``."""
         return self.latency + (size - 1) * self.per_peer + nbytes / self.bandwidth
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One backend's constants."""
+    """Cost constants of one backend."""
 
     exchange: Rate
     all_gather: Rate
@@ -49,18 +50,17 @@ class Link:
 
     @classmethod
     def uniform(cls, latency: float, per_peer: float, bandwidth: float, memory: float) -> Link:
-        """All collectives alike; an all-reduce meets each other rank twice."""
+        """Return a link with equal constants for all collectives. An all-reduce exchanges twice with each other rank."""
         once, twice = Rate(latency, per_peer, bandwidth), Rate(latency, 2 * per_peer, bandwidth)
         return cls(once, once, once, twice, memory)
 
     def rate(self, kind: str) -> Rate:
-        """Of a kind of collective; of those that were not measured an exchange's."""
-        found: Rate = getattr(self, kind if kind in COLLECTIVES else "exchange")
-        return found
+        """Return the rate of a kind of collective. Kinds that are not measured use the rate of an exchange."""
+        rate: Rate = getattr(self, kind if kind in MEASURED_COLLECTIVES else "exchange")
+        return rate
 
 
-# Orders of magnitude, which is what a choice between one collective and two, or between an all-reduce and a reduce-scatter,
-# depends on.
+# Orders of magnitude. They are enough to choose between one collective and two, or between an all-reduce and a reduce-scatter.
 _GLOO = Link.uniform(latency=100e-6, per_peer=20e-6, bandwidth=1e9, memory=4e9)
 _NCCL = Link.uniform(latency=15e-6, per_peer=1e-6, bandwidth=100e9, memory=1e12)
 _NCCL_BETWEEN_HOSTS = Link.uniform(latency=25e-6, per_peer=2e-6, bandwidth=25e9, memory=1e12)
@@ -68,13 +68,13 @@ _NCCL_BETWEEN_HOSTS = Link.uniform(latency=25e-6, per_peer=2e-6, bandwidth=25e9,
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The constants of a machine.
+    """Cost constants of a machine.
 
     Attributes:
         links: backend -> constants among ranks of one host.
-        between_hosts: the same for groups that reach over several hosts, where they differ.
-        ranks_per_host: consecutive ranks that share a host; 0 if all do.
-        devices: torch's type of device -> what was measured of computing on it.
+        between_hosts: backend -> constants for groups over several hosts, if they differ.
+        ranks_per_host: number of consecutive ranks on one host; 0 if all ranks share a host.
+        devices: torch's device type -> measured device constants.
     """
 
     links: Mapping[str, Link] = field(default_factory=dict)
@@ -83,62 +83,64 @@ class Profile:
     devices: Mapping[str, Device] = field(default_factory=dict)
 
     def link(self, backend: str, between_hosts: bool = False) -> Link:
-        """The constants for a group; those of NCCL for a backend that nobody measured."""
+        """Return the constants for a group; those of NCCL for a backend without measurements."""
         if between_hosts and backend in self.between_hosts:
             return self.between_hosts[backend]
-        return self.links.get(backend, BUILT_IN.links.get(backend, _NCCL))
+        return self.links.get(backend, BUILT_IN_PROFILE.links.get(backend, _NCCL))
 
     def dumps(self) -> str:
-        """The profile as JSON."""
+        """Return the profile as JSON."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
 
     @classmethod
     def loads(cls, text: str) -> Profile:
-        """The profile in ``text``; what it does not name is built in.
+        """Return the profile in ``text``. Entries that are missing are built in.
 
         Raises:
-            ValueError: it is no profile, or has constants that no machine has.
+            ValueError: the text is not a profile, or a constant is not a possible one.
         """
         read = json.loads(text)
         if not isinstance(read, dict) or read.get("format") != FORMAT:
             raise ValueError(f"not a profile of format {FORMAT}")
-        links, between = (_links(read.get(key, {})) for key in ("links", "between_hosts"))
+        links, between = (_parse_links(read.get(key, {})) for key in ("links", "between_hosts"))
         ranks_per_host = read.get("ranks_per_host", 0)
         if not isinstance(ranks_per_host, int) or ranks_per_host < 0:
             raise ValueError(f"ranks_per_host must be a count, got {ranks_per_host!r}")
-        devices = parsed(read.get("devices", {}))
-        return cls({**BUILT_IN.links, **links}, {**BUILT_IN.between_hosts, **between}, ranks_per_host, devices)
+        devices = parse_devices(read.get("devices", {}))
+        return cls({**BUILT_IN_PROFILE.links, **links}, {**BUILT_IN_PROFILE.between_hosts, **between}, ranks_per_host, devices)
 
 
-BUILT_IN = Profile({"gloo": _GLOO, "nccl": _NCCL}, {"nccl": _NCCL_BETWEEN_HOSTS})
+BUILT_IN_PROFILE = Profile({"gloo": _GLOO, "nccl": _NCCL}, {"nccl": _NCCL_BETWEEN_HOSTS})
 
 
-def _links(read: Any) -> dict[str, Link]:
+def _parse_links(read: Any) -> dict[str, Link]:
     if not isinstance(read, dict):
         raise ValueError(f"links by backend are expected, got {type(read).__name__}")
     try:
         return {
-            backend: Link(**{kind: _rate(given[kind]) for kind in COLLECTIVES}, memory=positive(given["memory"]))
-            for backend, given in read.items()
+            backend: Link(
+                **{kind: _parse_rate(entry[kind]) for kind in MEASURED_COLLECTIVES}, memory=parse_positive(entry["memory"])
+            )
+            for backend, entry in read.items()
         }
     except (KeyError, TypeError) as error:
-        raise ValueError(f"a link needs {', '.join(COLLECTIVES)} and memory: {error!r}") from None
+        raise ValueError(f"a link needs {', '.join(MEASURED_COLLECTIVES)} and memory: {error!r}") from None
 
 
-def _rate(given: Any) -> Rate:
-    return Rate(_latency(given["latency"]), _latency(given["per_peer"]), positive(given["bandwidth"]))
+def _parse_rate(entry: Any) -> Rate:
+    return Rate(_parse_latency(entry["latency"]), _parse_latency(entry["per_peer"]), parse_positive(entry["bandwidth"]))
 
 
-def _latency(value: Any) -> float:
-    return 0.0 if value == 0 else positive(value)
+def _parse_latency(value: Any) -> float:
+    return 0.0 if value == 0 else parse_positive(value)
 
 
-# --- which one holds ------------------------------------------------------------------------------------------------------
+# --- the profile in use ---------------------------------------------------------------------------------------------------
 def profile_path() -> Path | None:
     """Return the path of this machine's profile; None if ``DTENSOR_PROFILE`` is ``off``."""
-    given = os.environ.get("DTENSOR_PROFILE")
-    if given is not None:
-        return None if given in ("", "off") else Path(given)
+    setting = os.environ.get("DTENSOR_PROFILE")
+    if setting is not None:
+        return None if setting in ("", "off") else Path(setting)
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "dtensor" / "profile.json"
 
@@ -153,7 +155,7 @@ def read_profile() -> Profile:
     """Return this machine's profile. Warns and returns the built-in one if the file cannot be read."""
     path = profile_path()
     if path is None or not path.is_file():
-        return BUILT_IN
+        return BUILT_IN_PROFILE
     try:
         return Profile.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -162,38 +164,38 @@ def read_profile() -> Profile:
             "run `python -m dtensor calibrate` to measure this machine again",
             stacklevel=2,
         )
-        return BUILT_IN
+        return BUILT_IN_PROFILE
 
 
 @functools.cache
-def _of_this_process() -> Profile:
+def _process_profile() -> Profile:
     return read_profile()
 
 
-_settled: list[tuple[Any, Profile]] = []  # the last world, and what holds in it
+_elected_profile: list[tuple[Any, Profile]] = []  # the last world, and the profile that its ranks agreed on
 
 
-def _of_world(world: Any) -> Profile:
-    if not _settled or _settled[0][0] is not world:
-        mine, per_host = _of_this_process(), os.environ.get("LOCAL_WORLD_SIZE", "")  # torchrun's
-        if not mine.ranks_per_host and per_host.isdigit():
-            mine = replace(mine, ranks_per_host=int(per_host))
-        text = settled_by_first(world, "dtensor/profile", mine.dumps())
-        _settled[:] = [(world, BUILT_IN if text is None else Profile.loads(text))]
-    return _settled[0][1]
+def _world_profile(world: Any) -> Profile:
+    if not _elected_profile or _elected_profile[0][0] is not world:
+        own, per_host = _process_profile(), os.environ.get("LOCAL_WORLD_SIZE", "")  # set by torchrun
+        if not own.ranks_per_host and per_host.isdigit():
+            own = replace(own, ranks_per_host=int(per_host))
+        text = elect_value(world, "dtensor/profile", own.dumps())
+        _elected_profile[:] = [(world, BUILT_IN_PROFILE if text is None else Profile.loads(text))]
+    return _elected_profile[0][1]
 
 
-_DRY_RUN_HOST = 8  # ranks on one host, of a cluster that is only imagined
+_DRY_RUN_RANKS_PER_HOST = 8  # ranks per host of a dry run
 
 
-def profile_of(mesh: DeviceMesh) -> Profile:
-    """The profile that all ranks of ``mesh`` go by."""
+def get_profile(mesh: DeviceMesh) -> Profile:
+    """Return the profile that all ranks of ``mesh`` use."""
     if mesh.kind == "process_group":
-        return _of_world(mesh._root.world)
+        return _world_profile(mesh._root.world)
     if mesh._root.profile is not None:
-        given: Profile = mesh._root.profile
-        return given
-    found = _of_this_process()
-    if mesh.kind == "dry_run" and not found.ranks_per_host:
-        return replace(found, ranks_per_host=_DRY_RUN_HOST)
-    return found
+        own: Profile = mesh._root.profile
+        return own
+    profile = _process_profile()
+    if mesh.kind == "dry_run" and not profile.ranks_per_host:
+        return replace(profile, ranks_per_host=_DRY_RUN_RANKS_PER_HOST)
+    return profile

@@ -1,4 +1,4 @@
-"""How a tensor lies on a mesh: interned layouts, splits, orders in memory. Integer maths only."""
+"""Layout: how a tensor is distributed over a mesh. Interned layouts, splits and memory orders; integer arithmetic only."""
 
 from .layout import Layout
 from .splits import Split

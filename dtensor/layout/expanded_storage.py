@@ -1,4 +1,4 @@
-"""What memory holds of a tensor whose elements are repeated, as those of an expanded one are: each of them once."""
+"""Expanded storage: the layout of the storage of a tensor with repeated elements (stride 0), as ``expand`` makes one."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from .layout import Layout
 
 
 @remembered(4096)
-def repeated(layout: Layout) -> tuple[int, ...]:
-    """The dims of step 0 in memory: each rank's block is one element along them, again and again. Not those of which some rank
-    has none.
+def repeated_dims(layout: Layout) -> tuple[int, ...]:
+    """Return the dims of stride 0: along them every rank's local tensor repeats one element. A dim of which some rank has no
+    element does not count.
 
-    >>> repeated(Layout.of(DeviceMesh("cpu", 2), [Shard(0)], (4, 3, 1), (0, 1, 0)))
+    >>> repeated_dims(Layout.of(DeviceMesh("cpu", 2), [Shard(0)], (4, 3, 1), (0, 1, 0)))
     (0,)
     """
-    found = []
+    dims = []
     for d, (size, step, split) in enumerate(zip(layout.shape, layout.stride, layout.splits, strict=True)):
-        there = split is None or (not has_symbols(split.sizes) and min(split.sizes) > 0)
-        if type(step) is int and step == 0 and there and (type(size) is not int or size > 1):
-            found.append(d)
-    return tuple(found)
+        on_all_ranks = split is None or (not has_symbols(split.sizes) and min(split.sizes) > 0)
+        if type(step) is int and step == 0 and on_all_ranks and (type(size) is not int or size > 1):
+            dims.append(d)
+    return tuple(dims)
 
 
-def once(layout: Layout, dims: Sequence[int]) -> Layout:
-    """That of the first element along some repeated dims, which every rank has."""
+def first_along_dims(layout: Layout, dims: Sequence[int]) -> Layout:
+    """Return the layout of the first element along ``dims``, which are repeated dims."""
     if not dims:
         return layout
     shape = [1 if d in dims else size for d, size in enumerate(layout.shape)]
@@ -35,10 +35,10 @@ def once(layout: Layout, dims: Sequence[int]) -> Layout:
 
 
 def stored(layout: Layout) -> Layout:
-    """That of what memory holds.
+    """Return the layout of the storage of a tensor: without its repeated dims.
 
     >>> layout = Layout.of(DeviceMesh("cpu", 2), [Shard(1)], (4, 6), (0, 1))
     >>> stored(layout).max_local_nbytes, layout.max_local_nbytes
     (12, 48)
     """
-    return once(layout, repeated(layout))
+    return first_along_dims(layout, repeated_dims(layout))

@@ -1,4 +1,4 @@
-"""A layout on more dims of its mesh's root than it has, or on fewer."""
+"""On other mesh: express a layout on a mesh with more or fewer dims of the same root."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from .layout import Layout
 
 
 def spelled_on(mesh: DeviceMesh, inside: Layout) -> Layout:
-    """``inside`` spelled on a larger mesh, replicated over the further dims."""
-    where: list[Placement] = [Replicate()] * mesh.ndim
+    """Return ``inside`` on a larger mesh, replicated over the additional mesh dims."""
+    placements: list[Placement] = [Replicate()] * mesh.ndim
     for placement, root_dims in zip(inside.placements, inside.mesh._dims, strict=True):
-        where[mesh._dims.index(root_dims)] = placement
-    return Layout.of(mesh, where, inside.shape, None, inside.dtype)
+        placements[mesh._dims.index(root_dims)] = placement
+    return Layout.of(mesh, placements, inside.shape, None, inside.dtype)
 
 
 def cut_by(whole: Layout, dim: int, mesh_dims: Sequence[int]) -> list[Placement]:
-    """The placements of ``whole`` with ``dim`` cut over further mesh dims too, innermost."""
+    """Return the placements of ``whole`` with tensor dim ``dim`` also sharded over ``mesh_dims``, innermost."""
     split = whole.splits[dim]
     outer = () if split is None else split.mesh_dims
-    where = list(whole.placements)
+    placements = list(whole.placements)
     for level, i in enumerate(outer):
-        old = where[i]
+        old = placements[i]
         assert isinstance(old, Shard)
-        where[i] = Shard(dim, old.sizes, level)
+        placements[i] = Shard(dim, old.sizes, level)
     for level, i in enumerate(mesh_dims, start=len(outer)):
-        where[i] = Shard(dim, None, level if outer else None)
-    return where
+        placements[i] = Shard(dim, None, level if outer else None)
+    return placements
 
 
 def within(layout: Layout, mesh: DeviceMesh) -> Layout:
-    """A replicated layout on those of its mesh dims that ``mesh`` has too, if it has some."""
-    own = layout.mesh
-    kept = [i for i, dims in enumerate(own._dims) if dims in mesh._dims]
-    if not kept or len(kept) == own.ndim:
+    """Return a replicated layout on the mesh dims that ``mesh`` has too. Return it unchanged if there are none or all."""
+    own_mesh = layout.mesh
+    common = [i for i, dims in enumerate(own_mesh._dims) if dims in mesh._dims]
+    if not common or len(common) == own_mesh.ndim:
         return layout
-    return Layout.of(own._derive(*picked(own, kept)), None, layout.shape, None, layout.dtype)
+    return Layout.of(own_mesh._derive(*picked(own_mesh, common)), None, layout.shape, None, layout.dtype)

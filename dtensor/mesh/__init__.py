@@ -1,4 +1,4 @@
-"""Geometry: ranks arranged in meshes, and the groups of their dims. No communication."""
+"""Mesh: ranks arranged as arrays with named dims, and the process groups along their dims. No communication but making groups."""
 
 from .device_mesh import DeviceMesh, init_device_mesh
 

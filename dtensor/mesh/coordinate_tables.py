@@ -1,4 +1,4 @@
-"""Where members stand along mesh dims, as tables of integers for all of them at once."""
+"""Coordinate tables: positions of all members along mesh dims, as integer arrays."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Table = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @remembered(1024)
-def leaves(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Table:
-    """Every member's position among the blocks that ``mesh_dims`` cut, first one major."""
+def block_indices(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Table:
+    """Return for every member the index of its block if ``mesh_dims`` shard a dim, with the first mesh dim major."""
     coordinates = _coordinates(mesh)
     index = np.zeros(len(coordinates), dtype=np.int64)
     for mesh_dim in mesh_dims:
@@ -28,8 +28,8 @@ def _coordinates(mesh: DeviceMesh) -> Table:
 
 
 @remembered(256)
-def groups(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Table:
-    """The members of each communication group over ``mesh_dims``, shape (groups, group size), in group order."""
-    firsts = np.flatnonzero(leaves(mesh, mesh_dims) == 0)
-    within = np.asarray(mesh.members_of(mesh_dims, 0), dtype=np.int64)  # member 0 is a first: all groups are this one, moved
+def group_members(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Table:
+    """Return the members of each communication group over ``mesh_dims``, with shape (groups, group size), in group order."""
+    firsts = np.flatnonzero(block_indices(mesh, mesh_dims) == 0)
+    within = np.asarray(mesh.members_of(mesh_dims, 0), dtype=np.int64)  # every group is the group of member 0, shifted
     return firsts[:, None] + within[None, :]

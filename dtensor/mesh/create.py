@@ -1,4 +1,4 @@
-"""Meshes over process groups that exist already: those given, and the world."""
+"""Create meshes: over the world, with new process groups, and for dry runs."""
 
 from __future__ import annotations
 
@@ -12,67 +12,67 @@ import torch
 import torch.distributed as dist
 
 from ..errors import MeshError
-from .device_mesh import CURRENT, DeviceMesh, as_mesh
-from .init_world import distributed, ensure_world
-from .process_groups import new_handle
+from .device_mesh import ENTERED_MESHES, DeviceMesh, as_mesh
+from .init_world import ensure_world, has_processes
+from .process_groups import make_torch_group
 from .root import Root, make_root
 
 
-class _World(threading.local):
-    """The mesh over all ranks; every thread has its own, since torch's tests run ranks as threads."""
+class _WorldMesh(threading.local):
+    """Mesh over all ranks, for each thread, because torch's tests run ranks as threads."""
 
     mesh: DeviceMesh | None = None
 
 
-_WORLD = _World()
+_WORLD_MESH = _WorldMesh()
 
 
 def mesh_or_world(mesh: Any) -> DeviceMesh:
-    """``mesh``, else the one entered by ``with mesh:``, else a mesh of one dim over all ranks where they are processes.
+    """Return ``mesh``, else the entered mesh, else a 1-d mesh over all ranks if ranks are processes.
 
     Raises:
-        MeshError: none of them.
+        MeshError: none of these exists.
     """
-    if mesh is not None or CURRENT:
+    if mesh is not None or ENTERED_MESHES:
         return as_mesh(mesh)
-    if not distributed():
+    if not has_processes():
         raise MeshError("no device mesh: pass mesh=, or enter one with `with mesh:`")
     on_gpu = torch.cuda.is_available() and (not dist.is_initialized() or "nccl" in dist.get_backend_config())
     device_type = "cuda" if on_gpu else "cpu"
     ensure_world(device_type)
-    found = _WORLD.mesh
-    if found is None or found._root.world is not dist.group.WORLD or found.device_type != device_type:
-        found = _WORLD.mesh = DeviceMesh(device_type, dist.get_world_size())
-    return found
+    world = _WORLD_MESH.mesh
+    if world is None or world._root.world is not dist.group.WORLD or world.device_type != device_type:
+        world = _WORLD_MESH.mesh = DeviceMesh(device_type, dist.get_world_size())
+    return world
 
 
 def with_groups_of_its_own(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> DeviceMesh:
-    """The same ranks laid out alike, with a new process group over ``mesh_dims``; every member of the mesh calls it."""
+    """Return a mesh of the same ranks with a new process group over ``mesh_dims``. Every member of the mesh must call it."""
     member, root = mesh.current_member(), mesh._root
-    made = DeviceMesh(mesh.device_type, torch.tensor(root.ranks, device="cpu").reshape(root.shape))
+    copy = DeviceMesh(mesh.device_type, torch.tensor(root.ranks, device="cpu").reshape(root.shape))
     if member is not None and mesh.kind == "process_group":
         ranks = [mesh.ranks[m] for m in mesh.members_of(mesh_dims, member)]
-        made._root.groups[mesh.group_id(mesh_dims)] = new_handle(mesh, mesh_dims, ranks)
-    return made._derive(mesh._dims, mesh.mesh_dim_names)
+        copy._root.groups[mesh.group_id(mesh_dims)] = make_torch_group(mesh, mesh_dims, ranks)
+    return copy._derive(mesh._dims, mesh.mesh_dim_names)
 
 
 def dry_run_of(mesh: DeviceMesh) -> DeviceMesh:
-    """A mesh without data of the same shape and names, on which everything is taken to last as long as on ``mesh``."""
+    """Return a dry-run mesh of the same shape and names, with the cost estimates of ``mesh``."""
     if mesh.kind == "dry_run":
         return mesh
     root = make_root("meta", np.asarray(mesh.ranks).reshape(mesh.shape), mesh.mesh_dim_names)
     root.stands_for = mesh
-    return mesh_of(root)
+    return mesh_of_root(root)
 
 
-def dry_run_on(profile: Any, shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
-    """A mesh without data of a cluster of which a :class:`~dtensor.cost.profile.Profile` says what everything takes."""
+def dry_run_of_profile(profile: Any, shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
+    """Return a dry-run mesh of a cluster, with cost estimates from a :class:`~dtensor.cost.profile.Profile`."""
     root = make_root("meta", np.arange(math.prod(shape)).reshape(shape), names)
     root.profile = profile
-    return mesh_of(root)
+    return mesh_of_root(root)
 
 
-def mesh_of(root: Root) -> DeviceMesh:
-    """All dims of a root, as they were made."""
+def mesh_of_root(root: Root) -> DeviceMesh:
+    """Return the mesh of all dims of a root, as they were made."""
     dims = tuple((dim,) for dim in range(len(root.shape)))
     return DeviceMesh(root.device_type, None, mesh_dim_names=root.names, _root=root, _dims=dims)

@@ -1,7 +1,7 @@
-"""Whose turn it is: the rank of this process, or where all ranks live here the one that ``map_ranks`` runs for.
+"""Current rank: the rank of this process, or of the running ``map_ranks`` function if all ranks live in this process.
 
-What runs is known per thread. Outside of ``map_ranks`` a process that holds all ranks is none of them: what a rank knows of
-itself is a number of each there, a ``RankNumber``.
+The running function is known per thread. Outside of ``map_ranks`` a process with all ranks has no single rank: questions about
+the current rank then return a ``RankNumber``, the answer of each rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .root import Root
 
 
 class _Running(threading.local):
-    at: tuple[Root, int] | None = None  # the member of a root that a function of one rank runs for in this thread
+    at: tuple[Root, int] | None = None  # root and member of the per-rank function that runs in this thread
 
 
 RUNNING = _Running()
@@ -35,41 +35,45 @@ def running_as(root: Root, member: int) -> Iterator[None]:
 
 
 def current_member(root: Root) -> int | None:
-    """This process's member; in one process the one that ``map_ranks`` runs for, else the first. None: not in the mesh."""
+    """Return the member of this process, or None if it is not in the mesh. In one process it is the member that ``map_ranks``
+    runs, else the first.
+    """
     if root.kind == "process_group":
         rank = dist.get_rank()
         return root.ranks.index(rank) if rank in root.ranks else None
-    at = RUNNING.at
-    if at is None or root.kind == "dry_run":
+    running = RUNNING.at
+    if running is None or root.kind == "dry_run":
         return 0
-    if at[0] is root:
-        return at[1]
-    rank = at[0].ranks[at[1]]
-    return root.ranks.index(rank) if rank in root.ranks else 0  # a holder of all ranks is in every mesh
+    if running[0] is root:
+        return running[1]
+    rank = running[0].ranks[running[1]]
+    return root.ranks.index(rank) if rank in root.ranks else 0  # a process with all ranks is in every mesh
 
 
 def current_rank(root: Root) -> Any:
-    """The current rank: a number; where all ranks live here and none of them runs, each one's."""
+    """Return the current rank: an int, or a ``RankNumber`` if all ranks live in this process and none is running."""
     if root.kind == "process_group":
         return dist.get_rank()
     if root.kind == "dry_run":
         return root.ranks[0]
-    at = RUNNING.at
-    if at is not None:
-        return at[0].ranks[at[1]]
+    running = RUNNING.at
+    if running is not None:
+        return running[0].ranks[running[1]]
     return rank_of_all(root.ranks)
 
 
 def current_coordinate(root: Root, coordinates: Sequence[tuple[int, ...]], ndim: int) -> tuple[Any, ...] | None:
-    """The current rank's index along each mesh dim, None outside of the mesh; each rank's where none of them runs."""
-    at = RUNNING.at
-    if root.kind == "in_process" and at is None:
-        return tuple(map(one_or_each, _columns(coordinates, ndim)))
-    if root.kind == "in_process" and at is not None and at[0].ranks[at[1]] not in root.ranks:
+    """Return the index of the current rank along each mesh dim, or None outside of the mesh. Indices are ``RankNumber`` if no
+    rank is running.
+    """
+    running = RUNNING.at
+    if root.kind == "in_process" and running is None:
+        return tuple(map(one_or_each, _transpose(coordinates, ndim)))
+    if root.kind == "in_process" and running is not None and running[0].ranks[running[1]] not in root.ranks:
         return None
     member = current_member(root)
     return None if member is None else coordinates[member]
 
 
-def _columns(rows: Sequence[tuple[int, ...]], count: int) -> list[tuple[int, ...]]:
+def _transpose(rows: Sequence[tuple[int, ...]], count: int) -> list[tuple[int, ...]]:
     return [tuple(row[k] for row in rows) for k in range(count)]

@@ -1,9 +1,10 @@
-"""``DeviceMesh``: ranks arranged as an n-d array with named dims.
+"""Device mesh: ranks arranged as an n-d array with named dims.
 
-A mesh is geometry: a *root* (all its members, laid out once) and, for each mesh dim, the root dims that make it up.
-Slicing, reordering and flattening only pick root dims, so every derived mesh keeps the root's members, and in one
-process a submesh lives on all its copies at once (``mesh["tp"]`` is the tp group of *each* dp coordinate).
-A *member* is a position in the flattened root; ``ranks[member]`` is its rank.
+[Note: Members of a mesh]
+A mesh consists of a *root* (all its ranks, arranged once) and, for each mesh dim, the root dims that it is made of. Slicing,
+reordering and flattening only select root dims. So every derived mesh keeps all members of the root. In one process a submesh
+includes all its copies at once: ``mesh["tp"]`` is the tp group of *each* dp coordinate. A *member* is a position in the
+flattened root. ``ranks[member]`` is its rank.
 """
 
 from __future__ import annotations
@@ -22,26 +23,25 @@ from ..base.mode_stack import Scoped
 from ..base.tracing import constant_of_graph
 from ..errors import MeshError
 from .current_rank import current_coordinate, current_rank
-from .from_torch import of_torch
-from .geometry import Dims, Geometry, Names, asked
+from .geometry import Dims, Geometry, Names, uncached_property
 from .process_groups import handle_of
-from .root import Kind, Root, backends_of, device_type_of, make_root, mesh_shape_of
-from .submesh import concatenated, flattened, on_one_root, sliced, unflattened
+from .root import Kind, Root, make_root, parse_backends, parse_device_type, parse_mesh_shape
+from .submesh import concatenate_dims, dims_of_ranks, flatten_dims, on_one_root, slice_dims, unflatten_dims
 
 
 class DeviceMesh(Geometry, TorchDeviceMesh):
-    """An n-d array of ranks.
+    """N-d array of ranks.
 
-    A ``torch.distributed.device_mesh.DeviceMesh`` as far as torch's functions look: functional collectives and ``DDP`` take it.
-    Where no process group is initialised and no launcher's environment is set, all ranks live in this process;
-    otherwise each rank is a process of ``torch.distributed``. Device type ``"meta"`` simulates one rank without data.
+    It is a ``torch.distributed.device_mesh.DeviceMesh`` for torch's functions: functional collectives and ``DDP`` accept it.
+    Without a process group and without the environment of a launcher, all ranks live in this process. Otherwise each rank is a
+    process of ``torch.distributed``. Device type ``"meta"`` simulates one rank without data.
 
     Args:
         device_type: ``"cpu"``, ``"cuda"`` or ``"meta"``.
         mesh: ranks as a nested list, array or tensor; an int n means ``range(n)``.
         mesh_dim_names: one name per mesh dim.
-        backend_override: as of :func:`init_device_mesh`; or a sequence of (name, options), one per mesh dim.
-        _init_backend: as torch has it. Process groups are made when they are first asked for, so it says nothing here.
+        backend_override: as in :func:`init_device_mesh`; or a sequence of (name, options), one per mesh dim.
+        _init_backend: accepted for torch's code and ignored, because process groups are made at their first use.
 
     Raises:
         MeshError: repeated ranks, wrong number of names, ranks outside the world.
@@ -67,7 +67,7 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
     ) -> None:
         if _root is None:
             _root = make_root(device_type, mesh, mesh_dim_names)
-            _root.backends = backends_of(backend_override, _root.shape, _root.names)
+            _root.backends = parse_backends(backend_override, _root.shape, _root.names)
             _dims = tuple((dim,) for dim in range(len(_root.shape)))
             mesh_dim_names = _root.names
         assert _dims is not None
@@ -77,34 +77,36 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
         self._hash = hash((_root.geometry, _dims, self._names))
 
     def size(self, mesh_dim: int | str | None = None) -> int:
-        """Number of ranks, in all or along one mesh dim or flattened one."""
+        """Return the number of ranks: of the mesh, or along one mesh dim or flattened dim."""
         if mesh_dim is None:
             return math.prod(self.shape)
         mesh, dim = self._along(mesh_dim, "size")
         return mesh.shape[dim]
 
-    @asked
+    @uncached_property
     def mesh(self) -> torch.Tensor:
-        """The ranks of this mesh as the current rank sees it, shape ``self.shape``."""
+        """Return the ranks of this mesh as the current rank sees them, with shape ``self.shape``."""
         return torch.tensor(self.ranks_here(), dtype=torch.int, device="cpu").reshape(self.shape)
 
     # --- the current rank -------------------------------------------------------------------------------------
     def get_rank(self) -> Any:
-        """The current rank.
+        """Return the current rank.
 
-        Where all ranks live in this process, and outside of ``map_ranks``: a ``RankNumber`` of all ranks. Asked whether it is 0,
-        for what one rank does alone, it says yes.
+        If all ranks live in this process, and outside of ``map_ranks``, this is a ``RankNumber`` of all ranks. It compares
+        equal to 0, so that code for one rank runs.
         """
         return current_rank(self._root)
 
     def get_coordinate(self) -> tuple[Any, ...] | None:
-        """The current rank's index along each mesh dim (see ``get_local_rank``); None if it is not part of the mesh."""
+        """Return the index of the current rank along each mesh dim (see ``get_local_rank``), or None if the rank is not in the
+        mesh.
+        """
         return current_coordinate(self._root, self.coordinates, self.ndim)
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> Any:
-        """The current rank's index along one mesh dim or flattened one (may be left out on a 1-d mesh).
+        """Return the index of the current rank along one mesh dim or flattened dim. ``mesh_dim`` is optional for a 1-d mesh.
 
-        Where all ranks live in this process, and outside of ``map_ranks``: a ``RankNumber``, the index of each rank.
+        If all ranks live in this process, and outside of ``map_ranks``, this is a ``RankNumber``: the index of each rank.
 
         Raises:
             MeshError: the current rank is not part of the mesh.
@@ -121,20 +123,22 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
         return coordinate[dim]
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
-        """The ``torch.distributed`` process group along one mesh dim or flattened one (may be left out on a 1-d mesh)."""
-        return getattr(_GROUPS, _group_name(self, mesh_dim))
+        """Return the ``torch.distributed`` process group along one mesh dim or flattened dim. ``mesh_dim`` is optional for a
+        1-d mesh.
+        """
+        return getattr(_GROUPS, _register_group_name(self, mesh_dim))
 
     def get_all_groups(self) -> list[Any]:
-        """``get_group`` of every mesh dim."""
+        """Return ``get_group`` of every mesh dim."""
         return [self.get_group(mesh_dim) for mesh_dim in range(self.ndim)]
 
-    @asked
+    @uncached_property
     def _dim_group_names(self) -> list[Any]:
-        """What torch's functional collectives ask for."""
-        return [_group_name(self, mesh_dim) for mesh_dim in range(self.ndim)]
+        """Return the group name of every mesh dim, for torch's functional collectives."""
+        return [_register_group_name(self, mesh_dim) for mesh_dim in range(self.ndim)]
 
     def _along(self, mesh_dim: int | str | None, what: str) -> tuple[DeviceMesh, int]:
-        """A mesh and its dim: one of this mesh, or a flattened one by its name, as the root knows it."""
+        """Return a mesh and its dim: this mesh, or the mesh of a flattened dim that the root has under this name."""
         if mesh_dim is None:
             if self.ndim != 1:
                 name = self._names[0] if self._names else 0
@@ -146,85 +150,93 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
 
     # --- derived meshes ---------------------------------------------------------------------------------------
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
-        """The mesh of one or several named dims, in the given order, adjacent or not."""
-        return self._derive(*sliced(self, names))
+        """Return the submesh of one or several named dims, in the given order. The dims need not be adjacent."""
+        return self._derive(*slice_dims(self, names))
 
     def flatten(self, mesh_dim_name: str | None = None, backend_override: Any = None) -> DeviceMesh:
-        """The 1-d mesh over all dims of this one, first dim major; its name defaults to the names joined by "_".
+        """Return the 1-d mesh over all dims of this mesh, with the first dim major. The default name joins the names of the
+        dims by "_".
 
-        ``backend_override``: of their group, where the name is new: the name of a backend, its options, or (name, options).
+        Args:
+            backend_override: for the group of a new name: the name of a backend, its options, or (name, options).
         """
-        return self._derive(*flattened(self, mesh_dim_name, backend_override))
+        return self._derive(*flatten_dims(self, mesh_dim_name, backend_override))
 
     def unflatten(
         self, dim: int | str, mesh_sizes: Sequence[int], names: Sequence[str] | None = None, backend_override: Any = None
     ) -> DeviceMesh:
-        """This mesh with one dim split into several, first one major. MeshError: sizes or ``names`` that do not fit.
+        """Return this mesh with one dim split into several, the first major.
 
-        ``backend_override`` is as of :func:`init_device_mesh`, of the new dims. The others keep theirs.
+        Args:
+            backend_override: for the new dims, as in :func:`init_device_mesh`. The other dims keep their backends.
+
+        Raises:
+            MeshError: ``mesh_sizes`` or ``names`` do not fit.
 
         >>> init_device_mesh("cpu", (4,), mesh_dim_names=("world",)).unflatten("world", (2, 2), ("dp", "tp"))
         DeviceMesh('cpu', [[0, 1], [2, 3]], mesh_dim_names=('dp', 'tp'))
         """
-        ranks, dims, known, backends = unflattened(self, dim, tuple(mesh_sizes), names, backend_override)
-        made = DeviceMesh(self.device_type, ranks)
-        made._root.backends = backends
-        made._root.named.update(zip(known or (), dims, strict=False))
-        return made._derive(dims, known)
+        ranks, dims, dim_names, backends = unflatten_dims(self, dim, tuple(mesh_sizes), names, backend_override)
+        mesh = DeviceMesh(self.device_type, ranks)
+        mesh._root.backends = backends
+        mesh._root.named.update(zip(dim_names or (), dims, strict=False))
+        return mesh._derive(dims, dim_names)
 
     @staticmethod
-    def _concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:  # type: ignore[override]  # more than lists
+    def _concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:  # type: ignore[override]  # accepts any sequence
         meshes = on_one_root(meshes)
-        return meshes[0]._derive(*concatenated(meshes))
+        return meshes[0]._derive(*concatenate_dims(meshes))
 
-    _flatten, _unflatten = flatten, unflatten  # type: ignore[assignment]  # torch's spelling; its names are never left out
+    _flatten, _unflatten = flatten, unflatten  # type: ignore[assignment]  # torch's names; its mesh_dim_name is required
 
     def _get_root_mesh(self) -> DeviceMesh:
-        """All dims as they were made: what torch's own code asks a slice for."""
+        """Return the mesh of all dims of the root, as they were made. Torch's code calls it on slices."""
         return self._derive(tuple((dim,) for dim in range(len(self._root.shape))), self._root.names)
 
-    def _get_all_submeshes(self, mesh_dim_name: str) -> list[DeviceMesh]:  # type: ignore[override]  # lists of ours
-        """A mesh of each group over one dim; torch's code asks for those that a rank is not in, too."""
+    def _get_all_submeshes(self, mesh_dim_name: str) -> list[DeviceMesh]:  # type: ignore[override]  # returns meshes of this class
+        """Return one mesh for each group along a mesh dim, also for the groups that the current rank is not in. Torch's code
+        calls it.
+        """
         dim, ranks = self.dim_index(mesh_dim_name), self._root.ranks
         groups = dict.fromkeys(self.members_of((dim,), member) for member in self.members)
         return [DeviceMesh(self.device_type, [ranks[m] for m in group], mesh_dim_names=(mesh_dim_name,)) for group in groups]
 
     def _derive(self, dims: Dims, names: Names) -> DeviceMesh:
+        """Return the mesh of the root dims ``dims``, one object for equal arguments."""
         if dims == self._dims and names == self._names:
             return self
-        found = self._root.derived.get((dims, names))
-        if found is None:
-            found = DeviceMesh(self.device_type, None, mesh_dim_names=names, _root=self._root, _dims=dims)
-            self._root.derived[dims, names] = found
-        return found
+        mesh = self._root.derived.get((dims, names))
+        if mesh is None:
+            mesh = DeviceMesh(self.device_type, None, mesh_dim_names=names, _root=self._root, _dims=dims)
+            self._root.derived[dims, names] = mesh
+        return mesh
 
     # --- from torch -------------------------------------------------------------------------------------------
     @staticmethod
     def from_group(group: Any, device_type: str, mesh: Any = None, *, mesh_dim_names: Sequence[str] | None = None) -> DeviceMesh:
-        """A mesh over existing process groups: one group, or a list with one group per mesh dim and ``mesh`` given."""
+        """Return a mesh over existing process groups: one group, or one per mesh dim with ``mesh``, the ranks."""
         groups = list(group) if isinstance(group, (list, tuple)) else [group]
         if mesh is None and groups != [group]:
             raise MeshError("from_group with several groups needs mesh=, the ranks as an n-d array, with one dim for each group")
         if not groups:
             raise MeshError("from_group got an empty list of groups; give one for each mesh dim")
         mesh = dist.get_process_group_ranks(group) if mesh is None else mesh
-        made = DeviceMesh(device_type, mesh, mesh_dim_names=mesh_dim_names)
-        if len(groups) != made.ndim:
+        result = DeviceMesh(device_type, mesh, mesh_dim_names=mesh_dim_names)
+        if len(groups) != result.ndim:
             raise MeshError(
-                f"{len(groups)} groups for the mesh {made.mesh.tolist()} of {made.ndim} dims; give one group per mesh dim"
+                f"{len(groups)} groups for the mesh {result.mesh.tolist()} of {result.ndim} dims; give one group per mesh dim"
             )
-        if made.ndim == 1 and sorted(made.ranks) != sorted(ranks := dist.get_process_group_ranks(groups[0])):
-            raise MeshError(f"Invalid mesh {made.mesh.tolist()} for a ProcessGroup with ranks {ranks}; leave mesh= out")
-        made._root.groups = {(dim,): group for dim, group in enumerate(groups)}
-        return made
+        if result.ndim == 1 and sorted(result.ranks) != sorted(ranks := dist.get_process_group_ranks(groups[0])):
+            raise MeshError(f"Invalid mesh {result.mesh.tolist()} for a ProcessGroup with ranks {ranks}; leave mesh= out")
+        result._root.groups = {(dim,): group for dim, group in enumerate(groups)}
+        return result
 
     @staticmethod
     def from_torch(mesh: TorchDeviceMesh) -> DeviceMesh:
-        """This mesh for a ``torch.distributed.device_mesh.DeviceMesh``, with its process groups and flattened dims. Slices of one
-        are slices of one here.
+        """Convert a ``torch.distributed.device_mesh.DeviceMesh``, with its process groups and flattened dims. A slice becomes a
+        slice of the converted root.
         """
-        made: DeviceMesh = of_torch(mesh, DeviceMesh)
-        return made
+        return _convert_torch_slice(mesh) or _convert_torch_root(mesh)
 
     # --- value semantics --------------------------------------------------------------------------------------
     def __eq__(self, other: object) -> bool:
@@ -238,11 +250,11 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
         return self._hash
 
     def __enter__(self) -> DeviceMesh:
-        self._root.entered.setdefault(self, []).append(CURRENT.enter(self))
+        self._root.entered.setdefault(self, []).append(ENTERED_MESHES.enter(self))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        CURRENT.leave_one(self._root.entered[self])
+        ENTERED_MESHES.leave_one(self._root.entered[self])
 
     def __repr__(self) -> str:
         names = "" if self._names is None else f", mesh_dim_names={self._names}"
@@ -251,31 +263,31 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
     _repr_html_ = pictured
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles as geometry, without process groups."""
+        """Pickle the geometry, without process groups."""
         root = self._root
-        known = (root.device_type, root.ranks, root.shape, root.names, root.kind, self._dims, self._names)
-        return restore_mesh, (*known, dict(root.named), dict(root.flattened), dict(root.backends))
+        geometry = (root.device_type, root.ranks, root.shape, root.names, root.kind, self._dims, self._names)
+        return restore_mesh, (*geometry, dict(root.named), dict(root.flattened), dict(root.backends))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeviceMesh:
         return self  # immutable
 
 
-CURRENT: Scoped[DeviceMesh] = Scoped("mesh")
+ENTERED_MESHES: Scoped[DeviceMesh] = Scoped("mesh")
 
 
 def current_mesh() -> DeviceMesh:
-    """The innermost mesh entered by ``with mesh:``.
+    """Return the innermost mesh that ``with mesh:`` entered.
 
     Raises:
         MeshError: no mesh was given and none is entered.
     """
-    if (mesh := CURRENT.last(None)) is None:
+    if (mesh := ENTERED_MESHES.last(None)) is None:
         raise MeshError("no device mesh: pass device_mesh=, or enter one with `with mesh:`")
     return mesh
 
 
 def as_mesh(mesh: Any) -> DeviceMesh:
-    """``mesh`` as a :class:`DeviceMesh`: itself, a torch mesh converted, or None for the entered one."""
+    """Return ``mesh`` as a :class:`DeviceMesh`. A torch mesh is converted, None means the entered mesh."""
     match constant_of_graph(mesh):
         case DeviceMesh() as mesh:
             return mesh
@@ -294,16 +306,18 @@ def init_device_mesh(
     *,
     backend_override: Mapping[int | str, Any] | None = None,
 ) -> DeviceMesh:
-    """A mesh over ranks ``0 .. prod(mesh_shape) - 1``.
+    """Return a mesh over ranks ``0 .. prod(mesh_shape) - 1``.
 
-    With a process group initialised, or under torchrun or another launcher that sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``
-    and ``MASTER_PORT``, each rank is a process (the group is initialised here if it is not yet: gloo for CPU, NCCL for CUDA);
-    those of a larger world are outside of the mesh. Otherwise all ranks live in this process. ``"meta"`` simulates one rank.
+    With an initialized process group, or under torchrun or another launcher that sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``
+    and ``MASTER_PORT``, each rank is a process. If the group is not initialized yet, this call does it: gloo for CPU, NCCL for
+    CUDA. Ranks of a larger world are outside of the mesh. Otherwise all ranks live in this process. ``"meta"`` simulates one
+    rank.
 
     Args:
         mesh_dim_names: one per mesh dim.
-        backend_override: mesh dim, by name or number -> the backend of the process groups along it, where it is not to be the
-            world's: its name, its options, or (name, options). Groups over several dims are the world's (but see ``flatten``).
+        backend_override: mesh dim, by name or number -> the backend of the process groups along it, if it differs from the
+            world's: its name, its options, or (name, options). Groups over several mesh dims use the world's backend (but see
+            ``flatten``).
 
     Raises:
         MeshError: the world has fewer ranks, or the names do not fit.
@@ -311,37 +325,65 @@ def init_device_mesh(
     >>> init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     DeviceMesh('cpu', [[0, 1], [2, 3]], mesh_dim_names=('dp', 'tp'))
 
-    The first mesh over processes makes their groups, which all ranks do together; a mesh in one process communicates nothing.
+    The first mesh over processes makes their groups; all ranks must do this together. A mesh in one process communicates
+    nothing.
     """
-    device_type, shape = device_type_of(device_type), mesh_shape_of(mesh_shape)
+    device_type, shape = parse_device_type(device_type), parse_mesh_shape(mesh_shape)
     ranks = np.arange(math.prod(shape)).reshape(shape)
     return DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names, backend_override=backend_override)
 
 
-class _Groups:
-    """Process groups by name: a compiler takes an attribute of a global object as an input of its graph."""
+def _convert_torch_slice(mesh: TorchDeviceMesh) -> DeviceMesh | None:
+    """Return the converted slice, or None if ``mesh`` is not a slice by names of its root mesh.
+
+    Uses a private method of torch's mesh, which returns the mesh that a slice was taken from.
+    """
+    root_mesh, names = getattr(mesh, "_get_root_mesh", lambda: mesh)(), mesh.mesh_dim_names
+    if root_mesh is mesh or names is None:
+        return None
+    converted = _convert_torch_root(root_mesh)
+    if not all(name in converted._root.named or name in converted._root.flattened for name in names):
+        return None
+    result = converted[names]
+    return result if result.mesh.tolist() == mesh.mesh.tolist() else None
 
 
-_GROUPS = _Groups()
+def _convert_torch_root(mesh: TorchDeviceMesh) -> DeviceMesh:
+    """Return the converted mesh. Its flattened dims are read from a private attribute of torch's mesh."""
+    converted = DeviceMesh.from_group(mesh.get_all_groups(), mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+    for name, flat in getattr(mesh, "_flatten_mapping", {}).items():
+        dims = dims_of_ranks(converted, tuple(flat.mesh.tolist()))
+        if dims is not None:
+            converted._root.flattened[name] = dims
+            converted._root.groups[dims] = flat.get_group()
+    return converted
 
 
-def _group_name(mesh: DeviceMesh, mesh_dim: int | str | None) -> str:
-    """Under which the group along a mesh dim is found there."""
+class _GroupNamespace:
+    """Namespace of process groups by name. A compiler makes an attribute of a global object an input of its graph."""
+
+
+_GROUPS = _GroupNamespace()
+
+
+def _register_group_name(mesh: DeviceMesh, mesh_dim: int | str | None) -> str:
+    """Register the process group along a mesh dim in ``_GROUPS`` and return its name."""
     named, dim = mesh._along(mesh_dim, "get_group")
     handle = handle_of(named, (dim,))
     setattr(_GROUPS, handle.group_name, handle)
     return str(handle.group_name)
 
 
-_group_name._dynamo_marked_constant = True  # type: ignore[attr-defined]  # to a compiler the name is a constant
+_register_group_name._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo treats the name as a constant
 
 
 def restore_mesh(
-    device_type: str, ranks: Any, shape: Any, names: Any, kind: Kind, dims: Any, dim_names: Any, *known: dict[str, Any]
+    device_type: str, ranks: Any, shape: Any, names: Any, kind: Kind, dims: Any, dim_names: Any, *saved_tables: dict[str, Any]
 ) -> DeviceMesh:
+    """Return a pickled mesh. Pickles of older versions have fewer tables."""
     base = DeviceMesh(device_type, np.asarray(ranks).reshape(shape), mesh_dim_names=names)
     root = base._root
-    held: tuple[dict[Any, Any], ...] = (root.named, root.flattened, root.backends)
-    for ours, theirs in zip(held, known, strict=False):  # older pickles have none
-        ours.update(theirs)
+    tables: tuple[dict[Any, Any], ...] = (root.named, root.flattened, root.backends)
+    for table, saved in zip(tables, saved_tables, strict=False):
+        table.update(saved)
     return base._derive(dims, dim_names)

@@ -1,4 +1,4 @@
-"""What a mesh is, in whole numbers: root dims, members, coordinates. A mesh with torch's names stands on it."""
+"""Geometry of a mesh in integers: root dims, members and coordinates. ``DeviceMesh`` adds torch's interface."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ import numpy as np
 
 from ..errors import MeshDimError, MeshError
 from .current_rank import current_member
-from .root import Kind, Root, mesh_dim_of
+from .root import Kind, Root, parse_mesh_dim
 
-Dims = tuple[tuple[int, ...], ...]  # per mesh dim the root dims that make it up, first one major
+Dims = tuple[tuple[int, ...], ...]  # per mesh dim its root dims, first one major
 Names = tuple[str, ...] | None
 T = TypeVar("T")
 
 
-class asked(Generic[T]):  # noqa: N801  # read as `property` is
-    """A property that is asked anew each time, also by a compiler: of a constant of its graphs it cannot read torch's kind."""
+class uncached_property(Generic[T]):  # noqa: N801  # used like `property`
+    """Read-only property without a cache. Unlike ``property`` a compiler can read it on a constant of its graph."""
 
-    def __init__(self, ask: Callable[[Any], T]) -> None:
-        self.ask, self.__doc__ = ask, ask.__doc__
+    def __init__(self, compute: Callable[[Any], T]) -> None:
+        self.compute, self.__doc__ = compute, compute.__doc__
 
     def __get__(self, x: Any, kind: Any) -> T:
-        return self if x is None else self.ask(x)  # type: ignore[return-value]  # of the class: itself, as a property
+        return self if x is None else self.compute(x)  # type: ignore[return-value]  # access on the class returns the property
 
 
 class Geometry:
-    """A root and, for each mesh dim, the root dims that make it up.
+    """Root and, for each mesh dim, the root dims that it is made of.
 
-    What is known of it is remembered in its dictionary, where a compiler finds it (see ``interop.torch_compile``).
+    Computed values are cached in the instance dictionary, where a compiler finds them (see ``interop.torch_compile``).
     """
 
     _root: Root
     _dims: Dims
     _names: Names
 
-    # --- what it is -------------------------------------------------------------------------------------------
+    # --- shape and names --------------------------------------------------------------------------------------
     @cached_property
     def device_type(self) -> str:
         return self._root.device_type
@@ -53,7 +53,7 @@ class Geometry:
         return self._names
 
     def named(self, mesh_dims: Iterable[int]) -> tuple[str | int, ...]:
-        """Mesh dims as a person reads them: by name, by number where they have none."""
+        """Return the names of mesh dims, or their numbers if the mesh has no names."""
         return tuple(mesh_dims) if self._names is None else tuple(self._names[i] for i in mesh_dims)
 
     @cached_property
@@ -65,12 +65,12 @@ class Geometry:
         return len(self._dims)
 
     def dim_index(self, mesh_dim: int | str) -> int:
-        """The position of a mesh dim given by name or (possibly negative) index."""
+        """Return the index of a mesh dim that is given by name or by (possibly negative) index."""
         if isinstance(mesh_dim, str):
             if self._names is None or mesh_dim not in self._names:
                 raise MeshDimError(f"Invalid mesh_dim_name: {self!r} has no mesh dim {mesh_dim!r}; its dims are {self._names}")
             return self._names.index(mesh_dim)
-        mesh_dim = mesh_dim_of(mesh_dim)
+        mesh_dim = parse_mesh_dim(mesh_dim)
         if not -self.ndim <= mesh_dim < self.ndim:
             raise MeshError(f"mesh dim {mesh_dim} is out of range for {self!r}; use a dim in [{-self.ndim}, {self.ndim - 1}]")
         return mesh_dim % self.ndim
@@ -79,76 +79,78 @@ class Geometry:
     def _is_root(self) -> bool:
         return self._dims == tuple((d,) for d in range(len(self._root.shape)))
 
-    # --- members and coordinates: pure integer maths ------------------------------------------------------------
+    # --- members and coordinates: integer arithmetic only -------------------------------------------------------
     @cached_property
     def members(self) -> range:
-        """Positions of all members of the root: one local value each when all ranks live in this process."""
+        """Return the positions of all members of the root. In one process each has a local tensor."""
         return range(len(self._root.ranks))
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The rank of each member."""
+        """Return the rank of each member."""
         return self._root.ranks
 
     @cached_property
     def coordinates(self) -> tuple[tuple[int, ...], ...]:
-        """Each member's coordinate, one index per mesh dim."""
+        """Return the coordinate of each member, one index per mesh dim."""
         shape = self._root.shape
         grid = np.indices(shape).reshape(len(shape), -1) if shape else np.zeros((0, 1), dtype=int)
-        columns = [_ravel([grid[d] for d in dims], [shape[d] for d in dims], len(self._root.ranks)) for dims in self._dims]
+        columns = [_ravel_index([grid[d] for d in dims], [shape[d] for d in dims], len(self._root.ranks)) for dims in self._dims]
         return tuple(zip(*(column.tolist() for column in columns), strict=True)) if columns else ((),) * len(self.members)
 
     def members_of(self, mesh_dims: Iterable[int], member: int) -> tuple[int, ...]:
-        """The members that vary over ``mesh_dims`` (first one major) and share all else with ``member``."""
+        """Return the members that vary over ``mesh_dims`` (first one major) and have the other coordinates of ``member``."""
         root_dims = self.group_id(mesh_dims)
         cache: dict[Any, Any] = self.__dict__.setdefault("_members", {})
-        found = cache.get((root_dims, member))
-        if found is None:
+        group = cache.get((root_dims, member))
+        if group is None:
             strides = [math.prod(self._root.shape[d + 1 :]) for d in range(len(self._root.shape))]
-            at = np.unravel_index(member, self._root.shape) if self._root.shape else ()
-            base = member - sum(int(at[d]) * strides[d] for d in root_dims)
+            index = np.unravel_index(member, self._root.shape) if self._root.shape else ()
+            base = member - sum(int(index[d]) * strides[d] for d in root_dims)
             offsets = np.zeros(1, dtype=int)
             for d in root_dims:
                 offsets = (offsets[:, None] + np.arange(self._root.shape[d])[None, :] * strides[d]).reshape(-1)
-            found = cache[root_dims, member] = tuple(int(base + offset) for offset in offsets)
-        return found
+            group = cache[root_dims, member] = tuple(int(base + offset) for offset in offsets)
+        return group
 
     def group_id(self, mesh_dims: Iterable[int]) -> tuple[int, ...]:
-        """The root dims behind ``mesh_dims``: equal ids mean the same communication group."""
+        """Return the root dims of ``mesh_dims``. Equal ids mean the same communication group."""
         return tuple(d for mesh_dim in mesh_dims for d in self._dims[mesh_dim])
 
     def size_of(self, mesh_dims: Iterable[int]) -> int:
-        """Number of ranks over several mesh dims."""
+        """Return the number of ranks over several mesh dims."""
         return math.prod(self.shape[mesh_dim] for mesh_dim in mesh_dims)
 
     @cached_property
     def spans_root(self) -> bool:
-        """Whether every member sees the same ranks: no root dim of size > 1 is left out."""
+        """Return True if every member sees the same ranks: no root dim of size > 1 is left out."""
         used = {d for dims in self._dims for d in dims}
         return all(size == 1 or d in used for d, size in enumerate(self._root.shape))
 
     def index_over(self, mesh_dims: Iterable[int], coordinate: Sequence[int]) -> int:
-        """The position of a coordinate in its group over ``mesh_dims``, first one major."""
+        """Return the position of a coordinate in its group over ``mesh_dims``, with the first mesh dim major."""
         index = 0
         for mesh_dim in mesh_dims:
             index = index * self.shape[mesh_dim] + coordinate[mesh_dim]
         return index
 
     def coordinate_of(self, member: int | None) -> tuple[int, ...] | None:
-        """A member's coordinate; None, a rank outside of the mesh, has none."""
+        """Return the coordinate of a member, or None for None (a rank outside of the mesh)."""
         return None if member is None else self.coordinates[member]
 
     def current_member(self) -> int | None:
-        """This process's member; in one process the one that ``map_ranks`` runs for, else the first. None: not in the mesh."""
+        """Return the member of this process, or None if it is not in the mesh. In one process it is the member that
+        ``map_ranks`` runs, else the first.
+        """
         return current_member(self._root)
 
     def ranks_here(self) -> list[int]:
-        """The ranks of this mesh as the current rank sees it, first mesh dim major."""
+        """Return the ranks of this mesh as the current rank sees it, with the first mesh dim major."""
         member = self.current_member()
         return [self._root.ranks[m] for m in self.members_of(range(self.ndim), 0 if member is None else member)]
 
 
-def _ravel(columns: list[Any], sizes: list[int], count: int) -> Any:
+def _ravel_index(columns: list[Any], sizes: list[int], count: int) -> Any:
     index = np.zeros(count, dtype=int)
     for column, size in zip(columns, sizes, strict=True):
         index = index * size + column

@@ -1,12 +1,14 @@
-"""The ``torch.distributed`` group of the members along some mesh dims: given, the world, or made here once; and ours beside it.
+"""Process groups of mesh dims: given by the user, the world, or made here once; and the library's own gloo groups.
 
-Every member of a mesh asks for the same groups in the same order, since plans do not depend on the rank. But a mesh may
-cover a part of the world, and processes outside it make no call, so a group is made among its own members only. torch
-names such a group after its ranks and *the number of groups that this process has*; where members differ in that number
-(one of them is in two meshes) they would wait for each other under different names, for ever. Hence names of our own.
+[Note: Names of process groups]
+Every member of a mesh asks for the same groups in the same order, because plans do not depend on the rank. But a mesh may cover
+a part of the world. Processes outside of it make no call, so a group is made among its own members only. Torch names such a
+group by its ranks and *the number of groups of this process*. Members with different numbers (one of them is in two meshes)
+would wait for each other under different names: a deadlock. So the library names its groups itself.
 
-Gloo tells the collectives of a group apart by nothing but their number. So that what a program asks of its group, on one rank
-alone perhaps, does not meet what this library asks there on others, we talk over a group of our own beside each of its groups.
+[Note: Library groups]
+Gloo matches the collectives of a group only by their number. A program may issue a collective on one rank alone. It must not
+match a collective of this library on other ranks, so the library communicates over an own group for each group of the program.
 """
 
 from __future__ import annotations
@@ -32,15 +34,15 @@ from .geometry import Geometry
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A process group as a mesh sees it.
+    """Process group as a mesh sees it.
 
     Attributes:
         handle: the ``torch.distributed`` group.
-        members: in mesh order: a group position is an index here.
-        position: this process's.
-        order: torch's rank in ``handle`` of each group position; None where they are the same.
-        backend: its name, ``"gloo"``, ``"nccl"``, ...
-        name: of the program's group: what a graph keeps of it.
+        members: in mesh order. A group position is an index into it.
+        position: group position of this process.
+        order: torch's rank in ``handle`` of each group position, or None if they are equal.
+        backend: name of the backend, such as ``"gloo"`` or ``"nccl"``.
+        name: name of the program's group, which graphs contain.
     """
 
     handle: Any
@@ -56,62 +58,62 @@ class Group:
 
     @property
     def torch_rank(self) -> int:
-        """torch's rank of this process."""
+        """Return torch's rank of this process in the group."""
         return self.position if self.order is None else self.order[self.position]
 
     def to_torch(self, items: Sequence[Any]) -> list[Any]:
-        """Items by group position, put by torch's group rank."""
+        """Reorder items from group positions to torch's group ranks."""
         if self.order is None:
             return list(items)
-        placed: list[Any] = [None] * len(items)
+        reordered: list[Any] = [None] * len(items)
         for item, rank in zip(items, self.order, strict=True):
-            placed[rank] = item
-        return placed
+            reordered[rank] = item
+        return reordered
 
     def to_mesh(self, items: Sequence[Any]) -> list[Any]:
-        """Items by torch's group rank, put by group position."""
+        """Reorder items from torch's group ranks to group positions."""
         return list(items) if self.order is None else [items[rank] for rank in self.order]
 
 
 def group_of(mesh: Geometry, mesh_dims: Sequence[int]) -> Group:
-    """The group over ``mesh_dims`` over which this process talks to others for us. The first call for some ranks makes it."""
-    handle, members, ranks = _of_program(mesh, mesh_dims)
-    own = beside(handle, mesh.device_type)
-    return _seen(own, members, ranks, mesh, handle.group_name)
+    """Return the group over ``mesh_dims`` that the library communicates over. The first call for some ranks makes it."""
+    handle, members, ranks = _program_handle(mesh, mesh_dims)
+    library_handle = beside(handle, mesh.device_type)
+    return _make_group_view(library_handle, members, ranks, mesh, handle.group_name)
 
 
 def program_group_of(mesh: Geometry, mesh_dims: Sequence[int]) -> Group:
-    """The same of the group that its program sees, and talks over."""
-    handle, members, ranks = _of_program(mesh, mesh_dims)
-    return _seen(handle, members, ranks, mesh, handle.group_name)
+    """Return the group over ``mesh_dims`` that belongs to the program."""
+    handle, members, ranks = _program_handle(mesh, mesh_dims)
+    return _make_group_view(handle, members, ranks, mesh, handle.group_name)
 
 
-def _seen(handle: Any, members: tuple[int, ...], ranks: list[int], mesh: Geometry, name: str) -> Group:
+def _make_group_view(handle: Any, members: tuple[int, ...], ranks: list[int], mesh: Geometry, name: str) -> Group:
     position = ranks.index(dist.get_rank())
     return Group(handle, members, position, order_in(handle, ranks), backend_of(handle, mesh.device_type), name)
 
 
-def _of_program(mesh: Geometry, mesh_dims: Sequence[int]) -> tuple[Any, tuple[int, ...], list[int]]:
+def _program_handle(mesh: Geometry, mesh_dims: Sequence[int]) -> tuple[Any, tuple[int, ...], list[int]]:
     member = mesh.current_member()
     if member is None:
         raise MeshError(f"rank {dist.get_rank()} is not part of {mesh!r}: it has no process group there")
     members = mesh.members_of(mesh_dims, member)
     ranks = [mesh.ranks[m] for m in members]
-    return _handle(mesh, mesh_dims, ranks), members, ranks
+    return _get_or_make_handle(mesh, mesh_dims, ranks), members, ranks
 
 
 def order_in(handle: Any, ranks: Sequence[int]) -> tuple[int, ...] | None:
-    """Torch's group rank of each of these ranks, by group position; None if that is the position."""
-    places = {rank: place for place, rank in enumerate(dist.get_process_group_ranks(handle))}
-    order = tuple(places[rank] for rank in ranks)
+    """Return torch's group rank for each of ``ranks``, by group position, or None if it equals the position."""
+    torch_ranks = {rank: index for index, rank in enumerate(dist.get_process_group_ranks(handle))}
+    order = tuple(torch_ranks[rank] for rank in ranks)
     return None if order == tuple(range(len(order))) else order
 
 
 def handle_of(mesh: Geometry, mesh_dims: Sequence[int]) -> Any:
-    """The ``torch.distributed`` group over ``mesh_dims``.
+    """Return the ``torch.distributed`` group over ``mesh_dims``.
 
     Raises:
-        MeshError: the ranks are no processes.
+        MeshError: the ranks are not processes.
     """
     if mesh.kind == "in_process":
         raise MeshError(
@@ -120,192 +122,198 @@ def handle_of(mesh: Geometry, mesh_dims: Sequence[int]) -> Any:
         )
     if mesh.kind == "dry_run":
         raise MeshError(f"{mesh!r} is a dry run: it has no process groups; use init_device_mesh('cpu', ...) under torchrun")
-    return _of_program(mesh, mesh_dims)[0]
+    return _program_handle(mesh, mesh_dims)[0]
 
 
 def backend_of(handle: Any, device_type: str) -> str:
-    """The backend that serves tensors of ``device_type`` (a group may have one for each)."""
+    """Return the name of the backend for tensors of ``device_type``. A group may have one for each device type."""
     parts = (part.split(":", 1) for part in dist.get_backend_config(handle).split(","))
     by_device = {part[0]: part[-1] for part in parts}
     return by_device.get(device_type, next(iter(by_device.values())))
 
 
-# --- finding or making it --------------------------------------------------------------------------------------------
-HASH_RANKS = NAMES["hash_ranks"].path.rpartition(".")[2]
+# --- get or make a group ---------------------------------------------------------------------------------------------
+HASH_RANKS_NAME = NAMES["hash_ranks"].path.rpartition(".")[2]
 
 
-class _Made(threading.local):
-    """Groups by ranks and backend; every thread has its own, since torch's tests run ranks as threads."""
+class _GroupCache(threading.local):
+    """Groups by ranks and backend, for each thread, because torch's tests run ranks as threads."""
 
     def __init__(self) -> None:
-        self.world: Any = None  # that the groups belong to; another one after destroy_process_group
+        self.world: Any = None  # world of the groups; destroy_process_group ends it
         self.groups: dict[tuple[tuple[int, ...], Any], Any] = {}
-        self.times: Counter[tuple[int, ...]] = Counter()
-        self.name: str | None = None  # of the group that is being made
+        self.counts: Counter[tuple[int, ...]] = Counter()
+        self.name: str | None = None  # name of the group that is being made
 
-    def begin_world(self, world: Any) -> None:
-        """Forget the groups of a world that has ended. In another one, processes with other pasts may have these ranks."""
+    def reset_for_world(self, world: Any) -> None:
+        """Forget the groups of an earlier world. In a new world the processes of these ranks may have different histories."""
         if self.world is not world:
             self.world = world
             self.groups.clear()
-            self.times.clear()
+            self.counts.clear()
 
 
-_MADE = _Made()
-BEFORE: list[Callable[[list[int], str], None]] = []  # called before a group of these ranks is made: torch waits for them
+_GROUP_CACHE = _GroupCache()
+BEFORE: list[Callable[[list[int], str], None]] = []  # hooks before a group is made, because torch waits for its ranks
 
 
-def _handle(mesh: Geometry, mesh_dims: Sequence[int], ranks: list[int]) -> Any:
-    given = mesh._root.groups
+def _get_or_make_handle(mesh: Geometry, mesh_dims: Sequence[int], ranks: list[int]) -> Any:
+    groups = mesh._root.groups
     group_id = mesh.group_id(mesh_dims)
-    if group_id in given:
-        return given[group_id]
-    key = mesh._root.wide(group_id)  # the same ranks, whatever their order
-    if key in given and key:
-        return given[key]
+    if group_id in groups:
+        return groups[group_id]
+    key = mesh._root.wide(group_id)  # equal for groups of the same ranks in any order
+    if key in groups and key:
+        return groups[key]
     world, backend = dist.group.WORLD, mesh._root.backends.get(key)
     if backend is None and sorted(ranks) == list(range(dist.get_world_size())):
         handle = world
     else:
-        _MADE.begin_world(world)
-        known = (tuple(sorted(ranks)), backend)
-        handle = _MADE.groups.get(known)
+        _GROUP_CACHE.reset_for_world(world)
+        cache_key = (tuple(sorted(ranks)), backend)
+        handle = _GROUP_CACHE.groups.get(cache_key)
         if handle is None:
-            handle = _MADE.groups[known] = new_handle(mesh, mesh_dims, ranks, backend)
-    given[key or group_id] = handle
+            handle = _GROUP_CACHE.groups[cache_key] = make_torch_group(mesh, mesh_dims, ranks, backend)
+    groups[key or group_id] = handle
     return handle
 
 
-def new_handle(mesh: Geometry, mesh_dims: Sequence[int], ranks: list[int], backend: Any = None) -> Any:
-    """A group of these ranks; ``backend``: see :class:`.root.Backend`, None: the world's."""
+def make_torch_group(mesh: Geometry, mesh_dims: Sequence[int], ranks: list[int], backend: Any = None) -> Any:
+    """Make a group of these ranks. ``backend``: a :class:`.root.Backend`, or None for the world's."""
     world = dist.group.WORLD
-    for meet in BEFORE:
-        meet(ranks, backend_of(world, mesh.device_type) if backend is None or backend.name is None else backend.name)
-    options = {"timeout": _timeout_of(world, mesh.device_type), "group_desc": _described(mesh, mesh_dims)}
+    for hook in BEFORE:
+        hook(ranks, backend_of(world, mesh.device_type) if backend is None or backend.name is None else backend.name)
+    options = {"timeout": _timeout_of(world, mesh.device_type), "group_desc": _group_description(mesh, mesh_dims)}
     if backend is not None:
         options |= {"backend": backend.name, "pg_options": backend.options}
-    return _make_among_all(mesh, mesh_dims, ranks, options) if _splits(world) else _make_among_members(ranks, options)
+    return _make_among_all(mesh, mesh_dims, ranks, options) if _splits_world(world) else _make_among_members(ranks, options)
 
 
-def _described(mesh: Geometry, mesh_dims: Sequence[int]) -> str:
-    """What torch's traces and recorders call the group: ``mesh_dp``, as they do with torch's meshes, or ``mesh_dim_0``."""
+def _group_description(mesh: Geometry, mesh_dims: Sequence[int]) -> str:
+    """Return the description of the group for torch's traces: ``mesh_dp``, as torch's meshes give it, or ``mesh_dim_0``."""
     names = mesh.mesh_dim_names or [f"dim_{d}" for d in range(mesh.ndim)]
     return "_".join(["mesh", *(names[d] for d in mesh_dims)])
 
 
-def _splits(world: Any) -> bool:
-    """Whether new groups are split off the world's communicator (NCCL bound to a device), which all of the world must join."""
+def _splits_world(world: Any) -> bool:
+    """Return True if new groups are split off the communicator of the world (NCCL bound to a device), which all of the world
+    must join.
+    """
     return getattr(world, "bound_device_id", None) is not None
 
 
 def _timeout_of(handle: Any, device_type: str) -> timedelta | None:
-    """The user's timeout, which a new group does not take over by itself; None, torch's default, if it cannot be read."""
+    """Return the timeout of the user's group, which a new group does not inherit; None (torch's default) if it cannot be read."""
     try:
-        options = getattr(handle._get_backend(torch.device(device_type)), "options", None)  # no public way to read it
+        options = getattr(handle._get_backend(torch.device(device_type)), "options", None)  # torch has no public API to read it
     except RuntimeError:  # a backend written in Python
         return None
     return getattr(options, "_timeout", None)
 
 
 def _make_among_members(ranks: list[int], options: dict[str, Any]) -> Any:
-    with _named_for(ranks):
+    with _name_new_groups(ranks):
         return dist.new_group(sorted(ranks), use_local_synchronization=True, **options)
 
 
 def _make_among_all(mesh: Geometry, mesh_dims: Sequence[int], ranks: list[int], options: dict[str, Any]) -> Any:
-    """Every process of the world makes every group along these mesh dims, in one order."""
-    mine = None
+    """Make every group along these mesh dims on every process of the world, in one order, and return the group of ``ranks``."""
+    own_group = None
     for group in dict.fromkeys(mesh.members_of(mesh_dims, member) for member in mesh.members):
-        others = sorted(mesh.ranks[member] for member in group)
-        made = dist.new_group(others, **options)
-        mine = made if others == sorted(ranks) else mine
-    return mine
+        group_ranks = sorted(mesh.ranks[member] for member in group)
+        made = dist.new_group(group_ranks, **options)
+        own_group = made if group_ranks == sorted(ranks) else own_group
+    return own_group
 
 
 @contextmanager
-def _named_for(ranks: list[int]) -> Iterator[None]:
-    """Groups made inside are named after their ranks and how often we made one of these ranks: alike on all its members."""
+def _name_new_groups(ranks: list[int]) -> Iterator[None]:
+    """Name the groups that are made inside of the block by their ranks and by how many the library made of these ranks. All
+    members get the same name.
+    """
     key = tuple(sorted(ranks))
-    _MADE.begin_world(dist.group.WORLD)
-    _MADE.times[key] += 1
-    _MADE.name = f"dtensor_{'_'.join(map(str, key))}_{_MADE.times[key]}"
+    _GROUP_CACHE.reset_for_world(dist.group.WORLD)
+    _GROUP_CACHE.counts[key] += 1
+    _GROUP_CACHE.name = f"dtensor_{'_'.join(map(str, key))}_{_GROUP_CACHE.counts[key]}"
     try:
-        with _NAMING:
+        with _GROUP_NAME_PATCH:
             yield
     finally:
-        _MADE.name = None
+        _GROUP_CACHE.name = None
 
 
 @contextmanager
-def _names_of_ours() -> Iterator[None]:
-    """Torch names groups as the thread that makes one says. It has no public way to name a group."""
-    setattr(distributed_c10d, HASH_RANKS, lambda ranks: _MADE.name or hash_ranks(ranks))
+def _patch_group_names() -> Iterator[None]:
+    """Patch the function by which torch names groups, because torch has no public API for it. The name is set per thread."""
+    setattr(distributed_c10d, HASH_RANKS_NAME, lambda ranks: _GROUP_CACHE.name or hash_ranks(ranks))
     yield
-    setattr(distributed_c10d, HASH_RANKS, hash_ranks)
+    setattr(distributed_c10d, HASH_RANKS_NAME, hash_ranks)
 
 
-_NAMING = Together(_names_of_ours)
+_GROUP_NAME_PATCH = Together(_patch_group_names)
 
 
-# --- ours beside the program's ------------------------------------------------------------------------------------------
-_BESIDE: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by the program's group: it ends with it
-_PARTS: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
-_OURS: WeakSet[Any] = WeakSet()
-_LOCK, _MAKING = threading.Lock(), WeakKeyDictionary[Any, Any]()  # by the program's group, as ranks may make others meanwhile
+# --- library groups: see [Note: Library groups] ---------------------------------------------------------------------------
+_LIBRARY_GROUPS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by the program's group; an entry ends with it
+_LIBRARY_SUBGROUPS: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
+_LIBRARY_HANDLES: WeakSet[Any] = WeakSet()
+_LOCK, _GROUP_LOCKS = threading.Lock(), WeakKeyDictionary[Any, Any]()  # one lock for each program group
 
 
 def beside(handle: Any, device_type: str) -> Any:
-    """The group over which this library talks among the ranks of a program's group: on gloo one of its own, which all of them
-    make here together once; on other backends that group.
+    """Return the group over which the library communicates among the ranks of a program's group.
+
+    On gloo this is an own group, which all these ranks make here together once. On other backends it is ``handle``.
     """
-    if handle in _OURS or dist.get_world_size(handle) == 1 or backend_of(handle, device_type) != "gloo":
+    if handle in _LIBRARY_HANDLES or dist.get_world_size(handle) == 1 or backend_of(handle, device_type) != "gloo":
         return handle
     with _LOCK:
-        making = _MAKING.setdefault(handle, threading.RLock())
-    with making:  # several threads may communicate for the first time at once
-        found = _BESIDE.get(handle)
-        if found is None:
-            found = _BESIDE[handle] = _made_beside(handle, dist.get_process_group_ranks(handle), device_type)
-    return found
+        group_lock = _GROUP_LOCKS.setdefault(handle, threading.RLock())
+    with group_lock:  # several threads may communicate for the first time at once
+        group = _LIBRARY_GROUPS.get(handle)
+        if group is None:
+            group = _LIBRARY_GROUPS[handle] = _make_library_group(handle, dist.get_process_group_ranks(handle), device_type)
+    return group
 
 
 def beside_part(handle: Any, ranks: Sequence[int], device_type: str) -> Any:
-    """The same where only these of its ranks talk, and come here."""
+    """Return the library group for some ranks of a program's group. Only these ranks communicate and call this function."""
     if len(ranks) == dist.get_world_size(handle) or backend_of(handle, device_type) != "gloo":
         return beside(handle, device_type)
-    made, key = _PARTS.setdefault(handle, {}), tuple(sorted(ranks))
-    found = made.get(key)
-    if found is None:
-        found = made[key] = _made_beside(handle, list(ranks), device_type)
-    return found
+    subgroups, key = _LIBRARY_SUBGROUPS.setdefault(handle, {}), tuple(sorted(ranks))
+    group = subgroups.get(key)
+    if group is None:
+        group = subgroups[key] = _make_library_group(handle, list(ranks), device_type)
+    return group
 
 
-def made_of(handle: Any, device_type: str, what: str) -> Any:
-    """A gloo group of the ranks of ``handle``, which all of them make here together."""
-    return _made_beside(handle, dist.get_process_group_ranks(handle), device_type, what)
+def make_gloo_group(handle: Any, device_type: str, what: str) -> Any:
+    """Make a gloo group of the ranks of ``handle``. All of them must call this together."""
+    return _make_library_group(handle, dist.get_process_group_ranks(handle), device_type, what)
 
 
-def _made_beside(handle: Any, ranks: list[int], device_type: str, what: str = "of dtensor") -> Any:
-    for meet in BEFORE:
-        meet(ranks, "gloo")
-    described = f"{handle.group_desc}, {what}"
-    options = {"backend": "gloo", "timeout": _timeout_of(handle, device_type), "group_desc": described}
-    made = _make_among_members(ranks, options)
-    _OURS.add(made)
-    return made
+def _make_library_group(handle: Any, ranks: list[int], device_type: str, what: str = "of dtensor") -> Any:
+    for hook in BEFORE:
+        hook(ranks, "gloo")
+    description = f"{handle.group_desc}, {what}"
+    options = {"backend": "gloo", "timeout": _timeout_of(handle, device_type), "group_desc": description}
+    group = _make_among_members(ranks, options)
+    _LIBRARY_HANDLES.add(group)
+    return group
 
 
-# --- what all ranks must hold alike, without a collective -------------------------------------------------------------------
-def settled_by_first(world: Any, key: str, value: str) -> str | None:
-    """The ``value`` of the rank that asked first; no rank waits for another, so they may ask at any time, or never.
+# --- agreement without a collective -------------------------------------------------------------------------------------------
+def elect_value(world: Any, key: str, value: str) -> str | None:
+    """Return the ``value`` of the rank that called first with ``key``. No rank waits for another, so ranks may call at any time
+    or never.
 
-    None, on all ranks alike, where torch has no store to leave it in.
+    Return None on all ranks if torch's store does not support it.
     """
     if dist.get_backend(world) == "fake":
-        return value  # there is no other rank
+        return value  # the fake backend has no other rank
     try:
         return default_store().compare_set(key, "", value).decode()
-    except dist.DistError:  # it is out of reach, for this rank alone perhaps
+    except dist.DistError:  # the store is unreachable, perhaps for this rank only
         raise
-    except (RuntimeError, NotImplementedError):  # a kind of store that cannot
+    except (RuntimeError, NotImplementedError):  # a kind of store without compare_set
         return None

@@ -1,4 +1,4 @@
-"""The root of meshes: all ranks, laid out once, and where they live."""
+"""Root of meshes: all ranks, arranged once, and the state that derived meshes share."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 import torch.distributed as dist
 
 from ..base.late_binding import in_use
-from ..base.validation import whole, wholes
+from ..base.validation import check_ints, whole
 from ..errors import ArgumentError, MeshError
-from .init_world import distributed, ensure_world
+from .init_world import ensure_world, has_processes
 
-Kind = str  # "process_group", "in_process", "dry_run": the row of ``comm.BACKENDS``
-LAID_OUT: list[Callable[[], None]] = []  # called when this process has become a rank among others
+Kind = str  # "process_group", "in_process", "dry_run": a key of ``comm.BACKENDS``
+LAID_OUT: list[Callable[[], None]] = []  # hooks that run when a mesh over processes is made
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """What a process group is made with: a backend of torch's by name, None: the world's; and options of it."""
+    """Backend of a process group: the name of a torch backend (None: the world's) and its options."""
 
     name: str | None
     options: Any = None
@@ -29,85 +29,101 @@ class Backend:
 
 @dataclass(slots=True, eq=False)
 class Root:
-    """All members of a family of meshes, and what they share."""
+    """Shared state of a mesh and all meshes that are derived from it.
+
+    Attributes:
+        derived: derived meshes by their root dims and names, and other cached meshes.
+        named: root dims of each name that the root was made with.
+        flattened: root dims of each name that flattening added.
+        groups: torch process groups by their root dims.
+        backends: requested backends by the root dims of the group.
+        seeded: root dims over which ranks generate random numbers from the same generator state.
+        units: number of data-parallel units by the mesh dims that they use.
+        entered: the ``with mesh:`` blocks of each mesh.
+        stands_for: for a dry run of a real mesh, that mesh; its cost estimates are used.
+        profile: for a dry run of a cluster, the :class:`~dtensor.cost.profile.Profile` of the cluster.
+    """
 
     device_type: str
     ranks: tuple[int, ...]
     shape: tuple[int, ...]
     names: tuple[str, ...] | None
     kind: Kind
-    world: Any = None  # the torch world group that the ranks belong to, None in one process
-    named: dict[str, tuple[int, ...]] = field(default_factory=dict)  # root dims, for each name that a mesh dim was made with
-    flattened: dict[str, tuple[int, ...]] = field(default_factory=dict)  # and those that came later
-    groups: dict[tuple[int, ...], Any] = field(default_factory=dict)  # root dims -> torch group
-    backends: dict[tuple[int, ...], Backend] = field(default_factory=dict)  # root dims -> of the group over them, where asked for
+    world: Any = None  # torch's world group at the time, None in one process
+    named: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    flattened: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    groups: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    backends: dict[tuple[int, ...], Backend] = field(default_factory=dict)
     derived: dict[Any, Any] = field(default_factory=dict)
-    seeded: set[int] = field(default_factory=set)  # root dims over which ranks draw from the same generator state
-    units: dict[Any, int] = field(
-        default_factory=dict
-    )  # how many units of data parallelism there are, by the root dims they lie over
-    entered: dict[Any, list[Any]] = field(default_factory=dict)  # blocks of `with mesh:`
-    stands_for: Any = None  # of a dry run, the mesh that it is one of: what things take there is what they take here
-    profile: Any = None  # of a dry run, what things take on the cluster that it is one of, if not on one like this machine's
+    seeded: set[int] = field(default_factory=set)
+    units: dict[Any, int] = field(default_factory=dict)
+    entered: dict[Any, list[Any]] = field(default_factory=dict)
+    stands_for: Any = None
+    profile: Any = None
 
     @property
     def geometry(self) -> tuple[Any, ...]:
-        """What never changes: backends may be asked for later."""
+        """Return what never changes about the root. Backends may be requested later."""
         return self.device_type, self.ranks, self.shape, self.kind, id(self.world)
 
     @property
     def family(self) -> tuple[Any, ...]:
-        """What meshes have in common that are one mesh in several ways."""
+        """Return what is equal for roots that arrange the same ranks in several ways."""
         return self.device_type, self.ranks, self.kind, id(self.world), self.stands_for, id(self.profile)
 
     @property
     def key(self) -> tuple[Any, ...]:
+        """Return the value that equal roots share."""
         return *self.family, self.shape, tuple(sorted(self.backends.items()))
 
     def next_unit(self, dims: Any) -> int:
-        """The number of one more unit: the same on all ranks of its groups, which make them in one order."""
+        """Count one more data-parallel unit over ``dims`` and return its number. It agrees on all ranks of its groups, which
+        make units in one order.
+        """
         self.units[dims] = self.units.get(dims, 0) + 1
         return self.units[dims]
 
     def wide(self, dims: Iterable[int]) -> tuple[int, ...]:
-        """Those along which there are several ranks, in one order: whichever dims have these are over the same ranks."""
+        """Return the root dims among ``dims`` with several ranks, sorted. Groups over dims with equal results have the same
+        ranks.
+        """
         return tuple(sorted(d for d in dims if self.shape[d] > 1))
 
 
-def device_type_of(device: Any) -> str:
-    """``"cpu"``, ``"cuda"``, ...: a device without an index, that torch knows."""
+def parse_device_type(device: Any) -> str:
+    """Return the type of a device without an index, such as ``"cpu"`` or ``"cuda"``."""
     try:
-        known = torch.device(device if isinstance(device, torch.device) else str(device))
+        parsed = torch.device(device if isinstance(device, torch.device) else str(device))
     except RuntimeError:
-        known = None
-    if known is None or not isinstance(device, (str, torch.device)):
+        parsed = None
+    if parsed is None or not isinstance(device, (str, torch.device)):
         raise MeshError(f"{device!r} is not a device type; write 'cpu', 'cuda', or 'meta' for a mesh without data")
-    if known.index is not None:
+    if parsed.index is not None:
         raise MeshError(f"Device type with index is not supported: {str(device)!r}; each rank uses its current device")
-    return known.type
+    return parsed.type
 
 
-def mesh_shape_of(shape: Any) -> tuple[int, ...]:
-    """Positive whole numbers; one alone counts as a mesh of one dim."""
+def parse_mesh_shape(shape: Any) -> tuple[int, ...]:
+    """Return a mesh shape as a tuple of positive ints. One int means a mesh of one dim."""
     try:
-        found = wholes(shape if isinstance(shape, Iterable) else (shape,), "mesh_shape")
-    except ArgumentError as wrong:
-        raise MeshError(f"{wrong}; write (2, 4), for example") from None
-    if any(size < 1 for size in found):
-        raise MeshError(f"mesh_shape {found} must have positive sizes")
-    return found
+        sizes = check_ints(shape if isinstance(shape, Iterable) else (shape,), "mesh_shape")
+    except ArgumentError as error:
+        raise MeshError(f"{error}; write (2, 4), for example") from None
+    if any(size < 1 for size in sizes):
+        raise MeshError(f"mesh_shape {sizes} must have positive sizes")
+    return sizes
 
 
-def mesh_dim_of(mesh_dim: Any) -> int:
-    """A mesh dim given by its index."""
+def parse_mesh_dim(mesh_dim: Any) -> int:
+    """Return the index of a mesh dim as an int."""
     try:
         return whole(mesh_dim, "a mesh dim")
     except ArgumentError as wrong:
         raise MeshError(f"{wrong}; give its index or its name") from None
 
 
-def _ranks(mesh: Any) -> Any:
-    """An array of whole numbers."""
+def _rank_array(mesh: Any) -> Any:
+    """Return the ranks of a mesh as an array of ints."""
     if isinstance(mesh, (int, np.integer)):
         mesh = range(mesh)
     try:
@@ -122,13 +138,13 @@ def _ranks(mesh: Any) -> Any:
 
 
 def make_root(device_type: str, mesh: Any, names: Sequence[str] | None) -> Root:
-    """The root over an n-d array of ranks.
+    """Return the root over an n-d array of ranks.
 
     Raises:
         MeshError: repeated ranks, wrong number of names, ranks outside the world.
     """
     in_use()
-    device_type, array = device_type_of(device_type), _ranks(mesh)
+    device_type, array = parse_device_type(device_type), _rank_array(mesh)
     ranks = tuple(int(rank) for rank in array.reshape(-1))
     if not ranks or len(set(ranks)) != len(ranks) or min(ranks) < 0:
         raise MeshError(f"mesh ranks must be distinct ints from 0 on, at least one, got {array.tolist()}")
@@ -144,40 +160,40 @@ def make_root(device_type: str, mesh: Any, names: Sequence[str] | None) -> Root:
     world = None
     if device_type == "meta":
         kind = "dry_run"
-    elif distributed():
+    elif has_processes():
         ensure_world(device_type)
         kind, world = "process_group", dist.group.WORLD
         if max(ranks) >= dist.get_world_size():
             size = dist.get_world_size()
             raise MeshError(f"the mesh has rank {max(ranks)}, but the world has {size} ranks, 0 to {size - 1}")
-        for tell in LAID_OUT:
-            tell()
+        for hook in LAID_OUT:
+            hook()
     named: dict[str, tuple[int, ...]] = {name: (dim,) for dim, name in enumerate(names or ())}
     return Root(device_type, ranks, tuple(array.shape), names, kind, world, named)
 
 
-def backends_of(override: Any, shape: Sequence[int], names: Sequence[str] | None) -> dict[tuple[int, ...], Backend]:
-    """What ``backend_override`` says, by mesh dim.
+def parse_backends(override: Any, shape: Sequence[int], names: Sequence[str] | None) -> dict[tuple[int, ...], Backend]:
+    """Return the backends that ``backend_override`` requests, by mesh dim.
 
     Raises:
-        MeshError: it is no dict of mesh dims, names or numbers, each once, and of backends.
+        MeshError: ``override`` is not a dict from mesh dims (names or numbers, each once) to backends.
     """
-    found: dict[tuple[int, ...], Backend] = {}
-    asked_for = override.items() if isinstance(override, Mapping) else enumerate(override or ())
-    for which, asked in asked_for:
-        if asked in (None, (None, None)):
+    backends: dict[tuple[int, ...], Backend] = {}
+    items = override.items() if isinstance(override, Mapping) else enumerate(override or ())
+    for mesh_dim, backend in items:
+        if backend in (None, (None, None)):
             continue
-        dim = (names or ()).index(which) if which in (names or ()) else which
+        dim = (names or ()).index(mesh_dim) if mesh_dim in (names or ()) else mesh_dim
         if not isinstance(dim, int) or not 0 <= dim < len(shape):
             raise MeshError(
-                f"backend_override names the mesh dim {which!r}; a mesh of shape {tuple(shape)} with {names=} has none"
+                f"backend_override names the mesh dim {mesh_dim!r}; a mesh of shape {tuple(shape)} with {names=} has none"
             )
-        if (dim,) in found:
-            raise MeshError(f"backend_override names mesh dim {dim} twice, as {which!r} too")
-        name, options = asked if isinstance(asked, tuple) and len(asked) == 2 else (asked, None)
+        if (dim,) in backends:
+            raise MeshError(f"backend_override names mesh dim {dim} twice, as {mesh_dim!r} too")
+        name, options = backend if isinstance(backend, tuple) and len(backend) == 2 else (backend, None)
         if not isinstance(name, str) and options is None:
             name, options = None, name
         if not (isinstance(name, str) or name is None) or not (options is None or hasattr(options, "backend")):
-            raise MeshError(f"backend_override takes the name of a backend, its options, or (name, options), got {asked!r}")
-        found[dim,] = Backend(name, options)
-    return found
+            raise MeshError(f"backend_override takes the name of a backend, its options, or (name, options), got {backend!r}")
+        backends[dim,] = Backend(name, options)
+    return backends

@@ -1,4 +1,6 @@
-"""Random numbers: one global draw, in blocks; the values that one device would give for the same seed."""
+"""Random numbers: every operator generates one global tensor, of which each rank has its block. Values are those of one device
+with the same seed.
+"""
 
 from .draw import DRAWING, block_of, draw, draw_counted, synchronize
 from .seed import manual_seed, random_mode

@@ -1,14 +1,15 @@
-"""Blocks of one global draw of random numbers, in one of two modes.
+"""Draw blocks of one global random tensor, in one of two modes.
 
-``"exact"``: every rank draws the whole tensor from the default generator and keeps its block: the values that one device gives
-for the same seed, for every generator, at the cost of the whole tensor's time and transient memory on each rank.
+``"exact"``: every rank generates the complete tensor with the default generator and keeps its block. The values are those of
+one device with the same seed, for every generator. Each rank pays the time and the transient memory of the complete tensor.
 
-``"counter"``: the generator gives one 64-bit key a call, and an element's value is a function of the key and its global index. A
-rank draws its block only. Since the key comes from the generator, whatever saves, restores or replaces its state
+``"counter"``: the generator gives one 64-bit key per call, and an element is a function of the key and its global index. A rank
+generates only its block. The key comes from the generator, so everything that saves, restores or replaces its state
 (checkpointing, ``fork_rng``, ``generator=``) keeps working.
 
-All ranks must draw alike, so on process groups the first draw on a mesh takes over the generator state of its first rank, and
-ranks outside of the mesh that run the op draw too: their next draw is then that of one device.
+All ranks must have the same generator state. So on process groups, the first random operator on a mesh broadcasts the state of
+the mesh's first rank. Ranks outside of the mesh that run the operator generate too: their next numbers are then those of one
+device.
 """
 
 from __future__ import annotations
@@ -33,75 +34,81 @@ from ..comm.custom_ops import in_graph
 from ..errors import UnsupportedOperationError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
-from .distributions import Arguments, Sampler, sample
+from .distributions import Arguments, Sampler, sample_block
 
-MODES = ("exact", "counter")
+MODE_NAMES = ("exact", "counter")
 
 
-class Drawing:
-    """The mode: of the innermost block of ``random_mode``, else of the process, as the generators are.
+class RandomMode:
+    """Random mode: that of the innermost block of ``random_mode``, else that of the process.
 
     Attributes:
-        whole: of the process.
-        blocks: of ``random_mode``.
+        process_mode: mode outside of blocks.
+        blocks: stack of ``random_mode`` blocks.
     """
 
     def __init__(self) -> None:
-        self.whole = MODES[0]
+        self.process_mode = MODE_NAMES[0]
         self.blocks: Scoped[str] = Scoped("random_mode")
 
     @property
     def mode(self) -> str:
-        return self.blocks.last(self.whole) if self.blocks.held else self.whole
+        return self.blocks.last(self.process_mode) if self.blocks.held else self.process_mode
 
-    def from_now_on(self, mode: str) -> None:
-        """Until the innermost block ends; outside of blocks for the whole process."""
+    def set_mode(self, mode: str) -> None:
+        """Set the mode until the innermost block ends, or of the process outside of blocks."""
         if not self.blocks.assign(mode):
-            self.whole = mode
+            self.process_mode = mode
 
 
-DRAWING = Drawing()
+DRAWING = RandomMode()
 
 
 def as_one_step(layouts: Sequence[Layout], make: Callable[..., Any], *given: Any) -> Any:
-    """``make(layouts, *given)``, blocks of one draw that lie as the first layout says; where a program is traced, a step of its
-    graph, which draws when that runs, for the sizes that it then has: ``make`` takes sizes from these layouts alone."""
+    """Return ``make(layouts, *given)``, blocks of one random tensor in the first layout.
+
+    While a program is traced this is one operator of its graph. It generates when the graph runs, for the sizes of that run:
+    ``make`` must take sizes from ``layouts`` only.
+    """
     mesh = layouts[0].mesh
     if mesh.kind != "process_group" or not tracing.under_way():
         return make(layouts, *given)
     values, structure = tree_flatten(given)
-    places = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
-    parts = [values[i] for i in places]
+    tensor_places = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
+    tensors = [values[i] for i in tensor_places]
     values = [None if isinstance(value, torch.Tensor) else settled(value) for value in values]
-    manners = [(layout.mesh, layout.placements, layout.dtype, layout.ndim) for layout in layouts]
+    formats = [(layout.mesh, layout.placements, layout.dtype, layout.ndim) for layout in layouts]
 
     def made(blocks: Sequence[torch.Tensor], sizes: Sequence[int]) -> Any:
         filled, numbers = list(values), iter(sizes)
-        for i, block in zip(places, blocks, strict=True):
+        for i, block in zip(tensor_places, blocks, strict=True):
             filled[i] = block
-        laid = [
+        run_layouts = [
             Layout.of(mesh, placements, tuple(islice(numbers, ndim)), tuple(islice(numbers, ndim)), dtype)
-            for mesh, placements, dtype, ndim in manners
+            for mesh, placements, dtype, ndim in formats
         ]
-        return make(laid, *tree_unflatten(filled, structure))
+        return make(run_layouts, *tree_unflatten(filled, structure))
 
     sizes = [size for layout in layouts for size in (*layout.shape, *layout.stride)]
     coordinate = mesh.coordinate_of(mesh.current_member())
-    shaped = layouts[0].local_shape(coordinate), layouts[0].local_stride(coordinate)
-    name = tracing.kept(made, (nested_key([make, values], _told_of), str(structure), *manners))
-    return in_graph("draw", name, parts, sizes, *shaped, layouts[0].dtype, torch.device(mesh.device_type))
+    local_geometry = layouts[0].local_shape(coordinate), layouts[0].local_stride(coordinate)
+    name = tracing.kept(made, (nested_key([make, values], _closure_key), str(structure), *formats))
+    return in_graph("draw", name, tensors, sizes, *local_geometry, layouts[0].dtype, torch.device(mesh.device_type))
 
 
-def _told_of(value: Any) -> Any:
-    """What is alike of functions that do the same, which are made anew each time, and of numbers; other values are themselves:
-    who is kept holds them."""
+def _closure_key(value: Any) -> Any:
+    """Return the cache key of one value.
+
+    Closures are keyed by code object and captured values, because they are made anew at each call. Numbers and strings are
+    keyed by value, everything else by identity: the cached function keeps it alive.
+    """
     if isinstance(value, FunctionType) and value.__closure__:
-        return value.__code__, nested_key([cell.cell_contents for cell in value.__closure__], _told_of)
+        return value.__code__, nested_key([cell.cell_contents for cell in value.__closure__], _closure_key)
     return type(value), value if isinstance(value, (int, float, complex, str)) else id(value)
 
 
 def draw(layout: Layout, whole: Callable[[torch.device], torch.Tensor]) -> Any:
-    """The local blocks of one global draw: ``whole(device)`` gives the whole tensor."""
+    """Return the local blocks of one global random tensor. ``whole(device)`` generates it completely."""
     mesh = layout.mesh
     device = torch.device(mesh.device_type)
     synchronize(mesh)
@@ -114,16 +121,16 @@ def draw(layout: Layout, whole: Callable[[torch.device], torch.Tensor]) -> Any:
 
 
 def from_one_state(mesh: DeviceMesh, generator: torch.Generator | None, one: Callable[..., Any], *locals_: Any) -> Any:
-    """``one(member, *locals_)`` on every rank, from the same state of the generator, which advances once."""
+    """Run ``one(member, *locals_)`` on every rank from the same generator state, which advances once."""
     synchronize(mesh)
     comm = communicator_of(mesh)
     if not comm.holds_all:
-        return comm.map_outside_too(one, *locals_)  # who is outside draws too
-    source = generator_of(mesh) if generator is None else generator
-    state = state_of(source)
+        return comm.map_outside_too(one, *locals_)  # ranks outside of the mesh generate too
+    source = mesh_generator(mesh) if generator is None else generator
+    state = read_state(source)
 
     def from_start(member: int, *values: Any) -> Any:
-        set_state(source, state)
+        write_state(source, state)
         return one(member, *values)
 
     return comm.map(from_start, *locals_)
@@ -131,31 +138,33 @@ def from_one_state(mesh: DeviceMesh, generator: torch.Generator | None, one: Cal
 
 @site
 def draw_counted(layout: Layout, sampler: Sampler, given: Arguments, generator: torch.Generator | None = None) -> Any:
-    """The local blocks of one global draw, each made by itself."""
+    """Return the local blocks of one global random tensor in counter mode, each generated by its rank."""
     mesh = layout.mesh
     device = torch.device(mesh.device_type)
     synchronize(mesh, "a draw by places")
     if device.type == "meta":
         return torch.empty(layout.local_shape(mesh.coordinates[0]), dtype=layout.dtype, device=device)
-    key = next_key(generator_of(mesh) if generator is None else generator)
+    key = advance_key(mesh_generator(mesh) if generator is None else generator)
 
     def one(member: int | None) -> torch.Tensor:
         coordinate = mesh.coordinate_of(member)
         if coordinate is None:
             return torch.zeros(layout.local_shape(None), dtype=layout.dtype, device=device)
         size = layout.local_shape(coordinate)
-        made = sample(sampler, given, key, layout.shape, layout.local_offset(coordinate), size, (layout.dtype, device))
+        block = sample_block(sampler, given, key, layout.shape, layout.local_offset(coordinate), size, (layout.dtype, device))
         return (
-            made
+            block
             if layout.dense
-            else torch.empty_strided(size, layout.local_stride(coordinate), dtype=layout.dtype, device=device).copy_(made)
+            else torch.empty_strided(size, layout.local_stride(coordinate), dtype=layout.dtype, device=device).copy_(block)
         )
 
     return communicator_of(mesh).map_outside_too(one)
 
 
-def next_key(generator: torch.Generator) -> int:
-    """64 bits that are a function of the generator's state, which advances. On CUDA from seed and offset, without waiting."""
+def advance_key(generator: torch.Generator) -> int:
+    """Return 64 bits that are a function of the generator's state, and advance it. On CUDA they follow from seed and offset,
+    without synchronization.
+    """
     if generator.device.type == "cpu":
         drawn = torch.randint(-(2**63), 2**63 - 1, (), generator=generator, device="cpu")
         return int(drawn) & (2**64 - 1)
@@ -165,7 +174,7 @@ def next_key(generator: torch.Generator) -> int:
 
 
 def block_of(whole: torch.Tensor, layout: Layout, member: int | None) -> torch.Tensor:
-    """One member's block of a whole tensor, as its own memory."""
+    """Return a copy of one member's block of the complete tensor."""
     coordinate = layout.mesh.coordinate_of(member)
     if coordinate is None:
         return whole.new_zeros(layout.local_shape(None))
@@ -173,31 +182,31 @@ def block_of(whole: torch.Tensor, layout: Layout, member: int | None) -> torch.T
 
 
 def own_block_of(whole: torch.Tensor, layout: Layout, member: int | None) -> torch.Tensor:
-    """The same of a tensor that nobody else has: itself, where that is all of it."""
-    return block_of(whole, layout, member) if member is None or _region(layout, layout.mesh.coordinates[member]) else whole
+    """Return one member's block of a complete tensor that has no other user: the tensor itself if the block is all of it."""
+    return block_of(whole, layout, member) if member is None or _block_slices(layout, layout.mesh.coordinates[member]) else whole
 
 
 def place_in(whole: torch.Tensor, layout: Layout, coordinate: tuple[int, ...]) -> torch.Tensor:
-    """Where one member's block stands in a whole tensor: a view."""
-    return whole[_region(layout, coordinate)]
+    """Return a view of one member's block in a complete tensor."""
+    return whole[_block_slices(layout, coordinate)]
 
 
 @remembered(4096)
-def _region(layout: Layout, coordinate: tuple[int, ...]) -> tuple[slice, ...]:
-    """Up to the last dim that is cut: nothing where the block is the whole."""
+def _block_slices(layout: Layout, coordinate: tuple[int, ...]) -> tuple[slice, ...]:
+    """Return the slices of a block up to the last sharded dim; () if the block is the complete tensor."""
     count = max((d + 1 for d, split in enumerate(layout.splits) if split is not None), default=0)
     starts = zip(layout.local_offset(coordinate)[:count], layout.local_shape(coordinate)[:count], strict=True)
     return tuple([slice(start, start + size) for start, size in starts])
 
 
 def synchronize(mesh: DeviceMesh, how: str = "a draw") -> None:
-    """On process groups, once for all ranks that share a draw: they take over the first one's generator state."""
+    """Broadcast the generator state of the first rank, once for all ranks that generate together on process groups."""
     if communicator_of(mesh).talks or tracing.under_way():
-        _synchronize(mesh, how)
+        _broadcast_state(mesh, how)
 
 
 @aside
-def _synchronize(mesh: DeviceMesh, how: str) -> None:
+def _broadcast_state(mesh: DeviceMesh, how: str) -> None:
     if tracing.under_way() and mesh.kind == "process_group":
         raise UnsupportedOperationError(
             "this random operator on a DTensor is not supported inside torch.compile: a graph has no "
@@ -207,7 +216,7 @@ def _synchronize(mesh: DeviceMesh, how: str) -> None:
     comm = communicator_of(mesh)
     if not comm.talks:
         return
-    seeded, dims, generator = mesh._root.seeded, mesh.group_id(range(mesh.ndim)), generator_of(mesh)
+    seeded, dims, generator = mesh._root.seeded, mesh.group_id(range(mesh.ndim)), mesh_generator(mesh)
     if not seeded.issuperset(dims):
         seeded.update(dims)
         state = state_now(generator)
@@ -217,17 +226,17 @@ def _synchronize(mesh: DeviceMesh, how: str) -> None:
 
 
 @site
-def state_of(generator: torch.Generator) -> torch.Tensor:
-    """Where the generator is."""
+def read_state(generator: torch.Generator) -> torch.Tensor:
+    """Return the state of the generator."""
     return state_now(generator)
 
 
 @site
-def set_state(generator: torch.Generator, state: torch.Tensor) -> None:
-    """Bring the generator to a state."""
+def write_state(generator: torch.Generator, state: torch.Tensor) -> None:
+    """Set the state of the generator."""
     go_to(generator, state)
 
 
-def generator_of(mesh: DeviceMesh) -> torch.Generator:
-    """The generator that operations without ``generator=`` draw from on the mesh's device."""
+def mesh_generator(mesh: DeviceMesh) -> torch.Generator:
+    """Return the generator that operators without ``generator=`` use on the mesh's device."""
     return default_generator(torch.device(mesh.device_type))

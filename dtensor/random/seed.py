@@ -1,4 +1,4 @@
-"""Random numbers that do not depend on the mesh or the placements (``random/draw.py`` says how)."""
+"""Seed and mode of random numbers, which do not depend on the mesh or the placements (see ``random/draw.py``)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from ..comm import communicator_of
 from ..comm.cross_rank_check import told_by_all
 from ..errors import MeshError
 from ..mesh.device_mesh import DeviceMesh, as_mesh
-from .draw import DRAWING, MODES
+from .draw import DRAWING, MODE_NAMES
 
 
 def manual_seed(seed: int, device_mesh: DeviceMesh | None = None, *, mode: str | None = None) -> None:
-    """Seed the generators of this process (call it on every rank with the same seed), as ``torch.manual_seed`` does.
+    """Seed the generators of this process, like ``torch.manual_seed``. Call it on every rank with the same seed.
 
     Args:
-        device_mesh: on processes, compare the seeds of its ranks now (one small collective). Without it the first draw on
-            a mesh takes over the state of the mesh's first rank. A pipeline's stages may be seeded differently: ``mesh["tp"]``.
-        mode: how to draw from now on, see :func:`random_mode`: in the whole process, as with the seed; inside of a block of
-            ``random_mode`` until that ends. None leaves it as it is.
+        device_mesh: on processes, compare the seeds of its ranks now (one small collective). Without it, the first random
+            operator on a mesh broadcasts the state of the mesh's first rank. Stages of a pipeline may have different seeds:
+            pass ``mesh["tp"]``.
+        mode: random mode from now on, see :func:`random_mode`. It applies to the whole process, or until the end of a
+            surrounding ``random_mode`` block. None leaves the mode unchanged.
 
     Raises:
         MeshError: on every rank of ``device_mesh``, if their seeds differ.
@@ -36,13 +37,13 @@ def manual_seed(seed: int, device_mesh: DeviceMesh | None = None, *, mode: str |
     """
     mesh = None if device_mesh is None else as_mesh(device_mesh)
     if mode is not None:
-        DRAWING.from_now_on(_known(mode))
+        DRAWING.set_mode(_check_mode(mode))
     torch.manual_seed(seed)
     if mesh is not None:
-        _agree(seed, mesh)
+        _check_seeds_agree(seed, mesh)
 
 
-def _agree(seed: int, mesh: DeviceMesh) -> None:
+def _check_seeds_agree(seed: int, mesh: DeviceMesh) -> None:
     comm = communicator_of(mesh)
     if not comm.talks:
         return
@@ -52,18 +53,18 @@ def _agree(seed: int, mesh: DeviceMesh) -> None:
             f"manual_seed: ranks of {mesh!r} passed different seeds, {seeds}: pass the same seed on all "
             "ranks, or a mesh of ranks with the same seed"
         )
-    mesh._root.seeded = set(mesh.group_id(range(mesh.ndim)))  # between the copies of a submesh seeds may differ
+    mesh._root.seeded = set(mesh.group_id(range(mesh.ndim)))  # copies of a submesh may have different seeds
 
 
 @entering
 def random_mode(mode: str) -> Iterator[None]:
-    """Inside, draw random numbers this way; all ranks must enter it alike. Neither mode communicates.
+    """Set how random numbers are generated inside of a block. All ranks must enter it together. Neither mode communicates.
 
     Args:
-        mode: ``"exact"``: the values that one device draws for the same seed. Each rank draws the whole tensor and keeps
-            its block.
-            ``"counter"``: values of their own, which depend on the seed, the number of the call and the global index only. Each
-            rank draws its block, in parallel; what it does not cover (given probabilities, ``randperm``) is drawn exactly.
+        mode: ``"exact"``: the values of one device with the same seed. Each rank generates the complete tensor and keeps its
+            block. ``"counter"``: other values, which depend only on the seed, the number of the call and the global index. Each
+            rank generates its block, in parallel. Operators that it does not support (given probabilities, ``randperm``) are
+            generated exactly.
 
     >>> import dtensor as dt
     >>> meshes = [dt.init_device_mesh("cpu", shape) for shape in ((1,), (2, 2))]
@@ -76,13 +77,13 @@ def random_mode(mode: str) -> Iterator[None]:
     True
 
     Raises:
-        ValueError: another mode.
+        ValueError: ``mode`` is another word.
     """
-    with DRAWING.blocks.entered(_known(mode)):
+    with DRAWING.blocks.entered(_check_mode(mode)):
         yield
 
 
-def _known(mode: str) -> str:
-    if mode not in MODES:
-        raise ValueError(f"random mode {mode!r} is not one of {MODES}")
+def _check_mode(mode: str) -> str:
+    if mode not in MODE_NAMES:
+        raise ValueError(f"random mode {mode!r} is not one of {MODE_NAMES}")
     return mode

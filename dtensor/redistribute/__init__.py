@@ -1,4 +1,4 @@
-"""Redistribution: a plan of local steps and collectives between two layouts (pure), and its execution."""
+"""Redistribute: plans of local steps and collectives between two layouts (pure), and their execution."""
 
 from .across_meshes import Transit, move_between, plan_between
 from .coalesce import execute_many

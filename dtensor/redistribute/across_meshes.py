@@ -1,8 +1,8 @@
-"""Redistribution to another mesh, which may share ranks with the first or have none in common.
+"""Across meshes: redistribution to another mesh, which may have all, some or none of the ranks of the first.
 
-A tensor on a submesh has one piece on every rank of the root mesh, so a mesh counts as all ranks of its root; ranks that hold one
-same block are its replicas. Each part of a new block comes from exactly one replica: the receiver itself if it is one, else the
-one that has least to send so far.
+A tensor on a submesh has one local tensor on every rank of the root mesh, so a mesh counts as all ranks of its root. Ranks with
+equal blocks are replicas. Each part of a new block is sent by exactly one replica: by the receiver itself if it is one, else by
+the one with the fewest elements to send so far.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from ..errors import MeshError
 from ..layout.layout import Layout
 from ..mesh.coordinate_tables import Table
 from ..placement import Monoid, Partial, Placement, Replicate, Shard
-from .executor import Local, execute
+from .executor import LocalValue, execute
 from .intervals import blocks
 from .planner import plan
 from .step import Plan, described, place
 
 
 @dataclass(eq=False)
-class Crossing:
-    """The exchange of the blocks of ``before`` for those of ``after``, layouts without terms on two meshes.
+class CrossMeshExchange:
+    """Exchange of the blocks of ``before`` for those of ``after``. The layouts are not partial and have different meshes.
 
     Attributes:
-        ranks: those of both meshes, ascending; a position is an index here.
+        ranks: the ranks of both meshes, ascending. A position is an index into them.
     """
 
     before: Layout
@@ -48,18 +48,18 @@ class Crossing:
         return tuple(sorted({*self.before.mesh.ranks, *self.after.mesh.ranks}))
 
     def route_of(self, position: int) -> Route:
-        """What the rank at ``position`` sends, receives and keeps."""
+        """Return what the rank at ``position`` sends, receives and keeps."""
         return self._routes[position]
 
     @cached_property
     def bytes(self) -> int:
-        """Received by one rank, the most over ranks."""
+        """Return the bytes that one rank receives, the most over ranks."""
         received = [sum(box.numel for box in route.receives if box is not None) for route in self._routes]
         return max(received) * self.before.dtype.itemsize
 
     @cached_property
     def sent(self) -> tuple[int, ...]:
-        """Bytes that each rank sends."""
+        """Return the bytes that each rank sends."""
         size = self.before.dtype.itemsize
         return tuple(sum(box.numel for box in route.sends if box is not None) * size for route in self._routes)
 
@@ -72,7 +72,7 @@ class Crossing:
 
     @cached_property
     def bound(self) -> Run:
-        """The transfer, for this process."""
+        """Return the transfer, bound for this process."""
         transfer = Transfer(self.route_of, self.before.dtype, said=f"{place(self.before)} -> {place(self.after)}")
         return communicator_of(self.before.mesh).bind_transfer_to(self.after.mesh, self.ranks, transfer)
 
@@ -93,64 +93,64 @@ class Crossing:
                 kept[sender] = old, new
             else:
                 sends[sender][receiver], receives[receiver][sender] = old, new
-        shapes = [_shapes(layout, self.ranks) for layout in (self.before, self.after)]
+        shapes = [_local_shapes(layout, self.ranks) for layout in (self.before, self.after)]
         rows = zip(*shapes, map(tuple, sends), map(tuple, receives), kept, strict=True)
         return [Route(*row) for row in rows]
 
     def _parts(self) -> Iterator[tuple[int, int, Box, Box]]:
-        """Every part: who sends it to whom, where it lies in the old block and in the new one."""
+        """Yield every transferred part: sender, receiver, its box in the old block and its box in the new block."""
         (lo, size), (new_lo, new_size) = blocks(self.before), blocks(self.after)
-        held, holders = _distinct(self.before, self.ranks)
+        members, holders = _distinct_blocks(self.before, self.ranks)
         load = [0] * len(self.ranks)
         for member, rank in enumerate(self.after.mesh.ranks):
             receiver = self.ranks.index(rank)
-            start = np.maximum(lo[held], new_lo[member])
-            length = np.minimum(lo[held] + size[held], new_lo[member] + new_size[member]) - start
+            start = np.maximum(lo[members], new_lo[member])
+            length = np.minimum(lo[members] + size[members], new_lo[member] + new_size[member]) - start
             for k in np.flatnonzero((length > 0).all(axis=1)).tolist():
                 sender = receiver if receiver in holders[k] else min(holders[k], key=lambda at: (load[at], at))
                 part = tuple(length[k].tolist())
                 if sender != receiver:
                     load[sender] += math.prod(part)
-                old = Box(tuple((start[k] - lo[held[k]]).tolist()), part)
+                old = Box(tuple((start[k] - lo[members[k]]).tolist()), part)
                 yield sender, receiver, old, Box(tuple((start[k] - new_lo[member]).tolist()), part)
 
 
-def _shapes(layout: Layout, ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
+def _local_shapes(layout: Layout, ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
     sizes = blocks(layout)[1].tolist()
     shapes = {rank: tuple(size) for rank, size in zip(layout.mesh.ranks, sizes, strict=True)}
     return [shapes.get(rank, layout.local_shape(None)) for rank in ranks]
 
 
-def _distinct(layout: Layout, ranks: tuple[int, ...]) -> tuple[Table, list[list[int]]]:
-    """One member for each block that is not empty, and the positions of all that hold it."""
+def _distinct_blocks(layout: Layout, ranks: tuple[int, ...]) -> tuple[Table, list[list[int]]]:
+    """Return one member for each distinct block that is not empty, and the positions of all ranks that have the block."""
     offsets, sizes = blocks(layout)
-    found: dict[Any, tuple[int, list[int]]] = {}
+    blocks_found: dict[Any, tuple[int, list[int]]] = {}
     for member, rank in enumerate(layout.mesh.ranks):
         if (sizes[member] > 0).all():
             key = (*offsets[member].tolist(), *sizes[member].tolist())
-            found.setdefault(key, (member, []))[1].append(ranks.index(rank))
-    members = np.asarray([member for member, _ in found.values()], dtype=np.int64)
-    return members, [positions for _, positions in found.values()]
+            blocks_found.setdefault(key, (member, []))[1].append(ranks.index(rank))
+    members = np.asarray([member for member, _ in blocks_found.values()], dtype=np.int64)
+    return members, [positions for _, positions in blocks_found.values()]
 
 
 @dataclass(eq=False)
 class Transit:
-    """All that happens between two meshes: terms are reduced on the first, made on the second."""
+    """Plan between two meshes: partial values are reduced on the first mesh and made on the second."""
 
     src: Layout
     dst: Layout
     leaving: Plan
-    crossing: Crossing
+    crossing: CrossMeshExchange
     entering: Plan
 
     @property
     def cost(self) -> float:
-        """Estimated seconds."""
+        """Return the estimated seconds."""
         return self.leaving.cost + self.crossing.seconds + self.entering.cost
 
     @property
     def bytes(self) -> int:
-        """Received by one rank, summed over the steps."""
+        """Return the bytes that one rank receives, summed over the steps."""
         return self.leaving.bytes + self.crossing.bytes + self.entering.bytes
 
     def __str__(self) -> str:
@@ -164,10 +164,10 @@ class Transit:
 
 @remembered(4096)
 def plan_between(src: Layout, dst: Layout) -> Transit:
-    """What moves a tensor from ``src`` to ``dst``, layouts on different meshes; cached.
+    """Return the cached plan from ``src`` to ``dst``, layouts on different meshes.
 
     Raises:
-        MeshError: one mesh's ranks are processes and the other's are not, or their devices differ.
+        MeshError: the ranks of only one mesh are processes, or the device types differ.
 
     >>> a, b = dt.DeviceMesh("cpu", [0, 1]), dt.DeviceMesh("cpu", [1, 2, 3])
     >>> src, dst = Layout.of(a, [dt.Shard(0)], (6, 2)), Layout.of(b, [dt.Shard(0)], (6, 2))
@@ -178,32 +178,35 @@ def plan_between(src: Layout, dst: Layout) -> Transit:
         a, b = getattr(src.mesh, what), getattr(dst.mesh, what)
         if a != b:
             raise MeshError(f"cannot redistribute {src!r} to {dst.mesh!r}: the {what} differs ({a} and {b})")
-    before, after = _without_terms(src), dst.replace(placements=[_plain(p) for p in dst.placements])
-    return Transit(src, dst, plan(src, before), Crossing(before, after), plan(after, dst))
+    before, after = _reduced_layout(src), dst.replace(placements=[_reduced_placement(p) for p in dst.placements])
+    return Transit(src, dst, plan(src, before), CrossMeshExchange(before, after), plan(after, dst))
 
 
-def _plain(placement: Placement) -> Placement:
+def _reduced_placement(placement: Placement) -> Placement:
     return Replicate() if isinstance(placement, Partial) else placement
 
 
-def _without_terms(layout: Layout) -> Layout:
-    """``layout`` with its terms reduced, and scattered where a tensor dim is free: fewer bytes then, more senders."""
+def _reduced_layout(layout: Layout) -> Layout:
+    """Return ``layout`` with partial mesh dims reduced. They shard a free tensor dim if there is one: fewer bytes, and more
+    senders.
+    """
     free = [dim for dim, split in enumerate(layout.splits) if split is None and layout.shape[dim] > 1]
-    folds = any(isinstance(op, Monoid) for op in layout.partials)  # terms of a monoid stay whole until they are reduced
-    target = Replicate() if folds or not free else Shard(max(free, key=lambda dim: layout.shape[dim]))
+    has_monoid = any(isinstance(op, Monoid) for op in layout.partials)  # a monoid may need complete addends
+    target = Replicate() if has_monoid or not free else Shard(max(free, key=lambda dim: layout.shape[dim]))
     return layout.replace(placements=[target if isinstance(p, Partial) else p for p in layout.placements])
 
 
-def move_between(local: Local, src: Layout, dst: Layout) -> Pending[Local]:
-    """``local``, a local value under ``src``, as one under ``dst`` on another mesh.
+def move_between(local: LocalValue, src: Layout, dst: Layout) -> Pending[LocalValue]:
+    """Redistribute ``local``, a local value under ``src``, to ``dst`` on another mesh.
 
-    A rank outside the mesh of ``src`` gives an empty tensor (a number: any), one outside that of ``dst`` gets one (zero).
+    A rank outside of the mesh of ``src`` passes an empty tensor (any tensor, for a 0-d tensor). A rank outside of the mesh of
+    ``dst`` gets an empty one (zero, for a 0-d tensor).
     """
     transit = plan_between(src, dst)
-    return transit.crossing.bound(execute(transit.leaving, local)).then(functools.partial(_arrived, transit))
+    return transit.crossing.bound(execute(transit.leaving, local)).then(functools.partial(_finish_transit, transit))
 
 
-def _arrived(transit: Transit, local: Local) -> Local:
+def _finish_transit(transit: Transit, local: LocalValue) -> LocalValue:
     if not communicator_of(transit.dst.mesh).held:
         return local.new_zeros(transit.dst.local_shape(None))
     return execute(transit.entering, local)

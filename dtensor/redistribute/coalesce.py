@@ -1,11 +1,7 @@
-"""Several redistributions at once: what their plans have to send at the same time goes in one collective per group.
+"""Coalesce: several redistributions at once, in which simultaneous transfers share one collective per group.
 
-Plans advance in rounds: local steps up to the next collective of each, then these collectives, merged where kind, mesh dims and
-(for reductions) op and dtype agree. All of a round are issued before any is waited for.
-
-Here alone several tensors become what one collective carries; what data parallelism gathers and reduces are
-:class:`.flat_buffer.Rows`
-too.
+Plans advance in rounds: each runs its local steps up to its next collective, then these collectives are issued. They are merged
+if kind, mesh dims and (for reductions) op and dtype agree. All collectives of a round are issued before any is waited for.
 """
 
 from __future__ import annotations
@@ -28,88 +24,90 @@ from ..comm.local_reduce import divided
 from ..comm.pack import Box, region
 from ..cost.link import collective_seconds, local_seconds
 from ..placement import Monoid
-from .executor import Bound, Local, bound_of, route
-from .flat_buffer import Rows, aligned
+from .executor import Bound, LocalValue, bound_of, route_of_step
+from .flat_buffer import Rows, align_bytes
 from .step import AllGather, AllReduce, Exchange, Plan, ReduceScatter, Step
 
-Merged = Pending[list[Local]]
-Together = Callable[[list[Local], list[Local | None]], Merged]  # of values, and memory for what is gathered
+Merged = Pending[list[LocalValue]]
+MergedStart = Callable[[list[LocalValue], list[LocalValue | None]], Merged]  # (values, memory for gathered results) -> results
 
 
 def execute_many(
-    plans: Sequence[Plan], locals_: Sequence[Local], *, out: Sequence[Local] | None = None, large_alone: bool = False
-) -> Pending[list[Local]]:
-    """The local values after ``plans``. As :func:`.executor.start` for each.
+    plans: Sequence[Plan], locals_: Sequence[LocalValue], *, out: Sequence[LocalValue] | None = None, large_alone: bool = False
+) -> Pending[list[LocalValue]]:
+    """Return the local values after ``plans``. Each is executed as by :func:`.executor.start`.
 
     Args:
-        out: memory for them, which autograd is not told of; gathered blocks arrive in it.
-        large_alone: what takes longer to be packed than one more collective has one of its own, at the same time.
+        out: memory for the results, without autograd; gathered blocks are received into it.
+        large_alone: give a tensor a collective of its own if packing it takes longer than one more collective. Collectives
+            overlap.
     """
     values, targets = list(locals_), [None] * len(plans) if out is None else list(out)
-    rounds = _rounds(tuple(plans), large_alone)
-    pending = _issue(rounds[0], values, targets)
-    return Pending(lambda: _finish(plans, rounds, pending, values, targets))
+    rounds = _make_rounds(tuple(plans), large_alone)
+    pending = _issue_round(rounds[0], values, targets)
+    return Pending(lambda: _finish_rounds(plans, rounds, pending, values, targets))
 
 
 class _Round(NamedTuple):
-    """What is done for which plans: local steps, then collectives, which are issued before any of them is waited for.
+    """Round of execution: local steps of some plans, then collectives, which are issued before any of them is waited for.
 
     Attributes:
-        groups: the plans that go in one, what issues it, and which of them end with it.
+        local: pairs of a plan's index and a local step.
+        groups: the indices of plans with one collective, the function that issues it, and which of the plans end with it.
     """
 
-    local: tuple[tuple[int, Callable[[Local], Local]], ...]
-    groups: tuple[tuple[tuple[int, ...], Together, tuple[bool, ...]], ...]
+    local: tuple[tuple[int, Callable[[LocalValue], LocalValue]], ...]
+    groups: tuple[tuple[tuple[int, ...], MergedStart, tuple[bool, ...]], ...]
 
 
 @remembered(512)
-def _rounds(plans: tuple[Plan, ...], large_alone: bool) -> tuple[_Round, ...]:
-    """The last one has local steps alone."""
-    left = [list(itertools.zip_longest(plan.steps, found)) if (found := bound_of(plan)) else [] for plan in plans]
+def _make_rounds(plans: tuple[Plan, ...], large_alone: bool) -> tuple[_Round, ...]:
+    """Return all rounds. The last round has only local steps."""
+    remaining = [list(itertools.zip_longest(plan.steps, bound)) if (bound := bound_of(plan)) else [] for plan in plans]
     rounds: list[_Round] = []
     while not rounds or rounds[-1].groups:
-        local: list[tuple[int, Callable[[Local], Local]]] = []
+        local: list[tuple[int, Callable[[LocalValue], LocalValue]]] = []
         groups: dict[Hashable, list[int]] = {}
-        for i, steps in enumerate(left):
+        for i, steps in enumerate(remaining):
             while steps and steps[0][1].start is None:
                 local.append((i, steps.pop(0)[1].run))
             if steps:
                 step = steps[0][0]
-                groups.setdefault(i if large_alone and not _packs(step) else _kind(step, i), []).append(i)
-        made = []
+                groups.setdefault(i if large_alone and not _is_small(step) else _merge_key(step, i), []).append(i)
+        merged_groups = []
         for group in groups.values():
-            start = _together([left[i].pop(0) for i in group])
-            made.append((tuple(group), start, tuple([not left[i] for i in group])))
-        rounds.append(_Round(tuple(local), tuple(made)))
+            start = _merge_start([remaining[i].pop(0) for i in group])
+            merged_groups.append((tuple(group), start, tuple([not remaining[i] for i in group])))
+        rounds.append(_Round(tuple(local), tuple(merged_groups)))
     return tuple(rounds)
 
 
-def _together(steps: Sequence[tuple[Step, Bound]]) -> Together:
+def _merge_start(steps: Sequence[tuple[Step, Bound]]) -> MergedStart:
     if len(steps) > 1:
         kinds = tuple([step for step, _ in steps])
-        return because(kinds, _merged(kinds))
+        return because(kinds, _bind_merged(kinds))
     start = steps[0][1].start
     assert start is not None
     return lambda values, out: start(values[0]).then(lambda value: [value])
 
 
-def _issue(one: _Round, values: list[Local], out: list[Local | None]) -> list[Merged]:
-    for i, run in one.local:
+def _issue_round(round_: _Round, values: list[LocalValue], out: list[LocalValue | None]) -> list[Merged]:
+    for i, run in round_.local:
         values[i] = run(values[i])
     return [
         start([values[i] for i in group], [out[i] if last else None for i, last in zip(group, ends, strict=True)])
-        for group, start, ends in one.groups
+        for group, start, ends in round_.groups
     ]
 
 
-def _finish(
-    plans: Sequence[Plan], rounds: Sequence[_Round], pending: list[Merged], values: list[Local], out: list[Local | None]
-) -> list[Local]:
-    for one, following in itertools.pairwise(rounds):
-        for (group, _, _), merged in zip(one.groups, pending, strict=True):
+def _finish_rounds(
+    plans: Sequence[Plan], rounds: Sequence[_Round], pending: list[Merged], values: list[LocalValue], out: list[LocalValue | None]
+) -> list[LocalValue]:
+    for round_, next_round in itertools.pairwise(rounds):
+        for (group, _, _), merged in zip(round_.groups, pending, strict=True):
             for i, value in zip(group, merged.wait(), strict=True):
                 values[i] = value
-        pending = _issue(following, values, out)
+        pending = _issue_round(next_round, values, out)
     for i, target in enumerate(out):
         if target is not None and target is not values[i]:
             communicator_of(plans[i].dst.mesh).map(lambda _, to, x: to.data.copy_(x.detach()), target, values[i])
@@ -117,56 +115,55 @@ def _finish(
     return values
 
 
-def _packs(step: Step) -> bool:
-    """Whether packing what it sends, and unpacking what arrives, takes less than one more collective. Parts that are exchanged
-    are packed anyhow, and of several exchanges the busiest ranks are others."""
+def _is_small(step: Step) -> bool:
+    """Return True if packing what the step sends and unpacking what it receives takes less time than one more collective."""
     mesh, nbytes = step.before.mesh, step.before.max_local_nbytes + step.after.max_local_nbytes
     return isinstance(step, Exchange) or local_seconds(mesh, nbytes) < collective_seconds(mesh, step.mesh_dims, "exchange", 0)
 
 
 def kind_of(step: Step) -> Hashable:
-    """What steps must have in common to go in one collective, divisions aside."""
-    return _kind(_undivided(step), -1)
+    """Return the key of steps that can share one collective, ignoring their divisors."""
+    return _merge_key(_without_divisor(step), -1)
 
 
-def _undivided(step: Any) -> Any:
+def _without_divisor(step: Any) -> Any:
     return dataclasses.replace(step, divisor=1) if isinstance(step, (AllReduce, ReduceScatter)) else step
 
 
 def as_one(steps: Sequence[Step]) -> Callable[..., Merged]:
-    """What issues the collectives of steps of one kind as one, given a local for each; means are not divided."""
-    undivided = tuple(map(_undivided, steps))
+    """Return a function that issues steps of one kind as one collective, given local values. Averages are not divided."""
+    undivided = tuple(map(_without_divisor, steps))
     at_once = communicator_of(steps[0].before.mesh).talks and not isinstance(steps[0], AllReduce)
-    return _of_several(because(undivided, _merged(undivided)), steps[0].verb, at_once)
+    return _as_recorded_op(because(undivided, _bind_merged(undivided)), steps[0].verb, at_once)
 
 
 def reduced_as_one(comm: Communicator, mesh_dims: Sequence[int], op: Any, dtype: torch.dtype) -> Callable[..., Merged]:
-    """The same of all-reduces over mesh dims."""
-    return _of_several(_reduced(comm, mesh_dims, op, dtype, 1), "all_reduce", False)
+    """Return a function that issues several all-reduces over ``mesh_dims`` as one, given a local value for each."""
+    return _as_recorded_op(_bind_flat_all_reduce(comm, mesh_dims, op, dtype, 1), "all_reduce", False)
 
 
-def _of_several(together: Together, name: str, at_once: bool) -> Callable[..., Merged]:
-    """``together`` of locals, with results that share no memory: who gets them may write to one.
+def _as_recorded_op(merged: MergedStart, name: str, at_once: bool) -> Callable[..., Merged]:
+    """Wrap ``together`` for separate local values. Results share no memory, because a receiver may write to one.
 
     Args:
-        at_once: as of :class:`..comm.backend_base.Reduction`.
+        at_once: as in :class:`..comm.backend_base.Reduction`.
     """
 
-    def issue(*values: Local) -> Merged:
-        return together(list(values), [None] * len(values)).then(lambda made: [_own(x) for x in made])
+    def issue(*values: LocalValue) -> Merged:
+        return merged(list(values), [None] * len(values)).then(lambda results: [_in_own_storage(x) for x in results])
 
     issue.__name__ = f"{name.replace(' ', '_').replace('-', '_')}_together"
     setattr(issue, "at_once", at_once)  # noqa: B010  no attribute of functions that types know
     return issue
 
 
-def _own(local: Local) -> Local:
+def _in_own_storage(local: LocalValue) -> LocalValue:
     alone = all(x.untyped_storage().nbytes() == x.numel() * x.itemsize for x in shards_of(local))
     return local if alone else local.clone(memory_format=torch.contiguous_format)
 
 
-def _kind(step: Step, index: int) -> Hashable:
-    """Steps of one kind go in one collective; terms of a monoid stay whole, so each of them alone."""
+def _merge_key(step: Step, index: int) -> Hashable:
+    """Return the key of steps that can share one collective. A monoid may need complete addends, so each is alone."""
     over = (step.before.mesh, step.mesh_dims)
     match step:
         case AllReduce(op=Monoid()):
@@ -178,58 +175,58 @@ def _kind(step: Step, index: int) -> Hashable:
 
 
 @remembered(512)
-def _merged(steps: tuple[Any, ...]) -> Together:
-    """Steps of one kind as one; regions and groups are worked out once."""
+def _bind_merged(steps: tuple[Any, ...]) -> MergedStart:
+    """Bind steps of one kind as one collective. Regions and groups are computed once."""
     match steps[0]:
         case AllReduce():
-            made = _all_reduce(steps)
+            start = _bind_all_reduce(steps)
         case ReduceScatter():
-            made = _reduce_scatter(steps)
+            start = _bind_reduce_scatter(steps)
         case _ if all(isinstance(step, AllGather) for step in steps):
-            made = _all_gather(steps)
+            start = _bind_all_gather(steps)
         case _:
-            made = _exchange(steps)
-    return counted_with([step.before for step in steps], steps[0].mesh_dims, type(steps[0]).__name__, made)
+            start = _bind_exchange(steps)
+    return counted_with([step.before for step in steps], steps[0].mesh_dims, type(steps[0]).__name__, start)
 
 
-# --- reductions: the elements of all tensors in one row -------------------------------------------------------------------
-def _all_reduce(steps: tuple[Any, ...]) -> Together:
+# --- reductions: the elements of all tensors in one flat row --------------------------------------------------------------
+def _bind_all_reduce(steps: tuple[Any, ...]) -> MergedStart:
     first = steps[0]
-    return _reduced(communicator_of(first.before.mesh), first.mesh_dims, first.op, first.before.dtype, first.divisor)
+    return _bind_flat_all_reduce(communicator_of(first.before.mesh), first.mesh_dims, first.op, first.before.dtype, first.divisor)
 
 
-def _reduced(comm: Communicator, mesh_dims: Sequence[int], op: Any, dtype: torch.dtype, divisor: int) -> Together:
+def _bind_flat_all_reduce(comm: Communicator, mesh_dims: Sequence[int], op: Any, dtype: torch.dtype, divisor: int) -> MergedStart:
     reduction = comm.bind_all_reduce(mesh_dims, op, dtype)
     bound = reduction.taking or reduction.run
 
-    def apart(member: int, reduced: Tensor, *parts: Tensor) -> list[Tensor]:
+    def unpack_rows(member: int, reduced: Tensor, *parts: Tensor) -> list[Tensor]:
         rows = (divided(reduced, divisor) if divisor > 1 else reduced).split([part.numel() for part in parts])
         return [row.view(part.shape) for row, part in zip(rows, parts, strict=True)]
 
-    def start(values: list[Local], out: list[Local | None]) -> Merged:
+    def start(values: list[LocalValue], out: list[LocalValue | None]) -> Merged:
         row = comm.map(lambda _, *parts: torch.cat([part.reshape(-1) for part in parts]), *values)
-        return bound(row).then(lambda reduced: comm.map(apart, reduced, *values))
+        return bound(row).then(lambda reduced: comm.map(unpack_rows, reduced, *values))
 
     return start
 
 
-def _reduce_scatter(steps: tuple[Any, ...]) -> Together:
+def _bind_reduce_scatter(steps: tuple[Any, ...]) -> MergedStart:
     mesh, every, dtype, divisor = steps[0].before.mesh, range(len(steps)), steps[0].before.dtype, steps[0].divisor
-    comm, rows = communicator_of(mesh), _rows_of(steps)
+    comm, rows = communicator_of(mesh), _flat_rows(steps)
     bound = comm.bind_scatter(steps[0].mesh_dims, lambda member: rows[member].parts(every, 0), steps[0].op, dtype)
 
     def terms(member: int, *parts: Tensor) -> Tensor:
         return rows[member].terms(every, parts, dtype, parts[0].device)
 
-    def apart(member: int, reduced: Tensor) -> list[Tensor]:
+    def unpack_rows(member: int, reduced: Tensor) -> list[Tensor]:
         return rows[member].split(every, divided(reduced, divisor) if divisor > 1 else reduced)[:-1]
 
-    return lambda values, out: bound(comm.map(terms, *values)).then(lambda reduced: comm.map(apart, reduced))
+    return lambda values, out: bound(comm.map(terms, *values)).then(lambda reduced: comm.map(unpack_rows, reduced))
 
 
-# --- transfers: all tensors in one row per rank, as bytes where dtypes differ ---------------------------------------------
-def _all_gather(steps: tuple[Any, ...]) -> Together:
-    comm, rows = communicator_of(steps[0].before.mesh), _rows_of(steps)
+# --- transfers: all tensors in one flat row per rank, as bytes if dtypes differ -------------------------------------------
+def _bind_all_gather(steps: tuple[Any, ...]) -> MergedStart:
+    comm, rows = communicator_of(steps[0].before.mesh), _flat_rows(steps)
     seen = next(iter(rows.values())).seen
     bound = comm.bind_gather(steps[0].mesh_dims, lambda member: rows[member].lengths, seen)
 
@@ -242,34 +239,34 @@ def _all_gather(steps: tuple[Any, ...]) -> Together:
         own.unpack(arrived, (), own.targets([x.data for x in made]))
         return made
 
-    def start(values: list[Local], out: list[Local | None]) -> Merged:
+    def start(values: list[LocalValue], out: list[LocalValue | None]) -> Merged:
         row = comm.map(lambda member, *parts: rows[member].pack(parts, joined), *values)
         return bound(row).then(lambda arrived: settled(comm.map(unpacked, arrived, *out), out))
 
-    def settled(made: list[Local], out: list[Local | None]) -> list[Local]:
+    def settled(made: list[LocalValue], out: list[LocalValue | None]) -> list[LocalValue]:
         return [x if target is None else target for x, target in zip(made, out, strict=True)]
 
     return start
 
 
-def broadcast_many(comm: Communicator, values: Sequence[Local], mesh_dims: Sequence[int]) -> list[Local]:
-    """The first group position's values everywhere, in new memory: one broadcast of bytes, wider dtypes first."""
+def broadcast_many(comm: Communicator, values: Sequence[LocalValue], mesh_dims: Sequence[int]) -> list[LocalValue]:
+    """Broadcast the values of the first group position to all, into new memory: one broadcast of bytes, wider dtypes first."""
     order = sorted(range(len(values)), key=lambda i: -values[i].dtype.itemsize)
 
     def packed(member: int, *parts: Tensor) -> Tensor:
         return torch.cat([flat_bytes(x) for x in parts])
 
-    def apart(member: int, row: Tensor, *parts: Tensor) -> list[Tensor]:
+    def unpack_rows(member: int, row: Tensor, *parts: Tensor) -> list[Tensor]:
         pieces = row.split([x.numel() * x.itemsize for x in parts])
         return [torch.empty_like(x).copy_(from_bytes(piece, x.shape, x.dtype)) for x, piece in zip(parts, pieces, strict=True)]
 
     sent = [values[i] for i in order]
-    arrived = comm.map(apart, comm.broadcast(comm.map(packed, *sent), mesh_dims).wait(), *sent)
+    arrived = comm.map(unpack_rows, comm.broadcast(comm.map(packed, *sent), mesh_dims).wait(), *sent)
     return [arrived[order.index(i)] for i in range(len(values))]
 
 
-def _rows_of(steps: tuple[Any, ...]) -> dict[int, Rows]:
-    """The rows of steps that gather, or (mirrored) that reduce, of each member held here."""
+def _flat_rows(steps: tuple[Any, ...]) -> dict[int, Rows]:
+    """Return the flat rows of gather steps, or (mirrored) of reduction steps, for each member in this process."""
     gathers, mesh, mesh_dims = isinstance(steps[0], AllGather), steps[0].before.mesh, steps[0].mesh_dims
     pairs = [(step.before, step.after) if gathers else (step.after, step.before) for step in steps]
     dtypes, cut = [step.before.dtype for step in steps], [True] * len(steps)
@@ -277,13 +274,13 @@ def _rows_of(steps: tuple[Any, ...]) -> dict[int, Rows]:
     return {member: Rows.of(pairs, dtypes, cut, member, mesh.members_of(mesh_dims, member)) for member in members}
 
 
-def _exchange(steps: tuple[Any, ...]) -> Together:
-    """By position and tensor, what is sent; so it arrives."""
+def _bind_exchange(steps: tuple[Any, ...]) -> MergedStart:
+    """Bind exchanges as one. Data is sent by position, then by tensor, and arrives in that order."""
     comm, sizes = communicator_of(steps[0].before.mesh), [step.before.dtype.itemsize for step in steps]
 
     @functools.cache
     def boxes(member: int, side: str) -> list[tuple[Box | None, ...]]:
-        return list(zip(*(getattr(route(step, member), side) for step in steps), strict=True))
+        return list(zip(*(getattr(route_of_step(step, member), side) for step in steps), strict=True))
 
     @functools.cache
     def lengths(member: int, side: str) -> list[list[int]]:
@@ -298,14 +295,14 @@ def _exchange(steps: tuple[Any, ...]) -> Together:
     def placed(member: int, arrived: Tensor, *parts: Tensor) -> list[Tensor]:
         results = []
         pieces = iter(arrived.split([length for own in lengths(member, "receives") for length in own]))
-        for part, own in zip(parts, (route(step, member) for step in steps), strict=True):
+        for part, own in zip(parts, (route_of_step(step, member) for step in steps), strict=True):
             results.append(part.new_empty(own.new))
             if own.kept is not None:
                 region(results[-1], own.kept[1]).copy_(region(part.detach(), own.kept[0]))
         for each in boxes(member, "receives"):
             for result, box, piece in zip(results, each, pieces, strict=False):
                 if box is not None:
-                    region(result, box).copy_(aligned(piece, result.itemsize).view(result.dtype).view(box.size))
+                    region(result, box).copy_(align_bytes(piece, result.itemsize).view(result.dtype).view(box.size))
         return results
 
     def total(side: str) -> Callable[[int], list[int]]:

@@ -1,12 +1,12 @@
-"""The algebra of ``Partial``: which reductions commute, and when a value may become a term again.
+"""Partial algebra: which reductions commute, and when a value may become partial again.
 
-**The order of reduction.** A tensor that is partial on several mesh dims is a nest of reductions in the order in which its
-placements are written, like function composition: ``[Partial("max"), Partial("sum")]`` on ``("dp", "tp")`` is
-``max over dp of (sum over tp)``. The last mesh dim reduces first. Neighbouring mesh dims with one same monoid are one fold,
-first mesh dim major.
+[Note: Order of reduction]
+A tensor that is partial on several mesh dims is a nest of reductions in the order of its placements, like function composition:
+``[Partial("max"), Partial("sum")]`` on ``("dp", "tp")`` is ``max over dp of (sum over tp)``. The last mesh dim reduces first.
+Adjacent mesh dims with the same monoid are one reduction, first mesh dim major.
 
-Reductions leave a nest innermost first and enter it outermost first, which is always right; the tables below say when a
-reduction may pass another one, so that terms which the destination keeps need not be touched.
+Reductions leave a nest innermost first and enter it outermost first, which is always correct. The tables below say when a
+reduction may pass another one, so that addends that stay in the destination are not touched.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from ..errors import LayoutError
 from ..layout.layout import Layout
 from ..placement import Monoid
 
-Op = str | Monoid
+ReduceOp = str | Monoid
 
-LINEAR = frozenset({"sum", "avg"})  # avg = sum / n, so both commute with each other
-KEEPING = frozenset({"max", "min", "avg"})  # the reduction of equal terms is the term: a value is its own term everywhere
+LINEAR_OPS = frozenset({"sum", "avg"})  # avg = sum / n, so both commute with each other
+IDEMPOTENT_OPS = frozenset({"max", "min", "avg"})  # the reduction of equal addends is the addend
 
 
-def commute(a: Op, b: Op) -> bool:
-    """Whether nests of these two reductions may change places."""
+def may_commute(a: ReduceOp, b: ReduceOp) -> bool:
+    """Return True if nests of these two reductions may change places."""
     if isinstance(a, Monoid) or isinstance(b, Monoid):
         return False  # associative, but not known to be commutative
-    return a == b or (a in LINEAR and b in LINEAR)
+    return a == b or (a in LINEAR_OPS and b in LINEAR_OPS)
 
 
-def may_enter(op: Op, inner: Op) -> bool:
-    """Whether a value whose terms are still under ``inner`` may become the terms of an ``op`` outside of it.
+def may_enter(op: ReduceOp, inner: ReduceOp) -> bool:
+    """Return True if a value that is still partial under ``inner`` may become partial under an ``op`` outside of it.
 
-    Where every rank keeps the terms, each rank's inner reduction is the value. Otherwise all but the first hold identities of
-    ``op``, and the law is: ``inner`` of identities is the identity (a sum of zeros is 0; a sum of ones is not 1).
+    If every rank keeps the value as its addend, each rank's inner reduction is the value. Otherwise all but the first rank have
+    identities of ``op``. Then ``inner`` of identities must be the identity: a sum of zeros is 0, but a sum of ones is not 1.
     """
-    if op in KEEPING or op == inner:
+    if op in IDEMPOTENT_OPS or op == inner:
         return True
     match op:
         case "sum":
@@ -49,10 +49,10 @@ def may_enter(op: Op, inner: Op) -> bool:
             return False
 
 
-def may_pad(op: Op, inner: Sequence[Op]) -> bool:
-    """Whether a shard may become a term of ``op`` by filling the rest with identities, terms being under ``inner`` still.
+def may_pad(op: ReduceOp, inner: Sequence[ReduceOp]) -> bool:
+    """Return True if a shard may become an addend of ``op`` by padding with identities, while it is partial under ``inner``.
 
-    ``avg`` never: the mean of (x, 0) is x / 2. A monoid never: it need not act pointwise along the sharded dim.
+    Never for ``avg``: the mean of (x, 0) is x / 2. Never for a monoid: it need not act elementwise along the sharded dim.
     """
     match op:
         case "sum" | "product":
@@ -65,106 +65,110 @@ def may_pad(op: Op, inner: Sequence[Op]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """One collective's worth of reducing: ``op`` over ``mesh_dims``; ``finish`` applies a monoid's ``finalize``."""
+    """Reduction by one collective: ``op`` over ``mesh_dims``. ``finish`` applies the ``finalize`` of a monoid."""
 
-    op: Op
+    op: ReduceOp
     mesh_dims: tuple[int, ...]
     averaged: tuple[int, ...] = ()  # a sum merged with averages is divided by the number of ranks on these mesh dims
     finish: bool = False
 
     def part(self, mesh_dims: tuple[int, ...]) -> Reduction:
-        """This reduction over some of its mesh dims only."""
+        """Return this reduction over some of its mesh dims."""
         averaged = tuple(i for i in mesh_dims if i in self.averaged)
         if averaged == mesh_dims:
             return Reduction("avg", mesh_dims)
         return Reduction(self.op, mesh_dims, averaged, self.finish)
 
 
-class Changes(NamedTuple):
-    """What becomes of the partial mesh dims between two layouts."""
+class PartialChanges(NamedTuple):
+    """Changes of the partial mesh dims between two layouts."""
 
     reduced: tuple[Reduction, ...]  # in the order in which they run
     entered: tuple[int, ...]  # mesh dims that become partial afterwards, outermost first
 
 
-def changes(src: Layout, dst: Layout) -> Changes:
-    """The reductions that lead from ``src`` to ``dst``, merged as far as the algebra allows.
+def partial_changes(src: Layout, dst: Layout) -> PartialChanges:
+    """Return the reductions from ``src`` to ``dst``, merged as far as the algebra allows.
 
     Raises:
-        LayoutError: a reduction that the dtype does not have, or terms of a monoid that cannot be made from a value.
+        LayoutError: the dtype lacks a reduction, or a value would have to become partial under a monoid that cannot be undone.
     """
     if src.partials == dst.partials:
-        return Changes((), ())
-    kept = _kept(src, dst)
+        return PartialChanges((), ())
+    kept = _kept_mesh_dims(src, dst)
     leaving = [i for i, op in enumerate(src.partials) if op is not None and i not in kept]
     entering = tuple(i for i, op in enumerate(dst.partials) if op is not None and i not in kept)
     for op in [*(src.partials[i] for i in leaving), *(dst.partials[i] for i in entering)]:
         _check_dtype(op, src, dst)
     _check_monoids(src, dst, kept, entering)
-    return Changes(tuple(_merged(src, dst, leaving)), entering)
+    return PartialChanges(tuple(_merge_reductions(src, dst, leaving)), entering)
 
 
-def _kept(src: Layout, dst: Layout) -> set[int]:
-    """Mesh dims whose terms stay: same op on both sides, and nothing has to pass them that cannot."""
+def _kept_mesh_dims(src: Layout, dst: Layout) -> set[int]:
+    """Return the mesh dims that stay partial: the op is equal on both sides, and no other reduction would have to pass it that
+    may not.
+    """
     kept = {i for i, (a, b) in enumerate(zip(src.partials, dst.partials, strict=True)) if a is not None and a == b}
     while True:
         leaving = [(i, op) for i, op in enumerate(src.partials) if op is not None and i not in kept]
         entering = [(i, op) for i, op in enumerate(dst.partials) if op is not None and i not in kept]
-        blocked = {j for j in kept if _must_pass(leaving, entering, j, _op(src, j))}
+        blocked = {j for j in kept if _must_pass(leaving, entering, j, _op_of(src, j))}
         if not blocked:
             return kept
         kept -= blocked
 
 
-def _must_pass(leaving: list[tuple[int, Op]], entering: list[tuple[int, Op]], mesh_dim: int, inner: Op) -> bool:
-    """Whether a reduction further out would have to pass ``inner`` on ``mesh_dim`` and cannot."""
-    return any(i < mesh_dim and not commute(op, inner) for i, op in leaving) or any(
+def _must_pass(leaving: list[tuple[int, ReduceOp]], entering: list[tuple[int, ReduceOp]], mesh_dim: int, inner: ReduceOp) -> bool:
+    """Return True if a reduction further out would have to pass ``inner`` on ``mesh_dim`` and may not."""
+    return any(i < mesh_dim and not may_commute(op, inner) for i, op in leaving) or any(
         i < mesh_dim and not may_enter(op, inner) for i, op in entering
     )
 
 
-def _merged(src: Layout, dst: Layout, leaving: list[int]) -> list[Reduction]:
-    """Innermost first; a reduction joins an earlier one if it commutes with all that run in between."""
+def _merge_reductions(src: Layout, dst: Layout, leaving: list[int]) -> list[Reduction]:
+    """Return the merged reductions, innermost first. A reduction joins an earlier one if it commutes with all that run in
+    between.
+    """
     merged: list[list[int]] = []
     for i in reversed(leaving):
-        for at in range(len(merged) - 1, -1, -1):
-            if _joins(src, i, merged[at]):
-                merged[at].append(i)
+        for k in range(len(merged) - 1, -1, -1):
+            if _may_join(src, i, merged[k]):
+                merged[k].append(i)
                 break
-            if not all(commute(_op(src, i), _op(src, j)) for j in merged[at]):
+            if not all(may_commute(_op_of(src, i), _op_of(src, j)) for j in merged[k]):
                 merged.append([i])
                 break
         else:
             merged.append([i])
-    return [_reduction(src, dst, tuple(sorted(mesh_dims))) for mesh_dims in merged]
+    return [_make_reduction(src, dst, tuple(sorted(mesh_dims))) for mesh_dims in merged]
 
 
-def _joins(src: Layout, i: int, group: list[int]) -> bool:
-    op = _op(src, i)
+def _may_join(src: Layout, i: int, group: list[int]) -> bool:
+    op = _op_of(src, i)
     if isinstance(op, Monoid):
         return all(src.partials[j] in (None, op) for j in range(i, max(group) + 1))
-    return all(commute(op, _op(src, j)) for j in group)
+    return all(may_commute(op, _op_of(src, j)) for j in group)
 
 
-def _op(layout: Layout, mesh_dim: int) -> Op:
+def _op_of(layout: Layout, mesh_dim: int) -> ReduceOp:
     op = layout.partials[mesh_dim]
     assert op is not None
     return op
 
 
-def _reduction(src: Layout, dst: Layout, mesh_dims: tuple[int, ...]) -> Reduction:
-    ops = {_op(src, i) for i in mesh_dims}
+def _make_reduction(src: Layout, dst: Layout, mesh_dims: tuple[int, ...]) -> Reduction:
+    ops = {_op_of(src, i) for i in mesh_dims}
     op = "sum" if len(ops) > 1 else next(iter(ops))
     if isinstance(op, Monoid):
-        run = _run(src, mesh_dims[0])
-        moved = _only(src, op) and _only(dst, op) and op in dst.partials
+        run = _monoid_run(src, mesh_dims[0])
+        moved = _is_only_op(src, op) and _is_only_op(dst, op) and op in dst.partials
         return Reduction(op, mesh_dims, finish=op.finalize is not None and mesh_dims == run and not moved)
     averaged = tuple(i for i in mesh_dims if src.partials[i] == "avg") if len(ops) > 1 else ()
     return Reduction(op, mesh_dims, averaged)
 
 
-def _run(layout: Layout, mesh_dim: int) -> tuple[int, ...]:
-    """The neighbouring partial mesh dims that are one fold with ``mesh_dim``."""
+def _monoid_run(layout: Layout, mesh_dim: int) -> tuple[int, ...]:
+    """Return the adjacent partial mesh dims that are one reduction with ``mesh_dim``."""
     run, current = [], []
     for i, op in enumerate(layout.partials):
         if op == layout.partials[mesh_dim]:
@@ -176,12 +180,12 @@ def _run(layout: Layout, mesh_dim: int) -> tuple[int, ...]:
     return tuple(run)
 
 
-def _only(layout: Layout, op: Op) -> bool:
+def _is_only_op(layout: Layout, op: ReduceOp) -> bool:
     return set(layout.partials) <= {None, op}
 
 
-# --- what is refused, on every rank alike ---------------------------------------------------------------------------
-def _check_dtype(op: Op | None, src: Layout, dst: Layout) -> None:
+# --- checks: they depend on layouts only, so all ranks raise together -----------------------------------------------
+def _check_dtype(op: ReduceOp | None, src: Layout, dst: Layout) -> None:
     if op == "avg" and not (src.dtype.is_floating_point or src.dtype.is_complex):
         raise LayoutError(
             f"{src!r} -> {dst!r}: the average of {src.dtype} values is not defined as {src.dtype}; use "
@@ -195,9 +199,13 @@ def _check_dtype(op: Op | None, src: Layout, dst: Layout) -> None:
 
 def _check_monoids(src: Layout, dst: Layout, kept: set[int], entering: tuple[int, ...]) -> None:
     for i, op in enumerate(dst.partials):
-        if not isinstance(op, Monoid) or op.finalize is None or (op in src.partials and _only(src, op) and _only(dst, op)):
-            continue  # without finalize every term is a value; alone, terms move about unfinished
-        if i in entering or (i in kept and kept.intersection(_run(src, i)) != kept.intersection(_run(dst, i))):
+        if (
+            not isinstance(op, Monoid)
+            or op.finalize is None
+            or (op in src.partials and _is_only_op(src, op) and _is_only_op(dst, op))
+        ):
+            continue  # without finalize every addend is a value; if it is the only op, addends are moved unfinished
+        if i in entering or (i in kept and kept.intersection(_monoid_run(src, i)) != kept.intersection(_monoid_run(dst, i))):
             raise LayoutError(
                 f"{src!r} -> {dst!r}: a reduced value cannot become Partial({op.name!r}) again, because "
                 "finalize() would run twice. Redistribute to Replicate(), or leave finalize out of the Monoid "

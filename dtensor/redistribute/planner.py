@@ -1,15 +1,16 @@
-"""``plan(src, dst)``: the cheapest chain of steps between two layouts.
+"""Planner: ``plan(src, dst)`` returns the cheapest chain of steps between two layouts.
 
-A chain has up to four stages; the stages that do nothing vanish:
+[Note: Stages of a redistribution]
+A chain has up to four stages. Stages that do nothing are left out.
 
-1. *slice*: mesh dims that hold copies and split the destination keep their part only, so that less is moved and reduced;
-2. *reduce*: terms that do not stay are reduced, innermost first (:mod:`.partial_algebra`), each reduction as an all-reduce or as
-   a reduce-scatter over the mesh dims that split the destination, or over all of them;
-3. *move*: the blocks of the value go where they belong, in one slice, all-gather or exchange;
-4. *spread*: the value becomes terms of the partial mesh dims of the destination.
+1. *slice*: mesh dims that are replicated and shard the destination keep only their part, so that less is sent and reduced. 2.
+*reduce*: partial mesh dims that do not stay partial are reduced, innermost first (:mod:`.partial_algebra`). Each reduction is
+an all-reduce, or a reduce-scatter over the mesh dims that shard the destination, or over all of them. 3. *move*: the blocks of
+the value are redistributed in one slice, all-gather or exchange. 4. *spread*: the value becomes partial on the partial mesh
+dims of the destination.
 
-No layout on the way has a larger block than the larger one of source and destination, which is why nothing is ever
-gathered only to be sliced.
+No layout on the way has a larger block than the larger one of source and destination. So nothing is ever gathered only to be
+sliced.
 """
 
 from __future__ import annotations
@@ -19,35 +20,35 @@ from collections.abc import Iterator
 
 from ..base.caches import Bounded
 from ..errors import LayoutError
-from ..layout.expanded_storage import once, repeated
+from ..layout.expanded_storage import first_along_dims, repeated_dims
 from ..layout.layout import Layout
 from ..layout.splits import Split
 from ..placement import Monoid
-from .intervals import common_prefix, depth, nested, prefix_sizes
+from .intervals import common_prefix, nested_split, prefix_sizes, split_depth
 from .make_step import move_step, reduce_step, spread_step
-from .partial_algebra import Changes, Reduction, changes, may_pad
+from .partial_algebra import PartialChanges, Reduction, may_pad, partial_changes
 from .step import Once, Plan, Repeat, Step
 
 _PLANS: Bounded[tuple[Layout, Layout], Plan] = Bounded(4096, "redistributions")
 
 
 def plan(src: Layout, dst: Layout) -> Plan:
-    """The cheapest plan found, cached; it depends on the layouts alone, so all ranks make the same one.
+    """Return the cheapest plan found, cached. It depends on the layouts alone, so all ranks make the same plan.
 
     At most one collective for sharded and replicated layouts, and one more per reduction for partial ones.
 
     Raises:
         LayoutError: the layouts are not of one tensor on one mesh, or the dtype lacks the reduction.
     """
-    found = _PLANS.get((src, dst))
-    if found is None:
-        _check(src, dst)
-        found = _PLANS.keep((src, dst), Plan(src, dst, () if src.same_data(dst) else _stored_once(src, dst)))
-    return found
+    result = _PLANS.get((src, dst))
+    if result is None:
+        _check_comparable(src, dst)
+        result = _PLANS.keep((src, dst), Plan(src, dst, () if src.same_data(dst) else _plan_stored_elements(src, dst)))
+    return result
 
 
 def estimate(src: Layout, dst: Layout) -> float:
-    """Seconds that the redistribution takes, infinite where there is none; cached.
+    """Return the estimated seconds of a redistribution, or infinity if there is none; cached.
 
     >>> mesh = dt.DeviceMesh("cpu", 4)
     >>> estimate(Layout.of(mesh, [dt.Replicate()], (8, 8)), Layout.of(mesh, [dt.Shard(0)], (8, 8)))
@@ -59,163 +60,175 @@ def estimate(src: Layout, dst: Layout) -> float:
         return math.inf
 
 
-def _check(src: Layout, dst: Layout) -> None:
+def _check_comparable(src: Layout, dst: Layout) -> None:
     for what in ("mesh", "shape", "dtype"):
         a, b = getattr(src, what), getattr(dst, what)
         if a != b:
             raise LayoutError(f"cannot redistribute {src!r} -> {dst!r}: the {what} differs ({a} and {b}); it must be the same")
 
 
-def _stored_once(src: Layout, dst: Layout) -> tuple[Step, ...]:
-    """The chain of what memory holds, each element once: what is repeated is so again on each rank."""
-    dims = tuple([d for d in repeated(src) if type(dst.stride[d]) is int and dst.stride[d] == 0])
+def _plan_stored_elements(src: Layout, dst: Layout) -> tuple[Step, ...]:
+    """Return the chain for the stored elements only: elements that are repeated by stride 0 are redistributed once and repeated
+    on each rank.
+    """
+    dims = tuple([d for d in repeated_dims(src) if type(dst.stride[d]) is int and dst.stride[d] == 0])
     if not dims:
-        return _cheapest(src, dst)
-    less, goal = once(src, dims), once(dst, dims)
-    steps = _cheapest(less, goal)
+        return _cheapest_chain(src, dst)
+    less, goal = first_along_dims(src, dims), first_along_dims(dst, dims)
+    steps = _cheapest_chain(less, goal)
     return (Once(src, less, (), 0, 0.0, dims), *steps, Repeat(goal, dst, (), 0, 0.0))
 
 
-def _cheapest(src: Layout, dst: Layout) -> tuple[Step, ...]:
+def _cheapest_chain(src: Layout, dst: Layout) -> tuple[Step, ...]:
     if src.partials == dst.partials:  # nothing to choose
-        return tuple(_moves(src, dst))
-    change = changes(src, dst)
-    modes = _modes(src, dst, change)
+        return tuple(_move_steps(src, dst))
+    change = partial_changes(src, dst)
+    modes = _scatter_choices(src, dst, change)
     pads = (True, False) if change.entered else (True,)
-    chains = [_chain(src, dst, change, scatter, pad) for scatter in modes for pad in pads]
+    chains = [_make_chain(src, dst, change, scatter, pad) for scatter in modes for pad in pads]
     return min(chains, key=lambda steps: (sum(step.seconds for step in steps), len(steps)))
 
 
-def _modes(src: Layout, dst: Layout, change: Changes) -> list[frozenset[int]]:
-    """The sets of mesh dims to reduce-scatter over: none, those that split the destination, all that are reduced."""
+def _scatter_choices(src: Layout, dst: Layout, change: PartialChanges) -> list[frozenset[int]]:
+    """Return the sets of mesh dims to reduce-scatter over: those that shard the destination, all that are reduced, none."""
     reduced = {i for reduction in change.reduced for i in reduction.mesh_dims}
-    if not src.ndim or _folds(change):
+    if not src.ndim or _reduces_monoid(change):
         return [frozenset()]
-    wanted = reduced.intersection(i for split in dst.splits if split is not None for i in split.mesh_dims)
-    return list(dict.fromkeys((frozenset(wanted), frozenset(reduced), frozenset())))
+    sharding = reduced.intersection(i for split in dst.splits if split is not None for i in split.mesh_dims)
+    return list(dict.fromkeys((frozenset(sharding), frozenset(reduced), frozenset())))
 
 
-def _chain(src: Layout, dst: Layout, change: Changes, scatter: frozenset[int], pad: bool) -> tuple[Step, ...]:
+def _make_chain(src: Layout, dst: Layout, change: PartialChanges, scatter: frozenset[int], pad: bool) -> tuple[Step, ...]:
     steps: list[Step] = []
     at = src
-    if not _folds(change):
-        at = _sliced(src, dst)
+    if not _reduces_monoid(change):
+        at = _slice_towards(src, dst)
         if at is not src:
             steps.append(move_step(src, at))
     for reduction in change.reduced:
-        for part in _parts(reduction, scatter):
-            after = _reduced(at, dst, part, scatter)
+        for part in _split_reduction(reduction, scatter):
+            after = _after_reduction(at, dst, part, scatter)
             steps.append(reduce_step(at, after, part))
             at = after
-    goal = _goal(at, dst, change.entered, pad)
-    moves = list(_moves(at, goal))
-    return (*steps, *moves, *_spreads(goal, dst, change.entered))
+    goal = _before_spread(at, dst, change.entered, pad)
+    moves = list(_move_steps(at, goal))
+    return (*steps, *moves, *_spread_steps(goal, dst, change.entered))
 
 
-def _folds(change: Changes) -> bool:
-    """Whether a monoid is reduced. It need not act elementwise along a dim that ``src`` leaves whole: no cutting before."""
+def _reduces_monoid(change: PartialChanges) -> bool:
+    """Return True if a monoid is reduced. It need not act elementwise along a dim that is unsharded in ``src``, so blocks are
+    not sliced before.
+    """
     return any(isinstance(reduction.op, Monoid) for reduction in change.reduced)
 
 
-def _parts(reduction: Reduction, scatter: frozenset[int]) -> Iterator[Reduction]:
-    """The reduction, cut in two where it scatters over some of its mesh dims only: those first, for less is left then."""
+def _split_reduction(reduction: Reduction, scatter: frozenset[int]) -> Iterator[Reduction]:
+    """Yield the reduction in two parts if it scatters over only some of its mesh dims: those first, so that less is left for
+    the rest.
+    """
     first = tuple(i for i in reduction.mesh_dims if i in scatter)
     rest = tuple(i for i in reduction.mesh_dims if i not in scatter)
     yield from (reduction.part(mesh_dims) for mesh_dims in (first, rest) if mesh_dims)
 
 
-# --- the layouts on the way ---------------------------------------------------------------------------------------
-def _with(layout: Layout, splits: list[Split | None], partials: list[str | Monoid | None] | None = None) -> Layout:
+# --- intermediate layouts -----------------------------------------------------------------------------------------
+def _with_splits(layout: Layout, splits: list[Split | None], partials: list[str | Monoid | None] | None = None) -> Layout:
     return Layout.from_splits(
         layout.mesh, splits, layout.partials if partials is None else partials, layout.shape, layout.stride, layout.dtype
     )
 
 
-def _splitting(layout: Layout) -> set[int]:
+def _sharding_mesh_dims(layout: Layout) -> set[int]:
     return {i for split in layout.splits if split is not None for i in split.mesh_dims}
 
 
-def _sliced(layout: Layout, dst: Layout) -> Layout:
-    """``layout`` cut as far towards ``dst`` as no data has to move; each block still holds all of its part of ``dst``."""
-    mesh, busy = layout.mesh, _splitting(layout)
+def _slice_towards(layout: Layout, dst: Layout) -> Layout:
+    """Return ``layout`` sharded towards ``dst`` as far as no data has to be sent. Each block still has all of its part of
+    ``dst``.
+    """
+    mesh, busy = layout.mesh, _sharding_mesh_dims(layout)
     splits = list(layout.splits)
     for dim, want in enumerate(dst.splits):
-        if want is None or common_prefix(mesh, splits[dim], want) < depth(splits[dim]):
+        if want is None or common_prefix(mesh, splits[dim], want) < split_depth(splits[dim]):
             continue
-        count = depth(splits[dim])
-        while count < depth(want) and want.mesh_dims[count] not in busy and layout.partials[want.mesh_dims[count]] is None:
+        count = split_depth(splits[dim])
+        while count < split_depth(want) and want.mesh_dims[count] not in busy and layout.partials[want.mesh_dims[count]] is None:
             count += 1
-        if count > depth(splits[dim]):
+        if count > split_depth(splits[dim]):
             splits[dim] = Split(want.mesh_dims[:count], prefix_sizes(mesh, want, count))
-    return layout if splits == list(layout.splits) else _with(layout, splits)
+    return layout if splits == list(layout.splits) else _with_splits(layout, splits)
 
 
-def _reduced(layout: Layout, dst: Layout, reduction: Reduction, scatter: frozenset[int]) -> Layout:
-    """``layout`` with the terms of ``reduction`` reduced; the mesh dims in ``scatter`` then split innermost."""
+def _after_reduction(layout: Layout, dst: Layout, reduction: Reduction, scatter: frozenset[int]) -> Layout:
+    """Return ``layout`` after ``reduction``. The mesh dims in ``scatter`` then shard innermost."""
     mesh = layout.mesh
     splits = list(layout.splits)
     targets = [i for i in reduction.mesh_dims if i in scatter]
     for dim, want in enumerate(dst.splits):
         inner = [i for i in (() if want is None else want.mesh_dims) if i in targets]
         if inner:
-            splits[dim] = nested(mesh, splits[dim], layout.shape[dim], inner, want)
-    homeless = [i for i in targets if i not in _splitting(dst)]
-    if homeless:
+            splits[dim] = nested_split(mesh, splits[dim], layout.shape[dim], inner, want)
+    unplaced = [i for i in targets if i not in _sharding_mesh_dims(dst)]
+    if unplaced:
         sizes = [size if split is None else max(split.sizes) for size, split in zip(layout.shape, splits, strict=True)]
         dim = sizes.index(max(sizes))
-        splits[dim] = nested(mesh, splits[dim], layout.shape[dim], homeless, None)
+        splits[dim] = nested_split(mesh, splits[dim], layout.shape[dim], unplaced, None)
     partials = [None if i in reduction.mesh_dims else op for i, op in enumerate(layout.partials)]
-    return _with(layout, splits, partials)
+    return _with_splits(layout, splits, partials)
 
 
-def _goal(layout: Layout, dst: Layout, entered: tuple[int, ...], pad: bool) -> Layout:
-    """``dst`` before its new terms exist: those mesh dims hold copies or, to be padded, still split innermost."""
+def _before_spread(layout: Layout, dst: Layout, entered: tuple[int, ...], pad: bool) -> Layout:
+    """Return ``dst`` before its new partial mesh dims exist: they are replicated or, if padding is allowed, still shard
+    innermost.
+    """
     if not entered:
         return dst
     mesh = layout.mesh
     partials = [None if i in entered else op for i, op in enumerate(dst.partials)]
     splits = list(dst.splits)
-    pad = pad and not any(isinstance(dst.partials[i], Monoid) for i in entered)  # its identity is that of a whole block
+    pad = pad and not any(isinstance(dst.partials[i], Monoid) for i in entered)  # its identity is that of complete blocks
     for dim, split in enumerate(layout.splits) if pad else ():
         inner = [i for i in (() if split is None else split.mesh_dims) if i in entered]
-        if inner and _one_spread(dst, inner, entered) and all(_paddable(dst, i, partials) for i in inner):
-            splits[dim] = nested(mesh, splits[dim], dst.shape[dim], inner, split)
-    return _with(dst, splits, partials)
+        if inner and _one_spread(dst, inner, entered) and all(_is_paddable(dst, i, partials) for i in inner):
+            splits[dim] = nested_split(mesh, splits[dim], dst.shape[dim], inner, split)
+    return _with_splits(dst, splits, partials)
 
 
 def _one_spread(dst: Layout, mesh_dims: list[int], entered: tuple[int, ...]) -> bool:
-    """Whether these mesh dims become partial in one step of :func:`_spreads`."""
+    """Return True if these mesh dims become partial in one step of :func:`_spread_steps`."""
     between = [i for i in entered if min(mesh_dims) <= i <= max(mesh_dims)]
     return len({dst.partials[i] for i in between}) == 1
 
 
-def _paddable(dst: Layout, mesh_dim: int, kept: list[str | Monoid | None]) -> bool:
+def _is_paddable(dst: Layout, mesh_dim: int, kept: list[str | Monoid | None]) -> bool:
     op = dst.partials[mesh_dim]
     return op is not None and may_pad(op, [inner for inner in kept[mesh_dim + 1 :] if inner is not None])
 
 
-def _moves(src: Layout, dst: Layout) -> Iterator[Step]:
-    """A free slice where there is one, then at most one step more."""
-    at = _sliced(src, dst)
+def _move_steps(src: Layout, dst: Layout) -> Iterator[Step]:
+    """Yield a slice without communication if there is one, then at most one more step."""
+    at = _slice_towards(src, dst)
     if not at.same_data(src):
         yield move_step(src, at)
     if not at.same_data(dst):
         yield move_step(at, dst)
 
 
-def _spreads(layout: Layout, dst: Layout, entered: tuple[int, ...]) -> Iterator[Step]:
-    """The new terms, outermost mesh dim first; neighbours with one op, and shards of one tensor dim, in one step."""
-    at, left = layout, list(entered)
-    while left:
-        op = dst.partials[left[0]]
-        run = [i for k, i in enumerate(left) if all(dst.partials[j] == op for j in left[: k + 1])]
-        left = left[len(run) :]
+def _spread_steps(layout: Layout, dst: Layout, entered: tuple[int, ...]) -> Iterator[Step]:
+    """Yield the steps that make mesh dims partial, outermost first. Adjacent mesh dims with one op are made partial in one
+    step.
+    """
+    at, remaining = layout, list(entered)
+    while remaining:
+        op = dst.partials[remaining[0]]
+        run = [i for k, i in enumerate(remaining) if all(dst.partials[j] == op for j in remaining[: k + 1])]
+        remaining = remaining[len(run) :]
         splits = [
-            None if split is None else Split(kept, prefix_sizes(at.mesh, split, len(kept)))
+            None if split is None else Split(kept_dims, prefix_sizes(at.mesh, split, len(kept_dims)))
             for split in at.splits
-            for kept in [() if split is None else tuple(i for i in split.mesh_dims if i not in run)]
+            for kept_dims in [() if split is None else tuple(i for i in split.mesh_dims if i not in run)]
         ]
         partials = [op if i in run else other for i, other in enumerate(at.partials)]
-        after = _with(at, splits, partials)
+        after = _with_splits(at, splits, partials)
         yield spread_step(at, after, tuple(run))
         at = after

@@ -1,7 +1,7 @@
-"""``Step`` and ``Plan``: what a redistribution does, as values that print themselves.
+"""Steps and plans of a redistribution, as values that print themselves.
 
-A step says what changes, never for which rank: it holds the layouts before and after it, and everything that a rank does
-follows from them by integer maths. There are six kinds.
+A step describes the change for all ranks: it has the layouts before and after it. The work of each rank follows from them by
+integer arithmetic.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any, ClassVar
 
 from ..base.units import bytes_text, seconds_text
 from ..layout.layout import Layout
-from .partial_algebra import Op
+from .partial_algebra import ReduceOp
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One move from ``before`` to ``after``.
+    """Step from layout ``before`` to layout ``after``.
 
     Attributes:
-        mesh_dims: those whose ranks take part together, ascending; empty for local work.
-        bytes: received from others by one rank, the most over ranks.
+        mesh_dims: mesh dims with communicating ranks, ascending; empty for local work.
+        bytes: received from other ranks by one rank, the most over ranks.
         seconds: estimated time.
     """
 
@@ -31,7 +31,7 @@ class Step:
     bytes: int
     seconds: float
     verb: ClassVar[str]
-    sends_parts: ClassVar[bool] = False  # each rank a part of its block, which may have to be copied
+    sends_parts: ClassVar[bool] = False  # True if each rank sends parts of its block, which may have to be copied
 
     @property
     def communicates(self) -> bool:
@@ -39,42 +39,42 @@ class Step:
 
     @property
     def buffer_bytes(self) -> int:
-        """Most memory besides the two blocks: for what arrives, and for copies of parts that are sent."""
+        """Return the greatest memory besides the two blocks: for received data, and for copies of parts that are sent."""
         return self.bytes + (_copied_to_send(self.before, self.after) if self.sends_parts else 0)
 
     def __str__(self) -> str:
-        over = f" over {_names(self.before, self.mesh_dims)}" if self.mesh_dims else ""
+        over = f" over {_mesh_dim_names(self.before, self.mesh_dims)}" if self.mesh_dims else ""
         cost = f", {bytes_text(self.bytes)}/rank, {seconds_text(self.seconds)}" if self.mesh_dims else ", local"
-        return f"{self._what()}{over}: {place(self.before)} -> {place(self.after)}{cost}"
+        return f"{self._verb_text()}{over}: {place(self.before)} -> {place(self.after)}{cost}"
 
-    def _what(self) -> str:
+    def _verb_text(self) -> str:
         return self.verb
 
 
 @dataclass(frozen=True, slots=True)
 class Slice(Step):
-    """Every rank keeps a part of its block. Gives views."""
+    """Keep a part of each block. Returns views."""
 
     verb = "slice"
 
 
 @dataclass(frozen=True, slots=True)
 class Spread(Step):
-    """A value becomes terms of ``op``: a value that many ranks hold is kept by one, a shard is padded by identities.
+    """A value becomes partial under ``op``: one of its replicas keeps it, or a shard is padded with identities.
 
-    Ranks that share a value all keep it, uncopied, where the reduction of equal terms is the term (max, min, avg).
+    All replicas keep the value without a copy if the reduction of equal addends is the addend (max, min, avg).
     """
 
-    op: Op
+    op: ReduceOp
     verb = "spread"
 
-    def _what(self) -> str:
+    def _verb_text(self) -> str:
         return f"spread({self.op})"
 
 
 @dataclass(frozen=True, slots=True)
 class Once(Step):
-    """Of elements that are repeated along ``dims`` (steps of 0 in memory), one of each. Gives views."""
+    """Elements that are repeated along ``dims`` (stride 0) are reduced to one. Returns views."""
 
     dims: tuple[int, ...]
     verb = "once"
@@ -82,25 +82,25 @@ class Once(Step):
 
 @dataclass(frozen=True, slots=True)
 class Repeat(Step):
-    """The elements of each block again and again, to the sizes that it has. Gives views."""
+    """The elements of each block are repeated to its full size. Returns views."""
 
     verb = "repeat"
 
 
 @dataclass(frozen=True, slots=True)
 class Reducing(Step):
-    """Terms are reduced."""
+    """Partial values are reduced."""
 
-    op: Any  # an Op; what is scattered is no monoid
+    op: Any  # a ReduceOp; not a monoid in a ReduceScatter
     divisor: int = 1  # sums merged with averages are divided by the number of ranks averaged over
 
-    def _what(self) -> str:
+    def _verb_text(self) -> str:
         return f"{self.verb}({self.op}{f' / {self.divisor}' if self.divisor > 1 else ''})"
 
 
 @dataclass(frozen=True, slots=True)
 class AllReduce(Reducing):
-    """Terms are reduced, every rank gets all of the result."""
+    """Partial values are reduced and every rank gets the complete result."""
 
     finish: bool = False  # apply the monoid's finalize()
     verb = "all_reduce"
@@ -108,7 +108,7 @@ class AllReduce(Reducing):
 
 @dataclass(frozen=True, slots=True)
 class ReduceScatter(Reducing):
-    """Terms are reduced, every rank gets one block of the result; blocks may cut several tensor dims, unevenly."""
+    """Partial values are reduced and every rank gets one block of the result. Blocks may shard several tensor dims, unevenly."""
 
     verb = "reduce_scatter"
     sends_parts = True
@@ -116,24 +116,24 @@ class ReduceScatter(Reducing):
 
 @dataclass(frozen=True, slots=True)
 class AllGather(Step):
-    """The innermost mesh dims of one or several tensor dims stop splitting them."""
+    """The innermost mesh dims of one or several tensor dims stop sharding them."""
 
     verb = "all_gather"
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange(Step):
-    """One all-to-all: every rank gets from its owner each part of its new block that it does not hold yet."""
+    """Transfer by one all-to-all: every rank receives each part of its new block that it lacks from the owner of the part."""
 
     verb = "exchange"
     sends_parts = True
 
 
-VIEWS = (Slice, Once, Repeat)  # steps of which the result is memory of the block before
+VIEWS = (Slice, Once, Repeat)  # steps with a result that is a view of the block before
 
 
 def _copied_to_send(before: Layout, after: Layout) -> int:
-    """Bytes, 0 where all that one rank has for another is one run of its block's memory."""
+    """Return the bytes that a rank copies to send, 0 if each part that it sends is contiguous in its block."""
     first = next((dim for dim, size in enumerate(before.shape) if size > 1), 0)
     pairs = list(zip(before.splits, after.splits, strict=True))
     strided = any(a != b and b is not None for a, b in pairs[first + 1 :])
@@ -142,7 +142,7 @@ def _copied_to_send(before: Layout, after: Layout) -> int:
 
 @dataclass(eq=False, repr=False)
 class Plan:
-    """The steps from ``src`` to ``dst``; none if every rank holds the right block already.
+    """Steps from ``src`` to ``dst``; none if every rank already has the right block.
 
     >>> mesh = dt.DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
     >>> src, dst = (Layout.of(mesh, p, (6, 4)) for p in ([dt.Shard(0), dt.Partial()], [dt.Shard(0), dt.Shard(1)]))
@@ -154,16 +154,16 @@ class Plan:
     src: Layout
     dst: Layout
     steps: tuple[Step, ...]
-    bound: Any = field(default=None, repr=False)  # what this process does: filled in by the executor, once
+    bound: Any = field(default=None, repr=False)  # steps bound for this process, set by the executor at first use
 
     @cached_property
     def cost(self) -> float:
-        """Estimated seconds."""
+        """Return the estimated seconds."""
         return sum(step.seconds for step in self.steps)
 
     @cached_property
     def bytes(self) -> int:
-        """Received by one rank, summed over the steps."""
+        """Return the bytes that one rank receives, summed over the steps."""
         return sum(step.bytes for step in self.steps)
 
     @cached_property
@@ -176,24 +176,24 @@ class Plan:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """Most memory that one rank holds while ``x.redistribute`` runs this plan, the source included.
+        """Return the greatest memory of one rank while ``x.redistribute`` runs this plan, the source included.
 
-        For sharded and replicated layouts that is the source's block, the destination's, and one buffer: for what arrives,
-        and for a copy of what is sent where that is not one run of memory.
+        For sharded and replicated layouts this is the source's block, the destination's, and one buffer: for received data, and
+        for a copy of data to send that is not contiguous.
         """
         source = self.src.max_local_nbytes  # never freed: the plan does not own it
-        most, held = source, 0  # held: by the present block, where it is not a view of the source
+        most, held = source, 0  # held: bytes of the present block if it is not a view of the source
         for step in self.steps:
             if not isinstance(step, VIEWS):
                 most = max(most, source + held + step.after.max_local_nbytes + step.buffer_bytes)
                 held = step.after.max_local_nbytes
-        if self.steps and not self.communicates:  # local steps give views, of which the result is a copy
+        if self.steps and not self.communicates:  # local steps return views, and the result is a copy of them
             most = max(most, source + self.dst.max_local_nbytes)
         return most
 
     @cached_property
     def largest_block(self) -> int:
-        """Bytes of the largest block under any layout on the way."""
+        """Return the bytes of the largest block under any layout on the way."""
         return max([self.src.max_local_nbytes, *(step.after.max_local_nbytes for step in self.steps)])
 
     def __str__(self) -> str:
@@ -209,17 +209,17 @@ class Plan:
 
 
 def described(layout: Layout) -> str:
-    """What is where: dtype, shape and placements."""
+    """Return dtype, shape and placements of a layout as text."""
     dtype = str(layout.dtype).removeprefix("torch.")
     return f"{dtype}[{', '.join(map(str, layout.shape))}] {place(layout)}"
 
 
-def _names(layout: Layout, mesh_dims: tuple[int, ...]) -> str:
+def _mesh_dim_names(layout: Layout, mesh_dims: tuple[int, ...]) -> str:
     unnamed = "" if layout.mesh.mesh_dim_names else "mesh dim "
     return ", ".join(f"{unnamed}{name}" for name in layout.mesh.named(mesh_dims))
 
 
 def place(layout: Layout) -> str:
-    """Placements by mesh dim."""
+    """Return the placements by mesh dim as text."""
     names = layout.mesh.mesh_dim_names
     return "(" + ", ".join(f"{names[i]}={p}" if names else str(p) for i, p in enumerate(layout.placements)) + ")"

@@ -1,4 +1,4 @@
-"""Sharding specs: how tensors and models are cut, by device names.
+"""Sharding specs: how tensors and models are sharded, written with device names.
 
 See :mod:`.composite` for the functions that make specs, :mod:`dtensor.sharded_tensor` for tensors made from them.
 """

@@ -1,4 +1,4 @@
-"""Grids of blocks with their owners: which of them together are a layout."""
+"""Blocks of a grid with their owners, and the layout that they form."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ Interval = tuple[int, int]
 
 
 class Cell(NamedTuple):
-    """One block of a grid: where it starts, its size, and the places that hold it."""
+    """Block of a grid: its offset, its shape, and the places that have it."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     places: tuple[Place, ...]
 
 
-def collapse(owners: Any) -> tuple[Any, list[list[int]]]:
-    """Neighbouring slices of an array with the same owners taken together, and how many went into each, per dim.
+def merge_equal_slices(owners: Any) -> tuple[Any, list[list[int]]]:
+    """Merge adjacent slices of an array with equal owners. Return the merged array, and the number of slices in each group, per
+    dim.
 
-    >>> merged, counts = collapse(np.array([[0, 0, 1], [0, 0, 1]]))
+    >>> merged, counts = merge_equal_slices(np.array([[0, 0, 1], [0, 0, 1]]))
     >>> merged.tolist(), counts
     ([[0, 1]], [[2], [2, 1]])
     """
@@ -43,7 +44,7 @@ def collapse(owners: Any) -> tuple[Any, list[list[int]]]:
     return owners, counts
 
 
-def layout_of_boxes(
+def layout_of_cells(
     mesh: DeviceMesh,
     cells: Sequence[Cell],
     member_of: Mapping[Place, int],
@@ -51,31 +52,31 @@ def layout_of_boxes(
     dtype: torch.dtype,
     what: str,
 ) -> Layout:
-    """The layout on ``mesh`` under which every rank holds its cells.
+    """Return the layout on ``mesh`` under which every rank has its cells.
 
     Raises:
         PlacementError: there is none.
     """
-    wrong = f"{what} cannot be said for a tensor of shape {list(shape)} on {mesh!r}"
-    held: dict[int, list[Cell]] = {}
+    problem = f"{what} cannot be said for a tensor of shape {list(shape)} on {mesh!r}"
+    cells_of: dict[int, list[Cell]] = {}
     for cell in cells:
         for rank in {member_of[place] for place in cell.places}:
-            held.setdefault(rank, []).append(cell)
-    boxes = [box_of(held.get(rank, ())) for rank in mesh.ranks]
-    if held.keys() - set(mesh.ranks) or any(box is None for box in boxes):
-        raise PlacementError(f"{wrong}: its ranks are {sorted(held)}, and each must hold one contiguous block of elements")
+            cells_of.setdefault(rank, []).append(cell)
+    boxes = [bounding_box(cells_of.get(rank, ())) for rank in mesh.ranks]
+    if cells_of.keys() - set(mesh.ranks) or any(box is None for box in boxes):
+        raise PlacementError(f"{problem}: its ranks are {sorted(cells_of)}, and each must hold one contiguous block of elements")
     splits = []
     for dim in range(len(shape)):
         intervals = [(box[dim] if box else (0, 0)) for box in boxes]
-        found = _split_of(mesh, intervals, shape[dim])
-        if found is False:
-            raise PlacementError(f"{wrong}: no order of its mesh dims shards tensor dim {dim} as {intervals}")
-        splits.append(found)
+        split = _find_split(mesh, intervals, shape[dim])
+        if split is False:
+            raise PlacementError(f"{problem}: no order of its mesh dims shards tensor dim {dim} as {intervals}")
+        splits.append(split)
     return Layout.from_splits(mesh, splits, [None] * mesh.ndim, tuple(shape), None, dtype)  # type: ignore[arg-type]  # no False
 
 
-def box_of(cells: Sequence[Cell]) -> tuple[Interval, ...] | None:
-    """The box that cells make together, as (start, end) per dim; None if they leave holes."""
+def bounding_box(cells: Sequence[Cell]) -> tuple[Interval, ...] | None:
+    """Return the box that cells form, as (start, end) per dim, or None if they leave holes."""
     cells = [cell for cell in cells if 0 not in cell.shape] or list(cells[:1])
     if not cells:
         return None
@@ -86,24 +87,26 @@ def box_of(cells: Sequence[Cell]) -> tuple[Interval, ...] | None:
     return box if math.prod(b - a for a, b in box) == sum(math.prod(cell.shape) for cell in cells) else None
 
 
-def _split_of(mesh: DeviceMesh, intervals: Sequence[Interval], size: int) -> Split | bool | None:
-    """How mesh dims cut a tensor dim so that members have these intervals; False if they cannot."""
+def _find_split(mesh: DeviceMesh, intervals: Sequence[Interval], size: int) -> Split | bool | None:
+    """Return how mesh dims shard a tensor dim so that members have these intervals: a split, None for no split, or False if
+    they cannot.
+    """
     if all(interval == (0, size) for interval in intervals):
         return None
-    lines = [[mesh.members_of((d,), member) for member in mesh.members] for d in range(mesh.ndim)]
-    varying = [d for d, each in enumerate(lines) if any(len({intervals[m] for m in line}) > 1 for line in each)]
+    groups = [[mesh.members_of((d,), member) for member in mesh.members] for d in range(mesh.ndim)]
+    varying = [d for d, each in enumerate(groups) if any(len({intervals[m] for m in group}) > 1 for group in each)]
     for order in itertools.permutations(varying):
         sizes: dict[int, Interval] = {}
-        agreed = all(
+        consistent = all(
             sizes.setdefault(mesh.index_over(order, mesh.coordinates[m]), each) == each for m, each in enumerate(intervals)
         )
-        leaves = [sizes[i] for i in range(math.prod(mesh.shape[d] for d in order))] if agreed else []
+        blocks = [sizes[i] for i in range(math.prod(mesh.shape[d] for d in order))] if consistent else []
         start = 0
-        for low, high in leaves:
+        for low, high in blocks:
             if high > low and low != start:
                 break
             start += high - low
         else:
-            if agreed and start == size:
-                return Split(order, tuple(high - low for low, high in leaves))
+            if consistent and start == size:
+                return Split(order, tuple(high - low for low, high in blocks))
     return False

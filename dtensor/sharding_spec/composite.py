@@ -1,7 +1,7 @@
-"""Sharding specs: how a tensor or a model is cut and on which devices the parts lie, said with device names alone.
+"""Composite specs and the functions that make specs: how a tensor or a model is sharded, and on which devices, by device names.
 
-A spec is another spelling of a mesh and placements: a grid of blocks with the place (or, with ``"rank:0|rank:1"``, the replicas)
-of each. It validates itself, prints as the call that makes it, and goes into and out of plain data for YAML or JSON.
+A spec is another way to write a mesh and placements: a grid of blocks with the place (or, with ``"rank:0|rank:1"``, the
+replicas) of each. It validates itself, prints as the call that makes it, and converts to and from plain data for YAML or JSON.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ..errors import PlacementError
 from ..layout.layout import Layout
 from ..layout.splits import chunk_sizes
 from .rank_device import Place
-from .specs import MeshSplit, SingleSplit, Spec, Whole, replicas_of
+from .specs import MeshSplit, SingleSplit, Spec, Whole, parse_replicas
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Composite:
-    """Specs by the names of parameters and submodules; names are dotted paths of globs.
+    """Specs by the names of parameters and submodules. Names are dotted paths of globs.
 
     A value: no communication. See ``composite``.
 
@@ -34,42 +34,43 @@ class Composite:
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """Every place that holds something, in order of appearance."""
+        """Return every place that has a shard, in order of appearance."""
         return tuple(dict.fromkeys(place for _, spec in self.specs for place in spec.places))
 
     def find(self, name: str) -> Spec | None:
-        """The spec of the parameter ``name``; a spec given for a submodule holds for all below it, and exact names before globs.
+        """Return the spec of the parameter ``name``, or None. A spec for a submodule applies to everything below it. Exact
+        names win over globs.
 
         >>> composite({"net*": "rank:0"}, net2=composite(weight=single_split(0, [0, 1]))).find("net2.weight")
         single_split(0, ['rank:0', 'rank:1'])
         """
-        found = self._find(tuple(name.split(".")))
-        return found[1] if found else None
+        match = self._find_best(tuple(name.split(".")))
+        return match[1] if match else None
 
-    def names_itself(self, name: str) -> bool:
-        """Whether the spec of the parameter ``name`` is given for itself, and not for a submodule that it is in."""
-        found = self._find(tuple(name.split(".")))
-        return found is not None and found[2]
+    def names_parameter(self, name: str) -> bool:
+        """Return True if a spec names the parameter ``name`` itself, not a submodule that contains it."""
+        match = self._find_best(tuple(name.split(".")))
+        return match is not None and match[2]
 
-    def names_that_fit(self, name: str) -> set[str]:
-        """The keys that say something of the parameter ``name``."""
-        return {key for key, _ in self.specs if fits(key.split("."), name.split("."))}
+    def matching_keys(self, name: str) -> set[str]:
+        """Return the keys that match the parameter ``name``."""
+        return {key for key, _ in self.specs if is_prefix_match(key.split("."), name.split("."))}
 
-    def _find(self, path: tuple[str, ...]) -> tuple[int, Spec, bool] | None:
-        """How well a key fits, its spec, and whether it names the whole path."""
+    def _find_best(self, path: tuple[str, ...]) -> tuple[int, Spec, bool] | None:
+        """Return the best match: its rank, its spec, and whether its key names the complete path. None if no key matches."""
         best: tuple[int, Spec, bool] | None = None
         for key, spec in self.specs:
             tokens = key.split(".") if key else []
-            if not fits(tokens, path):
+            if not is_prefix_match(tokens, path):
                 continue
-            inner = spec._find(path[len(tokens) :]) if isinstance(spec, Composite) else (0, spec, len(tokens) == len(path))
+            inner = spec._find_best(path[len(tokens) :]) if isinstance(spec, Composite) else (0, spec, len(tokens) == len(path))
             if inner is not None:
                 rank = inner[0] + sum(2 if token == part else 1 for token, part in zip(tokens, path, strict=False))
                 best = (rank, *inner[1:]) if best is None or rank > best[0] else best
         return best
 
     def to_data(self) -> Any:
-        """The spec as dicts, lists, strings and numbers."""
+        """Return the spec as dicts, lists, strings and numbers."""
         return {"composite": {name: spec.to_data() for name, spec in self.specs}}
 
     def __repr__(self) -> str:
@@ -78,18 +79,19 @@ class Composite:
         return f"composite({items})" if plain else f"composite({{{items}}})"
 
 
-def fits(tokens: Sequence[str], path: Sequence[str]) -> bool:
-    """Whether globs name the beginning of a path."""
+def is_prefix_match(tokens: Sequence[str], path: Sequence[str]) -> bool:
+    """Return True if globs match the beginning of a path."""
     return len(tokens) <= len(path) and all(fnmatchcase(part, token) for token, part in zip(tokens, path, strict=False))
 
 
-# --- making ----------------------------------------------------------------------------------------------------------------
+# --- constructors ----------------------------------------------------------------------------------------------------------
 def single_split(dim: int, placements: Sequence[Any], shard_sizes: Sequence[int] | None = None) -> SingleSplit:
-    """Tensor dim ``dim`` is split over ``placements``, in order.
+    """Split tensor dim ``dim`` over ``placements``, in order.
 
     Args:
-        placements: places ("rank:0/cuda:0", "rank:1/cpu", ranks, torch devices), repeated where one holds several shards.
-        shard_sizes: of each shard; default as ``torch.chunk``.
+        placements: places ("rank:0/cuda:0", "rank:1/cpu", ranks, torch devices). A place may repeat and then has several
+            shards.
+        shard_sizes: size of each shard; default as ``torch.chunk``.
 
     Raises:
         PlacementError, MeshError: no places, or not as many sizes.
@@ -106,15 +108,15 @@ def single_split(dim: int, placements: Sequence[Any], shard_sizes: Sequence[int]
     sizes = None if shard_sizes is None else tuple(int(size) for size in shard_sizes)
     if sizes is not None and (len(sizes) != len(placements) or min(sizes) < 0):
         raise PlacementError(f"single_split: {len(sizes)} shard_sizes {list(sizes)} for {len(placements)} shards")
-    return SingleSplit(dim, tuple(replicas_of(each) for each in placements), sizes)
+    return SingleSplit(dim, tuple(parse_replicas(each) for each in placements), sizes)
 
 
 def mesh(placements: Any, shard_sizes: Sequence[Sequence[int] | None] | None = None) -> MeshSplit:
-    """The tensor is cut into a grid of blocks, one for each entry of an array with as many dims as the tensor has.
+    """Shard a tensor into a grid of blocks, one for each entry of an array with as many dims as the tensor.
 
     Args:
         placements: a nested list or array of places; an entry may repeat.
-        shard_sizes: for each tensor dim the sizes of its blocks, or None for ``torch.chunk``'s.
+        shard_sizes: for each tensor dim the sizes of its blocks, or None for those of ``torch.chunk``.
 
     Raises:
         PlacementError, MeshError: ragged or empty, or sizes that do not fit.
@@ -131,15 +133,17 @@ def mesh(placements: Any, shard_sizes: Sequence[Sequence[int] | None] | None = N
     if array.size == 0 or array.ndim == 0 or any(isinstance(each, (list, tuple)) for each in array.reshape(-1)):
         raise PlacementError(f"mesh: pass an n-d array of device placements with rows of equal length, got {placements!r}")
     sizes = None if shard_sizes is None else tuple(None if s is None else tuple(int(n) for n in s) for s in shard_sizes)
-    if sizes is not None:
-        fits = len(sizes) == array.ndim and all(s is None or len(s) == n for s, n in zip(sizes, array.shape, strict=True))
-        if not fits:
-            raise PlacementError(f"mesh: shard_sizes {shard_sizes!r} do not fit an array of shape {array.shape}")
-    return MeshSplit(tuple(array.shape), tuple(replicas_of(each) for each in array.reshape(-1)), sizes)
+    if sizes is not None and not _fit_array(sizes, array.shape):
+        raise PlacementError(f"mesh: shard_sizes {shard_sizes!r} do not fit an array of shape {array.shape}")
+    return MeshSplit(tuple(array.shape), tuple(parse_replicas(each) for each in array.reshape(-1)), sizes)
+
+
+def _fit_array(sizes: Sequence[tuple[int, ...] | None], shape: Sequence[int]) -> bool:
+    return len(sizes) == len(shape) and all(s is None or len(s) == n for s, n in zip(sizes, shape, strict=True))
 
 
 def whole(*placements: Any) -> Whole:
-    """The whole tensor on one place, or a copy on each of several.
+    """Put the complete tensor on one place, or a copy on each of several.
 
     No communication.
 
@@ -151,16 +155,17 @@ def whole(*placements: Any) -> Whole:
     """
     if not placements:
         raise PlacementError("whole: pass one or several device placements")
-    return Whole(tuple(place for each in placements for place in replicas_of(each)))
+    return Whole(tuple(place for each in placements for place in parse_replicas(each)))
 
 
 def composite(specs: Mapping[str, Any] | None = None, **named: Any) -> Composite:
-    """Specs for a module: names of parameters or submodules (dotted paths of globs) to specs, composites, or single places.
+    """Combine specs for a module: from names of parameters or submodules (dotted paths of globs) to specs, composites, or
+    single places.
 
     >>> composite(net1="rank:0", net2=composite(weight=single_split(0, [0, 1])))
     composite(net1=whole('rank:0'), net2=composite(weight=single_split(0, ['rank:0', 'rank:1'])))
 
-    No communication. What is no spec raises ``MeshError``.
+    No communication. A value that is not a spec raises ``MeshError``.
     """
     items = {**(specs or {}), **named}
     if not items:
@@ -169,10 +174,10 @@ def composite(specs: Mapping[str, Any] | None = None, **named: Any) -> Composite
 
 
 def as_spec(said: Any) -> Any:
-    """``said`` as a spec: itself, a place as the whole tensor there, a mapping as a composite.
+    """Return ``said`` as a spec: a spec unchanged, a place as the complete tensor there, a mapping as a composite.
 
     Raises:
-        MeshError: it is neither.
+        MeshError: it is none of these.
 
     No communication.
 
@@ -181,11 +186,11 @@ def as_spec(said: Any) -> Any:
     """
     if isinstance(said, (Spec, Composite)):
         return said
-    return composite(said) if isinstance(said, Mapping) else Whole(replicas_of(said))
+    return composite(said) if isinstance(said, Mapping) else Whole(parse_replicas(said))
 
 
 def spec_of(layout: Layout) -> Spec:
-    """The spec that says what a layout says; places are ranks.
+    """Return the spec that describes a layout; places are ranks.
 
     Raises:
         PlacementError: the layout is partial.
@@ -201,14 +206,14 @@ def spec_of(layout: Layout) -> Spec:
     counts = [1 if split is None else len(split.sizes) for split in layout.splits]
     shards: dict[tuple[int, ...], list[Place]] = {}
     for member, rank in enumerate(layout.mesh.ranks):
-        at = layout.mesh.coordinates[member]
-        index = tuple(0 if split is None else layout.mesh.index_over(split.mesh_dims, at) for split in layout.splits)
+        coordinate = layout.mesh.coordinates[member]
+        index = tuple(0 if split is None else layout.mesh.index_over(split.mesh_dims, coordinate) for split in layout.splits)
         shards.setdefault(index, []).append(Place(rank))
     ordered = tuple(tuple(shards[index]) for index in np.ndindex(*counts))
-    cut = [d for d, split in enumerate(layout.splits) if split is not None]
-    sizes = {d: layout.splits[d].sizes for d in cut}  # type: ignore[union-attr]  # those that are cut
+    sharded_dims = [d for d, split in enumerate(layout.splits) if split is not None]
+    sizes = {d: layout.splits[d].sizes for d in sharded_dims}  # type: ignore[union-attr]  # a sharded dim has a split
     uneven = {d: s for d, s in sizes.items() if s != chunk_sizes(layout.shape[d], (len(s),))}
-    match cut:
+    match sharded_dims:
         case []:
             return Whole(ordered[0])
         case [d]:
@@ -217,10 +222,10 @@ def spec_of(layout: Layout) -> Spec:
 
 
 def from_data(data: Any) -> Any:
-    """The spec that :meth:`to_data` wrote: what ``yaml.safe_load`` or ``json.load`` gives.
+    """Return the spec that :meth:`to_data` wrote, from the values that ``yaml.safe_load`` or ``json.load`` return.
 
     Raises:
-        PlacementError, MeshError: it says no spec.
+        PlacementError, MeshError: the data is not a spec.
 
     >>> from_data({"composite": {"net1": "rank:0", "net2": {"single_split": {"dim": 0, "placements": [0, 1]}}}})
     composite(net1=whole('rank:0'), net2=single_split(0, ['rank:0', 'rank:1']))
@@ -237,7 +242,7 @@ def from_data(data: Any) -> Any:
         case {"composite": dict(named)}:
             return composite({name: from_data(item) for name, item in named.items()})
         case str() | int():
-            return Whole(replicas_of(data))
+            return Whole(parse_replicas(data))
     raise PlacementError(
         f"{data!r} is not a sharding spec: write a device placement, or one of single_split, mesh, composite with their arguments"
     )

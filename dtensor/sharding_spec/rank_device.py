@@ -1,4 +1,4 @@
-"""Places: where a shard is put, as a rank and a device, in the notation ``"rank:0/cuda:1"``."""
+"""Ranks and devices: places of shards, in the notation ``"rank:0/cuda:1"``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from ..errors import MeshError
-from ..mesh.init_world import distributed
+from ..mesh.init_world import has_processes
 
-_TEXT = re.compile(r"rank:(?P<rank>\d+)(/(?P<device>[a-z]+(:\d+)?))?|(?P<alone>[a-z]+(:\d+)?)")
+_PLACE_PATTERN = re.compile(r"rank:(?P<rank>\d+)(/(?P<device>[a-z]+(:\d+)?))?|(?P<alone>[a-z]+(:\d+)?)")
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Place:
-    """A device of a rank; a device alone is that of the rank with its index, as ``torchrun`` numbers them on one machine.
+    """Device of a rank. A device without a rank means the rank with its index, as ``torchrun`` numbers them on one machine.
 
     >>> Place.of("rank:1/cuda:3"), Place.of(2), Place.of("cuda:1"), Place.of(torch.device("cpu"))
     (rank:1/cuda:3, rank:2, rank:1/cuda:1, rank:0/cpu)
@@ -28,10 +28,10 @@ class Place:
 
     @staticmethod
     def of(said: Any) -> Place:
-        """The place that a string, rank or torch device says.
+        """Return the place that a string, rank or torch device names.
 
         Raises:
-            MeshError: it says none.
+            MeshError: it names none.
         """
         if isinstance(said, Place):
             return said
@@ -39,16 +39,16 @@ class Place:
             said = str(said)
         if isinstance(said, int) and not isinstance(said, bool) and said >= 0:
             return Place(said)
-        found = _TEXT.fullmatch(said) if isinstance(said, str) else None
-        device = None if found is None else found["device"] or found["alone"]
-        if found is None or (device is not None and not _is_device(device)):
+        match = _PLACE_PATTERN.fullmatch(said) if isinstance(said, str) else None
+        device = None if match is None else match["device"] or match["alone"]
+        if match is None or (device is not None and not _is_device(device)):
             raise MeshError(
                 f'{said!r} is not a device placement; write "rank:0/cuda:0", "rank:1/cpu", "rank:2", "cuda:1", a '
                 "rank or a torch.device"
             )
-        if found["rank"] is not None:
-            return Place(int(found["rank"]), device)
-        return Place(torch.device(found["alone"]).index or 0, device)
+        if match["rank"] is not None:
+            return Place(int(match["rank"]), device)
+        return Place(torch.device(match["alone"]).index or 0, device)
 
     def __str__(self) -> str:
         return f"rank:{self.rank}" + (f"/{self.device}" if self.device else "")
@@ -64,13 +64,13 @@ def _is_device(text: str) -> bool:
     return True
 
 
-def device_type_of(places: Iterable[Place]) -> str:
-    """The one device type of the places; the CPU where none is named.
+def common_device_type(places: Iterable[Place]) -> str:
+    """Return the one device type of the places; the CPU if none names a device.
 
-    Where all ranks live in this process and it has no such device, the CPU stands for it.
+    If all ranks are in this process and it lacks such a device, the CPU replaces it.
 
     Raises:
-        MeshError: they have several.
+        MeshError: the places have several device types.
     """
     types = sorted({torch.device(place.device).type for place in places if place.device is not None})
     if len(types) > 1:
@@ -78,23 +78,23 @@ def device_type_of(places: Iterable[Place]) -> str:
     if not types:
         return "cpu"
     (found,) = types
-    if found != "cpu" and not distributed() and not torch.get_device_module(found).is_available():
+    if found != "cpu" and not has_processes() and not torch.get_device_module(found).is_available():
         return "cpu"
     return found
 
 
-def members_of(places: Iterable[Place]) -> dict[Place, int]:
-    """The mesh rank that stands for each place.
+def mesh_ranks_of(places: Iterable[Place]) -> dict[Place, int]:
+    """Return the mesh rank of each place.
 
-    With process groups it is the place's rank: a process drives one device, so that all blocks of a rank lie together. With all
-    ranks in this process each device of a rank is a member of its own, numbered in order, as soon as some rank has several.
+    With process groups it is the rank of the place: a process uses one device, so all blocks of a rank are on it. With all
+    ranks in this process, each device of a rank is a separate mesh rank, numbered in order, as soon as some rank has several.
     """
-    ordered = sorted(set(places), key=lambda place: (place.rank, _natural(place.device)))
-    if distributed() or len({place.rank for place in ordered}) == len(ordered):
+    ordered = sorted(set(places), key=lambda place: (place.rank, _device_sort_key(place.device)))
+    if has_processes() or len({place.rank for place in ordered}) == len(ordered):
         return {place: place.rank for place in ordered}
     return {place: number for number, place in enumerate(ordered)}
 
 
-def _natural(device: str | None) -> tuple[str, int]:
+def _device_sort_key(device: str | None) -> tuple[str, int]:
     kind, _, index = (device or "").partition(":")
     return kind, int(index or 0)

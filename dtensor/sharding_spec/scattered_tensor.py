@@ -1,4 +1,4 @@
-"""Tensors of which a place holds several blocks that are not adjacent, and the metadata of shards."""
+"""Scattered tensors, in which a place has several blocks that are not adjacent, and the metadata of shards."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ..placement import Shard
 from ..tensor.dtensor import DTensor, wrap
 from .blocks import Cell
 from .composite import as_spec, spec_of
-from .rank_device import device_type_of, members_of
+from .rank_device import common_device_type, mesh_ranks_of
 from .specs import Spec
 
 
 @dataclass(frozen=True, slots=True)
 class ShardMetadata:
-    """One shard: its sizes, where it starts in the tensor, and where it is ("rank:1/cuda:0").
+    """Metadata of one shard: its sizes, its offsets in the tensor, and its place ("rank:1/cuda:0").
 
     A record: no communication.
 
@@ -40,7 +40,7 @@ class ShardMetadata:
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """Another name of ``sizes``."""
+        """Return ``sizes``, under another name."""
         return self.sizes
 
     @property
@@ -57,7 +57,7 @@ class ShardMetadata:
 
 @dataclass(frozen=True, slots=True)
 class ShardedTensorMetadata:
-    """All shards of a tensor, replicas included, and its global shape and dtype.
+    """Metadata of all shards of a tensor, replicas included, and its global shape and dtype.
 
     A record: no communication.
 
@@ -75,23 +75,22 @@ class ShardedTensorMetadata:
         return "\n".join(map(str, self.shards))
 
 
-def metadata_of(spec: Spec, shape: Sequence[int], dtype: torch.dtype) -> ShardedTensorMetadata:
-    """Every shard that a spec cuts from a tensor of ``shape``."""
+def make_metadata(spec: Spec, shape: Sequence[int], dtype: torch.dtype) -> ShardedTensorMetadata:
+    """Return the metadata of every shard into which a spec shards a tensor of ``shape``."""
     shards = [ShardMetadata(cell.shape, cell.offset, str(place)) for cell in spec.cells(shape) for place in cell.places]
     return ShardedTensorMetadata(tuple(shards), torch.Size(shape), dtype)
 
 
-def whole_mesh(spec: Spec) -> DeviceMesh:
-    """The 1-d mesh of a spec's places, on which a scattered tensor travels."""
-    return DeviceMesh(device_type_of(spec.places), list(dict.fromkeys(members_of(spec.places).values())))
+def flat_mesh(spec: Spec) -> DeviceMesh:
+    """Return the 1-d mesh of a spec's places, on which a scattered tensor is redistributed."""
+    return DeviceMesh(common_device_type(spec.places), list(dict.fromkeys(mesh_ranks_of(spec.places).values())))
 
 
 class ScatteredTensor:
-    """A tensor whose places hold several blocks each, as ``single_split(0, [0, 1, 0, 1])`` says.
+    """Tensor with several blocks on each place, as ``single_split(0, [0, 1, 0, 1])`` describes it.
 
-    Underneath is a 1-d DTensor that holds each rank's blocks one after the other. Torch's functions take it, by making the
-    ordinary DTensor of its value first (on all its ranks: an all-gather) and giving an ordinary result; what would change it in
-    place raises.
+    It contains a 1-d DTensor with each rank's blocks one after the other. Torch's functions accept it: they first make the
+    ordinary DTensor of its value (an all-gather on all its ranks) and return an ordinary result. In-place changes raise.
 
     >>> import dtensor as dt
     >>> x = dt.sharded_tensor.shard_tensor(torch.arange(4), dt.sharding_spec.single_split(0, [0, 1, 0, 1]))
@@ -111,13 +110,13 @@ class ScatteredTensor:
 
     @staticmethod
     def of(value: DTensor, spec: Spec) -> ScatteredTensor:
-        """The blocks of ``value``, which every rank of the mesh holds whole; no communication."""
-        mesh, dealt = value.device_mesh, _dealt(spec, value.shape)
-        sizes = tuple(sum(math.prod(cell.shape) for cell in dealt[rank]) for rank in mesh.ranks)
+        """Return the blocks of ``value``, which is replicated on every rank of the mesh; no communication."""
+        mesh, cells_of = value.device_mesh, _cells_by_rank(spec, value.shape)
+        sizes = tuple(sum(math.prod(cell.shape) for cell in cells_of[rank]) for rank in mesh.ranks)
         layout = Layout.of(mesh, [Shard(0, sizes)], (sum(sizes),), None, value.dtype)
 
         def pack(member: int, full: torch.Tensor) -> torch.Tensor:
-            parts = [full[_slices(cell)].reshape(-1) for cell in dealt[mesh.ranks[member]]]
+            parts = [full[_cell_slices(cell)].reshape(-1) for cell in cells_of[mesh.ranks[member]]]
             return torch.cat(parts) if parts else full.new_empty(0)
 
         local = value.detach()._local  # type: ignore[attr-defined]  # a DTensor
@@ -131,69 +130,71 @@ class ScatteredTensor:
 
     @property
     def sharding_spec(self) -> Spec:
-        """The spec that it was made with."""
+        """Return the spec of the tensor."""
         return self._spec
 
     def size(self, dim: int | None = None) -> Any:
-        """As of a tensor."""
+        """Return the shape, or the size of one dim."""
         return self.shape if dim is None else self.shape[dim]
 
     def to_dtensor(self) -> DTensor:
-        """The ordinary DTensor of the value, replicated over the ranks; one all-gather."""
-        mesh, dealt = self.device_mesh, _dealt(self._spec, self.shape)
-        whole: Any = self.packed.redistribute(placements=None)
+        """Return the ordinary DTensor of the value, replicated over the ranks; one all-gather."""
+        mesh, cells_of = self.device_mesh, _cells_by_rank(self._spec, self.shape)
+        gathered: Any = self.packed.redistribute(placements=None)
         layout = Layout.replicated(mesh, self.shape, None, self.dtype)
 
         def unpack(member: int, flat: torch.Tensor) -> torch.Tensor:
             full, start = flat.new_empty(self.shape), 0
             for rank in mesh.ranks:
-                for cell in dealt[rank]:
+                for cell in cells_of[rank]:
                     count = math.prod(cell.shape)
-                    full[_slices(cell)] = flat[start : start + count].view(cell.shape)
+                    full[_cell_slices(cell)] = flat[start : start + count].view(cell.shape)
                     start += count
             return full
 
         if mesh.current_member() is None:
-            return wrap(whole._local.new_zeros(layout.local_shape(None)), layout)
-        return wrap(communicator_of(mesh).map(unpack, whole._local), layout)
+            return wrap(gathered._local.new_zeros(layout.local_shape(None)), layout)
+        return wrap(communicator_of(mesh).map(unpack, gathered._local), layout)
 
     def full_tensor(self) -> torch.Tensor:
-        """The global value as a plain tensor on every rank."""
+        """Return the global value as a plain tensor on every rank."""
         return self.to_dtensor().full_tensor()
 
     def reshard(self, spec: Any) -> Any:
-        """The same value under another spec."""
+        """Return the same value under another spec."""
         return reshard(self, spec)
 
     def local_shard(self) -> list[torch.Tensor]:
-        """This rank's blocks, in the order of the grid (with all ranks in this process, those of the current one)."""
+        """Return this rank's blocks, in the order of the grid. With all ranks in this process, return those of the current
+        rank.
+        """
         member = self.device_mesh.current_member()
         return [] if member is None else self.local_shards().get(self.device_mesh.ranks[member], [])
 
     def local_shards(self) -> dict[int, list[torch.Tensor]]:
-        """Rank -> its blocks, for the ranks of this process."""
-        mesh, dealt = self.device_mesh, _dealt(self._spec, self.shape)
-        found = {}
+        """Return the blocks of each rank of this process."""
+        mesh, cells_of = self.device_mesh, _cells_by_rank(self._spec, self.shape)
+        blocks_of = {}
         for member, flat in communicator_of(mesh).pieces(self.packed._local).items():
             rank = mesh.ranks[member]
-            cells = dealt.get(rank, [])
+            cells = cells_of.get(rank, [])
             parts = flat.split([math.prod(cell.shape) for cell in cells]) if cells else ()
-            found[rank] = [part.view(cell.shape) for part, cell in zip(parts, cells, strict=True)]
-        return found
+            blocks_of[rank] = [part.view(cell.shape) for part, cell in zip(parts, cells, strict=True)]
+        return blocks_of
 
     def sharding_metadata(self) -> ShardedTensorMetadata:
-        """Sizes, offsets and place of every block."""
-        return metadata_of(self._spec, self.shape, self.dtype)
+        """Return sizes, offsets and place of every block."""
+        return make_metadata(self._spec, self.shape, self.dtype)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        name = getattr(func, "__name__", "").partition(".")[0]  # of an overload, too
+        name = getattr(func, "__name__", "").partition(".")[0]  # without the name of an overload
         out = any(isinstance(item, ScatteredTensor) for item in leaves((kwargs or {}).get("out")))
         if out or (name.endswith("_") and not name.endswith("__")):
             raise UnsupportedOperationError(
                 f"{name} would change a tensor of scattered blocks in place; reshard it first: x = x.reshard(spec)"
             )
-        return func(*_plain(args), **{key: _plain(value) for key, value in (kwargs or {}).items()})
+        return func(*_to_dtensors(args), **{key: _to_dtensors(value) for key, value in (kwargs or {}).items()})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(torch.Tensor, name):
@@ -206,39 +207,39 @@ class ScatteredTensor:
         return f"ScatteredTensor({list(self.shape)}, {self._spec!r})"
 
 
-def _plain(value: Any) -> Any:
-    """The ordinary DTensors of such tensors, also in lists and tuples."""
+def _to_dtensors(value: Any) -> Any:
+    """Return ``value`` (also nested in lists and tuples) with the ordinary DTensors of scattered tensors."""
     if isinstance(value, ScatteredTensor):
         return value.to_dtensor()
-    return like(value, [_plain(item) for item in value]) if isinstance(value, (list, tuple)) else value
+    return like(value, [_to_dtensors(item) for item in value]) if isinstance(value, (list, tuple)) else value
 
 
-def _operator(name: str) -> Any:
-    return lambda self, *args: getattr(self.to_dtensor(), name)(*_plain(args))
+def _make_operator(name: str) -> Any:
+    return lambda self, *args: getattr(self.to_dtensor(), name)(*_to_dtensors(args))
 
 
 for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "rmatmul", "pow", "neg", "getitem"):
-    setattr(ScatteredTensor, f"__{_name}__", _operator(f"__{_name}__"))
+    setattr(ScatteredTensor, f"__{_name}__", _make_operator(f"__{_name}__"))
 
 
-def _dealt(spec: Spec, shape: Sequence[int]) -> dict[int, list[Cell]]:
-    """Mesh rank -> its blocks; a block with replicas is dealt to each, and read from the last."""
-    member = members_of(spec.places)
-    dealt: dict[int, list[Cell]] = {rank: [] for rank in member.values()}
+def _cells_by_rank(spec: Spec, shape: Sequence[int]) -> dict[int, list[Cell]]:
+    """Return the blocks of each mesh rank. A block with replicas belongs to each of them."""
+    rank_of = mesh_ranks_of(spec.places)
+    cells_of: dict[int, list[Cell]] = {rank: [] for rank in rank_of.values()}
     for cell in spec.cells(shape):
-        for rank in dict.fromkeys(member[place] for place in cell.places):
-            dealt[rank].append(cell)
-    return dealt
+        for rank in dict.fromkeys(rank_of[place] for place in cell.places):
+            cells_of[rank].append(cell)
+    return cells_of
 
 
-def _slices(cell: Cell) -> tuple[slice, ...]:
+def _cell_slices(cell: Cell) -> tuple[slice, ...]:
     return tuple(slice(a, a + n) for a, n in zip(cell.offset, cell.shape, strict=True))
 
 
 def reshard(x: Any, sharding_spec: Any) -> Any:
-    """See ``DTensor.reshard``.
+    """Return ``x`` under another spec. See ``DTensor.reshard``.
 
-    Costs the blocks that change their place; raises where the spec does not fit.
+    Costs the transfer of the blocks that change their place.
 
     >>> import dtensor as dt
     >>> x = dt.sharded_tensor.ones(4, 2, sharding_spec=dt.sharding_spec.single_split(0, [0, 1]))
@@ -248,22 +249,22 @@ def reshard(x: Any, sharding_spec: Any) -> Any:
     Raises:
         PlacementError, MeshError: the spec does not fit the tensor, or is one for modules.
     """
-    spec = one_spec(sharding_spec)
+    spec = parse_tensor_spec(sharding_spec)
     value: Any = x.to_dtensor() if isinstance(x, ScatteredTensor) else x
     layout = spec.layout(value.shape, value.dtype)
     if layout is None:
-        return ScatteredTensor.of(value.redistribute(whole_mesh(spec)), spec)
-    return noted(value.redistribute(layout.mesh, layout.placements), spec)
+        return ScatteredTensor.of(value.redistribute(flat_mesh(spec)), spec)
+    return with_spec(value.redistribute(layout.mesh, layout.placements), spec)
 
 
 def sharding_metadata(x: DTensor) -> ShardedTensorMetadata:
-    """See ``DTensor.sharding_metadata``."""
+    """Return the metadata of all shards. See ``DTensor.sharding_metadata``."""
     spec = getattr(x, "_sharding_spec", None)
-    return metadata_of(spec_of(x._layout) if spec is None else spec, x.shape, x.dtype)
+    return make_metadata(spec_of(x._layout) if spec is None else spec, x.shape, x.dtype)
 
 
-def one_spec(said: Any) -> Spec:
-    """The spec of one tensor that a user said in any spelling."""
+def parse_tensor_spec(said: Any) -> Spec:
+    """Return the spec of one tensor from any notation of the user."""
     spec = spec_of(said) if isinstance(said, Layout) else as_spec(said)
     if not isinstance(spec, Spec):
         raise PlacementError(
@@ -273,7 +274,9 @@ def one_spec(said: Any) -> Spec:
     return spec
 
 
-def noted(x: DTensor, spec: Spec) -> DTensor:
-    """``x``, which remembers its spec: the names of devices, and blocks that lie side by side in one piece."""
-    x._sharding_spec = spec  # type: ignore[attr-defined]  # in the instance's dictionary; what is made from x does not have it
+def with_spec(x: DTensor, spec: Spec) -> DTensor:
+    """Store ``spec`` on ``x`` and return ``x``. The spec has the names of devices, and adjacent blocks that a local tensor
+    joins.
+    """
+    x._sharding_spec = spec  # type: ignore[attr-defined]  # in the instance dictionary; results made from x do not have it
     return x

@@ -1,4 +1,4 @@
-"""``shard_model``: a module becomes sharded in place, as a spec says; and its state collected on one rank."""
+"""Shard a model (``shard_model``): shard a module in place by a spec, and collect its state on one rank."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ..tensor.dtensor import DTensor
 from ..tensor.materialize import check_initialisers
 from ..tensor.materialize import materialize as give_values
 from ..tensor.stale_params import replacing
-from .composite import Composite, as_spec, fits
-from .rank_device import Place, device_type_of, members_of
+from .composite import Composite, as_spec, is_prefix_match
+from .rank_device import Place, common_device_type, mesh_ranks_of
 from .specs import Spec, Whole
 
 Init = Callable[[nn.Module], None]
@@ -37,25 +37,26 @@ def shard_model(
     materialize: bool = True,
     init_fn: Init | None = None,
 ) -> nn.Module:
-    """``module``, its parameters and buffers cut in place as ``spec`` says; it then runs unchanged.
+    """Shard the parameters and buffers of ``module`` in place by ``spec``, and return it. It then runs unchanged.
 
-    What no spec names is replicated beside the other parameters of its submodule. Plain tensors given to the module become
-    replicated DTensors. Where submodules live on different ranks, activations are brought to the ranks of the submodule that
-    takes them, and back to all ranks of the model where its results leave a module that is not a ``Sequential``.
+    Tensors that no spec names are replicated on the mesh of the other parameters of their submodule. Plain tensor inputs of the
+    module become replicated DTensors. If submodules have different ranks, activations are redistributed to the ranks of the
+    submodule that uses them. They are redistributed to all ranks of the model when they leave a module that is not in a
+    ``Sequential``.
 
     Args:
         spec: a sharding spec (for every parameter that it fits), a composite, a mapping from names to specs or lists of
             placements (the latter on ``mesh``), or a plan of parallel styles as for :func:`dtensor.parallel.parallelize_module`
             (on ``mesh``).
-        mesh: the mesh to spell specs on, default one made of their places.
-        src_rank: whose values count, see :func:`dtensor.distribute_tensor`. None: all ranks have the same.
-        materialize: what is on ``meta`` gets memory, shard by shard, and the values that one device would give it: see
-            :func:`dtensor.parallel.materialize`. False leaves it on ``meta``, sharded, for a checkpoint to fill.
-        init_fn: called for each submodule with tensors of its own on ``meta`` instead of ``reset_parameters``.
+        mesh: the mesh of the specs, default one made of their places.
+        src_rank: rank with the values, see :func:`dtensor.distribute_tensor`. None: all ranks have the same values.
+        materialize: tensors on ``meta`` get memory, shard by shard, and the values that one device would give them: see
+            :func:`dtensor.parallel.materialize`. False leaves them on ``meta``, sharded, to be filled from a checkpoint.
+        init_fn: called for each submodule with own tensors on ``meta`` instead of ``reset_parameters``.
 
     Raises:
-        PlacementError, MeshError: names that fit no parameter, specs that fit no shape or no common mesh.
-        DTensorError: before anything is done: tensors on ``meta`` that nobody would set, see ``materialize``.
+        PlacementError, MeshError: names that match no parameter, specs that fit no shape or no common mesh.
+        DTensorError: before anything is changed: tensors on ``meta`` that no initializer would set, see ``materialize``.
 
     >>> import dtensor as dt
     >>> with torch.device("meta"):
@@ -66,20 +67,20 @@ def shard_model(
     """
     if isinstance(spec, ParallelStyle) or (isinstance(spec, Mapping) and _has_style(spec)):
         return parallelize_module(module, mesh, spec, src_data_rank=src_rank)
-    asked = _asked(module, spec, None if mesh is None else as_mesh(mesh))
-    home = as_mesh(mesh) if mesh is not None else _common_mesh(asked)
-    meshes = {id(sub): _mesh_of(asked[name], home) for name, sub in module.named_modules()}
+    requested = _resolve_specs(module, spec, None if mesh is None else as_mesh(mesh))
+    common_mesh = as_mesh(mesh) if mesh is not None else _common_mesh(requested)
+    meshes = {id(sub): _submodule_mesh(requested[name], common_mesh) for name, sub in module.named_modules()}
     if materialize and init_fn is None:
         check_initialisers(module)
     unset = {id(sub) for sub in module.modules() if any(x.is_meta for _, _, x in own_tensors(sub))}
     shared: dict[int, Any] = {}
     with replacing(module.modules(), "shard_model"):
         for name, sub in module.named_modules():
-            _shard(sub, asked[name], meshes[id(sub)], src_rank, shared)
+            _shard_submodule(sub, requested[name], meshes[id(sub)], src_rank, shared)
     if materialize:
         init = None if init_fn is None else lambda sub: init_fn(sub) if id(sub) in unset else None
         give_values(module, init=init)
-    _connect(module, meshes, home)
+    _register_hooks(module, meshes, common_mesh)
     return module
 
 
@@ -87,40 +88,42 @@ def _has_style(plan: Mapping[str, Any]) -> bool:
     return any(isinstance(item, ParallelStyle) or (isinstance(item, Mapping) and _has_style(item)) for item in plan.values())
 
 
-# --- which spec for which parameter ----------------------------------------------------------------------------------------
-Asked = dict[str, Any]  # name within the submodule -> Spec, Layout or None
+# --- specs of parameters ---------------------------------------------------------------------------------------------------
+SubmoduleSpecs = dict[str, Any]  # name within the submodule -> Spec, Layout or None
 
 
-def _asked(module: nn.Module, said: Any, mesh: DeviceMesh | None) -> dict[str, Asked]:
-    """For each submodule, by name, what is asked for each of its own parameters and buffers."""
+def _resolve_specs(module: nn.Module, spec_or_plan: Any, mesh: DeviceMesh | None) -> dict[str, SubmoduleSpecs]:
+    """Return for each submodule, by name, the requested spec of each of its own parameters and buffers."""
     placed: dict[str, Sequence[Placement]] = {}
-    if isinstance(said, Mapping):
-        placed = {name: item for name, item in said.items() if _is_placements(item)}
-        said = {name: item for name, item in said.items() if name not in placed}
+    if isinstance(spec_or_plan, Mapping):
+        placed = {name: item for name, item in spec_or_plan.items() if _is_placements(item)}
+        spec_or_plan = {name: item for name, item in spec_or_plan.items() if name not in placed}
         if placed and mesh is None:
             raise MeshError("shard_model: placements need a mesh; pass mesh=")
-    found: dict[str, Asked] = {}
-    spec = as_spec(said) if said else None
+    requested: dict[str, SubmoduleSpecs] = {}
+    spec = as_spec(spec_or_plan) if spec_or_plan else None
     unused = {key for key, _ in spec.specs} if isinstance(spec, Composite) else set()
     unused |= placed.keys()
     for name, sub in module.named_modules():
-        found[name] = {}
+        requested[name] = {}
         for _, key, x in own_tensors(sub):
             path = f"{name}.{key}" if name else key
-            listed = {pattern for pattern in placed if fits(pattern.split("."), path.split("."))}
-            if listed:
-                best = max(listed, key=len)
-                found[name][key] = Layout.of(mesh, placed[best], x.shape, None, x.dtype)  # type: ignore[arg-type]  # given
-                unused -= listed
+            patterns = {pattern for pattern in placed if is_prefix_match(pattern.split("."), path.split("."))}
+            if patterns:
+                best = max(patterns, key=len)
+                requested[name][key] = Layout.of(mesh, placed[best], x.shape, None, x.dtype)  # type: ignore[arg-type]  # given
+                unused -= patterns
             elif isinstance(spec, Composite):
-                given = spec.find(path)
-                found[name][key] = given if spec.names_itself(path) else _for_part(given, x)
-                unused -= spec.names_that_fit(path)
+                match = spec.find(path)
+                requested[name][key] = match if spec.names_parameter(path) else _fit_spec(match, x)
+                unused -= spec.matching_keys(path)
             else:
-                found[name][key] = _for_part(spec, x)
+                requested[name][key] = _fit_spec(spec, x)
     if unused:
-        raise PlacementError(f"{sorted(unused)} match no parameter of {type(module).__name__}; its names are {_names(module)}")
-    return found
+        raise PlacementError(
+            f"{sorted(unused)} match no parameter of {type(module).__name__}; its names are {_parameter_names(module)}"
+        )
+    return requested
 
 
 def _is_placements(item: Any) -> bool:
@@ -129,8 +132,8 @@ def _is_placements(item: Any) -> bool:
     )
 
 
-def _for_part(spec: Spec | None, x: torch.Tensor) -> Spec | None:
-    """A module's spec for one of its tensors: those that have not the dims that it cuts are replicated on the same places."""
+def _fit_spec(spec: Spec | None, x: torch.Tensor) -> Spec | None:
+    """Return a module's spec for one of its tensors. A tensor without its sharded dims is replicated on the same places."""
     if spec is None:
         return None
     try:
@@ -140,37 +143,37 @@ def _for_part(spec: Spec | None, x: torch.Tensor) -> Spec | None:
     return spec
 
 
-def _names(module: nn.Module) -> str:
+def _parameter_names(module: nn.Module) -> str:
     names = [name for name, _ in module.named_parameters()]
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 
-# --- which mesh for which submodule ----------------------------------------------------------------------------------------
-def _common_mesh(asked: dict[str, Asked]) -> DeviceMesh:
-    """The finest mesh of a spec that has all places, else the 1-d mesh of all of them."""
-    specs = list(dict.fromkeys(spec for own in asked.values() for spec in own.values() if spec is not None))
+# --- meshes of submodules --------------------------------------------------------------------------------------------------
+def _common_mesh(requested: dict[str, SubmoduleSpecs]) -> DeviceMesh:
+    """Return the finest mesh of a spec that has all places, else the 1-d mesh of all of them."""
+    specs = list(dict.fromkeys(spec for specs_of in requested.values() for spec in specs_of.values() if spec is not None))
     if not specs:
         raise PlacementError("shard_model: the spec matches no parameter of the module")
-    ranks = [set(members_of(spec.places).values()) for spec in specs]
+    ranks = [set(mesh_ranks_of(spec.places).values()) for spec in specs]
     everywhere = [spec for spec, each in zip(specs, ranks, strict=True) if each == set().union(*ranks)]
     if everywhere:
-        return _finest(everywhere)
+        return _finest_mesh(everywhere)
     places: list[Place] = sorted({place for spec in specs for place in spec.places})
-    return DeviceMesh(device_type_of(places), sorted(set().union(*ranks)))
+    return DeviceMesh(common_device_type(places), sorted(set().union(*ranks)))
 
 
-def _mesh_of(own: Asked, home: DeviceMesh) -> DeviceMesh:
-    """Where a submodule's parameters live: on the home mesh where their ranks are its ranks, else on a mesh of their own."""
+def _submodule_mesh(own: SubmoduleSpecs, home: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of a submodule's parameters: ``home`` if it has the same ranks, else a separate mesh."""
     specs = [spec for spec in own.values() if isinstance(spec, Spec)]
     if not specs:
         return home
-    ranks = {rank for spec in specs for rank in members_of(spec.places).values()}
-    return home if ranks == set(home.ranks) else _finest(own.values())
+    ranks = {rank for spec in specs for rank in mesh_ranks_of(spec.places).values()}
+    return home if ranks == set(home.ranks) else _finest_mesh(own.values())
 
 
-def _finest(specs: Iterable[Any]) -> DeviceMesh:
-    """The mesh with the most dims among those that the specs make themselves: the others can be said on it, or on none."""
-    meshes = [layout.mesh for layout in map(_own_layout, specs) if layout is not None]
+def _finest_mesh(specs: Iterable[Any]) -> DeviceMesh:
+    """Return the mesh with the most dims among those of the specs. The other specs can be written on it, or on none."""
+    meshes = [layout.mesh for layout in map(_example_layout, specs) if layout is not None]
     if not meshes:
         raise PlacementError(
             "shard_model: a spec gives one device several shards that are not adjacent; a local parameter is one contiguous block"
@@ -178,14 +181,14 @@ def _finest(specs: Iterable[Any]) -> DeviceMesh:
     return max(meshes, key=lambda mesh: mesh.ndim)
 
 
-def _own_layout(spec: Any) -> Layout | None:
-    """The layout of a spec for some shape that it fits."""
+def _example_layout(spec: Any) -> Layout | None:
+    """Return the layout of a spec for some shape that it fits."""
     if not isinstance(spec, Spec):
         return spec
     for ndim in range(1, 9):
         try:
-            array, given = spec.grid(ndim)
-            shape = [sum(g) if g is not None else n for g, n in zip(given, array.shape, strict=True)]
+            array, sizes = spec.grid(ndim)
+            shape = [sum(g) if g is not None else n for g, n in zip(sizes, array.shape, strict=True)]
             return spec.layout(shape)
         except PlacementError:
             continue
@@ -193,55 +196,58 @@ def _own_layout(spec: Any) -> Layout | None:
 
 
 # --- sharding --------------------------------------------------------------------------------------------------------------
-def _shard(sub: nn.Module, own: Asked, mesh: DeviceMesh, source: int | None, shared: dict[int, Any]) -> None:
-    """Replace the submodule's own tensors; those on meta stay there."""
-    for held, key, old in own_tensors(sub):
+def _shard_submodule(sub: nn.Module, own: SubmoduleSpecs, mesh: DeviceMesh, source: int | None, shared: dict[int, Any]) -> None:
+    """Replace the submodule's own tensors. Tensors on meta stay on meta."""
+    for tensors, key, old in own_tensors(sub):
         if isinstance(old, DTensor):
             continue
         if id(old) not in shared:
-            asked = own.get(key)
-            layout = asked.layout(old.shape, old.dtype, mesh) if isinstance(asked, Spec) else asked
-            distribute_at(held, key, mesh, [Replicate()] * mesh.ndim if layout is None else layout.placements, source)
-            shared[id(old)] = old, held[key]
-        held[key] = shared[id(old)][1]
+            requested = own.get(key)
+            layout = requested.layout(old.shape, old.dtype, mesh) if isinstance(requested, Spec) else requested
+            distribute_at(tensors, key, mesh, [Replicate()] * mesh.ndim if layout is None else layout.placements, source)
+            shared[id(old)] = old, tensors[key]
+        tensors[key] = shared[id(old)][1]
 
 
-# --- running ---------------------------------------------------------------------------------------------------------------
-def _connect(module: nn.Module, meshes: dict[int, DeviceMesh], home: DeviceMesh) -> None:
-    """Hooks that bring activations to where they are used."""
-    apart = any(mesh != home for mesh in meshes.values())
+# --- hooks -----------------------------------------------------------------------------------------------------------------
+def _register_hooks(module: nn.Module, meshes: dict[int, DeviceMesh], home: DeviceMesh) -> None:
+    """Register hooks that redistribute activations to the mesh of the submodule that uses them."""
+    has_several_meshes = any(mesh != home for mesh in meshes.values())
     in_sequence = {id(child) for sub in module.modules() if isinstance(sub, nn.Sequential) for child in sub.children()}
     for sub in module.modules():
-        own = any(True for _ in own_tensors(sub))
-        if sub is module or (apart and own):
-            target = meshes[id(sub)] if own else home
-            sub.register_forward_pre_hook(_bringing(target), with_kwargs=True)
-        if apart and own and sub is not module and id(sub) not in in_sequence:
-            sub.register_forward_hook(lambda mod, args, out: _on(out, home))
-    if apart:
-        module.register_forward_hook(lambda mod, args, out: _on(out, home))
+        has_tensors = any(True for _ in own_tensors(sub))
+        if sub is module or (has_several_meshes and has_tensors):
+            target = meshes[id(sub)] if has_tensors else home
+            sub.register_forward_pre_hook(_redistribute_inputs(target), with_kwargs=True)
+        if has_several_meshes and has_tensors and sub is not module and id(sub) not in in_sequence:
+            sub.register_forward_hook(lambda mod, args, out: _move_to_mesh(out, home))
+    if has_several_meshes:
+        module.register_forward_hook(lambda mod, args, out: _move_to_mesh(out, home))
 
 
-def _bringing(mesh: DeviceMesh) -> Any:
-    return lambda mod, args, kwargs: (_on(args, mesh), _on(kwargs, mesh))
+def _redistribute_inputs(mesh: DeviceMesh) -> Any:
+    return lambda mod, args, kwargs: (_move_to_mesh(args, mesh), _move_to_mesh(kwargs, mesh))
 
 
-def _on(value: Any, mesh: DeviceMesh) -> Any:
-    """All tensors in ``value`` on ``mesh``: those of other meshes moved there, plain ones replicated."""
+def _move_to_mesh(value: Any, mesh: DeviceMesh) -> Any:
+    """Return ``value`` with all tensors on ``mesh``: those of other meshes are redistributed, plain ones become replicated
+    DTensors.
+    """
     if isinstance(value, DTensor):
         return value if set(value.device_mesh.ranks) == set(mesh.ranks) else value.redistribute(mesh, [Replicate()] * mesh.ndim)
     if isinstance(value, torch.Tensor) and not isinstance(value, PerRank):
         return DTensor.from_local(value, mesh, shape=value.shape, stride=value.stride())
     if isinstance(value, Mapping):
-        return type(value)((key, _on(item, mesh)) for key, item in value.items())  # type: ignore[call-arg]  # as of dict
-    return like(value, [_on(item, mesh) for item in value]) if isinstance(value, (list, tuple)) else value
+        return type(value)((key, _move_to_mesh(item, mesh)) for key, item in value.items())  # type: ignore[call-arg]  # as of dict
+    return like(value, [_move_to_mesh(item, mesh) for item in value]) if isinstance(value, (list, tuple)) else value
 
 
-# --- collecting ------------------------------------------------------------------------------------------------------------
+# --- state dict ------------------------------------------------------------------------------------------------------------
 def collect_state_dict(state_dict: Mapping[str, Any], rank: int = 0) -> dict[str, Any]:
-    """The state dict with every DTensor whole and plain, on ``rank`` alone; an empty dict on other ranks.
+    """Return the state dict with every DTensor as a plain global tensor, on ``rank`` only; an empty dict on other ranks.
 
-    All ranks call it. Tensors arrive one at a time: ``rank`` needs memory for the whole state, the others for nothing more.
+    All ranks call it. Tensors are gathered one at a time: ``rank`` needs memory for the complete state, the others for nothing
+    more.
 
     >>> import dtensor as dt
     >>> net = dt.shard_model(torch.nn.Linear(2, 3), dt.sharding_spec.single_split(0, [0, 1]))
@@ -250,25 +256,25 @@ def collect_state_dict(state_dict: Mapping[str, Any], rank: int = 0) -> dict[str
     """
     here, collected = True, {}
     for key, value in state_dict.items():
-        collected[key], here = _collected(value, rank)
+        collected[key], here = _collect_value(value, rank)
     return collected if here else {}
 
 
-def _collected(value: Any, rank: int) -> tuple[Any, bool]:
+def _collect_value(value: Any, rank: int) -> tuple[Any, bool]:
     here = not dist.is_initialized() or dist.get_rank() == rank
     match value:
         case DTensor():
             mesh = value.device_mesh
             if communicator_of(mesh).holds_all:
-                whole = value.detach().full_tensor()  # type: ignore[attr-defined]  # a DTensor
-                return shards_of(whole)[0], True
-            alone = DeviceMesh(mesh.device_type, [rank])
-            moved: Any = value.detach().redistribute(alone, [Replicate()])  # type: ignore[attr-defined]  # a DTensor
-            return (moved.to_local() if here else None), here
+                full = value.detach().full_tensor()  # type: ignore[attr-defined]  # a DTensor
+                return shards_of(full)[0], True
+            single_rank = DeviceMesh(mesh.device_type, [rank])
+            gathered: Any = value.detach().redistribute(single_rank, [Replicate()])  # type: ignore[attr-defined]  # a DTensor
+            return (gathered.to_local() if here else None), here
         case Mapping():
-            return {key: _collected(item, rank)[0] for key, item in value.items()}, here
+            return {key: _collect_value(item, rank)[0] for key, item in value.items()}, here
         case list() | tuple() if not isinstance(value, torch.Size):
-            return like(value, [_collected(item, rank)[0] for item in value]), here
+            return like(value, [_collect_value(item, rank)[0] for item in value]), here
         case torch.Tensor():
             return value.detach(), here
     return value, here

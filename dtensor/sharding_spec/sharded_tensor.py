@@ -1,9 +1,9 @@
-"""Sharded tensors: DTensors made from sharding specs, that say where each of their shards is.
+"""Sharded tensors: DTensors that are made from sharding specs and report the place of each of their shards.
 
-A sharded tensor *is* a DTensor, on the mesh and under the placements that its spec means, so every operation works on it, and any
-DTensor has ``reshard``, ``local_shard`` and ``sharding_metadata``. Blocks of one place that lie side by side are one piece there.
-Where a spec deals a place blocks that are not adjacent, no placements say that: the value is then kept in a
-:class:`ScatteredTensor`, which operations turn into a DTensor first.
+A sharded tensor *is* a DTensor, on the mesh and with the placements that its spec means. So every operation works on it, and
+any DTensor has ``reshard``, ``local_shard`` and ``sharding_metadata``. Adjacent blocks of one place are one local tensor. If a
+spec gives a place blocks that are not adjacent, no placements describe that. The value is then stored in a
+:class:`ScatteredTensor`, which operations convert to a DTensor first.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ from ..tensor.distribute import distribute_tensor
 from ..tensor.dtensor import DTensor
 from .scattered_tensor import (
     ScatteredTensor,
-    noted,
-    one_spec,
+    flat_mesh,
+    parse_tensor_spec,
     reshard,
-    whole_mesh,
+    with_spec,
 )
 
 ShardedTensor = DTensor
 
 
 def empty(*size: Any, sharding_spec: Any, **options: Any) -> Any:
-    """Uninitialised; options as in ``torch.empty``. Each rank makes its own shard, no communication.
+    """Return an uninitialized tensor; options as in ``torch.empty``. Each rank makes its own shard, no communication.
 
-    Raises ``PlacementError`` where the spec does not fit the shape.
+    Raises ``PlacementError`` if the spec does not fit the shape.
 
     >>> import dtensor as dt
     >>> dt.sharded_tensor.empty(3, 2, sharding_spec=dt.sharding_spec.single_split(0, [0, 1])).placements
     (Shard(dim=0),)
     """
-    return _made(create.empty, size, sharding_spec, options)
+    return _make_tensor(create.empty, size, sharding_spec, options)
 
 
 def zeros(*size: Any, sharding_spec: Any, **options: Any) -> Any:
-    """Filled with zeros; options as in ``torch.zeros``. Each rank makes its own shard, no communication.
+    """Return a tensor of zeros; options as in ``torch.zeros``. Each rank makes its own shard, no communication.
 
-    Raises ``PlacementError`` where the spec does not fit the shape.
+    Raises ``PlacementError`` if the spec does not fit the shape.
 
     >>> import dtensor as dt
     >>> x = dt.sharded_tensor.zeros(3, 2, sharding_spec=dt.sharding_spec.single_split(0, [0, 1]))
     >>> x.shape, x.sum().item()
     (torch.Size([3, 2]), 0.0)
     """
-    return _made(create.zeros, size, sharding_spec, options)
+    return _make_tensor(create.zeros, size, sharding_spec, options)
 
 
 def ones(*size: Any, sharding_spec: Any, **options: Any) -> Any:
-    """Filled with ones; options as in ``torch.ones``. Each rank makes its own shard, no communication.
+    """Return a tensor of ones; options as in ``torch.ones``. Each rank makes its own shard, no communication.
 
     >>> import dtensor as dt
     >>> spec = dt.sharding_spec.single_split(0, ["rank:0/cpu", "rank:1/cpu"], [1, 2])
@@ -66,28 +66,29 @@ def ones(*size: Any, sharding_spec: Any, **options: Any) -> Any:
     rank:0/cpu: [1, 2] at [0, 0]
     rank:1/cpu: [2, 2] at [1, 0]
 
-    Raises ``PlacementError`` where the spec does not fit the shape.
+    Raises ``PlacementError`` if the spec does not fit the shape.
     """
-    return _made(create.ones, size, sharding_spec, options)
+    return _make_tensor(create.ones, size, sharding_spec, options)
 
 
 def full(size: Sequence[int], fill_value: Any, *, sharding_spec: Any, **options: Any) -> Any:
-    """Filled with ``fill_value``; options as in ``torch.full``. Each rank makes its own shard, no communication.
+    """Return a tensor filled with ``fill_value``; options as in ``torch.full``. Each rank makes its own shard, no
+    communication.
 
-    Raises ``PlacementError`` where the spec does not fit the shape.
+    Raises ``PlacementError`` if the spec does not fit the shape.
 
     >>> import dtensor as dt
     >>> x = dt.sharded_tensor.full((3, 2), 2.0, sharding_spec=dt.sharding_spec.single_split(0, [0, 1]))
     >>> x.shape, x.sum().item()
     (torch.Size([3, 2]), 12.0)
     """
-    return _made(lambda *shape, **rest: create.full(shape, fill_value, **rest), (size,), sharding_spec, options)
+    return _make_tensor(lambda *shape, **rest: create.full(shape, fill_value, **rest), (size,), sharding_spec, options)
 
 
 def rand(*size: Any, sharding_spec: Any, **options: Any) -> Any:
-    """Uniform on [0, 1): what ``torch.rand`` gives on one device for the same seed, whatever the spec.
+    """Return uniform random numbers on [0, 1): those of ``torch.rand`` on one device with the same seed, for every spec.
 
-    No communication. Raises ``PlacementError`` where the spec does not fit the shape.
+    No communication. Raises ``PlacementError`` if the spec does not fit the shape.
 
     >>> import torch, dtensor as dt
     >>> _ = torch.manual_seed(0)
@@ -96,13 +97,13 @@ def rand(*size: Any, sharding_spec: Any, **options: Any) -> Any:
     >>> torch.equal(x.full_tensor(), torch.rand(3, 2))
     True
     """
-    return _made(create.rand, size, sharding_spec, options)
+    return _make_tensor(create.rand, size, sharding_spec, options)
 
 
 def randn(*size: Any, sharding_spec: Any, **options: Any) -> Any:
-    """Standard normal: what ``torch.randn`` gives on one device for the same seed, whatever the spec.
+    """Return standard normal numbers: those of ``torch.randn`` on one device with the same seed, for every spec.
 
-    No communication. Raises ``PlacementError`` where the spec does not fit the shape.
+    No communication. Raises ``PlacementError`` if the spec does not fit the shape.
 
     >>> import torch, dtensor as dt
     >>> _ = torch.manual_seed(0)
@@ -111,16 +112,16 @@ def randn(*size: Any, sharding_spec: Any, **options: Any) -> Any:
     >>> torch.equal(x.full_tensor(), torch.randn(3, 2))
     True
     """
-    return _made(create.randn, size, sharding_spec, options)
+    return _make_tensor(create.randn, size, sharding_spec, options)
 
 
 def shard_tensor(tensor: torch.Tensor, sharding_spec: Any, src_rank: int | None = 0) -> Any:
-    """``tensor`` cut as the spec says; a parameter gives a leaf that requires grad.
+    """Shard ``tensor`` by a spec. A parameter gives a leaf that requires grad.
 
     Args:
         tensor: the global tensor; a DTensor is resharded.
-        src_rank: the one of the spec's ranks, by its place in their order, whose value counts: it sends each other its shard.
-            None: every rank cuts its own copy, no communication.
+        src_rank: position among the spec's ranks of the rank with the value. It sends each other rank its shard. None: every
+            rank shards its own copy, no communication.
 
     >>> import dtensor as dt
     >>> dt.sharded_tensor.shard_tensor(torch.arange(6).view(2, 3), dt.sharding_spec.single_split(1, [0, 1]))
@@ -133,22 +134,22 @@ def shard_tensor(tensor: torch.Tensor, sharding_spec: Any, src_rank: int | None 
     Raises:
         PlacementError, MeshError: the spec does not fit the tensor, or is one for modules.
     """
-    spec = one_spec(sharding_spec)
+    spec = parse_tensor_spec(sharding_spec)
     if isinstance(tensor, (DTensor, ScatteredTensor)):
         return reshard(tensor, spec)
     layout = spec.layout(tensor.shape, tensor.dtype)
     if layout is None:
-        return ScatteredTensor.of(distribute_tensor(tensor, whole_mesh(spec), None, src_data_rank=src_rank), spec)
+        return ScatteredTensor.of(distribute_tensor(tensor, flat_mesh(spec), None, src_data_rank=src_rank), spec)
     if src_rank:
         src_rank = _along_each_dim(layout, src_rank)
-    return noted(distribute_tensor(tensor, layout.mesh, layout.placements, src_data_rank=src_rank), spec)
+    return with_spec(distribute_tensor(tensor, layout.mesh, layout.placements, src_data_rank=src_rank), spec)
 
 
 def _along_each_dim(layout: Layout, source: int) -> int:
-    """The index along every mesh dim that the rank at ``source`` has.
+    """Return the index that the rank at ``source`` has along every mesh dim.
 
     Raises:
-        PlacementError: it has different ones.
+        PlacementError: the indices differ.
     """
     coordinate = layout.mesh.coordinates[source] if source < len(layout.mesh.coordinates) else ()
     if len(set(coordinate)) != 1:
@@ -156,11 +157,11 @@ def _along_each_dim(layout: Layout, source: int) -> int:
     return coordinate[0]
 
 
-def _made(factory: Callable[..., DTensor], size: Any, sharding_spec: Any, options: dict[str, Any]) -> Any:
-    spec = one_spec(sharding_spec)
+def _make_tensor(factory: Callable[..., DTensor], size: Any, sharding_spec: Any, options: dict[str, Any]) -> Any:
+    spec = parse_tensor_spec(sharding_spec)
     shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list, torch.Size)) else tuple(size)
     options.pop("pin_memory", None)
     layout = spec.layout(shape)
     if layout is None:
-        return ScatteredTensor.of(factory(*shape, device_mesh=whole_mesh(spec), **options), spec)
-    return noted(factory(*shape, device_mesh=layout.mesh, placements=layout.placements, **options), spec)
+        return ScatteredTensor.of(factory(*shape, device_mesh=flat_mesh(spec), **options), spec)
+    return with_spec(factory(*shape, device_mesh=layout.mesh, placements=layout.placements, **options), spec)

@@ -1,4 +1,4 @@
-"""The specs of one tensor: a grid of blocks, and the places of each."""
+"""Specs of one tensor: a grid of blocks, and the places of each."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..layout.layout import Layout
 from ..layout.splits import Split, chunk_sizes, offsets_of
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Placement
-from .blocks import Cell, collapse, layout_of_boxes
-from .rank_device import Place, device_type_of, members_of
+from .blocks import Cell, layout_of_cells, merge_equal_slices
+from .rank_device import Place, common_device_type, mesh_ranks_of
 
 Replicas = tuple[Place, ...]
 
@@ -24,7 +24,7 @@ Replicas = tuple[Place, ...]
 class Spec:
     """Base of the specs of one tensor.
 
-    A value: no communication. Raises where it is put to a tensor that it does not fit.
+    A value: no communication. Raises if it is applied to a tensor that it does not fit.
 
     >>> import dtensor as dt
     >>> isinstance(dt.sharding_spec.single_split(0, [0, 1]), Spec)
@@ -35,11 +35,13 @@ class Spec:
     shards: tuple[Replicas, ...]
 
     def grid(self, ndim: int) -> tuple[Any, tuple[tuple[int, ...] | None, ...]]:
-        """The blocks' places as an array with one dim per tensor dim, and the sizes of blocks along each where given."""
+        """Return the places of the blocks as an array with one dim per tensor dim, and the given block sizes along each dim (or
+        None).
+        """
         raise NotImplementedError
 
     def to_data(self) -> Any:
-        """The spec as dicts, lists, strings and numbers."""
+        """Return the spec as dicts, lists, strings and numbers."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -48,11 +50,11 @@ class Spec:
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """Every place that holds something, in order of appearance."""
+        """Return every place that has a shard, in order of appearance."""
         return tuple(dict.fromkeys(place for each in self.shards for place in each))
 
     def cells(self, shape: Sequence[int]) -> list[Cell]:
-        """Every block of a tensor of ``shape``, row-major: offset, sizes and places.
+        """Return every block of a tensor of ``shape``, row-major: offset, sizes and places.
 
         Raises:
             PlacementError: the spec does not fit the shape.
@@ -62,7 +64,7 @@ class Spec:
         [((0, 0), (3, 3)), ((3, 0), (2, 3))]
         """
         array, given = self.grid(len(shape))
-        sizes = [_sizes(self, d, n, count, given[d]) for d, (n, count) in enumerate(zip(shape, array.shape, strict=True))]
+        sizes = [_block_sizes(self, d, n, count, given[d]) for d, (n, count) in enumerate(zip(shape, array.shape, strict=True))]
         starts = [offsets_of(each) for each in sizes]
         return [
             Cell(tuple(starts[d][i] for d, i in enumerate(index)), tuple(sizes[d][i] for d, i in enumerate(index)), array[index])
@@ -70,39 +72,41 @@ class Spec:
         ]
 
     def layout(self, shape: Sequence[int], dtype: torch.dtype = torch.float32, mesh: DeviceMesh | None = None) -> Layout | None:
-        """The layout of a tensor of ``shape``; None if a place holds blocks that do not make one box.
+        """Return the layout of a tensor of ``shape``, or None if the blocks of a place do not form one box.
 
         Args:
-            mesh: the mesh to spell it on, default one made of the spec's own places.
+            mesh: the mesh of the layout, default one made of the spec's own places.
 
         Raises:
-            PlacementError: the spec does not fit the shape, or cannot be said on ``mesh``.
+            PlacementError: the spec does not fit the shape, or cannot be written on ``mesh``.
         """
         cells = self.cells(shape)
-        member = members_of(self.places)
+        rank_of = mesh_ranks_of(self.places)
         if mesh is not None:
-            return layout_of_boxes(mesh, cells, member, shape, dtype, repr(self))
+            return layout_of_cells(mesh, cells, rank_of, shape, dtype, repr(self))
         array, given = self.grid(len(shape))
         ranks = np.empty(array.shape, dtype=object)
         for index in np.ndindex(array.shape):
-            ranks[index] = tuple(dict.fromkeys(member[place] for place in array[index]))
-        merged, groups = collapse(ranks)
+            ranks[index] = tuple(dict.fromkeys(rank_of[place] for place in array[index]))
+        merged, groups = merge_equal_slices(ranks)
         replicas = {len(each) for each in merged.reshape(-1)}
         flat = [rank for each in merged.reshape(-1) for rank in each]
         if len(replicas) > 1 or len(set(flat)) != len(flat):
             return None
-        kept = [d for d, count in enumerate(merged.shape) if count > 1]
-        copies = list(replicas) if replicas != {1} or not kept else []
-        mesh = DeviceMesh(device_type_of(self.places), np.asarray(flat).reshape([merged.shape[d] for d in kept] + copies))
+        sharded_dims = [d for d, count in enumerate(merged.shape) if count > 1]
+        copies = list(replicas) if replicas != {1} or not sharded_dims else []
+        mesh = DeviceMesh(
+            common_device_type(self.places), np.asarray(flat).reshape([merged.shape[d] for d in sharded_dims] + copies)
+        )
         splits: list[Split | None] = [None] * len(shape)
-        for i, d in enumerate(kept):
-            cut = _sizes(self, d, shape[d], sum(groups[d]), given[d])
+        for i, d in enumerate(sharded_dims):
+            sizes = _block_sizes(self, d, shape[d], sum(groups[d]), given[d])
             ends = np.cumsum([0, *groups[d]]).tolist()
-            splits[d] = Split((i,), tuple(sum(cut[a:b]) for a, b in itertools.pairwise(ends)))
+            splits[d] = Split((i,), tuple(sum(sizes[a:b]) for a, b in itertools.pairwise(ends)))
         return Layout.from_splits(mesh, splits, [None] * mesh.ndim, tuple(shape), None, dtype)
 
     def mesh_and_placements(self, shape: Sequence[int]) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-        """The mesh and the placements that say the same for a tensor of ``shape``.
+        """Return the mesh and the placements that describe the same for a tensor of ``shape``.
 
         >>> from dtensor.sharding_spec import single_split
         >>> single_split(0, ["rank:0", "rank:1"], [1, 4]).mesh_and_placements((5, 3))
@@ -116,7 +120,7 @@ class Spec:
         return layout.mesh, layout.placements
 
 
-def _sizes(spec: Spec, dim: int, size: int, count: int, given: tuple[int, ...] | None) -> tuple[int, ...]:
+def _block_sizes(spec: Spec, dim: int, size: int, count: int, given: tuple[int, ...] | None) -> tuple[int, ...]:
     if given is None:
         return chunk_sizes(size, (count,))
     if len(given) != count or sum(given) != size:
@@ -128,7 +132,7 @@ def _sizes(spec: Spec, dim: int, size: int, count: int, given: tuple[int, ...] |
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SingleSplit(Spec):
-    """A split of one tensor dim.
+    """Split of one tensor dim.
 
     A value: no communication. See ``single_split``.
 
@@ -146,16 +150,16 @@ class SingleSplit(Spec):
             raise PlacementError(f"{self!r} does not fit a tensor of {ndim} dims: it has no dim {self.dim}")
         dim = self.dim % ndim
         shape = [len(self.shards) if d == dim else 1 for d in range(ndim)]
-        return _array(self.shards, shape), tuple(self.shard_sizes if d == dim else None for d in range(ndim))
+        return _place_array(self.shards, shape), tuple(self.shard_sizes if d == dim else None for d in range(ndim))
 
     def to_data(self) -> Any:
         sizes = {} if self.shard_sizes is None else {"shard_sizes": list(self.shard_sizes)}
-        return {"single_split": {"dim": self.dim, "placements": [text_of(each) for each in self.shards], **sizes}}
+        return {"single_split": {"dim": self.dim, "placements": [replicas_text(each) for each in self.shards], **sizes}}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class MeshSplit(Spec):
-    """A split of all tensor dims: an array of places with as many dims as the tensor.
+    """Split of all tensor dims: an array of places with as many dims as the tensor.
 
     A value: no communication. See ``mesh``.
 
@@ -171,17 +175,17 @@ class MeshSplit(Spec):
     def grid(self, ndim: int) -> tuple[Any, tuple[tuple[int, ...] | None, ...]]:
         if ndim != len(self.shape):
             raise PlacementError(f"{self!r} is for tensors of {len(self.shape)} dims, got one of {ndim}")
-        return _array(self.shards, self.shape), self.shard_sizes or (None,) * ndim
+        return _place_array(self.shards, self.shape), self.shard_sizes or (None,) * ndim
 
     def to_data(self) -> Any:
         sizes = {} if self.shard_sizes is None else {"shard_sizes": [s if s is None else list(s) for s in self.shard_sizes]}
-        nested = np.asarray([text_of(each) for each in self.shards], dtype=object).reshape(self.shape).tolist()
+        nested = np.asarray([replicas_text(each) for each in self.shards], dtype=object).reshape(self.shape).tolist()
         return {"mesh": {"placements": nested, **sizes}}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Whole(Spec):
-    """The whole tensor on one place, or a copy on each of several.
+    """Complete tensor on one place, or a copy on each of several.
 
     A value: no communication. See ``whole``.
 
@@ -193,37 +197,37 @@ class Whole(Spec):
     replicas: Replicas
 
     @property
-    def shards(self) -> tuple[Replicas, ...]:  # type: ignore[override]  # one, and no field
+    def shards(self) -> tuple[Replicas, ...]:  # type: ignore[override]  # a property instead of a field
         return (self.replicas,)
 
     def grid(self, ndim: int) -> tuple[Any, tuple[tuple[int, ...] | None, ...]]:
-        return _array(self.shards, (1,) * ndim), (None,) * ndim
+        return _place_array(self.shards, (1,) * ndim), (None,) * ndim
 
     def to_data(self) -> Any:
-        return text_of(self.replicas)
+        return replicas_text(self.replicas)
 
     def __repr__(self) -> str:
-        return f"whole({text_of(self.replicas)!r})"
+        return f"whole({replicas_text(self.replicas)!r})"
 
 
 # --- places ------------------------------------------------------------------------------------------------------------
-def replicas_of(said: Any) -> Replicas:
-    """One place, or several joined by "|": copies of one shard."""
+def parse_replicas(said: Any) -> Replicas:
+    """Return one place, or several joined by "|": replicas of one shard."""
     if isinstance(said, np.generic):
         said = said.item()
     parts = said.split("|") if isinstance(said, str) else [said]
-    found = tuple(Place.of(part) for part in parts)
-    if len(set(found)) != len(found):
+    places = tuple(Place.of(part) for part in parts)
+    if len(set(places)) != len(places):
         raise MeshError(f"{said!r} has a device placement twice")
-    return found
+    return places
 
 
-def text_of(replicas: Replicas) -> str:
+def replicas_text(replicas: Replicas) -> str:
     return "|".join(map(str, replicas))
 
 
-def _array(shards: Sequence[Replicas], shape: Sequence[int]) -> Any:
+def _place_array(shards: Sequence[Replicas], shape: Sequence[int]) -> Any:
     array = np.empty(len(shards), dtype=object)
     for i, each in enumerate(shards):
-        array[i] = each  # one by one: numpy would unpack tuples
+        array[i] = each  # one by one, because numpy would unpack tuples
     return array.reshape(tuple(shape))

@@ -538,11 +538,11 @@ def _sums_complex(mesh: DeviceMesh, comm: Communicator) -> None:
 
 def _groups_that_the_world_makes_together() -> None:
     """The way groups are made where NCCL splits them off the world."""
-    splits = process_groups._splits
-    process_groups._splits = lambda world: True
+    splits = process_groups._splits_world
+    process_groups._splits_world = lambda world: True
     try:
         mesh = DeviceMesh("cpu", [[0, 3], [1, 2]])
         run_case("all_gather_of_ragged_pieces", mesh)
         assert process_groups.group_of(mesh, (0,)).handle is not dist.group.WORLD
     finally:
-        process_groups._splits = splits
+        process_groups._splits_world = splits

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtensor.checkpoint.digest import MASK, digest
+from dtensor.checkpoint.digest import MASK, block_digest
 
 SHAPES = [(), (1,), (700,), (7, 5), (3, 600), (600, 3), (4, 3, 5), (270_000,), (2, 0)]
 DTYPES = [torch.float32, torch.float64, torch.int8, torch.bfloat16, torch.complex128, torch.bool]
@@ -21,9 +21,9 @@ def test_blocks_add_up(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     for dim, size in enumerate(shape):
         for cut in {0, size // 3, size}:
             offset = tuple(cut if d == dim else 0 for d in range(len(shape)))
-            parts = digest(x.narrow(dim, 0, cut), zero) + digest(x.narrow(dim, cut, size - cut), offset)
-            assert parts & MASK == digest(x, zero)
-    assert digest(x.t().contiguous().t() if x.ndim == 2 else x, zero) == digest(x, zero)
+            parts = block_digest(x.narrow(dim, 0, cut), zero) + block_digest(x.narrow(dim, cut, size - cut), offset)
+            assert parts & MASK == block_digest(x, zero)
+    assert block_digest(x.t().contiguous().t() if x.ndim == 2 else x, zero) == block_digest(x, zero)
 
 
 @given(st.integers(0, 34), st.integers(0, 34), st.integers(0, 63), st.integers(0, 63))
@@ -32,10 +32,10 @@ def test_flipped_bits_are_seen(a: int, b: int, first: int, second: int) -> None:
     y = x.clone()
     y.view(-1)[a] ^= torch.tensor(1).bitwise_left_shift(first)
     y.view(-1)[b] ^= torch.tensor(1).bitwise_left_shift(second)
-    assert (digest(x, (0, 0)) == digest(y, (0, 0))) == torch.equal(x, y)
+    assert (block_digest(x, (0, 0)) == block_digest(y, (0, 0))) == torch.equal(x, y)
 
 
 def test_moved_values_are_seen() -> None:
     x = torch.randn(6, 6)
-    assert len({digest(y, (0, 0)) for y in (x, x.t(), x.flip(0), x.flip(1), x.roll(1, 0), torch.zeros(6, 6))}) == 6
-    assert digest(x, (0, 0)) != digest(x, (1, 0))
+    assert len({block_digest(y, (0, 0)) for y in (x, x.t(), x.flip(0), x.flip(1), x.roll(1, 0), torch.zeros(6, 6))}) == 6
+    assert block_digest(x, (0, 0)) != block_digest(x, (1, 0))

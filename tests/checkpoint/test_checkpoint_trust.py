@@ -21,8 +21,8 @@ import torch
 import dtensor as dt
 from dtensor import Shard
 from dtensor.checkpoint import load, read_tensors, read_tree, save, save_safetensors
-from dtensor.checkpoint.block_io import Box, Files
-from dtensor.checkpoint.manifest import Block, tile
+from dtensor.checkpoint.block_io import CheckpointFiles, CommonBox
+from dtensor.checkpoint.manifest import StoredBlock, is_tiling
 from dtensor.errors import CheckpointError
 
 X = torch.arange(35.0).reshape(7, 5)
@@ -181,16 +181,16 @@ def test_blocks_tile_a_tensor_or_do_not() -> None:
     grid = [((row * 2, column * 3), (2, 3)) for row in range(3) for column in range(2)]
     nested = [((0, 0), (3, 6)), ((3, 0), (3, 2)), ((3, 2), (1, 4)), ((4, 2), (2, 4))]
     for boxes in (grid, nested, [((0, 0), (6, 6))]):
-        assert tile((6, 6), boxes)
-        assert tile((6, 6), boxes[::-1])
-        assert not tile((6, 6), boxes[1:])
-        assert not tile((6, 6), [*boxes, boxes[0]])
-    assert not tile((6, 6), [*grid[1:], grid[1]])
-    assert not tile((6, 6), [((0, 0), (6, 3)), ((0, 2), (6, 3))])  # as many elements, and a hole
-    assert not tile((4, 2), [((0, 0), (3, 1)), ((0, 1), (3, 1)), ((2, 0), (1, 2))])
-    assert tile((), [((), ())])
-    assert tile((0, 3), [])
-    assert not tile((), [])
+        assert is_tiling((6, 6), boxes)
+        assert is_tiling((6, 6), boxes[::-1])
+        assert not is_tiling((6, 6), boxes[1:])
+        assert not is_tiling((6, 6), [*boxes, boxes[0]])
+    assert not is_tiling((6, 6), [*grid[1:], grid[1]])
+    assert not is_tiling((6, 6), [((0, 0), (6, 3)), ((0, 2), (6, 3))])  # as many elements, and a hole
+    assert not is_tiling((4, 2), [((0, 0), (3, 1)), ((0, 1), (3, 1)), ((2, 0), (1, 2))])
+    assert is_tiling((), [((), ())])
+    assert is_tiling((0, 3), [])
+    assert not is_tiling((), [])
 
 
 def test_text_that_is_no_manifest(tmp_path: Path) -> None:
@@ -437,9 +437,9 @@ def test_what_was_loaded_is_no_part_of_the_file(tmp_path: Path, meta: bool) -> N
 
 def test_blocks_are_read_where_they_lie_if_they_are_aligned_there(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(3) + X.numpy().tobytes() + bytes(1) + X.numpy().tobytes())
-    with Files(tmp_path) as files:
-        block = Block((0, 0), (7, 5), "file", 144)
-        box = Box(0, block, (1, 2), (4, 2), (0, 0), (1, 2))
+    with CheckpointFiles(tmp_path) as files:
+        block = StoredBlock((0, 0), (7, 5), "file", 144)
+        box = CommonBox(0, block, (1, 2), (4, 2), (0, 0), (1, 2))
         found = files.mapped_box(X.dtype, box)
         assert torch.equal(found, X[1:5, 2:4])
         assert files.mapped_box(X.dtype, box._replace(block=replace(block, at=3))) is None

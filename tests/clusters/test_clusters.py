@@ -14,8 +14,8 @@ from gloo import run_gloo
 import dtensor as dt
 from dtensor.__main__ import main
 from dtensor.clusters import CLUSTERS, MODELS, Degrees, Transformer, best, estimate
-from dtensor.clusters.cluster import DIMS
-from dtensor.clusters.decoder_parts import AGAIN
+from dtensor.clusters.cluster import MESH_DIMS
+from dtensor.clusters.decoder_parts import RECOMPUTATIONS
 from dtensor.clusters.dry_step import dry_step
 from dtensor.debug import CommDebugMode
 from dtensor.errors import PlanError
@@ -91,7 +91,7 @@ WAYS = [
 def on_ranks(model: Transformer, degrees: Degrees) -> dict[str, tuple[dict[str, float], dict[str, float]]]:
     """Bytes of a micro batch and of what is done once, by part, on ranks with data: all in this process, or each a process."""
     shape = (degrees.dp // degrees.ep, degrees.pp, degrees.ep, degrees.cp, degrees.tp)
-    mesh = dt.init_device_mesh("cpu", shape, mesh_dim_names=DIMS)
+    mesh = dt.init_device_mesh("cpu", shape, mesh_dim_names=MESH_DIMS)
     return sent(model, mesh)
 
 
@@ -152,7 +152,7 @@ def test_what_is_found_is_consistent(name: str, cluster: str) -> None:
         for dim, nbytes in one.nbytes.items():
             size = degrees.dp * degrees.cp if dim == "dp" else getattr(degrees, dim)
             assert (nbytes > 0) == (size > 1), (dim, one)
-        kinds = [estimate(model, where, degrees, 4096, 256, again=again) for again in AGAIN]
+        kinds = [estimate(model, where, degrees, 4096, 256, again=again) for again in RECOMPUTATIONS]
         assert sorted((kind.memory["activations"] for kind in kinds), reverse=True) == [
             kind.memory["activations"] for kind in kinds
         ]

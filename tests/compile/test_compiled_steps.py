@@ -25,7 +25,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import dtensor as dt
 from dtensor import DTensor, Replicate, Shard
-from dtensor.base.tracing import _OBJECTS
+from dtensor.base.tracing import _PROGRAM_OBJECTS
 from dtensor.debug import CommDebugMode
 from dtensor.errors import GatherWarning
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module, replicate
@@ -384,7 +384,7 @@ def objects_that_are_named(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
         run = how(lambda x: F.dropout(x.cumsum(0), 0.1) + torch.rand_like(x), fullgraph=True, dynamic=False)
         for size in (4, 5, 6):
             run(dt.distribute_tensor(torch.randn(size, 6), mesh, [Shard(0)]))
-            kept.append(len(_OBJECTS))
+            kept.append(len(_PROGRAM_OBJECTS))
     assert len({*kept}) == 1, kept
     return []
 

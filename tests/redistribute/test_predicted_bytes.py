@@ -19,7 +19,7 @@ from dtensor import Partial, Replicate, Shard
 from dtensor.comm import backends
 from dtensor.cost import profile as profiles
 from dtensor.cost.device import DEVICES
-from dtensor.cost.profile import BUILT_IN, Profile
+from dtensor.cost.profile import BUILT_IN_PROFILE, Profile
 from dtensor.debug import CommDebugMode
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -117,7 +117,7 @@ def received(size: int) -> list[tuple[int, int, list[str]]]:
     return found
 
 
-GLOO = BUILT_IN.links["gloo"]
+GLOO = BUILT_IN_PROFILE.links["gloo"]
 LIKE_GLOO = Profile({"gloo": GLOO, "nccl": GLOO}, {}, 8, {"meta": DEVICES["CPU"]})
 
 
@@ -136,7 +136,7 @@ def predicted(device: str, size: int) -> list[int]:
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_dry_run_predicts_what_processes_receive(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a machine like this one: a dry run stands for GPUs, unless the profile says what it stands for."""
-    monkeypatch.setattr(profiles, "_of_this_process", lambda: LIKE_GLOO)
+    monkeypatch.setattr(profiles, "_process_profile", lambda: LIKE_GLOO)
     expected = predicted("meta", size)
     assert all(expected)
     assert predicted("cpu", size) == expected

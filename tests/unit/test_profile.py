@@ -17,7 +17,7 @@ from dtensor.cost import calibrate
 from dtensor.cost import profile as profiles
 from dtensor.cost.device import DEVICES
 from dtensor.cost.link import device_of
-from dtensor.cost.profile import BUILT_IN, COLLECTIVES, Link, Profile, Rate, profile_path, read_profile
+from dtensor.cost.profile import BUILT_IN_PROFILE, MEASURED_COLLECTIVES, Link, Profile, Rate, profile_path, read_profile
 from dtensor.layout.layout import Layout
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Partial, Placement, Replicate, Shard
@@ -32,7 +32,7 @@ def test_a_profile_reads_what_it_writes() -> None:
     made = Profile({"gloo": SLOW_WIRE.links["gloo"]}, {"nccl": SLOW_START.links["gloo"]}, 4)
     read = Profile.loads(made.dumps())
     assert read.links["gloo"] == made.links["gloo"]
-    assert read.links["nccl"] == BUILT_IN.links["nccl"]  # not named: built in
+    assert read.links["nccl"] == BUILT_IN_PROFILE.links["nccl"]  # not named: built in
     assert read.between_hosts["nccl"] == made.between_hosts["nccl"]
     assert read.ranks_per_host == 4
     assert Profile.loads(read.dumps()) == read
@@ -49,7 +49,7 @@ def test_computing_takes_what_was_measured_or_what_the_kind_of_device_takes(monk
     assert device_of(DeviceMesh("cpu", ranks)) == DEVICES["CPU"]
     assert device_of(DeviceMesh("meta", ranks)) == DEVICES["H100"]
     mine = replace(DEVICES["CPU"], name="mine")
-    monkeypatch.setattr(profiles, "_of_this_process", lambda: Profile(devices={"cpu": mine}))
+    monkeypatch.setattr(profiles, "_process_profile", lambda: Profile(devices={"cpu": mine}))
     assert device_of(DeviceMesh("cpu", [72, 73])) == mine
     assert device_of(DeviceMesh("meta", [72, 73])) == DEVICES["H100"]
 
@@ -61,9 +61,9 @@ BROKEN = {
     "another format": '{"format": 0}',
     "no links": '{"format": 1, "links": 3}',
     "a collective is missing": json.dumps({"format": 1, "links": {"gloo": {"memory": 1e9}}}),
-    "a number is none": BUILT_IN.dumps().replace("0.0001", '"fast"'),
-    "a time is negative": BUILT_IN.dumps().replace("0.0001", "-1"),
-    "a bandwidth is zero": BUILT_IN.dumps().replace("1000000000.0", "0"),
+    "a number is none": BUILT_IN_PROFILE.dumps().replace("0.0001", '"fast"'),
+    "a time is negative": BUILT_IN_PROFILE.dumps().replace("0.0001", "-1"),
+    "a bandwidth is zero": BUILT_IN_PROFILE.dumps().replace("1000000000.0", "0"),
     "devices are none": '{"format": 1, "devices": 3}',
     "a kind of arithmetic is missing": json.dumps({"format": 1, "devices": {"cpu": {"flops": {"float32": 1e9}}}}),
     "a rate is zero": Profile(devices={"cpu": DEVICES["CPU"]}).dumps().replace("8000000000.0", "0"),
@@ -77,17 +77,17 @@ def test_a_broken_file_is_told_and_left_aside(name: str, tmp_path: Path, monkeyp
     path.write_text(BROKEN[name])
     monkeypatch.setenv("DTENSOR_PROFILE", str(path))
     with pytest.warns(UserWarning, match="python -m dtensor calibrate"):
-        assert read_profile() == BUILT_IN
+        assert read_profile() == BUILT_IN_PROFILE
 
 
 def test_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for off in ("off", ""):
         monkeypatch.setenv("DTENSOR_PROFILE", off)
         assert profile_path() is None
-        assert read_profile() == BUILT_IN
+        assert read_profile() == BUILT_IN_PROFILE
     monkeypatch.setenv("DTENSOR_PROFILE", str(tmp_path / "mine"))
     assert profile_path() == tmp_path / "mine"
-    assert read_profile() == BUILT_IN  # not there
+    assert read_profile() == BUILT_IN_PROFILE  # not there
     monkeypatch.delenv("DTENSOR_PROFILE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert profile_path() == tmp_path / "dtensor" / "profile.json"
@@ -101,7 +101,7 @@ def collectives(mesh: DeviceMesh) -> int:
 def test_plans_follow_the_constants(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
     for at, profile in enumerate((SLOW_START, SLOW_WIRE)):
-        monkeypatch.setattr(profiles, "_of_this_process", lambda profile=profile: profile)
+        monkeypatch.setattr(profiles, "_process_profile", lambda profile=profile: profile)
         counts.append(collectives(DeviceMesh("cpu", [[50 + at, 1, 2], [3, 4, 5]])))  # ranks that no plan is cached for
     assert counts == [2, 3]
 
@@ -139,13 +139,13 @@ def test_all_ranks_go_by_one_profile(tmp_path: Path) -> None:
 def test_a_fit_finds_the_constants_and_none_is_negative() -> None:
     made = Rate(2e-4, 3e-5, 5e8)
     sizes = [(n, b) for n in (2, 4, 8) for b in (1 << 12, 1 << 16, 1 << 22)]
-    found = calibrate.fit([calibrate.Sample("exchange", n, b, made.seconds(n, b)) for n, b in sizes])
+    found = calibrate.fit_rate([calibrate.CollectiveSample("exchange", n, b, made.seconds(n, b)) for n, b in sizes])
     assert (found.latency, found.per_peer, found.bandwidth) == pytest.approx((2e-4, 3e-5, 5e8))
-    falling = [calibrate.Sample("exchange", n, b, (9 - n) * 1e-4 + b / 1e9) for n, b in sizes]
-    found = calibrate.fit(falling)
+    falling = [calibrate.CollectiveSample("exchange", n, b, (9 - n) * 1e-4 + b / 1e9) for n, b in sizes]
+    found = calibrate.fit_rate(falling)
     assert found.per_peer == 0
     assert found.latency > 0
-    assert calibrate.fit(falling[:3]).per_peer == 0  # one size of group tells nothing of peers
+    assert calibrate.fit_rate(falling[:3]).per_peer == 0  # one size of group tells nothing of peers
 
 
 @pytest.mark.gloo
@@ -156,13 +156,13 @@ def test_calibrate_writes_a_profile_that_is_read(
     monkeypatch.setenv("DTENSOR_PROFILE", str(path))
     assert main(["calibrate", "--ranks", "2", "--seconds", "0.001"]) == 0
     text = capsys.readouterr().out
-    assert all(kind in text for kind in COLLECTIVES)
+    assert all(kind in text for kind in MEASURED_COLLECTIVES)
     assert str(path) in text
     assert "GFLOP/s" in text
     read = read_profile()
-    assert read.links["gloo"] != BUILT_IN.links["gloo"]
+    assert read.links["gloo"] != BUILT_IN_PROFILE.links["gloo"]
     assert read.devices["cpu"] != DEVICES["CPU"]
     assert all(1e8 < read.devices["cpu"].flops[kind] < 1e13 for kind in ("float64", "float32"))
     assert read.devices["cpu"].memory > 1e8
     assert 0 < read.devices["cpu"].launch < 1e-2
-    assert all(getattr(read.links["gloo"], kind).bandwidth > 1e6 for kind in COLLECTIVES)
+    assert all(getattr(read.links["gloo"], kind).bandwidth > 1e6 for kind in MEASURED_COLLECTIVES)

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from dtensor.base import progress as module
-from dtensor.base.progress import progress, reporting
+from dtensor.base.progress import iterate_with_progress, reporting
 
 
 class Lines:
@@ -33,10 +33,10 @@ class Lines:
 def test_long_work_reports_how_much_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     stderr = Lines()
     monkeypatch.setattr(sys, "stderr", stderr)
-    monkeypatch.setattr(module, "_FIRST", 0.0)
-    monkeypatch.setattr(module, "_NEXT", 0.001)
+    monkeypatch.setattr(module, "_FIRST_WAIT", 0.0)
+    monkeypatch.setattr(module, "_NEXT_WAIT", 0.001)
     done = []
-    for thing in progress(range(3), 3, "verifying"):
+    for thing in iterate_with_progress(range(3), 3, "verifying"):
         stderr.written.clear()
         assert stderr.written.wait(60)  # a line arrives while this one is worked on
         done.append(thing)
@@ -47,7 +47,7 @@ def test_long_work_reports_how_much_is_done(monkeypatch: pytest.MonkeyPatch) -> 
 def test_short_work_reports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     stderr = Lines()
     monkeypatch.setattr(sys, "stderr", stderr)
-    assert list(progress(range(3), 3, "verifying")) == [0, 1, 2]
+    assert list(iterate_with_progress(range(3), 3, "verifying")) == [0, 1, 2]
     with pytest.raises(ZeroDivisionError), reporting(lambda: "planning"):
         _ = 1 / 0
     assert stderr.text == ""

@@ -9,13 +9,13 @@ import pytest
 import torch.distributed as dist
 
 from dtensor.errors import MeshError
-from dtensor.mesh.init_world import unwritten
+from dtensor.mesh.init_world import restart_store
 
 
 def started(store: dist.Store, size: int) -> None:
     """Each rank writes its number, and reads the others': its own start's."""
     with ThreadPoolExecutor(size) as ranks:
-        parts = list(ranks.map(lambda rank: unwritten(store, rank, size), range(size)))
+        parts = list(ranks.map(lambda rank: restart_store(store, rank, size), range(size)))
     assert [part.check(["who"]) for part in parts] == [False] * size
     parts[0].set("who", str(size))
     assert [part.get("who") for part in parts] == [str(size).encode()] * size
@@ -42,4 +42,4 @@ def test_a_rank_does_not_wait_for_ever() -> None:
     store.set("dtensor/start", "dtensor/start/dead")
     store.set_timeout(timedelta(milliseconds=50))
     with pytest.raises(MeshError, match="rank 1 has waited"):
-        unwritten(store, 1, 2)
+        restart_store(store, 1, 2)

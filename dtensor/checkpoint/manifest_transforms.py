@@ -1,0 +1,326 @@
+"""Manifest transforms of ``load``: the manifest of a checkpoint under other keys (``rename=``), or of lazily rearranged tensors.
+
+``arrange=`` stacks, concatenates, slices and transposes stored tensors without reading them. A model may have the matrices of its
+experts in one tensor, while its files have each separately. The transform is a function of tensors. It runs on tensors that know
+only where their blocks are stored, and its results have blocks too. So each rank reads the blocks that its local tensors are made
+of, as from any checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base.memory_order import contiguous_stride
+from ..base.torch_internals import make_wrapper_subclass, tree_map
+from ..errors import CheckpointError
+from .manifest import Manifest, StoredBlock, StoredTensor
+from .tree import Stored, TreePath, encode_tree, name_of
+
+Arrange = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
+Blocks = tuple[StoredBlock, ...]
+
+_aten = torch.ops.aten
+
+
+def arrange_manifest(manifest: Manifest, arrange: Arrange) -> Manifest:
+    """Return the manifest of the tensors that ``arrange`` returns, by name.
+
+    Raises:
+        CheckpointError: the checkpoint has more than a dict of tensors; ``arrange`` computes with values, or returns a tensor
+            that is not from the checkpoint.
+    """
+    tree = manifest.nested()
+    if not isinstance(tree, dict) or not all(isinstance(value, Stored) for value in tree.values()):
+        raise CheckpointError("only a checkpoint that is a dict of tensors can be rearranged before it is read")
+    results = arrange({name: _stored_tensor(manifest.tensors[value.name]) for name, value in tree.items()})
+    wrong = [name for name, value in results.items() if not isinstance(value, _StoredTensor)]
+    if wrong:
+        raise CheckpointError(f"{wrong[0]!r} is not computed from tensors of the checkpoint")
+    tensors = {
+        name: StoredTensor(tuple(x.shape), str(x.dtype).removeprefix("torch."), x._blocks)  # type: ignore[attr-defined]  # checked
+        for name, x in results.items()
+    }
+    return replace(manifest, tensors=tensors, tree=encode_tree({name: Stored(name) for name in tensors}))
+
+
+class _StoredTensor(Tensor):
+    """Tensor without values that knows where its blocks are stored."""
+
+    _blocks: Blocks
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's stub
+        transform = _BLOCK_TRANSFORMS.get(func)
+        if transform is None:
+            raise CheckpointError(
+                "tensors of a checkpoint can be stacked, concatenated, sliced and transposed before they are "
+                f"read; {func} is not supported"
+            )
+        meta_args, meta_kwargs = tree_map(lambda x: _to_meta(x) if isinstance(x, _StoredTensor) else x, (args, kwargs or {}))
+        meta_result = func(*meta_args, **meta_kwargs)
+        blocks = transform(*args, **{name: value for name, value in (kwargs or {}).items() if name == "dim"})
+        if isinstance(meta_result, Tensor):
+            if meta_result.dtype != (args[0] if isinstance(args[0], Tensor) else args[0][0]).dtype:
+                raise CheckpointError("tensors of a checkpoint keep their dtype until they are read; convert them afterwards")
+            return _make_stored(meta_result, blocks)
+        return [_make_stored(one, own_blocks) for one, own_blocks in zip(meta_result, blocks, strict=True)]
+
+
+def _to_meta(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device="meta")
+
+
+def _stored_tensor(entry: StoredTensor) -> Tensor:
+    return _make_stored(torch.empty(entry.shape, dtype=entry.torch_dtype, device="meta"), entry.blocks)
+
+
+def _make_stored(meta: Tensor, blocks: Blocks) -> Tensor:
+    result: Any = make_wrapper_subclass(_StoredTensor, tuple(meta.shape), dtype=meta.dtype, device="meta")
+    result._blocks = blocks
+    return result
+
+
+# --- transforms of blocks ----------------------------------------------------------------------------------------------------
+def _keep_blocks(x: Any, *_: Any) -> Blocks:
+    return x._blocks
+
+
+def _block_stride(block: StoredBlock) -> tuple[int, ...]:
+    return block.stride or contiguous_stride(block.shape)
+
+
+def _map_dims(blocks: Blocks, of: Callable[[tuple[int, ...], int], tuple[int, ...]]) -> Blocks:
+    """Return blocks with offsets, shapes and strides mapped by ``of``. Its second argument is the value for a new dim."""
+    return tuple(
+        replace(block, offset=of(block.offset, 0), shape=of(block.shape, 1), stride=of(_block_stride(block), 1), digest=None)
+        for block in blocks
+    )
+
+
+def _unsqueeze_blocks(x: Any, dim: int) -> Blocks:
+    d = dim % (x.ndim + 1)
+    return _map_dims(x._blocks, lambda old, new: (*old[:d], new, *old[d:]))
+
+
+def _permute_blocks(x: Any, dims: Sequence[int]) -> Blocks:
+    order = [d % x.ndim for d in dims]
+    return _map_dims(x._blocks, lambda old, _: tuple(old[d] for d in order))
+
+
+def _transpose_blocks(x: Any, one: int = 0, other: int = 1) -> Blocks:
+    order = list(range(x.ndim))
+    order[one], order[other] = order[other], order[one]
+    return _permute_blocks(x, order)
+
+
+def _concatenate_blocks(parts: Iterable[tuple[Blocks, int]], d: int) -> Blocks:
+    """Return the blocks of parts that are concatenated along dim ``d``. Each part has its length."""
+    result: list[StoredBlock] = []
+    start = 0
+    for blocks, length in parts:
+        for block in blocks:
+            offset = (*block.offset[:d], block.offset[d] + start, *block.offset[d + 1 :])
+            result.append(replace(block, offset=offset, digest=None))
+        start += length
+    return tuple(result)
+
+
+def _cat_blocks(parts: Sequence[Any], dim: int = 0) -> Blocks:
+    return _concatenate_blocks([(part._blocks, part.shape[dim]) for part in parts], dim % parts[0].ndim)
+
+
+def _stack_blocks(parts: Sequence[Any], dim: int = 0) -> Blocks:
+    return _concatenate_blocks([(_unsqueeze_blocks(part, dim), 1) for part in parts], dim % (parts[0].ndim + 1))
+
+
+def _slice_blocks(x: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Blocks:
+    d = dim % x.ndim
+    first, last, _ = slice(start, end).indices(x.shape[d])
+    if step != 1:
+        raise CheckpointError("tensors of a checkpoint can be sliced with step 1 only")
+    result = []
+    for block in x._blocks:
+        low, high = max(first, block.offset[d]), min(last, block.offset[d] + block.shape[d])
+        if low < high:
+            stride = _block_stride(block)
+            at = block.at + (low - block.offset[d]) * stride[d] * x.dtype.itemsize
+            offset = (*block.offset[:d], low - first, *block.offset[d + 1 :])
+            shape = (*block.shape[:d], high - low, *block.shape[d + 1 :])
+            result.append(replace(block, offset=offset, shape=shape, at=at, stride=stride, digest=None))
+    return tuple(result)
+
+
+def _select_blocks(x: Any, dim: int, index: int) -> Blocks:
+    d, place = dim % x.ndim, index % x.shape[dim]
+    return _map_dims(_slice_blocks(x, d, place, place + 1), lambda old, _: (*old[:d], *old[d + 1 :]))
+
+
+def _reshape_blocks(x: Any, shape: Sequence[int]) -> Blocks:
+    only = x._blocks[0] if len(x._blocks) == 1 else None
+    if only is None or _block_stride(only) != contiguous_stride(only.shape):
+        raise CheckpointError("tensors of a checkpoint must be reshaped before they are concatenated, sliced or transposed")
+    new_shape = torch.empty(x.shape, device="meta").view(*shape).shape
+    return (replace(only, offset=(0,) * len(new_shape), shape=tuple(new_shape), stride=None, digest=None),)
+
+
+def _split_by_sizes(x: Any, sizes: Sequence[int], dim: int = 0) -> list[Blocks]:
+    ends = [*accumulate(sizes)]
+    return [_slice_blocks(x, dim, end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def _split_blocks(x: Any, size: int, dim: int = 0) -> list[Blocks]:
+    count = math.ceil(x.shape[dim] / size)
+    return [_slice_blocks(x, dim, k * size, (k + 1) * size) for k in range(count)]
+
+
+def _unbind_blocks(x: Any, dim: int = 0) -> list[Blocks]:
+    return [_select_blocks(x, dim, k) for k in range(x.shape[dim])]
+
+
+_BLOCK_TRANSFORMS: dict[Any, Callable[..., Any]] = {
+    _aten.detach.default: _keep_blocks,
+    _aten.alias.default: _keep_blocks,
+    _aten.clone.default: _keep_blocks,
+    _aten._to_copy.default: _keep_blocks,
+    _aten.view.default: _reshape_blocks,
+    _aten._unsafe_view.default: _reshape_blocks,
+    _aten.unsqueeze.default: _unsqueeze_blocks,
+    _aten.permute.default: _permute_blocks,
+    _aten.transpose.int: _transpose_blocks,
+    _aten.t.default: _transpose_blocks,
+    _aten.cat.default: _cat_blocks,
+    _aten.stack.default: _stack_blocks,
+    _aten.slice.Tensor: _slice_blocks,
+    _aten.select.int: _select_blocks,
+    _aten.split.Tensor: _split_blocks,
+    _aten.split_with_sizes.default: _split_by_sizes,
+    _aten.unbind.int: _unbind_blocks,
+}
+
+
+# --- other keys ------------------------------------------------------------------------------------------------------------
+def rename_manifest(manifest: Manifest, rename: Callable[[str], str] | Mapping[str, str]) -> Manifest:
+    """Return the manifest with other keys in its dicts. The names by which an optimizer's groups list parameters are keys too.
+
+    Args:
+        rename: a function of each key of each dict; or a mapping from keys, or from dotted names as in messages
+            (``"model.0.weight"``), to such.
+
+    Raises:
+        CheckpointError: two values get the same name, or no key of a mapping is in the checkpoint.
+    """
+    names = rename if isinstance(rename, Mapping) else {}
+    new = (lambda key: names.get(key, key)) if isinstance(rename, Mapping) else rename
+    tensors: dict[str, StoredTensor] = {}
+    matched_keys: set[str] = set()
+    moved_values: dict[str, Any] = {}
+
+    def visit(tree: Any, old: TreePath, path: TreePath) -> Any:
+        match tree:
+            case Stored():
+                if name_of(path) in tensors:
+                    raise _collision(path)
+                tensors[name_of(path)] = manifest.tensors[tree.name]
+                return Stored(name_of(path))
+            case dict():
+                return visit_dict(tree, old, path)
+            case torch.Size():
+                return tree
+            case list() | tuple():
+                items = [visit(item, (*old, i), (*path, i)) for i, item in enumerate(tree)]
+                return items if isinstance(tree, list) else tuple(items)
+        return tree
+
+    def visit_dict(tree: dict[Any, Any], old: TreePath, path: TreePath) -> dict[Any, Any]:
+        result: dict[Any, Any] = {}
+        for key, item in tree.items():
+            dotted, value = name_of((*old, key)), _rename_params(key, item, new)
+            matched_keys.update(names.keys() & {dotted, key})
+            if old and dotted in names:
+                if names[dotted] in moved_values:
+                    raise _collision((names[dotted],))
+                moved_values[names[dotted]] = visit(value, (*old, key), (names[dotted],))
+                continue
+            new_key = new(key) if isinstance(key, str) else key
+            if new_key in result:
+                raise _collision((*path, new_key))
+            result[new_key] = visit(value, (*old, key), (*path, new_key))
+            if isinstance(item, dict) and item and not result[new_key]:  # all its items moved to other names
+                del result[new_key]
+        return result
+
+    tree = visit(manifest.nested(), (), ())
+    for name, value in moved_values.items():
+        if name in tree:
+            raise _collision((name,))
+        tree[name] = value
+    if names and not matched_keys:
+        raise _unmatched(names, tensors)
+    return replace(manifest, tensors=tensors, tree=encode_tree(tree))
+
+
+def nest_dotted_keys(stored: Any, asked: Any) -> Any:
+    """Return ``stored`` with its dotted keys split into nested dicts where ``asked`` has them nested.
+
+    Raises:
+        CheckpointError: ``stored`` has another value of the same dotted name.
+
+    >>> nest_dotted_keys({"net.0.weight": 1}, {"net": {"0.weight": 2}})
+    {'net': {'0.weight': 1}}
+    """
+    if not isinstance(stored, dict) or not isinstance(asked, Mapping):
+        return stored
+    for name in [key for key in stored if isinstance(key, str) and "." in key and key not in asked]:
+        path = _path_of(name, asked)
+        if path is not None:
+            _insert(stored, path, stored.pop(name))
+    return stored
+
+
+def _path_of(name: str, tree: Any) -> TreePath | None:
+    """Return the path of the value with this dotted name in ``tree``, or None if there is none."""
+    if not isinstance(tree, (Mapping, list, tuple)):
+        return None
+    for key, item in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+        if str(key) == name:
+            return (key,)
+        inner = _path_of(name.removeprefix(f"{key}."), item) if name.startswith(f"{key}.") else None
+        if inner is not None:
+            return (key, *inner)
+    return None
+
+
+def _insert(tree: Any, path: TreePath, value: Any) -> None:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {}) if isinstance(tree, dict) else tree[key] if key < len(tree) else None
+        if not isinstance(tree, (dict, list)):
+            raise _collision(path)
+    if not isinstance(tree, dict) or path[-1] in tree:
+        raise _collision(path)
+    tree[path[-1]] = value
+
+
+def _unmatched(names: Mapping[str, str], tensors: Mapping[str, StoredTensor]) -> CheckpointError:
+    have = ", ".join(repr(name) for name in [*tensors][:3])
+    return CheckpointError(
+        f"rename matches nothing: none of {sorted(names)[:3]} is a key of a dict in the checkpoint or a dotted name, "
+        f"as {have} are"
+    )
+
+
+def _collision(path: TreePath) -> CheckpointError:
+    return CheckpointError(f"rename gives two values of the checkpoint the name {name_of(path)!r}, or one inside of another")
+
+
+def _rename_params(key: Any, item: Any, new: Callable[[str], str]) -> Any:
+    """Return the parameters of an optimizer's group under their new names; any other item unchanged."""
+    if key == "params" and isinstance(item, list):
+        return [new(name) if isinstance(name, str) else name for name in item]
+    return item
