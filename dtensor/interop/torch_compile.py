@@ -75,8 +75,9 @@ _DUNDER_METHODS = frozenset({"__getitem__", "__repr__", "__str__"})
 
 
 def _fx_repr(value: Any) -> tuple[str, dict[str, Any]]:
-    """Return the text of a constant in a graph, and the names that it needs: an expression for a placement, else a registered
-    object.
+    """Return the text of a constant in a graph, and the names that it uses.
+
+    The text is an expression for a placement, else a registered object.
 
     Torch stores compiled programs on disk under this text. Programs of another process refer to process groups that do not exist
     here, so their text differs.
@@ -149,9 +150,7 @@ def _traced_from_local(
     if device_mesh is None:
         _graph_break(msg="DTensor.from_local without device_mesh= reads the mesh of the `with mesh:` block; pass device_mesh=")
     if EXPLICIT.held or IMPLICIT_REPLICATION.held:  # for other inputs of a graph, guards of their layouts include the modes
-        _graph_break(
-            msg="from_local under explicit() or implicit_replication() breaks graphs; pass DTensors instead"
-        )
+        _graph_break(msg="from_local under explicit() or implicit_replication() breaks graphs; pass DTensors instead")
     if run_check:
         _graph_break(msg="DTensor.from_local(run_check=True) compares values of ranks; call it outside of the graph")
     return _from_local_in_graph(local_tensor, device_mesh, placements, shape, stride, grad_placements)
