@@ -43,9 +43,7 @@ INLINED_MODULES = frozenset(
 
 
 def keep_from_inlining() -> None:
-    """Tell Dynamo not to inline functions of this package except those of ``INLINED_MODULES``; at its import if it is not
-    imported yet.
-    """
+    """Tell Dynamo, now or at its import, not to inline functions of this package except those of ``INLINED_MODULES``."""
     on_import(_TRACE_RULES, _skip_files)
 
 
@@ -61,8 +59,7 @@ def _skip_files(module: Any) -> None:
 
 
 def written_in_python(kind: type) -> None:
-    """Define the in-place operators of ``kind`` (``x += y``) as Python functions of this package, at which a compiled graph
-    breaks.
+    """Define the in-place operators of ``kind`` (``x += y``) in Python, so that a compiled graph breaks at them.
 
     Dynamo of torch 2.13 does not terminate when it looks up those written in C.
     """

@@ -75,8 +75,9 @@ _DUNDER_METHODS = frozenset({"__getitem__", "__repr__", "__str__"})
 
 
 def _fx_repr(value: Any) -> tuple[str, dict[str, Any]]:
-    """Return the text of a constant in a graph, and the names that it needs: an expression for a placement, else a registered
-    object.
+    """Return the text of a constant in a graph, and the names that it uses.
+
+    The text is an expression for a placement, else a registered object.
 
     Torch stores compiled programs on disk under this text. Programs of another process refer to process groups that do not exist
     here, so their text differs.

@@ -1,5 +1,4 @@
-"""Create distributed tensors: factories that make each local tensor directly, without a global tensor (random ones: see
-``random``).
+"""Create distributed tensors: factories that make each local tensor directly, without a global tensor.
 
 All take the global shape (as ints or one sequence), ``device_mesh`` (default: the one entered by ``with mesh:``),
 ``placements`` (one per mesh dim, default ``Replicate()``), ``dtype`` and ``requires_grad``.

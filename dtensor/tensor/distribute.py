@@ -105,8 +105,9 @@ def _distribute_plain(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, s
 
 
 def _agree_on_layout(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, source: int) -> tuple[Layout, torch.Tensor | None]:
-    """Return the layout after all ranks have passed equal arguments, and the source's tensor if it was small enough to be
-    included.
+    """Return the layout, after a comparison of all ranks' arguments, and the source's tensor if it is small.
+
+    A small tensor is included in the comparison. Else the second result is None.
     """
     is_recorded = current() is not None  # then the broadcast is a recorded step, which is replayed
 

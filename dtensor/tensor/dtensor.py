@@ -120,9 +120,7 @@ class DTensor(torch.Tensor):
 
     @property
     def _spec(self) -> Layout:
-        """Return the layout under torch's name: programs read ``mesh``, ``placements`` and ``tensor_meta`` (shape, stride, dtype)
-        of it.
-        """
+        """Return the layout, under torch's name. It has ``mesh``, ``placements`` and ``tensor_meta`` (shape, stride, dtype)."""
         return self._layout
 
     @property
@@ -175,8 +173,9 @@ class DTensor(torch.Tensor):
         return users(wrap(local_tensor.detach() if comm.held else empty_local(local_tensor, layout), layout))
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """Return this rank's local tensor (a ``per_rank`` tensor if all ranks are in this process); differentiable, no
-        communication.
+        """Return this rank's local tensor; differentiable, no communication.
+
+        It is a ``per_rank`` tensor if all ranks are in this process.
 
         It is a view: writes to it are writes to the DTensor. All ranks must write the same to a replicated local tensor. After
         this call operators that need the DTensor in another layout redistribute it each time, because writes to local tensors are
@@ -318,8 +317,9 @@ class DTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """Return a DTensor of the same memory with its own version counter: autograd does not see writes to it, views of this
-        tensor do.
+        """Return a DTensor of the same memory with its own version counter.
+
+        Autograd does not see writes to it, but views of this tensor do.
         """
         return cast(DTensor, users(self)._get_data_alias()).detach()
 

@@ -62,7 +62,10 @@ def install_grad_hook(leaf: Any) -> None:
             return grad.redistribute(mesh, placements)
         target = grad_layout_.replace(placements=placements)
         redistributed = None if target is grad_layout_ else _redistribute_in_batch(grad, target)
-        return _contiguous_copy(grad if redistributed is None else redistributed) if _needs_dense_copy(target) else redistributed
+        if not _needs_dense_copy(target):
+            return redistributed
+        source = grad if redistributed is None else redistributed
+        return torch.empty_like(source, memory_format=torch.contiguous_format).copy_(source)
 
     setattr(to_leaf_layout, "expects_none", True)  # noqa: B010  types know no attributes of functions
     leaf.register_hook(to_leaf_layout)
@@ -93,10 +96,6 @@ def _needs_dense_copy(layout: Layout) -> bool:
     sharding propagation would choose even shards for it. The copy that is made here keeps the layout.
     """
     return 0 in layout.stride and any(split is not None and split.sizes[0] < max(split.sizes) for split in layout.splits)
-
-
-def _contiguous_copy(grad: Any) -> Any:
-    return torch.empty_like(grad, memory_format=torch.contiguous_format).copy_(grad)
 
 
 def _redistribute_in_batch(grad: Any, target: Layout) -> Any:

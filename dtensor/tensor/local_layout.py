@@ -1,6 +1,4 @@
-"""Local layout: derive the layout of a global tensor from the local tensors of the ranks, with checks across ranks
-(``from_local``).
-"""
+"""Local layout: derive the layout of a global tensor from local tensors, with checks across ranks (``from_local``)."""
 
 from __future__ import annotations
 
@@ -192,8 +190,9 @@ _IntRows = tuple[tuple[int, ...], ...]
 
 @aside
 def _gather_shapes(mesh: DeviceMesh, locals_: Sequence[torch.Tensor], description: str) -> tuple[_IntRows, _IntRows]:
-    """Return the shapes and the strides of the local tensors of all ranks, by position in the mesh as the current rank numbers
-    it.
+    """Return the shapes and the strides of the local tensors of all ranks, by position in the mesh.
+
+    Positions are those that the current rank uses.
 
     ``description`` must be equal on all ranks.
     """
@@ -318,8 +317,9 @@ def _check_values(layout: Layout, locals_: Sequence[torch.Tensor]) -> None:
 
 
 def _describe_local(local: torch.Tensor) -> tuple[str, tuple[int, ...], tuple[int, ...], bytes]:
-    """Return what must be equal on all ranks (text), the shape, the stride, and what must be equal on replicas (a hash of the
-    values).
+    """Return dtype and ``requires_grad`` as text, the shape, the stride, and a hash of the values.
+
+    The text must be equal on all ranks, the hash on replicas.
     """
     kind = f"{local.dtype}{', requiring gradients' if local.requires_grad else ''}"
     return kind, tuple(local.shape), local.stride(), hashlib.sha256(content(local)).digest()

@@ -1,5 +1,4 @@
-"""Observers: listeners for events of DTensors that are no operator calls, such as explicit redistributions and reads of local
-tensors.
+"""Observers: listeners for explicit redistributions, gradients of leaves and reads of local tensors.
 
 Without an observer each event costs one truth test.
 """

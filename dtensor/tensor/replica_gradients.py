@@ -112,9 +112,7 @@ def _compare_on_processes(layout: Layout, dims: Sequence[int], grad: torch.Tenso
 
 
 def _summarize(grad: torch.Tensor, count: int) -> tuple[torch.Tensor, float]:
-    """Return at most ``count`` sums of neighboring elements, and the size of a sum that rounding changes by a small relative
-    error.
-    """
+    """Return at most ``count`` sums of neighboring elements, and the scale of their rounding errors."""
     flat = (torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad).reshape(-1).cpu().double()
     chunk_length = max(1, -(-flat.numel() // max(count, 1)))
     finite = flat[flat.isfinite()]

@@ -1,5 +1,4 @@
-"""Storage: ``x.untyped_storage()`` of a DTensor. It has a number of bytes and an identity, but no bytes: these are in local
-tensors.
+"""Storage: ``x.untyped_storage()`` of a DTensor. It has a size and an identity, but no bytes: these are in local tensors.
 
 The wrapper's own storage is a null pointer that claims to have bytes. Torch's kernels end the process if they read it, for
 example by ``set_``, typed storages or sharing. The storage that is returned here is on the meta device, so torch's kernels refuse

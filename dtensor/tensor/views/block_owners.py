@@ -73,9 +73,7 @@ def locals_of(x: Any) -> tuple[torch.Tensor, ...]:
 
 
 def stack_of(x: Any) -> tuple[DTensor, Stacked] | None:
-    """Return the stack that ``x`` is a view of, and its stacked layout; None if the local tensors of ``x`` are as its layout
-    says.
-    """
+    """Return the stack that ``x`` is a view of, and its stacked layout; None if ``x`` is no view of a stack."""
     flattened = find_flattened_dim(x)
     if flattened is None or len(flattened[1]) != 2 or flattened[2][0] is not None or type(stack := x._origin.base) is not DTensor:
         return None

@@ -1,6 +1,4 @@
-"""Flattened layouts: layouts of a flattened dim with its elements in the order of ranks, and of the stack that it is flattened
-from.
-"""
+"""Flattened layouts: layouts of flattened tensors with elements in the order of ranks, and of the stacks behind them."""
 
 from __future__ import annotations
 
@@ -82,8 +80,7 @@ def find_merged_dim(before: tuple[int, ...], after: tuple[int, ...]) -> int | No
 
 @remembered(4096)
 def find_kept_dim(before: tuple[int, ...], dim: int, after: tuple[int, ...]) -> int | None:
-    """Return the dim of a view of shape ``after`` that is dim ``dim`` of a tensor of shape ``before``, whatever happens to other
-    dims.
+    """Return the dim of a view of shape ``after`` that is dim ``dim`` of its base of shape ``before``; None if there is none.
 
     >>> find_kept_dim((6, 8), 1, (2, 3, 8)), find_kept_dim((6, 8, 2), 1, (6, 4, 4))
     (2, None)

@@ -1,5 +1,4 @@
-"""In-place view operators (``t_``, ``squeeze_``): the tensor gets another shape, and earlier views keep theirs, with their
-gradients.
+"""In-place view operators (``t_``, ``squeeze_``): the tensor gets another shape, and earlier views keep shape and gradients.
 
 After a base was written to, autograd makes the gradient functions of its views again. For a tensor subclass it repeats the view
 operations on the base, which is right only if the base has its old shape. So the old tensor stays the base of its views, and the

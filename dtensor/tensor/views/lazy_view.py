@@ -1,5 +1,4 @@
-"""Lazy views: views with elements that are not in the local tensor of the base (a row of a sharded dim, a reshape that had to
-gather).
+"""Lazy views: views with elements that are not in the base's local tensor (a row of a sharded dim, a gathering reshape).
 
 They follow the rules of views of plain tensors: a write to the view changes the base, and the view shows a change of the base. If
 the local tensor of a view is a view of the base's local tensor, torch ensures both. All other views are lazy
@@ -227,8 +226,7 @@ class RemoteView(DTensor):
 
 
 def make_view_runners(plan: Plan, operator: Operator) -> tuple[Runner | None, Runner | None]:
-    """Return two runners of a view operator: one that replaces the local call, one that runs if the local call refuses the
-    strides.
+    """Return two runners of a view operator: one replaces the local call, one runs if that refuses the strides.
 
     The first is None if local results are views of local tensors. The second is None for operators that accept all strides.
     """

@@ -188,7 +188,7 @@ def _find_region(view: DTensor) -> Region | None:
 
 
 def _narrow_region(origin: Origin, place: int, root: DTensor, dims: tuple[int, ...]) -> Region:
-    """Return the slice of ``root`` that a row or slice shows, and the dims of ``root`` that it has.
+    """Return the slice of ``root`` that a row or slice view shows, and the dims of ``root`` that the view has.
 
     ``dims``: the dims of ``root`` that the operation's base has.
     """
@@ -251,12 +251,12 @@ def _write_gathered(links: list[tuple[Origin, int]], base: DTensor, assign: Writ
     value_changes = [origin for origin, _ in links if origin.shows == "mirror"]
     replicated = layout.whole()
     gathered = wrap(redistribute_local(base._local, layout, replicated), replicated)
-    full_value_ = dense_copy(reduce(_apply_mirror, value_changes, gathered))
+    dense_value = dense_copy(reduce(_apply_mirror, value_changes, gathered))
     links = [link for link in links if link[0] not in value_changes]
-    assign(_view_of_gathered(links, full_value_), lambda value: value)
-    value = reduce(_apply_mirror, value_changes, full_value_)
+    assign(_view_of_gathered(links, dense_value), lambda value: value)
+    value = reduce(_apply_mirror, value_changes, dense_value)
     if overlaps(layout.shape, layout.stride):
-        marks = wrap(communicator_of(layout.mesh).map(lambda _, block: torch.zeros_like(block), full_value_._local), replicated)
+        marks = wrap(communicator_of(layout.mesh).map(lambda _, block: torch.zeros_like(block), dense_value._local), replicated)
         dispatch(DTensor, _aten.fill_.Scalar, (), (_view_of_gathered(links, marks), 1))
         value = _merge_overlapping(base, value, marks)
     dispatch(DTensor, _aten.copy_.default, (), (base, value))
