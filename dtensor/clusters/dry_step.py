@@ -99,7 +99,7 @@ def dry_step(part: str, model: Transformer, mesh: DeviceMesh, sequence: int, mic
     seen, ran, at = _Seen(mesh), [], [0]
     with seen.listening, seen.operators:
         for p in module.parameters():
-            seen.holdings.given(p)
+            seen.holdings.record_operand(p)
         for last in (False, False, True):
             module.set_requires_gradient_sync(last)
             module.set_reshard_after_backward(last)
