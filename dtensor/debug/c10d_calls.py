@@ -84,7 +84,7 @@ def received_bytes(kind: str, nbytes: int, size: int) -> int:
     """Return the bytes that one rank receives in a group of ``size`` ranks.
 
     Args:
-        given: bytes of the input of one rank. For ``"scatter"`` and ``"recv"``: bytes of the output.
+        nbytes: bytes of the input of one rank. For ``"scatter"`` and ``"recv"``: bytes of the output.
     """
     if kind == "all_reduce":
         return events.reduced(nbytes, size)

@@ -72,8 +72,6 @@ class CommDebugMode:
     ...     _ = distribute_tensor(torch.ones(4), mesh, [Shard(0)]).full_tensor()
     >>> dict(comm.get_comm_counts()), dict(comm.get_comm_bytes())
     ({'all_gather': 1}, {'all_gather': 8})
-
-    It counts and moves nothing, and raises nothing of its own.
     """
 
     def __init__(self) -> None:

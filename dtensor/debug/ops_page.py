@@ -146,10 +146,10 @@ def page(measured: Mapping[str, Any] | None = None) -> str:
     return "\n".join(parts)
 
 
-def _by_family(own: Iterable[tuple[str, Rule]]) -> list[tuple[str, list[tuple[str, Rule]]]]:
+def _by_family(aten_rules: Iterable[tuple[str, Rule]]) -> list[tuple[str, list[tuple[str, Rule]]]]:
     """Return the rules of each family, families in the order of ``FAMILIES``."""
     members: dict[str, list[tuple[str, Rule]]] = defaultdict(list)
-    for name, rule in own:
+    for name, rule in aten_rules:
         members[family_of(name) or "others"].append((name, rule))
     order = [*FAMILIES, *sorted(members.keys() - FAMILIES.keys())]
     return [(family, members[family]) for family in order if family in members]
@@ -259,7 +259,7 @@ def entry_of(name: str, rule: Rule) -> OperatorEntry:
 def _query_sample(name: str, sample: Sample) -> Asked | None:
     """Return the query of the rule for a sample with replicated operands; None if the call cannot be made."""
     packet = name.replace("::", ".")
-    args, kwargs = mapped(lambda x: scatter(x, mesh_of((2,)), [Replicate()]), sample.given)
+    args, kwargs = mapped(lambda x: scatter(x, mesh_of((2,)), [Replicate()]), sample.arguments)
     with torch.no_grad():
         return query_rule(get_operator(packet if exists(packet) else packet + "_"), args, kwargs)
 

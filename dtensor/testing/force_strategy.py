@@ -36,8 +36,6 @@ class Undeclared(LookupError):
     >>> forced(torch.ops.aten.exp, "sum -> sum")(dt.ones(4, device_mesh=mesh, placements=[dt.Partial()]))
     Traceback (most recent call last):
     dtensor.testing.force_strategy.Undeclared: ...
-
-    Raised before anything is communicated.
     """
 
 
@@ -103,12 +101,14 @@ class _ForceFirstCall(TorchDispatchMode):
         return run_chosen(func, args, kwargs or {}, self.choose)
 
 
-def _choose_strategies(strategies: Sequence[str], rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen:
+def _choose_strategies(
+    strategies: Sequence[str], rule: Rule, factors: Factors, call: Call, inplace_results: Mapping[int, int]
+) -> Chosen:
     declared_lines = by_text(declared(rule, factors, call).lines)
     for text in strategies:
         if text not in declared_lines:
             raise Undeclared(f"{call.func} has no strategy {text!r} for this call; it has {list(declared_lines)}")
-    chosen = realized(rule, tuple([declared_lines[text].row_for(factors) for text in strategies]), factors, call, kept)
+    chosen = realized(rule, tuple([declared_lines[text].row_for(factors) for text in strategies]), factors, call, inplace_results)
     if chosen is None:
         raise Undeclared(f"the rule of {call.func} does not allow {' & '.join(strategies)} for this call")
     return chosen
@@ -133,8 +133,8 @@ def query_rule(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Asked 
     """Return the query of the rule for this call on DTensors, without running it; None if no rule with strategies applies."""
     queries: list[Asked] = []
 
-    def record_query(rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]) -> None:
-        queries.append(Asked(rule, factors, call, kept, None))
+    def record_query(rule: Rule, factors: Factors, call: Call, inplace_results: Mapping[int, int]) -> None:
+        queries.append(Asked(rule, factors, call, inplace_results, None))
 
     with suppress(Exception):  # calls that plain torch rejects too
         plan_for(operator_of(overload_for(op, args, kwargs)), args, kwargs, record_query)

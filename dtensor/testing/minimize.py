@@ -74,12 +74,12 @@ def _draw_smaller_trial(draw: Callable[[Any], Any], trial: Trial) -> Trial:
     if len(mesh_shape) == 1 and mesh_shape[0] > 2:
         mesh_shape = (draw(st.sampled_from([2, mesh_shape[0]])),)
     sample = trial.case.variant.sample
-    xs = tensors(sample.given)
+    xs = tensors(sample.arguments)
     sizes = {size: draw(st.integers(min(size, 1), size)) for size in sorted({size for x in xs for size in x.shape})}
     narrowed = [_narrow_dims(x, sizes) for x in xs]
     kinds = [draw(st.sampled_from(["small", "rounded", "given"])) for _ in narrowed]
-    arguments = filled(sample.given, [_draw_values(draw, x, kind) for x, kind in zip(narrowed, kinds, strict=True)])
-    variant = replace(trial.case.variant, sample=sample.of(arguments))
+    arguments = filled(sample.arguments, [_draw_values(draw, x, kind) for x, kind in zip(narrowed, kinds, strict=True)])
+    variant = replace(trial.case.variant, sample=sample.with_arguments(arguments))
     placements = tuple(
         _fit_placements(of_tensor, x, mesh_shape) for of_tensor, x in zip(trial.case.placements, narrowed, strict=True)
     )

@@ -83,7 +83,7 @@ def _missing_for_sample(
     variant: Variant, limit: int, rng: random.Random, ops: Sequence[str]
 ) -> Iterator[tuple[tuple[str, ...], set[tuple[Placement, ...]]]]:
     """Yield operands for which the rule communicates, with all placements of the results that local shards give."""
-    xs = tensors(variant.sample.given)
+    xs = tensors(variant.sample.arguments)
     if not variant.sample.values or not any(x.numel() > 1 for x in xs):
         return
     meshes = [variant.mesh((ranks,)) for ranks in _RANKS]
@@ -122,7 +122,7 @@ def _with_special_values(sample: Sample, placements: Combination, seed: int) -> 
         flat[at % flat.numel()], flat[(at + 1) % flat.numel()] = 0.0, (-1) ** seed * float("inf")
         return torch.empty_like(x).copy_(flat.view(x.shape))
 
-    return sample.of(mapped(put_special_values, sample.given))
+    return sample.with_arguments(mapped(put_special_values, sample.arguments))
 
 
 def _has_partial_indices(xs: Sequence[torch.Tensor], placements: Combination) -> bool:
@@ -143,7 +143,7 @@ def _has_collectives(variant: Variant, mesh: DeviceMesh, placements: Combination
 
 def _right_results(variant: Variant, mesh: DeviceMesh, placements: Combination, seed: int) -> set[tuple[Placement, ...]]:
     """Return the placements under which the operator on local shards computes the plain results."""
-    given = variant.sample.given
+    given = variant.sample.arguments
     args, kwargs = mapped(torch.clone, given)
     scattered = [scatter(x, mesh, at, seed=seed + i) for i, (x, at) in enumerate(zip(tensors(given), placements, strict=True))]
     local_tensors = [shards_of(x._local) for x in scattered]
@@ -164,7 +164,7 @@ def _right_results(variant: Variant, mesh: DeviceMesh, placements: Combination, 
 
 def _run_on_shards(variant: Variant, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the results of the operator on the shards of one rank."""
-    args, kwargs = filled(variant.sample.given, map(torch.clone, shards))
+    args, kwargs = filled(variant.sample.arguments, map(torch.clone, shards))
     return tensors(variant.call(*args, **kwargs))
 
 

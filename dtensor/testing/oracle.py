@@ -88,8 +88,6 @@ def check(fn: Callable[..., Any], *args: Any, mesh: DeviceMesh, placements: Sequ
     >>> mesh = dt.init_device_mesh("cpu", (3,))
     >>> check(torch.mm, torch.randn(5, 6), torch.randn(6, 7), mesh=mesh, placements=[[dt.Shard(1)], [dt.Shard(0)]]).layouts
     [float32[5, 7] on (0=P(sum))]
-
-    Costs what ``fn`` does, and gathers of what is compared.
     """
     outcome = compare(fn, args, mesh, placements, **options)
     if outcome.problems:
@@ -163,13 +161,18 @@ def compare(
 class _Run:
     """Run of a function: results, error, and the leaves and arguments afterwards."""
 
-    def __init__(self, fn: Callable[..., Any], given: Any, made: list[torch.Tensor], cloned: bool, seed: int) -> None:
-        self.leaves = made
+    def __init__(
+        self, fn: Callable[..., Any], call_arguments: Any, run_leaves: list[torch.Tensor], cloned: bool, seed: int
+    ) -> None:
+        self.leaves = run_leaves
         self.results: list[Any] = []
         self.error: Exception | None = None
-        self.arguments = [leaf.clone() for leaf in made] if cloned else made
-        args, kwargs = filled(given, self.arguments)
-        for generator in (torch.default_generator, default_generator(made[0].device if made else torch.device("cpu"))):
+        self.arguments = [leaf.clone() for leaf in run_leaves] if cloned else run_leaves
+        args, kwargs = filled(call_arguments, self.arguments)
+        for generator in (
+            torch.default_generator,
+            default_generator(run_leaves[0].device if run_leaves else torch.device("cpu")),
+        ):
             generator.manual_seed(seed)  # torch.manual_seed formats a stack each time
         try:
             self.results = list(leaves(fn(*args, **kwargs)))

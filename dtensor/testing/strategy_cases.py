@@ -98,7 +98,7 @@ def _cases_on_one_dim(variant: Variant, mesh_shape: tuple[int, ...], coverage: C
     Every layout that a strategy needs is tried. The call on operands in that layout may have other strategies, because rules read
     the layouts; these are tried too.
     """
-    mesh, xs = variant.mesh(mesh_shape), tensors(variant.sample.given)
+    mesh, xs = variant.mesh(mesh_shape), tensors(variant.sample.arguments)
     replicated: Combination = tuple((Replicate(),) for _ in xs)
     pending = [replicated, *_monoid_layouts(xs)]
     known_layouts, redistributed = set(pending), []
@@ -124,7 +124,7 @@ def _cases_on_one_dim(variant: Variant, mesh_shape: tuple[int, ...], coverage: C
 
 def _cases_on_two_dims(variant: Variant, mesh_shape: tuple[int, ...], coverage: Coverage, rng: random.Random) -> Iterator[Case]:
     """Yield cases on two mesh dims: each strategy alone on one of them, then pairs."""
-    mesh, xs = variant.mesh(mesh_shape), tensors(variant.sample.given)
+    mesh, xs = variant.mesh(mesh_shape), tensors(variant.sample.arguments)
     declared = _query_strategies(variant, mesh, tuple((Replicate(),) * len(mesh_shape) for _ in xs))
     if declared is None:
         return
@@ -147,7 +147,7 @@ def _pair_strategies(strategies: list[str], count: int, rng: random.Random) -> l
 
 
 def _query_strategies(variant: Variant, mesh: DeviceMesh, placements: Combination) -> DeclaredStrategies | None:
-    arguments = variant.sample.given
+    arguments = variant.sample.arguments
     pairs = zip(tensors(arguments), placements, strict=True)
     args, kwargs = filled(arguments, [scatter(x, mesh, of_tensor) for x, of_tensor in pairs])
     return rows_of(variant.call, args, kwargs)

@@ -37,7 +37,7 @@ class Variant:
 
     def mesh(self, shape: tuple[int, ...]) -> DeviceMesh:
         """Return a mesh on the device of the sample's tensors."""
-        device_type = next((x.device.type for x in tensors(self.sample.given)), "cpu")
+        device_type = next((x.device.type for x in tensors(self.sample.arguments)), "cpu")
         return mesh_of(shape, device_type)
 
 

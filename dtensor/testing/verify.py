@@ -185,7 +185,7 @@ def _prepare_sample(sample: Sample, plant: Sequence[float], device: str) -> Samp
             planted[torch.unravel_index(place, x.shape)] = value
         return planted
 
-    return sample.of(mapped(prepare_tensor, sample.given))
+    return sample.with_arguments(mapped(prepare_tensor, sample.arguments))
 
 
 def _forced_cases(
@@ -220,7 +220,7 @@ def _even_cases(name: str, samples: Sequence[Sample], coverage: Coverage, rng: r
     even.
     """
     for sample in samples:
-        for ranks in sorted({n for x in tensors(sample.given) for n in x.shape if 1 < n <= _MOST_RANKS}):
+        for ranks in sorted({n for x in tensors(sample.arguments) for n in x.shape if 1 < n <= _MOST_RANKS}):
             for variant in islice(variants(name, sample), 1 if coverage.refused else 0):
                 yield from (
                     case for case in make_cases(variant, (ranks,), coverage, rng) if coverage.refused.issuperset(case.strategies)
@@ -239,7 +239,7 @@ def placed(
     remaining = budget
     for sample, shape in settings:
         for variant in variants(name, sample):
-            xs = tensors(variant.sample.given)
+            xs = tensors(variant.sample.arguments)
             for placements in combinations(xs, shape, ops, limit, rng):
                 if remaining is not None:
                     if remaining == 0:

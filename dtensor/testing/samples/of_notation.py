@@ -30,7 +30,7 @@ def samples_by_notation(overloads: list[Any], rule: Rule) -> Iterator[Sample]:
 
 def _has_gradients(op: Any, sample: Sample) -> bool:
     """Return True if plain torch computes gradients."""
-    args, kwargs = mapped(lambda x: x.clone().requires_grad_(x.is_floating_point() or x.is_complex()), sample.given)
+    args, kwargs = mapped(lambda x: x.clone().requires_grad_(x.is_floating_point() or x.is_complex()), sample.arguments)
     try:
         results = [x for x in tensors(op(*args, **kwargs)) if x.requires_grad]
         torch.autograd.backward(results, [torch.ones_like(x) for x in results])

@@ -115,7 +115,7 @@ def _round_to_64ths(x: torch.Tensor) -> torch.Tensor:
 
 def run_plain(op: Any, sample: Sample, **further: Any) -> Any:
     """Return the result of plain torch. The arguments are clones, because the operator may write to them."""
-    args, kwargs = mapped(lambda x: x.detach().clone(), sample.given)
+    args, kwargs = mapped(lambda x: x.detach().clone(), sample.arguments)
     return op(*args, **kwargs, **further)
 
 

@@ -30,13 +30,13 @@ class Sample:
     gradients: bool = True
 
     @property
-    def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs), for the functions of :mod:`dtensor.base.tensor_tree`."""
         return self.args, self.kwargs
 
-    def of(self, given: Any) -> Sample:
+    def with_arguments(self, arguments: Any) -> Sample:
         """Return the sample with other arguments."""
-        return replace(self, args=given[0], kwargs=given[1])
+        return replace(self, args=arguments[0], kwargs=arguments[1])
 
 
 Builder: TypeAlias = Sample | Callable[[], Sample]
