@@ -22,10 +22,11 @@ EXCHANGE_KIND = "all_gather_object"
 
 
 class CollectiveCounts(defaultdict[Any, int]):
-    """Counts by kind of collective. A lookup also accepts the torch operator of a kind, as in
-    ``counts[torch.ops.c10d_functional.all_reduce]``. Iteration yields the names of kinds: ``"all_reduce"``.
+    """Counts by kind of collective. A lookup also accepts the torch operator of a kind.
 
-    >>> counts = Counts(int, {"all_reduce": 2})
+    Iteration yields the names of kinds, such as ``"all_reduce"``.
+
+    >>> counts = CollectiveCounts(int, {"all_reduce": 2})
     >>> counts[torch.ops._c10d_functional.all_reduce], torch.ops.c10d_functional.all_reduce in counts, list(counts)
     (2, True, ['all_reduce'])
     """

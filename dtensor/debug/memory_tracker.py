@@ -229,10 +229,10 @@ class Holdings:
 
 
 def gather_from_processes(tracker: Holdings, value: Any) -> list[Any]:
-    """Return the values of all processes, by rank. All processes call it. The exchange is not reported as a collective of the
-    program.
+    """Return the values of all processes, by rank. All processes call it.
 
-    Return ``[value]`` if this process holds all ranks, or if there is no real process group.
+    The exchange is not reported as a collective of the program. Return ``[value]`` if this process holds all ranks, or if there
+    is no real process group.
     """
     is_complete = tracker.ranks or not dist.is_initialized() or dist.get_backend() == "fake"
     if is_complete:

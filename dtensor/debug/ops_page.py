@@ -304,27 +304,27 @@ def _cost_text(count: int) -> str:
 
 def rename_factors(factors: Factors) -> Factors:
     """Return the factors with single letters as names."""
-    names = dict.fromkeys(name for rename_dims in (*factors.operands, *factors.results) for dim in rename_dims for name in dim)
+    names = dict.fromkeys(name for dims in (*factors.operands, *factors.results) for dim in dims for name in dim)
     taken = {name for name in names if name in string.ascii_lowercase}
     free = iter([letter for letter in string.ascii_lowercase if letter not in taken] + [f"a{i}" for i in range(100)])
     letters = {name: name if name in taken else "@" * name.startswith("@") + next(free) for name in names}
 
-    def rename_dims(value: Dims) -> Dims:
-        return tuple(tuple(letters[name] for name in dim) for dim in value)
+    def rename_dims(dims: Dims) -> Dims:
+        return tuple(tuple(letters[name] for name in dim) for dim in dims)
 
-    def rename_strategy(value: Row) -> Row:
+    def rename_strategy(strategy: Row) -> Row:
         return replace(
-            value,
-            operands=tuple(map(rename_spec, value.operands)),
-            results=tuple(map(rename_spec, value.results)),
-            factor=None if value.factor is None else letters.get(value.factor, value.factor),
+            strategy,
+            operands=tuple(map(rename_spec, strategy.operands)),
+            results=tuple(map(rename_spec, strategy.results)),
+            factor=None if strategy.factor is None else letters.get(strategy.factor, strategy.factor),
         )
 
-    def rename_spec(value: Spec) -> Spec:
-        return Along(letters.get(value.factor, value.factor)) if isinstance(value, Along) else value
+    def rename_spec(spec: Spec) -> Spec:
+        return Along(letters.get(spec.factor, spec.factor)) if isinstance(spec, Along) else spec
 
-    def rename_keys(value: Mapping[str, Any]) -> dict[str, Any]:
-        return {letters.get(name, name): value for name, value in value.items()}
+    def rename_keys(table: Mapping[str, Any]) -> dict[str, Any]:
+        return {letters.get(name, name): value for name, value in table.items()}
 
     return replace(
         factors,

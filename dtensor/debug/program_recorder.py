@@ -261,7 +261,7 @@ def _line_and_caller(frame: FrameType | None, node: Any) -> tuple[Place, str]:
         frame = frame.f_back
     if node is not None and (in_engine or frame is None):
         line = _line_of_node(node)
-        return (place_of(frame) if line is NOWHERE else line), operator or f"gradient ({_node_name(node)})"
+        return (place_of(frame) if line is NOWHERE else line), operator or f"gradient ({str(node.name()).rpartition('::')[2]})"
     return place_of(frame), operator or caller or "torch.distributed"
 
 
@@ -282,10 +282,6 @@ def _line_of_node(node: Any) -> Place:
         line = line if parent is not None else users_place(metadata.get("traceback_", ()))
         node = parent
     return line
-
-
-def _node_name(node: Any) -> str:
-    return str(node.name()).rpartition("::")[2]
 
 
 @contextmanager

@@ -85,9 +85,7 @@ def overload_for(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 class _ForceFirstCall(TorchDispatchMode):
-    """Dispatch mode that runs the first call of an overload with the strategies that ``choose`` selects, and other calls as
-    usual.
-    """
+    """Dispatch mode that runs the first call of an overload with the strategies that ``choose`` selects."""
 
     def __init__(self, overload: Any, choose: Chooser) -> None:
         super().__init__()

@@ -56,8 +56,9 @@ class Gap:
 def find_missing_strategies(
     name: str, samples: Sequence[Sample], limit: int, rng: random.Random, ops: Sequence[str] = REDUCE_OPS
 ) -> list[Gap]:
-    """Return the missing strategies that all samples show, on meshes of 2, 3 and 4 ranks. One sample alone may show one by
-    chance.
+    """Return the missing strategies that all samples show, on meshes of 2, 3 and 4 ranks.
+
+    A single sample may show one by chance.
 
     Args:
         ops: the reductions of partial operands to try.

@@ -1,8 +1,8 @@
 """Oracle: compares a function on plain tensors with the same function on DTensors, for given placements.
 
-Compared are the local tensor of every rank (with the same block of the plain result), dtype, global shape and strides, values,
-results that are not tensors, errors, arguments after in-place operations, gradients, and the placements of gradients. It runs in
-one process and, with the same arguments on every rank, on process groups.
+The local tensor of every rank is compared with the same block of the plain result. Also compared are dtype, global shape and
+strides, values, results that are not tensors, errors, arguments after in-place operations, and gradients with their placements.
+It runs in one process and, with the same arguments on every rank, on process groups.
 """
 
 from __future__ import annotations

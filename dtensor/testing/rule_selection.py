@@ -56,8 +56,8 @@ def _suggestion_text(word: str) -> str:
 def rules_asked(words: Iterable[str]) -> list[str]:
     """Return the names of the rules that the words of a command line select, in order.
 
-    A word is a pattern as in ``fnmatch`` (``"mm"``, ``"*softmax*"``, ``"acme::*"``), or the name of a module or of a ``.py``
-    file, which is imported, or a module and a pattern (``"my.module::halve"``). Modules alone select the rules that they declare.
+    A word is a pattern as in ``fnmatch`` (``"mm"``, ``"*softmax*"``, ``"acme::*"``). Or it is the name of a module or of a
+    ``.py`` file, which is imported. Or it is both: ``"my.module::halve"``. Modules alone select the rules that they declare.
 
     Raises:
         RuleError: a word selects nothing, or a module declares no rule.

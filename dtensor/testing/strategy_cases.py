@@ -154,8 +154,9 @@ def _query_strategies(variant: Variant, mesh: DeviceMesh, placements: Combinatio
 
 
 def _monoid_layouts(xs: Sequence[torch.Tensor]) -> Iterator[Combination]:
-    """Yield layouts with a user-defined reduction. Rules that pass any partial value have a strategy for it only if an operand
-    has it.
+    """Yield layouts with a user-defined reduction.
+
+    Rules that pass any partial value have a strategy for a reduction only if an operand has it.
     """
     if xs and xs[0].dtype is not torch.bool and can_be_partial(xs[0].dtype, FARTHEST):
         yield ((Partial(FARTHEST),), *((Replicate(),) for _ in xs[1:]))

@@ -151,8 +151,9 @@ def _has_own_strategies(name: str) -> bool:
 
 
 def _samples_to_try(name: str, samples: Sequence[Sample] | None, device: str) -> list[Sample]:
-    """Return the samples to try. On an accelerator these are those that the CPU accepts: a device-side assertion ends the
-    process.
+    """Return the samples to try.
+
+    On an accelerator these are only samples that the CPU accepts, because a device-side assertion ends the process.
     """
     if not exists(name.replace("::", ".")):
         raise RuleError(f"verify_rule: torch has no operator {name!r}; register it first, or name it as in 'mylib::op'")
@@ -216,9 +217,7 @@ def _forced_cases(
 
 
 def _even_cases(name: str, samples: Sequence[Sample], coverage: Coverage, rng: random.Random) -> Iterator[Case]:
-    """Yield cases for strategies that were not allowed or not reached, with one rank per element of a dim, so that shards are
-    even.
-    """
+    """Yield cases with even shards for strategies that were not allowed or not reached: one rank per element of a dim."""
     for sample in samples:
         for ranks in sorted({n for x in tensors(sample.arguments) for n in x.shape if 1 < n <= _MOST_RANKS}):
             for variant in islice(variants(name, sample), 1 if coverage.refused else 0):
