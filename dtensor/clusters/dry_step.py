@@ -103,7 +103,7 @@ def dry_step(part: str, model: Transformer, mesh: DeviceMesh, sequence: int, mic
     observer, passes, positions = _StepObserver(mesh), [], [0]
     with observer.listening, observer.operators:
         for p in module.parameters():
-            observer.holdings.given(p)
+            observer.holdings.record_operand(p)
         for last in (False, False, True):
             module.set_requires_gradient_sync(last)
             module.set_reshard_after_backward(last)

@@ -1,4 +1,4 @@
-"""Seeing what happens: communication counts, and where a tensor's blocks lie."""
+"""Debugging tools: count collectives, draw shards of a tensor, and save reports as HTML."""
 
 from ..interop.dynamo import leave_untraced as _leave_untraced
 from .comm_mode import CommDebugMode

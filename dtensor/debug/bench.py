@@ -1,4 +1,4 @@
-"""Benchmarks (``dtensor bench``): time of redistributions and operators on processes, compared with the cost model and torch."""
+"""Benchmarks (``dtensor bench``): time redistributions and operators on processes; compare with the cost model and torch."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from ..tensor.distribute import distribute_tensor
 from ..tensor.dtensor import DTensor
 
 Shape = tuple[int, ...]
-Places = tuple[Placement, ...]
+Placements = tuple[Placement, ...]
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-_SECONDS = 0.04  # that each round of a case lasts
+_SECONDS = 0.04  # duration of each round of a case
 MOST_RANKS = 64
 
 
 # --- arguments ---------------------------------------------------------------------------------------------------------
 def mesh_of(text: str) -> Shape:
-    """Return the shape that ``"3x2"`` means.
+    """Return the shape of a mesh from text such as ``"3x2"``.
 
     Raises:
         ArgumentError: ``text`` is not a shape, or has more ranks than one machine starts.
@@ -58,8 +58,8 @@ def shape_of(text: str) -> Shape:
     """
     if re.fullmatch(r"\d+(x\d+)+", text):
         return tuple(map(int, text.split("x")))
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]?)i?B?", text, re.IGNORECASE)
-    if found is None or not (elements := int(float(found[1]) * _UNITS[found[2].upper()]) // 4):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]?)i?B?", text, re.IGNORECASE)
+    if match is None or not (elements := int(float(match[1]) * _UNITS[match[2].upper()]) // 4):
         raise ArgumentError(
             f"{text!r} is not a size; write bytes, such as 64KB or 1MB (powers of 1024), or a shape, such as 1031x1021"
         )
@@ -67,7 +67,7 @@ def shape_of(text: str) -> Shape:
     return rows, elements // rows
 
 
-def pair_of(text: str, mesh: Shape, ndim: int) -> tuple[Places, Places]:
+def pair_of(text: str, mesh: Shape, ndim: int) -> tuple[Placements, Placements]:
     """Return source and target placements of ``"S0->S1,R"``. Mesh dims that are left out are replicated.
 
     Raises:
@@ -79,22 +79,22 @@ def pair_of(text: str, mesh: Shape, ndim: int) -> tuple[Places, Places]:
     sides = text.replace(" ", "").split("->")
     if len(sides) != 2:
         raise ArgumentError(f"{text!r} is not a redistribution; write SOURCE->TARGET, such as 'S0->S1,R' (in quotes)")
-    source, target = (_places(side, mesh, ndim) for side in sides)
+    source, target = (_parse_placements(side, mesh, ndim) for side in sides)
     return source, target
 
 
-def _places(side: str, mesh: Shape, ndim: int) -> Places:
+def _parse_placements(side: str, mesh: Shape, ndim: int) -> Placements:
     words = side.split(",")
     if len(words) > len(mesh):
         raise ArgumentError(f"{side!r} has {len(words)} placements for a mesh of {len(mesh)} mesh dims")
-    return (*(_place(word, ndim) for word in words), *(Replicate(),) * (len(mesh) - len(words)))
+    return (*(_parse_placement(word, ndim) for word in words), *(Replicate(),) * (len(mesh) - len(words)))
 
 
-def _place(word: str, ndim: int) -> Placement:
-    found = re.fullmatch(r"R|S\(?(?P<dim>\d+)\)?|P(?:\((?P<op>\w+)\))?", word)
-    if found is None or (found["dim"] and int(found["dim"]) >= ndim) or (found["op"] and found["op"] not in REDUCE_OPS):
+def _parse_placement(word: str, ndim: int) -> Placement:
+    match = re.fullmatch(r"R|S\(?(?P<dim>\d+)\)?|P(?:\((?P<op>\w+)\))?", word)
+    if match is None or (match["dim"] and int(match["dim"]) >= ndim) or (match["op"] and match["op"] not in REDUCE_OPS):
         raise ArgumentError(f"{word!r} is not a placement of a tensor with {ndim} dims; write R, S0 to S{ndim - 1}, P or P(max)")
-    return Replicate() if word == "R" else Shard(int(found["dim"])) if found["dim"] else Partial(found["op"] or "sum")
+    return Replicate() if word == "R" else Shard(int(match["dim"])) if match["dim"] else Partial(match["op"] or "sum")
 
 
 def usual_pairs(mesh: Shape) -> list[str]:
@@ -107,7 +107,7 @@ def usual_pairs(mesh: Shape) -> list[str]:
 # --- redistribute -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """One redistribution of a float32 tensor: its plan, and the median time of the slowest rank."""
+    """Redistribution of a float32 tensor: its plan, and the median time of the slowest rank."""
 
     mesh: Shape
     pair: str
@@ -129,19 +129,28 @@ def moves_on_ranks(mesh_shape: Shape, shapes: Sequence[Shape], pairs: Sequence[s
     for shape in shapes:
         for pair in pairs:
             source, target = pair_of(pair, mesh_shape, len(shape))
-            whole = (torch.arange(math.prod(shape)) % 7 + 1).float().view(shape)
-            x = distribute_tensor(whole, mesh, [p if isinstance(p, Shard) else Replicate() for p in source])
+            full = (torch.arange(math.prod(shape)) % 7 + 1).float().view(shape)
+            x = distribute_tensor(full, mesh, [p if isinstance(p, Shard) else Replicate() for p in source])
             x = x.redistribute(placements=source)
-            found = plan(x.layout, x.layout.replace(placements=target))
-            _compare(x.redistribute(placements=target), whole, pair)
-            taken = slowest(lambda x=x, target=target: x.redistribute(placements=target), _SECONDS)  # type: ignore[misc]  # of this turn
-            yield Moved(mesh_shape, pair, shape, found.collectives, found.bytes, found.peak_bytes, found.cost, taken)
+            redistribution = plan(x.layout, x.layout.replace(placements=target))
+            _check_values(x.redistribute(placements=target), full, pair)
+            seconds = slowest(lambda x=x, target=target: x.redistribute(placements=target), _SECONDS)  # type: ignore[misc]  # bound in this iteration
+            yield Moved(
+                mesh_shape,
+                pair,
+                shape,
+                redistribution.collectives,
+                redistribution.bytes,
+                redistribution.peak_bytes,
+                redistribution.cost,
+                seconds,
+            )
 
 
-def _compare(got: DTensor, whole: torch.Tensor, pair: str) -> None:
-    wrong: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(wrong, not torch.equal(got.full_tensor(), whole))
-    if any(wrong):
+def _check_values(result: DTensor, expected: torch.Tensor, pair: str) -> None:
+    is_wrong: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(is_wrong, not torch.equal(result.full_tensor(), expected))
+    if any(is_wrong):
         raise ArgumentError(f"{pair} gives wrong values; please report it with the mesh and the shape")
 
 
@@ -156,7 +165,7 @@ class Called:
 
 
 Tensor = torch.Tensor
-OPERATORS: dict[str, Callable[[Tensor, Tensor, Tensor], object]] = {  # arguments: two tensors sharded by rows, one replicated
+OPERATORS: dict[str, Callable[[Tensor, Tensor, Tensor], object]] = {  # (x, y, w): x, y sharded by rows
     "add": lambda x, y, w: x + y,
     "mul_": lambda x, y, w: y.mul_(1.0),
     "relu": lambda x, y, w: torch.relu(x),
@@ -177,16 +186,16 @@ def calls_on_ranks(names: Sequence[str]) -> Iterator[Called]:
     mesh = DeviceMesh("cpu", dist.get_world_size())
     torch.set_num_threads(1)
     local = [torch.randn(8, 8) for _ in range(3)]
-    cut, whole = Layout.of(mesh, [Shard(0)], (8 * mesh.size(), 8)), Layout.of(mesh, [Replicate()], (8, 8))
+    sharded, replicated = Layout.of(mesh, [Shard(0)], (8 * mesh.size(), 8)), Layout.of(mesh, [Replicate()], (8, 8))
     ours = [
         DTensor.from_local(block, mesh, layout.placements, shape=layout.shape, stride=layout.stride)
-        for block, layout in zip(map(torch.clone, local), (cut, cut, whole), strict=True)
+        for block, layout in zip(map(torch.clone, local), (sharded, sharded, replicated), strict=True)
     ]
     with torch.no_grad():
         for name in names:
             call = OPERATORS[name]
             plain, distributed = (
-                slowest(lambda given=given, call=call: call(*given), _SECONDS)  # type: ignore[misc]  # of this turn
+                slowest(lambda given=given, call=call: call(*given), _SECONDS)  # type: ignore[misc]  # bound in this iteration
                 for given in (local, ours)
             )
             yield Called(name, plain, distributed)
@@ -224,7 +233,7 @@ def as_json(rows: Sequence[Moved | Called]) -> list[dict[str, Any]]:
 
 def plot(rows: Sequence[Moved | Called], path: Path) -> None:
     """Write a dot plot of measured times and the times they are compared with, the fastest on top."""
-    from matplotlib.figure import Figure  # an extra
+    from matplotlib.figure import Figure  # optional: the extra plot
 
     if moved := [row for row in rows if isinstance(row, Moved)]:
         mesh = "x".join(map(str, moved[0].mesh))

@@ -1,4 +1,4 @@
-"""``budget``: a limit on communication, FLOP and memory of a block or a function."""
+"""Budget: limit communication, FLOP and memory of a block or a function."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import NamedTuple
 from ..base.mode_stack import entering
 from ..base.units import bytes_text, flop_text
 from ..errors import ArgumentError, BudgetError
-from .explain import by_line, collectives_text
+from .explain import collectives_text, group_by_line
 from .memory import lines_at_peak
 from .program_recorder import Record
 
 
 class Limits(NamedTuple):
-    """Limits, or what was counted; None: not limited, not counted."""
+    """Limits, or counted values. None means: not limited, or not counted."""
 
     bytes: int | None = None
     collectives: int | None = None
@@ -22,8 +22,8 @@ class Limits(NamedTuple):
     memory: int | None = None
 
     @property
-    def computing(self) -> bool:
-        """Whether operators have to be recorded."""
+    def with_operators(self) -> bool:
+        """True if operators must be recorded."""
         return self.flops is not None or self.memory is not None
 
 
@@ -59,7 +59,7 @@ def budget(
     limits = Limits(bytes, collectives, flops, memory)
     if limits == Limits():
         raise ArgumentError("budget() needs at least one limit: bytes=, collectives=, flops= or memory=")
-    with Record(computing=limits.computing) as record:
+    with Record(with_operators=limits.with_operators) as record:
         yield
     problem = excess(record, limits)
     if problem:
@@ -67,32 +67,32 @@ def budget(
 
 
 def counted(record: Record) -> Limits:
-    """Return what a block used; without recorded operators, only its communication."""
+    """Return the values that a block needed; communication only if operators were not recorded."""
     total, count = sum(movement.bytes for movement in record.movements), len(record.movements)
-    if not record.computing:
+    if not record.with_operators:
         return Limits(total, count)
-    return Limits(total, count, record.flops, max(record.holdings.peak(rank)[0] for rank in record.holdings.everyone()))
+    return Limits(total, count, record.flops, max(record.tracker.peak_of(rank)[0] for rank in record.tracker.ranks_here()))
 
 
 def excess(record: Record, allowed: Limits) -> str:
-    """Return a message about the exceeded limits, with the lines of the program; "" if none was exceeded."""
-    found = counted(record)
-    over = {name for name, limit in allowed._asdict().items() if limit is not None and getattr(found, name) > limit}
-    if not over:
+    """Return a message about the exceeded limits, with the lines of the program; "" if no limit was exceeded."""
+    used = counted(record)
+    exceeded = {name for name, limit in allowed._asdict().items() if limit is not None and getattr(used, name) > limit}
+    if not exceeded:
         return ""
     units = {"bytes": " B received per rank", "collectives": " collectives", "flops": " FLOP per rank"}
-    said = [
-        f"{getattr(found, name):,}{units.get(name, ' B of memory per rank')}, limit {getattr(allowed, name):,}"
+    parts = [
+        f"{getattr(used, name):,}{units.get(name, ' B of memory per rank')}, limit {getattr(allowed, name):,}"
         for name in Limits._fields
-        if name in over
+        if name in exceeded
     ]
     lines: list[str] = []
-    if over & {"bytes", "collectives"}:
-        said.append(f"{collectives_text(found.collectives)} in all")
-        lines += map(str, sorted(by_line(record.movements), key=lambda line: -line.bytes))
-    if "flops" in over:
-        lines += [f"{line.place.line}: {flop_text(line.flops)}" for line in by_line((), record.operations) if line.flops]
-    if "memory" in over:
-        most = max(record.holdings.everyone(), key=lambda rank: record.holdings.peak(rank)[0])
-        lines += [f"{place.line}: {bytes_text(size)} at the peak" for place, size in lines_at_peak(record.holdings, most)]
-    return "\n".join(["; ".join(said), *lines])
+    if exceeded & {"bytes", "collectives"}:
+        parts.append(f"{collectives_text(used.collectives)} in all")
+        lines += map(str, sorted(group_by_line(record.movements), key=lambda line: -line.bytes))
+    if "flops" in exceeded:
+        lines += [f"{line.place.line}: {flop_text(line.flops)}" for line in group_by_line((), record.operations) if line.flops]
+    if "memory" in exceeded:
+        peak_rank = max(record.tracker.ranks_here(), key=lambda rank: record.tracker.peak_of(rank)[0])
+        lines += [f"{place.line}: {bytes_text(size)} at the peak" for place, size in lines_at_peak(record.tracker, peak_rank)]
+    return "\n".join(["; ".join(parts), *lines])

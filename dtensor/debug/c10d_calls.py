@@ -1,7 +1,8 @@
-"""A program's own calls of ``torch.distributed``, told to those who listen while :class:`dtensor.debug.CommDebugMode` is entered.
+"""C10d calls: report a program's own calls of ``torch.distributed`` while a :class:`dtensor.debug.CommDebugMode` is active.
 
-The library's collectives report themselves. Torch's, functional or in place, are operators, so a kernel in front of theirs sees
-them; it is there only while somebody listens. What is part of a collective that is reported as a whole says nothing more.
+The library reports its own collectives. Collectives of torch, functional or in place, are operators. A kernel at a dispatch key
+above theirs reports them. It is installed only while a mode is active. Calls inside a collective that the library already
+reports are not reported again.
 """
 
 from __future__ import annotations
@@ -22,127 +23,133 @@ from ..comm import events
 from ..comm.events import Event
 
 
-class Kind(NamedTuple):
-    """What an operator counts as, and the argument whose bytes tell how much a rank receives."""
+class CollectiveKind(NamedTuple):
+    """The kind of an operator, and the name of the argument with the size that determines the received bytes."""
 
     name: str
-    given: str
+    argument: str
 
 
-# "_" and "_out" forms of the first kind, too
+# operators of _c10d_functional, also with the suffixes "_" and "_out"
 FUNCTIONAL = {
-    "all_reduce": Kind("all_reduce", "input"),
-    "all_reduce_coalesced": Kind("all_reduce", "inputs"),
-    "all_gather_into_tensor": Kind("all_gather", "input"),
-    "all_gather_into_tensor_coalesced": Kind("all_gather", "inputs"),
-    "reduce_scatter_tensor": Kind("reduce_scatter", "input"),
-    "reduce_scatter_tensor_coalesced": Kind("reduce_scatter", "inputs"),
-    "all_to_all_single": Kind("all_to_all", "input"),
-    "broadcast": Kind("broadcast", "input"),
+    "all_reduce": CollectiveKind("all_reduce", "input"),
+    "all_reduce_coalesced": CollectiveKind("all_reduce", "inputs"),
+    "all_gather_into_tensor": CollectiveKind("all_gather", "input"),
+    "all_gather_into_tensor_coalesced": CollectiveKind("all_gather", "inputs"),
+    "reduce_scatter_tensor": CollectiveKind("reduce_scatter", "input"),
+    "reduce_scatter_tensor_coalesced": CollectiveKind("reduce_scatter", "inputs"),
+    "all_to_all_single": CollectiveKind("all_to_all", "input"),
+    "broadcast": CollectiveKind("broadcast", "input"),
 }
 DIRECT = {
-    "allreduce_": Kind("all_reduce", "tensors"),
-    "allreduce_coalesced_": Kind("all_reduce", "tensors"),
-    "allgather_": Kind("all_gather", "input_tensors"),
-    "_allgather_base_": Kind("all_gather", "input_tensor"),
-    "allgather_coalesced_": Kind("all_gather", "input_list"),
-    "allgather_into_tensor_coalesced_": Kind("all_gather", "inputs"),
-    "reduce_scatter_": Kind("reduce_scatter", "input_tensors"),
-    "_reduce_scatter_base_": Kind("reduce_scatter", "input_tensor"),
-    "reduce_scatter_tensor_coalesced_": Kind("reduce_scatter", "inputs"),
-    "alltoall_": Kind("all_to_all", "output_tensors"),
-    "alltoall_base_": Kind("all_to_all", "output"),
-    "broadcast_": Kind("broadcast", "tensors"),
-    "reduce_": Kind("reduce", "tensors"),
-    "gather_": Kind("gather", "input_tensors"),
-    "scatter_": Kind("scatter", "output_tensors"),
-    "send": Kind("send", "tensors"),
-    "recv_": Kind("recv", "tensors"),
-    "recv_any_source_": Kind("recv", "tensors"),
-    "barrier": Kind("barrier", "tensor"),
-    "monitored_barrier_": Kind("barrier", "tensor"),
+    "allreduce_": CollectiveKind("all_reduce", "tensors"),
+    "allreduce_coalesced_": CollectiveKind("all_reduce", "tensors"),
+    "allgather_": CollectiveKind("all_gather", "input_tensors"),
+    "_allgather_base_": CollectiveKind("all_gather", "input_tensor"),
+    "allgather_coalesced_": CollectiveKind("all_gather", "input_list"),
+    "allgather_into_tensor_coalesced_": CollectiveKind("all_gather", "inputs"),
+    "reduce_scatter_": CollectiveKind("reduce_scatter", "input_tensors"),
+    "_reduce_scatter_base_": CollectiveKind("reduce_scatter", "input_tensor"),
+    "reduce_scatter_tensor_coalesced_": CollectiveKind("reduce_scatter", "inputs"),
+    "alltoall_": CollectiveKind("all_to_all", "output_tensors"),
+    "alltoall_base_": CollectiveKind("all_to_all", "output"),
+    "broadcast_": CollectiveKind("broadcast", "tensors"),
+    "reduce_": CollectiveKind("reduce", "tensors"),
+    "gather_": CollectiveKind("gather", "input_tensors"),
+    "scatter_": CollectiveKind("scatter", "output_tensors"),
+    "send": CollectiveKind("send", "tensors"),
+    "recv_": CollectiveKind("recv", "tensors"),
+    "recv_any_source_": CollectiveKind("recv", "tensors"),
+    "barrier": CollectiveKind("barrier", "tensor"),
+    "monitored_barrier_": CollectiveKind("barrier", "tensor"),
 }
-_SPACES = {
+_NAMESPACES = {
     "_c10d_functional": {name + end: kind for name, kind in FUNCTIONAL.items() for end in ("", "_", "_out")},
     "c10d": DIRECT,
 }
-_KEY = "BackendSelect"  # before all devices, in every mode
-_BELOW = keys_after(DispatchKey.BackendSelect)
+_DISPATCH_KEY = "BackendSelect"  # runs before the kernels of all devices, in every mode
+_KEYS_BELOW = keys_after(DispatchKey.BackendSelect)
 _LIBRARIES: list[torch.library.Library] = []
 
 
-def kind_of(operator: str) -> str:
-    """What an operator of torch's counts as; "" for one that does not communicate."""
-    for kinds in _SPACES.values():
+def collective_kind_of(operator: str) -> str:
+    """Return the kind of collective of a torch operator; "" if it does not communicate."""
+    for kinds in _NAMESPACES.values():
         if operator in kinds:
             return kinds[operator].name
-    return "all_to_all" if operator == "shard_dim_alltoall" else ""  # of torch's own DTensor
+    return "all_to_all" if operator == "shard_dim_alltoall" else ""  # used by torch's DTensor
 
 
-def received(kind: str, given: int, size: int) -> int:
-    """Bytes that a rank of ``size`` receives, having given so many (``"scatter"``, ``"recv"``: having room for them)."""
+def received_bytes(kind: str, nbytes: int, size: int) -> int:
+    """Return the bytes that one rank receives in a group of ``size`` ranks.
+
+    Args:
+        nbytes: bytes of the input of one rank. For ``"scatter"`` and ``"recv"``: bytes of the output.
+    """
     if kind == "all_reduce":
-        return events.reduced(given, size)
+        return events.reduced(nbytes, size)
     if kind in ("all_gather", "gather"):
-        return given * (size - 1)
+        return nbytes * (size - 1)
     if kind in ("reduce_scatter", "all_to_all"):
-        return given * (size - 1) // size
-    return 0 if kind in ("send", "barrier") else given
+        return nbytes * (size - 1) // size
+    return 0 if kind in ("send", "barrier") else nbytes
 
 
-def _received(kind: Kind, named: dict[str, Any], group: Any) -> int:
-    given = [math.prod(x.shape) * x.element_size() for x in tensors(named[kind.given])]
-    splits: Sequence[int] = named.get("output_split_sizes") or ()
-    if kind.name == "all_to_all" and kind.given == "output_tensors":
-        return sum(given) - given[group.rank()]
+def _received_by_call(kind: CollectiveKind, arguments: dict[str, Any], group: Any) -> int:
+    sizes = [math.prod(x.shape) * x.element_size() for x in tensors(arguments[kind.argument])]
+    splits: Sequence[int] = arguments.get("output_split_sizes") or ()
+    if kind.name == "all_to_all" and kind.argument == "output_tensors":
+        return sum(sizes) - sizes[group.rank()]
     if kind.name == "all_to_all" and splits:
-        row = named[kind.given]
+        row = arguments[kind.argument]
         return (sum(splits) - splits[group.rank()]) * math.prod(row.shape[1:]) * row.element_size()
-    return received(kind.name, sum(given), group.size())
+    return received_bytes(kind.name, sum(sizes), group.size())
 
 
-def _group_in(named: dict[str, Any]) -> Any:
-    """The group, which functional collectives name; only private torch knows it by name."""
-    if "process_group" in named:
-        return dist.ProcessGroup.unbox(named["process_group"])
-    group, resolve = named["group_name"], cast("Any", resolve_process_group)
+def _group_of_call(arguments: dict[str, Any]) -> Any:
+    """Return the process group of a call. Functional collectives pass its name, which only private torch functions resolve."""
+    if "process_group" in arguments:
+        return dist.ProcessGroup.unbox(arguments["process_group"])
+    group, resolve = arguments["group_name"], cast("Any", resolve_process_group)
     return resolve(group) if isinstance(group, str) else group
 
 
-def _reporting(operator: Any, kind: Kind) -> Callable[..., Any]:
+def _make_reporting_kernel(operator: Any, kind: CollectiveKind) -> Callable[..., Any]:
     names = [argument.name for argument in operator._schema.arguments]
 
-    @events.issuing  # the functional ones call the others
-    def below(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        return operator.redispatch(keys & _BELOW, *args, **kwargs)
+    @events.issuing  # functional collectives call those of c10d
+    def redispatch(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        return operator.redispatch(keys & _KEYS_BELOW, *args, **kwargs)
 
-    def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+    def report_and_redispatch(keys: Any, *args: Any, **kwargs: Any) -> Any:
         if events.LISTENING and not events.reported():
-            named = {**dict(zip(names, args, strict=False)), **kwargs}
-            group = _group_in(named)
+            arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+            group = _group_of_call(arguments)
             if group.size() > 1:
                 ranks = tuple(dist.get_process_group_ranks(group))
-                event = Event(kind.name, (), group.size(), _received(kind, named, group), direct=True, groups=(ranks,))
-                return events.reporting(event, lambda: below(keys, *args, **kwargs))
-        return below(keys, *args, **kwargs)
+                event = Event(
+                    kind.name, (), group.size(), _received_by_call(kind, arguments, group), direct=True, groups=(ranks,)
+                )
+                return events.reporting(event, lambda: redispatch(keys, *args, **kwargs))
+        return redispatch(keys, *args, **kwargs)
 
-    return run
+    return report_and_redispatch
 
 
 @contextmanager
-def _kernels() -> Iterator[None]:
-    """Inside, such calls are reported.
+def _reporting_kernels() -> Iterator[None]:
+    """Install the reporting kernels, and remove them at the end.
 
-    Another thread may be on its way into a kernel, which then must not be taken away: with threads running it stays, and says
-    nothing, until a mode is left without any.
+    Another thread may be entering a kernel, which must then not be destroyed. If other threads run at the end, the kernels stay
+    installed and report nothing. They are removed at the next end without other threads.
     """
-    for space, kinds in () if _LIBRARIES else _SPACES.items():
+    for space, kinds in () if _LIBRARIES else _NAMESPACES.items():
         library = torch.library.Library(space, "IMPL")
         _LIBRARIES.append(library)
         for name, kind in kinds.items():
             operator = getattr(getattr(torch.ops, space), name, None)
             if operator is not None:
-                library.impl(name, _reporting(operator.default, kind), _KEY, with_keyset=True)
+                library.impl(name, _make_reporting_kernel(operator.default, kind), _DISPATCH_KEY, with_keyset=True)
     yield
     if threading.active_count() == 1:
         for library in _LIBRARIES:
@@ -150,4 +157,4 @@ def _kernels() -> Iterator[None]:
         _LIBRARIES.clear()
 
 
-REPORTED = Together(_kernels)
+REPORT_C10D_CALLS = Together(_reporting_kernels)

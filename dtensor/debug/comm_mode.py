@@ -1,4 +1,4 @@
-"""``CommDebugMode``: the collectives that ran inside a ``with`` block."""
+"""Communication debug mode: ``CommDebugMode`` counts the collectives of a ``with`` block."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from ..base.units import bytes_text
 from ..comm import events
 from ..comm.events import Event
 from . import c10d_calls
-from .module_tracker import ModuleLog
+from .module_tracker import ModuleTracker
 
-EXCHANGE = "all_gather_object"
+EXCHANGE_KIND = "all_gather_object"
 
 
-class Counts(defaultdict[Any, int]):
-    """Numbers by kind of collective; torch's operators (``torch.ops.c10d_functional.all_reduce``) stand for their kinds where one
-    is asked for. Who goes through all of them gets the kinds: ``"all_reduce"``.
+class CollectiveCounts(defaultdict[Any, int]):
+    """Counts by kind of collective. A lookup also accepts the torch operator of a kind.
 
-    >>> counts = Counts(int, {"all_reduce": 2})
+    Iteration yields the names of kinds, such as ``"all_reduce"``.
+
+    >>> counts = CollectiveCounts(int, {"all_reduce": 2})
     >>> counts[torch.ops._c10d_functional.all_reduce], torch.ops.c10d_functional.all_reduce in counts, list(counts)
     (2, True, ['all_reduce'])
     """
@@ -34,114 +35,114 @@ class Counts(defaultdict[Any, int]):
         return self.get(key, 0)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        return super().get(_kind(key), default)
+        return super().get(_kind_of_key(key), default)
 
     def __contains__(self, key: object) -> bool:
-        return super().__contains__(_kind(key))
+        return super().__contains__(_kind_of_key(key))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, dict) and dict(self) == {_kind(key): count for key, count in other.items()}
+        return isinstance(other, dict) and dict(self) == {_kind_of_key(key): count for key, count in other.items()}
 
     def __ne__(self, other: object) -> bool:
-        return not self == other  # a dict has one of its own
+        return not self == other  # dict defines its own __ne__
 
-    __hash__ = None  # type: ignore[assignment]  # as of any dict
+    __hash__ = None  # type: ignore[assignment]  # unhashable, as any dict
 
 
-def _kind(key: Any) -> Any:
-    """The kind that a torch operator stands for; any other key is its own."""
+def _kind_of_key(key: Any) -> Any:
+    """Return the kind that a torch operator represents; return any other key unchanged."""
     packet = getattr(key, "overloadpacket", key)
-    return c10d_calls.kind_of(packet.__name__) if isinstance(packet, OpOverloadPacket) else key
+    return c10d_calls.collective_kind_of(packet.__name__) if isinstance(packet, OpOverloadPacket) else key
 
 
 class CommDebugMode:
-    """Counts collectives and the bytes they bring to a rank; modes nest, each counts its own block.
+    """Count collectives and the bytes that a rank receives. Modes nest, and each counts its own block.
 
-    One call of a collective counts once, whether its ranks are processes or all live here. Groups of one rank do not
-    communicate and do not count. What the program itself calls of ``torch.distributed`` counts as well, messages and barriers
-    too: once for each call of a process group, also for a coalesced one of many tensors (``all_gather_object`` makes two), and
-    the table says "direct". Exchanges of small Python values (``from_local`` asks for the sizes of ragged pieces) are no
-    collectives of tensors: the table has a line for them, and :meth:`get_exchange_count` their number.
+    One call of a collective counts once, whether its ranks are processes or share this process. Groups of one rank do not
+    communicate and do not count. The program's own calls of ``torch.distributed`` count as well, including point-to-point
+    messages and barriers, and the table calls them "direct". Each call of a process group counts once, also a coalesced one for
+    many tensors; ``all_gather_object`` makes two calls. Exchanges of small Python values (``from_local`` exchanges the sizes of
+    uneven shards) are not collectives of tensors. The table has a line for them, and :meth:`get_exchange_count` returns their
+    number.
 
-    Counted is what the thread or task that entered it issues, and its backward passes.
+    The mode counts collectives that the thread or task that entered it issues, and those of its backward passes. It communicates
+    nothing and raises no errors.
 
     >>> mesh = DeviceMesh("cpu", 2)
     >>> with CommDebugMode() as comm:
     ...     _ = distribute_tensor(torch.ones(4), mesh, [Shard(0)]).full_tensor()
     >>> dict(comm.get_comm_counts()), dict(comm.get_comm_bytes())
     ({'all_gather': 1}, {'all_gather': 8})
-
-    It counts and moves nothing, and raises nothing of its own.
     """
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self._modules = ModuleLog()
+        self._modules = ModuleTracker()
         self._world: Any = None
         self._blocks: list[Block[events.Listener]] = []
 
     def __enter__(self) -> CommDebugMode:
         self.events.clear()
         self._world = dist.group.WORLD
-        block = events.LISTENING.enter(self._record)
+        block = events.LISTENING.enter(self._on_event)
         self._blocks.append(block)
-        self._modules.follow(lambda: events.LISTENING.sees(block))
-        c10d_calls.REPORTED.__enter__()
+        self._modules.start_tracking(lambda: events.LISTENING.sees(block))
+        c10d_calls.REPORT_C10D_CALLS.__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        c10d_calls.REPORTED.__exit__()
+        c10d_calls.REPORT_C10D_CALLS.__exit__()
         events.LISTENING.leave_one(self._blocks)
-        self._modules.stop()
+        self._modules.stop_tracking()
 
-    def _record(self, event: Event) -> events.Around | None:
-        if self._world is None:  # it was made inside of the block
+    def _on_event(self, event: Event) -> events.Around | None:
+        if self._world is None:  # the process group was created inside the block
             self._world = dist.group.WORLD
         if event.mesh is not None and event.mesh.kind == "process_group" and event.mesh._root.world is not self._world:
-            return None  # of another rank, in programs whose ranks are threads
-        return self._counted(event)
+            return None  # event of another rank in a program with one thread per rank
+        return self._handle_event(event)
 
-    def _counted(self, event: Event) -> events.Around | None:
-        """Takes it down; what wants to see it run."""
+    def _handle_event(self, event: Event) -> events.Around | None:
+        """Store an event. Return a function that wraps the execution of the collective, or None."""
         self.events.append(event)
-        if event.kind != EXCHANGE:
-            self._modules.record(event)
+        if event.kind != EXCHANGE_KIND:
+            self._modules.record_collective(event)
         return None
 
     @property
-    def _collectives(self) -> list[Event]:
-        return [event for event in self.events if event.kind != EXCHANGE]
+    def _tensor_collectives(self) -> list[Event]:
+        return [event for event in self.events if event.kind != EXCHANGE_KIND]
 
     def get_total_counts(self) -> int:
-        """Number of collectives of all kinds."""
-        return len(self._collectives)
+        """Return the number of collectives of all kinds."""
+        return len(self._tensor_collectives)
 
     def get_exchange_count(self) -> int:
-        """Number of exchanges of small Python values between ranks."""
-        return len(self.events) - len(self._collectives)
+        """Return the number of exchanges of small Python values between ranks."""
+        return len(self.events) - len(self._tensor_collectives)
 
     @property
     def comm_counts(self) -> dict[Any, int]:
-        """What :meth:`get_comm_counts` gives."""
+        """Counts by kind, as :meth:`get_comm_counts` returns them."""
         return self.get_comm_counts()
 
     def get_comm_counts(self) -> dict[Any, int]:
-        """Number of collectives of each kind; 0 for a kind that did not run."""
-        return Counts(int, Counter(event.kind for event in self._collectives))
+        """Return the number of collectives of each kind; 0 for a kind that did not run."""
+        return CollectiveCounts(int, Counter(event.kind for event in self._tensor_collectives))
 
     def get_direct_counts(self) -> dict[Any, int]:
-        """Those of :meth:`get_comm_counts` that are the program's own calls of ``torch.distributed``."""
-        return Counts(int, Counter(event.kind for event in self.events if event.direct))
+        """Return the counts of the program's own ``torch.distributed`` calls. :meth:`get_comm_counts` includes them."""
+        return CollectiveCounts(int, Counter(event.kind for event in self.events if event.direct))
 
     def get_comm_bytes(self) -> dict[Any, int]:
-        """Bytes received by one rank (the largest over ranks, for each collective) of each kind."""
-        totals = Counts(int)
-        for event in self._collectives:
+        """Return the bytes that one rank received by each kind: for each collective, the maximum over ranks."""
+        totals = CollectiveCounts(int)
+        for event in self._tensor_collectives:
             totals[event.kind] += event.bytes
         return totals
 
     def get_table(self) -> str:
-        """One line for each kind, mesh dims and group size, in order of first use."""
+        """Return a table with one line for each kind, mesh dims and group size, in order of first use."""
         rows: dict[tuple[str, str, str], list[int]] = {}
         for event in self.events:
             over = "direct" if event.direct else event.over
@@ -155,46 +156,46 @@ class CommDebugMode:
 
     @property
     def comm_module_counts(self) -> dict[str, dict[str, dict[Any, int]]]:
-        """Number of collectives by module ("Global" for all), then "forward" or "backward", then kind.
+        """Number of collectives by module ("Global" for all), then by phase ("forward" or "backward"), then by kind.
 
-        A module is named by the type of the outermost one and its path in it (``"MLP.layers.0"``) and counts those of its parts;
-        backward runs outside of modules and counts under "Global" only.
+        The name of a module is the type of the outermost module and the path inside it (``"MLP.layers.0"``). Counts include
+        submodules. Backward passes run outside of modules and count under "Global" only.
         """
         return {
-            name: {phase: Counts(int, counts) for phase, counts in phases.items()}
-            for name, phases in self._modules.inclusive().items()
+            name: {phase: CollectiveCounts(int, counts) for phase, counts in phases.items()}
+            for name, phases in self._modules.counts_by_module().items()
         }
 
     def get_parameter_info(self) -> dict[str, dict[str, Any]]:
-        """Parameters of the modules that ran: module -> name -> parameter."""
+        """Return the parameters of the modules that ran: module -> name -> parameter."""
         return dict(self._modules.parameters)
 
     def get_sharding_info(self) -> dict[str, tuple[Any, ...]]:
-        """Placements of the distributed parameters of the modules that ran, by ``module.parameter``."""
-        return self._modules.sharding()
+        """Return the placements of the distributed parameters of the modules that ran, by ``module.parameter``."""
+        return self._modules.placements_by_parameter()
 
     def generate_comm_debug_tracing_table(self, noise_level: int = 3) -> str:
-        """The modules that ran, the placements of their parameters, and the collectives of their forward and backward.
+        """Return a table of the modules that ran, with placements of parameters and collectives of forward and backward passes.
 
         Args:
             noise_level: accepted for programs written for torch; operations are not listed (``dtensor.explain`` does that).
         """
-        return self._modules.table()
+        return self._modules.text_table()
 
     def log_comm_debug_tracing_table_to_file(self, file_name: str = "comm_mode_log.txt", noise_level: int = 3) -> None:
-        """Writes that table to a file."""
+        """Write the table of :meth:`generate_comm_debug_tracing_table` to a file."""
         Path(file_name).write_text(self.generate_comm_debug_tracing_table(noise_level) + "\n")
 
     def generate_json_dump(self, file_name: str = "comm_mode_log.json", noise_level: int = 3) -> None:
-        """Writes the modules that ran to a JSON file, each with its parts under ``"children"``; "Global" is the outermost.
+        """Write the modules that ran to a JSON file. "Global" is the outermost, and ``"children"`` has the submodules of each.
 
         A module has ``"fqn"``, ``"module_type"``, ``"parameters"`` (pairs of name and placements), ``"collectives_forward"`` and
-        ``"collectives_backward"`` (pairs of kind and number, its parts' included).
+        ``"collectives_backward"`` (pairs of kind and number, submodules included).
 
         Args:
-            noise_level: accepted for programs written for torch, whose lists of operations are empty here.
+            noise_level: accepted for programs written for torch; the lists of operations are always empty here.
         """
-        Path(file_name).write_text(json.dumps(self._modules.tree(), indent=4) + "\n")
+        Path(file_name).write_text(json.dumps(self._modules.as_tree(), indent=4) + "\n")
 
     def __str__(self) -> str:
         return self.get_table()

@@ -29,8 +29,8 @@ def report() -> Iterator[str]:
     yield f"python {platform.python_version()} on {platform.system()} {platform.machine()}"
     yield f"dtensor {sys.modules['dtensor'].__version__}, torch {torch.__version__}"
     yield f"machine profile: {'calibrated' if is_calibrated() else 'built-in constants; run dtensor calibrate'} (format {FORMAT})"
-    yield "optional packages: " + ", ".join(f"{name} {_version(name)}" for name in _OPTIONAL)
-    backends = [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if _has(name)]
+    yield "optional packages: " + ", ".join(f"{name} {_package_version(name)}" for name in _OPTIONAL)
+    backends = [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if _has_backend(name)]
     yield f"process groups: {', '.join(backends) or 'none'}"
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     yield f"accelerators: {', '.join(torch.cuda.get_device_name(i) for i in range(devices)) or 'none'}"
@@ -41,15 +41,15 @@ def report() -> Iterator[str]:
 
 def self_test(seconds: float = 60.0) -> str:
     """Run collectives between two processes over gloo; return the problem, "" if there is none."""
-    if not _has("gloo"):
+    if not _has_backend("gloo"):
         return "this torch has no gloo, so communication cannot be tested"
     try:
-        return "".join(on_ranks(RANKS, _wrong, seconds=seconds))
+        return "".join(on_ranks(RANKS, _check_collectives, seconds=seconds))
     except DTensorError as error:
         return str(error)
 
 
-def _wrong() -> Iterator[str]:
+def _check_collectives() -> Iterator[str]:
     """Run on each rank: check one collective of each kind, and raise if a result is wrong."""
     mesh = DeviceMesh("cpu", RANKS)
     x = DTensor.from_local(torch.arange(6.0).view(2, 3) + mesh.get_rank(), mesh, [Partial()], shape=(2, 3), stride=(3, 1))
@@ -62,11 +62,11 @@ def _wrong() -> Iterator[str]:
     yield ""
 
 
-def _has(backend: str) -> bool:
+def _has_backend(backend: str) -> bool:
     return bool(getattr(dist, f"is_{backend}_available", lambda: backend == "gloo")())
 
 
-def _version(name: str) -> str:
+def _package_version(name: str) -> str:
     try:
         return version(name)
     except PackageNotFoundError:

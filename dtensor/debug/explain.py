@@ -1,4 +1,4 @@
-"""``explain``: report what a program communicates, computes and holds, by line of the user's code and by module, and why."""
+"""Explain: report communication, computation and memory of a program by line and by module, with reasons."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ..base.tables import table_text
 from ..base.units import bytes_text, flop_text, seconds_text
 from ..base.user_frames import Place
 from ..redistribute.step import place as placed
-from .explain_choice import reasons
+from .explain_choice import reason_lines
 from .memory import Memory, memory_of
 from .operators import Operation
-from .program_recorder import Movement, Record
+from .program_recorder import Record, RecordedCollective
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of the program: what it communicates and computes, forward and backward. ``str`` says why."""
+    """A line of the program: its collectives and operators, forward and backward. ``str`` gives the reasons."""
 
     place: Place
-    movements: tuple[Movement, ...]
+    movements: tuple[RecordedCollective, ...]
     operations: tuple[Operation, ...] = ()
 
     @property
@@ -40,7 +40,7 @@ class Line:
         moved = [collectives_text(len(self.movements)), bytes_text(self.bytes)] if self.movements else []
         computed = [flop_text(self.flops)] if self.flops else []
         head = f"{self.place.line}: {', '.join([*moved, *computed])}"
-        return "\n".join([head, *(f"  {text}" for text in _folded(self.movements))])
+        return "\n".join([head, *(f"  {text}" for text in _collective_texts(self.movements))])
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +58,14 @@ class Module:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Explanation:
-    """All collectives and operators of a run, in order, and the result of the function. ``str`` groups them by the user's line.
+    """The collectives and operators of a run, in order, and the result of the function. ``str`` groups them by the user's line.
 
     Attributes:
         movements: the collectives that ``CommDebugMode`` counts.
         result: the return value of the function.
         exchanges: number of exchanges of small Python values between ranks. They are not collectives of tensors.
         operations: the operators that compute something, in the order in which they ended.
-        flops: FLOP of one rank, the most over ranks.
+        flops: FLOP of one rank: the maximum over ranks.
         memory: memory of the ranks of this process during the run; None if operators were not recorded.
 
     A record: reading it communicates nothing and raises nothing.
@@ -77,7 +77,7 @@ class Explanation:
     (48, 1, torch.Size([4, 6]))
     """
 
-    movements: tuple[Movement, ...]
+    movements: tuple[RecordedCollective, ...]
     result: Any
     exchanges: int = 0
     operations: tuple[Operation, ...] = ()
@@ -85,12 +85,12 @@ class Explanation:
     memory: Memory | None = None
 
     @classmethod
-    def of(cls, record: Record, result: Any = None) -> Explanation:
-        """Make an explanation of what was recorded."""
-        moved, exchanges = tuple(record.movements), record.get_exchange_count()
-        if not record.computing:
-            return cls(moved, result, exchanges)
-        return cls(moved, result, exchanges, tuple(record.operations), record.flops, memory_of(record.holdings))
+    def from_record(cls, record: Record, result: Any = None) -> Explanation:
+        """Make an explanation from a recorded run."""
+        collectives, exchanges = tuple(record.movements), record.get_exchange_count()
+        if not record.with_operators:
+            return cls(collectives, result, exchanges)
+        return cls(collectives, result, exchanges, tuple(record.operations), record.flops, memory_of(record.tracker))
 
     @property
     def bytes(self) -> int:
@@ -105,22 +105,22 @@ class Explanation:
     @property
     def lines(self) -> tuple[Line, ...]:
         """Lines of the user's program, in order of first use."""
-        return by_line(self.movements, self.operations)
+        return group_by_line(self.movements, self.operations)
 
     @property
     def modules(self) -> tuple[Module, ...]:
         """Modules, in order of first use. What runs outside of modules is in none."""
         ran = [*(one.module for one in self.operations), *(one.module for one in self.movements)]
-        return tuple(map(self._module, dict.fromkeys(name for module in ran for name in _prefixes(module))))
+        return tuple(map(self._report_of_module, dict.fromkeys(name for module in ran for name in _module_prefixes(module))))
 
-    def _module(self, name: str) -> Module:
-        moved = [one for one in self.movements if name in _prefixes(one.module)]
-        computed = [one for one in self.operations if name in _prefixes(one.module)]
-        return Module(name, len(moved), sum(one.bytes for one in moved), sum(one.flops for one in computed))
+    def _report_of_module(self, name: str) -> Module:
+        collectives = [one for one in self.movements if name in _module_prefixes(one.module)]
+        operations = [one for one in self.operations if name in _module_prefixes(one.module)]
+        return Module(name, len(collectives), sum(one.bytes for one in collectives), sum(one.flops for one in operations))
 
     @property
     def summary(self) -> str:
-        """One line: number of collectives, bytes received, FLOP and peak memory of one rank."""
+        """Number of collectives, bytes received, FLOP and peak memory of one rank, in one line."""
         implicit = sum(movement.implicit for movement in self.movements)
         counts = collectives_text(len(self.movements)) + (f" ({implicit} implicit)" if implicit else "")
         moved = f"{counts}, {bytes_text(self.bytes)} received per rank, about {seconds_text(self.seconds)}"
@@ -137,8 +137,8 @@ class Explanation:
     @property
     def module_table(self) -> list[tuple[str, ...]]:
         """Rows of the table of modules, the head first; empty if no module ran."""
-        found = [one for one in self.modules if one.collectives or one.flops]
-        rows = [(one.name, f"{one.collectives}", bytes_text(one.bytes), flop_text(one.flops)) for one in found]
+        modules = [module for module in self.modules if module.collectives or module.flops]
+        rows = [(module.name, f"{module.collectives}", bytes_text(module.bytes), flop_text(module.flops)) for module in modules]
         return [("module", "collectives", "received", "FLOP"), *rows] if rows else []
 
     def __str__(self) -> str:
@@ -173,23 +173,26 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     Costs what ``fn`` does, and raises what it raises.
     """
-    with Record(computing=True) as record:
+    with Record(with_operators=True) as record:
         result = fn(*args, **kwargs)
-    return Explanation.of(record, result)
+    return Explanation.from_record(record, result)
 
 
-def by_line(movements: Sequence[Movement], operations: Sequence[Operation] = ()) -> tuple[Line, ...]:
-    """Group by the user's line: lines that communicate, then lines that only compute, each in order of first use."""
-    found: dict[Place, tuple[list[Movement], list[Operation]]] = {}
+def group_by_line(movements: Sequence[RecordedCollective], operations: Sequence[Operation] = ()) -> tuple[Line, ...]:
+    """Group collectives and operators by the user's line.
+
+    Lines that communicate come first, then lines that only compute, each in order of first use.
+    """
+    by_place: dict[Place, tuple[list[RecordedCollective], list[Operation]]] = {}
     for movement in movements:
-        found.setdefault(movement.place, ([], []))[0].append(movement)
+        by_place.setdefault(movement.place, ([], []))[0].append(movement)
     for operation in operations:
-        found.setdefault(operation.place, ([], []))[1].append(operation)
-    return tuple(Line(place, tuple(moved), tuple(computed)) for place, (moved, computed) in found.items())
+        by_place.setdefault(operation.place, ([], []))[1].append(operation)
+    return tuple(Line(place, tuple(moved), tuple(computed)) for place, (moved, computed) in by_place.items())
 
 
-def _prefixes(module: str) -> tuple[str, ...]:
-    """Return the names of a module and of the modules around it; () outside of modules."""
+def _module_prefixes(module: str) -> tuple[str, ...]:
+    """Return the names of a module and of the modules that contain it, outermost first; () outside of modules."""
     parts = module.split(".") if module else []
     return tuple(".".join(parts[:k]) for k in range(1, len(parts) + 1))
 
@@ -199,22 +202,22 @@ def collectives_text(count: int | None) -> str:
     return f"{count} collective{'' if count == 1 else 's'}"
 
 
-def _folded(movements: Sequence[Movement]) -> Iterator[str]:
-    """Yield each collective with its reasons; those that differ only in their module, or not at all, once with their number."""
-    for (asked, what, *details), alike in by_key(((*_text_parts(movement),), movement) for movement in movements).items():
-        modules = list(dict.fromkeys(movement.module for movement in alike if movement.module))
+def _collective_texts(movements: Sequence[RecordedCollective]) -> Iterator[str]:
+    """Yield a text for each collective, with its reasons. Collectives that differ only in their module share a text."""
+    for (origin, collective, *details), same in by_key(((*_text_parts(movement),), movement) for movement in movements).items():
+        modules = list(dict.fromkeys(movement.module for movement in same if movement.module))
         others = f" and {len(modules) - 1} other module{'s' if len(modules) > 2 else ''}" if len(modules) > 1 else ""
-        within = f" in {modules[0]}{others}" if modules else ""
-        yield f"{asked}{within}: {what}" + (f"  ({len(alike)} times)" if len(alike) > 1 else "")
+        inside = f" in {modules[0]}{others}" if modules else ""
+        yield f"{origin}{inside}: {collective}" + (f"  ({len(same)} times)" if len(same) > 1 else "")
         yield from details
 
 
-def _text_parts(movement: Movement) -> Iterator[str]:
-    """Yield what asked for a collective, the collective, then the reasons."""
-    yield movement.asked
-    yield movement.what
+def _text_parts(movement: RecordedCollective) -> Iterator[str]:
+    """Yield the origin of a collective, the collective, then the reasons."""
+    yield movement.origin_text
+    yield movement.collective_text
     if movement.cause is not None:
-        yield from (f"  {text}" for text in reasons(movement.cause, movement.phase == "forward"))
+        yield from (f"  {text}" for text in reason_lines(movement.cause, movement.phase == "forward"))
     else:
         for step in movement.steps:
             yield f"  {step.before!r} -> {placed(step.after)}"

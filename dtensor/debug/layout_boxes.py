@@ -1,4 +1,4 @@
-"""Boxes of a layout or a mesh: the interval of each dim that a box covers, the ranks that hold it, and its color.
+"""Layout boxes: the shards of a layout or the ranks of a mesh as boxes, each with its interval of every dim, ranks and color.
 
 A shard is a product of intervals, one for each tensor dim, so boxes fill a grid with as many dims as the tensor. The last two
 dims are the rows and columns of a panel; each index of the other dims is a panel of its own.
@@ -19,7 +19,7 @@ from ..placement import Partial
 from ..tensor.dtensor import DTensor
 from ..tensor.printing import spans_of
 
-MOST = 256  # boxes in a picture
+MOST = 256  # most boxes in a picture
 # Light colors for dark text, and the style of each on a terminal of 8 colors.
 COLORS = ("#a6cee3", "#fdbf6f", "#b2df8a", "#fb9a99", "#cab2d6", "#ffff99", "#c7c7c7", "#e0b98c")
 TERMINAL_STYLES = (
@@ -36,7 +36,7 @@ TERMINAL_STYLES = (
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """An interval of one dim: its label and its number of elements."""
+    """Interval of one dim: its label and its number of elements."""
 
     text: str
     size: int
@@ -44,7 +44,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """The ranks that hold a shard, a description of it, and the index of its color."""
+    """Box of a shard: the ranks that hold it, its description, and the index of its color."""
 
     ranks: tuple[int, ...]
     about: str
@@ -87,26 +87,26 @@ def boxes_of(x: object) -> Boxes | None:
     return None
 
 
-def scaled(intervals: Sequence[Interval], most: float, least: Sequence[float]) -> list[float]:
+def scale_lengths(intervals: Sequence[Interval], length: float, least: Sequence[float]) -> list[float]:
     """Return lengths in proportion to sizes, each at least as long as its text."""
     total = sum(interval.size for interval in intervals)
-    return [max(room, most * interval.size / total) for interval, room in zip(intervals, least, strict=True)]
+    return [max(minimum, length * interval.size / total) for interval, minimum in zip(intervals, least, strict=True)]
 
 
 def _boxes_of_layout(layout: Layout) -> Boxes:
     """Return the shards of a tensor with the ranks that hold them. Empty shards are left out."""
-    dims = tuple(_intervals(layout, d) for d in range(layout.ndim))
+    dims = tuple(_dim_intervals(layout, d) for d in range(layout.ndim))
     count = math.prod(map(len, dims))
     if not count:
         return Boxes(repr(layout), (), remark="no elements")
     if count > MOST:
         return Boxes(repr(layout), (), remark=f"{count:,} shards of up to {bytes_text(layout.max_local_nbytes)}")
     ranks_at = zip(layout.mesh.coordinates, layout.mesh.ranks, strict=True)
-    held = by_key((layout.local_offset(at), rank) for at, rank in ranks_at if all(layout.local_shape(at)))
+    ranks_of = by_key((layout.local_offset(at), rank) for at, rank in ranks_at if all(layout.local_shape(at)))
     cells = {}
     for index in itertools.product(*(range(len(dim)) for dim in dims)):
         block = [dim[i] for dim, i in zip(dims, index, strict=True)]
-        ranks = tuple(sorted(held[tuple(begin for begin, _ in block)]))
+        ranks = tuple(sorted(ranks_of[tuple(begin for begin, _ in block)]))
         where = ", ".join(f"{begin}:{stop}" for begin, stop in block)
         shape = "x".join(str(stop - begin) for begin, stop in block) or "scalar"
         cells[index] = Box(ranks, f"[{where}] ({shape})")
@@ -114,7 +114,7 @@ def _boxes_of_layout(layout: Layout) -> Boxes:
     partial = [f"{p} over {name}" for p, name in over if isinstance(p, Partial)]
     remark = f"each rank holds a partial value: {', '.join(partial)}" if partial else ""
     named = [[Interval(f"{begin}:{stop}", stop - begin) for begin, stop in dim] for dim in dims]
-    return Boxes(repr(layout), tuple(_panels(named, cells)), bool(partial), remark)
+    return Boxes(repr(layout), tuple(_make_panels(named, cells)), bool(partial), remark)
 
 
 def _boxes_of_mesh(mesh: DeviceMesh) -> Boxes:
@@ -128,38 +128,42 @@ def _boxes_of_mesh(mesh: DeviceMesh) -> Boxes:
         for at, ranks in by_key(zip(mesh.coordinates, mesh.ranks, strict=True)).items()
     }
     named = [[Interval(f"{name} {k}", 1) for k in range(size)] for name, size in zip(names, mesh.shape, strict=True)]
-    return Boxes(title, tuple(_panels(named, cells)), remark=_KINDS[mesh.kind])
+    return Boxes(title, tuple(_make_panels(named, cells)), remark=_MESH_REMARKS[mesh.kind])
 
 
-_KINDS = {"in_process": "all ranks in this process", "process_group": "one process per rank", "dry_run": "dry run: no data"}
+_MESH_REMARKS = {
+    "in_process": "all ranks in this process",
+    "process_group": "one process per rank",
+    "dry_run": "dry run: no data",
+}
 
 
-def _intervals(layout: Layout, dim: int) -> list[tuple[int, int]]:
+def _dim_intervals(layout: Layout, dim: int) -> list[tuple[int, int]]:
     split = layout.splits[dim]
     pairs = [(0, layout.shape[dim])] if split is None else zip(split.offsets, split.sizes, strict=True)
     return [(begin, begin + size) for begin, size in pairs if size]
 
 
-def _panels(dims: Sequence[Sequence[Interval]], cells: dict[tuple[int, ...], Box]) -> Iterator[Panel]:
-    whole = Interval("", 1)
-    rows, columns = dims[-2] if len(dims) > 1 else [whole], dims[-1] if dims else [whole]
+def _make_panels(dims: Sequence[Sequence[Interval]], cells: dict[tuple[int, ...], Box]) -> Iterator[Panel]:
+    single = Interval("", 1)
+    rows, columns = dims[-2] if len(dims) > 1 else [single], dims[-1] if dims else [single]
     for before in itertools.product(*(range(len(dim)) for dim in dims[:-2])):
         named = [dim[i].text for dim, i in zip(dims, before, strict=False)]
         boxes = tuple(
             tuple(cells[(*before, *((i,) if len(dims) > 1 else ()), *((j,) if dims else ()))] for j in range(len(columns)))
             for i in range(len(rows))
         )
-        yield Panel(f"[{', '.join([*named, ':', ':'])}]" if named else "", tuple(rows), tuple(columns), _colored(boxes))
+        yield Panel(f"[{', '.join([*named, ':', ':'])}]" if named else "", tuple(rows), tuple(columns), _color_boxes(boxes))
 
 
-def _colored(boxes: Sequence[Sequence[Box]]) -> tuple[tuple[Box, ...], ...]:
+def _color_boxes(boxes: Sequence[Sequence[Box]]) -> tuple[tuple[Box, ...], ...]:
     """Give boxes the color of their first rank, or the next one that no neighbor has."""
-    found: list[list[Box]] = []
+    colored: list[list[Box]] = []
     for i, line in enumerate(boxes):
-        found.append([])
+        colored.append([])
         for j, box in enumerate(line):
-            above = found[i - 1][max(j - 1, 0) : j + 2] if i else []
-            taken = {neighbor.color for neighbor in (*found[i][-1:], *above)}
+            above = colored[i - 1][max(j - 1, 0) : j + 2] if i else []
+            taken = {neighbor.color for neighbor in (*colored[i][-1:], *above)}
             free = (k % len(COLORS) for k in itertools.count(box.ranks[0]))
-            found[i].append(replace(box, color=next(color for color in free if color not in taken)))
-    return tuple(map(tuple, found))
+            colored[i].append(replace(box, color=next(color for color in free if color not in taken)))
+    return tuple(map(tuple, colored))

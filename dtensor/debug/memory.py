@@ -10,15 +10,15 @@ from typing import Any
 from ..base.tables import table_text
 from ..base.units import bytes_text
 from ..base.user_frames import Place
-from .memory_tracker import KINDS, Holdings, told_by_all
+from .memory_tracker import KINDS, Holdings, gather_from_processes
 from .program_recorder import Record
 
-_LINES = 5  # shown, those that allocated most
+_SHOWN_LINES = 5  # number of lines in ``str``
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Memory of a rank at one moment: ``seconds`` after the start, bytes by kind."""
+    """Memory of a rank at one moment: seconds after the start, and bytes by kind."""
 
     seconds: float
     kinds: dict[str, int]
@@ -31,7 +31,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Memory:
-    """Memory of a run, in bytes. ``str`` is a table of the rank that needs most.
+    """Memory of a run, in bytes. ``str`` is a table of the rank with the highest peak.
 
     Attributes:
         peaks: the peak of each rank.
@@ -39,7 +39,8 @@ class Memory:
             (results of operators), "communication buffers" (buffers and results of collectives) and "other" (tensors from before
             the run that are no parameters: inputs, buffers).
         timeline: every change on each rank, in order.
-        lines: for the first rank of this process with the highest peak, the lines that allocated what it holds then, with bytes.
+        lines: for the first rank of this process with the highest peak, the lines that allocated the memory of its peak, with
+            bytes.
             Tensors from before the run have no line.
         result: the return value of the function.
 
@@ -69,14 +70,14 @@ class Memory:
         return self.kinds_of[next(rank for rank, most in self.peaks.items() if most == self.peak)]
 
     def __str__(self) -> str:
-        rank = next(rank for rank, most in self.peaks.items() if most == self.peak)
+        rank = next(rank for rank, peak in self.peaks.items() if peak == self.peak)
         others = (
             f", {bytes_text(min(self.peaks.values()))} on the rank that needs least" if len(set(self.peaks.values())) > 1 else ""
         )
         rows = [("kind", "at the peak"), *((kind, bytes_text(size)) for kind, size in self.kinds.items() if size)]
-        made = [f"  {bytes_text(size)} allocated at {place.line}" for place, size in self.lines[:_LINES]]
+        allocations = [f"  {bytes_text(size)} allocated at {place.line}" for place, size in self.lines[:_SHOWN_LINES]]
         head = f"peak memory {bytes_text(self.peak)} on rank {rank} of {len(self.peaks)}{others}"
-        return "\n".join([head, table_text(rows, numbers=True), *made])
+        return "\n".join([head, table_text(rows, numbers=True), *allocations])
 
     __repr__ = __str__
 
@@ -100,37 +101,37 @@ def memory(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Memory:
     >>> found.kinds
     {'parameters': 262144, 'gradients': 262144, 'activations': 16392, 'other': 262144}
     """
-    with Record(computing=True) as record:
+    with Record(with_operators=True) as record:
         result = fn(*args, **kwargs)
-    return memory_of(record.holdings, result, gathered=True)
+    return memory_of(record.tracker, result, gathered=True)
 
 
-def memory_of(holdings: Holdings, result: Any = None, gathered: bool = False) -> Memory:
-    """Make the report; ``gathered``: of all ranks, which all call it."""
-    found = {}
-    for rank in holdings.everyone():
-        most, _, kinds = holdings.peak(rank)
-        found[rank] = most, kinds, _timeline(holdings, rank)
-    lines = lines_at_peak(holdings, max(found, key=lambda rank: found[rank][0]))
+def memory_of(tracker: Holdings, result: Any = None, gathered: bool = False) -> Memory:
+    """Return a report of the recorded memory. ``gathered``: include the ranks of all processes, which all call it."""
+    by_rank = {}
+    for rank in tracker.ranks_here():
+        peak, _, kinds = tracker.peak_of(rank)
+        by_rank[rank] = peak, kinds, _timeline_of(tracker, rank)
+    lines = lines_at_peak(tracker, max(by_rank, key=lambda rank: by_rank[rank][0]))
     if gathered:
-        found = {rank: one for each in told_by_all(holdings, found) for rank, one in each.items()}
-    peaks, kinds_of, timeline = (dict(zip(found, column, strict=True)) for column in zip(*found.values(), strict=True))
+        by_rank = {rank: one for each in gather_from_processes(tracker, by_rank) for rank, one in each.items()}
+    peaks, kinds_of, timeline = (dict(zip(by_rank, column, strict=True)) for column in zip(*by_rank.values(), strict=True))
     return Memory(peaks, kinds_of, timeline, lines, result)
 
 
-def lines_at_peak(holdings: Holdings, rank: int) -> tuple[tuple[Place, int], ...]:
-    """Return the lines that allocated what a rank holds at its peak, most bytes first."""
+def lines_at_peak(tracker: Holdings, rank: int) -> tuple[tuple[Place, int], ...]:
+    """Return the lines that allocated the memory of a rank at its peak, most bytes first."""
     sizes: Counter[Place] = Counter()
-    for store, size in holdings.held_at(rank, holdings.peak(rank)[1]):
+    for store, size in tracker.sizes_at(rank, tracker.peak_of(rank)[1]):
         if store.place.file:
             sizes[store.place] += size
     return tuple(sizes.most_common())
 
 
-def _timeline(holdings: Holdings, rank: int) -> tuple[Moment, ...]:
-    times: Sequence[int] = [when for when, _, _ in holdings.log]
+def _timeline_of(tracker: Holdings, rank: int) -> tuple[Moment, ...]:
+    times: Sequence[int] = [when for when, _, _ in tracker.log]
     moments = []
-    for count, held in holdings.over_time(rank):
+    for count, sizes in tracker.sizes_over_time(rank):
         when = (times[count - 1] - times[0]) / 1e9 if count else 0.0
-        moments.append(Moment(when, {kind: held[kind] for kind in KINDS if held[kind]}))
+        moments.append(Moment(when, {kind: sizes[kind] for kind in KINDS if sizes[kind]}))
     return tuple(moments)

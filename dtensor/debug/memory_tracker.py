@@ -1,8 +1,9 @@
-"""What each rank holds: the memory of every tensor that a program makes or uses, from its first operator to its end.
+"""Memory tracker: records the storages that each rank holds, from the first operator of a program to its end.
 
-A storage counts from the operator that made it until nobody has it, whichever tensors show it. One that was there before counts
-from the beginning. Whose it is and what for turns out later (a gradient is made as any other value and then accumulated), so what
-was held when is worked out at the end, from a log of what came and went.
+A storage counts from the operator that allocated it until it is freed, however many tensors view it. A storage from before the
+run counts from the start. The rank and the kind of a storage are known only later: a gradient is allocated as any other value
+and becomes a gradient when it is accumulated. The memory over time is therefore computed at the end, from a log of allocations
+and frees.
 """
 
 from __future__ import annotations
@@ -24,23 +25,26 @@ from ..comm import communicator_of, events
 from ..ranks.per_rank import PerRank
 from ..tensor.dtensor import DTensor
 
-PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"
+PARAMETERS, GRADIENTS, OPTIMIZER_STATE = "parameters", "gradients", "optimizer state"
 ACTIVATIONS, BUFFERS, OTHER = "activations", "communication buffers", "other"
-KINDS = (PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, BUFFERS, OTHER)
-_AT_ONCE = 2000  # storages whose sizes are looked at after an operator: programs free memory by making it small
-_LOCAL = DTensor.__dict__["_local"]  # what is computed or waited for when asked is none of ours to ask for
+KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER_STATE, ACTIVATIONS, BUFFERS, OTHER)
+_SIZE_CHECKS_PER_OPERATOR = 2000  # bounds the cost of ``check_resized``: programs free memory by resizing it to zero
+_PLAIN_LOCAL = DTensor.__dict__["_local"]  # subclasses compute or await their local value: it is not read here
 
 
 @dataclass(slots=True, eq=False)
-class Store:
-    """One storage.
+class TrackedStorage:
+    """Storage with its size, kind and ranks.
 
     Attributes:
-        kind: of :data:`KINDS`, as far as it is known by now.
-        ranks: who holds it; none: each of them one.
-        before: bytes that it had at the beginning.
-        place, operator: the line and what was called there when it was made.
-        counts: False for what only stands for something in one process, such as the terms of a sum on their way.
+        number: its index in ``Holdings.stores``.
+        nbytes: its current size.
+        kind: one of :data:`KINDS`, as far as it is known.
+        before: its bytes at the start of the run.
+        place, operator: the user's line and the operator that allocated it.
+        ranks: the ranks that hold it. Empty: every rank has one such storage.
+        is_certain: True if ``ranks`` was read from a tensor that stores the local tensors of all ranks, False if it was inferred.
+        counts: False for memory that no rank would allocate, such as the addends of an all-reduce in one process.
     """
 
     number: int
@@ -50,13 +54,13 @@ class Store:
     place: Place = NOWHERE
     operator: str = ""
     ranks: set[int] = field(default_factory=set)
-    sure: bool = False
+    is_certain: bool = False
     counts: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class Birth:
-    """What makes memory just now."""
+class AllocationOrigin:
+    """The line and the operator that allocate memory now, and the kind of that memory."""
 
     place: Place
     operator: str
@@ -64,188 +68,198 @@ class Birth:
     counts: bool = True
 
 
-_BEFORE = Birth(NOWHERE, "", OTHER)
+_FROM_BEFORE = AllocationOrigin(NOWHERE, "", OTHER)
 
 
 class Holdings:
-    """Every storage seen, and when it came and went."""
+    """Record every storage, when it was allocated and when it was freed."""
 
     def __init__(self) -> None:
-        self.log: list[tuple[int, int, int]] = []  # nanoseconds, number of the store, bytes more
-        self.stores: list[Store] = []
-        self.ranks: set[int] = set()  # of meshes whose ranks live here
-        self._known: dict[int, tuple[Store, weakref.ref[Any]]] = {}
+        self.log: list[tuple[int, int, int]] = []  # (nanoseconds, storage number, change in bytes)
+        self.stores: list[TrackedStorage] = []
+        self.ranks: set[int] = set()  # ranks of in-process meshes
+        self._tracked: dict[int, tuple[TrackedStorage, weakref.ref[Any]]] = {}
         self._leaves: dict[int, weakref.ref[Tensor]] = {}
 
-    # --- what comes and goes -------------------------------------------------------------------------------------------
-    def made(self, values: Iterable[Tensor], rank: int | None, birth: Birth) -> None:
-        """Results of a local operator: memory that is not known is new."""
+    # --- allocations and frees -------------------------------------------------------------------------------------------
+    def record_results(self, values: Iterable[Tensor], rank: int | None, origin: AllocationOrigin) -> None:
+        """Record the results of an operator. A storage that is not tracked yet is new."""
         for x in values:
-            for own, piece in pieces(x):
-                self._store(piece, rank if own is None else own, own is not None, birth)
+            for own, local in local_tensors_of(x):
+                self._track_storage(local, rank if own is None else own, own is not None, origin)
 
-    def given(self, x: Tensor) -> int | None:
-        """An operand: what is not known was there before. Whose it is, as far as one rank has it.
+    def record_operand(self, x: Tensor) -> int | None:
+        """Record an operand. Return the one rank that holds it, or None if it is unknown or not one.
 
-        A leaf that gets a gradient is a parameter; in backward passes what autograd has saved looks like one.
+        A storage that is not tracked yet is from before the run. A leaf that requires a gradient is a parameter. Backward passes
+        are excluded from this, because tensors that autograd saved look like leaves.
         """
-        whose = [rank for store in self._shown(x) if len(store.ranks) == 1 for rank in store.ranks]
+        owners = [rank for store in self._storages_of(x) if len(store.ranks) == 1 for rank in store.ranks]
         if graph_task() == -1 and type(x) is not PerRank and not x._is_view() and x.requires_grad and x.is_leaf:
-            self.name([x], PARAMETERS)
+            self.set_kind([x], PARAMETERS)
             self._leaves.setdefault(id(x), weakref.ref(x))
-        return whose[-1] if whose else None
+        return owners[-1] if owners else None
 
-    def touched(self, values: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
-        """Numbers of the stores that tensors show, with the bytes that they show of them."""
-        found = [(self._known.get(storage._cdata), x) for x in values if (storage := storage_of(x)) is not None]
-        return tuple((known[0].number, x.numel() * x.element_size()) for known, x in found if known is not None)
+    def touched_storages(self, values: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
+        """Return (number of the storage, bytes of the tensor) for each tensor with a tracked storage."""
+        entries = [(self._tracked.get(storage._cdata), x) for x in values if (storage := own_storage_of(x)) is not None]
+        return tuple((entry[0].number, x.numel() * x.element_size()) for entry, x in entries if entry is not None)
 
-    def name(self, values: Iterable[Tensor], kind: str) -> None:
-        """These are of that kind, from their beginning on."""
+    def set_kind(self, values: Iterable[Tensor], kind: str) -> None:
+        """Set the kind of the storages of these tensors, for their whole lifetime."""
         for x in values:
-            for store in self._shown(x):
+            for store in self._storages_of(x):
                 store.kind = kind
 
-    def claimed(self, result: Any) -> None:
-        """What a collective gave: the ranks' own."""
-        for store in self._shown(result):
+    def mark_collective_result(self, result: Any) -> None:
+        """Count the storages of a collective's result as memory of the ranks."""
+        for store in self._storages_of(result):
             store.counts = True
 
-    def _shown(self, x: Any) -> list[Store]:
-        """The memory of a tensor that was there before."""
-        found = (self._store(piece, rank, rank is not None, None) for rank, piece in pieces(x))
-        return [store for store in found if store is not None]
+    def _storages_of(self, x: Any) -> list[TrackedStorage]:
+        """Return the storages of a tensor. A storage that is not tracked yet is from before the run."""
+        storages = (self._track_storage(local, rank, rank is not None, None) for rank, local in local_tensors_of(x))
+        return [store for store in storages if store is not None]
 
-    def accumulated(self) -> None:
-        """The gradients that leaves have by now."""
+    def mark_gradients(self) -> None:
+        """Mark the gradients that leaves have now."""
         for key, leaf in list(self._leaves.items()):
             x = leaf()
             if x is None:
                 del self._leaves[key]
             elif x.grad is not None:
-                self.name([x.grad], GRADIENTS)
+                self.set_kind([x.grad], GRADIENTS)
 
-    def resized(self) -> None:
-        """Looks for memory that has been made smaller or larger in place."""
-        if self.log and len(self.log) % (1 + len(self._known) // _AT_ONCE):
+    def check_resized(self) -> None:
+        """Record storages that were resized in place. With many storages, not every call checks them."""
+        if self.log and len(self.log) % (1 + len(self._tracked) // _SIZE_CHECKS_PER_OPERATOR):
             return
-        for store, storage in list(self._known.values()):
+        for store, storage in list(self._tracked.values()):
             alive = storage()
             if alive is not None and alive.nbytes() != store.nbytes:
-                self._changed(store, alive.nbytes())
+                self._record_size(store, alive.nbytes())
 
-    def _changed(self, store: Store, nbytes: int) -> None:
+    def _record_size(self, store: TrackedStorage, nbytes: int) -> None:
         if nbytes == store.nbytes:
             return
         self.log.append((time.perf_counter_ns(), store.number, nbytes - store.nbytes))
         store.nbytes = nbytes
 
-    def _store(self, x: Tensor, rank: int | None, sure: bool, birth: Birth | None) -> Store | None:
-        storage = storage_of(x)
+    def _track_storage(
+        self, x: Tensor, rank: int | None, is_certain: bool, origin: AllocationOrigin | None
+    ) -> TrackedStorage | None:
+        storage = own_storage_of(x)
         if storage is None:
             return None
-        known = self._known.get(storage._cdata)
-        store = self._new(storage, birth) if known is None else known[0]
-        if known is not None and not sure:  # a view; or what one rank uses of what each has
+        entry = self._tracked.get(storage._cdata)
+        store = self._add_storage(storage, origin) if entry is None else entry[0]
+        if entry is not None and not is_certain:  # a view, or one rank's use of a storage that every rank has
             rank = None
         if store.nbytes != storage.nbytes():
-            self._changed(store, storage.nbytes())
-        if rank is not None and (sure or not store.sure):
-            store.ranks = store.ranks | {rank} if store.sure and sure else {rank}
-            store.sure = store.sure or sure
+            self._record_size(store, storage.nbytes())
+        if rank is not None and (is_certain or not store.is_certain):
+            store.ranks = store.ranks | {rank} if store.is_certain and is_certain else {rank}
+            store.is_certain = store.is_certain or is_certain
             self.ranks.add(rank)
         return store
 
-    def _new(self, storage: Any, birth: Birth | None) -> Store:
-        nbytes, now = storage.nbytes(), birth or _BEFORE
-        store = Store(len(self.stores), nbytes, now.kind, 0, now.place, now.operator, counts=now.counts)
+    def _add_storage(self, storage: Any, origin: AllocationOrigin | None) -> TrackedStorage:
+        nbytes, source = storage.nbytes(), origin or _FROM_BEFORE
+        store = TrackedStorage(len(self.stores), nbytes, source.kind, 0, source.place, source.operator, counts=source.counts)
         self.stores.append(store)
-        if birth is None:
+        if origin is None:
             store.before = nbytes
         else:
             self.log.append((time.perf_counter_ns(), store.number, nbytes))
         key = storage._cdata
 
-        def died(_: Any) -> None:
-            self._known.pop(key, None)
-            self._changed(store, 0)
+        def on_freed(_: Any) -> None:
+            self._tracked.pop(key, None)
+            self._record_size(store, 0)
 
-        self._known[key] = store, weakref.ref(storage, died)
+        self._tracked[key] = store, weakref.ref(storage, on_freed)
         return store
 
-    def end(self) -> None:
-        """Nothing more is followed."""
-        self.accumulated()
-        self._known.clear()
+    def finish(self) -> None:
+        """Stop tracking. The log stays."""
+        self.mark_gradients()
+        self._tracked.clear()
         self._leaves.clear()
 
-    # --- what was held -------------------------------------------------------------------------------------------------
-    def everyone(self) -> tuple[int, ...]:
-        """The ranks whose memory this process sees: all of them, or its own."""
+    # --- memory over time ----------------------------------------------------------------------------------------------------
+    def ranks_here(self) -> tuple[int, ...]:
+        """Return the ranks with memory in this process: all ranks of in-process meshes, or the rank of this process."""
         return tuple(sorted(self.ranks)) or (dist.get_rank() if dist.is_initialized() else 0,)
 
-    def over_time(self, rank: int) -> Iterator[tuple[int, Counter[str]]]:
-        """Before and after each entry of the log: how many were read, and the bytes by kind (always the same counter)."""
-        held: Counter[str] = Counter()
+    def sizes_over_time(self, rank: int) -> Iterator[tuple[int, Counter[str]]]:
+        """Yield (number of log entries read, bytes by kind) for a rank: at the start, then after each change.
+
+        The yielded counter is one object, updated in place.
+        """
+        sizes: Counter[str] = Counter()
         for store in self.stores:
-            if self._counts(store, rank):
-                held[store.kind] += store.before
-        yield 0, held
-        for count, (_, number, more) in enumerate(list(self.log), 1):
+            if self._counts_for_rank(store, rank):
+                sizes[store.kind] += store.before
+        yield 0, sizes
+        for count, (_, number, change) in enumerate(list(self.log), 1):
             store = self.stores[number]
-            if self._counts(store, rank):
-                held[store.kind] += more
-                yield count, held
+            if self._counts_for_rank(store, rank):
+                sizes[store.kind] += change
+                yield count, sizes
 
-    def peak(self, rank: int) -> tuple[int, int, dict[str, int]]:
-        """Most bytes that a rank holds at once; how many entries of the log lead there; the bytes by kind then."""
-        most, at, kinds = -1, 0, {}
-        for count, held in self.over_time(rank):
-            if (total := held.total()) > most:
-                most, at, kinds = total, count, dict(held)
-        return most, at, {kind: kinds[kind] for kind in KINDS if kinds.get(kind)}
+    def peak_of(self, rank: int) -> tuple[int, int, dict[str, int]]:
+        """Return the peak of a rank in bytes, the number of log entries up to it, and the bytes by kind then."""
+        peak_bytes, position, kinds = -1, 0, {}
+        for count, sizes in self.sizes_over_time(rank):
+            if (total := sizes.total()) > peak_bytes:
+                peak_bytes, position, kinds = total, count, dict(sizes)
+        return peak_bytes, position, {kind: kinds[kind] for kind in KINDS if kinds.get(kind)}
 
-    def held_at(self, rank: int, count: int) -> list[tuple[Store, int]]:
-        """What a rank holds after so many entries of the log, in bytes."""
-        sizes = {store.number: store.before for store in self.stores if self._counts(store, rank)}
-        for _, number, more in self.log[:count]:
+    def sizes_at(self, rank: int, count: int) -> list[tuple[TrackedStorage, int]]:
+        """Return the storages of a rank with their bytes, after the first ``count`` log entries."""
+        sizes = {store.number: store.before for store in self.stores if self._counts_for_rank(store, rank)}
+        for _, number, change in self.log[:count]:
             if number in sizes:
-                sizes[number] += more
+                sizes[number] += change
         return [(self.stores[number], size) for number, size in sizes.items() if size]
 
     @staticmethod
-    def _counts(store: Store, rank: int) -> bool:
+    def _counts_for_rank(store: TrackedStorage, rank: int) -> bool:
         return store.counts and (not store.ranks or rank in store.ranks)
 
 
-def told_by_all(holdings: Holdings, value: Any) -> list[Any]:
-    """What each process says, by rank; all ask. Of one process its own. It is no collective of the program's."""
-    alone = holdings.ranks or not dist.is_initialized() or dist.get_backend() == "fake"
-    if alone:
+def gather_from_processes(tracker: Holdings, value: Any) -> list[Any]:
+    """Return the values of all processes, by rank. All processes call it.
+
+    The exchange is not reported as a collective of the program. Return ``[value]`` if this process holds all ranks, or if there
+    is no real process group.
+    """
+    is_complete = tracker.ranks or not dist.is_initialized() or dist.get_backend() == "fake"
+    if is_complete:
         return [value]
-    told: list[Any] = [None] * dist.get_world_size()
-    events.issuing(dist.all_gather_object)(told, value)
-    return told
+    gathered: list[Any] = [None] * dist.get_world_size()
+    events.issuing(dist.all_gather_object)(gathered, value)
+    return gathered
 
 
-def pieces(x: Any) -> list[tuple[int | None, Tensor]]:
-    """The tensors that have the memory of one, each with its rank where several live here."""
+def local_tensors_of(x: Any) -> list[tuple[int | None, Tensor]]:
+    """Return (rank, tensor) for each local tensor of ``x``. The rank is None if this process is one rank."""
     if isinstance(x, DTensor):
-        if type(x)._local is not _LOCAL:
+        if type(x)._local is not _PLAIN_LOCAL:
             return []
         mesh = x._layout.mesh
         own = communicator_of(mesh).pieces(x._local)
-        return [(mesh.ranks[k] if mesh.kind == "in_process" else None, piece) for k, piece in own.items()]
+        return [(mesh.ranks[k] if mesh.kind == "in_process" else None, local) for k, local in own.items()]
     if isinstance(x, PerRank):
         return list(enumerate(x.shards))
     return [(None, x)] if isinstance(x, Tensor) else []
 
 
-def storage_of(x: Tensor) -> Any:
-    """The memory of a plain tensor; None if it has none of its own."""
+def own_storage_of(x: Tensor) -> Any:
+    """Return the storage of a plain tensor; None if it has none."""
     if x.layout is not torch.strided:
         return None
     try:
         return x.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # under a transform of torch.func, or of another library's class
+    except (NotImplementedError, RuntimeError):  # a torch.func wrapper, or a subclass of another library
         return None

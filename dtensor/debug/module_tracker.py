@@ -1,4 +1,4 @@
-"""Which module's forward or backward a collective belongs to, and the layouts of the parameters met on the way."""
+"""Module tracker: finds the module that issues a collective, and collects the placements of parameters."""
 
 from __future__ import annotations
 
@@ -14,122 +14,125 @@ from ..base.torch_internals import graph_task, sequence_number
 from ..comm.events import Event
 from ..tensor.dtensor import DTensor
 
-# by log, the modules entered here, and where autograd's count of nodes stood
-_RUNNING: ContextVar[tuple[tuple[Any, str, int], ...]] = ContextVar("running", default=())
+# Per tracker: the modules entered in this context, with the sequence number of autograd at their entry.
+_RUNNING_MODULES: ContextVar[tuple[tuple[Any, str, int], ...]] = ContextVar("running", default=())
 
 
-def _nowhere() -> bool:
+def _is_never_tracked() -> bool:
     return False
 
 
-class _Leaving:
-    """The end of a module's forward. A module may be copied or pickled meanwhile: the log is no part of it, and the hook that a
-    copy gets takes itself away."""
+class _ForwardEndHook:
+    """Forward hook that reports the end of a module's forward to the tracker.
 
-    def __init__(self, log: ModuleLog | None = None) -> None:
-        self._log = log
+    A module may be copied or pickled during tracking. The copy of this hook has no tracker, and removes itself when it first
+    runs.
+    """
+
+    def __init__(self, tracker: ModuleTracker | None = None) -> None:
+        self._tracker = tracker
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
-        if self._log is not None:
-            self._log.left(module)
+        if self._tracker is not None:
+            self._tracker.on_forward_end(module)
             return
         for number in [number for number, hook in module._forward_hooks.items() if hook is self]:
             del module._forward_hooks[number], module._forward_hooks_always_called[number]
 
     def __reduce__(self) -> Any:
-        return _Leaving, ()
+        return _ForwardEndHook, ()
 
 
-class ModuleLog:
-    """Follows modules from :meth:`follow` to :meth:`stop`: ``record`` books a collective on the innermost one that is running.
+class ModuleTracker:
+    """Track modules from :meth:`start_tracking` to :meth:`stop_tracking`, and count collectives by the innermost running module.
 
-    Backward runs outside of modules: what it communicates is booked on the whole.
+    Backward passes run outside of modules, so their collectives count for "all modules".
     """
 
     def __init__(self) -> None:
         self.parameters: dict[str, dict[str, nn.Parameter]] = {}
         self.collectives: dict[tuple[str, str], Counter[str]] = {}  # (module, "forward" | "backward") -> kinds
         self._names: dict[nn.Module, str] = {}
-        self._seen: dict[str, str] = {}  # names of the modules that ran, in order, and their types
-        self._spans: list[tuple[int, int, str]] = []  # of the modules that have run, which of autograd's numbers they used
+        self._module_types: dict[str, str] = {}  # of the modules that ran, in order
+        self._spans: list[tuple[int, int, str]] = []  # sequence numbers (first, end) and name of each finished forward
         self._hooks: list[Any] = []
-        self._here = _nowhere
+        self._is_tracked_here = _is_never_tracked
 
-    def follow(self, here: Callable[[], bool]) -> None:
-        """From now on; ``here`` tells whether a module runs where it shall be followed: hooks hear those of all threads."""
+    def start_tracking(self, is_tracked_here: Callable[[], bool]) -> None:
+        """Start tracking. Torch's hooks run in all threads; ``is_tracked_here`` returns True in those to track."""
         self.parameters.clear()
         self.collectives.clear()
-        self._seen.clear()
+        self._module_types.clear()
         self._spans.clear()
-        self._here = here
-        self._hooks.append(register_module_forward_pre_hook(self._entered))
+        self._is_tracked_here = is_tracked_here
+        self._hooks.append(register_module_forward_pre_hook(self._on_forward_start))
 
-    def stop(self) -> None:
-        """No longer."""
+    def stop_tracking(self) -> None:
+        """Remove all hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         self._names.clear()
-        self._here = _nowhere
+        self._is_tracked_here = _is_never_tracked
 
-    def _entered(self, module: nn.Module, _: Any) -> None:
-        if not self._here():
+    def _on_forward_start(self, module: nn.Module, _: Any) -> None:
+        if not self._is_tracked_here():
             return
-        if module not in self._names:  # a root, named by its type, or a module that no other lists
+        if module not in self._names:  # a root module: named by its type
             root = type(module).__name__
             for name, inner in module.named_modules():
-                if inner not in self._names:  # its last hook: what its other hooks communicate is its own
+                if inner not in self._names:  # last hook: its other hooks belong to the forward
                     self._names[inner] = f"{root}.{name}" if name else root
-                    self._hooks.append(inner.register_forward_hook(_Leaving(self), always_call=True))
+                    self._hooks.append(inner.register_forward_hook(_ForwardEndHook(self), always_call=True))
         name = self._names[module]
-        _RUNNING.set((*_RUNNING.get(), (self, name, sequence_number())))
-        self._seen[name] = type(module).__name__
+        _RUNNING_MODULES.set((*_RUNNING_MODULES.get(), (self, name, sequence_number())))
+        self._module_types[name] = type(module).__name__
         own = dict(module.named_parameters(recurse=False))
         if own:
             self.parameters[name] = own
 
-    def left(self, module: nn.Module) -> None:
-        """Its forward has ended."""
-        running = _RUNNING.get()
+    def on_forward_end(self, module: nn.Module) -> None:
+        """Remove a module from the running ones."""
+        running = _RUNNING_MODULES.get()
         own = (self, self._names.get(module))
         last = max((place for place, entered in enumerate(running) if entered[:2] == own), default=None)
         if last is not None:
             self._spans.append((running[last][2], sequence_number(), running[last][1]))
-            _RUNNING.set(running[:last] + running[last + 1 :])
+            _RUNNING_MODULES.set(running[:last] + running[last + 1 :])
 
-    def record(self, event: Event) -> None:
+    def record_collective(self, event: Event) -> None:
         in_backward = graph_task() != -1
-        where = ("all modules", "backward") if in_backward else (self.running() or "outside", "forward")
+        where = ("all modules", "backward") if in_backward else (self.running_module() or "outside", "forward")
         self.collectives.setdefault(where, Counter())[event.kind] += 1
 
-    def running(self) -> str:
-        """The innermost module that runs here; "" if none does."""
-        return next((name for log, name, _ in reversed(_RUNNING.get()) if log is self), "")
+    def running_module(self) -> str:
+        """Return the name of the innermost module that runs in this context; "" if there is none."""
+        return next((name for tracker, name, _ in reversed(_RUNNING_MODULES.get()) if tracker is self), "")
 
-    def made_in(self, node: Any) -> str:
-        """The innermost module that made a node of autograd's; "" if none did."""
+    def module_of_node(self, node: Any) -> str:
+        """Return the name of the innermost module that created an autograd node; "" if no module did."""
         number = node._sequence_nr()
-        found = [(first, -end, name) for first, end, name in self._spans if first <= number < end]
-        return max(found)[2] if found else ""
+        spans = [(first, -end, name) for first, end, name in self._spans if first <= number < end]
+        return max(spans)[2] if spans else ""
 
-    def inclusive(self) -> dict[str, dict[str, Counter[str]]]:
-        """Collectives by module and phase, a module's with those of its parts; "Global" has all, and all of backward's."""
-        found: dict[str, dict[str, Counter[str]]]
-        found = {name: {"forward": Counter(), "backward": Counter()} for name in ("Global", *self._seen)}
+    def counts_by_module(self) -> dict[str, dict[str, Counter[str]]]:
+        """Return collectives by module and phase, submodules included. "Global" has all collectives."""
+        by_module: dict[str, dict[str, Counter[str]]]
+        by_module = {name: {"forward": Counter(), "backward": Counter()} for name in ("Global", *self._module_types)}
         for (name, phase), counts in self.collectives.items():
-            found["Global"][phase].update(counts)
-            for module in found:
+            by_module["Global"][phase].update(counts)
+            for module in by_module:
                 if module == name or name.startswith(f"{module}."):
-                    found[module][phase].update(counts)
-        return found
+                    by_module[module][phase].update(counts)
+        return by_module
 
-    def tree(self) -> dict[str, Any]:
-        """All that ran as nested values of JSON: each module below the innermost one around it that ran too."""
+    def as_tree(self) -> dict[str, Any]:
+        """Return the modules that ran as nested JSON values; the children of a module are its submodules that ran."""
         nodes: dict[str, dict[str, Any]] = {}
-        for name, phases in self.inclusive().items():
+        for name, phases in self.counts_by_module().items():
             nodes[name] = {
                 "fqn": name,
-                "module_type": self._seen.get(name, ""),
+                "module_type": self._module_types.get(name, ""),
                 "parameters": [
                     [parameter, str(value.placements) if isinstance(value, DTensor) else "not distributed"]
                     for parameter, value in self.parameters.get(name, {}).items()
@@ -138,13 +141,13 @@ class ModuleLog:
                 **{f"collectives_{phase}": [[kind, count] for kind, count in own.items()] for phase, own in phases.items()},
                 **{f"operations_{phase}": [] for phase in phases},
             }
-        for name in self._seen:
-            around = [other for other in self._seen if name.startswith(f"{other}.")]
+        for name in self._module_types:
+            around = [other for other in self._module_types if name.startswith(f"{other}.")]
             nodes[max(around, key=len, default="Global")]["children"].append(nodes[name])
         return nodes["Global"]
 
-    def sharding(self) -> dict[str, tuple[Any, ...]]:
-        """Placements of every parameter that is a DTensor, by ``module.parameter``."""
+    def placements_by_parameter(self) -> dict[str, tuple[Any, ...]]:
+        """Return the placements of every parameter that is a DTensor, by ``module.parameter``."""
         return {
             f"{module}.{name}": p.placements
             for module, own in self.parameters.items()
@@ -152,8 +155,8 @@ class ModuleLog:
             if isinstance(p, DTensor)
         }
 
-    def table(self) -> str:
-        """The modules in order of first use, indented by depth, with the placements of their parameters and their collectives."""
+    def text_table(self) -> str:
+        """Return the modules in order of first use, indented by depth, with placements of parameters and collectives."""
         names = list(dict.fromkeys([*self.parameters, *(name for name, _ in self.collectives)]))
         lines = []
         for name in names:

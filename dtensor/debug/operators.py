@@ -1,7 +1,7 @@
-"""Every operator that runs while somebody records: what it is called on, its FLOPs and its time, on each rank.
+"""Operators of a recorded program: operands, results, FLOP and time of every operator on each rank.
 
-A dispatch mode sees them below autograd. What it sees it runs as it is: distributed ones as torch would, local ones by going on.
-Planning, which runs operators without data, is not seen.
+A dispatch mode sees them below autograd. It runs each operator unchanged: one on DTensors through their ``__torch_dispatch__``,
+one on local tensors by redispatch. Planning runs operators without data and is not recorded.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from ..mesh.device_mesh import DeviceMesh
 from ..ranks.per_rank import PerRank
 from ..rules.op_traits import facts_of, shows_memory
 from ..tensor.dtensor import DTensor
-from .memory_tracker import ACTIVATIONS, BUFFERS, Birth, Holdings
+from .memory_tracker import ACTIVATIONS, BUFFERS, AllocationOrigin, Holdings
 
 _ATTENTION = "_scaled_dot_product_flash_attention"
 _COUNTED_AS = {
     getattr(torch.ops.aten, f"{_ATTENTION}_for_cpu{way}"): getattr(torch.ops.aten, _ATTENTION + way) for way in ("", "_backward")
 }
-_ASIDE = ("profiler", "prim")  # namespaces of operators that compute nothing
+_IGNORED_NAMESPACES = ("profiler", "prim")  # namespaces of operators that compute nothing
 Origin = Callable[[], tuple[Place, str, str]]  # the user's line, the phase, the module
 
 
 @dataclass(slots=True, eq=False)
 class LocalCall:
-    """One operator on one rank's tensors.
+    """Operator call on the local tensors of one rank.
 
     Attributes:
-        rank: whose; None where this process is one rank.
+        rank: the rank; None if this process is one rank.
         start, end: nanoseconds of ``time.perf_counter_ns``.
-        flops: as torch's ``FlopCounterMode`` counts them, which knows no attention of CPUs: that is counted alike.
-        bytes: read and written.
-        pace: the rate of its products, over that of large matrix products.
-        reads, writes: of each tensor with memory of its own, the number of that memory among ``Holdings.stores``, and bytes.
+        flops: as torch's ``FlopCounterMode`` counts them. It does not know CPU attention, which counts as flash attention.
+        bytes: bytes read and written.
+        rate: the rate of its matrix products, relative to large matrix products.
+        reads, writes: for each tensor, the number of its storage in ``Holdings.stores``, and bytes.
     """
 
     rank: int | None
@@ -60,23 +60,23 @@ class LocalCall:
     flops: int
     bytes: int
     dtype: torch.dtype
-    pace: float = 1.0
+    rate: float = 1.0
     reads: tuple[tuple[int, int], ...] = ()
     writes: tuple[tuple[int, int], ...] = ()
 
     def seconds(self, device: Device) -> float:
-        """Estimated on a device."""
-        return device.seconds(self.flops / self.pace, self.bytes, self.dtype)
+        """Return the seconds estimated on a device."""
+        return device.seconds(self.flops / self.rate, self.bytes, self.dtype)
 
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """One operator of the program, with the local operators that it runs on each rank.
+    """Operator of the program, with the local operators that it runs on each rank.
 
     Attributes:
-        operator: ``"aten::mm"``.
-        operands, results: dtype, global shape and placements; of plain tensors dtype and shape.
-        place, phase, module: as of a :class:`.program_recorder.Movement`.
+        operator: its name, such as ``"aten::mm"``.
+        operands, results: dtype, global shape and placements; for plain tensors, dtype and shape.
+        place, phase, module: as in :class:`.program_recorder.RecordedCollective`.
     """
 
     operator: str
@@ -93,160 +93,166 @@ class Operation:
 
     @property
     def flops(self) -> int:
-        """Of one rank, the most over ranks."""
+        """FLOP of one rank: the maximum over ranks."""
         return max((sum(call.flops for call in calls) for calls in self.by_rank().values()), default=0)
 
     @property
     def measured(self) -> float:
-        """Seconds that the slowest rank took on the host, one operator after the other."""
+        """Seconds that the slowest rank took on the host, one operator after another."""
         return max((sum(call.end - call.start for call in calls) for calls in self.by_rank().values()), default=0) / 1e9
 
     @property
     def seconds(self) -> float:
-        """Estimated for the slowest rank, by the profile of the machine."""
+        """Seconds estimated for the slowest rank, by the machine profile."""
         return max((sum(map(self.estimated, calls)) for calls in self.by_rank().values()), default=0.0)
 
     def estimated(self, call: LocalCall) -> float:
-        """Seconds of one of its calls."""
+        """Return the estimated seconds of one of its local calls."""
         return call.seconds(DEVICES[STANDS_FOR["cpu"]] if self.mesh is None else device_of(self.mesh))
 
 
 class Operators(TorchDispatchMode):
-    """Tells ``record`` of every operator of this thread and its backward passes.
+    """Record every operator of this thread and of its backward passes in ``operations``.
 
     Attributes:
-        records: whether one is wanted here.
-        collectives: how many collectives are being issued or ended; their own operators are no operations.
-        counts: whether what these allocate is held: in one process it only stands for what arrives.
+        origin: returns the user's line, the phase and the module of the code that runs now.
+        is_recording: returns True in the threads and tasks that must be recorded.
+        collectives: number of collectives that are being issued or ended. Operators inside them are not recorded.
+        counts_memory: False while a collective of an in-process mesh runs, because no rank would allocate its buffers.
     """
 
     supports_higher_order_operators = True
     looks_on = True
 
-    def __init__(self, holdings: Holdings, asked: Origin, records: Callable[[], bool]) -> None:
+    def __init__(self, tracker: Holdings, origin: Origin, is_recording: Callable[[], bool]) -> None:
         super().__init__()
         self.operations: list[Operation] = []
-        self.holdings, self.asked, self.records = holdings, asked, records
-        self.collectives, self.counts = 0, True
+        self.tracker, self.origin, self.is_recording = tracker, origin, is_recording
+        self.collectives, self.counts_memory = 0, True
         self._running: list[Operation] = []
         self._in_backward = False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """What is compiled stays compiled."""
+        """Return True: torch.compile may run inside this mode."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        no_operator = not isinstance(func, OpOverload) or func.namespace in _ASIDE
-        if no_operator or under_way() or FakeTensor in types or not self.records():
+        no_operator = not isinstance(func, OpOverload) or func.namespace in _IGNORED_NAMESPACES
+        if no_operator or under_way() or FakeTensor in types or not self.is_recording():
             return func(*args, **kwargs)
         kinds = [kind for kind in types if issubclass(kind, DTensor)]
-        if kinds and all(issubclass(kind, (DTensor, PerRank)) for kind in types):  # the most derived one is asked, as torch does
-            return self._distributed(max(kinds, key=lambda kind: len(kind.__mro__)), func, types, args, kwargs)
+        if kinds and all(issubclass(kind, (DTensor, PerRank)) for kind in types):  # torch calls the most derived class
+            return self._run_distributed(max(kinds, key=lambda kind: len(kind.__mro__)), func, types, args, kwargs)
         if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
-            return NotImplemented  # it is asked itself, and its own calls come here
+            return NotImplemented  # torch calls that class; this mode sees the operators it runs
         if torch.is_inference_mode_enabled() and has_kernel(func.name(), "CompositeImplicitAutograd"):
             with self:
-                made = func.decompose(*args, **kwargs)
-            if made is not NotImplemented:
-                return made
-        return self._local(func, args, kwargs)
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return self._run_local(func, args, kwargs)
 
     # --- operators ------------------------------------------------------------------------------------------------------
-    def _distributed(self, kind: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = tensors((args, kwargs))
-        for x in given:
-            self.holdings.given(x)
-        with self._begun(func, given) as operation, self:
-            made = kind.__torch_dispatch__(func, types, args, kwargs)
-        values = tensors(made)
-        self.holdings.made(values, None, self._birth())
-        return self._ended(operation, values, made)
+    def _run_distributed(self, kind: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operands = tensors((args, kwargs))
+        for x in operands:
+            self.tracker.record_operand(x)
+        with self._run_as_operation(func, operands) as operation, self:
+            result = kind.__torch_dispatch__(func, types, args, kwargs)
+        values = tensors(result)
+        self.tracker.record_results(values, None, self._allocation_origin())
+        return self._finish_operation(operation, values, result)
 
-    def _local(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = tensors((args, kwargs))
-        if func is torch.ops.aten.lift_fresh.default:  # made of Python numbers just now
-            self.holdings.made(given, None, self._birth())
-        rank = self._rank_of(given)
+    def _run_local(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operands = tensors((args, kwargs))
+        if func is torch.ops.aten.lift_fresh.default:  # its operand was just made from Python numbers
+            self.tracker.record_results(operands, None, self._allocation_origin())
+        rank = self._rank_of_operands(operands)
         operation = self._running[-1] if self._running else None
         own = operation is None and not self.collectives
-        with self._begun(func, given) if own else nullcontext(operation) as operation:
+        with self._run_as_operation(func, operands) if own else nullcontext(operation) as operation:
             start = time.perf_counter_ns()
-            made = func(*args, **kwargs)
+            result = func(*args, **kwargs)
             end = time.perf_counter_ns()
-        values = tensors(made)
-        self.holdings.resized()
-        self.holdings.made(values, rank, self._birth(operation))
+        values = tensors(result)
+        self.tracker.check_resized()
+        self.tracker.record_results(values, rank, self._allocation_origin(operation))
         if operation is not None and not self.collectives and not shows_memory(func):
             touches = facts_of(func).touches
-            read, written = given if touches == "all" else [], values if touches != "nothing" else []
-            reads, writes = self.holdings.touched(read), self.holdings.touched(written)
+            read, written = operands if touches == "all" else [], values if touches != "nothing" else []
+            reads, writes = self.tracker.touched_storages(read), self.tracker.touched_storages(written)
             nbytes = sum(x.numel() * x.element_size() for x in (*read, *written))
-            dtype = (values or given)[0].dtype if values or given else torch.float32
-            flops, pace = _flops(func, args, kwargs, made), _pace(func, args, kwargs)
-            operation.calls.append(LocalCall(rank, func.name(), start, end, flops, nbytes, dtype, pace, reads, writes))
-        return self._ended(operation, values, made) if own and operation is not None else made
+            dtype = (values or operands)[0].dtype if values or operands else torch.float32
+            flops, rate = _count_flops(func, args, kwargs, result), _relative_rate(func, args, kwargs)
+            operation.calls.append(LocalCall(rank, func.name(), start, end, flops, nbytes, dtype, rate, reads, writes))
+        return self._finish_operation(operation, values, result) if own and operation is not None else result
 
     @contextmanager
-    def _begun(self, func: Any, given: Sequence[Tensor]) -> Iterator[Operation]:
-        """An operation, while it runs."""
-        self._sweep()
-        mesh = next((x._layout.mesh for x in given if isinstance(x, DTensor)), None)
-        operation = Operation(func._schema.name, tuple(map(described, given)), *self.asked(), mesh)
+    def _run_as_operation(self, func: Any, operands: Sequence[Tensor]) -> Iterator[Operation]:
+        """Make an operation, and make it the innermost running one inside the block."""
+        self._mark_gradients_after_backward()
+        mesh = next((x._layout.mesh for x in operands if isinstance(x, DTensor)), None)
+        operation = Operation(func._schema.name, tuple(map(describe_tensor, operands)), *self.origin(), mesh)
         self._running.append(operation)
         try:
             yield operation
         finally:
             self._running.remove(operation)
 
-    def _ended(self, operation: Operation, values: Sequence[Tensor], made: Any) -> Any:
-        operation.results = tuple(map(described, values))
+    def _finish_operation(self, operation: Operation, values: Sequence[Tensor], result: Any) -> Any:
+        """Set the results of an operation. Store it, or add its local calls to the operation around it. Return ``result``."""
+        operation.results = tuple(map(describe_tensor, values))
         if operation.calls and not self._running:
             self.operations.append(operation)
         elif self._running:
             self._running[-1].calls += operation.calls
-        return made
+        return result
 
-    def _sweep(self) -> None:
-        """After a backward pass, whose gradients are which."""
+    def _mark_gradients_after_backward(self) -> None:
+        """Mark the gradients of leaves once a backward pass has ended."""
         in_backward = graph_task() != -1
         if self._in_backward and not in_backward:
-            self.holdings.accumulated()
+            self.tracker.mark_gradients()
         self._in_backward = in_backward
 
     # --- memory ---------------------------------------------------------------------------------------------------------
-    def _birth(self, operation: Operation | None = None) -> Birth:
+    def _allocation_origin(self, operation: Operation | None = None) -> AllocationOrigin:
+        """Return the origin of memory that is allocated now."""
         running = operation or (self._running[-1] if self._running else None)
-        place, name = self.asked()[0] if running is None else running.place, "" if running is None else running.operator
+        place, name = self.origin()[0] if running is None else running.place, "" if running is None else running.operator
         moving = self.collectives or any(not isinstance(cause, Cause) for cause in events.CAUSES.values())
-        return Birth(place, name, BUFFERS if moving else ACTIVATIONS, self.counts)
+        return AllocationOrigin(place, name, BUFFERS if moving else ACTIVATIONS, self.counts_memory)
 
-    def _rank_of(self, given: Sequence[Tensor]) -> int | None:
-        """Whose operands these are; of none the rank that a function runs for."""
-        ranks = [self.holdings.given(x) for x in given]
+    def _rank_of_operands(self, operands: Sequence[Tensor]) -> int | None:
+        """Record operands. Return their rank, or else the rank that a per-rank function runs for, or None."""
+        ranks = [self.tracker.record_operand(x) for x in operands]
         if RUNNING.at is not None and RUNNING.at[0].kind == "in_process":
             root, member = RUNNING.at
             return root.ranks[member]
         return next((rank for rank in ranks if rank is not None), None)
 
 
-def described(x: Tensor) -> str:
-    """How an operand looks and lies."""
+def describe_tensor(x: Tensor) -> str:
+    """Return the dtype and shape of a tensor, with the placements of a DTensor."""
     if isinstance(x, DTensor):
         return repr(x._layout)
     return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
 
 
-def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> int:
+def _count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     packet = func._overloadpacket
     count = flop_registry.get(_COUNTED_AS.get(packet, packet))
-    return 0 if count is None else int(count(*_with_every_head(func, args), **kwargs, out_val=made))
+    return 0 if count is None else int(count(*_with_expanded_heads(func, args), **kwargs, out_val=result))
 
 
-def _with_every_head(func: Any, args: tuple[Any, ...]) -> Sequence[Any]:
-    """Arguments by which torch 2.11 counts attention: each head of the query has one of the keys and values, of which several may
-    share one."""
+def _with_expanded_heads(func: Any, args: tuple[Any, ...]) -> Sequence[Any]:
+    """Return arguments from which torch 2.11 counts attention correctly.
+
+    It expects the same number of heads in query, key and value. In grouped-query attention several query heads share one head of
+    the key and value.
+    """
     if not func.__name__.startswith("_scaled_dot_product"):
         return args
     named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
@@ -256,9 +262,11 @@ def _with_every_head(func: Any, args: tuple[Any, ...]) -> Sequence[Any]:
     return list(named.values())
 
 
-def _pace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    """Fused attention reaches about half of the rate of products (FlashAttention-2 on an H100), and a causal one, whose products
-    are counted as if every row met every key, skips about half of them.
+def _relative_rate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """Return the rate of an operator's matrix products, relative to large matrix products.
+
+    Fused attention reaches about half of that rate (FlashAttention-2 on an H100). FLOP of causal attention are counted as if
+    every query saw every key, but the kernel skips about half of them, so its rate is 1.
     """
     places = {argument.name: k for k, argument in enumerate(func._schema.arguments)}
     place = places.get("is_causal")

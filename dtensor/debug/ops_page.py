@@ -1,7 +1,7 @@
-"""``docs/ops.md``: how every operator is served, written from the registry, the samples and what was measured.
+"""Ops page: generates ``docs/ops.md``, how each operator runs, from the registry, the samples and measurements.
 
-An operator's row is its rule applied to its first sample, nothing is run: the factors as notation, which of them may be
-sharded, which a kernel computes with, and how partial operands pass.
+An operator's row is its rule applied to one sample, without running it: the factors as notation, the factors that may be
+sharded, those that a kernel shards, and the partial operands that stay partial.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from ..rules.call import Call
 from ..rules.registry import family_of, lookup
 from ..rules.rule import Along, Dims, Factors, Row, Rule, Spec, candidates
 from ..rules.rule_kind import served_by
-from ..testing.force_strategy import asked_for
+from ..testing.force_strategy import query_rule
 from ..testing.placements import mesh_of
 from ..testing.samples import Sample, samples_of
 from ..testing.scatter import scatter
-from ..testing.variants import exists, operator_named
+from ..testing.variants import exists, get_operator
 
 HEAD = """# Operators
 
@@ -61,14 +61,14 @@ the notation, which is shown for one sample:
 | partial inputs | partial inputs that stay partial, `inputs→results`; `R`, `finite` and `nonzero` are replicated inputs |
 """
 
-_SERVED = {
+_RULE_KINDS = {
     "notation": "notation alone: the pattern gives the factors, and the operator runs on local tensors",
     "combinators": "notation and combinators of the rule language (reductions, scans, random draws, indexed reads and writes)",
     "answers": "an answer from the layouts",
     "decompositions": "a decomposition into other operators",
     "functions": "a Python function of its own, for factors or for a kernel",
 }
-_METHOD = """
+_RULE_KIND_NOTE = """
 
 The rule language alone covers {count} names. `dtensor/rules/rule_kind.py` derives this from each rule. A function that a rule
 declaration passes counts as the rule's own, except for the parts of reductions and scans, which are math on plain tensors.
@@ -109,8 +109,8 @@ _NAMES_PER_CELL = 30
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """What the page says of one operator; operators that share it share a line."""
+class OperatorEntry:
+    """Cells of one operator; operators with equal cells share a line."""
 
     how: str
     notation: str
@@ -128,28 +128,28 @@ class Entry:
 
 def page(measured: Mapping[str, Any] | None = None) -> str:
     """Return the page. ``measured``: what ``benchmarks/gather_share.py --summary`` wrote."""
-    own = [(name, rule) for name, rule in sorted(rules().items()) if name.startswith("aten::")]
-    parts = [HEAD.format(version=_version())]
+    aten_rules = [(name, rule) for name, rule in sorted(rules().items()) if name.startswith("aten::")]
+    parts = [HEAD.format(version=_torch_version())]
     if measured is not None:
-        parts.append(_share(measured))
-    decomposed, gathered = unruled()
-    parts.append(f"## Rules\n\n{len(own)} operator names have a rule.\n")
-    parts.append(_served())
-    parts += [_family_section(family, members) for family, members in _by_family(own)]
+        parts.append(_measured_section(measured))
+    decomposed, gathered = operators_without_rule()
+    parts.append(f"## Rules\n\n{len(aten_rules)} operator names have a rule.\n")
+    parts.append(_rule_kind_table())
+    parts += [_family_section(family, members) for family, members in _by_family(aten_rules)]
     parts.append(f"## Decompositions\n\nTorch composes {len(decomposed)} further operators from those above.\n")
-    parts.append(_words(decomposed))
+    parts.append(_names_table(decomposed))
     parts.append(
-        f"## Gathering\n\n{len(gathered)} remaining operators of torch {_version()} all-gather their inputs. Most are for sparse,"
+        f"## Gathering\n\n{len(gathered)} remaining operators of torch {_torch_version()} all-gather their inputs. "
+        "Most are for sparse, quantized or single-device kernels, or create a tensor and have no inputs.\n"
     )
-    parts[-1] += " quantized or single-device kernels, or create a tensor and have no inputs.\n"
-    parts.append(_words(gathered))
+    parts.append(_names_table(gathered))
     return "\n".join(parts)
 
 
-def _by_family(own: Iterable[tuple[str, Rule]]) -> list[tuple[str, list[tuple[str, Rule]]]]:
+def _by_family(aten_rules: Iterable[tuple[str, Rule]]) -> list[tuple[str, list[tuple[str, Rule]]]]:
     """Return the rules of each family, families in the order of ``FAMILIES``."""
     members: dict[str, list[tuple[str, Rule]]] = defaultdict(list)
-    for name, rule in own:
+    for name, rule in aten_rules:
         members[family_of(name) or "others"].append((name, rule))
     order = [*FAMILIES, *sorted(members.keys() - FAMILIES.keys())]
     return [(family, members[family]) for family in order if family in members]
@@ -158,52 +158,52 @@ def _by_family(own: Iterable[tuple[str, Rule]]) -> list[tuple[str, list[tuple[st
 def _family_section(family: str, members: Iterable[tuple[str, Rule]]) -> str:
     """Return the heading and the table of one family."""
     shared = by_key((entry_of(name, rule), name.removeprefix("aten::")) for name, rule in members)
-    return f"### {FAMILIES.get(family, family.capitalize())}\n\n{_table(shared)}"
+    return f"### {FAMILIES.get(family, family.capitalize())}\n\n{_family_table(shared)}"
 
 
-def _batched(names: Sequence[str], size: int) -> Iterator[Sequence[str]]:
+def _split_names(names: Sequence[str], size: int) -> Iterator[Sequence[str]]:
     """Yield parts of at most ``size`` names."""
     for start in range(0, len(names), size):
         yield names[start : start + size]
 
 
-def _version() -> str:
+def _torch_version() -> str:
     return torch.__version__.partition("+")[0]
 
 
-def _table(shared: Mapping[Entry, Sequence[str]]) -> str:
+def _family_table(shared: Mapping[OperatorEntry, Sequence[str]]) -> str:
     lines = [
         "| operators | run by | inputs | results | sharded | partial results | collectives | partial inputs |",
         "|---|---|---|---|---|---|---|---|",
     ]
     ordered = sorted(shared.items(), key=lambda item: (-len(item[1]), item[1][0]))
     for entry, names in ordered:
-        for part in _batched(names, _NAMES_PER_CELL):
+        for part in _split_names(names, _NAMES_PER_CELL):
             lines.append("| " + " | ".join((" ".join(f"`{name}`" for name in part), *entry.cells)) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _served() -> str:
+def _rule_kind_table() -> str:
     """Return the table of how many names are served in which way (``rules.rule_kind.served_by``)."""
     counts = Counter(served_by(rule) for name, rule in rules().items() if name.startswith("aten::"))
-    lines = ["| names | their rule is |", "|---|---|", *(f"| {counts[how]} | {text} |" for how, text in _SERVED.items())]
-    return "\n".join(lines) + _METHOD.format(count=counts["notation"] + counts["combinators"])
+    lines = ["| names | their rule is |", "|---|---|", *(f"| {counts[how]} | {text} |" for how, text in _RULE_KINDS.items())]
+    return "\n".join(lines) + _RULE_KIND_NOTE.format(count=counts["notation"] + counts["combinators"])
 
 
-def _words(names: Iterable[str]) -> str:
+def _names_table(names: Iterable[str]) -> str:
     """Return a table of names, by their first letter."""
     lines = ["| | operators |", "|---|---|"]
-    for letter, group in groupby(sorted(names, key=_initial), key=_initial):
-        for part in _batched(sorted(group), _NAMES_PER_CELL):
+    for letter, group in groupby(sorted(names, key=_first_letter), key=_first_letter):
+        for part in _split_names(sorted(group), _NAMES_PER_CELL):
             lines.append(f"| {letter} | " + " ".join(f"`{name}`" for name in part) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _initial(name: str) -> str:
+def _first_letter(name: str) -> str:
     return name.lstrip("_")[:1].lower()
 
 
-def _share(measured: Mapping[str, Any]) -> str:
+def _measured_section(measured: Mapping[str, Any]) -> str:
     lines = [
         "## How many operators avoid gathering\n",
         f"Measured with `{measured['command']}`, torch {measured['torch']}: {measured['cases']} cases,",
@@ -219,8 +219,8 @@ def _share(measured: Mapping[str, Any]) -> str:
 
 
 # --- operators without a rule ---------------------------------------------------------------------------------------------
-def unruled() -> tuple[list[str], list[str]]:
-    """Names of aten operators that have no rule: (compositions, the rest that takes tensors)."""
+def operators_without_rule() -> tuple[list[str], list[str]]:
+    """Return names of aten operators that have no rule and take tensors: (composite operators, others)."""
     decomposed: set[str] = set()
     gathered: set[str] = set()
     for schema in all_schemas():
@@ -228,13 +228,13 @@ def unruled() -> tuple[list[str], list[str]]:
         takes = any("Tensor" in str(argument.type) for argument in schema.arguments)
         if namespace != "aten" or not takes or name.startswith(("_foreach_", "_fused_", "_amp_")) or not exists(f"aten.{name}"):
             continue
-        func = getattr(operator_named(f"aten.{name}"), schema.overload_name or "default", None)
+        func = getattr(get_operator(f"aten.{name}"), schema.overload_name or "default", None)
         base = re.sub(r"(?<!_)_$", "", name)
         if func is None or lookup(func) is not None or any(argument.is_out for argument in schema.arguments):
             continue
         try:
             composite = has_kernel(func.name(), "CompositeImplicitAutograd")
-        except RuntimeError:  # TorchScript's own
+        except RuntimeError:  # operators of TorchScript
             continue
         (decomposed if composite else gathered).add(base)
     ruled = {name.partition("::")[2].partition(".")[0] for name in rules()}
@@ -242,40 +242,42 @@ def unruled() -> tuple[list[str], list[str]]:
 
 
 # --- one operator -----------------------------------------------------------------------------------------------------------
-def entry_of(name: str, rule: Rule) -> Entry:
-    """What the page says of an operator: its rule applied to the sample of most dims that may be cut, if its plan needs nothing
-    run."""
+def entry_of(name: str, rule: Rule) -> OperatorEntry:
+    """Return the entry of an operator: its rule applied to the sample with the most factors that may be sharded.
+
+    Samples are used only if their plans need no run.
+    """
     if rule.answer is not None:
-        return Entry("an answer from layouts, or the value", "")
-    asked = [seen for sample in samples_of(name) if (seen := _asked(name, sample)) is not None and seen.rule is rule]
-    if not asked:
-        return Entry("decomposition" if rule.decompose is not None else "rule", "")
-    best = max(asked, key=lambda seen: len(seen.factors.sizes.keys() - seen.factors.whole))
-    return described(rule, best.factors, best.call)
+        return OperatorEntry("an answer from layouts, or the value", "")
+    queries = [query for sample in samples_of(name) if (query := _query_sample(name, sample)) is not None and query.rule is rule]
+    if not queries:
+        return OperatorEntry("decomposition" if rule.decompose is not None else "rule", "")
+    best = max(queries, key=lambda query: len(query.factors.sizes.keys() - query.factors.whole))
+    return describe_rule(rule, best.factors, best.call)
 
 
-def _asked(name: str, sample: Sample) -> Asked | None:
-    """What the rule is asked for a sample on replicated operands; None where the call cannot be made."""
+def _query_sample(name: str, sample: Sample) -> Asked | None:
+    """Return the query of the rule for a sample with replicated operands; None if the call cannot be made."""
     packet = name.replace("::", ".")
-    args, kwargs = mapped(lambda x: scatter(x, mesh_of((2,)), [Replicate()]), sample.given)
+    args, kwargs = mapped(lambda x: scatter(x, mesh_of((2,)), [Replicate()]), sample.arguments)
     with torch.no_grad():
-        return asked_for(operator_named(packet if exists(packet) else packet + "_"), args, kwargs)
+        return query_rule(get_operator(packet if exists(packet) else packet + "_"), args, kwargs)
 
 
-def described(rule: Rule, factors: Factors, call: Call) -> Entry:
-    """The entry of a rule applied to a call."""
-    factors = renamed(factors)
+def describe_rule(rule: Rule, factors: Factors, call: Call) -> OperatorEntry:
+    """Return the entry of a rule applied to a call."""
+    factors = rename_factors(factors)
     shapes = [tuple(layout.shape) for layout in call.operands]
-    made = [meta.shape for meta in call.results if meta is not None]
-    notation = f"{_terms(factors.operands, factors, shapes)} -> {_terms(factors.results, factors, made)}"
+    result_shapes = [meta.shape for meta in call.results if meta is not None]
+    notation = f"{_notation_text(factors.operands, factors, shapes)} -> {_notation_text(factors.results, factors, result_shapes)}"
     partials = rule.partials(call) if callable(rule.partials) else rule.partials
     sharded: list[str] = []
-    passing: list[str] = []
+    partials_kept: list[str] = []
     reduced: dict[str, list[str]] = defaultdict(list)
     kernels: dict[int, list[str]] = defaultdict(list)
     for row in candidates(factors, partials):
         if row.factor is None:
-            passing += [text] if (text := _passing(row)) else []
+            partials_kept += [text] if (text := _partial_strategy_text(row)) else []
         elif row.kernel is not None:
             kernels[row.kernel.collectives].append(row.factor)
         else:
@@ -285,67 +287,67 @@ def described(rule: Rule, factors: Factors, call: Call) -> Entry:
         how = "draws the global tensor, keeps its shard" if rule.kind == "random" else "kernel"
     else:
         how = "kernel" if kernels and not sharded else "rule and kernel" if kernels else "rule"
-    cost = "; ".join(f"{' '.join(names)}: {_collectives(count)}" for count, names in sorted(kernels.items()))
-    return Entry(
+    cost = "; ".join(f"{' '.join(names)}: {_cost_text(count)}" for count, names in sorted(kernels.items()))
+    return OperatorEntry(
         how,
         notation,
         " ".join(sharded),
         "; ".join(f"{' '.join(names)}: P({op})" for op, names in reduced.items()),
         cost,
-        " ".join(_shortened(passing)),
+        " ".join(_shorten_partials(partials_kept)),
     )
 
 
-def _collectives(count: int) -> str:
+def _cost_text(count: int) -> str:
     return "none" if count == 0 else "1 collective" if count == 1 else f"{count} collectives"
 
 
-def renamed(factors: Factors) -> Factors:
-    """The factors with letters for names."""
+def rename_factors(factors: Factors) -> Factors:
+    """Return the factors with single letters as names."""
     names = dict.fromkeys(name for dims in (*factors.operands, *factors.results) for dim in dims for name in dim)
     taken = {name for name in names if name in string.ascii_lowercase}
     free = iter([letter for letter in string.ascii_lowercase if letter not in taken] + [f"a{i}" for i in range(100)])
     letters = {name: name if name in taken else "@" * name.startswith("@") + next(free) for name in names}
 
-    def dims(given: Dims) -> Dims:
-        return tuple(tuple(letters[name] for name in dim) for dim in given)
+    def rename_dims(dims: Dims) -> Dims:
+        return tuple(tuple(letters[name] for name in dim) for dim in dims)
 
-    def row(given: Row) -> Row:
+    def rename_strategy(strategy: Row) -> Row:
         return replace(
-            given,
-            operands=tuple(map(spec, given.operands)),
-            results=tuple(map(spec, given.results)),
-            factor=None if given.factor is None else letters.get(given.factor, given.factor),
+            strategy,
+            operands=tuple(map(rename_spec, strategy.operands)),
+            results=tuple(map(rename_spec, strategy.results)),
+            factor=None if strategy.factor is None else letters.get(strategy.factor, strategy.factor),
         )
 
-    def spec(given: Spec) -> Spec:
-        return Along(letters.get(given.factor, given.factor)) if isinstance(given, Along) else given
+    def rename_spec(spec: Spec) -> Spec:
+        return Along(letters.get(spec.factor, spec.factor)) if isinstance(spec, Along) else spec
 
-    def keyed(given: Mapping[str, Any]) -> dict[str, Any]:
-        return {letters.get(name, name): value for name, value in given.items()}
+    def rename_keys(table: Mapping[str, Any]) -> dict[str, Any]:
+        return {letters.get(name, name): value for name, value in table.items()}
 
     return replace(
         factors,
-        operands=tuple(map(dims, factors.operands)),
-        results=tuple(map(dims, factors.results)),
-        sizes=keyed(factors.sizes),
+        operands=tuple(map(rename_dims, factors.operands)),
+        results=tuple(map(rename_dims, factors.results)),
+        sizes=rename_keys(factors.sizes),
         whole=frozenset(letters.get(name, name) for name in factors.whole),
-        reduced=keyed(factors.reduced),
-        kernels=keyed(factors.kernels),
-        rows=tuple(map(row, factors.rows)),
+        reduced=rename_keys(factors.reduced),
+        kernels=rename_keys(factors.kernels),
+        rows=tuple(map(rename_strategy, factors.rows)),
     )
 
 
-def _terms(terms: Sequence[Dims], factors: Factors, shapes: Sequence[tuple[int, ...]]) -> str:
-    written = []
-    for i, (dims, shape) in enumerate(zip(terms, shapes, strict=True)):
-        words = [_dim(dim, size, factors) for dim, size in zip(dims, shape, strict=True)]
-        added = "+" if terms is factors.operands and i in factors.additive else ""
-        written.append(added + (" ".join(words) or "·"))
-    return ", ".join(written)
+def _notation_text(tensors_dims: Sequence[Dims], factors: Factors, shapes: Sequence[tuple[int, ...]]) -> str:
+    texts = []
+    for i, (dims, shape) in enumerate(zip(tensors_dims, shapes, strict=True)):
+        words = [_dim_text(dim, size, factors) for dim, size in zip(dims, shape, strict=True)]
+        mark = "+" if tensors_dims is factors.operands and i in factors.additive else ""
+        texts.append(mark + (" ".join(words) or "·"))
+    return ", ".join(texts)
 
 
-def _dim(dim: tuple[str, ...], size: int, factors: Factors) -> str:
+def _dim_text(dim: tuple[str, ...], size: int, factors: Factors) -> str:
     if any(name[0] == "@" for name in dim):
         return "{" + ", ".join(name.lstrip("@") for name in dim) + "}"
     names = [f"[{name}]" if name in factors.whole else name for name in dim]
@@ -354,21 +356,21 @@ def _dim(dim: tuple[str, ...], size: int, factors: Factors) -> str:
     return names[0] if len(names) == 1 else f"({' '.join(names)})"
 
 
-def _passing(row: Row) -> str:
-    """``sum,R→sum``; nothing for the row that is whole."""
+def _partial_strategy_text(row: Row) -> str:
+    """Return a strategy for partial operands as text, such as ``sum,R→sum``; "" if nothing is partial."""
     if not any(isinstance(spec, Partial) for spec in (*row.operands, *row.results)):
         return ""
     needs = dict(row.needs)
-    left = [needs.get(i) or _spec(spec) for i, spec in enumerate(row.operands)]
-    return f"{','.join(left)}→{','.join(map(_spec, row.results))}"
+    operands = [needs.get(i) or _spec_text(spec) for i, spec in enumerate(row.operands)]
+    return f"{','.join(operands)}→{','.join(map(_spec_text, row.results))}"
 
 
-def _spec(spec: Spec) -> str:
+def _spec_text(spec: Spec) -> str:
     return str(spec.reduce_op) if isinstance(spec, Partial) else spec.factor.lstrip("@") if isinstance(spec, Along) else "R"
 
 
-def _shortened(passing: Sequence[str]) -> Iterator[str]:
-    """Rows in which all specs are one kind as that kind: ``sum avg``; at most a dozen others."""
+def _shorten_partials(passing: Sequence[str]) -> Iterator[str]:
+    """Yield strategies with one kind of placement as that kind (``sum avg``), then at most a dozen others."""
     others = []
     for text in dict.fromkeys(passing):
         kinds = set(re.split(r"[,→]", text))
@@ -382,5 +384,5 @@ def _shortened(passing: Sequence[str]) -> Iterator[str]:
 
 
 def measured_in(path: Path) -> Mapping[str, Any] | None:
-    """What was measured, where it is at hand."""
+    """Return the measurements in a file; None if there is no file."""
     return json.loads(path.read_text()) if path.exists() else None

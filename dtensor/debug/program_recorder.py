@@ -1,9 +1,9 @@
-"""The record of what a program moves, computes and holds: collectives and operators, with layouts, module and the user's line.
+"""Program recorder: records the collectives, operators and memory of a program, with layouts, module and the user's line.
 
-Nothing is recorded by running the program otherwise: when a collective is issued, what it is issued for (``events.CAUSES``) and
-the stack say the rest; operators are seen as they run (:mod:`.operators`). In a backward pass the line is that of the forward
-operator: torch keeps with every node of a graph the stack that made it, while its detection of anomalies is on (here without
-its look for NaN).
+Recording does not change how the program runs. A collective is attributed by ``events.CAUSES`` and by the Python stack at the
+moment when it is issued. :mod:`.operators` records operators as they run. In a backward pass the line is that of the forward
+operator. For this, anomaly detection is on during the recording, without its check for NaN: torch then stores with every
+autograd node the stack that created it.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ from ..cost.link import collective_seconds
 from ..dispatch.comm_report import Cause
 from ..redistribute.step import Step
 from ..tensor.leaf_gradients import Departure
-from .comm_mode import EXCHANGE, CommDebugMode
-from .memory_tracker import STATE, Holdings
+from .comm_mode import EXCHANGE_KIND, CommDebugMode
+from .memory_tracker import OPTIMIZER_STATE, Holdings
 from .operators import Operation, Operators
 
-_ENGINE = "_engine_run_backward"  # of torch.autograd.graph: below it runs a backward pass
+_ENGINE_FUNCTION = "_engine_run_backward"  # of torch.autograd.graph; frames below it belong to a backward pass
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Movement:
-    """One collective.
+class RecordedCollective:
+    """Collective with the line, module and operator that issued it.
 
     Attributes:
         event: its kind, mesh dims, group and bytes, as ``CommDebugMode`` counts them.
-        place: the user's line; in a backward pass that of the forward operator which it belongs to.
+        place: the user's line; in a backward pass, the line of the forward operator.
         phase: ``"forward"`` or ``"backward"``.
-        module: the innermost module that runs, "" outside of modules and where it is not known.
-        operator: what asked for it: an operator (``"aten::mm"``), or what the line calls (``"DTensor.redistribute"``).
-        steps: the steps of redistributions that it does (several, where they go together); none of a kernel's own collectives.
-        cause: the operator call, where no redistribution was asked for.
-        spans: when this process was issuing it and ending it, in nanoseconds of ``time.perf_counter_ns``.
+        module: the innermost module that ran; "" outside of modules, or if it is unknown.
+        operator: the operator that needed it (``"aten::mm"``), or the function that the line calls (``"DTensor.redistribute"``).
+        steps: the redistribution steps that it executes; several if they were coalesced, none for a kernel's own collectives.
+        cause: the operator call that needed it; None if the program requested the redistribution.
+        spans: when this process issued it and waited for it: pairs (start, end) in nanoseconds of ``time.perf_counter_ns``.
     """
 
     event: Event
@@ -72,160 +72,160 @@ class Movement:
 
     @property
     def measured(self) -> float:
-        """Seconds that this process spent in it."""
+        """Seconds that this process spent in the collective."""
         return sum(end - start for start, end in self.spans) / 1e9
 
     @property
     def implicit(self) -> bool:
-        """Whether the program did not ask for it: an operator needed it."""
+        """True if an operator needed the collective and the program did not request it."""
         return self.cause is not None
 
     @property
     def bytes(self) -> int:
-        """What one rank receives."""
+        """Bytes that one rank receives."""
         return self.event.bytes
 
     @property
     def seconds(self) -> float:
-        """Estimated by the profile of the machine; 0 where the ranks are those of no mesh."""
+        """Seconds estimated by the machine profile; 0 for a direct call and for a group without a mesh."""
         event = self.event
         if event.mesh is None or event.direct:
             return 0.0
         return collective_seconds(event.mesh, event.mesh_dims, event.kind, event.bytes)
 
     @property
-    def asked(self) -> str:
-        """The phase, and the operator or the function that issued it."""
+    def origin_text(self) -> str:
+        """The phase, and the operator or function that issued the collective."""
         return f"{self.phase} {self.operator}"
 
     @property
-    def what(self) -> str:
-        """The collective: its kind, mesh dims, group size and bytes."""
+    def collective_text(self) -> str:
+        """The kind, mesh dims, group size and bytes of the collective."""
         over = "direct" if self.event.direct else f"over {self.event.over}" if self.event.over else "between meshes"
         return f"{self.event.kind} {over}, {self.event.group_size} ranks, {bytes_text(self.bytes)}"
 
     def __str__(self) -> str:
         within = f" in {self.module}" if self.module else ""
-        return f"{self.asked}{within}: {self.what}"
+        return f"{self.origin_text}{within}: {self.collective_text}"
 
 
 class Record(CommDebugMode):
-    """A :class:`CommDebugMode` that also keeps a :class:`Movement` for each collective it counts, in ``movements``.
+    """A :class:`CommDebugMode` that also stores a :class:`RecordedCollective` for each collective, in ``movements``.
 
     Args:
-        computing: also keep operators and what is held: an :class:`.operators.Operation` for each operator of the program, in
-            ``operations``, and :class:`.memory_tracker.Holdings`, in ``holdings``.
+        with_operators: also record operators and memory: ``operations`` gets an :class:`.operators.Operation` for each operator
+            of the program, and ``tracker`` is the :class:`.memory_tracker.Holdings` of the run.
     """
 
-    def __init__(self, computing: bool = False) -> None:
+    def __init__(self, with_operators: bool = False) -> None:
         super().__init__()
-        self.movements: list[Movement] = []
+        self.movements: list[RecordedCollective] = []
         self.operations: list[Operation] = []
-        self.holdings = Holdings()
-        self.computing = computing
+        self.tracker = Holdings()
+        self.with_operators = with_operators
         self._operators: Operators | None = None
         self._hooks: list[Any] = []
 
     def __enter__(self) -> Record:
         self.movements.clear()
-        _STACKS.__enter__()
+        _NODE_STACKS.__enter__()
         super().__enter__()
-        if self.computing:
-            self._see_operators()
+        if self.with_operators:
+            self._start_operator_recorder()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         if self._operators is not None:
-            _leave(self._operators)
+            _exit_mode(self._operators)
             self._operators = None
-            self.holdings.end()
+            self.tracker.finish()
             for hook in self._hooks:
                 hook.remove()
         super().__exit__(*exception)
-        _STACKS.__exit__()
+        _NODE_STACKS.__exit__()
 
     @property
     def flops(self) -> int:
-        """Of one rank, the most over ranks."""
+        """FLOP of one rank: the maximum over ranks."""
         totals: Counter[int | None] = Counter()
         for operation in self.operations:
             for call in operation.calls:
                 totals[call.rank] += call.flops
-        everyone = totals.pop(None, 0)
-        return everyone + max(totals.values(), default=0)
+        all_ranks = totals.pop(None, 0)
+        return all_ranks + max(totals.values(), default=0)
 
-    def _see_operators(self) -> None:
-        block, self.holdings = self._blocks[-1], Holdings()
+    def _start_operator_recorder(self) -> None:
+        block, self.tracker = self._blocks[-1], Holdings()
 
-        def here() -> bool:
+        def is_recorded_here() -> bool:
             return events.LISTENING.sees(block)
 
-        def about_to_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-            if here():
-                self.holdings.accumulated()
+        def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if is_recorded_here():
+                self.tracker.mark_gradients()
 
-        def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
-            if here():
-                self.holdings.name(tensors(list(optimizer.state.values())), STATE)
+        def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if is_recorded_here():
+                self.tracker.set_kind(tensors(list(optimizer.state.values())), OPTIMIZER_STATE)
 
-        self._operators = Operators(self.holdings, self._asked, here)
+        self._operators = Operators(self.tracker, self._current_origin, is_recorded_here)
         self.operations = self._operators.operations
-        self._hooks = [register_optimizer_step_pre_hook(about_to_step), register_optimizer_step_post_hook(stepped)]
+        self._hooks = [register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)]
         self._operators.__enter__()
 
-    def _counted(self, event: Event) -> Around | None:
-        super()._counted(event)
-        if event.kind == EXCHANGE:
+    def _handle_event(self, event: Event) -> Around | None:
+        super()._handle_event(event)
+        if event.kind == EXCHANGE_KIND:
             return None
-        movement = self._movement(event, sys._getframe(1))
-        self.movements.append(movement)
-        return self._around(movement)
+        collective = self._record_of_event(event, sys._getframe(1))
+        self.movements.append(collective)
+        return self._make_measuring(collective)
 
-    def _around(self, movement: Movement) -> Around:
-        """Measures a collective; its own operators are none of the program's."""
-        operators, mesh = self._operators, movement.event.mesh
-        here = mesh is not None and mesh.kind == "in_process"
+    def _make_measuring(self, collective: RecordedCollective) -> Around:
+        """Return a function that runs a collective and measures it. Operators inside the collective are not recorded."""
+        operators, mesh = self._operators, collective.event.mesh
+        in_process = mesh is not None and mesh.kind == "in_process"
 
         def run(fn: Callable[[], Any], sent: Any) -> Any:
-            before = (0, True) if operators is None else (operators.collectives, operators.counts)
+            outer = (0, True) if operators is None else (operators.collectives, operators.counts_memory)
             if operators is not None:
-                operators.collectives, operators.counts = before[0] + 1, before[1] and not here
-            if here and isinstance(sent, torch.Tensor):
-                self.holdings.given(sent)
+                operators.collectives, operators.counts_memory = outer[0] + 1, outer[1] and not in_process
+            if in_process and isinstance(sent, torch.Tensor):
+                self.tracker.record_operand(sent)
             start = time.perf_counter_ns()
             try:
-                made = fn()
+                result = fn()
             finally:
-                movement.spans.append((start, time.perf_counter_ns()))
+                collective.spans.append((start, time.perf_counter_ns()))
                 if operators is not None:
-                    operators.collectives, operators.counts = before
-            if here and before[1]:
-                self.holdings.claimed(made.wait() if isinstance(made, Pending) and made.ended else made)
-            return made
+                    operators.collectives, operators.counts_memory = outer
+            if in_process and outer[1]:
+                self.tracker.mark_collective_result(result.wait() if isinstance(result, Pending) and result.ended else result)
+            return result
 
         return run
 
-    def _asked(self) -> tuple[Place, str, str]:
-        """The user's line, the phase and the module of what runs."""
-        node = _node()
-        place, _ = _asked_by(sys._getframe(1), node)
+    def _current_origin(self) -> tuple[Place, str, str]:
+        """Return the user's line, the phase and the module of the code that runs now."""
+        node = _current_node()
+        place, _ = _line_and_caller(sys._getframe(1), node)
         return place, *self._phase_and_module(node)
 
     def _phase_and_module(self, node: Any) -> tuple[str, str]:
-        module = self._modules.running() or (self._modules.made_in(node) if node is not None else "")
+        module = self._modules.running_module() or (self._modules.module_of_node(node) if node is not None else "")
         return "forward" if graph_task() == -1 else "backward", module
 
-    def _movement(self, event: Event, frame: FrameType) -> Movement:
-        node = _node()
+    def _record_of_event(self, event: Event, frame: FrameType) -> RecordedCollective:
+        node = _current_node()
         calls = [cause for cause in events.CAUSES.values() if isinstance(cause, Cause)]
-        place, called = _asked_by(frame, node)
-        operator = "torch.distributed" if event.direct else calls[-1].operator.name if calls else called
+        place, caller = _line_and_caller(frame, node)
+        operator = "torch.distributed" if event.direct else calls[-1].operator.name if calls else caller
         cause = calls[-1] if calls else None
-        return Movement(event, place, *self._phase_and_module(node), operator, events.steps_under_way(), cause)
+        return RecordedCollective(event, place, *self._phase_and_module(node), operator, events.steps_under_way(), cause)
 
 
-def _leave(mode: Operators) -> None:
-    """The end of a mode, wherever it stands: tasks of one thread leave theirs in any order."""
+def _exit_mode(mode: Operators) -> None:
+    """Exit a dispatch mode at any position of the mode stack: asyncio tasks of one thread exit their modes in any order."""
     above: list[Any] = []
     if mode in current_dispatch_modes():
         while current_dispatch_modes()[-1] is not mode:
@@ -235,56 +235,62 @@ def _leave(mode: Operators) -> None:
         push_dispatch_mode(other)
 
 
-def _node() -> Any:
-    """Of autograd's, for which something happens; of gradients that travel together the first one's."""
+def _current_node() -> Any:
+    """Return the autograd node that causes the current work, or None outside of a backward pass.
+
+    Gradients that are redistributed in one batch are attributed to the node of the first.
+    """
     departure = next((cause for cause in reversed(events.CAUSES.values()) if isinstance(cause, Departure)), None)
     return departure.node if departure is not None else autograd_node() if graph_task() != -1 else None
 
 
-def _asked_by(frame: FrameType | None, node: Any) -> tuple[Place, str]:
-    """The user's line, and what it called. Before autograd's engine, which runs nodes, the frames say it; else the node."""
-    called, dispatched, in_engine = "", "", False
+def _line_and_caller(frame: FrameType | None, node: Any) -> tuple[Place, str]:
+    """Return the user's line and the name of the function or operator that the line calls.
+
+    Outside of the autograd engine the Python frames determine both. Inside, or if no user frame is on the stack, the stored stack
+    of ``node`` determines the line.
+    """
+    caller, operator, in_engine = "", "", False
     while frame is not None and is_library(frame.f_code.co_filename):
         code = frame.f_code
-        in_engine = in_engine or code.co_name == _ENGINE
+        in_engine = in_engine or code.co_name == _ENGINE_FUNCTION
         if "dtensor" in (module := frame.f_globals.get("__name__", "")).partition(".") and not module.startswith(__package__):
-            called = _public(code.co_qualname, module)
+            caller = _public_name(code.co_qualname, module)
             func = frame.f_locals.get("func") if module == "dtensor.dispatch.dispatcher" else None
-            dispatched = func._schema.name if isinstance(func, OpOverload) else dispatched
+            operator = func._schema.name if isinstance(func, OpOverload) else operator
         frame = frame.f_back
     if node is not None and (in_engine or frame is None):
-        made = _made_at(node)
-        return (place_of(frame) if made is NOWHERE else made), dispatched or f"gradient ({_name(node)})"
-    return place_of(frame), dispatched or called or "torch.distributed"
+        line = _line_of_node(node)
+        return (place_of(frame) if line is NOWHERE else line), operator or f"gradient ({str(node.name()).rpartition('::')[2]})"
+    return place_of(frame), operator or caller or "torch.distributed"
 
 
-def _public(name: str, module: str) -> str:
-    """A function of the library by the name that programs know, or the module that it is in."""
+def _public_name(name: str, module: str) -> str:
+    """Return ``name`` if it is an attribute of the package ``dtensor``, else the name of the module that defines it."""
     return name if hasattr(sys.modules["dtensor"], name.partition(".")[0]) else module
 
 
-def _made_at(node: Any) -> Place:
-    """The user's line that made a node of a graph; of one made by a backward pass, that of the node which it belongs to."""
-    place = NOWHERE
+def _line_of_node(node: Any) -> Place:
+    """Return the user's line that created an autograd node.
+
+    For a node that a backward pass created (double backward), return the line of its outermost parent node.
+    """
+    line = NOWHERE
     while node is not None:
         metadata = node.metadata
         parent = metadata.get("parent_")
-        place = place if parent is not None else users_place(metadata.get("traceback_", ()))
+        line = line if parent is not None else users_place(metadata.get("traceback_", ()))
         node = parent
-    return place
-
-
-def _name(node: Any) -> str:
-    return str(node.name()).rpartition("::")[2]
+    return line
 
 
 @contextmanager
-def _stacks_kept() -> Iterator[None]:
-    """Torch keeps the stacks of nodes."""
+def _recorded_node_stacks() -> Iterator[None]:
+    """Turn on anomaly detection, so that torch stores the stack of each autograd node."""
     before = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
     set_detect_anomaly(True, check_nan=all(before))
     yield
     set_detect_anomaly(*before)
 
 
-_STACKS = Together(_stacks_kept)
+_NODE_STACKS = Together(_recorded_node_stacks)

@@ -1,7 +1,8 @@
-"""A plugin of pytest's: tests that fail when somebody adds communication, arithmetic or memory.
+"""Pytest plugin: tests that fail if a change adds communication, FLOP or memory.
 
-``dtensor_budget`` gives a ``with`` block. With numbers it is :func:`dtensor.budget`; without, what it needs is
-compared with what ``--dtensor-budgets=record`` wrote down before, in ``dtensor-budgets.json`` beside pytest's configuration file.
+The fixture ``dtensor_budget`` makes a ``with`` block. With limits it is :func:`dtensor.budget`. Without limits, what the block
+needs is compared with the file that ``--dtensor-budgets=record`` wrote: ``dtensor-budgets.json`` next to pytest's configuration
+file.
 """
 
 from __future__ import annotations
@@ -17,39 +18,44 @@ import pytest
 from .budget import Limits, counted, excess
 from .program_recorder import Record
 
-Recorded = dict[str, dict[str, int]]
+RecordedBudgets = dict[str, dict[str, int]]
 Budget = Callable[..., AbstractContextManager[None]]
 
 
-class Budgets:
-    """What the tests of a session need, and what they did when it was recorded."""
+class BudgetFile:
+    """The recorded budgets, and the comparison of the tests of this session with them.
+
+    Attributes:
+        mode: ``"record"``, ``"compare"``, or None: do neither.
+        larger_than_needed: names of the blocks that need less than recorded.
+    """
 
     def __init__(self, path: Path, mode: str | None) -> None:
         self.path, self.mode = path, mode
-        self.known: Recorded = json.loads(path.read_text()) if path.exists() else {}
-        self.less: list[str] = []
+        self.recorded: RecordedBudgets = json.loads(path.read_text()) if path.exists() else {}
+        self.larger_than_needed: list[str] = []
 
-    def met(self, name: str, record: Record) -> None:
-        """What one block of a test needed; fails the test if that is more than recorded."""
-        found = counted(record)._asdict()
+    def check_budget(self, name: str, record: Record) -> None:
+        """Record what one block of a test needs, or fail the test if that exceeds the recorded budget."""
+        used = counted(record)._asdict()
         if self.mode == "record":
-            self.known[name] = found
+            self.recorded[name] = used
         elif self.mode == "compare":
-            if name not in self.known:
+            if name not in self.recorded:
                 pytest.fail(f"{name} has no budget in {self.path}; run pytest --dtensor-budgets=record", pytrace=False)
-            allowed = self.known[name]
+            allowed = self.recorded[name]
             problem = excess(record, Limits(**allowed))
             if problem:
                 pytest.fail(f"more than recorded in {self.path.name}: {problem}", pytrace=False)
-            if any(found[what] != limit for what, limit in allowed.items()):
-                self.less.append(name)
+            if any(used[what] != limit for what, limit in allowed.items()):
+                self.larger_than_needed.append(name)
 
-    def write(self) -> None:
+    def write_file(self) -> None:
         if self.mode == "record":
-            self.path.write_text(json.dumps(dict(sorted(self.known.items())), indent=2) + "\n")
+            self.path.write_text(json.dumps(dict(sorted(self.recorded.items())), indent=2) + "\n")
 
 
-_BUDGETS = pytest.StashKey[Budgets]()
+_BUDGETS = pytest.StashKey[BudgetFile]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,31 +63,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--dtensor-budgets",
         choices=("record", "compare"),
-        help="write down what the blocks of the fixture dtensor_budget need, or fail where it is more than written down",
+        help="record what the blocks of the fixture dtensor_budget need, or fail tests that need more than recorded",
     )
-    parser.addini("dtensor_budgets_file", "where that is written down", default="dtensor-budgets.json")
+    parser.addini("dtensor_budgets_file", "file of the recorded budgets", default="dtensor-budgets.json")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     mode = config.getoption("--dtensor-budgets")
     if mode == "record" and hasattr(config, "workerinput"):
         raise pytest.UsageError("--dtensor-budgets=record writes one file: run it without -n")
-    config.stash[_BUDGETS] = Budgets(config.rootpath / config.getini("dtensor_budgets_file"), mode)
+    config.stash[_BUDGETS] = BudgetFile(config.rootpath / config.getini("dtensor_budgets_file"), mode)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    session.config.stash[_BUDGETS].write()
+    session.config.stash[_BUDGETS].write_file()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    less = config.stash[_BUDGETS].less
-    if less:
-        terminalreporter.write_line(f"dtensor: {len(less)} budgets are larger than needed; record them anew: {', '.join(less)}")
+    names = config.stash[_BUDGETS].larger_than_needed
+    if names:
+        terminalreporter.write_line(f"dtensor: {len(names)} budgets are larger than needed; record them anew: {', '.join(names)}")
 
 
 @pytest.fixture
 def dtensor_budget(request: pytest.FixtureRequest) -> Budget:
-    """``with dtensor_budget(bytes=..., ...)``, as :func:`dtensor.budget`, or ``with dtensor_budget()`` for what was recorded."""
+    """Return a context manager: ``dtensor_budget(bytes=..., ...)`` limits a block; without limits the recorded budget applies."""
     budgets, entered = request.config.stash[_BUDGETS], [0]
 
     @contextmanager
@@ -90,10 +96,10 @@ def dtensor_budget(request: pytest.FixtureRequest) -> Budget:
         entered[0] += 1
         name = request.node.nodeid + (f" #{entered[0]}" if entered[0] > 1 else "")
         compared = allowed == Limits()
-        with Record(computing=(compared and budgets.mode is not None) or allowed.computing) as record:
+        with Record(with_operators=(compared and budgets.mode is not None) or allowed.with_operators) as record:
             yield
         if compared:
-            budgets.met(name, record)
+            budgets.check_budget(name, record)
         elif problem := excess(record, allowed):
             pytest.fail(problem, pytrace=False)
 

@@ -1,4 +1,4 @@
-"""Scripts that are run under a recorder: ``dtensor explain script.py``, ``dtensor trace`` and ``dtensor plan``."""
+"""Run a script under a recorder: ``dtensor explain script.py``, ``dtensor trace`` and ``dtensor plan``."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ from ..plan import plan
 from .explain import Explanation
 from .html import save_html
 from .program_recorder import Record
-from .trace import save
+from .trace import save_trace
 
 
-def run(script: Path, arguments: Sequence[str]) -> int:
+def run_script(script: Path, arguments: Sequence[str]) -> int:
     """Run a script as Python would and return its exit status."""
-    before, path = sys.argv, list(sys.path)
+    argv, path = sys.argv, list(sys.path)
     sys.argv, sys.path[0] = [str(script), *arguments], str(script.parent.resolve())
     try:
         runpy.run_path(str(script), run_name="__main__")
-    except SystemExit as left:
-        return left.code if isinstance(left.code, int) else int(left.code is not None)
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
     finally:
-        sys.argv, sys.path[:] = before, path
+        sys.argv, sys.path[:] = argv, path
     return 0
 
 
 def explained(script: Path, arguments: Sequence[str], html: Path | None = None) -> int:
-    """Run a script, print what it communicated, computed and held, and return its exit status.
+    """Run a script, print its communication, computation and memory, and return its exit status.
 
-    If the script raises, what it did until then is printed first.
+    If the script raises, the report of the part that ran is printed first.
     """
-    with told(html, f"Communication of {script.name}") as tell, Record(computing=True) as record:
-        tell(lambda: Explanation.of(record))
-        return run(script, arguments)
+    with report_at_end(html, f"Communication of {script.name}") as tell, Record(with_operators=True) as record:
+        tell(lambda: Explanation.from_record(record))
+        return run_script(script, arguments)
 
 
 def traced(script: Path, arguments: Sequence[str], output: Path) -> int:
-    """Run a script, write a trace of it, and return its exit status. If it raises on one rank nothing is written."""
-    with Record(computing=True) as record:
+    """Run a script, write a trace of it, and return its exit status. If it raises on one rank, nothing is written."""
+    with Record(with_operators=True) as record:
         began = time.perf_counter_ns()
-        status = run(script, arguments)
-    with _together(), _reporting(f"writing {output}"):
-        save(record, began, output)
+        status = run_script(script, arguments)
+    with _process_group(), _report_progress(f"writing {output}"):
+        save_trace(record, began, output)
     if first():
         print(f"written to {output}: open it in https://ui.perfetto.dev", flush=True)
     return status
@@ -64,12 +64,12 @@ def traced(script: Path, arguments: Sequence[str], output: Path) -> int:
 def planned(script: Path, arguments: Sequence[str], html: Path | None = None, json: Path | None = None) -> int:
     """Run a script once, print a plan of all its operators, and return its exit status."""
     status: list[int] = []
-    with _reporting(f"planning {script.name}"):
-        found = plan(lambda: status.append(run(script, arguments)))
-    with told(html, f"Plan of {script.name}") as tell:
-        tell(lambda: found)
+    with _report_progress(f"planning {script.name}"):
+        program_plan = plan(lambda: status.append(run_script(script, arguments)))
+    with report_at_end(html, f"Plan of {script.name}") as tell:
+        tell(lambda: program_plan)
     if json is not None and first():
-        found.save(json)
+        program_plan.save(json)
     return status[0]
 
 
@@ -79,45 +79,45 @@ def first() -> bool:
 
 
 @contextmanager
-def _together() -> Iterator[None]:
+def _process_group() -> Iterator[None]:
     """Make sure that the processes of torchrun have a process group, also if the script destroyed its own."""
-    ended = not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if ended:
-        store, rank, size = next(rendezvous("env://"))  # which remembers where the processes of the first group were
+    is_missing = not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if is_missing:
+        store, rank, size = next(rendezvous("env://"))  # the store still has the addresses of the first group: hence the prefix
         dist.init_process_group("gloo", store=PrefixStore("dtensor", store), rank=rank, world_size=size)
     yield
-    if ended:
+    if is_missing:
         dist.destroy_process_group()
 
 
 @contextmanager
-def told(html: Path | None, title: str) -> Iterator[Callable[[Callable[[], Any]], None]]:
+def report_at_end(html: Path | None, title: str) -> Iterator[Callable[[Callable[[], Any]], None]]:
     """Print a report at the end on one rank, and write it as a page if a path is given."""
-    handed: list[Callable[[], Any]] = []
+    makers: list[Callable[[], Any]] = []
     try:
-        yield handed.append
+        yield makers.append
     finally:
-        for make in handed if first() else ():
-            with _reporting("making the report"):
-                found = make()
-            _print(found)
+        for make in makers if first() else ():
+            with _report_progress("making the report"):
+                report = make()
+            _print_report(report)
             if html is not None:
-                print(f"written to {save_html(found, html, title=title)}")
+                print(f"written to {save_html(report, html, title=title)}")
 
 
-def _print(found: Any) -> None:
+def _print_report(report: Any) -> None:
     """Print a report; the modules of an explanation as a table."""
-    if not isinstance(found, Explanation):
-        print(found, flush=True)
+    if not isinstance(report, Explanation):
+        print(report, flush=True)
         return
-    print(found.text_by_line, flush=True)
-    if table := found.module_table:
+    print(report.text_by_line, flush=True)
+    if table := report.module_table:
         print_table(table, numbers=True)
 
 
-def _reporting(what: str) -> AbstractContextManager[None]:
+def _report_progress(activity: str) -> AbstractContextManager[None]:
     """Report progress on one rank."""
-    return reporting(lambda: what) if first() else nullcontext()
+    return reporting(lambda: activity) if first() else nullcontext()
 
 
 def writable(text: str) -> Path:

@@ -1,7 +1,7 @@
-"""``trace``: write the timeline of a program as a file that Perfetto and chrome://tracing open.
+"""Trace: write the timeline of a program as a file that Perfetto and chrome://tracing open.
 
 Each rank is a process of the trace, with a track for compute, a track for communication and a counter of its memory. Arrows join
-the ranks of one collective. A dry run takes no time worth showing: its spans have the estimated duration.
+the ranks of one collective. In a dry run the measured times mean nothing, so spans have estimated durations.
 
 The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (trace events, JSON object form).
 """
@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from ..base.mode_stack import entering
-from .memory_tracker import told_by_all
+from .memory_tracker import gather_from_processes
 from .operators import LocalCall, Operation
-from .program_recorder import Movement, Record
+from .program_recorder import Record, RecordedCollective
 
 COMPUTE, COMMUNICATION = 0, 1  # tracks
-_MEMORY_STEPS = 200  # a change of memory is written if it is at least this part of the peak
+_MEMORY_STEPS = 200  # a change is written if it is at least this fraction of the peak
 TraceEvent = dict[str, Any]
 
 
@@ -52,73 +52,73 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
     >>> [(event["pid"], event["name"]) for event in events if event["ph"] == "X"]
     [(0, 'all_gather'), (1, 'all_gather'), (0, 'aten::mm'), (1, 'aten::mm')]
     """
-    with Record(computing=True) as record:
+    with Record(with_operators=True) as record:
         began = time.perf_counter_ns()
         yield
-    save(record, began, path)
+    save_trace(record, began, path)
 
 
-def save(record: Record, began: int, path: str | os.PathLike[str]) -> None:
+def save_trace(record: Record, began: int, path: str | os.PathLike[str]) -> None:
     """Write what all ranks recorded since ``began``. All ranks call it, and rank 0 writes."""
     events = list(events_of(record, began))
-    told = told_by_all(record.holdings, (time.time_ns() - time.perf_counter_ns() + began, events))
-    if len(told) == 1 or dist.get_rank() == 0:
-        first = min(start for start, _ in told)
-        merged = [_later(event, (start - first) / 1e3) for start, each in told for event in each]
+    gathered = gather_from_processes(record.tracker, (time.time_ns() - time.perf_counter_ns() + began, events))
+    if len(gathered) == 1 or dist.get_rank() == 0:
+        first = min(start for start, _ in gathered)
+        merged = [_shift_event(event, (start - first) / 1e3) for start, each in gathered for event in each]
         text = json.dumps({"traceEvents": merged, "displayTimeUnit": "ms"}, separators=(",", ":")).encode()
         Path(path).write_bytes(gzip.compress(text, mtime=0) if str(path).endswith(".gz") else text)
 
 
 def events_of(record: Record, began: int) -> Iterator[TraceEvent]:
     """Yield the events of this process's ranks; ``began``: the start, in nanoseconds of ``time.perf_counter_ns``."""
-    ranks = record.holdings.everyone()
-    clock = _estimated(record) if _is_dry(record) else _measured(record, began)
+    ranks = record.tracker.ranks_here()
+    clock = _estimated_clock(record) if _is_dry_run(record) else _measured_clock(record, began)
     for rank in ranks:
-        yield _named(rank, None, f"rank {rank}")
-        yield _named(rank, COMPUTE, "compute")
-        yield _named(rank, COMMUNICATION, "communication")
+        yield _name_event(rank, None, f"rank {rank}")
+        yield _name_event(rank, COMPUTE, "compute")
+        yield _name_event(rank, COMMUNICATION, "communication")
     collectives: Counter[tuple[int, ...]] = Counter()
-    for movement in record.movements:
-        for group in movement.event.groups or (tuple(ranks),):
+    for collective in record.movements:
+        for group in collective.event.groups or (tuple(ranks),):
             number = collectives[group]
             collectives[group] += 1
-            yield from _collective(movement, group, [rank for rank in group if rank in ranks], number, clock)
+            yield from _collective_events(collective, group, [rank for rank in group if rank in ranks], number, clock)
     for operation in record.operations:
         for call in operation.calls:
             for rank in ranks if call.rank is None else (call.rank,):
-                yield _span(rank, COMPUTE, call.operator, *clock.spans[id(call)], _about(operation, call))
+                yield _span_event(rank, COMPUTE, call.operator, *clock.spans[id(call)], _call_details(operation, call))
     for rank in ranks:
-        yield from _memory(record, rank, clock)
+        yield from _memory_events(record, rank, clock)
 
 
 # --- when ---------------------------------------------------------------------------------------------------------------
 class _Clock(NamedTuple):
-    """When things were, in microseconds.
+    """Times of a run, in microseconds.
 
     Attributes:
-        spans: by call or collective its beginning, and how long it was; what runs meanwhile overlaps a collective.
-        at: of a moment of ``time.perf_counter_ns``.
+        spans: by ``id`` of a local call or a collective, its start and its duration.
+        at: a function from a time of ``time.perf_counter_ns`` to microseconds of the trace.
     """
 
     spans: dict[int, tuple[float, float]]
     at: Callable[[int], float]
 
 
-def _measured(record: Record, began: int) -> _Clock:
-    """As the clock of this process has it."""
-    ran: list[tuple[Any, int, int]] = [(call, call.start, call.end) for one in record.operations for call in one.calls]
-    ran += [(one, one.spans[0][0], one.spans[-1][1]) for one in record.movements if one.spans]
-    spans = {id(one): ((start - began) / 1e3, (end - start) / 1e3) for one, start, end in ran}
+def _measured_clock(record: Record, began: int) -> _Clock:
+    """Return the measured times; ``began``: the start, in nanoseconds of ``time.perf_counter_ns``."""
+    timed: list[tuple[Any, int, int]] = [(call, call.start, call.end) for item in record.operations for call in item.calls]
+    timed += [(item, item.spans[0][0], item.spans[-1][1]) for item in record.movements if item.spans]
+    spans = {id(item): ((start - began) / 1e3, (end - start) / 1e3) for item, start, end in timed}
     return _Clock(spans, lambda when: (when - began) / 1e3)
 
 
-def _estimated(record: Record) -> _Clock:
-    """One after the other, each as long as estimated."""
+def _estimated_clock(record: Record) -> _Clock:
+    """Return estimated times: calls and collectives run one after another, each for its estimated duration."""
     ran: list[tuple[int, Any, float]] = [
         (call.start, call, one.estimated(call)) for one in record.operations for call in one.calls
     ]
     ran += [(one.spans[0][0], one, one.seconds) for one in record.movements if one.spans]
-    spans, marks, now = {}, [], 0.0  # marks: when something began in truth, and how late it is when it has ended
+    spans, marks, now = {}, [], 0.0  # marks: (measured start, estimated end)
     for start, one, seconds in sorted(ran, key=lambda item: item[0]):
         spans[id(one)] = now, seconds * 1e6
         now += seconds * 1e6
@@ -131,52 +131,54 @@ def _estimated(record: Record) -> _Clock:
     return _Clock(spans, at)
 
 
-def _is_dry(record: Record) -> bool:
+def _is_dry_run(record: Record) -> bool:
     meshes = [one.event.mesh for one in record.movements] + [one.mesh for one in record.operations]
     return any(mesh is not None and mesh.kind == "dry_run" for mesh in meshes)
 
 
-def _later(event: TraceEvent, microseconds: float) -> TraceEvent:
+def _shift_event(event: TraceEvent, microseconds: float) -> TraceEvent:
     return {**event, "ts": event["ts"] + microseconds} if "ts" in event else event
 
 
 # --- events -------------------------------------------------------------------------------------------------------------
-def _named(rank: int, track: int | None, name: str) -> TraceEvent:
+def _name_event(rank: int, track: int | None, name: str) -> TraceEvent:
     what, thread = ("process_name", COMPUTE) if track is None else ("thread_name", track)
     return {"ph": "M", "pid": rank, "tid": thread, "name": what, "args": {"name": name}}
 
 
-def _span(rank: int, track: int, name: str, start: float, duration: float, about: dict[str, Any]) -> TraceEvent:
+def _span_event(rank: int, track: int, name: str, start: float, duration: float, details: dict[str, Any]) -> TraceEvent:
     cat = "communication" if track == COMMUNICATION else "compute"
-    return {"ph": "X", "pid": rank, "tid": track, "ts": start, "dur": duration, "name": name, "cat": cat, "args": about}
+    return {"ph": "X", "pid": rank, "tid": track, "ts": start, "dur": duration, "name": name, "cat": cat, "args": details}
 
 
-def _collective(movement: Movement, group: tuple[int, ...], here: list[int], number: int, clock: _Clock) -> Iterator[TraceEvent]:
+def _collective_events(
+    collective: RecordedCollective, group: tuple[int, ...], local_ranks: list[int], number: int, clock: _Clock
+) -> Iterator[TraceEvent]:
     """Yield a span for each rank of this process in the group, and arrows from the first rank of the group to the others."""
-    start, duration = clock.spans.get(id(movement), (0.0, 0.0))
-    about = {
-        "operator": movement.operator,
-        "line": movement.place.line,
-        "module": movement.module,
-        "phase": movement.phase,
+    start, duration = clock.spans.get(id(collective), (0.0, 0.0))
+    details = {
+        "operator": collective.operator,
+        "line": collective.place.line,
+        "module": collective.module,
+        "phase": collective.phase,
         "group": list(group),
-        "bytes": movement.bytes,
-        "estimated_us": round(movement.seconds * 1e6, 3),
-        "steps": [str(step) for step in movement.steps],
+        "bytes": collective.bytes,
+        "estimated_us": round(collective.seconds * 1e6, 3),
+        "steps": [str(step) for step in collective.steps],
     }
-    kind = movement.event.kind
-    for rank in here:
-        yield _span(rank, COMMUNICATION, kind, start, duration, about)
-    dry = movement.event.mesh is not None and movement.event.mesh.kind == "dry_run"
-    for other in () if dry else group[1:]:  # an arrow has one end, so each pair of ranks has its own
+    kind = collective.event.kind
+    for rank in local_ranks:
+        yield _span_event(rank, COMMUNICATION, kind, start, duration, details)
+    is_dry = collective.event.mesh is not None and collective.event.mesh.kind == "dry_run"
+    for other in () if is_dry else group[1:]:  # an arrow has one end: each pair of ranks needs its own
         flow = {"name": kind, "cat": "collective", "id": f"{'-'.join(map(str, group))}/{number}/{other}", "tid": COMMUNICATION}
-        if group[0] in here:
+        if group[0] in local_ranks:
             yield {**flow, "ph": "s", "pid": group[0], "ts": start}
-        if other in here:
+        if other in local_ranks:
             yield {**flow, "ph": "f", "bp": "e", "pid": other, "ts": start + duration}
 
 
-def _about(operation: Operation, call: LocalCall) -> dict[str, Any]:
+def _call_details(operation: Operation, call: LocalCall) -> dict[str, Any]:
     return {
         "operator": operation.operator,
         "operands": list(operation.operands),
@@ -190,17 +192,17 @@ def _about(operation: Operation, call: LocalCall) -> dict[str, Any]:
     }
 
 
-def _memory(record: Record, rank: int, clock: _Clock) -> Iterator[TraceEvent]:
+def _memory_events(record: Record, rank: int, clock: _Clock) -> Iterator[TraceEvent]:
     """Yield the memory of a rank by kind: changes of at least a 200th of the peak, the peak itself and the end."""
-    log, (peak, _, _) = record.holdings.log, record.holdings.peak(rank)
+    log, (peak, _, _) = record.tracker.log, record.tracker.peak_of(rank)
     least, written = max(peak / _MEMORY_STEPS, 1), -peak
 
-    def counter(count: int, held: Counter[str]) -> TraceEvent:
+    def counter(count: int, sizes: Counter[str]) -> TraceEvent:
         when = clock.at(log[count - 1][0]) if count else 0.0
-        return {"ph": "C", "pid": rank, "tid": COMPUTE, "ts": when, "name": "memory", "args": dict(held)}
+        return {"ph": "C", "pid": rank, "tid": COMPUTE, "ts": when, "name": "memory", "args": dict(sizes)}
 
     last: tuple[int, Counter[str]] = (0, Counter())
-    for last in record.holdings.over_time(rank):
+    for last in record.tracker.sizes_over_time(rank):
         total = last[1].total()
         if abs(total - written) >= least or total == peak != written:
             written = total

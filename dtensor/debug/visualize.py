@@ -1,4 +1,4 @@
-"""``visualize_sharding``: show which ranks hold which shard of a DTensor, as colored boxes or as text."""
+"""Visualize sharding: show the ranks that hold each shard of a DTensor, as colored boxes or as text."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..errors import ArgumentError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..tensor.dtensor import DTensor
-from .layout_boxes import COLORS, TERMINAL_STYLES, Box, Boxes, Panel, boxes_of, scaled
+from .layout_boxes import COLORS, TERMINAL_STYLES, Box, Boxes, Panel, boxes_of, scale_lengths
 from .svg import svg_of
 
-_WIDE, _HIGH = 56, 9  # letters and lines of a panel, where its labels allow
+_PANEL_WIDTH, _PANEL_HEIGHT = 56, 9  # letters and lines, unless labels need more
 
 
 def visualize_sharding(dtensor: DTensor | Layout | DeviceMesh, header: str = "", use_rich: bool | None = None) -> None:
@@ -47,14 +47,14 @@ def visualize_sharding(dtensor: DTensor | Layout | DeviceMesh, header: str = "",
         )
     if use_rich and not _has_rich():
         raise ArgumentError("use_rich=True needs rich; pip install 'dtensor[terminal]'")
-    notebook = _notebook() if use_rich is None else None
+    notebook = _notebook_display() if use_rich is None else None
     if notebook is not None:
         notebook.display({"text/html": (f"<p>{header}</p>" if header else "") + svg_of(boxes)}, raw=True)
         return
     if header:
         print(header)
     if use_rich or (use_rich is None and sys.stdout.isatty() and _has_rich()):
-        _printed(boxes, force=bool(use_rich))
+        _print_boxes(boxes, force=bool(use_rich))
     else:
         print(boxes_text(boxes))
 
@@ -63,7 +63,7 @@ def _has_rich() -> bool:
     return importlib.util.find_spec("rich") is not None
 
 
-def _notebook() -> Any:
+def _notebook_display() -> Any:
     """Return IPython's display module in a notebook, else None."""
     shell = sys.modules.get("IPython")
     running = None if shell is None else shell.get_ipython()
@@ -71,7 +71,7 @@ def _notebook() -> Any:
 
 
 # --- colored ------------------------------------------------------------------------------------------------------------
-def _printed(boxes: Boxes, force: bool) -> None:
+def _print_boxes(boxes: Boxes, force: bool) -> None:
     from rich.console import Console  # optional
     from rich.text import Text
 
@@ -85,18 +85,18 @@ def _printed(boxes: Boxes, force: bool) -> None:
     for panel in boxes.panels:
         if panel.title:
             console.print(Text(panel.title))
-        for line in _lines(panel, styles):
+        for line in _panel_lines(panel, styles):
             console.print(Text.assemble(*line), no_wrap=True, overflow="ignore", crop=False)
     if boxes.remark:
         console.print(Text(boxes.remark, style="italic"))
 
 
-def _lines(panel: Panel, styles: Sequence[str]) -> list[list[tuple[str, str]]]:
+def _panel_lines(panel: Panel, styles: Sequence[str]) -> list[list[tuple[str, str]]]:
     """Return pieces of text with their styles, line by line."""
     left = max(len(row.text) for row in panel.rows) + 1
     least = [max(len(column.text), *(len(line[j].text) for line in panel.boxes)) + 2 for j, column in enumerate(panel.columns)]
-    widths = list(map(round, scaled(panel.columns, _WIDE, least)))
-    heights = list(map(round, scaled(panel.rows, _HIGH, [1] * len(panel.rows)))) if len(panel.rows) > 1 else [3]
+    widths = list(map(round, scale_lengths(panel.columns, _PANEL_WIDTH, least)))
+    heights = list(map(round, scale_lengths(panel.rows, _PANEL_HEIGHT, [1] * len(panel.rows)))) if len(panel.rows) > 1 else [3]
     lines = []
     if panel.columns[0].text:
         labels = "".join(c.text.center(wide) for c, wide in zip(panel.columns, widths, strict=True))
@@ -114,14 +114,16 @@ def _lines(panel: Panel, styles: Sequence[str]) -> list[list[tuple[str, str]]]:
 def boxes_text(boxes: Boxes) -> str:
     """Return a grid, or one line per shard for more than two dims."""
 
-    def held(box: Box) -> str:
+    def ranks_text(box: Box) -> str:
         return ", ".join(map(str, box.ranks)) + (" (partial)" if boxes.partial else "")
 
     if not boxes.panels:
         return boxes.remark
     if len(boxes.panels) > 1 or boxes.panels[0].title:
-        return table_text([[box.about.partition(" (")[0], held(box)] for p in boxes.panels for line in p.boxes for box in line])
+        return table_text(
+            [[box.about.partition(" (")[0], ranks_text(box)] for p in boxes.panels for line in p.boxes for box in line]
+        )
     (panel,) = boxes.panels
-    body = [[row.text, *(held(box) for box in line)] for row, line in zip(panel.rows, panel.boxes, strict=True)]
+    body = [[row.text, *(ranks_text(box) for box in line)] for row, line in zip(panel.rows, panel.boxes, strict=True)]
     rows = [["", *(column.text for column in panel.columns)], *body] if panel.columns[0].text else body
     return table_text(rows if panel.rows[0].text else [row[1:] for row in rows])

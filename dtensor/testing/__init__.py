@@ -1,4 +1,4 @@
-"""For tests: the oracle, rule verification; hypothesis strategies in ``dtensor.testing.strategies``."""
+"""Testing tools: the oracle and rule verification; hypothesis strategies are in ``dtensor.testing.strategies``."""
 
 from .force_strategy import Undeclared, forced
 from .oracle import Mismatch, Outcome, check, compare

@@ -1,4 +1,4 @@
-"""What differs between a result on distributed tensors and the plain one, piece by piece, agreed upon by all ranks."""
+"""Compare a result on DTensors with the result of plain torch, shard by shard; all ranks get the same list of differences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..placement import Placement
 from ..tensor.dtensor import DTensor
 from .scatter import piece
 
-# (relative, absolute): what reassociation may change
+# (relative, absolute) tolerance: reassociation changes floating results
 TOLERANCE: dict[torch.dtype, tuple[float, float]] = {
     torch.float64: (1e-8, 1e-9),
     torch.complex128: (1e-8, 1e-9),
@@ -31,7 +31,7 @@ _WIDER: dict[torch.dtype, torch.dtype] = {torch.complex32: torch.complex64, **di
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to compare; see ``oracle.compare``."""
+    """Options of a comparison; see ``oracle.compare``."""
 
     values: bool = True
     strides: bool = True
@@ -40,17 +40,17 @@ class Options:
     seed: int = 0
 
 
-def everybodys(problems: list[str], mesh: DeviceMesh) -> list[str]:
-    """The problems that the ranks of the mesh see, alike on all of them: none goes on alone while the others stop."""
+def gather_problems(problems: list[str], mesh: DeviceMesh) -> list[str]:
+    """Return the problems of all ranks of the mesh. The list is identical on every rank, so that all ranks stop together."""
     comm = communicator_of(mesh)
     if not comm.talks:
         return problems
     gathered = comm.all_gather_object(problems, tuple(range(mesh.ndim)))
-    return list(dict.fromkeys(problem for own in gathered for problem in own))
+    return list(dict.fromkeys(problem for of_rank in gathered for problem in of_rank))
 
 
 def differences(got: Any, expected: Any, options: Options | None = None) -> list[str]:
-    """What differs between a result and the plain one, one line each."""
+    """Return the differences between a result and the plain result, one line each; [] if there are none."""
     options = options or Options()
     if not isinstance(expected, torch.Tensor):
         return [] if not options.values or _same_value(got, expected) else [f"{got!r}, not {expected!r}"]
@@ -61,54 +61,55 @@ def differences(got: Any, expected: Any, options: Options | None = None) -> list
         if got.layout != expected.layout:
             return [f"layout {got.layout}, not {expected.layout}"]
         got, expected = got.detach().to_dense(), expected.to_dense()
-    found = []
+    problems = []
     if got.dtype != expected.dtype:
-        found.append(f"dtype {got.dtype}, not {expected.dtype}")
+        problems.append(f"dtype {got.dtype}, not {expected.dtype}")
     if got.shape != expected.shape:
-        found.append(f"shape {tuple(got.shape)}, not {tuple(expected.shape)}")
-    elif options.strides and _strides(got) != _strides(expected):
-        found.append(f"strides {got.stride()}, not {expected.stride()} (shape {tuple(got.shape)})")
-    if found and (got.dtype != expected.dtype or got.shape != expected.shape):
-        return found
+        problems.append(f"shape {tuple(got.shape)}, not {tuple(expected.shape)}")
+    elif options.strides and _significant_strides(got) != _significant_strides(expected):
+        problems.append(f"strides {got.stride()}, not {expected.stride()} (shape {tuple(got.shape)})")
+    if problems and (got.dtype != expected.dtype or got.shape != expected.shape):
+        return problems
     if isinstance(got, DTensor):
-        return found + _different_pieces(got, expected, options)
-    return found + ([] if not options.values or close(got.detach(), expected, options.tolerance) else [_shown(got, expected)])
+        return problems + _shard_differences(got, expected, options)
+    return problems + (
+        [] if not options.values or close(got.detach(), expected, options.tolerance) else [_difference_text(got, expected)]
+    )
 
 
-def _different_pieces(got: DTensor, expected: torch.Tensor, options: Options) -> list[str]:
+def _shard_differences(got: DTensor, expected: torch.Tensor, options: Options) -> list[str]:
     layout = got.layout
     problems: list[str] = []
     if (got.shape, got.stride(), got.dtype) != (layout.shape, layout.stride, layout.dtype):
         problems.append(f"the tensor ({tuple(got.shape)}, {got.stride()}, {got.dtype}) is not as its layout {layout!r}")
     with torch.no_grad():
-        problems = everybodys(problems + _unfitting(got), layout.mesh)
+        problems = gather_problems(problems + _shard_shape_problems(got), layout.mesh)
         if problems or not options.values:
             return problems
         detached = got.detach()
         assert isinstance(detached, DTensor)
-        whole = detached.redistribute(placements=layout.reduced().placements)
-    for member, local in communicator_of(layout.mesh).pieces(whole._local).items():
-        want = piece(expected, whole.layout, member)
-        if not close(local, want, options.tolerance):
-            problems.append(
-                f"rank {layout.mesh.ranks[member]} at {layout.mesh.coordinates[member]} of {layout!r}: {_shown(local, want)}"
-            )
+        reduced = detached.redistribute(placements=layout.reduced().placements)
+    for member, local in communicator_of(layout.mesh).pieces(reduced._local).items():
+        expected_block = piece(expected, reduced.layout, member)
+        if not close(local, expected_block, options.tolerance):
+            where = f"rank {layout.mesh.ranks[member]} at {layout.mesh.coordinates[member]} of {layout!r}"
+            problems.append(f"{where}: {_difference_text(local, expected_block)}")
     return problems
 
 
-def _unfitting(got: DTensor) -> list[str]:
+def _shard_shape_problems(got: DTensor) -> list[str]:
     layout, problems = got.layout, []
     for member, local in communicator_of(layout.mesh).pieces(got._local).items():
-        block = layout.local_shape(layout.mesh.coordinates[member])
-        if tuple(local.shape) != block or local.dtype != layout.dtype:
+        shape = layout.local_shape(layout.mesh.coordinates[member])
+        if tuple(local.shape) != shape or local.dtype != layout.dtype:
             problems.append(
-                f"rank {layout.mesh.ranks[member]} holds {local.dtype}{tuple(local.shape)}, {layout!r} gives it {block}"
+                f"rank {layout.mesh.ranks[member]} holds {local.dtype}{tuple(local.shape)}, {layout!r} gives it {shape}"
             )
     return problems
 
 
 def close(got: torch.Tensor, expected: torch.Tensor, tolerance: tuple[float, float] | None = None) -> bool:
-    """Equal; floating values up to reassociation, NaN equal to NaN."""
+    """Return True if the tensors are equal; floating values up to reassociation, NaN equal to NaN."""
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return False
     wider = _WIDER.get(expected.dtype)
@@ -119,18 +120,18 @@ def close(got: torch.Tensor, expected: torch.Tensor, tolerance: tuple[float, flo
     rtol, atol = tolerance or TOLERANCE[expected.dtype]
     if torch.allclose(got, expected, rtol=rtol, atol=atol, equal_nan=True):
         return True
-    atol += rtol / 100 * _largest(expected)  # what cancels leaves rounding errors of the size of its terms
+    atol += rtol / 100 * _largest_magnitude(expected)  # cancellation leaves rounding errors of the size of the addends
     return torch.allclose(got, expected, rtol=rtol, atol=atol, equal_nan=True)
 
 
-def _largest(x: torch.Tensor) -> float:
-    """The largest finite magnitude."""
+def _largest_magnitude(x: torch.Tensor) -> float:
+    """Return the largest finite magnitude, 0.0 if there is none."""
     finite = x[x.isfinite()].abs()
     return float(finite.max()) if finite.numel() else 0.0
 
 
-def _strides(x: torch.Tensor) -> tuple[int, ...]:
-    """Strides that mean something: none of tensors without elements, none of dims of size one."""
+def _significant_strides(x: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of dims with more than one element; () for a tensor with at most one element."""
     if x.numel() <= 1:
         return ()
     return tuple(step for step, size in zip(x.stride(), x.shape, strict=True) if size > 1)
@@ -142,7 +143,7 @@ def _same_value(got: Any, expected: Any) -> bool:
     return type(got) is type(expected) and bool(got == expected)
 
 
-def _shown(got: torch.Tensor, expected: torch.Tensor) -> str:
+def _difference_text(got: torch.Tensor, expected: torch.Tensor) -> str:
     if expected.numel() > 24 and expected.dtype in TOLERANCE and got.shape == expected.shape:
         return f"differs by up to {(got.detach() - expected).abs().max().item()}"
     return f"got {got.tolist()}, expected {expected.tolist()}"

@@ -1,4 +1,4 @@
-"""Run an operator under given rows of its rule, whatever would cost least."""
+"""Force strategies: run an operator under given strategies of its rule, regardless of cost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from ..tensor.dtensor import DTensor
 
 
 class Undeclared(LookupError):
-    """The rule has no such row for this call, or does not allow it here.
+    """The rule has no such strategy for this call, or does not allow it here.
+
+    Raised before anything is communicated.
 
     >>> import torch, dtensor as dt
     >>> mesh = dt.init_device_mesh("cpu", (2,))
@@ -33,125 +35,135 @@ class Undeclared(LookupError):
     >>> forced(torch.ops.aten.exp, "sum -> sum")(dt.ones(4, device_mesh=mesh, placements=[dt.Partial()]))
     Traceback (most recent call last):
     dtensor.testing.force_strategy.Undeclared: ...
-
-    Raised before anything is communicated.
     """
 
 
 def forced(op: Any, *rows: str) -> Callable[..., Any]:
-    """``op`` under these rows of its rule, one for each mesh dim, as :class:`Undeclared` errors and reports write them.
+    """Return a function that runs ``op`` under the given strategies of its rule, one for each mesh dim.
 
-    Operands are first brought to where the rows want them. On plain tensors it is ``op`` itself.
+    Strategies are written as in :class:`Undeclared` errors and in reports. Operands are first redistributed to the placements
+    that the strategies need, and only that communicates. On plain tensors the function is ``op`` itself.
 
     Raises:
-        Undeclared: the rule has no such row for the call.
+        Undeclared: the rule has no such strategy for the call.
 
     >>> import torch, dtensor as dt
     >>> x = dt.ones(5, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Replicate()])
     >>> forced(torch.ops.aten.exp, "S(0) -> S(0)")(x).placements, torch.exp(x).placements
     ((Shard(dim=0),), (Replicate(),))
-
-    Costs the moves to where the row wants its operands.
     """
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return under(op, args, kwargs, partial(_picked, rows))
+    def run_forced(*args: Any, **kwargs: Any) -> Any:
+        return run_with_chooser(op, args, kwargs, partial(_choose_strategies, rows))
 
-    return call
+    return run_forced
 
 
-def under(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], choose: Chooser) -> Any:
-    """The results of an operator (or of the overload of it that takes these arguments) whose rows ``choose`` picks."""
+def run_with_chooser(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], choose: Chooser) -> Any:
+    """Return the results of an operator with the strategies that ``choose`` selects.
+
+    ``op`` may be a packet; then the overload for these arguments runs.
+    """
     if not any(isinstance(x, DTensor) for x in tensors((args, kwargs))):
         return op(*args, **kwargs)
     overload = overload_for(op, args, kwargs)
     if composite(operator_of(overload)):
-        return run_chosen(overload, args, kwargs, choose)  # torch would call what it is composed of
-    with _Picking(overload, choose) as picking:
+        return run_chosen(overload, args, kwargs, choose)  # torch would call its decomposition
+    with _ForceFirstCall(overload, choose) as forcing:
         result = overload(*args, **kwargs)
-    if not picking.met:
+    if not forcing.was_called:
         raise Undeclared(f"{overload} is decomposed into other operators and has no strategies of its own")
     return result
 
 
 def overload_for(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The overload that torch calls with these arguments."""
+    """Return the overload that torch calls with these arguments."""
     if hasattr(op, "_schema"):
         return op
     return getattr(op, resolve_packet(op._qualified_op_name, *args, **kwargs))
 
 
-class _Picking(TorchDispatchMode):
-    """The first call of an overload follows the rows that ``choose`` picks; others go their usual way."""
+class _ForceFirstCall(TorchDispatchMode):
+    """Dispatch mode that runs the first call of an overload with the strategies that ``choose`` selects."""
 
     def __init__(self, overload: Any, choose: Chooser) -> None:
         super().__init__()
         self.overload, self.choose = overload, choose
-        self.met = False
+        self.was_called = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.met or func is not self.overload:
+        if self.was_called or func is not self.overload:
             return func(*args, **(kwargs or {}))
-        self.met = True
+        self.was_called = True
         return run_chosen(func, args, kwargs or {}, self.choose)
 
 
-def _picked(rows: Sequence[str], rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen:
-    lines = by_text(declared(rule, factors, call).lines)
-    for text in rows:
-        if text not in lines:
-            raise Undeclared(f"{call.func} has no strategy {text!r} for this call; it has {list(lines)}")
-    chosen = realized(rule, tuple([lines[text].row_for(factors) for text in rows]), factors, call, kept)
+def _choose_strategies(
+    strategies: Sequence[str], rule: Rule, factors: Factors, call: Call, inplace_results: Mapping[int, int]
+) -> Chosen:
+    declared_lines = by_text(declared(rule, factors, call).lines)
+    for text in strategies:
+        if text not in declared_lines:
+            raise Undeclared(f"{call.func} has no strategy {text!r} for this call; it has {list(declared_lines)}")
+    chosen = realized(rule, tuple([declared_lines[text].row_for(factors) for text in strategies]), factors, call, inplace_results)
     if chosen is None:
-        raise Undeclared(f"the rule of {call.func} does not allow {' & '.join(rows)} for this call")
+        raise Undeclared(f"the rule of {call.func} does not allow {' & '.join(strategies)} for this call")
     return chosen
 
 
 # --- what a rule declares --------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """The rows that a rule has for one call: by their text, where each wants the tensors of the call (None: as they are)."""
+class DeclaredStrategies:
+    """Strategies that a rule has for one call.
+
+    Attributes:
+        targets: by the text of a strategy, the placement that each tensor of the call needs; None: any placement.
+        tensor_counts: numbers of operands and of results.
+    """
 
     rule: Rule
-    wanted: Mapping[str, tuple[Where | None, ...]]
-    counts: tuple[int, int]  # operands, results
+    targets: Mapping[str, tuple[Where | None, ...]]
+    tensor_counts: tuple[int, int]  # operands, results
 
 
-def asked_for(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Asked | None:
-    """What this call on distributed tensors asks of a rule; None where no rule with rows comes into play. Nothing runs."""
-    found: list[Asked] = []
+def query_rule(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Asked | None:
+    """Return the query of the rule for this call on DTensors, without running it; None if no rule with strategies applies."""
+    queries: list[Asked] = []
 
-    def look(rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]) -> None:
-        found.append(Asked(rule, factors, call, kept, None))
+    def record_query(rule: Rule, factors: Factors, call: Call, inplace_results: Mapping[int, int]) -> None:
+        queries.append(Asked(rule, factors, call, inplace_results, None))
 
-    with suppress(Exception):  # what plain torch refuses too
-        plan_for(operator_of(overload_for(op, args, kwargs)), args, kwargs, look)
-    return found[0] if found else None
+    with suppress(Exception):  # calls that plain torch rejects too
+        plan_for(operator_of(overload_for(op, args, kwargs)), args, kwargs, record_query)
+    return queries[0] if queries else None
 
 
-def rows_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows | None:
-    """The rows that are declared for this call on distributed tensors; None where no rule with rows comes into play."""
-    asked = asked_for(op, args, kwargs)
-    if asked is None:
+def rows_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DeclaredStrategies | None:
+    """Return the strategies that are declared for this call on DTensors; None if no rule with strategies applies."""
+    query = query_rule(op, args, kwargs)
+    if query is None:
         return None
     operator = operator_of(overload_for(op, args, kwargs))
-    places = _places(operator, operator.bind(args, kwargs), asked.call, tensors((args, kwargs)))
-    wanted = {
-        text: tuple(None if place is None else line.operands[place] for place in places)
-        for text, line in by_text(asked.lines).items()
+    indices = _operand_indices(operator, operator.bind(args, kwargs), query.call, tensors((args, kwargs)))
+    targets = {
+        text: tuple(None if index is None else line.operands[index] for index in indices)
+        for text, line in by_text(query.lines).items()
     }
-    return Rows(asked.rule, wanted, (len(asked.factors.operands), len(asked.factors.results)))
+    return DeclaredStrategies(query.rule, targets, (len(query.factors.operands), len(query.factors.results)))
 
 
-def _places(operator: Operator, bound: dict[str, Any], call: Call, xs: Sequence[torch.Tensor]) -> list[int | None]:
-    """For each tensor of the call the operand that it is; of lists that are worked on element by element all are alike."""
-    places: list[int | None] = [None] * len(xs)
-    place_of = {id(x): i for i, x in enumerate(xs)}
+def _operand_indices(operator: Operator, bound: dict[str, Any], call: Call, xs: Sequence[torch.Tensor]) -> list[int | None]:
+    """Return the index of the operand for each tensor of the call; None for tensors that are not operands.
+
+    In a list operator that works element by element, all elements have the index of the first.
+    """
+    indices: list[int | None] = [None] * len(xs)
+    position_of = {id(x): i for i, x in enumerate(xs)}
     for name in dict.fromkeys(call.names):
         value = bound[name]
         items = [x for x in value if isinstance(x, torch.Tensor)] if isinstance(value, (list, tuple)) else [value]
         for k, x in enumerate(items):
-            own = call.operands_of(name)
-            if id(x) in place_of:
-                places[place_of[id(x)]] = own[0 if operator.facts.per_element else k]
-    return places
+            operand_indices = call.operands_of(name)
+            if id(x) in position_of:
+                indices[position_of[id(x)]] = operand_indices[0 if operator.facts.per_element else k]
+    return indices

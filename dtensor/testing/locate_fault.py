@@ -1,4 +1,4 @@
-"""What a case shows: whether it gives what plain torch gives, and if not, which row of which rule is at fault."""
+"""Locate a fault: run a case, compare it with plain torch, and find the operator and the strategy that are wrong."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ from .compare import Options, differences
 from .force_strategy import Undeclared, forced, overload_for
 from .oracle import Outcome, compare
 from .placements import Combination
-from .reproduction import oracle_call, placement_text
+from .reproduction import oracle_program, placement_text
 from .strategy_cases import Case
 from .variants import Variant
 
 
 @dataclass(frozen=True, slots=True)
-class Wrong:
-    """One fault: a row under which an operator does not give what plain torch gives, in the smallest case found.
+class Fault:
+    """A strategy under which an operator differs from plain torch, in the smallest case that was found.
 
     Attributes:
-        operator: whose rule has the row: that of ``variant``, or of an operator that its gradient is made of.
-        rows: as ``"min -> min"`` or ``"S(1) -> S(1)"``, one for each mesh dim; none where the operator follows none.
+        operator: the operator with the wrong rule: that of ``variant``, or one that its gradient is computed with.
+        rows: the strategies, such as ``"min -> min"`` or ``"S(1) -> S(1)"``, one for each mesh dim; () if the operator has none.
         direction: ``"forward"`` or ``"backward of ..."``.
         variant, mesh_shape, placements: the case.
-        problems: what differs, rank by rank: what it got, what was expected.
-        cases: in how many cases it was met.
+        problems: the differences, rank by rank.
+        reproduction: a program that raises the mismatch.
+        cases: number of cases with this fault.
     """
 
     operator: str
@@ -52,8 +53,8 @@ class Wrong:
 
     @property
     def row(self) -> str:
-        """The rows in one line."""
-        return " & ".join(self.rows) or "no row"
+        """The strategies in one line."""
+        return " & ".join(self.rows) or "no strategy"
 
     def __str__(self) -> str:
         where = "; ".join(map(placement_text, self.placements))
@@ -68,7 +69,7 @@ class Wrong:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """How a case is run: the seed of terms and cotangents, where cotangents lie."""
+    """A case with the seed of its addends and cotangents, and the placements of the cotangents."""
 
     case: Case
     seed: int
@@ -76,15 +77,15 @@ class Trial:
 
     @property
     def gradients(self) -> bool:
-        """Operators that torch composes of others are forced below autograd."""
+        """True if gradients are compared. Not for composite operators with forced strategies, which run below autograd."""
         sample = self.case.variant.sample
-        if not (sample.gradients and self.case.rows):
+        if not (sample.gradients and self.case.strategies):
             return sample.gradients
         return not composite(operator_of(overload_for(self.case.variant.call, sample.args, sample.kwargs)))
 
     def run(self) -> Outcome:
         case, sample = self.case, self.case.variant.sample
-        call = forced(case.variant.call, *case.rows) if case.rows else case.variant.call
+        call = forced(case.variant.call, *case.strategies) if case.strategies else case.variant.call
         return compare(
             call,
             sample.args,
@@ -106,42 +107,42 @@ class Trial:
         options |= {"cloned": True} if case.variant.writes else {}
         options |= {"cotangents": self.cotangents} if self.gradients else {"gradients": False}
         name = f"torch.ops.{case.variant.name}"
-        call = f"forced({name}, {', '.join(map(repr, case.rows))})" if case.rows else name
-        return oracle_call(call, sample.args, case.mesh, case.placements, {**options, "seed": self.seed})
+        call = f"forced({name}, {', '.join(map(repr, case.strategies))})" if case.strategies else name
+        return oracle_program(call, sample.args, case.mesh, case.placements, {**options, "seed": self.seed})
 
 
-def undeclared(outcome: Outcome) -> bool:
-    """Whether the rule does not allow the row here, so that there is nothing to compare."""
+def is_undeclared(outcome: Outcome) -> bool:
+    """Return True if the rule does not allow the strategies here, so that there is nothing to compare."""
     return isinstance(outcome.error, Undeclared)
 
 
 def is_backward(outcome: Outcome) -> bool:
-    """Whether the results are right and gradients are not."""
+    """Return True if only gradients are wrong."""
     return all(problem.startswith(("gradient", "backward")) for problem in outcome.problems)
 
 
-def fails(trial: Trial, backward: bool) -> bool:
-    """Whether it still shows a fault of this direction."""
+def shows_fault(trial: Trial, backward: bool) -> bool:
+    """Return True if the trial has a fault in this direction."""
     outcome = trial.run()
-    return bool(outcome.problems) and not undeclared(outcome) and is_backward(outcome) == backward
+    return bool(outcome.problems) and not is_undeclared(outcome) and is_backward(outcome) == backward
 
 
-def culprit(trial: Trial) -> tuple[str, tuple[str, ...]]:
-    """The first operator of a run whose results are wrong for the operands it got, and its rows: (name, rows)."""
+def find_faulty_operator(trial: Trial) -> tuple[str, tuple[str, ...]]:
+    """Return the first operator of a run with wrong results for its operands, and its strategies: (name, strategies)."""
     case = trial.case
-    watching = _Watching()
-    with watching if case.mesh.kind == "in_process" else nullcontext():
+    comparing = _CompareEachOperator()
+    with comparing if case.mesh.kind == "in_process" else nullcontext():
         outcome = trial.run()
     own = "::".join(case.variant.name.split(".")[:2])
-    if watching.found is not None and (not case.rows or is_backward(outcome)):
-        return watching.found
-    return own, case.rows
+    if comparing.found is not None and (not case.strategies or is_backward(outcome)):
+        return comparing.found
+    return own, case.strategies
 
 
-class _Watching(TorchDispatchMode):
-    """Compares the results of each operator with what plain torch gives for the values of its operands."""
+class _CompareEachOperator(TorchDispatchMode):
+    """Dispatch mode that compares the results of each operator with those of plain torch for the values of its operands."""
 
-    of_dtensors = True  # operators are those that DTensors are asked for
+    of_dtensors = True  # see the operators that are called on DTensors
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,37 +150,39 @@ class _Watching(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        known = self.found is not None or operator_of(func).seeded
-        if known or not any(isinstance(x, DTensor) for x in tensors((args, kwargs))):
+        is_done = self.found is not None or operator_of(func).seeded
+        if is_done or not any(isinstance(x, DTensor) for x in tensors((args, kwargs))):
             return func(*args, **kwargs)
-        plain, keywords = mapped(_value, (args, kwargs))
-        rows = _rows_chosen(func, args, kwargs)
+        plain, keywords = mapped(_full_value, (args, kwargs))
+        strategies = _chosen_strategies(func, args, kwargs)
         result = func(*args, **kwargs)
-        if rows is not None and _differs(func, result, plain, keywords):
-            self.found = str(func._schema.name), rows
+        if strategies is not None and _has_difference(func, result, plain, keywords):
+            self.found = str(func._schema.name), strategies
         return result
 
 
-def _value(x: torch.Tensor) -> torch.Tensor:
+def _full_value(x: torch.Tensor) -> torch.Tensor:
     whole = x.full_tensor() if isinstance(x, DTensor) else x
     return whole.detach().clone()
 
 
-def _differs(func: Any, result: Any, args: Any, kwargs: Any) -> bool:
+def _has_difference(func: Any, result: Any, args: Any, kwargs: Any) -> bool:
     try:
         expected = tensors(func(*args, **kwargs))
-    except RuntimeError:  # views of what is in other memory now
+    except RuntimeError:  # a view op cannot run on the clone
         return False
     pairs = zip(tensors(result), expected, strict=False)
     return any(differences(got, want, Options(strides=False)) for got, want in pairs)
 
 
-def _rows_chosen(func: Any, args: Any, kwargs: Any) -> tuple[str, ...] | None:
-    """The rows that dispatch chooses for a call; None where it follows none."""
-    listening = Listening()
+def _chosen_strategies(func: Any, args: Any, kwargs: Any) -> tuple[str, ...] | None:
+    """Return the strategies that dispatch chooses for a call; None if it chooses none."""
+    recorder = Listening()
     try:
-        plan_for(operator_of(func), args, kwargs, choose=listening)
+        plan_for(operator_of(func), args, kwargs, choose=recorder)
     except (DTensorError, RuntimeError):
         return None
-    found = next((asked for asked in listening.calls if asked.chosen is not None), None)
-    return None if found is None else texts_of(found.chosen.choice.rows, found.lines, found.factors)  # type: ignore[union-attr]  # found
+    for query in recorder.calls:
+        if query.chosen is not None:
+            return texts_of(query.chosen.choice.rows, query.lines, query.factors)
+    return None

@@ -1,4 +1,4 @@
-"""Placements that a rule could take without communication: found by running the operator on local blocks as they are."""
+"""Missing strategies: placements that a rule could take without communication, found by running the operator on local shards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .scatter import can_be_partial, scatter
 from .variants import Variant
 
 T = TypeVar("T")
-_SECONDS = 30  # of a search
+_SEARCH_SECONDS = 30  # time limit of a search
 _RANKS = (3, 2, 4)
 _SEEDS = (0, 1, 2)
 _COMBINE: dict[str, Any] = {
@@ -43,7 +43,7 @@ _COMBINE: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """``name`` under ``operands`` communicates, but the operator on local blocks gives ``results`` by itself."""
+    """Missing strategy: the operator communicates under ``operands``, but on local shards it computes ``results`` without."""
 
     name: str
     operands: tuple[str, ...]
@@ -53,133 +53,148 @@ class Gap:
         return f"{self.name} | {', '.join(self.operands)} -> {', '.join(self.results)}"
 
 
-def gaps_of(name: str, samples: Sequence[Sample], limit: int, rng: random.Random, ops: Sequence[str] = REDUCE_OPS) -> list[Gap]:
-    """The gaps that all samples show alike, on meshes of 2, 3 and 4 ranks: what holds for one sample only is chance.
+def find_missing_strategies(
+    name: str, samples: Sequence[Sample], limit: int, rng: random.Random, ops: Sequence[str] = REDUCE_OPS
+) -> list[Gap]:
+    """Return the missing strategies that all samples show, on meshes of 2, 3 and 4 ranks.
 
-    ``ops``: the reductions whose terms are tried as operands.
+    A single sample may show one by chance.
+
+    Args:
+        ops: the reductions of partial operands to try.
     """
     if is_accepted(Gap(name, ("*",), ("*",))):
-        return []  # whatever would be found is accepted
-    return _sheltered(lambda: _search(name, samples, limit, rng, ops), [])
+        return []  # every strategy that could be found is accepted
+    return _run_in_fork(lambda: _search_samples(name, samples, limit, rng, ops), [])
 
 
-def _search(name: str, samples: Sequence[Sample], limit: int, rng: random.Random, ops: Sequence[str]) -> list[Gap]:
-    found: dict[tuple[str, ...], set[tuple[Placement, ...]]] = {}
+def _search_samples(name: str, samples: Sequence[Sample], limit: int, rng: random.Random, ops: Sequence[str]) -> list[Gap]:
+    by_operands: dict[tuple[str, ...], set[tuple[Placement, ...]]] = {}
     for sample in samples:
-        for operands, results in _shown(Variant(name.replace("::", "."), sample, False), limit, rng, ops):
-            found[operands] = found[operands] & results if operands in found else results
-    return [Gap(name, operands, _best(results)) for operands, results in found.items() if results]
+        for operands, results in _missing_for_sample(Variant(name.replace("::", "."), sample, False), limit, rng, ops):
+            by_operands[operands] = by_operands[operands] & results if operands in by_operands else results
+    return [Gap(name, operands, _preferred_results(results)) for operands, results in by_operands.items() if results]
 
 
-def _best(results: set[tuple[Placement, ...]]) -> tuple[str, ...]:
-    return tuple(map(str, min(results, key=lambda row: [not isinstance(p, Shard) for p in row])))
+def _preferred_results(results: set[tuple[Placement, ...]]) -> tuple[str, ...]:
+    return tuple(map(str, min(results, key=lambda placements: [not isinstance(p, Shard) for p in placements])))
 
 
-def _shown(
+def _missing_for_sample(
     variant: Variant, limit: int, rng: random.Random, ops: Sequence[str]
 ) -> Iterator[tuple[tuple[str, ...], set[tuple[Placement, ...]]]]:
-    """Operands whose rule communicates, and all results that local blocks give by themselves."""
-    xs = tensors(variant.sample.given)
+    """Yield operands for which the rule communicates, with all placements of the results that local shards give."""
+    xs = tensors(variant.sample.arguments)
     if not variant.sample.values or not any(x.numel() > 1 for x in xs):
         return
     meshes = [variant.mesh((ranks,)) for ranks in _RANKS]
     for placements in combinations(xs, (2,), ops, limit, rng, ragged=False):
         if _has_partial_indices(xs, placements):
             continue
-        found: set[tuple[Placement, ...]] | None = None
-        in_terms = any(isinstance(p, Partial) for where in placements for p in where)
-        for mesh, seed, hostile in itertools.product(meshes, _SEEDS, (False, True) if in_terms else (False,)):
-            tried = replace(variant, sample=_with_special_values(variant.sample, placements, seed)) if hostile else variant
-            right = _right_results(tried, mesh, placements, seed)
-            found = right if found is None else found & right
-            if not found:
+        results: set[tuple[Placement, ...]] | None = None
+        has_partial = any(isinstance(p, Partial) for of_tensor in placements for p in of_tensor)
+        for mesh, seed, with_special_values in itertools.product(meshes, _SEEDS, (False, True) if has_partial else (False,)):
+            variant_tried = (
+                replace(variant, sample=_with_special_values(variant.sample, placements, seed))
+                if with_special_values
+                else variant
+            )
+            valid = _right_results(variant_tried, mesh, placements, seed)
+            results = valid if results is None else results & valid
+            if not results:
                 break
-        if found is not None and (not found or _communicates(variant, meshes[0], placements)):
-            yield tuple(map(placement_text, placements)), found
+        if results is not None and (not results or _has_collectives(variant, meshes[0], placements)):
+            yield tuple(map(placement_text, placements)), results
 
 
 def _with_special_values(sample: Sample, placements: Combination, seed: int) -> Sample:
-    """A zero and an infinite element beside terms, in each floating tensor: what holds for finite factors only is no row."""
+    """Put a zero and an infinite element into each floating tensor that is not partial.
+
+    A strategy that is right only for finite factors is thereby excluded.
+    """
     each = iter(enumerate(placements, seed))
 
-    def special(x: torch.Tensor) -> torch.Tensor:
-        at, where = next(each)
-        in_terms = any(isinstance(p, Partial) for p in where)
-        if in_terms or not x.numel() or not (x.is_floating_point() or x.is_complex()) or x.itemsize < 2:
+    def put_special_values(x: torch.Tensor) -> torch.Tensor:
+        at, placement_of_tensor = next(each)
+        is_partial = any(isinstance(p, Partial) for p in placement_of_tensor)
+        if is_partial or not x.numel() or not (x.is_floating_point() or x.is_complex()) or x.itemsize < 2:
             return x
-        made = x.clone().flatten()
-        made[at % made.numel()], made[(at + 1) % made.numel()] = 0.0, (-1) ** seed * float("inf")
-        return torch.empty_like(x).copy_(made.view(x.shape))
+        flat = x.clone().flatten()
+        flat[at % flat.numel()], flat[(at + 1) % flat.numel()] = 0.0, (-1) ** seed * float("inf")
+        return torch.empty_like(x).copy_(flat.view(x.shape))
 
-    return sample.of(mapped(special, sample.given))
+    return sample.with_arguments(mapped(put_special_values, sample.arguments))
 
 
 def _has_partial_indices(xs: Sequence[torch.Tensor], placements: Combination) -> bool:
-    """Terms of indices are no indices: some operators read memory out of bounds with them."""
-    beside_floats = any(x.dtype.is_floating_point or x.dtype.is_complex for x in xs)
+    """Return True if index tensors are partial.
+
+    Their addends are not valid indices, and some operators would read memory out of bounds.
+    """
+    has_floats = any(x.dtype.is_floating_point or x.dtype.is_complex for x in xs)
     pairs = zip(xs, placements, strict=True)
-    return beside_floats and any(x.dtype is torch.int64 and any(isinstance(p, Partial) for p in where) for x, where in pairs)
+    return has_floats and any(x.dtype is torch.int64 and any(isinstance(p, Partial) for p in of_tensor) for x, of_tensor in pairs)
 
 
-def _communicates(variant: Variant, mesh: DeviceMesh, placements: Combination) -> bool:
+def _has_collectives(variant: Variant, mesh: DeviceMesh, placements: Combination) -> bool:
     sample = variant.sample
     outcome = compare(variant.call, sample.args, mesh, placements, kwargs=sample.kwargs, gradients=False, values=False)
     return bool(outcome.events) and outcome.error is None
 
 
 def _right_results(variant: Variant, mesh: DeviceMesh, placements: Combination, seed: int) -> set[tuple[Placement, ...]]:
-    """The placements under which the results of the operator on local blocks make up the plain results."""
-    given = variant.sample.given
+    """Return the placements under which the operator on local shards computes the plain results."""
+    given = variant.sample.arguments
     args, kwargs = mapped(torch.clone, given)
     scattered = [scatter(x, mesh, at, seed=seed + i) for i, (x, at) in enumerate(zip(tensors(given), placements, strict=True))]
-    held = [shards_of(x._local) for x in scattered]
+    local_tensors = [shards_of(x._local) for x in scattered]
     try:
         torch.manual_seed(seed)
         expected = tensors(variant.call(*args, **kwargs))
-        per_rank = [_called(variant, [shards[member] for shards in held]) for member in mesh.members]
-    except Exception:  # whatever it is: local blocks alone do not do
+        per_rank = [_run_on_shards(variant, [shards[member] for shards in local_tensors]) for member in mesh.members]
+    except Exception:  # any error: the operator does not run on local shards alone
         return set()
     choices: list[list[Placement]] = []
-    for k, whole in enumerate(expected):
+    for k, full in enumerate(expected):
         pieces = [results[k] for results in per_rank if len(results) == len(expected)]
         if len(pieces) != len(mesh.members):
             return set()
-        choices.append(list(_placements_of(pieces, whole)))
+        choices.append(list(_placements_of(pieces, full)))
     return set(itertools.product(*choices)) if expected else set()
 
 
-def _called(variant: Variant, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The results of the operator on one rank's blocks."""
-    args, kwargs = filled(variant.sample.given, map(torch.clone, pieces))
+def _run_on_shards(variant: Variant, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the results of the operator on the shards of one rank."""
+    args, kwargs = filled(variant.sample.arguments, map(torch.clone, shards))
     return tensors(variant.call(*args, **kwargs))
 
 
-def _placements_of(pieces: list[torch.Tensor], whole: torch.Tensor) -> Iterator[Placement]:
-    if all(close(piece, whole) for piece in pieces):
+def _placements_of(shards: list[torch.Tensor], full: torch.Tensor) -> Iterator[Placement]:
+    if all(close(shard, full) for shard in shards):
         yield Replicate()
         return
-    for dim in range(whole.ndim):
-        others = [size for d, size in enumerate(whole.shape) if d != dim]
-        fits = all(p.ndim == whole.ndim and [s for d, s in enumerate(p.shape) if d != dim] == others for p in pieces)
-        if fits and close(torch.cat(pieces, dim), whole):
+    for dim in range(full.ndim):
+        others = [size for d, size in enumerate(full.shape) if d != dim]
+        fits = all(p.ndim == full.ndim and [s for d, s in enumerate(p.shape) if d != dim] == others for p in shards)
+        if fits and close(torch.cat(shards, dim), full):
             yield Shard(dim)
-    if all(piece.shape == whole.shape and piece.dtype == whole.dtype for piece in pieces):
+    if all(shard.shape == full.shape and shard.dtype == full.dtype for shard in shards):
         for op, combine in _COMBINE.items():
-            if can_be_partial(whole.dtype, op) and whole.dtype is not torch.bool and close(combine(pieces), whole):
+            if can_be_partial(full.dtype, op) and full.dtype is not torch.bool and close(combine(shards), full):
                 yield Partial(op)
 
 
-def _sheltered(fn: Callable[[], T], otherwise: T) -> T:
-    """``fn()``, computed in a fork of this process; ``otherwise`` if that dies, raises or takes too long.
+def _run_in_fork(fn: Callable[[], T], otherwise: T) -> T:
+    """Return ``fn()``, computed in a fork of this process; ``otherwise`` if the fork dies, raises or takes too long.
 
-    Operators given blocks that do not belong together may read and write past the ends of memory: torch checks less than needed.
+    Operators may read and write out of bounds if the shards of their operands do not match: torch checks less than needed.
     """
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reader)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(_SECONDS)
+        signal.alarm(_SEARCH_SECONDS)
         status = 1
         try:
             quiet = os.open(os.devnull, os.O_WRONLY)
@@ -196,15 +211,18 @@ def _sheltered(fn: Callable[[], T], otherwise: T) -> T:
     return pickle.loads(data) if status == 0 and data else otherwise
 
 
-# --- accepted ones
+# --- accepted missing strategies --------------------------------------------------------------------------------------
 @cache
-def accepted() -> tuple[tuple[str, str], ...]:
-    """(operator, row) patterns of ``accepted_gaps.txt``: lines ``operator | operands -> results | reason``."""
+def accepted_patterns() -> tuple[tuple[str, str], ...]:
+    """Return the (operator, strategy) patterns of ``accepted_gaps.txt``.
+
+    Its lines are ``operator | operands -> results | reason``.
+    """
     lines = (Path(__file__).parent / "accepted_gaps.txt").read_text().splitlines()
     parts = [[part.strip() for part in line.split("|")] for line in lines if line.strip() and not line.startswith("#")]
-    return tuple((name, row) for name, row, _ in parts)
+    return tuple((name, strategy) for name, strategy, _ in parts)
 
 
 def is_accepted(gap: Gap) -> bool:
-    row = str(gap).partition("|")[2].strip()
-    return any(fnmatch(gap.name, name) and fnmatch(row, pattern) for name, pattern in accepted())
+    strategy = str(gap).partition("|")[2].strip()
+    return any(fnmatch(gap.name, name) and fnmatch(strategy, pattern) for name, pattern in accepted_patterns())

@@ -1,7 +1,7 @@
-"""The oracle: a function of plain tensors gives the same on distributed ones, for the placements asked.
+"""Oracle: compares a function on plain tensors with the same function on DTensors, for given placements.
 
-Compared are every rank's piece (with the canonical piece of the plain result), dtype, global shape and strides, values, results
-that are no tensors, errors, what in-place operations left in the arguments, gradients, and the placements of gradients.
+The local tensor of every rank is compared with the same block of the plain result. Also compared are dtype, global shape and
+strides, values, results that are not tensors, errors, arguments after in-place operations, and gradients with their placements.
 It runs in one process and, with the same arguments on every rank, on process groups.
 """
 
@@ -22,17 +22,17 @@ from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Partial, Placement, Replicate
 from ..tensor.dtensor import DTensor, grad_placements_of
-from .compare import TOLERANCE as TOLERANCE  # for tests that scale it
-from .compare import Options, differences, everybodys
+from .compare import TOLERANCE as TOLERANCE  # imported by tests that scale it
+from .compare import Options, differences, gather_problems
 from .scatter import can_be_partial, scatter
 
 Placements = Sequence[Placement] | None
 
 
 class Mismatch(AssertionError):
-    """A program on distributed tensors does not give what it gives on plain ones.
+    """A program gives other results on DTensors than on plain tensors.
 
-    What is compared is gathered; the error says which rank got what.
+    Results are gathered for the comparison. The error names each rank with wrong values.
 
     >>> import torch, dtensor as dt
     >>> mesh = dt.init_device_mesh("cpu", (2,))
@@ -45,14 +45,14 @@ class Mismatch(AssertionError):
 
 @dataclass(slots=True)
 class Outcome:
-    """What a comparison found.
+    """Outcome of a comparison.
 
     Attributes:
-        problems: one line each; empty if all is well.
-        layouts: of the tensors that the forward pass gave.
+        problems: one line each; empty if there are no differences.
+        layouts: of the result tensors of the forward pass.
         events: the collectives of the forward pass.
-        error: what the distributed run raised.
-        same_error: plain torch raised the like.
+        error: the error of the distributed run.
+        same_error: True if plain torch raised an error of the same class.
 
     A record: no communication.
 
@@ -71,28 +71,28 @@ class Outcome:
 
 
 def check(fn: Callable[..., Any], *args: Any, mesh: DeviceMesh, placements: Sequence[Placements], **options: Any) -> Outcome:
-    """``fn(*args)`` gives the same on plain and on distributed tensors.
+    """Check that ``fn(*args)`` gives the same results on plain tensors and on DTensors.
 
     Args:
-        args: plain tensors (also inside lists, tuples, dicts) and whatever else ``fn`` takes.
-        mesh: where the tensors live.
+        args: plain tensors (also inside lists, tuples, dicts) and any other arguments of ``fn``.
+        mesh: the mesh of the DTensors.
         placements: for each tensor among ``args``, in order, one placement per mesh dim; None leaves it plain.
         options: see :func:`compare`.
 
     Raises:
-        Mismatch: with everything that differs.
+        Mismatch: results differ; the message lists all differences.
+
+    Costs one run of ``fn`` on each, and gathers of the compared tensors.
 
     >>> import torch, dtensor as dt
     >>> mesh = dt.init_device_mesh("cpu", (3,))
     >>> check(torch.mm, torch.randn(5, 6), torch.randn(6, 7), mesh=mesh, placements=[[dt.Shard(1)], [dt.Shard(0)]]).layouts
     [float32[5, 7] on (0=P(sum))]
-
-    Costs what ``fn`` does, and gathers of what is compared.
     """
     outcome = compare(fn, args, mesh, placements, **options)
     if outcome.problems:
-        shown = "\n  ".join(outcome.problems)
-        raise Mismatch(f"under {list(placements)} on {mesh!r}:\n  {shown}") from outcome.error
+        lines = "\n  ".join(outcome.problems)
+        raise Mismatch(f"under {list(placements)} on {mesh!r}:\n  {lines}") from outcome.error
     return outcome
 
 
@@ -111,79 +111,88 @@ def compare(
     tolerance: tuple[float, float] | None = None,
     seed: int = 0,
 ) -> Outcome:
-    """What differs between ``fn`` on plain and on distributed tensors.
+    """Return the differences between ``fn`` on plain tensors and on DTensors.
 
     Args:
-        kwargs: further arguments of ``fn``, with tensors too (``placements`` goes on with them).
+        kwargs: keyword arguments of ``fn``, also with tensors (``placements`` lists them after those of ``args``).
         gradients: compare gradients of all floating arguments that are distributed, with random cotangents.
         cloned: give ``fn`` clones of the leaves, so that it may write to them.
         values: compare values, not only shapes, dtypes and strides.
         strides: compare global strides.
         cotangents: placements of the cotangents; None: replicated.
         tolerance: (relative, absolute) for floating results, default by dtype.
-        seed: of the partial terms, the cotangents and the random operations of ``fn``.
+        seed: of the partial addends, the cotangents and the random operations of ``fn``.
 
-    Costs what ``fn`` does, and gathers of what is compared. What ``fn`` raises stands in the outcome.
+    Costs one run of ``fn`` on each, and gathers of the compared tensors. An error of ``fn`` is in the outcome.
 
     >>> import torch, dtensor as dt
     >>> mesh = dt.init_device_mesh("cpu", (2,))
     >>> compare(torch.exp, [torch.ones(4)], mesh, [[dt.Shard(0)]]).problems
     []
     """
-    given = (tuple(args), dict(kwargs or {}))
-    inputs = [x.detach() for x in tensors(given)]  # leaves are made of them here
+    arguments = (tuple(args), dict(kwargs or {}))
+    inputs = [x.detach() for x in tensors(arguments)]  # leaves are made from them below
     if len(inputs) != len(placements):
         raise ValueError(f"{len(placements)} placements for {len(inputs)} tensors: give one entry per tensor (None: stays plain)")
-    wanted = Options(values, strides, tolerance, cotangents, seed)
+    compare_options = Options(values, strides, tolerance, cotangents, seed)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of gathers, and what plain torch warns of too
+        warnings.simplefilter("ignore")  # gather warnings, and those of plain torch
         plain = _Run(
-            fn, given, [_plain_leaf(x, where, gradients) for x, where in zip(inputs, placements, strict=True)], cloned, seed
+            fn,
+            arguments,
+            [_plain_leaf(x, of_tensor, gradients) for x, of_tensor in zip(inputs, placements, strict=True)],
+            cloned,
+            seed,
         )
         outcome = Outcome()
-        made = [
-            _plain_leaf(x, where, gradients) if where is None else scatter(x, mesh, where, seed=seed + 7 * i)
-            for i, (x, where) in enumerate(zip(inputs, placements, strict=True))
+        distributed_leaves = [
+            _plain_leaf(x, of_tensor, gradients) if of_tensor is None else scatter(x, mesh, of_tensor, seed=seed + 7 * i)
+            for i, (x, of_tensor) in enumerate(zip(inputs, placements, strict=True))
         ]
-        for leaf, like in zip(made, plain.leaves, strict=True):
+        for leaf, plain_leaf in zip(distributed_leaves, plain.leaves, strict=True):
             if isinstance(leaf, DTensor):
-                leaf.requires_grad_(like.requires_grad)
+                leaf.requires_grad_(plain_leaf.requires_grad)
         with events.listening(outcome.events.append):
-            run = _Run(fn, given, made, cloned, seed)
-        _compare_runs(outcome, plain, run, mesh, wanted)
+            run = _Run(fn, arguments, distributed_leaves, cloned, seed)
+        _compare_runs(outcome, plain, run, mesh, compare_options)
     return outcome
 
 
 class _Run:
-    """One forward run, and what it left behind."""
+    """Run of a function: results, error, and the leaves and arguments afterwards."""
 
-    def __init__(self, fn: Callable[..., Any], given: Any, made: list[torch.Tensor], cloned: bool, seed: int) -> None:
-        self.leaves = made
+    def __init__(
+        self, fn: Callable[..., Any], call_arguments: Any, run_leaves: list[torch.Tensor], cloned: bool, seed: int
+    ) -> None:
+        self.leaves = run_leaves
         self.results: list[Any] = []
         self.error: Exception | None = None
-        self.arguments = [leaf.clone() for leaf in made] if cloned else made
-        args, kwargs = filled(given, self.arguments)
-        for generator in (torch.default_generator, default_generator(made[0].device if made else torch.device("cpu"))):
+        self.arguments = [leaf.clone() for leaf in run_leaves] if cloned else run_leaves
+        args, kwargs = filled(call_arguments, self.arguments)
+        for generator in (
+            torch.default_generator,
+            default_generator(run_leaves[0].device if run_leaves else torch.device("cpu")),
+        ):
             generator.manual_seed(seed)  # torch.manual_seed formats a stack each time
         try:
             self.results = list(leaves(fn(*args, **kwargs)))
-        except Exception as error:  # compared with the other run's
+        except Exception as error:  # compared with the error of the other run
             self.error = error
 
-    def differentiable(self) -> list[int]:
-        """Positions of the results that a gradient can enter."""
+    def differentiable_results(self) -> list[int]:
+        """Return positions of the results that require a gradient."""
         return [i for i, x in enumerate(self.results) if isinstance(x, torch.Tensor) and x.requires_grad]
 
     def backward(self, cotangents: list[Any]) -> None:
-        outputs = [self.results[i] for i in self.differentiable()]
+        outputs = [self.results[i] for i in self.differentiable_results()]
         try:
             torch.autograd.backward(outputs, cotangents)
         except Exception as error:
             self.error = error
 
 
-def _plain_leaf(x: torch.Tensor, where: Placements, gradients: bool) -> torch.Tensor:
-    differentiable = gradients and where is not None and (x.dtype.is_floating_point or x.dtype.is_complex)
+def _plain_leaf(x: torch.Tensor, placements: Placements, gradients: bool) -> torch.Tensor:
+    differentiable = gradients and placements is not None and (x.dtype.is_floating_point or x.dtype.is_complex)
     copied = torch.empty_like(x).copy_(x)
     return copied.requires_grad_(differentiable)
 
@@ -200,10 +209,10 @@ def _compare_runs(outcome: Outcome, plain: _Run, run: _Run, mesh: DeviceMesh, op
             outcome.layouts.append(got.layout)
     for i, (wrote, own) in enumerate(zip(plain.arguments, run.arguments, strict=True)):
         outcome.problems += [f"argument {i} afterwards: {problem}" for problem in differences(own, wrote, options)]
-    positions = plain.differentiable()
-    if positions != run.differentiable():
-        outcome.problems.append(f"results {run.differentiable()} require grad, not {positions}")
-    outcome.problems = everybodys(outcome.problems, mesh)
+    positions = plain.differentiable_results()
+    if positions != run.differentiable_results():
+        outcome.problems.append(f"results {run.differentiable_results()} require grad, not {positions}")
+    outcome.problems = gather_problems(outcome.problems, mesh)
     if outcome.problems or not positions:
         return
     _compare_gradients(outcome, plain, run, mesh, options)
@@ -212,16 +221,16 @@ def _compare_runs(outcome: Outcome, plain: _Run, run: _Run, mesh: DeviceMesh, op
 def _compare_gradients(outcome: Outcome, plain: _Run, run: _Run, mesh: DeviceMesh, options: Options) -> None:
     generator = torch.Generator().manual_seed(options.seed)
     cotangents = []
-    for i in plain.differentiable():
-        like = plain.results[i]
-        if like.layout is not torch.strided:
-            cotangents.append(like.detach().clone())  # it has to be sparse too
+    for i in plain.differentiable_results():
+        result = plain.results[i]
+        if result.layout is not torch.strided:
+            cotangents.append(result.detach().clone())  # its cotangent must be sparse too
             continue
-        drawn = torch.randint(-3, 4, like.shape, generator=generator, device="cpu").to(like.dtype)
-        cotangents.append(torch.empty_like(like).copy_(drawn))
+        random = torch.randint(-3, 4, result.shape, generator=generator, device="cpu").to(result.dtype)
+        cotangents.append(torch.empty_like(result).copy_(random))
     plain.backward([c.clone() for c in cotangents])
     distributed: list[torch.Tensor] = []
-    for i, cotangent in zip(plain.differentiable(), cotangents, strict=True):
+    for i, cotangent in zip(plain.differentiable_results(), cotangents, strict=True):
         if isinstance(run.results[i], DTensor):
             distributed.append(
                 scatter(cotangent, mesh, _cotangent_placements(cotangent, mesh, options.cotangents), seed=options.seed)
@@ -236,32 +245,36 @@ def _compare_gradients(outcome: Outcome, plain: _Run, run: _Run, mesh: DeviceMes
             outcome.problems.append(f"gradient {i}: {leaf.grad!r}, not {expected.grad!r}")
         elif expected.grad is not None:
             loose = Options(options.values, strides=False, tolerance=options.tolerance)
-            wanted = expected.grad.to_dense() if expected.grad.is_sparse else expected.grad  # DTensors have dense ones
-            outcome.problems += [f"gradient {i}: {problem}" for problem in differences(leaf.grad, wanted, loose)]
+            expected_grad = (
+                expected.grad.to_dense() if expected.grad.is_sparse else expected.grad
+            )  # gradients of DTensors are dense
+            outcome.problems += [f"gradient {i}: {problem}" for problem in differences(leaf.grad, expected_grad, loose)]
             if isinstance(leaf, DTensor) and isinstance(leaf.grad, DTensor) and leaf.grad.placements != grad_placements_of(leaf):
                 outcome.problems.append(f"gradient {i} has placements {leaf.grad.placements}, the leaf {leaf.placements}")
 
 
-def _cotangent_placements(x: torch.Tensor, mesh: DeviceMesh, wanted: Placements) -> Sequence[Placement]:
-    """As asked where that fits this result, else replicated."""
-    everywhere = (Replicate(),) * mesh.ndim
-    if wanted is None or not all(can_be_partial(x.dtype, p.reduce_op) for p in wanted if isinstance(p, Partial)):
-        return everywhere
+def _cotangent_placements(x: torch.Tensor, mesh: DeviceMesh, requested: Placements) -> Sequence[Placement]:
+    """Return the requested placements if they fit this result, else replicated ones."""
+    replicated = (Replicate(),) * mesh.ndim
+    if requested is None or not all(can_be_partial(x.dtype, p.reduce_op) for p in requested if isinstance(p, Partial)):
+        return replicated
     try:
-        Layout.of(mesh, wanted, x.shape)
+        Layout.of(mesh, requested, x.shape)
     except PlacementError:
-        return everywhere
-    return wanted
+        return replicated
+    return requested
 
 
-def _errors_differ(outcome: Outcome, plain: _Run, run: _Run, when: str, mesh: DeviceMesh) -> bool:
+def _errors_differ(outcome: Outcome, plain: _Run, run: _Run, phase: str, mesh: DeviceMesh) -> bool:
     outcome.error, expected = run.error, plain.error
     outcome.same_error = expected is not None and isinstance(run.error, type(expected))
-    found = []
+    problems = []
     if run.error is not None and not outcome.same_error:
-        wanted = "plain torch does not raise" if expected is None else f"plain torch raises {type(expected).__name__}: {expected}"
-        found = [f"{when} raises {type(run.error).__name__}: {run.error}; {wanted}"]
+        plain_behavior = (
+            "plain torch does not raise" if expected is None else f"plain torch raises {type(expected).__name__}: {expected}"
+        )
+        problems = [f"{phase} raises {type(run.error).__name__}: {run.error}; {plain_behavior}"]
     elif expected is not None and run.error is None:
-        found = [f"{when} does not raise; plain torch raises {type(expected).__name__}: {expected}"]
-    outcome.problems += everybodys(found, mesh)
+        problems = [f"{phase} does not raise; plain torch raises {type(expected).__name__}: {expected}"]
+    outcome.problems += gather_problems(problems, mesh)
     return bool(outcome.problems)

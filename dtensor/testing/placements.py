@@ -1,4 +1,4 @@
-"""The placements that a sample is tried under."""
+"""Placements that a sample is tried under."""
 
 from __future__ import annotations
 
@@ -20,25 +20,32 @@ from .scatter import can_be_partial
 
 @cache
 def mesh_of(shape: tuple[int, ...], device_type: str = "cpu") -> DeviceMesh:
-    """The mesh of this shape, made once: on process groups its groups cost time."""
+    """Return the mesh of this shape. Meshes are cached, because on process groups new groups take time."""
     return init_device_mesh(device_type, shape)
 
 
-Combination = tuple[tuple[Placement, ...], ...]  # per tensor its placements, one per mesh dim
+Combination = tuple[tuple[Placement, ...], ...]  # for each tensor, one placement per mesh dim
 
 
-def options(x: torch.Tensor, ranks: int, ops: Sequence[str], ragged: bool = True) -> list[Placement]:
-    """What one mesh dim of ``ranks`` can be for ``x``: whole, sharded (by chunks and by sizes no chunking gives), partial."""
-    found: list[Placement] = [Replicate()]
+def placement_options(x: torch.Tensor, ranks: int, ops: Sequence[str], ragged: bool = True) -> list[Placement]:
+    """Return the placements that ``x`` can have on one mesh dim of ``ranks`` ranks.
+
+    They are replicated, sharded (by chunks, and by sizes that chunking does not give) and partial.
+    """
+    placements: list[Placement] = [Replicate()]
     for dim, size in enumerate(x.shape):
-        found += dict.fromkeys([Shard(dim), ragged_shard(dim, size, ranks) if ragged else Shard(dim)])
-    return found + [Partial(op) for op in ops if can_be_partial(x.dtype, op)]
+        placements += dict.fromkeys([Shard(dim), ragged_shard(dim, size, ranks) if ragged else Shard(dim)])
+    return placements + [Partial(op) for op in ops if can_be_partial(x.dtype, op)]
 
 
-def kinds(shape: Sequence[int], terms: Sequence[str]) -> list[list[Placement]]:
-    """Whole, sharded, in terms: what a placement of a tensor of this shape can be."""
-    found: list[list[Placement]] = [[Replicate()], [Shard(dim) for dim in range(len(shape))], [Partial(op) for op in terms]]
-    return [kind for kind in found if kind]
+def kinds(shape: Sequence[int], reductions: Sequence[str]) -> list[list[Placement]]:
+    """Return the placements of a tensor of this shape, by kind: replicated, sharded, partial."""
+    by_kind: list[list[Placement]] = [
+        [Replicate()],
+        [Shard(dim) for dim in range(len(shape))],
+        [Partial(op) for op in reductions],
+    ]
+    return [kind for kind in by_kind if kind]
 
 
 def drawn(
@@ -50,26 +57,26 @@ def drawn(
     ragged: float = 0.3,
     reordered: float = 0.5,
 ) -> tuple[Placement, ...]:
-    """One placement per mesh dim, each of one of the kinds in ``choices``; the first of all is the simplest.
+    """Return one random placement per mesh dim, each of one of the kinds in ``choices``. The first choice is the simplest.
 
     Args:
-        ragged: how often a tensor dim that is split once gets blocks of any sizes.
-        reordered: how often one that is split several times is nested in any order.
+        ragged: probability of arbitrary shard sizes for a tensor dim that one mesh dim shards.
+        reordered: probability of a random shard order for a tensor dim that several mesh dims shard.
     """
-    found = [rng.choice(rng.choice(choices)) for _ in mesh_shape]
+    placements = [rng.choice(rng.choice(choices)) for _ in mesh_shape]
     for dim, size in enumerate(shape):
-        split = [k for k, placement in enumerate(found) if placement == Shard(dim)]
+        split = [k for k, placement in enumerate(placements) if placement == Shard(dim)]
         if len(split) == 1 and rng.random() > 1 - ragged:
             cuts = sorted(rng.randint(0, size) for _ in range(mesh_shape[split[0]] - 1))
-            found[split[0]] = Shard(dim, sizes=tuple(b - a for a, b in itertools.pairwise([0, *cuts, size])))
+            placements[split[0]] = Shard(dim, sizes=tuple(b - a for a, b in itertools.pairwise([0, *cuts, size])))
         elif len(split) > 1 and rng.random() > 1 - reordered:
             for k, level in zip(split, rng.sample(range(len(split)), len(split)), strict=True):
-                found[k] = Shard(dim, level=level)
-    return tuple(found)
+                placements[k] = Shard(dim, level=level)
+    return tuple(placements)
 
 
 def ragged_sizes(size: int, ranks: int) -> tuple[int, ...]:
-    """One element, nothing, the rest.
+    """Return uneven shard sizes: one element, then none, then the rest in equal parts.
 
     >>> ragged_sizes(5, 3), ragged_sizes(7, 4), ragged_sizes(5, 2)
     ((1, 0, 4), (1, 0, 3, 3), (1, 4))
@@ -77,19 +84,19 @@ def ragged_sizes(size: int, ranks: int) -> tuple[int, ...]:
     if ranks == 1:
         return (size,)
     first = [min(1, size), *([0] if ranks > 2 else [])]
-    rest = ranks - len(first)
-    left = size - first[0]
-    return (*first, *(left // rest + (k < left % rest) for k in range(rest)))
+    other_ranks = ranks - len(first)
+    remaining = size - first[0]
+    return (*first, *(remaining // other_ranks + (k < remaining % other_ranks) for k in range(other_ranks)))
 
 
 def ragged_shard(dim: int, size: int, ranks: int) -> Shard:
-    """A tensor dim cut as no chunking does, where that is possible."""
+    """Return a placement with shard sizes that chunking does not give, if there are such sizes."""
     sizes = ragged_sizes(size, ranks)
     return Shard(dim) if sizes == chunk_sizes(size, (ranks,)) else Shard(dim, sizes=sizes)
 
 
-def partial_ops(rule: Rule | None) -> list[str]:
-    """The reductions to try: the usual ones and those that the rule speaks of."""
+def reductions_to_try(rule: Rule | None) -> list[str]:
+    """Return the reductions to try: sum, avg, max and those that the rule declares."""
     declared = reductions(() if rule is None else rule.partials)
     return ["sum", "avg", "max", *sorted(declared.difference(("sum", "avg", "max")))]
 
@@ -97,16 +104,19 @@ def partial_ops(rule: Rule | None) -> list[str]:
 def combinations(
     xs: Sequence[torch.Tensor], mesh_shape: Sequence[int], ops: Sequence[str], limit: int, rng: random.Random, ragged: bool = True
 ) -> list[Combination]:
-    """All of them if there are at most ``limit``; else each option alone, options shared by all, and random ones."""
-    menus = [[options(x, ranks, ops, ragged and len(mesh_shape) == 1) for ranks in mesh_shape] for x in xs]
+    """Return combinations of placements for tensors: all of them if there are at most ``limit``.
+
+    Otherwise return a mix of three kinds: one tensor that is not replicated, one placement for all tensors, and random ones.
+    """
+    menus = [[placement_options(x, ranks, ops, ragged and len(mesh_shape) == 1) for ranks in mesh_shape] for x in xs]
     per_tensor = [list(itertools.product(*menu)) for menu in menus]
     if math.prod(map(len, per_tensor)) <= limit:
         return list(itertools.product(*per_tensor))
-    whole = tuple((Replicate(),) * len(mesh_shape) for _ in xs)
-    alone = [(*whole[:i], choice, *whole[i + 1 :]) for i, choices in enumerate(per_tensor) for choice in choices]
+    replicated = tuple((Replicate(),) * len(mesh_shape) for _ in xs)
+    single = [(*replicated[:i], choice, *replicated[i + 1 :]) for i, choices in enumerate(per_tensor) for choice in choices]
     shared = [(choice,) * len(xs) for choice in per_tensor[0] if all(choice in choices for choices in per_tensor)]
     mixed = [tuple(rng.choice(choices) for choices in per_tensor) for _ in range(limit)]
-    rng.shuffle(alone)
+    rng.shuffle(single)
     rng.shuffle(shared)
-    woven = (item for group in itertools.zip_longest(shared, mixed, alone) for item in group if item is not None)
+    woven = (item for group in itertools.zip_longest(shared, mixed, single) for item in group if item is not None)
     return list(dict.fromkeys(woven))[:limit]

@@ -1,4 +1,4 @@
-"""Python source that reproduces a case."""
+"""Reproduction: Python source that runs a case again."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from dtensor.testing import FARTHEST, check, forced
 """
 
 
-def oracle_call(fn: str, args: Sequence[Any], mesh: DeviceMesh, placements: Sequence[Any], options: dict[str, Any]) -> str:
-    """A program that calls the oracle."""
+def oracle_program(fn: str, args: Sequence[Any], mesh: DeviceMesh, placements: Sequence[Any], options: dict[str, Any]) -> str:
+    """Return a program that calls the oracle."""
     given = ", ".join([fn, *(source_of(arg) for arg in args)])
     further = "".join(f", {name}={source_of(value)}" for name, value in options.items())
     return (
@@ -30,10 +30,10 @@ def oracle_call(fn: str, args: Sequence[Any], mesh: DeviceMesh, placements: Sequ
 
 
 def source_of(value: Any) -> str:
-    """An expression that gives ``value``."""
+    """Return a Python expression for ``value``."""
     match value:
         case torch.Tensor():
-            return _tensor(value)
+            return _tensor_source(value)
         case Partial(op):
             return "Partial(FARTHEST)" if op == FARTHEST else f"Partial({op!r})"
         case Shard() | Replicate():
@@ -52,7 +52,7 @@ def source_of(value: Any) -> str:
             )
 
 
-def _tensor(x: torch.Tensor) -> str:
+def _tensor_source(x: torch.Tensor) -> str:
     if x.numel() == 0:
         return f"torch.empty({tuple(x.shape)}, dtype={x.dtype})"
     values = str(x.tolist()).replace("nan", "float('nan')").replace("inf", "float('inf')")
@@ -65,5 +65,5 @@ def _tensor(x: torch.Tensor) -> str:
 
 
 def placement_text(placements: Sequence[Placement]) -> str:
-    """``S(0),P(sum)``."""
+    """Return the text of placements, such as ``"S(0),P(sum)"``."""
     return ",".join(map(str, placements))

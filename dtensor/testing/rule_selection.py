@@ -1,4 +1,4 @@
-"""Which rules are meant: by an operator, by a name in any spelling, by a pattern, by the module that declares them."""
+"""Rule selection: find rules by operator, by name in any spelling, by pattern, or by the module that declares them."""
 
 from __future__ import annotations
 
@@ -19,72 +19,72 @@ from .variants import exists
 
 
 def rule_name(op: Any) -> str:
-    """The name in the registry of an operator, or of one that is named: ``"mm"``, ``"aten::mm"``, ``"acme.halve"``.
+    """Return the name in the registry of an operator, given as an object or as ``"mm"``, ``"aten::mm"``, ``"acme.halve"``.
 
     Raises:
-        RuleError: there is no such operator; near names stand in the message.
+        RuleError: there is no such operator; the message suggests similar names.
     """
     if not isinstance(op, str):
-        return _of_operator(op)
+        return _name_of_operator(op)
     known = rules()
-    spelled = [full_name(op)] + [op.replace(".", "::", 1)] * ("::" not in op and "." in op)
-    for name in spelled:
+    spellings = [full_name(op)] + [op.replace(".", "::", 1)] * ("::" not in op and "." in op)
+    for name in spellings:
         if name in known or f"{name}.default" in known:
             return name if name in known else f"{name}.default"
-    for name in spelled:
+    for name in spellings:
         if exists(name.replace("::", ".")):
             return name
-    raise RuleError(f"torch has no operator {full_name(op)!r}, and no rule has that name{_near(op)}")
+    raise RuleError(f"torch has no operator {full_name(op)!r}, and no rule has that name{_suggestion_text(op)}")
 
 
-def _of_operator(op: Any) -> str:
+def _name_of_operator(op: Any) -> str:
     overload, known = overload_of(op), rules()
     if overload is None:
         return str(op._qualified_op_name)
     name, which = overload._schema.name, overload._schema.overload_name
-    own = f"{name}.{which or 'default'}"
-    return own if own in known else f"{name}.{which}" if which else str(name)
+    full = f"{name}.{which or 'default'}"
+    return full if full in known else f"{name}.{which}" if which else str(name)
 
 
-def _near(word: str) -> str:
-    """The names that look like this one."""
-    known = {form: name for name in rules() for form in (name.partition("::")[2], name, name.replace("::", "."))}
-    found = dict.fromkeys(known[form] for form in get_close_matches(word, list(known), n=5))
-    return f"; did you mean {', '.join(found)}?" if found else ""
+def _suggestion_text(word: str) -> str:
+    """Return a suggestion of similar names for an error message; "" if there are none."""
+    name_of = {form: name for name in rules() for form in (name.partition("::")[2], name, name.replace("::", "."))}
+    names = dict.fromkeys(name_of[form] for form in get_close_matches(word, list(name_of), n=5))
+    return f"; did you mean {', '.join(names)}?" if names else ""
 
 
 def rules_asked(words: Iterable[str]) -> list[str]:
-    """The names of the rules that the words of a command line mean, in order.
+    """Return the names of the rules that the words of a command line select, in order.
 
-    A word is a pattern as of ``fnmatch`` (``"mm"``, ``"*softmax*"``, ``"acme::*"``); the name of a module or a file ending in
-    ``.py``, which is imported; or a module and a pattern, ``"my.module::halve"``. Modules alone mean the rules that they declare.
+    A word is a pattern as in ``fnmatch`` (``"mm"``, ``"*softmax*"``, ``"acme::*"``). Or it is the name of a module or of a
+    ``.py`` file, which is imported. Or it is both: ``"my.module::halve"``. Modules alone select the rules that they declare.
 
     Raises:
-        RuleError: a word means nothing, or a module declares no rule.
+        RuleError: a word selects nothing, or a module declares no rule.
     """
-    before, patterns, modules = rules(), [], []
+    rules_before, patterns, modules = rules(), [], []
     for word in words:
         module, _, pattern = word.rpartition("::") if "::" in word else (word, "", "")
-        if _matching(word) or "*" in module or not _is_module(module):
+        if _matching_rules(word) or "*" in module or not _is_module(module):
             patterns.append(word)
             continue
-        _import(module)
+        _import_module(module)
         modules.append(module)
         patterns += [f"*::{pattern}"] if pattern else []
     if modules and not patterns:
-        declared = sorted(name for name, rule in rules().items() if before.get(name) is not rule)
+        declared = sorted(name for name, rule in rules().items() if rules_before.get(name) is not rule)
         if not declared:
             raise RuleError(f"{', '.join(modules)} declares no rule; declare one with dtensor.register_sharding")
         return declared
-    return list(dict.fromkeys(name for pattern in patterns or ["*"] for name in _found(pattern)))
+    return list(dict.fromkeys(name for pattern in patterns or ["*"] for name in _rules_for_pattern(pattern)))
 
 
-def _found(pattern: str) -> list[str]:
-    found = _matching(pattern)
-    return found if found else [rule_name(pattern.removeprefix("*::"))]
+def _rules_for_pattern(pattern: str) -> list[str]:
+    names = _matching_rules(pattern)
+    return names if names else [rule_name(pattern.removeprefix("*::"))]
 
 
-def _matching(pattern: str) -> list[str]:
+def _matching_rules(pattern: str) -> list[str]:
     known = sorted(rules())
     forms = {name: {name, name.removeprefix("aten::"), name.removesuffix(".default")} for name in known}
     return [name for name in known if any(fnmatch(form, pattern) for form in forms[name])]
@@ -99,7 +99,7 @@ def _is_module(word: str) -> bool:
         return False
 
 
-def _import(word: str) -> None:
+def _import_module(word: str) -> None:
     if not word.endswith(".py"):
         importlib.import_module(word)
         return

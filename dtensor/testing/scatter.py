@@ -1,7 +1,7 @@
-"""Distributed tensors with a given global value whose partial terms are all in use.
+"""Scatter: DTensors with a given global value, and partial values in which every rank has an addend that matters.
 
-``distribute_tensor`` keeps the value at one coordinate and the identity elsewhere, under which many a wrong rule looks right.
-Here every rank holds a term that matters, chosen so that the reduction is exact: integers are added, signs multiplied.
+``distribute_tensor`` puts the value on one coordinate and the identity on the others, which hides many wrong rules. Here every
+rank has an addend, chosen so that the reduction is exact: integers are added, signs are multiplied.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ..tensor.dtensor import DTensor
 def scatter(
     value: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], *, seed: int = 0, requires_grad: bool = False
 ) -> DTensor:
-    """The leaf with global value ``value``; its terms are a function of ``seed`` alone, so all ranks make the same.
+    """Return a leaf DTensor with global value ``value``. Its addends depend only on ``seed``, so all ranks make the same ones.
 
-    No communication: every rank cuts its piece from the whole. Raises ``PlacementError`` where placements do not fit.
+    No communication: every rank takes its shard from ``value``. Raises ``PlacementError`` if the placements do not fit.
 
     >>> import torch, dtensor as dt
     >>> mesh = dt.init_device_mesh("cpu", (2,))
@@ -33,23 +33,23 @@ def scatter(
     """
     stride = torch.empty_like(value, device="meta").stride()
     layout = Layout.of(mesh, placements, value.shape, stride, value.dtype)
-    terms = terms_of(value.detach(), layout, seed)
+    addends = terms_of(value.detach(), layout, seed)
 
-    def block(member: int | None) -> torch.Tensor:
+    def make_shard(member: int | None) -> torch.Tensor:
         return (
             value.new_zeros(layout.local_shape(None))
             if member is None
-            else piece(terms_at(terms, layout, member), layout, member)
+            else piece(terms_at(addends, layout, member), layout, member)
         )
 
-    made = DTensor.from_local(
-        communicator_of(mesh).map_outside_too(block), mesh, layout.placements, shape=layout.shape, stride=layout.stride
+    result = DTensor.from_local(
+        communicator_of(mesh).map_outside_too(make_shard), mesh, layout.placements, shape=layout.shape, stride=layout.stride
     )
-    return made.requires_grad_(requires_grad)
+    return result.requires_grad_(requires_grad)
 
 
 def piece(value: torch.Tensor, layout: Layout, member: int) -> torch.Tensor:
-    """The canonical block of ``value`` at one member, as its own memory with the layout's dense strides."""
+    """Return a copy of the block of ``value`` at one member of the mesh, with the strides of the layout."""
     coordinate = layout.mesh.coordinates[member]
     for dim, (start, size) in enumerate(zip(layout.local_offset(coordinate), layout.local_shape(coordinate), strict=True)):
         value = value.narrow(dim, min(start, value.shape[dim] - size), size)
@@ -57,58 +57,66 @@ def piece(value: torch.Tensor, layout: Layout, member: int) -> torch.Tensor:
 
 
 def terms_of(value: torch.Tensor, layout: Layout, seed: int) -> torch.Tensor:
-    """Terms of shape (sizes of the partial mesh dims ..., *shape) that reduce to ``value``, the last mesh dim first."""
+    """Return addends that reduce to ``value``, the last mesh dim first.
+
+    The shape is that of ``value`` after one dim for each partial mesh dim.
+    """
     generator = torch.Generator().manual_seed(seed + 1)
-    terms = value
+    addends = value
     for mesh_dim, op in enumerate(layout.partials):
         if op is not None:
-            lead = terms.ndim - value.ndim
-            terms = torch.stack(split_terms(terms, op, layout.mesh.shape[mesh_dim], generator), lead)
-    return terms
+            lead = addends.ndim - value.ndim
+            addends = torch.stack(split_addends(addends, op, layout.mesh.shape[mesh_dim], generator), lead)
+    return addends
 
 
-def terms_at(terms: torch.Tensor, layout: Layout, member: int) -> torch.Tensor:
-    """What one member holds of them."""
+def terms_at(addends: torch.Tensor, layout: Layout, member: int) -> torch.Tensor:
+    """Return the addend of one member of the mesh."""
     for mesh_dim, op in enumerate(layout.partials):
         if op is not None:
-            terms = terms[layout.mesh.coordinates[member][mesh_dim]]
-    return terms
+            addends = addends[layout.mesh.coordinates[member][mesh_dim]]
+    return addends
 
 
-def split_terms(value: torch.Tensor, op: str | Monoid, count: int, generator: torch.Generator) -> list[torch.Tensor]:
-    """``count`` tensors whose reduction by ``op`` is ``value``."""
+def split_addends(value: torch.Tensor, op: str | Monoid, count: int, generator: torch.Generator) -> list[torch.Tensor]:
+    """Return ``count`` tensors with the reduction ``value`` by ``op``."""
 
-    def draw(low: int, high: int) -> torch.Tensor:
+    def random_integers(low: int, high: int) -> torch.Tensor:
         return torch.randint(low, high, value.shape, generator=generator, device="cpu").to(value.device)
 
-    owner = draw(0, count)
+    owner = random_integers(0, count)
     if isinstance(op, Monoid):
-        return _terms_of_monoid(value, op, owner, count)
-    if value.dtype is torch.bool:  # "sum" and "max" are or, "product" and "min" are and
-        noise = [draw(0, 2).bool() for _ in range(count)]
+        return _split_by_monoid(value, op, owner, count)
+    if value.dtype is torch.bool:  # "sum" and "max" are "or"; "product" and "min" are "and"
+        noise = [random_integers(0, 2).bool() for _ in range(count)]
         if op in ("sum", "max"):
             return [value & (mine | (owner == k)) for k, mine in enumerate(noise)]
         return [value | (mine & (owner != k)) for k, mine in enumerate(noise)]
     signed = value.dtype.is_signed
     match op:
         case "sum" | "avg":
-            rest = [draw(-5 if signed else 0, 6).to(value.dtype) for _ in range(count - 1)]
+            rest = [random_integers(-5 if signed else 0, 6).to(value.dtype) for _ in range(count - 1)]
             first = value - sum(rest, torch.zeros_like(value)) if op == "sum" else -sum(rest, torch.zeros_like(value))
-            return [first, *rest] if op == "sum" else [value + term for term in (first, *rest)]
+            return [first, *rest] if op == "sum" else [value + addend for addend in (first, *rest)]
         case "max":
-            return [torch.where(owner == k, value, _below(value, draw(0, 5))) for k in range(count)]
+            return [torch.where(owner == k, value, _values_below(value, random_integers(0, 5))) for k in range(count)]
         case "min":
-            return [torch.where(owner == k, value, _above(value, draw(0, 5))) for k in range(count)]
+            return [torch.where(owner == k, value, _values_above(value, random_integers(0, 5))) for k in range(count)]
         case _:
-            signs = [(1 - 2 * draw(0, 2) if signed else draw(1, 2)).to(value.dtype) for _ in range(count - 1)]
+            signs = [
+                (1 - 2 * random_integers(0, 2) if signed else random_integers(1, 2)).to(value.dtype) for _ in range(count - 1)
+            ]
             product = torch.ones_like(value)
             for sign in signs:
                 product = product * sign
             return [value * product, *signs]
 
 
-def _terms_of_monoid(value: torch.Tensor, op: Monoid, owner: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """All that is known of it is its neutral element; each element may be anyone's where elements do not depend on each other."""
+def _split_by_monoid(value: torch.Tensor, op: Monoid, owner: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """Return addends for a monoid.
+
+    Only the identity of a monoid is known. If elements are reduced independently, a random member has each element.
+    """
     neutral = op.identity(value)
     if op == FARTHEST:
         exact = not (value.dtype.is_floating_point or value.dtype.is_complex)
@@ -119,35 +127,35 @@ def _terms_of_monoid(value: torch.Tensor, op: Monoid, owner: torch.Tensor, count
     return [value, *(neutral for _ in range(count - 1))]
 
 
-def _farther(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _select_farther(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.where((b.abs() > a.abs()) | b.isnan(), b, a)
 
 
-# A reduction such as users write, for tests: of two numbers the one that is farther from zero, the first of equals.
-FARTHEST = Monoid("farthest", _farther, torch.zeros_like, elementwise=True)
+# User-defined reduction for tests: of two numbers the one with the larger magnitude, the first if they are equal.
+FARTHEST = Monoid("farthest", _select_farther, torch.zeros_like, elementwise=True)
 
 
-def _below(value: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    lower = _finite(value) - step.to(value.dtype)
-    return torch.where((lower <= value) | value.isnan(), lower, value)  # integers that would wrap around stay
+def _values_below(value: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    lower = _replace_nonfinite(value) - step.to(value.dtype)
+    return torch.where((lower <= value) | value.isnan(), lower, value)  # integers that would wrap around are kept
 
 
-def _above(value: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    higher = _finite(value) + step.to(value.dtype)
+def _values_above(value: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    higher = _replace_nonfinite(value) + step.to(value.dtype)
     return torch.where((higher >= value) | value.isnan(), higher, value)
 
 
-def _finite(value: torch.Tensor) -> torch.Tensor:
-    """One term is infinite or NaN where the value is, others are numbers."""
+def _replace_nonfinite(value: torch.Tensor) -> torch.Tensor:
+    """Replace infinite elements and NaN by 7. Only one addend is infinite or NaN where the value is."""
     return torch.where(value.isfinite(), value, torch.full_like(value, 7))
 
 
 def can_be_partial(dtype: torch.dtype, op: Any) -> bool:
-    """Whether a value of this dtype can be the reduction of terms by ``op``."""
+    """Return True if a value of this dtype can be the reduction of addends by ``op``."""
     if dtype.is_floating_point and dtype.itemsize == 1:
-        return False  # torch does not compute in 8-bit floats
+        return False  # torch has no arithmetic for 8-bit floats
     if dtype in (torch.uint16, torch.uint32, torch.uint64):
-        return False  # nor in these
+        return False  # nor for these
     if op == "avg":
         return dtype.is_floating_point or dtype.is_complex
     return not (dtype.is_complex and op in ("max", "min"))

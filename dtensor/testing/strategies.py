@@ -31,7 +31,7 @@ __all__ = ["dtensors", "layouts", "meshes", "placements", "plain_tensors", "shap
 
 
 def meshes(max_ndim: int = 3, max_ranks: int = 8, named: bool | None = None) -> st.SearchStrategy[DeviceMesh]:
-    """In-process meshes of up to ``max_ndim`` dims (some of size one) and ``max_ranks`` ranks, with or without names."""
+    """Draw in-process meshes of up to ``max_ndim`` dims (some of size one) and ``max_ranks`` ranks, with or without names."""
 
     def make(shape: list[int], with_names: bool) -> DeviceMesh:
         return init_device_mesh("cpu", tuple(shape), mesh_dim_names="abcdefgh"[: len(shape)] if with_names else None)
@@ -41,7 +41,7 @@ def meshes(max_ndim: int = 3, max_ranks: int = 8, named: bool | None = None) -> 
 
 
 def shapes(min_ndim: int = 0, max_ndim: int = 3, min_size: int = 0, max_size: int = 7) -> st.SearchStrategy[tuple[int, ...]]:
-    """Shapes with empty dims and dims of size one among them."""
+    """Draw shapes, including empty dims and dims of size one."""
     return st.lists(st.integers(min_size, max_size), min_size=min_ndim, max_size=max_ndim).map(tuple)
 
 
@@ -55,12 +55,12 @@ def placements(
     ragged: bool = True,
     reordered: bool = True,
 ) -> tuple[Placement, ...]:
-    """One placement per mesh dim for a tensor of ``shape``: sharded unevenly, nested in any order, with own sizes, partial.
+    """Draw one placement per mesh dim for a tensor of ``shape``: replicated, sharded or partial.
 
     Args:
         partials: the reductions to draw from; () for none.
         ragged: also ``Shard(dim, sizes=...)``.
-        reordered: also nesting orders other than that of the mesh dims.
+        reordered: also shard orders other than that of the mesh dims.
     """
     rng = draw(st.randoms(use_true_random=False))  # shrinks as what is drawn from it
     return drawn(shape, mesh.shape, kinds(shape, partials), rng, ragged=0.5 * ragged, reordered=0.5 * reordered)
@@ -74,7 +74,7 @@ def layouts(
     dtype: torch.dtype = torch.float64,
     partials: Sequence[str] = ("sum", "avg", "max", "min", "product"),
 ) -> Layout:
-    """Layouts of every kind, contiguous and with dims in another order in memory."""
+    """Draw layouts of every kind, contiguous and with dims in another memory order."""
     mesh = draw(meshes()) if mesh is None else mesh
     shape = draw(shapes()) if shape is None else tuple(shape)
     order = draw(st.permutations(range(len(shape))))
@@ -85,7 +85,7 @@ def layouts(
 
 @st.composite
 def plain_tensors(draw: st.DrawFn, shape: Sequence[int] | None = None, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Tensors of small values with few binary digits, so that sums in any order are equal."""
+    """Draw tensors of small values with few binary digits, so that sums are equal in any order."""
     return tensor(draw(shapes()) if shape is None else tuple(shape), dtype, draw(st.integers(0, 1000)))
 
 
@@ -93,7 +93,7 @@ def plain_tensors(draw: st.DrawFn, shape: Sequence[int] | None = None, dtype: to
 def dtensors(
     draw: st.DrawFn, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None, dtype: torch.dtype = torch.float64
 ) -> tuple[DTensor, torch.Tensor]:
-    """A distributed tensor under some layout, its partial terms all in use, and the plain tensor that it stands for."""
+    """Draw a DTensor with any layout, with nontrivial partial addends, and the plain tensor with its global value."""
     layout = draw(layouts(mesh, shape, dtype))
     value = tensor(tuple(layout.shape), dtype, draw(st.integers(0, 1000)))
     return scatter(value, layout.mesh, layout.placements, seed=draw(st.integers(0, 1000))), value

@@ -1,4 +1,7 @@
-"""Every row that a rule declares for a sample, with operands that lie as the row wants them: what dispatch may one day choose."""
+"""Strategy cases: for every strategy of a rule, a case with operands in the placements that it needs.
+
+They include strategies that dispatch would not choose today.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +19,25 @@ from ..placement import Partial, Placement, Replicate, Shard
 from ..propagation.strategy_table import Where, word
 from ..rules.partial_rules import written
 from ..rules.rule import Rule, parse_partial
-from .force_strategy import Rows, rows_of
+from .force_strategy import DeclaredStrategies, rows_of
 from .placements import Combination, ragged_shard
 from .scatter import FARTHEST, can_be_partial, scatter
-from .variants import Variant, resolved
+from .variants import Variant, resolve_overload
 
-Wanted = tuple[Where | None, ...]
+TargetPlacements = tuple[Where | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A call, where its tensors lie, and the rows that it is to follow, one for each mesh dim (none: what dispatch chooses)."""
+    """A call, the placements of its tensors, and the strategies to force.
+
+    ``strategies`` has one for each mesh dim; () means that dispatch chooses.
+    """
 
     variant: Variant
     mesh_shape: tuple[int, ...]
     placements: Combination
-    rows: tuple[str, ...] = ()
+    strategies: tuple[str, ...] = ()
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -40,135 +46,151 @@ class Case:
 
 @dataclass(slots=True)
 class Coverage:
-    """The rows that a rule declares for what was tried, and those that ran.
+    """Strategies that a rule declares for the tried calls, and those that ran.
 
     Attributes:
-        declared, forced: rows by their text; a row of another text is another row.
-        refused: of the declared ones those that the rule itself allows in no case that was tried (its ``when``).
-        unmet: partial rows of the rule that no sample's call has.
+        declared, forced: strategies by their text.
+        rules: the rules of the tried calls, with their numbers of operands and results.
+        refused: declared strategies that the rule allowed in no tried case (its ``when``).
+        unmet: partial strategies of the rule that no sample's call has.
     """
 
     declared: set[str] = field(default_factory=set)
     forced: set[str] = field(default_factory=set)
     rules: dict[int, tuple[Rule, set[tuple[int, int]]]] = field(default_factory=dict)
 
-    def see(self, rows: Rows) -> None:
-        self.declared.update(rows.wanted)
-        self.rules.setdefault(id(rows.rule), (rows.rule, set()))[1].add(rows.counts)
+    def add_declared(self, strategies: DeclaredStrategies) -> None:
+        self.declared.update(strategies.targets)
+        self.rules.setdefault(id(strategies.rule), (strategies.rule, set()))[1].add(strategies.tensor_counts)
 
     @property
     def refused(self) -> set[str]:
         return self.declared - self.forced
 
     def unmet(self) -> list[str]:
-        """Rows of terms that are written out in a rule, which no call that was tried has."""
-        found = []
+        """Return partial strategies that a rule lists and that no tried call has."""
+        missing = []
         for rule, counts in self.rules.values():
             for text in written(rule.partials):
-                made = [text if not isinstance(text, str) else parse_partial(text, *count) for count in counts]
-                if not any(row is not None and _text(row) in self.declared for row in made):
-                    found.append(str(text))
-        return found
+                strategies = [text if not isinstance(text, str) else parse_partial(text, *count) for count in counts]
+                if not any(strategy is not None and _strategy_text(strategy) in self.declared for strategy in strategies):
+                    missing.append(str(text))
+        return missing
 
 
-def _text(row: Any) -> str:
-    return " -> ".join(",".join(map(word, side)) for side in (row.operands, row.results))
+def _strategy_text(strategy: Any) -> str:
+    return " -> ".join(",".join(map(word, side)) for side in (strategy.operands, strategy.results))
 
 
-def row_cases(variant: Variant, mesh_shape: tuple[int, ...], coverage: Coverage, rng: random.Random) -> Iterator[Case]:
-    """One case for each row, uneven and empty blocks included; on meshes of two dims rows in pairs."""
-    variant = resolved(variant)
-    yield from _alone(variant, mesh_shape, coverage, rng) if len(mesh_shape) == 1 else _pairs(variant, mesh_shape, coverage, rng)
+def make_cases(variant: Variant, mesh_shape: tuple[int, ...], coverage: Coverage, rng: random.Random) -> Iterator[Case]:
+    """Yield one case for each strategy, with uneven and empty shards; on meshes of two dims, cases with pairs of strategies."""
+    variant = resolve_overload(variant)
+    yield from (
+        _cases_on_one_dim(variant, mesh_shape, coverage, rng)
+        if len(mesh_shape) == 1
+        else _cases_on_two_dims(variant, mesh_shape, coverage, rng)
+    )
 
 
-def _alone(variant: Variant, mesh_shape: tuple[int, ...], coverage: Coverage, rng: random.Random) -> Iterator[Case]:
-    """The rows of each layout of the operands that a row wants, those of that layout's own call among them: rules look at it."""
-    mesh, xs = variant.mesh(mesh_shape), tensors(variant.sample.given)
-    whole: Combination = tuple((Replicate(),) for _ in xs)
-    pending = [whole, *_terms_of_monoids(xs)]
-    seen, moved = set(pending), []
+def _cases_on_one_dim(variant: Variant, mesh_shape: tuple[int, ...], coverage: Coverage, rng: random.Random) -> Iterator[Case]:
+    """Yield cases on one mesh dim.
+
+    Every layout that a strategy needs is tried. The call on operands in that layout may have other strategies, because rules read
+    the layouts; these are tried too.
+    """
+    mesh, xs = variant.mesh(mesh_shape), tensors(variant.sample.arguments)
+    replicated: Combination = tuple((Replicate(),) for _ in xs)
+    pending = [replicated, *_monoid_layouts(xs)]
+    known_layouts, redistributed = set(pending), []
     while pending:
-        where = pending.pop(0)
-        rows = _rows(variant, mesh, where)
-        if rows is None:
+        placements = pending.pop(0)
+        declared = _query_strategies(variant, mesh, placements)
+        if declared is None:
             continue
-        coverage.see(rows)
-        for text, wanted in rows.wanted.items():
-            if _lies(where, wanted):
-                yield Case(variant, mesh_shape, where, (text,))
-            elif where == whole and not any(isinstance(spec, Partial) for spec in wanted):
-                moved.append(Case(variant, mesh_shape, where, (text,)))
-            for layout in _laid_out(xs, wanted, mesh_shape[0]):
-                if layout not in seen:
-                    seen.add(layout)
+        coverage.add_declared(declared)
+        for text, targets in declared.targets.items():
+            if _matches_all(placements, targets):
+                yield Case(variant, mesh_shape, placements, (text,))
+            elif placements == replicated and not any(isinstance(spec, Partial) for spec in targets):
+                redistributed.append(Case(variant, mesh_shape, placements, (text,)))
+            for layout in _target_layouts(xs, targets, mesh_shape[0]):
+                if layout not in known_layouts:
+                    known_layouts.add(layout)
                     pending.append(layout)
-        if where == whole:
+        if placements == replicated:
             rng.shuffle(pending)
-    yield from moved
+    yield from redistributed
 
 
-def _pairs(variant: Variant, mesh_shape: tuple[int, ...], coverage: Coverage, rng: random.Random) -> Iterator[Case]:
-    """Each row beside none, and beside another one, on either mesh dim."""
-    mesh, xs = variant.mesh(mesh_shape), tensors(variant.sample.given)
-    rows = _rows(variant, mesh, tuple((Replicate(),) * len(mesh_shape) for _ in xs))
-    if rows is None:
+def _cases_on_two_dims(variant: Variant, mesh_shape: tuple[int, ...], coverage: Coverage, rng: random.Random) -> Iterator[Case]:
+    """Yield cases on two mesh dims: each strategy alone on one of them, then pairs."""
+    mesh, xs = variant.mesh(mesh_shape), tensors(variant.sample.arguments)
+    declared = _query_strategies(variant, mesh, tuple((Replicate(),) * len(mesh_shape) for _ in xs))
+    if declared is None:
         return
-    coverage.see(rows)
-    for pair in _paired(list(rows.wanted), len(mesh_shape), rng):
-        per_dim = [rows.wanted[own] for own in pair]
-        where = tuple(tuple(_placement(wanted[i]) for wanted in per_dim) for i in range(len(xs)))
-        found = _rows(variant, mesh, where) if _possible(xs, where) else None
-        if found is not None and set(pair) <= set(found.wanted):
-            yield Case(variant, mesh_shape, where, pair)
+    coverage.add_declared(declared)
+    for pair in _pair_strategies(list(declared.targets), len(mesh_shape), rng):
+        per_dim = [declared.targets[strategy] for strategy in pair]
+        placements = tuple(tuple(_as_placement(targets[i]) for targets in per_dim) for i in range(len(xs)))
+        available = _query_strategies(variant, mesh, placements) if _is_possible(xs, placements) else None
+        if available is not None and set(pair) <= set(available.targets):
+            yield Case(variant, mesh_shape, placements, pair)
 
 
-def _paired(rows: list[str], count: int, rng: random.Random) -> list[tuple[str, ...]]:
-    """Every row beside none, then all other pairs in a random order; on further mesh dims none."""
-    none = (rows[-1],) * (count - 2)
-    beside = [(row, rows[-1]) if rng.random() < 0.5 else (rows[-1], row) for row in rows]
-    others = list(itertools.product(rows[:-1], repeat=2))
+def _pair_strategies(strategies: list[str], count: int, rng: random.Random) -> list[tuple[str, ...]]:
+    """Return each strategy with the replicated one, then all other pairs in random order. Further mesh dims are replicated."""
+    replicated = (strategies[-1],) * (count - 2)
+    single = [(strategy, strategies[-1]) if rng.random() < 0.5 else (strategies[-1], strategy) for strategy in strategies]
+    others = list(itertools.product(strategies[:-1], repeat=2))
     rng.shuffle(others)
-    return [(*pair, *none) for pair in (*beside, *others)]
+    return [(*pair, *replicated) for pair in (*single, *others)]
 
 
-def _rows(variant: Variant, mesh: DeviceMesh, where: Combination) -> Rows | None:
-    given = variant.sample.given
-    args, kwargs = filled(given, [scatter(x, mesh, own) for x, own in zip(tensors(given), where, strict=True)])
+def _query_strategies(variant: Variant, mesh: DeviceMesh, placements: Combination) -> DeclaredStrategies | None:
+    arguments = variant.sample.arguments
+    pairs = zip(tensors(arguments), placements, strict=True)
+    args, kwargs = filled(arguments, [scatter(x, mesh, of_tensor) for x, of_tensor in pairs])
     return rows_of(variant.call, args, kwargs)
 
 
-def _terms_of_monoids(xs: Sequence[torch.Tensor]) -> Iterator[Combination]:
-    """Terms of a user's reduction: rules that let all terms pass have a row for it once it is there."""
+def _monoid_layouts(xs: Sequence[torch.Tensor]) -> Iterator[Combination]:
+    """Yield layouts with a user-defined reduction.
+
+    Rules that pass any partial value have a strategy for a reduction only if an operand has it.
+    """
     if xs and xs[0].dtype is not torch.bool and can_be_partial(xs[0].dtype, FARTHEST):
         yield ((Partial(FARTHEST),), *((Replicate(),) for _ in xs[1:]))
 
 
-def _lies(where: Combination, wanted: Wanted) -> bool:
-    return all(spec is None or _same(own[0], spec) for own, spec in zip(where, wanted, strict=True))
+def _matches_all(placements: Combination, targets: TargetPlacements) -> bool:
+    return all(spec is None or _matches_spec(of_tensor[0], spec) for of_tensor, spec in zip(placements, targets, strict=True))
 
 
-def _same(placement: Placement, spec: Where) -> bool:
+def _matches_spec(placement: Placement, spec: Where) -> bool:
     return getattr(placement, "dim", None) == spec if isinstance(spec, int) else placement == spec
 
 
-def _laid_out(xs: Sequence[torch.Tensor], wanted: Wanted, ranks: int) -> Iterator[Combination]:
-    """The layouts that a row wants: split as by ``torch.chunk``, and otherwise."""
-    even = [_placement(spec) for spec in wanted]
-    if _possible(xs, tuple((own,) for own in even)):
-        yield tuple((own,) for own in even)
+def _target_layouts(xs: Sequence[torch.Tensor], targets: TargetPlacements, ranks: int) -> Iterator[Combination]:
+    """Yield the layouts that a strategy needs: sharded as by ``torch.chunk``, and unevenly."""
+    even = [_as_placement(spec) for spec in targets]
+    if _is_possible(xs, tuple((placement,) for placement in even)):
+        yield tuple((placement,) for placement in even)
         yield tuple(
-            (ragged_shard(own.dim, x.shape[own.dim], ranks) if isinstance(own, Shard) else own,)
-            for own, x in zip(even, xs, strict=True)
+            (ragged_shard(placement.dim, x.shape[placement.dim], ranks) if isinstance(placement, Shard) else placement,)
+            for placement, x in zip(even, xs, strict=True)
         )
 
 
-def _placement(spec: Where | None) -> Placement:
+def _as_placement(spec: Where | None) -> Placement:
     return Replicate() if spec is None else Shard(spec) if isinstance(spec, int) else spec
 
 
-def _possible(xs: Sequence[torch.Tensor], where: Combination) -> bool:
-    """Not where a list has elements of fewer dims than its first, or dtypes that have no such terms."""
-    pairs = ((x, p) for x, own in zip(xs, where, strict=True) for p in own)
+def _is_possible(xs: Sequence[torch.Tensor], placements: Combination) -> bool:
+    """Return True if all tensors can have these placements.
+
+    Elements of a list may have fewer dims than the first, or a dtype that cannot be partial.
+    """
+    pairs = ((x, p) for x, of_tensor in zip(xs, placements, strict=True) for p in of_tensor)
     return all(
         can_be_partial(x.dtype, p.reduce_op) if isinstance(p, Partial) else not isinstance(p, Shard) or p.dim < x.ndim
         for x, p in pairs

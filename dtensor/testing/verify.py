@@ -1,9 +1,9 @@
-"""Check a sharding rule against the operator itself: every row that it declares must give what plain torch gives.
+"""Verify a sharding rule against the operator: every strategy that it declares must give the results of plain torch.
 
-Two nets. Every row of the rule is *forced*, with operands that lie as it wants them, whatever dispatch would choose. And operands
-are placed in many ways and dispatch chooses, which tries moves and combinations. A *wrong* entry is a fault of one row, with the
-smallest case found and a program to paste. A *missing* one is a placement under which the operator on local blocks would be right
-by itself, yet the rule communicated; those that are meant so stand in ``accepted_gaps.txt`` with their reason.
+Cases come from two sources. First, every strategy of the rule is *forced*, with operands in the placements that it needs. Second,
+operands get many placements and dispatch chooses, which tests redistributions and combinations. A *wrong* entry is a fault of one
+strategy, with the smallest case found and a program that reproduces it. A *missing* entry is a placement under which the operator
+on local shards would be right, but the rule communicated. Intended ones are listed in ``accepted_gaps.txt`` with their reason.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from ..propagation.op_schema import operator_of
 from ..propagation.propagate import composite
 from ..rules import rules
 from ..rules.registry import lookup
-from .locate_fault import Trial, Wrong, undeclared
-from .minimize import wrong_of
-from .missing_strategies import Gap, gaps_of, is_accepted
-from .placements import combinations, partial_ops
+from .locate_fault import Fault, Trial, is_undeclared
+from .minimize import minimize_fault
+from .missing_strategies import Gap, find_missing_strategies, is_accepted
+from .placements import combinations, reductions_to_try
 from .rule_selection import rule_name
 from .samples import Sample, samples_of
 from .samples import full_name as full_name
-from .samples.of_schema import refusal
-from .strategy_cases import Case, Coverage, row_cases
-from .variants import exists, operator_named, variants
+from .samples.of_schema import error_in_plain_torch
+from .strategy_cases import Case, Coverage, make_cases
+from .variants import exists, get_operator, variants
 
 MESHES = ((2,), (3,), (4,), (2, 2))
 _MOST_RANKS = 8
@@ -43,16 +43,17 @@ _MOST_RANKS = 8
 
 @dataclass(slots=True)
 class Report:
-    """What the verification of one rule found.
+    """Report of the verification of one rule. It is true if something was verified and nothing is wrong or missing.
 
     Attributes:
-        cases: tried in all, ``raised`` of them such that plain torch raises, and so does the distributed run.
-        rows: which rows are declared, and which were forced.
+        cases: number of cases.
+        raised: number of cases in which plain torch and the distributed run both raise.
+        rows: the strategies that are declared, and those that were forced.
         wrong: one entry for each fault.
-        missing: what the rule could take without communication.
-        nothing_forced: the operator has a rule of rows, or none, and no sample gave a row to force: nothing was verified.
+        missing: placements that the rule could take without communication.
+        nothing_forced: True if the operator should have strategies, but no sample gave one to force: nothing was verified.
 
-    A record, true where something was verified and nothing is wrong or missing. It communicates and raises nothing.
+    A record: reading it communicates nothing and raises nothing.
 
     >>> report = verify_rule("exp", meshes=[(2,)], budget=6)
     >>> bool(report), report.wrong
@@ -63,7 +64,7 @@ class Report:
     cases: int = 0
     raised: int = 0
     rows: Coverage = field(default_factory=Coverage)
-    wrong: list[Wrong] = field(default_factory=list)
+    wrong: list[Fault] = field(default_factory=list)
     missing: list[Gap] = field(default_factory=list)
     nothing_forced: bool = False
 
@@ -97,24 +98,24 @@ def verify_rule(
     rows_only: bool = False,
     device: str = "cpu",
 ) -> Report:
-    """What running an operator under every row of its rule, and under many placements, shows; on in-process meshes.
+    """Run an operator under every strategy of its rule and under many placements, and return a report. Uses in-process meshes.
 
     Args:
         op: a name as rules are registered by (``"mm"``, ``"aten::add.Tensor"``, ``"mylib::op"``), or an operator.
-        samples: arguments to try; default the shipped ones.
+        samples: arguments to try; default: the built-in ones.
         meshes: shapes of the meshes.
-        limit: cases of either net per sample, variant (in place, ``out=``, foreach) and mesh; all where there are fewer.
-        budget: cases in all, a random part of them that ``seed`` determines, one half by either net.
-        look_for_missing: also report placements that the rule could take without communication, terms of these reductions
-            among them (True: of all).
-        stop_after: faults after which to stop.
-        rows_only: force the rows, and leave out what dispatch chooses.
-        plant: special values (``0.0``, ``inf``, ``nan``) to put into some places of floating operands.
-        device: where to run, a device type.
+        limit: most cases of each source per sample, variant (in place, ``out=``, foreach) and mesh.
+        budget: most cases in total, chosen randomly with ``seed``, half of them from each source.
+        look_for_missing: also report placements that the rule could take without communication. A list names the reductions of
+            partial operands to try; True tries all.
+        stop_after: number of faults after which to stop.
+        rows_only: only force strategies; leave out the cases in which dispatch chooses.
+        plant: special values (``0.0``, ``inf``, ``nan``) to put into random elements of floating operands.
+        device: the device type to run on.
 
     Raises:
-        RuleError: there is nothing to try: no samples, no such operator, or plain torch refuses every sample; or
-            ``look_for_missing`` on another device than the CPU: what is looked for runs in a fork.
+        RuleError: there is nothing to try: no samples, no such operator, or plain torch rejects every sample. Or
+            ``look_for_missing`` is used on another device than the CPU: the search runs in a fork.
 
     >>> report = verify_rule("mm", [Sample((torch.ones(5, 6), torch.ones(6, 7)))], meshes=[(3,)], limit=20)
     >>> report.cases >= 20, report.wrong, sorted(report.rows.forced)[:2]
@@ -123,54 +124,59 @@ def verify_rule(
     name = rule_name(op)
     if look_for_missing and device != "cpu":
         raise RuleError(f"verify_rule({name!r}): look_for_missing works on the CPU only; leave out device={device!r}")
-    given = [_own(sample, plant, device) for sample in _samples(name, samples, device)]
+    prepared = [_prepare_sample(sample, plant, device) for sample in _samples_to_try(name, samples, device)]
     report, rng = Report(name), random.Random(zlib.crc32(name.encode()) + seed)
-    part = budget if budget is None or rows_only else max(1, budget // 2)
-    chosen = () if rows_only else placed(name, given, meshes, limit, part, rng)
-    even = _even(name, given, report.rows, rng) if part is None else ()
-    for case in chain(_forced(name, given, meshes, report.rows, limit, part, rng), even, chosen):
-        _try(report, case, seed)
+    part_budget = budget if budget is None or rows_only else max(1, budget // 2)
+    placement_cases = () if rows_only else placed(name, prepared, meshes, limit, part_budget, rng)
+    even_cases = _even_cases(name, prepared, report.rows, rng) if part_budget is None else ()
+    for case in chain(_forced_cases(name, prepared, meshes, report.rows, limit, part_budget, rng), even_cases, placement_cases):
+        _run_case(report, case, seed)
         if len(report.wrong) >= stop_after:
             break
-    report.nothing_forced = not report.rows.forced and not report.wrong and _should_have_rows(name)
+    report.nothing_forced = not report.rows.forced and not report.wrong and _has_own_strategies(name)
     if look_for_missing:
         ops = REDUCE_OPS if look_for_missing is True else look_for_missing
-        report.missing = sorted((gap for gap in gaps_of(name, given, limit, rng, ops) if not is_accepted(gap)), key=str)
+        report.missing = sorted(
+            (gap for gap in find_missing_strategies(name, prepared, limit, rng, ops) if not is_accepted(gap)), key=str
+        )
     return report
 
 
-def _should_have_rows(name: str) -> bool:
-    """Whether the operator is served by rows: not by an answer, by other operators, or by torch's own decomposition."""
-    found: Any = operator_named(name.replace("::", "."))
-    overload = found if hasattr(found, "_schema") else getattr(found, found.overloads()[0])
+def _has_own_strategies(name: str) -> bool:
+    """Return True if the operator has strategies of its own: not an answer, a decomposition by a rule, or one by torch."""
+    operator: Any = get_operator(name.replace("::", "."))
+    overload = operator if hasattr(operator, "_schema") else getattr(operator, operator.overloads()[0])
     rule = rules().get(name) or lookup(overload)
     return not composite(operator_of(overload)) if rule is None else rule.decompose is None and rule.answer is None
 
 
-def _samples(name: str, samples: Sequence[Sample] | None, device: str) -> list[Sample]:
-    """Those to try: on an accelerator those that the CPU takes, since there assertions about data end the process."""
+def _samples_to_try(name: str, samples: Sequence[Sample] | None, device: str) -> list[Sample]:
+    """Return the samples to try.
+
+    On an accelerator these are only samples that the CPU accepts, because a device-side assertion ends the process.
+    """
     if not exists(name.replace("::", ".")):
         raise RuleError(f"verify_rule: torch has no operator {name!r}; register it first, or name it as in 'mylib::op'")
-    if samples is None and (known := samples_of(name)):
-        op = operator_named(name.replace("::", "."))
-        return known if device == "cpu" else [sample for sample in known if refusal(op, sample) is None]
-    given = list(samples or ())
-    if not given:
+    if samples is None and (built_in := samples_of(name)):
+        op = get_operator(name.replace("::", "."))
+        return built_in if device == "cpu" else [sample for sample in built_in if error_in_plain_torch(op, sample) is None]
+    user_samples = list(samples or ())
+    if not user_samples:
         raise RuleError(
             f"verify_rule({name!r}) has no samples to run; give arguments of the operator: "
             f"verify_rule({name!r}, [Sample((torch.randn(5, 7),))])"
         )
-    errors = [refusal(operator_named(name.replace("::", ".")), sample) for sample in given]
+    errors = [error_in_plain_torch(get_operator(name.replace("::", ".")), sample) for sample in user_samples]
     if all(errors):
         raise RuleError(f"verify_rule({name!r}): plain torch raises for every sample: {errors[0]!r}") from errors[0]
-    return given
+    return user_samples
 
 
-def _own(sample: Sample, plant: Sequence[float], device: str) -> Sample:
-    """The sample on the device, without autograd's history, special values in it."""
+def _prepare_sample(sample: Sample, plant: Sequence[float], device: str) -> Sample:
+    """Return the sample on the device, detached and with special values."""
     generator = torch.Generator().manual_seed(len(plant))
 
-    def changed(x: torch.Tensor) -> torch.Tensor:
+    def prepare_tensor(x: torch.Tensor) -> torch.Tensor:
         x = x.detach().to(device)
         if not plant or not x.dtype.is_floating_point or not x.numel():
             return x
@@ -180,10 +186,10 @@ def _own(sample: Sample, plant: Sequence[float], device: str) -> Sample:
             planted[torch.unravel_index(place, x.shape)] = value
         return planted
 
-    return sample.of(mapped(changed, sample.given))
+    return sample.with_arguments(mapped(prepare_tensor, sample.arguments))
 
 
-def _forced(
+def _forced_cases(
     name: str,
     samples: Sequence[Sample],
     meshes: Sequence[tuple[int, ...]],
@@ -192,95 +198,97 @@ def _forced(
     budget: int | None,
     rng: random.Random,
 ) -> Iterator[Case]:
-    """Rows one by one before rows in pairs: what a pair shows that neither row does by itself is another fault."""
+    """Yield cases with forced strategies, single ones before pairs: a pair then shows only faults that neither shows alone."""
     settings = [(sample, shape) for sample in samples for shape in sorted(meshes, key=len)]
     if budget is not None:
         rng.shuffle(settings)
-    left = budget
+    remaining = budget
     for sample, shape in settings:
         for variant in variants(name, sample):
-            cases = row_cases(variant, shape, coverage, rng)
-            if left is None:
+            cases = make_cases(variant, shape, coverage, rng)
+            if remaining is None:
                 yield from islice(cases, limit)
                 continue
-            few = list(islice(cases, max(1, left // 2)))
-            yield from few
-            left -= len(few)
-            if left <= 0:
+            batch = list(islice(cases, max(1, remaining // 2)))
+            yield from batch
+            remaining -= len(batch)
+            if remaining <= 0:
                 return
 
 
-def _even(name: str, samples: Sequence[Sample], coverage: Coverage, rng: random.Random) -> Iterator[Case]:
-    """Rows that were never allowed, or came too late, on as many ranks as a dim has elements: its blocks are alike then."""
+def _even_cases(name: str, samples: Sequence[Sample], coverage: Coverage, rng: random.Random) -> Iterator[Case]:
+    """Yield cases with even shards for strategies that were not allowed or not reached: one rank per element of a dim."""
     for sample in samples:
-        for ranks in sorted({n for x in tensors(sample.given) for n in x.shape if 1 < n <= _MOST_RANKS}):
+        for ranks in sorted({n for x in tensors(sample.arguments) for n in x.shape if 1 < n <= _MOST_RANKS}):
             for variant in islice(variants(name, sample), 1 if coverage.refused else 0):
                 yield from (
-                    case for case in row_cases(variant, (ranks,), coverage, rng) if coverage.refused.issuperset(case.rows)
+                    case for case in make_cases(variant, (ranks,), coverage, rng) if coverage.refused.issuperset(case.strategies)
                 )
 
 
 def placed(
     name: str, samples: Sequence[Sample], meshes: Sequence[tuple[int, ...]], limit: int, budget: int | None, rng: random.Random
 ) -> Iterator[Case]:
-    """Operands placed in many ways; dispatch chooses."""
-    ops = partial_ops(rules().get(name))
+    """Yield cases with many placements, for which dispatch chooses the strategies."""
+    ops = reductions_to_try(rules().get(name))
     settings = [(sample, shape) for sample in samples for shape in meshes]
     if budget is not None:
         rng.shuffle(settings)
         limit = min(limit, max(2, budget // max(1, 3 * len(settings))))
-    left = budget
+    remaining = budget
     for sample, shape in settings:
         for variant in variants(name, sample):
-            xs = tensors(variant.sample.given)
+            xs = tensors(variant.sample.arguments)
             for placements in combinations(xs, shape, ops, limit, rng):
-                if left is not None:
-                    if left == 0:
+                if remaining is not None:
+                    if remaining == 0:
                         return
-                    left -= 1
+                    remaining -= 1
                 yield Case(variant, shape, placements)
 
 
-def _try(report: Report, case: Case, seed: int) -> None:
-    drawn = seed + report.cases + 1
+def _run_case(report: Report, case: Case, seed: int) -> None:
+    seed_of_case = seed + report.cases + 1
     menu = (*case.placements, *((Partial(op),) * len(case.mesh_shape) for op in REDUCE_OPS))
-    trial = Trial(case, drawn, menu[drawn % len(menu)])
+    trial = Trial(case, seed_of_case, menu[seed_of_case % len(menu)])
     outcome = trial.run()
-    if case.rows and undeclared(outcome):
+    if case.strategies and is_undeclared(outcome):
         return
     report.cases += 1
     report.raised += outcome.same_error
-    report.rows.forced.update(case.rows)
-    if outcome.problems and not _known(report, case):
-        _add(report, wrong_of(trial, outcome))
+    report.rows.forced.update(case.strategies)
+    if outcome.problems and not _follows_known_fault(report, case):
+        _add_fault(report, minimize_fault(trial, outcome))
 
 
-def _known(report: Report, case: Case) -> bool:
-    """Whether it follows a row that is known to be wrong: then it is counted there."""
-    return any(_counted(report, i, case.rows) for i, wrong in enumerate(report.wrong) if wrong.direction == "forward")
+def _follows_known_fault(report: Report, case: Case) -> bool:
+    """Return True if the case has strategies of a known fault. The case is then counted there."""
+    return any(
+        _count_if_known(report, i, case.strategies) for i, fault in enumerate(report.wrong) if fault.direction == "forward"
+    )
 
 
-def _add(report: Report, found: Wrong) -> None:
-    """Counted with a fault that is known, or a new one."""
-    for i, wrong in enumerate(report.wrong):
-        if wrong.operator == found.operator and _counted(report, i, found.rows):
+def _add_fault(report: Report, fault: Fault) -> None:
+    """Count a fault that is known, or add a new one."""
+    for i, known in enumerate(report.wrong):
+        if known.operator == fault.operator and _count_if_known(report, i, fault.rows):
             return
-    report.wrong.append(found)
+    report.wrong.append(fault)
 
 
-def _counted(report: Report, i: int, rows: Sequence[str]) -> bool:
-    """Rows that are wrong on one mesh dim are so beside any others, and in any order."""
+def _count_if_known(report: Report, i: int, strategies: Sequence[str]) -> bool:
+    """Return True and count the case if it has the strategies of fault ``i``, on any mesh dims and with any others."""
     wrong = report.wrong[i]
-    if not rows or Counter(wrong.rows) - Counter(rows):
+    if not strategies or Counter(wrong.rows) - Counter(strategies):
         return False
     report.wrong[i] = replace(wrong, cases=wrong.cases + 1)
     return True
 
 
 def verify_all(pattern: str = "*", **options: Any) -> Iterator[Report]:
-    """The reports of all registered rules whose name (without ``aten::``) matches ``pattern`` and that have samples.
+    """Yield the reports of all registered rules with samples and a name (without ``aten::``) that matches ``pattern``.
 
-    All in this process: no communication. Raises what ``verify_rule`` does.
+    Runs in this process, without communication between processes. Raises the errors of ``verify_rule``.
 
     >>> [report.name for report in verify_all("tanh", meshes=[(2,)], budget=4)]
     ['aten::tanh']

@@ -80,7 +80,7 @@ class Seen:
 
 def _placed(sample: Sample) -> Iterator[list[Any]]:
     """Each tensor's dims sharded alone, then all tensors' alike, counted from either end."""
-    xs = tensors(sample.given)
+    xs = tensors(sample.arguments)
     seen: list[list[Any]] = []
     for d in range(max((x.ndim for x in xs), default=0)):
         alone = [[Shard(d) if i == k else Replicate() for i in range(len(xs))] for k, x in enumerate(xs) if d < x.ndim]
@@ -94,9 +94,9 @@ def _placed(sample: Sample) -> Iterator[list[Any]]:
 def _run(name: str, sample: Sample, placements: list[Any]) -> None:
     """The operator, if it runs at all."""
     mesh = mesh_of((RANKS,))
-    given = zip(tensors(sample.given), placements, strict=True)
+    given = zip(tensors(sample.arguments), placements, strict=True)
     try:
-        args, kwargs = filled(sample.given, [scatter(x.clone(), mesh, [p], seed=1) for x, p in given])
+        args, kwargs = filled(sample.arguments, [scatter(x.clone(), mesh, [p], seed=1) for x, p in given])
         torch.default_generator.manual_seed(0)
         with torch.no_grad():
             Variant(name.replace("::", "."), sample, False).call(*args, **kwargs)

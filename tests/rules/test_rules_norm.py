@@ -174,9 +174,9 @@ def test_gradients_of_a_layer_norm_whose_statistics_are_cut_out_of_whole_ones() 
 def test_channels_inside_of_several_groups_are_not_sharded_beside_the_groups(groups: int, inside: bool) -> None:
     given = [scatter(x(*shape), MESHES[2, 2], [R, R]) for shape in ((5, 6, 3), (6,), (6,))]
     rows = rows_of(torch.ops.aten.native_group_norm.default, (*given, 5, 6, 3, groups, 1e-5), {})
-    assert ("S(1),S(0),S(0) -> S(1),R,R" in rows.wanted) is inside
+    assert ("S(1),S(0),S(0) -> S(1),R,R" in rows.targets) is inside
     own = dict.fromkeys(("S(0),R,R -> S(0),S(0),S(0)", "S(2),R,R -> S(2),R,R"))
-    assert own.keys() <= rows.wanted.keys()
+    assert own.keys() <= rows.targets.keys()
 
 
 @pytest.mark.parametrize("name", ["batch", "group"])

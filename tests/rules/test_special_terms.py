@@ -95,7 +95,7 @@ def report(variant: Variant, ops: tuple[str | None, ...], share: float, seed: in
     def place(x: Tensor, op: str | None) -> DTensor:
         return whole(x, share, generator) if op is None else in_terms(x, op, share, generator)
 
-    given = variant.sample.given
+    given = variant.sample.arguments
     args, kwargs = filled(given, map(place, tensors(given), ops))
     found = same_outcome(variant.call, args, kwargs, variant.writes)
     return found and f"{variant.name} {variant.sample.note} under {ops}, {args}, {kwargs} seed {seed}: {found}"
@@ -108,7 +108,7 @@ def cases(name: str, limit: int) -> Iterator[tuple[Variant, tuple[str | None, ..
         for sample in samples_of(name)
         if sample.values
         for variant in variants(name, sample)
-        for ops in choices(tensors(variant.sample.given))
+        for ops in choices(tensors(variant.sample.arguments))
         for share in (0.05, 0.4)
     ]
     for variant, ops, share in rng.sample(every, min(limit, len(every))):

@@ -44,9 +44,9 @@ PROGRAMS = [
 @pytest.mark.parametrize(("cases", "name"), PROGRAMS)
 def test_every_view_has_the_same_numbers(cases: str, name: str) -> None:
     began = time.perf_counter_ns()
-    with CommDebugMode() as comm, Record(computing=True) as record:
+    with CommDebugMode() as comm, Record(with_operators=True) as record:
         importlib.import_module(cases).CASES[name]()
-    told, traced = Explanation.of(record), list(events_of(record, began))
+    told, traced = Explanation.from_record(record), list(events_of(record, began))
     kinds, sizes = Counter[str](), Counter[str]()
     for movement in told.movements:
         kinds[movement.event.kind] += 1

@@ -1,4 +1,4 @@
-"""Samples by operator name, one module per rule family; every module here that has ``SAMPLES`` takes part."""
+"""Samples by operator name. Every module of this package with ``SAMPLES`` contributes; there is one for each rule family."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .sample import Builder, Sample, Samples
 
 __all__ = ["ELSEWHERE", "Builder", "Sample", "Samples", "samples_of", "without_sample"]
 
-# What other tests check: it runs on other devices only, or is no operator to try arguments on.
+# Operators without samples: other tests check them, or they have no CPU kernel.
 ELSEWHERE = {
     "_amp_foreach_non_finite_check_and_unscale_",  # writes to a plain tensor: tests/parallel/test_parallel_training.py
-    "_fused_rms_norm_backward",  # no CPU kernel, as what follows
+    "_fused_rms_norm_backward",  # no CPU kernel, as the following
     *(f"_scaled_dot_product_{name}_attention{way}" for name in ("cudnn", "efficient", "flash") for way in ("", "_backward")),
     *(f"cudnn_{name}{way}" for name in ("batch_norm", "grid_sampler") for way in ("", "_backward")),
     *(f"_use_{name}_ctc_loss{way}" for name in ("cudnn", "miopen") for way in ("", ".Tensor")),
@@ -31,52 +31,54 @@ ELSEWHERE = {
 
 
 @cache
-def _by_name() -> dict[str, list[Builder]]:
-    """All samples by full operator name, ``"aten::add"`` or ``"aten::add.Tensor"``."""
-    found: dict[str, list[Builder]] = {}
+def _builders_by_name() -> dict[str, list[Builder]]:
+    """Return all samples by full operator name, ``"aten::add"`` or ``"aten::add.Tensor"``."""
+    by_name: dict[str, list[Builder]] = {}
     for module in sorted(info.name for info in pkgutil.iter_modules(__path__)):
         samples: Samples = getattr(import_module(f"{__name__}.{module}"), "SAMPLES", {})
         for name, builders in samples.items():
-            found.setdefault(full_name(name), []).extend(builders)
-    return found
+            by_name.setdefault(full_name(name), []).extend(builders)
+    return by_name
 
 
 def full_name(name: str) -> str:
-    """``"mm"`` is ``"aten::mm"``."""
+    """Return the name with its namespace: ``"aten::mm"`` for ``"mm"``."""
     return name if "::" in name else f"aten::{name}"
 
 
 def samples_of(name: str) -> list[Sample]:
-    """The samples of a rule: those of its name, and for an operator those of its overloads that have no rule of their own.
+    """Return the samples of a rule, including those of overloads that have no rule of their own.
 
-    Of operators that are not torch's, where none are written, those that its notation says.
+    Operators outside of ``aten`` without samples get samples from their notation.
     """
-    written = list(_find(full_name(name)))
-    return written or _derived(full_name(name))
+    written = list(_written_samples(full_name(name)))
+    return written or _derived_samples(full_name(name))
 
 
-def _find(name: str) -> Iterator[Sample]:
+def _written_samples(name: str) -> Iterator[Sample]:
     registered = rules()
-    for given in registered[name].samples if name in registered else ():
-        yield given if isinstance(given, Sample) else given() if callable(given) else Sample(tuple(given))
-    for known, builders in _by_name().items():
-        base, _, overload = known.partition("::")[2].partition(".")
-        own = known == name or (f"{known.partition('::')[0]}::{base}" == name and overload and known not in registered)
-        if own:
+    for sample in registered[name].samples if name in registered else ():
+        yield sample if isinstance(sample, Sample) else sample() if callable(sample) else Sample(tuple(sample))
+    for other, builders in _builders_by_name().items():
+        base, _, overload = other.partition("::")[2].partition(".")
+        applies = other == name or (f"{other.partition('::')[0]}::{base}" == name and overload and other not in registered)
+        if applies:
             for builder in builders:
                 yield builder if isinstance(builder, Sample) else builder()
 
 
-def _derived(name: str) -> list[Sample]:
-    namespace, _, own = name.partition("::")
-    if namespace == "aten" or name not in rules():  # torch's may end the process, given what makes no sense
+def _derived_samples(name: str) -> list[Sample]:
+    namespace, _, operator = name.partition("::")
+    if namespace == "aten" or name not in rules():  # torch's own operators may crash on invalid arguments
         return []
-    packet = getattr(getattr(torch.ops, namespace), own.partition(".")[0])
-    overloads = [getattr(packet, which) for which in ([own.partition(".")[2]] if "." in own else packet.overloads())]
+    packet = getattr(getattr(torch.ops, namespace), operator.partition(".")[0])
+    overloads = [
+        getattr(packet, overload) for overload in ([operator.partition(".")[2]] if "." in operator else packet.overloads())
+    ]
     return list(samples_by_notation(overloads, rules()[name]))
 
 
 def without_sample() -> list[str]:
-    """Registered rules that no sample exercises, those aside that have no kernel on a CPU."""
-    unwritten = [name for name in rules() if not any(True for _ in _find(name))]  # one is enough to make
-    return sorted(name for name in unwritten if name.removeprefix("aten::") not in ELSEWHERE and not _derived(name))
+    """Return registered rules without samples, except those that no CPU kernel can run."""
+    unwritten = [name for name in rules() if not any(True for _ in _written_samples(name))]  # only the first is made
+    return sorted(name for name in unwritten if name.removeprefix("aten::") not in ELSEWHERE and not _derived_samples(name))

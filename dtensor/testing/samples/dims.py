@@ -1,4 +1,4 @@
-"""Samples of operations that rename, split, merge, cut, repeat, join, move or pad dims."""
+"""Samples of operators on dims: views, splits, concatenation, repetition, permutation and padding."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ repeat_interleave.Tensor: t([2, 0, 3, 1]) | t([2, 0, 3, 1]), output_size=6
 
 
 def _with_copy(samples: Samples, names: str) -> Samples:
-    """The same samples for the variants that copy."""
+    """Return the samples, and the same samples for the ``_copy`` variants of the named operators."""
     return {**samples, **{f"{name}_copy": samples[name] for name in names.split()}}
 
 

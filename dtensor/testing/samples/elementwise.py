@@ -1,4 +1,4 @@
-"""Samples of operations that act element by element, make new values, or draw them: by schema, and what changes the algebra."""
+"""Samples of elementwise operators, of creation and of random operators: by schema, and by table for special arguments."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from .of_schema import DTYPES, samples_by_schema
 from .sample import Samples
 from .sample_syntax import table
 
-# Their operands lie between 0.1 and 0.9.
+# Operators with operands between 0.1 and 0.9.
 _INSIDE = """
 acos acosh asin atanh digamma erfinv float_power igamma igammac lgamma log log10 log1p log2 logaddexp logit mvlgamma polygamma pow
 rsqrt special_entr special_erfcx special_log_ndtr special_ndtri special_xlog1py special_zeta sqrt xlogy
 """.split()  # noqa: SIM905  a formatter would give each name a line
-# torch's meta kernels tell another dtype, or refuse what its CPU kernels do
+# torch's meta kernels give another dtype than its CPU kernels, or raise
 _DTYPES = {
     "pow": (torch.float64, torch.int64, torch.complex128),
     "nan_to_num": (torch.float64, torch.int64),
     "_neg_view": (torch.float64, torch.int64, torch.complex128),
 }
-_ONE_SHAPE = ("_prelu_kernel", "log_sigmoid_backward")  # torch resizes what does not fit, with a warning
+_ONE_SHAPE = ("_prelu_kernel", "log_sigmoid_backward")  # torch resizes other shapes, with a warning
 
 
 def _by_schema() -> Samples:
-    found: Samples = {}
+    samples_of: Samples = {}
     for full, rule in rules().items():
         namespace, _, name = full.partition("::")
         if rule.kind != "pointwise" or namespace != "aten" or name.startswith(("_fused", "empty_like")):
             continue
         low, high = (0.1, 0.9) if name in _INSIDE else (-2.0, 2.0)
-        made = samples_by_schema(name, _DTYPES.get(name, DTYPES), low=low, high=high, broadcast=name not in _ONE_SHAPE)
-        found[name] = [replace(sample, gradients=not name.startswith("lift")) for sample in made]
-    return found
+        samples = samples_by_schema(name, _DTYPES.get(name, DTYPES), low=low, high=high, broadcast=name not in _ONE_SHAPE)
+        samples_of[name] = [replace(sample, gradients=not name.startswith("lift")) for sample in samples]
+    return samples_of
 
 
 STEPS = [torch.tensor(3.0), torch.tensor(3.0)]

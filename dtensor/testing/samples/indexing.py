@@ -1,4 +1,4 @@
-"""Samples of operations that read and write by index, by mask, in bags or by segment."""
+"""Samples of indexing operators: reads and writes by index or by mask, embedding bags and segments."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 
 from .of_schema import tensor
 from .sample import Samples
-from .sample_syntax import Below, distinct, table
+from .sample_syntax import RandomIntegers, distinct_integers, table
 
-ROWS = torch.stack([distinct(5, 3) for _ in range(6)], 1)
+ROWS = torch.stack([distinct_integers(5, 3) for _ in range(6)], 1)
 MASK = torch.tensor([True, False, True, True, False])
 SORTED = torch.tensor([-1.5, -0.5, 0.0, 0.5, 0.5, 1.0, 2.0], dtype=torch.float64)
 
@@ -72,11 +72,11 @@ _segment_reduce_backward!: f[4, 5], torch.segment_reduce(x := f[6, 5], {"sum"/"m
     LENGTHS=torch.tensor([2, 0, 3, 1]),
 )
 
-IDS, OFFSETS, PLACES = Below(6)[9], torch.tensor([0, 2, 2, 6]), torch.tensor([0, 0, 2, 2, 2, 2, 3, 3, 3])
+IDS, OFFSETS, PLACES = RandomIntegers(6)[9], torch.tensor([0, 2, 2, 6]), torch.tensor([0, 0, 2, 2, 2, 2, 3, 3, 3])
 
 
-def kept(mode: int) -> tuple[torch.Tensor, ...]:
-    """What a forward pass over bags leaves for the backward pass: bags, sizes, places."""
+def bag_results(mode: int) -> tuple[torch.Tensor, ...]:
+    """Return the results of a forward pass over embedding bags that the backward pass reads."""
     _, bags, sizes, places = torch.ops.aten._embedding_bag(tensor((6, 7)), IDS, OFFSETS, False, mode)
     return (bags if bags.numel() else PLACES), sizes, places
 
@@ -85,14 +85,14 @@ BAGS = table(
     """
 _embedding_bag! _embedding_bag_forward_only!: f[6, 7], IDS, OFFSETS, False, {0/1/2} | f[6, 7], IDS, OFFSETS, False, 0, False, f[9]
  | f[6, 7], IDS[:8], OFFSETS, False, {0/1/2}, False, None, False, 1 | f[6, 7], IDS[:8], OFFSETS, False, 0, False, f[8]
-_embedding_bag_backward!: f[4, 7], IDS, OFFSETS, *kept({0/1/2}), 6, False, {0/1/2}, False, None
- | f[4, 7], IDS, OFFSETS, *kept(0), 6, True, 0, False, f[9]
-_embedding_bag_dense_backward!: f[4, 7], IDS, *kept({0/1/2}), 6, False, {0/1/2}, None
+_embedding_bag_backward!: f[4, 7], IDS, OFFSETS, *bag_results({0/1/2}), 6, False, {0/1/2}, False, None
+ | f[4, 7], IDS, OFFSETS, *bag_results(0), 6, True, 0, False, f[9]
+_embedding_bag_dense_backward!: f[4, 7], IDS, *bag_results({0/1/2}), 6, False, {0/1/2}, None
 _embedding_bag_per_sample_weights_backward!: f[4, 7], f[6, 7], IDS, OFFSETS, PLACES, 0
 """,
     IDS=IDS,
     OFFSETS=OFFSETS,
     PLACES=PLACES,
-    kept=kept,
+    bag_results=bag_results,
 )
 SAMPLES: Samples = INDEXING | BAGS

@@ -11,14 +11,14 @@ from .sample import Samples
 from .sample_syntax import table
 
 aten = torch.ops.aten
-IMAGES = {"X1": tensor((5, 4, 7)), "X2": tensor((5, 4, 6, 7)), "X3": tensor((5, 4, 4, 5, 6))}  # by their positions
+IMAGES = {"X1": tensor((5, 4, 7)), "X2": tensor((5, 4, 6, 7)), "X3": tensor((5, 4, 4, 5, 6))}  # by number of spatial dims
 
 
 # --- convolutions -----------------------------------------------------------------------------------------------------------
-def convolved(
+def conv_args(
     ndim: int, *, bias: bool = True, groups: int = 1, transposed: bool = False, stride: int = 1, padding: int = 0
 ) -> tuple[Any, ...]:
-    """Arguments of a convolution over ``ndim`` dims."""
+    """Return arguments of a convolution over ``ndim`` dims."""
     positions, kernel = (7, 6, 5)[:ndim], (3, 2, 2)[:ndim]
     weight = (6, 5 if groups == 1 else 2) if transposed else (5 if groups == 1 else 6, 6 // groups)
     out = weight[1] * groups if transposed else weight[0]
@@ -26,9 +26,9 @@ def convolved(
     return *tensors, [stride] * ndim, [padding] * ndim, [1] * ndim, transposed, [0] * ndim, groups
 
 
-def convolved_back(mask: list[bool], **options: bool) -> tuple[Any, ...]:
-    """Arguments of the gradient of a convolution over one dim."""
-    own, weight, bias, *more = convolved(1, **options)
+def conv_backward_args(mask: list[bool], **options: bool) -> tuple[Any, ...]:
+    """Return arguments of the gradient of a convolution over one dim."""
+    own, weight, bias, *more = conv_args(1, **options)
     out = aten.convolution(own, weight, bias, *more)
     sizes = None if bias is None else list(bias.shape)
     return tensor(tuple(out.shape), seed=3), own, weight, sizes, *more, mask
@@ -36,13 +36,13 @@ def convolved_back(mask: list[bool], **options: bool) -> tuple[Any, ...]:
 
 CONVOLUTIONS = table(
     """
-convolution: *convolved({1/2, stride=2, padding=1/3, bias=False/1, groups=3/1, groups=6, bias=False/1, transposed=True
+convolution: *conv_args({1/2, stride=2, padding=1/3, bias=False/1, groups=3/1, groups=6, bias=False/1, transposed=True
  /1, transposed=True, groups=3})
-convolution_backward!: *convolved_back({[True] * 3/[True, False, False], bias=False/[False, True, True]/[True] * 3, groups=3
+convolution_backward!: *conv_backward_args({[True] * 3/[True, False, False], bias=False/[False, True, True]/[True] * 3, groups=3
  /[True] * 3, transposed=True/[True] * 3, transposed=True, groups=2})
 """,
-    convolved=convolved,
-    convolved_back=convolved_back,
+    conv_args=conv_args,
+    conv_backward_args=conv_backward_args,
 )
 
 
@@ -120,14 +120,14 @@ _weight_norm_interface_backward!: f[5, 6, 3], (x := f[5, 6, 3]), f[5, 1, 1], x.n
 )
 
 
-# --- attention; no rank's block is empty where the operator itself would divide by zero ----------------------------------------
-def mask(*shape: int) -> torch.Tensor:
+# --- attention; no local block is empty, because the operator would divide by zero ----------------------------------------
+def random_mask(*shape: int) -> torch.Tensor:
     hidden = tensor(shape, torch.bool, 5)
     return torch.zeros(shape, dtype=torch.float64).masked_fill(hidden, -torch.inf)
 
 
-def attended(causal: bool = False, attn_mask: torch.Tensor | None = None, heads: int = 7) -> tuple[torch.Tensor, ...]:
-    """A gradient of attention, its operands and results."""
+def attention_grads(causal: bool = False, attn_mask: torch.Tensor | None = None, heads: int = 7) -> tuple[torch.Tensor, ...]:
+    """Return a gradient of attention, its operands and its results."""
     q, k, v = tensor((8, heads, 10, 2)), tensor((8, 7, 11, 2), seed=1), tensor((8, 7, 11, 2), seed=2)
     out = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=attn_mask)
     return tensor(tuple(out[0].shape), seed=3), q, k, v, *out
@@ -137,24 +137,25 @@ ATTENTION = table(
     """
 _scaled_dot_product_flash_attention_for_cpu: f[8, {7/14}, 10, 2], f[8, 7, 11, 2], f[8, 7, 11, 2]
  | f[8, 7, 10, 2], f[8, 7, 11, 2], f[8, 7, 11, 2], 0.0, True
- | !f[8, 7, 10, 2], f[8, 7, 11, 2], f[8, 7, 11, 2], attn_mask={mask(10, 11), scale=0.5/mask(8, 1, 1, 11)}
-_scaled_dot_product_flash_attention_for_cpu_backward!: *attended({/heads=14}), 0.0, False | *attended(True), 0.0, True
- | *attended(attn_mask=mask(8, 1, 10, 11)), 0.0, False, attn_mask=mask(8, 1, 10, 11)
+ | !f[8, 7, 10, 2], f[8, 7, 11, 2], f[8, 7, 11, 2], attn_mask={random_mask(10, 11), scale=0.5/random_mask(8, 1, 1, 11)}
+_scaled_dot_product_flash_attention_for_cpu_backward!: *attention_grads({/heads=14}), 0.0, False
+ | *attention_grads(True), 0.0, True
+ | *attention_grads(attn_mask=random_mask(8, 1, 10, 11)), 0.0, False, attn_mask=random_mask(8, 1, 10, 11)
 _fused_sdp_choice: f[8, 7, 10, 2], f[8, 7, 11, 2], f[8, 7, 11, 2]{/, dropout_p=0.5} | f[7, 10, 2], f[7, 11, 2], f[7, 11, 2]
 _native_multi_head_attention!: s[3, 5, 8], s[3, 5, 8], s[3, 5, 8], 8, 2, s[24, 8], s[24], s[8, 8], s[8]{, need_weights=False/}
 _transformer_encoder_layer_fwd!: s[3, 5, 8], 8, 2, s[24, 8], s[24], s[8, 8], s[8], True, False, 1e-5, s[8], s[8], s[8], s[8],
  s[6, 8], s[6], s[8, 6], s[8]
 """,
-    mask=mask,
-    attended=attended,
+    random_mask=random_mask,
+    attention_grads=attention_grads,
 )
 
 # --- losses -------------------------------------------------------------------------------------------------------------------
 LABELS = [[1, 3, -1, 0, 2, 5, 6], [-1, 0, 0, 0, 0, 0, 0], [0, 6, 2, -1, 1, 1, 1], [4, -1, 0, 0, 0, 0, 0], [2, 1, 0, 3, 4, 5, 6]]
 
 
-def classes(count: int, *shape: int, ignored: int = -100) -> torch.Tensor:
-    """Of ``count`` classes, some of them ignored."""
+def random_classes(count: int, *shape: int, ignored: int = -100) -> torch.Tensor:
+    """Return random classes below ``count``. About 40 % are ``ignored``."""
     drawn = torch.randint(0, count, shape, generator=torch.Generator().manual_seed(5))
     drawn[torch.rand(shape, generator=torch.Generator().manual_seed(6)) < 0.4] = ignored
     return drawn
@@ -170,20 +171,21 @@ smooth_l1_loss_backward huber_loss_backward: f[5, 7], f[5, 7], f[5, 7], 0, 0.7 |
 binary_cross_entropy: p[5, 7], p[5, 7], {None/p[7]}, {0/1/2}
 binary_cross_entropy_with_logits: f[5, 7], p[5, 7], {None, None/p[5, 1], p[7]}, {0/1/2}
 binary_cross_entropy_backward: f[()], p[5, 7], p[5, 7], p[7], 1 | f[5, 7], p[5, 7], p[5, 7], None, 0
-nll_loss_forward: f[5, 7], classes(7, 5), None, {0/1/2}, -100 | !f[5, 7], classes(7, 5), w[7], {0/1/2}, -100
- | f[5, 7], classes(7, 5, ignored=2), {None/w[7]}, 1, 2 | f[5, 7], {-100/7} + 0 * i[5], {None/w[7]}, 1, -100
+nll_loss_forward: f[5, 7], random_classes(7, 5), None, {0/1/2}, -100 | !f[5, 7], random_classes(7, 5), w[7], {0/1/2}, -100
+ | f[5, 7], random_classes(7, 5, ignored=2), {None/w[7]}, 1, 2 | f[5, 7], {-100/7} + 0 * i[5], {None/w[7]}, 1, -100
  | f[0, 7], below(7)[0], {None/w[7]}, 1, -100 | f[7], t(3), {None, 1, -100/w[7], 2, 3}
-nll_loss2d_forward: f[3, 5, 2, 4], classes(5, 3, 2, 4), None, {0/1/2}, -100
- | !f[3, 5, 2, 4], classes(5, 3, 2, 4), w[5], {0/1/2}, -100
- | f[3, 5, 2, 4], classes(5, 3, 2, 4, ignored=2), {None/w[5]}, 1, 2
+nll_loss2d_forward: f[3, 5, 2, 4], random_classes(5, 3, 2, 4), None, {0/1/2}, -100
+ | !f[3, 5, 2, 4], random_classes(5, 3, 2, 4), w[5], {0/1/2}, -100
+ | f[3, 5, 2, 4], random_classes(5, 3, 2, 4, ignored=2), {None/w[5]}, 1, 2
  | f[3, 5, 2, 4], {-100/5} + 0 * i[3, 2, 4], {None/w[5]}, 1, -100
  | f[0, 5, 2, 4], below(5)[0, 2, 4], {None/w[5]}, 1, -100
-nll_loss_backward: f[5], f[5, 7], classes(7, 5), None, 0, -100, w[()] | f[()], f[5, 7], classes(7, 5), None, {1/2}, -100, w[()]
- | !f[5], f[5, 7], classes(7, 5), w[7], 0, -100, w[()] | !f[()], f[5, 7], classes(7, 5), w[7], {1/2}, -100, w[()]
-nll_loss2d_backward: f[3, 2, 4], f[3, 5, 2, 4], classes(5, 3, 2, 4), None, 0, -100, w[()]
- | f[()], f[3, 5, 2, 4], classes(5, 3, 2, 4), None, {1/2}, -100, w[()]
- | !f[3, 2, 4], f[3, 5, 2, 4], classes(5, 3, 2, 4), w[5], 0, -100, w[()]
- | !f[()], f[3, 5, 2, 4], classes(5, 3, 2, 4), w[5], {1/2}, -100, w[()]
+nll_loss_backward: f[5], f[5, 7], random_classes(7, 5), None, 0, -100, w[()]
+ | f[()], f[5, 7], random_classes(7, 5), None, {1/2}, -100, w[()]
+ | !f[5], f[5, 7], random_classes(7, 5), w[7], 0, -100, w[()] | !f[()], f[5, 7], random_classes(7, 5), w[7], {1/2}, -100, w[()]
+nll_loss2d_backward: f[3, 2, 4], f[3, 5, 2, 4], random_classes(5, 3, 2, 4), None, 0, -100, w[()]
+ | f[()], f[3, 5, 2, 4], random_classes(5, 3, 2, 4), None, {1/2}, -100, w[()]
+ | !f[3, 2, 4], f[3, 5, 2, 4], random_classes(5, 3, 2, 4), w[5], 0, -100, w[()]
+ | !f[()], f[3, 5, 2, 4], random_classes(5, 3, 2, 4), w[5], {1/2}, -100, w[()]
 multi_margin_loss: f[5, 7], below(7)[5], {1, 1.0, None, 0/1, 1.0, None, 1/1, 1.0, None, 2/2, 0.5, w[7], 1} | f[7], t(3)
 multi_margin_loss_backward!: f[5], f[5, 7], below(7)[5], 1, 1.0, None, 0
  | f[()], f[5, 7], below(7)[5], {1, 1.0, None, 1/1, 1.0, None, 2/2, 0.5, w[7], 1}
@@ -197,7 +199,7 @@ _ctc_loss_backward!: f[3], (x := f[7, 3, 5].log_softmax(-1)), SPELLED, [7, 6, 7]
 _ctc_loss_backward.Tensor!: f[3], (x := f[7, 3, 5].log_softmax(-1)), SPELLED, t([7, 6, 7]), t([4, 2, 3]),
  *aten._ctc_loss(x, SPELLED, [7, 6, 7], [4, 2, 3]), 0
 """,
-    classes=classes,
+    random_classes=random_classes,
     LABELS=torch.tensor(LABELS),
     SPELLED=torch.tensor([[1, 2, 3, 4], [2, 2, 1, 1], [4, 3, 1, 1]]),
     JOINED=torch.tensor([1, 2, 3, 4, 2, 2, 4, 3, 1]),

@@ -1,4 +1,4 @@
-"""Samples made from a rule's notation: every factor has a size of its own, and arguments that pick dims pick what it says."""
+"""Samples of a rule's notation: every factor has its own size, and arguments select the dims that the notation selects."""
 
 from __future__ import annotations
 
@@ -12,47 +12,47 @@ from ...base.tensor_tree import mapped, tensors
 from ...rules.notation import EACH, Pattern, Term, argument_of, is_group, is_picked
 from ...rules.notation_rules import by, fitting
 from ...rules.rule import Rule
-from .of_schema import DTYPES, refusal, sample_of, tensor
+from .of_schema import DTYPES, error_in_plain_torch, make_sample, tensor
 from .sample import Sample
 
 _SIZES = (5, 7, 6, 3, 4, 8, 2)
 
 
 def samples_by_notation(overloads: list[Any], rule: Rule) -> Iterator[Sample]:
-    """Calls that the rule's notation speaks of, in every dtype that plain torch takes."""
-    for pattern in _patterns(getattr(rule.factors, "pattern", None)):
+    """Yield calls that the rule's notation describes, in every dtype that plain torch accepts."""
+    for pattern in _patterns_of(getattr(rule.factors, "pattern", None)):
         for op in overloads:
             for dtype in DTYPES:
-                given = None if any(a.is_out for a in op._schema.arguments) else _given(op._schema, pattern, dtype)
-                if given is not None and refusal(op, sample := sample_of(op._schema, given, dtype)) is None:
-                    yield replace(sample, gradients=_differentiable(op, sample))
+                given = None if any(a.is_out for a in op._schema.arguments) else _make_arguments(op._schema, pattern, dtype)
+                if given is not None and error_in_plain_torch(op, sample := make_sample(op._schema, given, dtype)) is None:
+                    yield replace(sample, gradients=_has_gradients(op, sample))
 
 
-def _differentiable(op: Any, sample: Sample) -> bool:
-    """Whether plain torch finds gradients."""
-    args, kwargs = mapped(lambda x: x.clone().requires_grad_(x.is_floating_point() or x.is_complex()), sample.given)
+def _has_gradients(op: Any, sample: Sample) -> bool:
+    """Return True if plain torch computes gradients."""
+    args, kwargs = mapped(lambda x: x.clone().requires_grad_(x.is_floating_point() or x.is_complex()), sample.arguments)
     try:
         results = [x for x in tensors(op(*args, **kwargs)) if x.requires_grad]
         torch.autograd.backward(results, [torch.ones_like(x) for x in results])
-    except Exception:  # an operator without a formula says so in words of its own
+    except Exception:  # operators without a gradient formula raise different errors
         return False
     return bool(results)
 
 
-def _patterns(found: Pattern | by | fitting | None) -> tuple[Pattern, ...]:
-    match found:
+def _patterns_of(factors: Pattern | by | fitting | None) -> tuple[Pattern, ...]:
+    match factors:
         case Pattern():
-            return (found,)
+            return (factors,)
         case fitting():
-            return found.patterns
+            return factors.patterns
         case by():
-            return tuple(found.table.values())
+            return tuple(factors.table.values())
         case _:
             return ()
 
 
-def _given(schema: Any, pattern: Pattern, dtype: torch.dtype) -> dict[str, Any] | None:
-    """The arguments of a call by name, but for numbers; None if the schema and the notation do not fit."""
+def _make_arguments(schema: Any, pattern: Pattern, dtype: torch.dtype) -> dict[str, Any] | None:
+    """Return the arguments of a call by name, without numbers; None if the schema and the notation do not fit."""
     sizes: dict[str, int] = {}
     terms = {term.name: term for term in pattern.operands}
     following = iter(pattern.operands)
@@ -70,15 +70,15 @@ def _given(schema: Any, pattern: Pattern, dtype: torch.dtype) -> dict[str, Any] 
             if term is None and not argument.has_default_value():
                 return None
             if term is not None:
-                made = [tensor(_shape(term, sizes), dtype, seed + k) for k in range(1 + ("List" in kind))]
+                made = [tensor(_term_shape(term, sizes), dtype, seed + k) for k in range(1 + ("List" in kind))]
                 given[name] = made if "List" in kind else made[0]
         elif name in picked:
             given[name] = [picked[name]] if "List" in kind else picked[name]
     return given
 
 
-def _shape(term: Term, sizes: dict[str, int]) -> tuple[int, ...]:
-    """The sizes of a term's dims; those of a group are two, or one beside dims that are picked."""
+def _term_shape(term: Term, sizes: dict[str, int]) -> tuple[int, ...]:
+    """Return the sizes of a term's dims. A group has two dims, or one if the term has selected dims."""
     shape = []
     for dim in term.dims:
         names = dim if not is_group(dim) or any(map(is_picked, term.dims)) else (dim[0], f"{dim[0]} again")

@@ -1,4 +1,4 @@
-"""Samples made from an operator's schema: every overload, in every dtype and broadcast that plain torch accepts."""
+"""Samples of an operator's schema: every overload, in every dtype and broadcast that plain torch accepts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .sample import Sample
 
 Shape = tuple[int, ...]
 
-# For one tensor, for two, for three: the same shapes, and broadcasts on either side.
+# By number of tensors: equal shapes, and broadcasts of either operand.
 SHAPES: dict[int, tuple[tuple[Shape, ...], ...]] = {
     1: (((5, 7),), ((),), ((0, 3),)),
     2: (((5, 7), (5, 7)), ((5, 7), (7,)), ((5, 1), (6, 5, 7)), ((), (5,))),
@@ -24,15 +24,17 @@ DTYPES = (torch.float64, torch.int64, torch.bool, torch.complex128)
 def samples_by_schema(
     name: str, dtypes: Sequence[torch.dtype] = DTYPES, *, low: float = -2.0, high: float = 2.0, broadcast: bool = True
 ) -> list[Sample]:
-    """Samples of all overloads of ``aten::name``, floats drawn between ``low`` and ``high``."""
+    """Return samples of all overloads of ``aten::name``, with floats between ``low`` and ``high``."""
     packet = getattr(torch.ops.aten, name.partition(".")[0])
     overloads = [name.partition(".")[2]] if "." in name else packet.overloads()
     return [
-        sample for overload in overloads for sample in _of_overload(getattr(packet, overload), dtypes, (low, high), broadcast)
+        sample
+        for overload in overloads
+        for sample in _samples_of_overload(getattr(packet, overload), dtypes, (low, high), broadcast)
     ]
 
 
-def _of_overload(op: Any, dtypes: Sequence[torch.dtype], span: tuple[float, float], broadcast: bool) -> Iterator[Sample]:
+def _samples_of_overload(op: Any, dtypes: Sequence[torch.dtype], span: tuple[float, float], broadcast: bool) -> Iterator[Sample]:
     schema = op._schema
     if any(a.is_out for a in schema.arguments) or str(schema.overload_name).endswith("out"):
         return
@@ -47,30 +49,32 @@ def _of_overload(op: Any, dtypes: Sequence[torch.dtype], span: tuple[float, floa
     for dtype in dtypes:
         for k, shapes in enumerate(SHAPES.get(count, (((5, 7),) * count,))):
             if k and (dtype is not torch.float64 or not broadcast):
-                continue  # a broadcast is alike in all dtypes
-            sample = sample_of(schema, dict(_tensors(schema, shapes, dtype, span)), dtype)
-            if refusal(op, sample) is None:
+                continue  # broadcasts do not depend on the dtype
+            sample = make_sample(schema, dict(_tensor_arguments(schema, shapes, dtype, span)), dtype)
+            if error_in_plain_torch(op, sample) is None:
                 yield sample
 
 
-def _tensors(schema: Any, shapes: Sequence[Shape], dtype: torch.dtype, span: tuple[float, float]) -> Iterator[tuple[str, Any]]:
+def _tensor_arguments(
+    schema: Any, shapes: Sequence[Shape], dtype: torch.dtype, span: tuple[float, float]
+) -> Iterator[tuple[str, Any]]:
     following = iter(shapes)
     for seed, argument in enumerate(schema.arguments):
         kind, needed = str(argument.type), not argument.has_default_value()
         if kind == "Tensor" and needed:
-            wanted = torch.bool if argument.name in ("condition", "mask") else dtype
-            yield argument.name, tensor(next(following), wanted, seed, *span)
+            tensor_dtype = torch.bool if argument.name in ("condition", "mask") else dtype
+            yield argument.name, tensor(next(following), tensor_dtype, seed, *span)
         elif kind == "Optional[Tensor]" and (needed or argument.name in ("min", "max")):
             yield argument.name, tensor((7,), dtype, seed, *span)
 
 
-def sample_of(schema: Any, given: Mapping[str, Any], dtype: torch.dtype) -> Sample:
-    """A call with these arguments by name, and numbers for others that it needs."""
+def make_sample(schema: Any, given: Mapping[str, Any], dtype: torch.dtype) -> Sample:
+    """Return a call with the given arguments by name. Other required arguments are numbers."""
     args, kwargs = [], {}
     for argument in schema.arguments:
         if argument.name not in given and argument.has_default_value():
             continue
-        value = given[argument.name] if argument.name in given else _number(argument, dtype)
+        value = given[argument.name] if argument.name in given else _number_for(argument, dtype)
         if argument.kwarg_only or argument.has_default_value():
             kwargs[argument.name] = value
         else:
@@ -79,7 +83,7 @@ def sample_of(schema: Any, given: Mapping[str, Any], dtype: torch.dtype) -> Samp
     return Sample(tuple(args), kwargs, f"{schema.overload_name or 'default'} {str(dtype).removeprefix('torch.')} {shapes}")
 
 
-def _number(argument: Any, dtype: torch.dtype) -> Any:
+def _number_for(argument: Any, dtype: torch.dtype) -> Any:
     match str(argument.type):
         case "number" | "float":
             return {torch.int64: 2, torch.bool: True}.get(dtype, 0.75)
@@ -92,33 +96,33 @@ def _number(argument: Any, dtype: torch.dtype) -> Any:
 
 
 def tensor(shape: Shape, dtype: torch.dtype = torch.float64, seed: int = 0, low: float = -2.0, high: float = 2.0) -> torch.Tensor:
-    """Values between ``low`` and ``high`` (integers from -4 to 4), the same each time."""
+    """Return a tensor of values between ``low`` and ``high`` (integers from -4 to 4) that depend only on ``seed``."""
     generator = torch.Generator().manual_seed(seed + 17)
     if dtype is torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
     if not (dtype.is_floating_point or dtype.is_complex):
         return torch.randint(-4 if dtype.is_signed else 0, 5, shape, generator=generator).to(dtype)
-    drawn = _short(torch.rand(shape, generator=generator, dtype=torch.float64) * (high - low) + low)
+    drawn = _round_to_64ths(torch.rand(shape, generator=generator, dtype=torch.float64) * (high - low) + low)
     if dtype.is_complex:
-        return torch.complex(drawn, _short(torch.rand(shape, generator=generator, dtype=torch.float64) - 0.5)).to(dtype)
+        return torch.complex(drawn, _round_to_64ths(torch.rand(shape, generator=generator, dtype=torch.float64) - 0.5)).to(dtype)
     return drawn.to(dtype)
 
 
-def _short(x: torch.Tensor) -> torch.Tensor:
-    """Few binary digits: sums of terms are exact, and reproductions print short."""
+def _round_to_64ths(x: torch.Tensor) -> torch.Tensor:
+    """Round to few binary digits: sums of addends are then exact, and reproductions are short."""
     return (x * 64).round() / 64
 
 
-def plainly(op: Any, sample: Sample, **further: Any) -> Any:
-    """What plain torch gives; the operator may write to its arguments, which are clones."""
-    args, kwargs = mapped(lambda x: x.detach().clone(), sample.given)
+def run_plain(op: Any, sample: Sample, **further: Any) -> Any:
+    """Return the result of plain torch. The arguments are clones, because the operator may write to them."""
+    args, kwargs = mapped(lambda x: x.detach().clone(), sample.arguments)
     return op(*args, **kwargs, **further)
 
 
-def refusal(op: Any, sample: Sample) -> Exception | None:
-    """Why plain torch does not take it: its dtype, its shapes."""
+def error_in_plain_torch(op: Any, sample: Sample) -> Exception | None:
+    """Return the error that plain torch raises for the sample; None if it accepts the sample."""
     try:
-        plainly(op, sample)
-    except Exception as error:  # whatever the operator raises
+        run_plain(op, sample)
+    except Exception as error:  # any error of the operator
         return error
     return None

@@ -40,27 +40,27 @@ linalg_cross: f[5, 3], f[5, 3] | f[5, 3, 2], f[3, 2], dim=-2
 """)
 
 
-def regular(*shape: int) -> torch.Tensor:
+def regular_matrix(*shape: int) -> torch.Tensor:
     return tensor(shape) + 4 * torch.eye(shape[-1], dtype=torch.float64)
 
 
-def definite(*shape: int) -> torch.Tensor:
+def definite_matrix(*shape: int) -> torch.Tensor:
     return (m := tensor(shape)) @ m.mT + torch.eye(shape[-1], dtype=torch.float64)
 
 
-A, S = regular(5, 3, 3), definite(5, 3, 3)
+A, S = regular_matrix(5, 3, 3), definite_matrix(5, 3, 3)
 
 # torch's meta kernels of eig and svd give strides that its CPU kernels do not
 LINALG = table(
     """
-linalg_inv_ex _linalg_det _linalg_slogdet linalg_matrix_exp linalg_lu linalg_lu_factor_ex: {A/A[0]/regular(2, 5, 3, 3)}
-cholesky linalg_cholesky_ex cholesky_inverse: {S/definite(3, 3)}
-linalg_ldl_factor_ex!: {S/definite(3, 3)}
+linalg_inv_ex _linalg_det _linalg_slogdet linalg_matrix_exp linalg_lu linalg_lu_factor_ex: {A/A[0]/regular_matrix(2, 5, 3, 3)}
+cholesky linalg_cholesky_ex cholesky_inverse: {S/definite_matrix(3, 3)}
+linalg_ldl_factor_ex!: {S/definite_matrix(3, 3)}
 linalg_qr: f[5, 4, 3] | !f[5, 4, 3], {"r"/"complete"}
 geqrf!: f[{3, 5, 4/4, 5}]
 _linalg_svd: f[5, 4, 3], False, False | !f[5, 4, 1]
 _linalg_eigh!: S{, "L", False/}
-linalg_eig!: definite(5, 1, 1)
+linalg_eig!: definite_matrix(5, 1, 1)
 _linalg_eigvals!: S
 lu_unpack: *LU{/, True, False}
 linalg_householder_product!: *QR
@@ -80,8 +80,8 @@ _linalg_solve_ex!: {A, f[5, 3, 2]/A, f[5, 3]/A[0], f[5, 3, 2]}
     LU=torch.linalg.lu_factor(A),
     LD=torch.linalg.ldl_factor(S),
     QR=torch.geqrf(tensor((5, 4, 3))),
-    regular=regular,
-    definite=definite,
+    regular_matrix=regular_matrix,
+    definite_matrix=definite_matrix,
 )
 
 FFT = table("""

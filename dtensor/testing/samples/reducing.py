@@ -1,4 +1,4 @@
-"""Samples of operations that reduce dims, run along them, or order what stands in them."""
+"""Samples of reducing operators, of scans along a dim, and of sorting and selection."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ MASKED = torch.tensor([[0.5, -INF, 1, -INF, 2], [-INF] * 5, [0, 1, 2, 3, INF]], 
 EDGES = torch.tensor([-1.0, 0, 0.5, 2], dtype=torch.float64)
 
 
-def rare(*shape: int) -> torch.Tensor:
-    """Mostly False."""
+def rare_true(*shape: int) -> torch.Tensor:
+    """Return booleans, most of them False."""
     return tensor(shape, torch.float64, 3, 0.0, 1.0) > 0.9
 
 
-def apart(*shape: int) -> torch.Tensor:
-    """Values that all differ: which of equal ones is chosen is not defined."""
+def distinct_values(*shape: int) -> torch.Tensor:
+    """Return values that all differ: torch does not define which of equal values is chosen."""
     count = torch.Size(shape).numel()
     return (torch.randperm(count, generator=torch.Generator().manual_seed(0)).double() / 8 - 2).view(shape)
 
@@ -37,16 +37,18 @@ mean: f[5, 6, 7]{/, dim=[0]/, dim=[-1], keepdim=True/, dim=[0, 2]/, dim=[0, 1, 2
 prod: {f/i/b}[{5, 7/()/3}] | {f/i}[5, 6, 7], {dim=0/dim=-1, keepdim=True}
 count_nonzero: {f/i/b}[{5, 7/()/3}] | f[5, 6, 7], {0/[0, 2]}
 any: {f/i/b}[{5, 7/()/3}] | f[5, 7], [] | t([0, 3, 0], dtype=uint8) | torch.zeros(0, 4), dim=0
- | rare(5, 6, 7){/, dim=[0]/, dim=[-1], keepdim=True/, dim=[0, 2]/, dim=[0, 1, 2], keepdim=True/, dim=0/, dim=-1, keepdim=True}
+ | rare_true(5, 6, 7){/, dim=[0]/, dim=[-1], keepdim=True/, dim=[0, 2]/, dim=[0, 1, 2], keepdim=True}
+ | rare_true(5, 6, 7), {dim=0/dim=-1, keepdim=True}
 all: {f/i/b}[{5, 7/()/3}] | f[5, 7], [] | torch.zeros(0, 4), dim=0
- | ~rare(5, 6, 7){/, dim=[0]/, dim=[-1], keepdim=True/, dim=[0, 2]/, dim=[0, 1, 2], keepdim=True/, dim=0/, dim=-1, keepdim=True}
-_is_any_true: rare(5, 7)
-_is_all_true: ~rare(5, 7)
+ | ~rare_true(5, 6, 7){/, dim=[0]/, dim=[-1], keepdim=True/, dim=[0, 2]/, dim=[0, 1, 2], keepdim=True}
+ | ~rare_true(5, 6, 7), {dim=0/dim=-1, keepdim=True}
+_is_any_true: rare_true(5, 7)
+_is_all_true: ~rare_true(5, 7)
 amax amin: f[5, 6, 7]{/, dim=[0]/, dim=[-1], keepdim=True/, dim=[0, 2]/, dim=[0, 1, 2], keepdim=True} | {i/b}[5, 6, 7]{/, dim=[0]}
  | f[0, 7], [1] | SPECIAL, [1] | TIES, [0]
 max min: {f/i}[{5, 7/()/3}] | SPECIAL
 aminmax: {f/i}[{5, 7/()/3}] | f[5, 6, 7], {dim=1/dim=0, keepdim=True}
-max.dim min.dim: {f/i}[5, 6, 7], {dim=0/dim=-1, keepdim=True} | {TIES/SPECIAL/rare(3, 6)}, 1 | f[()], 0
+max.dim min.dim: {f/i}[5, 6, 7], {dim=0/dim=-1, keepdim=True} | {TIES/SPECIAL/rare_true(3, 6)}, 1 | f[()], 0
 max.dim_max!: f[5, 7], 1, max=0 * f[5], max_values=0 * i[5]
 min.dim_min!: f[5, 7], 1, min=0 * f[5], min_indices=0 * i[5]
 argmax argmin: {f/i}[5, 6, 7], {dim=None/dim=0/dim=-1, keepdim=True} | {TIES/TIES.t()/SPECIAL} | SPECIAL, 1
@@ -72,7 +74,7 @@ allclose: (x := f[5, 7]), x | f[5, 7], f[{5, 7/7}]
 """,
     SPECIAL=SPECIAL,
     TIES=TIES,
-    rare=rare,
+    rare_true=rare_true,
 )
 
 ALONG = table(
@@ -86,10 +88,11 @@ _softmax _log_softmax: f[5, 6, 7], {0/1/-1}, False | MASKED, {0/1}, False | f[()
  | f[0, 7], 1, False
 _softmax_backward_data _log_softmax_backward_data: f[5, 6, 7], f[5, 6, 7], {0/1/-1}, float64 | f[()], f[()], 0, float64
 _safe_softmax: f[5, 7], {0/-1} | MASKED, 1
-sort: f[5, 6, 7], {0/2} | {apart(17)/f[()]/f[0]/below(4)[13], descending=True/b[9]} | !ODD
-sort.stable: f[5, 6, 7], stable=True, dim={0/2} | {apart(17)/f[()]/f[0]/b[9]}, stable=True | !ODD, stable=True
+sort: f[5, 6, 7], {0/2} | {distinct_values(17)/f[()]/f[0]/below(4)[13], descending=True/b[9]} | !ODD
+sort.stable: f[5, 6, 7], stable=True, dim={0/2} | {distinct_values(17)/f[()]/f[0]/b[9]}, stable=True | !ODD, stable=True
  | f[7, 5].round(), stable=True, dim=0, descending=True | below(4)[13], stable=True, descending=True
-topk: apart(5, 7, 6), 3, {0/1} | apart(5, 7), {7, 1, False/0, 1} | f[5, 7].round(), 2, 1 | apart(17), 4 | below(99)[17], 4
+topk: distinct_values(5, 7, 6), 3, {0/1} | distinct_values(5, 7), {7, 1, False/0, 1} | f[5, 7].round(), 2, 1
+ | distinct_values(17), 4 | below(99)[17], 4
  | f[()], 1
 histc: f[5, 7], {6, -1.5, 1.0/6} | torch.ones(5, dtype=float64), 4 | f[0, 3], 4
 histogram!: f[5, 7], {4/4, range=[-1.0, 1.0], density=True/EDGES, weight=w[5, 7]}
@@ -108,7 +111,7 @@ nonzero_static: below(2)[5, 6], {size=40/size=4, fill_value=0}
     SPECIAL=SPECIAL,
     MASKED=MASKED,
     EDGES=EDGES,
-    apart=apart,
+    distinct_values=distinct_values,
     ODD=torch.tensor([3.0, NAN, -0.0, 0.0, INF, 3.0, -INF, NAN, 0.0]),
 )
 SAMPLES: Samples = REDUCTIONS | ALONG

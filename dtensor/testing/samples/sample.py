@@ -1,4 +1,4 @@
-"""``Sample``: arguments that show an operator at work, for the generic verification of its rule."""
+"""Sample: arguments of an operator call for the verification of its rule."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, TypeAlias
 
 @dataclass(frozen=True)
 class Sample:
-    """Arguments of one operator call. Tensors are plain CPU tensors, also inside lists; sizes small and distinct.
+    """Arguments of one operator call. Tensors are plain CPU tensors, also inside lists, with small and distinct sizes.
 
     Attributes:
-        args, kwargs: as the operator takes them.
-        note: what is special about it, for reports.
-        values: compare values (False for uninitialised memory: shapes, dtypes and layouts only).
+        args, kwargs: the arguments of the operator.
+        note: what is special about the sample, for reports.
+        values: compare values (False for uninitialized memory: shapes, dtypes and layouts only).
         gradients: compare gradients too.
 
     No communication.
@@ -30,13 +30,13 @@ class Sample:
     gradients: bool = True
 
     @property
-    def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Both, as :mod:`dtensor.base.tensor_tree` goes through them."""
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs), for the functions of :mod:`dtensor.base.tensor_tree`."""
         return self.args, self.kwargs
 
-    def of(self, given: Any) -> Sample:
-        """The same with other arguments."""
-        return replace(self, args=given[0], kwargs=given[1])
+    def with_arguments(self, arguments: Any) -> Sample:
+        """Return the sample with other arguments."""
+        return replace(self, args=arguments[0], kwargs=arguments[1])
 
 
 Builder: TypeAlias = Sample | Callable[[], Sample]
