@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOp
 
 from ..errors import LayoutError
 from ..mesh.process_groups import Group
-from ..watchdog.collective_hooks import waited_beside
+from ..watchdog.collective_hooks import wait_abandonably
 from .events import issuing, listeners
 from .flat_rows import as_row
 from .local_reduce import Op, dense
@@ -126,7 +126,7 @@ class _Large:
     handle: Any
 
     def wait(self) -> None:
-        waited_beside(self.works, self.handle)
+        wait_abandonably(self.works, self.handle)
 
 
 _LARGE = 1 << 16  # bytes; less is in a socket's buffer whole

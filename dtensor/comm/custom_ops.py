@@ -102,7 +102,7 @@ class Collective:
             return started(start(row, into), lambda: into)
 
         over = f"a graph of ranks {', '.join(map(str, ranks))}"
-        run = watched(group, self.said, over, issue, shaped=not lengths, own=(leaving, arriving) if lengths else None)
+        run = watched(group, self.said, over, issue, compare_shape=not lengths, lengths=(leaving, arriving) if lengths else None)
         others = sum(arriving) - arriving[group.position] if lengths else None
 
         def reported(row: Tensor) -> Pending[Tensor]:

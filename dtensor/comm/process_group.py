@@ -52,7 +52,7 @@ class ProcessGroups(Communicator):
         group = self._group(dims)
         own = None if transfer.said else lengths_of(transfer.route_of(group.members[group.position]))
         said = f"{transfer.kind} {transfer.said}".rstrip()
-        run = watched(group, said, self._over(dims), bind_transfer(group, transfer), own=own)
+        run = watched(group, said, self._over(dims), bind_transfer(group, transfer), lengths=own)
         return either(run, lambda: traced_collectives.bind_transfer(group, transfer))
 
     def _transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> Run:
@@ -72,15 +72,17 @@ class ProcessGroups(Communicator):
         said, over = f"transfer to another mesh {transfer.said}", f"ranks {', '.join(map(str, ranks))}"
         own = transfer.route_of(group.position)
         if dist.get_world_size(handle) == len(ranks):
-            run = watched(group, said, over, bind_transfer(group, transfer), own=lengths_of(own))
+            run = watched(group, said, over, bind_transfer(group, transfer), lengths=lengths_of(own))
             return either(run, lambda: traced_collectives.bind_transfer(group, transfer))
-        return either(watched(group, said, over, bind_direct(group, own), own=lengths_of(own)), traced_collectives.refusing_part)
+        return either(
+            watched(group, said, over, bind_direct(group, own), lengths=lengths_of(own)), traced_collectives.refusing_part
+        )
 
     def _all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> Reduction:
         group, made = self._group(dims), bind_all_reduce(self._group(dims), op, dtype)
         said, over = f"all_reduce({op})", self._over(dims)
-        run = watched(group, said, over, made.run, shaped=True)
-        taking = None if made.taking is None else watched(group, said, over, made.taking, shaped=True)
+        run = watched(group, said, over, made.run, compare_shape=True)
+        taking = None if made.taking is None else watched(group, said, over, made.taking, compare_shape=True)
         return traced_collectives.beside(Reduction(run, taking, made.at_once), group, op, dtype)
 
     def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> Run:
