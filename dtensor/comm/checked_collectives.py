@@ -34,7 +34,7 @@ from ..watchdog.collective_log import CollectiveLog, CollectiveRecord, find_leng
 from ..watchdog.diagnosis import RankReport, format_difference, format_length_mismatch, report_event
 from ..watchdog.flight_recorder import LAST_ISSUED, Trail, fingerprint
 from ..watchdog.levels import Level, operation_records_of, raise_in_forked_child
-from .flat_rows import gathered
+from .flat_rows import gather_route
 from .pack import Route, Transfer
 from .pending import Pending
 from .transfer import Issue, bind_direct, bind_transfer
@@ -49,7 +49,7 @@ _MAX_RECORDS = 1024  # records of one collective, by dtype and shape of its oper
 _REPORT_BYTES = 1024  # size of a rank's report in the second exchange
 
 
-def watched(
+def wrap_checked(
     group: Group,
     text: str,
     mesh_dims: str,
@@ -249,7 +249,7 @@ def _gather_rows(log: CollectiveLog, group: Group, number: int, row: torch.Tenso
     """Return the ``row`` of each rank, gathered in the order of group positions."""
     length, key = len(row), (len(row), group.order)
     if key not in log.bound_exchanges:
-        route = gathered([(length,)] * group.size, group.position)
+        route = gather_route([(length,)] * group.size, group.position)
         is_whole_group = group.handle.size() == group.size
         transfer = Transfer(lambda _: route, row.dtype, "all_gather", blocking=True)
         log.bound_exchanges[key] = bind_transfer(group, transfer) if is_whole_group else bind_direct(group, route)

@@ -173,7 +173,7 @@ def _scatter(tensor: torch.Tensor, layout: Layout, source: int | None) -> Any:
 def _cut(sent: torch.Tensor, layout: Layout, source: int) -> Any:
     """The blocks of what has come to every rank; told as the collective that it saves."""
     comm = communicator_of(layout.mesh)
-    comm.reported(_kind(layout), range(layout.mesh.ndim), lambda: _brought(layout, _position(layout.mesh, source)))
+    comm.report(_kind(layout), range(layout.mesh.ndim), lambda: _brought(layout, _position(layout.mesh, source)))
     return comm.map(lambda member: in_order(member, block_of(sent, layout, member), layout))
 
 
