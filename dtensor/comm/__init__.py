@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from ..mesh.device_mesh import DeviceMesh, as_mesh
-from ..ranks.per_rank import PerRank, expected, handed_out, per_rank, shards_of
+from ..ranks.per_rank import PerRank, each_shard, handed_out, per_rank, prepare_torch, reordered, shards_of
 from ..ranks.rank_runs import RankRuns
 from ..ranks.rank_values import RankNumber, RankValues
-from ..ranks.shards import each_shard, reordered
 from . import events
 from .backend_base import Communicator, Local
 from .dry_run import DryRun
@@ -60,7 +59,7 @@ def expect_locals(mesh: DeviceMesh) -> None:
     Call it for modules that make local tensors themselves, before any local tensor is given to the program.
     """
     if communicator_of(mesh).holds_all:
-        expected()
+        prepare_torch()
 
 
 def map_ranks(fn: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..mesh.current_rank import RUNNING, running_as
 from ..mesh.device_mesh import DeviceMesh
-from ..ranks.per_rank import PerRank, count_ranks, merge, parts
+from ..ranks.per_rank import PerRank, count_ranks, merge_results, split_arguments
 from ..ranks.rank_values import RankValues
 from .backend_base import Communicator, Dims, Local, Reduction, Run, check_same_shapes
 from .local_reduce import Op, fold, row_major_copy
@@ -38,12 +38,12 @@ class InProcess(Communicator):
         root, results = self.mesh._root, []
         before = RUNNING.at
         try:
-            for member, (shards, named) in zip(members, parts(args, kwargs, count), strict=True):
+            for member, (shards, named) in zip(members, split_arguments(args, kwargs, count), strict=True):
                 RUNNING.at = root, member  # as running_as does, without a context manager for each member and op
                 results.append(fn(member, *shards, **named))
         finally:
             RUNNING.at = before
-        return merge(results, RankValues)
+        return merge_results(results, RankValues)
 
     def local(self, shards: Sequence[Tensor]) -> PerRank:
         return PerRank(shards)
