@@ -241,12 +241,12 @@ class Communicator(ABC):
             lambda row: self.map(lambda at, own: apart(own, [shapes[k] for k in self.mesh.members_of(dims, at)]), row)
         )
 
-    def bind_gather(self, mesh_dims: Sequence[int], lengths_of: Lengths, dtype: torch.dtype, whose: str = "") -> Run:
+    def bind_gather(self, mesh_dims: Sequence[int], lengths_of: Lengths, dtype: torch.dtype, owner: str = "") -> Run:
         """Bind an all-gather of rows: each rank gets the rows of its group, concatenated.
 
         Args:
             lengths_of: gives the lengths of the rows of a member's group, by position.
-            whose: description of the rows, which ranks compare.
+            owner: description of the rows, which ranks compare.
         """
         dims = tuple(mesh_dims)
         if self.group_size(dims) == 1:
@@ -262,7 +262,7 @@ class Communicator(ABC):
             return (sum(lengths[self.mesh.members_of(dims, member)]),)
 
         description, max_received = (
-            _describe_lengths((lengths[group] for group in lengths), whose),
+            _describe_lengths((lengths[group] for group in lengths), owner),
             max(sum(group_lengths) - min(group_lengths) for group_lengths in lengths.values()),
         )
         return self.bind_transfer(
@@ -300,10 +300,10 @@ class Communicator(ABC):
             lambda reduced: self.map(lambda member, shards: shards.view(shape_of(member, member)), reduced)
         )
 
-    def bind_scatter(self, mesh_dims: Sequence[int], lengths_of: Lengths, op: str, dtype: torch.dtype, whose: str = "") -> Run:
+    def bind_scatter(self, mesh_dims: Sequence[int], lengths_of: Lengths, op: str, dtype: torch.dtype, owner: str = "") -> Run:
         """Bind a reduce-scatter of rows: position k gets part k of the group's rows, reduced.
 
-        ``lengths_of(member)`` are the lengths of the parts in a member's group. ``whose``: a description of the rows, which
+        ``lengths_of(member)`` are the lengths of the parts in a member's group. ``owner``: a description of the rows, which
         ranks compare.
         """
         dims = tuple(mesh_dims)
@@ -314,7 +314,7 @@ class Communicator(ABC):
         }
         row_shapes = {group: (sum(box.numel for box in boxes),) for group, boxes in parts.items()}
         members_of = self.mesh.members_of
-        description = _describe_lengths(([box.numel for box in boxes] for boxes in parts.values()), whose)
+        description = _describe_lengths(([box.numel for box in boxes] for boxes in parts.values()), owner)
 
         def new_shape_of(at: int) -> tuple[int, ...]:
             group = members_of(dims, at)

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class BackendTraits:
-    """What to use of a backend.
+    """Capabilities of a backend that this library uses.
 
     Attributes:
         reduces: use its own reductions and its own all-gather.

@@ -78,7 +78,7 @@ def wrap_checked(
     positions = {rank: position for position, rank in enumerate(ranks)}
     lengths_text = "" if lengths is None else format_lengths(*([side[positions[rank]] for rank in log.ranks] for side in lengths))
 
-    def issue(x: torch.Tensor) -> Pending[torch.Tensor]:
+    def issue_checked(x: torch.Tensor) -> Pending[torch.Tensor]:
         if (level := Level.now) == "off":
             return run(x)
         key = (x.dtype, x.is_meta, x.shape) if compare_shape else (x.dtype, x.is_meta)
@@ -96,7 +96,7 @@ def wrap_checked(
         log.slots[LAST_ISSUED] = number
         return pending.within(functools.partial(run_wait, log, number), rounds=True)
 
-    return issue
+    return issue_checked
 
 
 def lengths_of(route: Route) -> tuple[list[int], list[int]]:
@@ -157,12 +157,12 @@ def counted_with(layouts: Sequence[Layout], mesh_dims: Sequence[int], text: str,
         return run
     step = fingerprint(f"{text} {mesh.named(mesh_dims)}")
 
-    def counted(*args: P.args, **kwargs: P.kwargs) -> T:
+    def run_counted(*args: P.args, **kwargs: P.kwargs) -> T:
         if Level.now != "off" and threading.get_ident() == _MAIN_THREAD:
             trail.hash = hash((trail.hash, step))
         return run(*args, **kwargs)
 
-    return counted
+    return run_counted
 
 
 def draws(mesh: DeviceMesh, generator: torch.Generator, how: str) -> None:

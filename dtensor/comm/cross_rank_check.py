@@ -27,7 +27,7 @@ _TOTAL_PAYLOAD_BYTES = 1 << 16  # bytes of the payloads of all ranks together; m
 
 
 class RankSummaries(NamedTuple):
-    """What the ranks of a mesh sent to each other, by position in the mesh.
+    """Summaries that the ranks of a mesh sent to each other, by position in the mesh.
 
     Attributes:
         same: whether the values that must be equal are equal.

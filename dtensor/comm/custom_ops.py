@@ -127,29 +127,29 @@ class TracedCollective:
         recv_lengths, send_lengths = list(lengths[: self.size]), list(lengths[self.size :])
         start = self._start(group, recv_lengths, send_lengths)
 
-        def issue(row: Tensor) -> Pending[Tensor]:
+        def issue_collective(row: Tensor) -> Pending[Tensor]:
             into = self.make_result(row, lengths)
             return make_pending(start(row, into), lambda: into)
 
         mesh_dims = f"a graph of ranks {', '.join(map(str, ranks))}"
-        run = wrap_checked(
+        run_checked = wrap_checked(
             group,
             self.said,
             mesh_dims,
-            issue,
+            issue_collective,
             compare_shape=not lengths,
             lengths=(send_lengths, recv_lengths) if lengths else None,
         )
         num_received = sum(recv_lengths) - recv_lengths[group.position] if lengths else None
 
-        def reported(row: Tensor) -> Pending[Tensor]:
+        def run_reported(row: Tensor) -> Pending[Tensor]:
             if not (listeners or shows_ranges()):
-                return run(row)
+                return run_checked(row)
             nbytes = row.dtype.itemsize * (self._received(row.numel()) if num_received is None else num_received)
             kind = self.said.split("(")[0].split()[0]
-            return reporting(Event(kind, (), self.size, nbytes, groups=(tuple(ranks),)), lambda: run(row), row)
+            return reporting(Event(kind, (), self.size, nbytes, groups=(tuple(ranks),)), lambda: run_checked(row), row)
 
-        return reported
+        return run_reported
 
     def _start(
         self, group: Group, recv_lengths: list[int], send_lengths: list[int]
@@ -280,14 +280,14 @@ def select_when_traced(eager: Run, bind: Any) -> Run:
     """Return a run that calls ``eager``, or, for a traced local value, what ``bind()`` returns."""
     bound: list[Run] = []
 
-    def issue(x: Tensor) -> Pending[Tensor]:
+    def issue_either(x: Tensor) -> Pending[Tensor]:
         if not is_traced(x):
             return eager(x)
         if not bound:
             bound.append(bind())
         return bound[0](x)
 
-    return issue
+    return issue_either
 
 
 def _make_collective(group: Group, kind: str, said: str, op: Any = None) -> TracedCollective:
@@ -318,21 +318,21 @@ def bind_traced_transfer(group: Group, transfer: Transfer) -> Run:
     send_packing, recv_packing = make_packings(group, route)
     said = f"{transfer.kind} {_without_sizes(transfer.said)}"
 
-    def issue(x: Tensor) -> Pending[Tensor]:
+    def issue_transfer(x: Tensor) -> Pending[Tensor]:
         row = _exchange_rows(group, send_packing.pack(row_major(x, route.old)), recv_packing.lengths, send_packing.lengths, said)
         return Pending.of(recv_packing.unpack(row))
 
-    return issue
+    return issue_transfer
 
 
 def _bind_gather(group: Group, route: Any, said: str) -> Run:
     arriving = make_gather_packing(group, route)
     gather = _make_collective(group, "gather", f"all_gather {said}")
 
-    def issue(x: Tensor) -> Pending[Tensor]:
+    def issue_gather(x: Tensor) -> Pending[Tensor]:
         return Pending.of(arriving.unpack(gather.of(view_as_row(row_major(x, route.old)))))
 
-    return issue
+    return issue_gather
 
 
 def raise_without_group() -> Run:
@@ -354,11 +354,11 @@ def bind_traced_scatter(group: Group, scatter: Scatter) -> Run:
     if native is not None and len({box.size for box in chunks}) == 1:
         return _bind_native_scatter(group, leaving, own.size, native, said)
 
-    def issue(x: Tensor) -> Pending[Tensor]:
+    def issue_scatter(x: Tensor) -> Pending[Tensor]:
         rows = _exchange_rows(group, leaving.pack(row_major(x, old)), [own.numel] * group.size, leaving.lengths, said)
         return Pending.of(fold(group.to_mesh(rows.view(group.size, *own.size).unbind(0)), op))
 
-    return issue
+    return issue_scatter
 
 
 def _bind_native_scatter(
@@ -367,11 +367,11 @@ def _bind_native_scatter(
     op, seen = native
     reduce = _make_collective(group, "reduce_scatter", said, op)
 
-    def issue(x: Tensor) -> Pending[Tensor]:
+    def issue_scatter(x: Tensor) -> Pending[Tensor]:
         row = view_as_row(leaving.pack(row_major(x, leaving.shape))).view(seen)
         return Pending.of(_view_as(reduce.of(row), x.dtype).view(size))
 
-    return issue
+    return issue_scatter
 
 
 def bind_traced_all_reduce(group: Group, op: Op, dtype: torch.dtype) -> Run:
@@ -381,19 +381,19 @@ def bind_traced_all_reduce(group: Group, op: Op, dtype: torch.dtype) -> Run:
         return _bind_native_reduction(_make_collective(group, "reduce", f"all_reduce({op})", native[0]), native[1])
     max_one_round_bytes = math.inf if isinstance(op, Monoid) else traits_of(group).one_round_bytes
 
-    def issue(x: Tensor) -> Pending[Tensor]:
+    def issue_reduction(x: Tensor) -> Pending[Tensor]:
         in_one_round = x.numel() * x.dtype.itemsize * group.size <= max_one_round_bytes
         reduce = _reduce_in_one_round if in_one_round else _reduce_in_two_rounds
         return Pending.of(reduce(group, row_major(x, tuple(x.shape)), op))
 
-    return issue
+    return issue_reduction
 
 
 def _bind_native_reduction(reduce: TracedCollective, seen: torch.dtype) -> Run:
-    def issue(x: Tensor) -> Pending[Tensor]:
+    def issue_reduction(x: Tensor) -> Pending[Tensor]:
         return Pending.of(_view_as(reduce.of(view_as_row(row_major_copy(x)).view(seen)), x.dtype).view(x.shape))
 
-    return issue
+    return issue_reduction
 
 
 def _reduce_in_one_round(group: Group, x: Tensor, op: Op) -> Tensor:

@@ -46,11 +46,11 @@ class DryRun(Communicator):
     def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> Run:
         own = scatter.new(0)
 
-        def run(x: Local) -> Pending[Local]:
+        def run_scatter(x: Local) -> Pending[Local]:
             addends = x.new_empty((self.group_size(dims), *own))  # those received from all ranks, or its own packed for all ranks
             return Pending(lambda: addends.new_empty(own))
 
-        return run
+        return run_scatter
 
     def _all_gather_object(self, value: Any, dims: Dims) -> list[Any]:
         return [value] * self.group_size(dims)
@@ -59,12 +59,12 @@ class DryRun(Communicator):
 def _pack_and_exchange(send_packing: Packing, recv_packing: Packing) -> Run:
     """Make a run with the memory of a packed exchange: a row to send until ``wait()``, a buffer until it is unpacked."""
 
-    def run(x: Local) -> Pending[Local]:
+    def run_exchange(x: Local) -> Pending[Local]:
         row = x if send_packing.is_block else x.new_empty(send_packing.total)
         buffer = x.new_empty(recv_packing.shape if recv_packing.is_block else recv_packing.total)
         return Pending(lambda: (buffer if recv_packing.is_block else buffer.new_empty(recv_packing.shape), row)[0])
 
-    return run
+    return run_exchange
 
 
 def _make_empty(shape: tuple[int, ...]) -> Run:

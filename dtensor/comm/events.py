@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One collective.
+    """Description of one collective.
 
     Attributes:
         kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"broadcast"``, ``"scatter"`` or
@@ -100,11 +100,11 @@ def reporting(event: Event, issue: Callable[[], T], sent: Any = None) -> T:
 def _profiler_range(name: str) -> Around:
     """Return a wrapper that shows the call as a range with this name in torch's profiler and ``DebugMode``."""
 
-    def run(fn: Callable[[], T], sent: Any = None) -> T:
+    def run_in_range(fn: Callable[[], T], sent: Any = None) -> T:
         with torch.profiler.record_function(f"dtensor::{name}"):
             return fn()
 
-    return run
+    return run_in_range
 
 
 def _run_through(arounds: Sequence[Around], fn: Callable[[], T], sent: Any = None) -> T:
@@ -116,7 +116,7 @@ def _run_through(arounds: Sequence[Around], fn: Callable[[], T], sent: Any = Non
 def because(cause: Any, fn: Callable[P, T]) -> Callable[P, T]:
     """Wrap ``fn`` so that its collectives are issued for ``cause``: listeners find it in ``CAUSES``, profiler ranges show it."""
 
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+    def run_for_cause(*args: P.args, **kwargs: P.kwargs) -> T:
         if not (listeners or profiler_enabled() or count_dispatch_modes()):  # inlined for speed: this runs at each step
             return fn(*args, **kwargs)
         with CAUSES.entered(cause) if listeners else nullcontext():
@@ -125,7 +125,7 @@ def because(cause: Any, fn: Callable[P, T]) -> Callable[P, T]:
             name = "; ".join(map(str, cause)) if isinstance(cause, tuple) else str(cause)
             return _profiler_range(name)(lambda: fn(*args, **kwargs), None)
 
-    return run
+    return run_for_cause
 
 
 def steps_under_way() -> tuple[Any, ...]:
@@ -137,13 +137,13 @@ def issuing(fn: Callable[P, T]) -> Callable[P, T]:
     """Mark the calls of ``torch.distributed`` in ``fn`` as part of a collective that is reported as a whole."""
 
     @wraps(fn)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+    def run_marked(*args: P.args, **kwargs: P.kwargs) -> T:
         if not listeners:
             return fn(*args, **kwargs)
         with _REPORTED.entered(None):
             return fn(*args, **kwargs)
 
-    return run
+    return run_marked
 
 
 def reported() -> bool:

@@ -64,7 +64,7 @@ class InProcess(Communicator):
         return lambda x: Pending.of(_run_copies(self._shards(x), copies))
 
     def _all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> Reduction:
-        def run(x: Local) -> Pending[Local]:
+        def run_reduction(x: Local) -> Pending[Local]:
             shards, results = self._shards(x), {}
             for group in self._groups(dims):
                 check_same_shapes({member: tuple(shards[member].shape) for member in group})
@@ -73,7 +73,7 @@ class InProcess(Communicator):
                 results.update({member: row_major_copy(total) for member in group[1:]} | {group[0]: total})
             return self._make_done(results)
 
-        return Reduction(run)
+        return Reduction(run_reduction)
 
     def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> Run:
         sources_of = []
@@ -81,12 +81,12 @@ class InProcess(Communicator):
             group = self.mesh.members_of(dims, member)
             sources_of.append([(source, scatter.chunks_of(source)[group.index(member)]) for source in group])
 
-        def run(x: Local) -> Pending[Local]:
+        def run_scatter(x: Local) -> Pending[Local]:
             shards = self._shards(x)
             reduced = (fold([region(shards[source], box) for source, box in sources], scatter.op) for sources in sources_of)
             return Pending.of(PerRank(reduced))
 
-        return run
+        return run_scatter
 
     def _all_gather_object(self, value: Any, dims: Dims) -> list[Any]:
         if not isinstance(value, RankValues):

@@ -51,20 +51,20 @@ def bind_scatter(group: Group, scatter: Scatter) -> Issue:
     own = chunks[group.position]
     recv_lengths = [own.numel] * group.size
 
-    def issue(x: Tensor) -> Pending[Tensor]:
+    def issue_reduction(x: Tensor) -> Pending[Tensor]:
         block = row_major(x, old)
         buffer = block.new_empty((group.size, *own.size))
         works = all_to_all_rows(group, buffer.view(-1), send_packing.pack(block), recv_lengths, send_packing.lengths)
         return make_pending(works, lambda: fold(group.to_mesh(buffer.unbind(0)), op))
 
-    return issue
+    return issue_reduction
 
 
 def _bind_native_scatter(group: Group, old: tuple[int, ...], chunks: tuple[Box, ...], op: Any, view_dtype: torch.dtype) -> Issue:
     send_packing, own = Packing(tuple(group.to_torch(chunks)), old), chunks[group.position]
     reduce = bind_native_reduce_scatter(group, op)
 
-    def issue(x: Tensor) -> Pending[Tensor]:
+    def issue_reduction(x: Tensor) -> Pending[Tensor]:
         block = row_major(x, old)
         result = block.new_empty(own.size)
         row, into = view_as_row(send_packing.pack(block)), view_as_row(result)
@@ -72,7 +72,7 @@ def _bind_native_scatter(group: Group, old: tuple[int, ...], chunks: tuple[Box, 
             reduce(into, row) if view_dtype is x.dtype else reduce(into.view(view_dtype), row.view(view_dtype)), lambda: result
         )
 
-    return issue
+    return issue_reduction
 
 
 def _bind_direct_scatter(group: Group, old: tuple[int, ...], chunks: tuple[Box, ...], op: Op) -> Issue:
@@ -81,14 +81,14 @@ def _bind_direct_scatter(group: Group, old: tuple[int, ...], chunks: tuple[Box, 
     order = group.order or tuple(range(group.size))
     others = peer_order(group, -1) if own.numel else []
 
-    def issue(x: Tensor) -> Pending[Tensor]:
+    def issue_reduction(x: Tensor) -> Pending[Tensor]:
         block = row_major(x, old)
         addends = [region(block, own) if k == mine else block.new_empty(own.size) for k in range(group.size)]
         receives = [(order[k], addends[k].view(-1)) for k in others]
         works = exchange_messages(group, receives, [(part.rank, part.of(block)) for part in send_regions], x.device)
         return make_pending(works, lambda: fold(addends, op))
 
-    return issue
+    return issue_reduction
 
 
 # --- all-reduce -----------------------------------------------------------------------------------------------------------
@@ -105,25 +105,29 @@ def bind_all_reduce(group: Group, op: Op, dtype: torch.dtype) -> Reduction:
         sys.maxsize if isinstance(op, Monoid) else traits_of(group).one_round_bytes
     )  # the addends of a monoid cannot be split
 
-    def issue(x: Tensor) -> Pending[Tensor]:
+    def issue_reduction(x: Tensor) -> Pending[Tensor]:
         nbytes = x.numel() * x.dtype.itemsize
         if nbytes * group.size <= max_one_round_bytes:
             return _reduce_in_one_round(group, x, op)
         use_exchanges = group.order is None and nbytes <= traits_of(group).exchanged_bytes
         return (_reduce_in_two_exchanges if use_exchanges else _reduce_in_place)(group, x, op)
 
-    return Reduction(issue)
+    return Reduction(issue_reduction)
 
 
 def _bind_native_reduction(reduce: Callable[[Tensor], list[Waitable]], dtype: torch.dtype, view_dtype: torch.dtype) -> Reduction:
-    def taking(result: Tensor) -> Pending[Tensor]:
+    def reduce_in_place(result: Tensor) -> Pending[Tensor]:
         return make_pending(reduce(result), lambda: result)
 
-    def run(x: Tensor) -> Pending[Tensor]:
+    def run_reduction(x: Tensor) -> Pending[Tensor]:
         result = row_major_copy(x)
         return make_pending(reduce(torch.view_as_real(result) if dtype.is_complex else result.view(view_dtype)), lambda: result)
 
-    return Reduction(lambda x: taking(row_major_copy(x)), taking, True) if view_dtype is dtype else Reduction(run, None, True)
+    return (
+        Reduction(lambda x: reduce_in_place(row_major_copy(x)), reduce_in_place, True)
+        if view_dtype is dtype
+        else Reduction(run_reduction, None, True)
+    )
 
 
 def _bind_pair_sum(group: Group, mean: bool) -> Reduction:
@@ -133,14 +137,14 @@ def _bind_pair_sum(group: Group, mean: bool) -> Reduction:
     """
     reduce = bind_native_all_reduce(group, dist.ReduceOp.SUM)
 
-    def issue(result: Tensor) -> Pending[Tensor]:
+    def issue_reduction(result: Tensor) -> Pending[Tensor]:
         return make_pending(reduce(result) if result.numel() else [], lambda: result)
 
-    def run(x: Tensor) -> Pending[Tensor]:
+    def run_reduction(x: Tensor) -> Pending[Tensor]:
         block = row_major(x, tuple(x.shape))
-        return issue(block * 0.5 if mean else row_major_copy(block))
+        return issue_reduction(block * 0.5 if mean else row_major_copy(block))
 
-    return Reduction(run, lambda x: issue(x.mul_(0.5) if mean else x), True)
+    return Reduction(run_reduction, lambda x: issue_reduction(x.mul_(0.5) if mean else x), True)
 
 
 def _reduce_in_one_round(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:
@@ -164,7 +168,7 @@ def _bind_stacked(group: Group, op: Monoid) -> Issue:
     """Bind an all-reduce of addends that are reduced as one stack: they arrive as a stack, with this rank's own."""
     gathers, order = traits_of(group).reduces, None if group.order is None else list(group.order)
 
-    def issue(x: Tensor) -> Pending[Tensor]:
+    def issue_reduction(x: Tensor) -> Pending[Tensor]:
         block = row_major(x, x.shape)
         stack = block.new_empty((group.size, *block.shape))
         if gathers:
@@ -174,7 +178,7 @@ def _bind_stacked(group: Group, op: Monoid) -> Issue:
             works = all_to_all_rows(group, stack.view(-1), block.expand(stack.shape).contiguous().view(-1), lengths, lengths)
         return make_pending(works, lambda: reduce_stack(stack if order is None else stack[order], op))
 
-    return issue
+    return issue_reduction
 
 
 def _reduce_in_two_exchanges(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:

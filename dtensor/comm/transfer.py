@@ -43,9 +43,7 @@ Issue = Callable[[Tensor], Pending[Tensor]]
 # a fully sharded model on two gloo ranks take 0.7-0.8 of the time of PyTorch's FSDP if blocks of 131 KB are packed, 1.1-1.5 if
 # they are sent directly.
 ROW_FACTOR = 4
-MAX_EXAMINED_MEMBERS = (
-    64  # members whose routes are looked at to choose a way; in larger groups a rank is taken to meet all others
-)
+MAX_EXAMINED_MEMBERS = 64  # in larger groups routes are not examined, and each rank is assumed to have all others as partners
 
 
 def bind_transfer(group: Group, transfer: Transfer) -> Issue:
@@ -129,7 +127,7 @@ def _bind_packed(group: Group, route: Route) -> Issue:
     """Bind a transfer as one all-to-all of rows."""
     send_packing, recv_packing = make_packings(group, route)
 
-    def issue(x: Tensor) -> Pending[Tensor]:
+    def issue_transfer(x: Tensor) -> Pending[Tensor]:
         block = (
             row_major(x, route.old) if send_packing.nonempty_boxes else x.detach()
         )  # else nothing of x is read, so its strides do not matter
@@ -142,7 +140,7 @@ def _bind_packed(group: Group, route: Route) -> Issue:
         works = all_to_all_rows(group, buffer, row, recv_packing.lengths, send_packing.lengths)
         return make_pending(works, lambda: recv_packing.unpack(buffer))
 
-    return issue
+    return issue_transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +183,7 @@ def bind_direct(group: Group, route: Route) -> Issue:
     send_regions = list_message_regions(group, route.sends, route.old, 1)
     recv_regions = list_message_regions(group, route.receives, route.new, -1)
 
-    def issue(x: Tensor) -> Pending[Tensor]:
+    def issue_transfer(x: Tensor) -> Pending[Tensor]:
         block = row_major(x, route.old)
         result = block.new_empty(route.new)
         targets = [
@@ -208,7 +206,7 @@ def bind_direct(group: Group, route: Route) -> Issue:
 
         return make_pending(works, finish)
 
-    return issue
+    return issue_transfer
 
 
 def _bind_broadcast(group: Group, route: Route) -> Issue:
@@ -216,7 +214,7 @@ def _bind_broadcast(group: Group, route: Route) -> Issue:
     source = next((k for k, box in enumerate(route.receives) if box is not None), group.position)
     sender = dist.get_global_rank(group.handle, source if group.order is None else group.order[source])
 
-    def issue(x: Tensor) -> Pending[Tensor]:
+    def issue_transfer(x: Tensor) -> Pending[Tensor]:
         if not math.prod(route.new):  # gloo hangs in a broadcast of no bytes
             return Pending.of(row_major_copy(x) if source == group.position else x.new_empty(route.new))
         if source != group.position:
@@ -228,7 +226,7 @@ def _bind_broadcast(group: Group, route: Route) -> Issue:
         result = row_major_copy(row) if row is detached else row  # the copy overlaps with the broadcast
         return make_pending(works, lambda: result)
 
-    return issue
+    return issue_transfer
 
 
 def _bind_concat_gather(group: Group, shape: tuple[int, ...], dim: int) -> Issue:
@@ -236,13 +234,13 @@ def _bind_concat_gather(group: Group, shape: tuple[int, ...], dim: int) -> Issue
     is_contiguous = math.prod(shape[:dim]) == 1 and group.order is None  # then concatenated blocks are adjacent in memory
     result_shape = (*shape[:dim], shape[dim] * group.size, *shape[dim + 1 :]) if is_contiguous else (group.size, *shape)
 
-    def issue(x: Tensor) -> Pending[Tensor]:
+    def issue_transfer(x: Tensor) -> Pending[Tensor]:
         block = row_major(x, shape)
         result = block.new_empty(result_shape)
         works = all_gather_rows(group, view_as_row(result), view_as_row(block))
         return make_pending(works, (lambda: result) if is_contiguous else lambda: torch.cat(group.to_mesh(result.unbind(0)), dim))
 
-    return issue
+    return issue_transfer
 
 
 def make_gather_packing(group: Group, route: Route) -> Packing:
@@ -257,13 +255,13 @@ def _bind_native_gather(group: Group, route: Route) -> Issue:
     """Bind the backend's all-gather of equal blocks."""
     recv_packing = make_gather_packing(group, route)
 
-    def issue(x: Tensor) -> Pending[Tensor]:
+    def issue_transfer(x: Tensor) -> Pending[Tensor]:
         block = row_major(x, route.old)
         result = block.new_empty(route.new if recv_packing.is_block else recv_packing.total)
         works = all_gather_rows(group, view_as_row(result), view_as_row(block))
         return make_pending(works, (lambda: result) if recv_packing.is_block else lambda: recv_packing.unpack(result))
 
-    return issue
+    return issue_transfer
 
 
 def _bind_relayed(group: Group, route: Route) -> Issue:
@@ -271,7 +269,7 @@ def _bind_relayed(group: Group, route: Route) -> Issue:
     first, *others = group.order or range(group.size)
     recv_regions = list_message_regions(group, route.receives, route.new, -1)
 
-    def issue(x: Tensor) -> Pending[Tensor]:
+    def issue_transfer(x: Tensor) -> Pending[Tensor]:
         row = row_major(x, route.old)
         result = row.new_empty(route.new)
         if group.position:
@@ -283,4 +281,4 @@ def _bind_relayed(group: Group, route: Route) -> Issue:
             works, lambda: wait_then(exchange_messages(group, [], [(rank, result) for rank in others], x.device), lambda: result)
         )
 
-    return issue
+    return issue_transfer

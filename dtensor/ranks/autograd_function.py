@@ -47,7 +47,7 @@ def apply_joint(cls: Any, args: Sequence[Any]) -> Any:
 
 
 class _JointCall:
-    """One application of a function: the function, its arguments, and how its results are made of tensors."""
+    """Application of a function: the function, its arguments, and how its results are made of tensors."""
 
     def __init__(self, function: Any, args: Sequence[Any]) -> None:
         self.function, self.args = function, args
@@ -104,8 +104,8 @@ class _JointCall:
 
 
 class _ValueSpec:
-    """How many tensors an argument or result consists of: one for each rank, one, or none. Without a tensor it has the value
-    itself.
+    """Number of tensors of which an argument or result consists: one for each rank, one, or none. Without a tensor it has the
+    value itself.
     """
 
     __slots__ = ("count", "ranks", "value")

@@ -33,7 +33,7 @@ from .write_result import ReplicateToRanks, check_no_dtensor_written, list_writt
 
 
 class PerRank(Tensor):
-    """One tensor per rank of an in-process mesh, in ``.shards``. Make it with :func:`per_rank`.
+    """Tensors of all ranks of an in-process mesh, in ``.shards``. Make it with :func:`per_rank`.
 
     Functions run once per rank; other arguments are shared. Tensor results are ``PerRank``. A Python result (``.shape``,
     ``.item()``, ``bool()``) is the value that all ranks have. No communication.

@@ -19,7 +19,7 @@ RUN_PER_RANK: list[
 
 
 class RankValues(tuple[Any, ...]):
-    """One Python value for each rank, in rank order.
+    """Python values of all ranks, in rank order.
 
     ``map`` and ``map_ranks`` give each rank its own value. Attributes and methods are those of each rank's value; results that
     are equal on all ranks are one value (``x.to_local().untyped_storage().nbytes()``). ``bool()`` raises if ranks disagree.
@@ -114,8 +114,8 @@ class RankNumber:
 
 
 class RankZeroBool(RankNumber):
-    """For each rank whether it is (or is not) rank 0. Under ``if`` it is the answer of rank 0; calculations use each rank's
-    own.
+    """Answers of all ranks whether they are (or are not) rank 0. Under ``if`` it is the answer of rank 0; calculations use each
+    rank's own.
     """
 
     __slots__ = ("first",)

@@ -66,7 +66,7 @@ class C10dCall(NamedTuple):
 
     @property
     def patience_ns(self) -> int:
-        """How much longer than other waits it may take before it counts as stuck."""
+        """Time in ns that it may take in addition to the usual patience before it counts as stuck."""
         return _WORK_PATIENCE_NS if self.name in (WORK, P2P_WORK) else self.nbytes * _NS_PER_BYTE
 
     def may_complete(self, rank: int, message: C10dCall) -> bool:

@@ -55,7 +55,7 @@ _CONFIRM_S, _CONFIRM_REMOTE_S = 0.2, 1.2  # a deadlock is diagnosed if nothing h
 
 
 class Wait(NamedTuple):
-    """What a rank waits in: a collective of this library, or a call of torch.distributed.
+    """The call in which a rank waits: a collective of this library, or a call of torch.distributed.
 
     Attributes:
         key, number: log and number of a collective; for a call of torch.distributed ``key`` is 0.

@@ -22,15 +22,15 @@ from .levels import Level
 Verdict = dict[str, Any]
 
 SAME_CALLS = (
-    "all ranks of a group must run the same operations in the same order: move the call out of any branch that depends on the "
+    "All ranks of a group must run the same operations in the same order: move the call out of any branch that depends on the "
     "rank or on the rank's own data, so that all ranks run it or none does"
 )
-SAME_REPLICAS = "replicas must stay equal: update them on every rank with the same values, or distribute the tensor again"
-_SAME_LENGTHS = "ranks must agree on the sizes of shards: pass the same sizes and layouts on all ranks"
+SAME_REPLICAS = "Replicas must stay equal: update them on every rank with the same values, or distribute the tensor again"
+_SAME_LENGTHS = "Ranks must agree on the sizes of shards: pass the same sizes and layouts on all ranks"
 
 
 class RankReport(NamedTuple):
-    """What one rank does: ranks with the same hash agree."""
+    """Description of what a rank does. Ranks with equal hashes agree."""
 
     hash: int
     mesh_dims: str
@@ -129,7 +129,7 @@ def format_difference(number: int, reports: dict[int, RankReport], advice: str =
 
 def _format_step(number: int, reports: dict[int, RankReport]) -> str:
     mesh_dims = next((report.mesh_dims for report in reports.values() if report.mesh_dims), "")
-    return f"ranks diverged at step {number:,}{mesh_dims and ' on '}{mesh_dims}"
+    return f"ranks diverged at step {number:,}{mesh_dims and ' on mesh dims '}{mesh_dims}"
 
 
 def _format_table(texts: dict[tuple[int, ...], str]) -> list[str]:

@@ -130,7 +130,7 @@ def test_the_words_name_the_few() -> None:
     found = {rank: RankReport(7, over, "a   x.py:1") for rank in (0, 1, 3)} | {2: RankReport(8, over, "b   x.py:3")}
     verdict = format_difference(1204, found)
     assert verdict["words"] == (
-        "ranks diverged at step 1,204 on ('dp', 'tp'): rank 2 differs from ranks 0, 1, 3\n"
+        "ranks diverged at step 1,204 on mesh dims ('dp', 'tp'): rank 2 differs from ranks 0, 1, 3\n"
         f"  0,1,3: a   x.py:1\n  2:     b   x.py:3\n{SAME_CALLS}"
     )
     assert "rank 0 and rank 1 differ" in format_difference(1, {0: RankReport(1, "", "a"), 1: RankReport(2, "", "b")})["words"]
