@@ -27,8 +27,8 @@ import dtensor as dt  # noqa: E402  # it is found by the path above
 from dtensor.comm import communicator_of  # noqa: E402
 from dtensor.comm.checked_collectives import ranks_of  # noqa: E402
 from dtensor.parallel import fully_shard  # noqa: E402
-from dtensor.watchdog.collective_hooks import chain_among  # noqa: E402
-from dtensor.watchdog.collective_log import Deed  # noqa: E402
+from dtensor.watchdog.collective_hooks import get_or_make_log  # noqa: E402
+from dtensor.watchdog.collective_log import CollectiveRecord  # noqa: E402
 
 LEVELS = ("off", "watch", "strict")
 OPERATIONS = 500  # between two collectives
@@ -119,13 +119,13 @@ def training_step(mesh: dt.DeviceMesh) -> Callable[[], None]:
 def alone(mesh: dt.DeviceMesh) -> float:
     """Seconds that the watch takes for one collective, the ranks' pages being as far as they are."""
     group = communicator_of(mesh)._group((0,))
-    chain = chain_among(ranks_of(group), group.handle, group.backend)
+    chain = get_or_make_log(ranks_of(group), group.handle, group.backend)
     assert chain is not None
 
-    deed = Deed.of("all_reduce(sum) float32[64]", "('dp',)")
+    deed = CollectiveRecord.of("all_reduce(sum) float32[64]", "('dp',)")
 
     def once() -> None:
-        chain.take_down(deed)
+        chain.log_and_compare(deed)
         chain.begin_wait(chain.count)
         chain.end_wait()
 

@@ -28,15 +28,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import dtensor
 from dtensor.base.recorder_hooks import ACTIVE, current
 from dtensor.comm import backends, reductions, transfer
-from dtensor.comm.backend_base import Binding
+from dtensor.comm.backend_base import Communicator
 from dtensor.dispatch import program
 from dtensor.redistribute import coalesce, executor
 
 MOST = 1.01
 
 
-def unreported(self: Binding, kind: str, dims: Any, run: Callable[..., Any], nbytes: Any) -> Callable[..., Any]:
-    """As ``Binding._issuing``, without the look at those who listen."""
+def unreported(self: Communicator, kind: str, dims: Any, run: Callable[..., Any], nbytes: Any) -> Callable[..., Any]:
+    """As ``Communicator._issuing``, without the look at those who listen."""
 
     def issue(x: Any) -> Any:
         if ACTIVE and (recorder := current()) is not None:
@@ -56,15 +56,15 @@ def unasked(comm: Any, issue: Callable[..., Any], step: Any) -> executor.Bound:
 
 def native(group: Any, op: Any) -> Callable[..., Any]:
     """As ``backends.all_reduction``, without it."""
-    issue, options = group.handle.allreduce, backends._with(dist.AllreduceOptions(), reduceOp=op)
+    issue, options = group.handle.allreduce, backends._async_options(dist.AllreduceOptions(), reduceOp=op)
     return lambda x: issue([x], options)
 
 
 @contextmanager
 def without_door() -> Iterator[None]:
     """What is bound and run in here has no door."""
-    taken = [patch.object(Binding, "_issuing", unreported)]
-    taken += [patch.object(executor, "_bind_collective", unasked), patch.object(reductions, "all_reduction", native)]
+    taken = [patch.object(Communicator, "_issuing", unreported)]
+    taken += [patch.object(executor, "_bind_collective", unasked), patch.object(reductions, "bind_native_all_reduce", native)]
     taken += [patch.object(module, "because", lambda cause, fn: fn) for module in (program, coalesce)]
     for module in (transfer, reductions):
         names = [name for name in vars(module) if hasattr(getattr(backends, name, None), "__wrapped__")]

@@ -1,4 +1,4 @@
-"""Communication: one interface (``Communicator``) for process groups, all ranks in one process, and dry runs."""
+"""Communication: one interface (``Communicator``) for process groups, for all ranks in one process, and for dry runs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from typing import Any
 import torch
 
 from ..mesh.device_mesh import DeviceMesh, as_mesh
-from ..ranks.per_rank import PerRank, expected, handed_out, per_rank, shards_of
+from ..ranks.per_rank import PerRank, each_shard, handed_out, per_rank, prepare_torch, reordered, shards_of
 from ..ranks.rank_runs import RankRuns
 from ..ranks.rank_values import RankNumber, RankValues
-from ..ranks.shards import each_shard, reordered
 from . import events
-from .backend_base import Local
-from .communicator import Communicator
+from .backend_base import Communicator, Local
 from .dry_run import DryRun
 from .events import Event
 from .in_process import InProcess
@@ -43,22 +41,25 @@ __all__ = [
     "shards_of",
 ]
 
-# By ``mesh.kind``: a backend is a class with six methods (see ``backend_base.py``) and a row here.
+# By ``mesh.kind``. A new backend is a class with six methods (see ``backend_base.py``) and an entry here.
 BACKENDS: dict[str, type[Communicator]] = {"process_group": ProcessGroups, "in_process": InProcess, "dry_run": DryRun}
 
 
 def communicator_of(mesh: DeviceMesh) -> Communicator:
-    """The communicator over the dims of ``mesh`` (made once per mesh; process groups are shared by a root's meshes)."""
-    found: Communicator | None = mesh.__dict__.get("_communicator")
-    if found is None:
-        found = mesh.__dict__["_communicator"] = BACKENDS[mesh.kind](mesh)
-    return found
+    """Return the communicator over the dims of ``mesh``, made once per mesh; meshes with one root share process groups."""
+    communicator: Communicator | None = mesh.__dict__.get("_communicator")
+    if communicator is None:
+        communicator = mesh.__dict__["_communicator"] = BACKENDS[mesh.kind](mesh)
+    return communicator
 
 
 def expect_locals(mesh: DeviceMesh) -> None:
-    """Prepare for modules over ``mesh`` that make local tensors by themselves, even where none of all ranks was given to them."""
+    """Prepare torch for ``PerRank`` tensors if all ranks of ``mesh`` are in this process.
+
+    Call it for modules that make local tensors themselves, before any local tensor is given to the program.
+    """
     if communicator_of(mesh).holds_all:
-        expected()
+        prepare_torch()
 
 
 def map_ranks(fn: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: Any) -> Any:
@@ -94,5 +95,5 @@ def map_ranks(fn: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: An
         with nullcontext() if runs is None else runs.run(member):
             return fn(coordinates[member], *args, **kwargs)
 
-    found = communicator.map(run, *args, **kwargs)
-    return handed_out(found if runs is None else runs.separated(found))
+    results = communicator.map(run, *args, **kwargs)
+    return handed_out(results if runs is None else runs.separated(results))

@@ -1,4 +1,6 @@
-"""What goes around a collective on process groups: compared with other ranks' before anything is sent; its wait is watched."""
+"""Checked collectives: each collective of process groups is compared with other ranks before anything is sent, and its wait is
+watched.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,21 @@ from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.process_groups import BEFORE, Group
 from ..mesh.root import LAID_OUT
-from ..watchdog.collective_hooks import begin, chain_among, come_to_next, left_out, meet, operations_among, refuse, waited
-from ..watchdog.collective_log import Chain, Deed, read_lengths, told_lengths, unfitting
-from ..watchdog.diagnosis import Said, differing_words, said_of, unfit_words
-from ..watchdog.flight_recorder import ISSUED, Trail, fingerprint
-from ..watchdog.levels import Level, computed_in, refuse_child
-from .flat_rows import gathered
+from ..watchdog.collective_hooks import (
+    get_or_make_log,
+    make_divergence_error,
+    make_issue_error,
+    operations_among,
+    run_wait,
+    start_watchdog,
+    wait_after_skip,
+    wait_for_group_members,
+)
+from ..watchdog.collective_log import CollectiveLog, CollectiveRecord, find_length_mismatches, format_lengths, parse_lengths
+from ..watchdog.diagnosis import RankReport, format_difference, format_length_mismatch, report_event
+from ..watchdog.flight_recorder import LAST_ISSUED, Trail, fingerprint
+from ..watchdog.levels import Level, operation_records_of, raise_in_forked_child
+from .flat_rows import gather_route
 from .pack import Route, Transfer
 from .pending import Pending
 from .transfer import Issue, bind_direct, bind_transfer
@@ -31,199 +42,216 @@ from .transfer import Issue, bind_direct, bind_transfer
 P = ParamSpec("P")
 T = TypeVar("T")
 
-BEFORE.append(meet)
-LAID_OUT.append(begin)
-_MAIN = threading.main_thread().ident
-_KEPT = 1024  # descriptions of a collective's operands
-_WORDS = 1024  # bytes in which a rank says what it does
+BEFORE.append(wait_for_group_members)
+LAID_OUT.append(start_watchdog)
+_MAIN_THREAD = threading.main_thread().ident
+_MAX_RECORDS = 1024  # records of one collective, by dtype and shape of its operand
+_REPORT_BYTES = 1024  # size of a rank's report in the second exchange
 
 
-def watched(
+def wrap_checked(
     group: Group,
-    said: str,
-    over: str,
+    text: str,
+    mesh_dims: str,
     run: Issue,
-    shaped: bool = False,
-    own: tuple[Sequence[int], Sequence[int]] | None = None,
+    compare_shape: bool = False,
+    lengths: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> Issue:
-    """``run``; ``said`` is what all ranks of the group say of it, besides the dtype, whether there are data, and the shape where
-    that is ``shaped``.
+    """Wrap ``run`` so that each call is logged and compared with other ranks before it sends anything, and its wait is watched.
 
-    ``over`` names the mesh dims. Where ranks do not know each other's lengths, ``own`` is how many numbers this rank sends to
-    each of the group, and how many it expects of each.
+    Return ``run`` itself if the ranks of the group are not processes.
+
+    Args:
+        text: description that must be equal on all ranks of the group. The dtype of the operand and whether it has data are
+            compared too, and its shape if ``compare_shape``.
+        mesh_dims: the mesh dims of the group, as text.
+        lengths: elements that this rank sends to each rank of the group and receives from each, if ranks do not know each
+            other's lengths.
     """
     ranks = ranks_of(group)
-    chain = chain_among(ranks, group.handle, group.backend)
-    if chain is None:
+    log = get_or_make_log(ranks, group.handle, group.backend)
+    if log is None:
         return run
-    known: Bounded[Any, Deed] = Bounded(_KEPT)
-    if list(chain.ranks) != ranks:
-        over = f"{over} of ranks {', '.join(map(str, ranks))}"
-    at = {rank: position for position, rank in enumerate(ranks)}
-    lengths = "" if own is None else told_lengths(*([side[at[rank]] for rank in chain.ranks] for side in own))
+    records: Bounded[Any, CollectiveRecord] = Bounded(_MAX_RECORDS)
+    if list(log.ranks) != ranks:
+        mesh_dims = f"{mesh_dims} of ranks {', '.join(map(str, ranks))}"
+    positions = {rank: position for position, rank in enumerate(ranks)}
+    lengths_text = "" if lengths is None else format_lengths(*([side[positions[rank]] for rank in log.ranks] for side in lengths))
 
-    def issue(x: torch.Tensor) -> Pending[torch.Tensor]:
+    def issue_checked(x: torch.Tensor) -> Pending[torch.Tensor]:
         if (level := Level.now) == "off":
             return run(x)
-        key = (x.dtype, x.is_meta, x.shape) if shaped else (x.dtype, x.is_meta)
-        deed = known.get(key)
-        if deed is None:
-            deed = known.keep(key, Deed.of(f"{said} {_operand(x, shaped)}", over, lengths))
-        admitted(chain, group, ranks, level, deed)
-        number = chain.count
+        key = (x.dtype, x.is_meta, x.shape) if compare_shape else (x.dtype, x.is_meta)
+        record = records.get(key)
+        if record is None:
+            record = records.keep(
+                key, CollectiveRecord.of(f"{text} {_describe_operand(x, compare_shape)}", mesh_dims, lengths_text)
+            )
+        _admit(log, group, ranks, level, record)
+        number = log.count
         try:
             pending = run(x)
         except BaseException as error:
-            raise left_out(chain, number, error) from error
-        chain.words[ISSUED] = number
-        return pending.within(functools.partial(waited, chain, number), rounds=True)
+            raise make_issue_error(log, number, error) from error
+        log.slots[LAST_ISSUED] = number
+        return pending.within(functools.partial(run_wait, log, number), rounds=True)
 
-    return issue
+    return issue_checked
 
 
 def lengths_of(route: Route) -> tuple[list[int], list[int]]:
-    """How many numbers a rank sends to each of its group, and how many it expects of each."""
-    leaving, arriving = ([0 if box is None else box.numel for box in side] for side in (route.sends, route.receives))
-    return leaving, arriving
+    """Return how many elements a rank sends to each rank of its group, and how many it receives from each."""
+    send_lengths, recv_lengths = ([0 if box is None else box.numel for box in side] for side in (route.sends, route.receives))
+    return send_lengths, recv_lengths
 
 
 def ranks_of(group: Group) -> list[int]:
-    """Torch's rank at each position of a group."""
-    in_torch = dist.get_process_group_ranks(group.handle)
-    return [in_torch[k] for k in group.order or range(group.size)]
+    """Return the global rank at each position of a group."""
+    global_ranks = dist.get_process_group_ranks(group.handle)
+    return [global_ranks[k] for k in group.order or range(group.size)]
 
 
 @remembered(256)
 def holders(mesh: DeviceMesh, dims: tuple[int, ...] | None = None) -> frozenset[int]:
-    """The ranks that hold a tensor together with this one, of those along some mesh dims; none where they are no processes."""
+    """Return the ranks along the given mesh dims (default: all) of this rank; empty if they are not processes."""
     if mesh.kind != "process_group":
         return frozenset()
     along = range(mesh.ndim) if dims is None else dims
     return frozenset(mesh.ranks[member] for member in mesh.members_of(along, mesh.current_member() or 0))
 
 
-def together(layouts: Sequence[Layout]) -> frozenset[int]:
-    """Return the ranks along all mesh dims over which some of these tensors are sharded or partial.
+def ranks_computing_with(layouts: Sequence[Layout]) -> frozenset[int]:
+    """Return the ranks along all mesh dims over which any of these tensors is sharded or partial.
 
-    No ranks where they are no processes, and where ranks could disagree which ones they are: a tensor of a slice of one mesh and
-    a tensor of another mesh are on other ranks for each copy of the slice.
+    Empty if the ranks are not processes, and if ranks could disagree about the set. A tensor on a slice of one mesh and a
+    tensor on another mesh have other ranks in common for each copy of the slice.
     """
     dims: dict[DeviceMesh, set[int]] = {}
     for layout in layouts:
-        own = layout.mesh.group_id(dim for dim in range(layout.mesh.ndim) if not layout.placements[dim].is_replicate())
-        if own:
-            dims.setdefault(layout.mesh._get_root_mesh(), set()).update(own)
-    if len(dims) > 1 and any(root.size_of(own) != root.size() for root, own in dims.items()):
+        group_dims = layout.mesh.group_id(dim for dim in range(layout.mesh.ndim) if not layout.placements[dim].is_replicate())
+        if group_dims:
+            dims.setdefault(layout.mesh._get_root_mesh(), set()).update(group_dims)
+    if len(dims) > 1 and any(root.size_of(group_dims) != root.size() for root, group_dims in dims.items()):
         return frozenset()
-    return frozenset[int]().union(*(holders(root, tuple(sorted(own))) for root, own in dims.items()))
+    return frozenset[int]().union(*(holders(root, tuple(sorted(group_dims))) for root, group_dims in dims.items()))
 
 
 def trail_of(layouts: Sequence[Layout]) -> Trail | None:
-    """Return the trail of the ranks that compute with these tensors :func:`together`; None where there are no two."""
-    ranks = together(layouts)
-    return computed_in(layouts[0].mesh._root.world).trail_of(ranks) if len(ranks) > 1 else None
+    """Return the rolling hash of the ranks that compute with these tensors, see :func:`ranks_computing_with`; None for fewer
+    than two ranks.
+    """
+    ranks = ranks_computing_with(layouts)
+    return operation_records_of(layouts[0].mesh._root.world).trail_of(ranks) if len(ranks) > 1 else None
 
 
-def counted_with(layouts: Sequence[Layout], mesh_dims: Sequence[int], said: str, run: Callable[P, T]) -> Callable[P, T]:
-    """Return ``run``, a collective over ``mesh_dims`` of one mesh, whose calls count as operations on tensors of these layouts.
+def counted_with(layouts: Sequence[Layout], mesh_dims: Sequence[int], text: str, run: Callable[P, T]) -> Callable[P, T]:
+    """Wrap ``run``, a collective over ``mesh_dims`` of one mesh, so that its calls count as operations on tensors of these
+    layouts.
 
-    Ranks that share such tensors issue the collectives of their different groups in one order. Where the tensors are sharded
-    over ``mesh_dims`` alone, the group itself compares all of it, and ``run`` is returned as it is.
+    Ranks that share such tensors issue the collectives of their different groups in one order. If the tensors are sharded over
+    ``mesh_dims`` alone, the group itself compares that order, and ``run`` is returned as it is.
     """
     mesh = layouts[0].mesh
-    trail = trail_of(layouts) if len(together(layouts)) > mesh.size_of(mesh_dims) else None
+    trail = trail_of(layouts) if len(ranks_computing_with(layouts)) > mesh.size_of(mesh_dims) else None
     if trail is None:
         return run
-    step = fingerprint(f"{said} {mesh.named(mesh_dims)}")
+    step = fingerprint(f"{text} {mesh.named(mesh_dims)}")
 
-    def counted(*args: P.args, **kwargs: P.kwargs) -> T:
-        if Level.now != "off" and threading.get_ident() == _MAIN:
+    def run_counted(*args: P.args, **kwargs: P.kwargs) -> T:
+        if Level.now != "off" and threading.get_ident() == _MAIN_THREAD:
             trail.hash = hash((trail.hash, step))
         return run(*args, **kwargs)
 
-    return counted
+    return run_counted
 
 
 def draws(mesh: DeviceMesh, generator: torch.Generator, how: str) -> None:
-    """The state from which all ranks draw, and how, is a part of what they compare."""
-    if _compares(mesh):
-        state = zlib.crc32(how.encode(), zlib.crc32(state_now(generator).numpy().data))
-        _compared(mesh, state, f"{how} from the generator in state {state:x}")
+    """Add the state of the generator, from which all ranks draw, and ``how`` they draw to what the ranks compare."""
+    if _is_compared(mesh):
+        state_hash = zlib.crc32(how.encode(), zlib.crc32(state_now(generator).numpy().data))
+        _add_to_hash(mesh, state_hash, f"{how} from the generator in state {state_hash:x}")
 
 
-def says(mesh: DeviceMesh, words: str) -> None:
-    """What ranks of ``mesh`` do with local tensors between collectives, and must do alike, is a part of what they compare."""
-    if _compares(mesh):
-        _compared(mesh, fingerprint(words), words)
+def says(mesh: DeviceMesh, text: str) -> None:
+    """Add ``text``, what ranks of ``mesh`` do alike with local tensors between collectives, to what the ranks compare."""
+    if _is_compared(mesh):
+        _add_to_hash(mesh, fingerprint(text), text)
 
 
-def _compares(mesh: DeviceMesh) -> bool:
-    return Level.now in ("watch", "strict") and len(holders(mesh)) > 1 and threading.get_ident() == _MAIN
+def _is_compared(mesh: DeviceMesh) -> bool:
+    return Level.now in ("watch", "strict") and len(holders(mesh)) > 1 and threading.get_ident() == _MAIN_THREAD
 
 
-def _compared(mesh: DeviceMesh, hashed: int, words: str) -> None:
+def _add_to_hash(mesh: DeviceMesh, value: int, text: str) -> None:
     if Level.now == "watch":
-        trail = computed_in(mesh._root.world).trail_of(holders(mesh))
-        trail.hash, trail.last = hash((trail.hash, hashed)), words
+        trail = operation_records_of(mesh._root.world).trail_of(holders(mesh))
+        trail.hash, trail.last = hash((trail.hash, value)), text
     elif (ring := operations_among(mesh._root.world, holders(mesh))) is not None:
-        ring.mix(hashed)
+        ring.mix(value)
 
 
-def admitted(chain: Chain, group: Group, ranks: list[int], level: str, deed: Deed) -> None:
-    """Takes down a collective.
+def _admit(log: CollectiveLog, group: Group, ranks: list[int], level: str, record: CollectiveRecord) -> None:
+    """Log a collective, and compare it with other ranks.
 
     Raises:
-        DivergenceError: other ranks mean another one; nothing was sent.
+        DivergenceError: another rank issues another collective. Nothing was sent.
     """
-    if level == "forked" and chain.board.pid != os.getpid():
-        refuse_child()
-    if not chain.take_down(deed):
-        raise refuse(chain)
-    if chain.left_out:
-        come_to_next(chain)
-    if level == "strict" or (chain.apart and group.backend == "gloo"):  # gloo ends a process that gets too long a message
-        _exchanged(chain, group, ranks, deed)
+    if level == "forked" and log.host_state.pid != os.getpid():
+        raise_in_forked_child()
+    if not log.log_and_compare(record):
+        raise make_divergence_error(log)
+    if log.skipped:
+        wait_after_skip(log)
+    if level == "strict" or (log.spans_hosts and group.backend == "gloo"):  # gloo aborts a process if a message is too long
+        _compare_by_exchange(log, group, ranks, record)
 
 
-def _operand(x: torch.Tensor, shaped: bool) -> str:
+def _describe_operand(x: torch.Tensor, with_shape: bool) -> str:
     dtype = str(x.dtype).removeprefix("torch.")
-    operand = f"{dtype}[{', '.join(map(str, x.shape))}]" if shaped else dtype
-    return f"{operand} without data" if x.is_meta else operand  # of which torch sends nothing
+    text = f"{dtype}[{', '.join(map(str, x.shape))}]" if with_shape else dtype
+    return f"{text} without data" if x.is_meta else text  # torch sends nothing for a meta tensor
 
 
-def _exchanged(chain: Chain, group: Group, ranks: list[int], deed: Deed) -> None:
-    """All ranks of the group tell each other number and hash; where they differ, in a second exchange, what they mean."""
-    number = chain.count
-    told = _told(chain, group, number, torch.tensor([number, chain.hash - 2**63], device="cpu")).view(-1, 2).tolist()
-    if len({hashed for _, hashed in told}) > 1:
-        if not chain.apart:
-            raise refuse(chain)
-        said = _words_told(chain, group, ranks, [hashed for _, hashed in told])
-        raise refuse(chain, differing_words(number, said))
-    if deed.lengths:
-        mine = read_lengths(deed.lengths)
-        rows = _told(chain, group, number, torch.tensor([*mine[0], *mine[1]], device="cpu")).view(len(ranks), 2, -1).tolist()
-        lengths = {rank: (leaving, arriving) for rank, (leaving, arriving) in zip(ranks, rows, strict=True)}
-        if unfitting(chain.ranks, lengths):
-            raise refuse(chain, unfit_words(chain.ranks, number, lengths, _words_told(chain, group, ranks, [0] * len(ranks))))
+def _compare_by_exchange(log: CollectiveLog, group: Group, ranks: list[int], record: CollectiveRecord) -> None:
+    """Compare number and hash of a collective in an exchange between all ranks of the group.
+
+    If they differ, and the ranks are on several hosts, a second exchange gathers what each rank does, for the error.
+    """
+    number = log.count
+    rows = _gather_rows(log, group, number, torch.tensor([number, log.hash - 2**63], device="cpu")).view(-1, 2).tolist()
+    if len({hashed for _, hashed in rows}) > 1:
+        if not log.spans_hosts:
+            raise make_divergence_error(log)
+        reports = _gather_reports(log, group, ranks, [hashed for _, hashed in rows])
+        raise make_divergence_error(log, format_difference(number, reports))
+    if record.lengths:
+        own_lengths = parse_lengths(record.lengths)
+        row = torch.tensor([*own_lengths[0], *own_lengths[1]], device="cpu")
+        length_rows = _gather_rows(log, group, number, row).view(len(ranks), 2, -1).tolist()
+        lengths = {rank: (sent, received) for rank, (sent, received) in zip(ranks, length_rows, strict=True)}
+        if find_length_mismatches(log.ranks, lengths):
+            reports = _gather_reports(log, group, ranks, [0] * len(ranks))
+            raise make_divergence_error(log, format_length_mismatch(log.ranks, number, lengths, reports))
 
 
-def _words_told(chain: Chain, group: Group, ranks: list[int], hashes: list[int]) -> dict[int, Said]:
-    """What each rank says that it does."""
-    own = said_of(chain.last())
-    mine = f"{own.over}\n{own.words}".encode()[:_WORDS].ljust(_WORDS)
-    rows = _told(chain, group, chain.count, torch.frombuffer(bytearray(mine), dtype=torch.uint8)).view(-1, _WORDS)
-    said = [bytes(row.tolist()).decode(errors="replace").strip().partition("\n") for row in rows]
-    return {rank: Said(hashed, over, what) for rank, hashed, (over, _, what) in zip(ranks, hashes, said, strict=True)}
+def _gather_reports(log: CollectiveLog, group: Group, ranks: list[int], hashes: list[int]) -> dict[int, RankReport]:
+    """Return the report of each rank, gathered from all ranks of the group."""
+    report = report_event(log.last_event())
+    encoded = f"{report.mesh_dims}\n{report.text}".encode()[:_REPORT_BYTES].ljust(_REPORT_BYTES)
+    rows = _gather_rows(log, group, log.count, torch.frombuffer(bytearray(encoded), dtype=torch.uint8)).view(-1, _REPORT_BYTES)
+    texts = [bytes(row.tolist()).decode(errors="replace").strip().partition("\n") for row in rows]
+    return {
+        rank: RankReport(hashed, mesh_dims, text) for rank, hashed, (mesh_dims, _, text) in zip(ranks, hashes, texts, strict=True)
+    }
 
 
-def _told(chain: Chain, group: Group, number: int, row: torch.Tensor) -> torch.Tensor:
-    """Every rank's row, by group position."""
+def _gather_rows(log: CollectiveLog, group: Group, number: int, row: torch.Tensor) -> torch.Tensor:
+    """Return the ``row`` of each rank, gathered in the order of group positions."""
     length, key = len(row), (len(row), group.order)
-    if key not in chain.kept:
-        route = gathered([(length,)] * group.size, group.position)
-        whole = group.handle.size() == group.size
+    if key not in log.bound_exchanges:
+        route = gather_route([(length,)] * group.size, group.position)
+        is_whole_group = group.handle.size() == group.size
         transfer = Transfer(lambda _: route, row.dtype, "all_gather", blocking=True)
-        chain.kept[key] = bind_transfer(group, transfer) if whole else bind_direct(group, route)
-    pending: Pending[torch.Tensor] = chain.kept[key](row)
-    return waited(chain, number, pending.wait)
+        log.bound_exchanges[key] = bind_transfer(group, transfer) if is_whole_group else bind_direct(group, route)
+    pending: Pending[torch.Tensor] = log.bound_exchanges[key](row)
+    return run_wait(log, number, pending.wait)

@@ -1,4 +1,6 @@
-"""What all ranks must say alike, compared before anything follows from it: the arguments of functions that take plain tensors."""
+"""Cross-rank check: compares between ranks what all of them must pass alike, such as the arguments of functions of plain
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,18 @@ from .flat_rows import content
 
 T = TypeVar("T")
 
-_MOST = 64  # whole numbers that a rank can tell besides
-_HEAD = (2 + _MOST) * 8  # bytes before the load
-_LOADS = 1 << 16  # bytes of the loads of all ranks, which every rank gets: as quick as none, measured on 4 ranks of gloo
+_MAX_NUMBERS = 64  # maximum number of integers in a summary
+_HEADER_BYTES = (2 + _MAX_NUMBERS) * 8  # bytes before the payload
+_TOTAL_PAYLOAD_BYTES = 1 << 16  # bytes of the payloads of all ranks together; measured on 4 gloo ranks, they cost no time
 
 
-class Told(NamedTuple):
-    """What the ranks of a mesh told each other, by position in it.
+class RankSummaries(NamedTuple):
+    """Summaries that the ranks of a mesh sent to each other, by position in the mesh.
 
     Attributes:
-        same: whether all said the same.
-        numbers: of each rank.
-        loads: of each rank a row of bytes, which begins with its load.
+        same: whether the values that must be equal are equal.
+        numbers: the integers of each rank.
+        loads: for each rank a row of bytes that begins with its payload.
     """
 
     same: bool
@@ -39,66 +41,68 @@ class Told(NamedTuple):
 
 
 def room(mesh: DeviceMesh) -> int:
-    """Bytes of a load that fit in the one exchange of :func:`alike`."""
-    return _LOADS // mesh.size() // 16 * 16
+    """Return the number of payload bytes that fit in the single exchange of :func:`alike`."""
+    return _TOTAL_PAYLOAD_BYTES // mesh.size() // 16 * 16
 
 
 @aside
 def alike(
-    mesh: DeviceMesh, what: str, make: Callable[[], T], tell: Callable[[T], tuple[Hashable, tuple[int, ...], bytes]]
-) -> tuple[T, Told | None]:
-    """``make()``, and what each rank of the mesh tells besides; None where there is no other.
+    mesh: DeviceMesh, what: str, make: Callable[[], T], summarize: Callable[[T], tuple[Hashable, tuple[int, ...], bytes]]
+) -> tuple[T, RankSummaries | None]:
+    """Return ``make()`` and the summaries of all ranks of the mesh; None instead of summaries if there is no other rank.
 
-    ``tell(made)`` gives what must be alike, as something to be printed, and what need not: whole numbers, and a load of up to
-    :func:`room` bytes. One exchange on process groups, of one form whatever ranks make and tell (a second one, of the words,
-    where they differ), nothing in one process.
+    ``tell(result)`` returns a value that must be equal on all ranks and can be printed, up to 64 integers, and a payload of up
+    to :func:`room` bytes. On process groups this takes one exchange of a fixed form (a second one, of the texts, if they
+    differ); in one process none.
 
     Raises:
-        LayoutError: on all ranks with the same words, if what they make differs. The error of ``make``, if all meet the same.
+        LayoutError: on all ranks with one text, if the values differ. The error of ``make``, if all ranks have the same.
     """
     if not communicator_of(mesh).talks or mesh.size() == 1:
         return make(), None
     problem: Exception | None = None
-    said: Hashable
-    numbers, load = tuple[int, ...](), b""
+    text: Hashable
+    numbers, payload = tuple[int, ...](), b""
     try:
-        made = make()
-        said, numbers, load = tell(made)
+        result = make()
+        text, numbers, payload = summarize(result)
     except Exception as error:
-        problem, said = error, f"{type(error).__name__}: {error}"
-    told = told_by_all(mesh, said, numbers, load, room(mesh))
-    if not told.same:
-        words_compared(mesh, what, str(said), problem)
+        problem, text = error, f"{type(error).__name__}: {error}"
+    summaries = told_by_all(mesh, text, numbers, payload, room(mesh))
+    if not summaries.same:
+        words_compared(mesh, what, str(text), problem)
     if problem is not None:
         raise problem
-    return made, told
+    return result, summaries
 
 
-def told_by_all(mesh: DeviceMesh, said: Hashable, numbers: Sequence[int] = (), load: bytes = b"", room: int = 0) -> Told:
-    """What each rank tells: whether all say the same, up to 64 ``numbers``, and up to ``room`` bytes, in one exchange."""
-    row = bytearray(_HEAD + room)
-    head = array("q", (_digest(said), len(numbers), *numbers)).tobytes()
+def told_by_all(mesh: DeviceMesh, said: Hashable, numbers: Sequence[int] = (), load: bytes = b"", room: int = 0) -> RankSummaries:
+    """Return the summaries of all ranks: whether ``said`` is equal on all, up to 64 ``numbers``, and ``room`` bytes, in one
+    exchange.
+    """
+    row = bytearray(_HEADER_BYTES + room)
+    head = array("q", (_hash_text(said), len(numbers), *numbers)).tobytes()
     row[: len(head)] = head
-    row[_HEAD : _HEAD + len(load)] = load
+    row[_HEADER_BYTES : _HEADER_BYTES + len(load)] = load
     rows = communicator_of(mesh).all_gather_rows(row, tuple(range(mesh.ndim)))
-    heads = rows[:, : 2 + _MOST].tolist()
+    heads = rows[:, : 2 + _MAX_NUMBERS].tolist()
     numbers_of = [tuple(head[2 : 2 + head[1]]) for head in heads]
-    return Told(len({head[0] for head in heads}) == 1, numbers_of, rows[:, 2 + _MOST :].view(torch.uint8))
+    return RankSummaries(len({head[0] for head in heads}) == 1, numbers_of, rows[:, 2 + _MAX_NUMBERS :].view(torch.uint8))
 
 
 @remembered(1024)
-def _digest(said: Hashable) -> int:
+def _hash_text(said: Hashable) -> int:
     return int.from_bytes(hashlib.blake2b(str(said).encode(), digest_size=8).digest(), "big", signed=True)
 
 
 def words_compared(mesh: DeviceMesh, what: str, said: str, problem: Exception | None = None) -> None:
-    """:func:`compared`, after an exchange of the words themselves."""
+    """Raise LayoutError on all ranks if ``said`` differs between them, after an exchange of the texts."""
     compared(mesh, what, communicator_of(mesh).all_gather_object(said, tuple(range(mesh.ndim))), problem)
 
 
 def compared(mesh: DeviceMesh, what: str, said: Sequence[str], problem: Exception | None = None) -> None:
-    """Raises on every rank unless all said the same; ``said`` by position in the mesh."""
-    other = next((position for position, words in enumerate(said) if words != said[0]), None)
+    """Raise LayoutError on all ranks unless all texts are equal; ``said`` has the text of each position in the mesh."""
+    other = next((position for position, text in enumerate(said) if text != said[0]), None)
     if other is None:
         return
     ranks = mesh.ranks_here()
@@ -115,13 +119,15 @@ def same_on_all(
     what: str,
     instead: str = "distribute its source with distribute_tensor(t, mesh, placements)",
 ) -> None:
-    """Check that all ranks of ``mesh`` hold the same plain ``value``: one exchange of a few bytes, none in one process.
+    """Check that all ranks of ``mesh`` have the same plain ``value``, by one exchange of a few bytes; in one process there is
+    none.
 
     Args:
-        instead: the advice of the error.
+        what: the operation, for the error.
+        instead: advice for the error.
 
     Raises:
-        MixedTensorError: on all ranks, if they do not.
+        MixedTensorError: on all ranks, if they have different values.
     """
     if not communicator_of(mesh).talks or has_no_values(value):
         return

@@ -1,19 +1,26 @@
-"""The collectives, draws and checks that stand in a compiled program's graph: one operator each, which has ended when it returns.
+"""Traced collectives: the operators for the collectives, random draws and checks in the graph of a compiled program.
 
-Every rank must issue the collectives of a program, in its order, once. Compilers drop what has no effect and no use, and a rank
-may have no use for what it gets (the first one of a cumulative sum). They keep what has an effect wherever they copy a part of
-the forward pass into the backward one, as ``wait_tensor`` of torch's functional collectives, and which part that is they choose
-by sizes, which differ between uneven blocks. So these are effects in order, which torch neither drops nor copies nor exchanges.
-Random numbers are such effects too: every rank advances its generator alike, once.
+A compiler that traced the eager collectives would run them once, without data, and leave them out of its graph. These operators
+give the same bits: the same addends are reduced in the same order, in all-to-alls of rows, or by the backend's own reductions
+if the eager collectives use those. An operator is completed when it returns.
+
+[Note: Collectives are effects in a graph]
+Each rank must issue the collectives of a program once, in program order. Compilers drop operators without an effect and without
+a use, and a rank may not use its result (the first rank of a cumulative sum). They keep operators with an effect, but copy a
+part of the forward pass into the backward pass, with collectives such as ``wait_tensor``. Which part depends on sizes, which
+differ between uneven shards. So these operators are registered as ordered effects, which torch neither drops nor copies nor
+exchanges. Random draws are ordered effects too: each rank advances its generator equally, once.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
+from re import sub
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -25,18 +32,34 @@ from ..base import torch_internals
 from ..base.caches import Bounded, remembered
 from ..base.patches import changed
 from ..base.symbolic_sizes import as_torch_has_them, has_symbols, sizes
-from ..base.tracing import kept_object, shows_ranges
+from ..base.tracing import is_traced, kept_object, shows_ranges
+from ..errors import UnsupportedOperationError
 from ..mesh.process_groups import Group, backend_of, beside
-from .backends import Ending, all_gather_rows, all_reduction, all_to_all_rows, scattered_reduction, started
-from .checked_collectives import watched
+from ..placement import Monoid
+from .backend_base import Reduction, Run
+from .backends import (
+    Waitable,
+    all_gather_rows,
+    all_to_all_rows,
+    bind_native_all_reduce,
+    bind_native_reduce_scatter,
+    make_pending,
+    native_reduction,
+    row_major,
+    traits_of,
+)
+from .checked_collectives import wrap_checked
 from .events import Event, listeners, reduced, reporting
+from .flat_rows import chunk_lengths, view_as_row
+from .local_reduce import Op, fold, row_major_copy
+from .pack import Packing, Scatter, Traffic, Transfer
 from .pending import Pending
-from .transfer import Issue
+from .transfer import Issue, make_gather_packing, make_packings
 
-_OF_ROWS = ("gather", "reduce", "reduce_scatter")
+_ROW_COLLECTIVES = ("gather", "reduce", "reduce_scatter")
 _SCHEMAS = {
     "exchange": "(Tensor row, SymInt[] lengths, str what, Tensor? after=None) -> Tensor",
-    **dict.fromkeys(_OF_ROWS, "(Tensor row, str what, Tensor? after=None) -> Tensor"),
+    **dict.fromkeys(_ROW_COLLECTIVES, "(Tensor row, str what, Tensor? after=None) -> Tensor"),
     "check": "(Tensor beside, str check, SymInt[] given, Tensor? after=None) -> Tensor",
     "draw": "(str make, Tensor[] given, SymInt[] sizes, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device,"
     " Tensor? after=None) -> Tensor",
@@ -44,11 +67,16 @@ _SCHEMAS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
-    """What is constant of one: an operator is given this by name, since each argument of it takes a microsecond or two.
+class TracedCollective:
+    """The constants of a collective in a graph. The operator gets them as one encoded text, since each argument costs 1 to 2 us.
 
-    ``said`` is what it is for, ``lengths`` of an exchange what arrives from each rank, then what leaves for each; none where
-    sizes are symbols, which the operator is given.
+    Attributes:
+        kind: "exchange", "gather", "reduce" or "reduce_scatter".
+        group, size: name of the process group, and its number of ranks.
+        said: description, which ranks compare.
+        op: the backend's reduction.
+        lengths: of an exchange: elements received from each rank, then elements sent to each. Empty if they are symbolic; the
+            operator gets those as an argument.
     """
 
     kind: str
@@ -59,27 +87,27 @@ class Collective:
     lengths: tuple[int, ...] = ()
 
     def of(self, row: Tensor, lengths: Sequence[int] = ()) -> Tensor:
-        """Issue it for ``row``; in a graph."""
-        said, lengths = self, sizes(lengths)
+        """Add the collective of ``row`` to the graph, and return its result."""
+        collective, lengths = self, sizes(lengths)
         if not has_symbols(lengths):
-            said, lengths = replace(self, lengths=lengths), ()
-        given = (list(lengths),) if self.kind == "exchange" else ()
-        return cast(Tensor, in_graph(self.kind, row, *given, said.written()))
+            collective, lengths = replace(self, lengths=lengths), ()
+        length_args = (list(lengths),) if self.kind == "exchange" else ()
+        return cast(Tensor, in_graph(self.kind, row, *length_args, collective.encode()))
 
-    def written(self) -> str:
-        """Its name in a graph: all of it, so that nothing needs to be kept for as long as there is the graph."""
+    def encode(self) -> str:
+        """Return it as text. The text is complete, so that nothing must be kept as long as the graph exists."""
         op = None if self.op is None else self.op.name
         return json.dumps([self.kind, self.group, self.size, self.said, op, self.lengths])
 
     @staticmethod
     @remembered(4096)
-    def read(name: str) -> Collective:
-        """What has that name."""
+    def decode(name: str) -> TracedCollective:
+        """Return the collective that ``name`` encodes."""
         kind, group, size, said, op, lengths = json.loads(name)
-        return Collective(kind, group, size, said, None if op is None else getattr(dist.ReduceOp, op), tuple(lengths))
+        return TracedCollective(kind, group, size, said, None if op is None else getattr(dist.ReduceOp, op), tuple(lengths))
 
-    def outcome(self, row: Tensor, lengths: Sequence[int]) -> Tensor:
-        """What it gives, without data."""
+    def make_result(self, row: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Return an empty tensor with shape and dtype of the result."""
         match self.kind:
             case "exchange":
                 return row.new_empty(sum((lengths or self.lengths)[: self.size]))
@@ -90,62 +118,73 @@ class Collective:
             case _:
                 return row.new_empty(row.numel() // self.size)
 
-    def bound(self, handle: Any, lengths: Sequence[int], device_type: str) -> Issue:
-        """Compared with other ranks' before anything is sent, as the eager collectives are."""
+    def bind(self, handle: Any, lengths: Sequence[int], device_type: str) -> Issue:
+        """Bind it to a process group. Each run is compared with other ranks before it sends anything, as eager collectives
+        are.
+        """
         ranks = dist.get_process_group_ranks(handle)
         group = Group(handle, tuple(range(self.size)), handle.rank(), None, backend_of(handle, device_type))
-        arriving, leaving = list(lengths[: self.size]), list(lengths[self.size :])
-        start = self._start(group, arriving, leaving)
+        recv_lengths, send_lengths = list(lengths[: self.size]), list(lengths[self.size :])
+        start = self._start(group, recv_lengths, send_lengths)
 
-        def issue(row: Tensor) -> Pending[Tensor]:
-            into = self.outcome(row, lengths)
-            return started(start(row, into), lambda: into)
+        def issue_collective(row: Tensor) -> Pending[Tensor]:
+            into = self.make_result(row, lengths)
+            return make_pending(start(row, into), lambda: into)
 
-        over = f"a graph of ranks {', '.join(map(str, ranks))}"
-        run = watched(group, self.said, over, issue, shaped=not lengths, own=(leaving, arriving) if lengths else None)
-        others = sum(arriving) - arriving[group.position] if lengths else None
+        mesh_dims = f"a graph of ranks {', '.join(map(str, ranks))}"
+        run_checked = wrap_checked(
+            group,
+            self.said,
+            mesh_dims,
+            issue_collective,
+            compare_shape=not lengths,
+            lengths=(send_lengths, recv_lengths) if lengths else None,
+        )
+        num_received = sum(recv_lengths) - recv_lengths[group.position] if lengths else None
 
-        def reported(row: Tensor) -> Pending[Tensor]:
+        def run_reported(row: Tensor) -> Pending[Tensor]:
             if not (listeners or shows_ranges()):
-                return run(row)
-            nbytes = row.dtype.itemsize * (self._received(row.numel()) if others is None else others)
+                return run_checked(row)
+            nbytes = row.dtype.itemsize * (self._received(row.numel()) if num_received is None else num_received)
             kind = self.said.split("(")[0].split()[0]
-            return reporting(Event(kind, (), self.size, nbytes, groups=(tuple(ranks),)), lambda: run(row), row)
+            return reporting(Event(kind, (), self.size, nbytes, groups=(tuple(ranks),)), lambda: run_checked(row), row)
 
-        return reported
+        return run_reported
 
-    def _start(self, group: Group, arriving: list[int], leaving: list[int]) -> Callable[[Tensor, Tensor], list[Ending]]:
-        """What the backend does, of a row and into memory."""
+    def _start(
+        self, group: Group, recv_lengths: list[int], send_lengths: list[int]
+    ) -> Callable[[Tensor, Tensor], list[Waitable]]:
+        """Return the function that starts it, of a row and of the memory of its result."""
         match self.kind:
             case "exchange":
-                return lambda row, into: all_to_all_rows(group, into, row, arriving, leaving)
+                return lambda row, into: all_to_all_rows(group, into, row, recv_lengths, send_lengths)
             case "gather":
                 return lambda row, into: all_gather_rows(group, into, row)
             case "reduce":
-                reduce = all_reduction(group, self.op)
+                reduce = bind_native_all_reduce(group, self.op)
                 return lambda row, into: reduce(into.copy_(row))
-        scatter = scattered_reduction(group, self.op)
+        scatter = bind_native_reduce_scatter(group, self.op)
         return lambda row, into: scatter(into, row)
 
     def _received(self, elements: int) -> int:
-        """From the others, of rows of so many elements."""
-        others = {"gather": elements, "reduce_scatter": elements // self.size}.get(self.kind)
-        return reduced(elements, self.size) if others is None else others * (self.size - 1)
+        """Return how many elements a rank receives from others, for rows of ``elements``."""
+        from_each = {"gather": elements, "reduce_scatter": elements // self.size}.get(self.kind)
+        return reduced(elements, self.size) if from_each is None else from_each * (self.size - 1)
 
 
-def _ended(row: Tensor, lengths: Sequence[int], what: str, after: Tensor | None = None) -> Tensor:
-    """What the collective gives when it has ended; bound once for a group, which may be remade."""
-    told = Collective.read(what)
-    lengths, handle = tuple(lengths) or told.lengths, torch_internals.resolve_process_group(told.group)
+def _run_collective(row: Tensor, lengths: Sequence[int], what: str, after: Tensor | None = None) -> Tensor:
+    """Run a collective of a graph, and return its completed result. It is bound once for each process group."""
+    collective = TracedCollective.decode(what)
+    lengths, handle = tuple(lengths) or collective.lengths, torch_internals.resolve_process_group(collective.group)
     handle = beside(handle, row.device.type)
     key = (what, lengths, row.device.type)
-    found = _BOUND.get(key)
-    if found is None or found[0] is not handle:
-        found = _BOUND.keep(key, (handle, told.bound(handle, lengths, row.device.type)))
-    return found[1](row.contiguous()).wait()  # inductor may have laid it otherwise than it was traced
+    bound = _BOUND_COLLECTIVES.get(key)
+    if bound is None or bound[0] is not handle:
+        bound = _BOUND_COLLECTIVES.keep(key, (handle, collective.bind(handle, lengths, row.device.type)))
+    return bound[1](row.contiguous()).wait()  # inductor may choose other strides than at tracing
 
 
-def _draw(
+def _run_draw(
     make: str,
     given: list[Tensor],
     sizes: list[int],
@@ -155,72 +194,232 @@ def _draw(
     device: torch.device,
     after: Tensor | None = None,
 ) -> Tensor:
-    made: Tensor = kept_object(make)(given, sizes)
-    if list(made.stride()) == stride:
-        return made
-    return torch.empty_strided(size, stride, dtype=dtype, device=device).copy_(made)
+    drawn: Tensor = kept_object(make)(given, sizes)
+    if list(drawn.stride()) == stride:
+        return drawn
+    return torch.empty_strided(size, stride, dtype=dtype, device=device).copy_(drawn)
 
 
-def _checked(beside: Tensor, check: str, given: list[int], after: Tensor | None = None) -> Tensor:
+def _run_check(beside: Tensor, check: str, given: list[int], after: Tensor | None = None) -> Tensor:
     kept_object(check)(given)
     return beside.new_empty(0)
 
 
-_RUN: dict[str, Callable[..., Any]] = {
-    "check": _checked,
-    "draw": _draw,
-    "exchange": _ended,
-    **dict.fromkeys(_OF_ROWS, lambda row, what, after=None: _ended(row, (), what)),
+_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
+    "check": _run_check,
+    "draw": _run_draw,
+    "exchange": _run_collective,
+    **dict.fromkeys(_ROW_COLLECTIVES, lambda row, what, after=None: _run_collective(row, (), what)),
 }
-_WITHOUT_DATA: dict[str, Callable[..., Any]] = {
+_FAKE_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "check": lambda beside, check, given, after=None: beside.new_empty(0),
     "draw": lambda make, given, sizes, size, stride, dtype, device, after=None: torch.empty_strided(
         size, stride, dtype=dtype, device=device
     ),
-    "exchange": lambda row, lengths, what, after=None: Collective.read(what).outcome(row, lengths),
-    **dict.fromkeys(_OF_ROWS, lambda row, what, after=None: Collective.read(what).outcome(row, ())),
+    "exchange": lambda row, lengths, what, after=None: TracedCollective.decode(what).make_result(row, lengths),
+    **dict.fromkeys(_ROW_COLLECTIVES, lambda row, what, after=None: TracedCollective.decode(what).make_result(row, ())),
 }
 
 
 def in_graph(name: str, *args: Any) -> Any:
-    """The operator of this name, issued while a program is traced.
+    """Call the operator ``name`` while a program is traced, and return its result.
 
-    It is given what the last one gave: inductor of torch 2.13 forgets that effects have an order, and issues them in that of
-    their operands, which differs between ranks. The backward pass begins anew: it would keep a result for that alone.
+    The operator also gets the result of the last one: inductor of torch 2.13 does not keep the order of effects, and orders
+    them by their operands, which differ between ranks. The backward pass starts a new chain: else it would save the last result
+    of the forward pass only for this.
     """
-    operator, args = getattr(_operators(), name), as_torch_has_them(args)
-    mode = torch_internals.infra_mode(_PROXY)
+    operator, args = getattr(_define_operators(), name), as_torch_has_them(args)
+    mode = torch_internals.infra_mode(_PROXY_MODE_KEY)
     if mode is None:
         return operator(*args)
-    nodes, last, part = mode.tracer.graph.nodes, _LAST.setdefault(mode.tracer, {}), torch_internals.graph_task() >= 0
+    nodes, last, is_backward = (
+        mode.tracer.graph.nodes,
+        _LAST_RESULTS.setdefault(mode.tracer, {}),
+        torch_internals.graph_task() >= 0,
+    )
     before = len(nodes)
-    last[part] = issued = operator(*args, after=last.get(part))
+    last[is_backward] = result = operator(*args, after=last.get(is_backward))
     for node in islice(reversed(nodes), len(nodes) - before):
-        node.meta = _Saved(node.meta)
-    return issued
+        node.meta = _MustSaveMeta(node.meta)
+    return result
 
 
-class _Saved(dict[str, Any]):
-    """What is known of a node whose result is kept, also where activation checkpointing marks all of its block as to be computed
-    again: ranks would issue it twice, and not all of them."""
+class _MustSaveMeta(dict[str, Any]):
+    """The metadata of a graph node with a result that must be saved.
+
+    Activation checkpointing marks all nodes of a block to be recomputed. Ranks would then issue the collective twice, and not
+    all of them.
+    """
 
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, torch_internals.CheckpointPolicy.MUST_SAVE if key == "recompute" else value)
 
 
 @cache
-def _operators() -> Any:
-    """``torch.ops.dtensor``, whose operators are defined when the first of them is traced."""
+def _define_operators() -> Any:
+    """Define the operators when the first of them is traced, and return ``torch.ops.dtensor``."""
     for name, schema in _SCHEMAS.items():
         _LIBRARY.define(name + schema)
-        _LIBRARY.impl(name, _RUN[name], "CompositeExplicitAutograd")
-        torch.library.register_fake(f"dtensor::{name}", _WITHOUT_DATA[name], lib=_LIBRARY)
+        _LIBRARY.impl(name, _IMPLEMENTATIONS[name], "CompositeExplicitAutograd")
+        torch.library.register_fake(f"dtensor::{name}", _FAKE_IMPLEMENTATIONS[name], lib=_LIBRARY)
         _LIBRARY._register_effectful_op(f"dtensor::{name}", torch_internals.EffectType.ORDERED)
     changed("torch.ops.dtensor")
     return torch.ops.dtensor
 
 
-_BOUND: Bounded[Any, tuple[Any, Issue]] = Bounded(1024, "comm.graph_ops.collectives")
-_PROXY = torch_internals.DISPATCH_MODE_KEYS.PROXY
-_LAST: WeakKeyDictionary[Any, dict[bool, Any]] = WeakKeyDictionary()  # what the last one gave, by the graph's tracer
+_BOUND_COLLECTIVES: Bounded[Any, tuple[Any, Issue]] = Bounded(1024, "comm.graph_ops.collectives")
+_PROXY_MODE_KEY = torch_internals.DISPATCH_MODE_KEYS.PROXY
+_LAST_RESULTS: WeakKeyDictionary[Any, dict[bool, Any]] = (
+    WeakKeyDictionary()
+)  # by tracer of a graph: the last result in the forward and in the backward pass
 _LIBRARY = torch.library.Library("dtensor", "FRAGMENT")
+
+
+# --- the collectives of a traced program --------------------------------------------------------------------------------
+def select_when_traced(eager: Run, bind: Any) -> Run:
+    """Return a run that calls ``eager``, or, for a traced local value, what ``bind()`` returns."""
+    bound: list[Run] = []
+
+    def issue_either(x: Tensor) -> Pending[Tensor]:
+        if not is_traced(x):
+            return eager(x)
+        if not bound:
+            bound.append(bind())
+        return bound[0](x)
+
+    return issue_either
+
+
+def _make_collective(group: Group, kind: str, said: str, op: Any = None) -> TracedCollective:
+    return TracedCollective(kind, group.name, group.size, said, op)
+
+
+def _exchange_rows(group: Group, row: Tensor, recv_lengths: list[int], send_lengths: list[int], said: str) -> Tensor:
+    """Run one all-to-all of the parts of ``row``, by ranks of torch's group; ``said`` is a description, which ranks compare."""
+    return _make_collective(group, "exchange", said).of(row, [*recv_lengths, *send_lengths])
+
+
+def _view_as(row: Tensor, dtype: torch.dtype) -> Tensor:
+    return row if row.dtype is dtype else row.view(dtype)
+
+
+def _without_sizes(said: str) -> str:
+    """Remove the sizes in brackets from a description. One rank may have a graph for any size, and another one a graph for one
+    size.
+    """
+    return sub(r"\[[^]]*\]", "", said, count=1)
+
+
+def bind_traced_transfer(group: Group, transfer: Transfer) -> Run:
+    """Bind a transfer for traced local values."""
+    route = transfer.route_of(group.members[group.position])
+    if transfer.kind == "all_gather" and traits_of(group).reduces and Traffic.of_gather(route).alike:
+        return _bind_gather(group, route, _without_sizes(transfer.said))
+    send_packing, recv_packing = make_packings(group, route)
+    said = f"{transfer.kind} {_without_sizes(transfer.said)}"
+
+    def issue_transfer(x: Tensor) -> Pending[Tensor]:
+        row = _exchange_rows(group, send_packing.pack(row_major(x, route.old)), recv_packing.lengths, send_packing.lengths, said)
+        return Pending.of(recv_packing.unpack(row))
+
+    return issue_transfer
+
+
+def _bind_gather(group: Group, route: Any, said: str) -> Run:
+    arriving = make_gather_packing(group, route)
+    gather = _make_collective(group, "gather", f"all_gather {said}")
+
+    def issue_gather(x: Tensor) -> Pending[Tensor]:
+        return Pending.of(arriving.unpack(gather.of(view_as_row(row_major(x, route.old)))))
+
+    return issue_gather
+
+
+def raise_without_group() -> Run:
+    """Raise UnsupportedOperationError: the ranks of two meshes have no process group of their own."""
+    raise UnsupportedOperationError(
+        "a redistribution between two meshes inside torch.compile needs a process group of their ranks, "
+        "and neither mesh has all of them. Allow a graph break here (fullgraph=False), or redistribute "
+        "outside of the compiled function"
+    )
+
+
+def bind_traced_scatter(group: Group, scatter: Scatter) -> Run:
+    """Bind a reduce-scatter for traced local values: position k gets ``chunks[k]`` of each member's block, reduced."""
+    member, op = group.members[group.position], scatter.op
+    old, chunks = tuple(scatter.old(member)), scatter.chunks_of(member)
+    own = chunks[group.position]
+    leaving = Packing(tuple(group.to_torch(chunks)), old)
+    native, said = native_reduction(group, op, scatter.dtype), f"reduce_scatter({op}) {_without_sizes(scatter.said)}"
+    if native is not None and len({box.size for box in chunks}) == 1:
+        return _bind_native_scatter(group, leaving, own.size, native, said)
+
+    def issue_scatter(x: Tensor) -> Pending[Tensor]:
+        rows = _exchange_rows(group, leaving.pack(row_major(x, old)), [own.numel] * group.size, leaving.lengths, said)
+        return Pending.of(fold(group.to_mesh(rows.view(group.size, *own.size).unbind(0)), op))
+
+    return issue_scatter
+
+
+def _bind_native_scatter(
+    group: Group, leaving: Packing, size: tuple[int, ...], native: tuple[Any, torch.dtype], said: str
+) -> Run:
+    op, seen = native
+    reduce = _make_collective(group, "reduce_scatter", said, op)
+
+    def issue_scatter(x: Tensor) -> Pending[Tensor]:
+        row = view_as_row(leaving.pack(row_major(x, leaving.shape))).view(seen)
+        return Pending.of(_view_as(reduce.of(row), x.dtype).view(size))
+
+    return issue_scatter
+
+
+def bind_traced_all_reduce(group: Group, op: Op, dtype: torch.dtype) -> Run:
+    """Bind an all-reduce for traced local values."""
+    native = native_reduction(group, op, dtype)
+    if native is not None:
+        return _bind_native_reduction(_make_collective(group, "reduce", f"all_reduce({op})", native[0]), native[1])
+    max_one_round_bytes = math.inf if isinstance(op, Monoid) else traits_of(group).one_round_bytes
+
+    def issue_reduction(x: Tensor) -> Pending[Tensor]:
+        in_one_round = x.numel() * x.dtype.itemsize * group.size <= max_one_round_bytes
+        reduce = _reduce_in_one_round if in_one_round else _reduce_in_two_rounds
+        return Pending.of(reduce(group, row_major(x, tuple(x.shape)), op))
+
+    return issue_reduction
+
+
+def _bind_native_reduction(reduce: TracedCollective, seen: torch.dtype) -> Run:
+    def issue_reduction(x: Tensor) -> Pending[Tensor]:
+        return Pending.of(_view_as(reduce.of(view_as_row(row_major_copy(x)).view(seen)), x.dtype).view(x.shape))
+
+    return issue_reduction
+
+
+def _reduce_in_one_round(group: Group, x: Tensor, op: Op) -> Tensor:
+    lengths = [x.numel()] * group.size
+    rows = _exchange_rows(group, x.expand(group.size, *x.shape).contiguous().view(-1), lengths, lengths, f"all_reduce({op})")
+    return fold(group.to_mesh(rows.view(group.size, *x.shape).unbind(0)), op)
+
+
+def _reduce_in_two_rounds(group: Group, x: Tensor, op: Op) -> Tensor:
+    """Return the reduction of ``x`` by a reduce-scatter and an all-gather of chunks, in the order of ranks of torch's group."""
+    lengths = chunk_lengths(x.numel(), group.size)
+    own = lengths[group.torch_rank]
+    rows = _exchange_rows(group, x.view(-1), [own] * group.size, lengths, f"all_reduce({op}), to its parts")
+    reduced = fold(group.to_mesh(rows.view(group.size, own).unbind(0)), op)
+    repeated = reduced.expand(group.size, own).contiguous().view(-1)
+    return _exchange_rows(group, repeated, lengths, [own] * group.size, f"all_reduce({op}), of its parts").view(x.shape)
+
+
+def add_traced_reduction(eager: Reduction, group: Group, op: Op, dtype: torch.dtype) -> Reduction:
+    """Return ``eager`` extended by the all-reduce for traced local values."""
+
+    def bind() -> Run:
+        return bind_traced_all_reduce(group, op, dtype)
+
+    return Reduction(
+        select_when_traced(eager.run, bind),
+        None if eager.taking is None else select_when_traced(eager.taking, bind),
+        eager.at_once,
+    )

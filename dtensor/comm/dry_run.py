@@ -1,4 +1,4 @@
-"""The communicator of a mesh on ``"meta"``: one representative rank (member 0), shapes and events, no data."""
+"""Dry run: the communicator of a mesh on ``"meta"``, with one representative rank (member 0), shapes and events, and no data."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import torch
 
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.process_groups import Group
-from .backend_base import Dims, Local, Reduction, Run
-from .communicator import Communicator
+from .backend_base import Communicator, Dims, Local, Reduction, Run
 from .local_reduce import Op
 from .pack import Packing, Scatter, Transfer
 from .pending import Pending
-from .transfer import is_packed, packings
+from .transfer import is_packed, make_packings
 
 
 class DryRun(Communicator):
-    """Every collective gives meta tensors of the right shapes; a reduce-scatter holds terms until it is waited for."""
+    """The communicator of a dry run. Each collective returns meta tensors; a reduce-scatter keeps its addends until
+    ``wait()``.
+    """
 
     held, talks = (0,), False
 
@@ -27,17 +28,17 @@ class DryRun(Communicator):
 
     def _transfer(self, dims: Dims, transfer: Transfer) -> Run:
         like = self.mesh._root.stands_for
-        if like is None or like.device_type != "cpu":  # a cluster, whose backend copies nothing into rows
-            return _empty(transfer.route_of(0).new if transfer.new_of is None else transfer.new_of(0))
+        if like is None or like.device_type != "cpu":  # a cluster with a backend that copies nothing into rows
+            return _make_empty(transfer.route_of(0).new if transfer.new_of is None else transfer.new_of(0))
         route, members = transfer.route_of(0), self.mesh.members_of(dims, 0)
         group = Group(None, members, members.index(0), None, "gloo")
-        return _in_rows(*packings(group, route)) if is_packed(group, transfer) else _empty(route.new)
+        return _pack_and_exchange(*make_packings(group, route)) if is_packed(group, transfer) else _make_empty(route.new)
 
-    def _brought(self, dims: Dims, transfer: Transfer) -> int:
-        return super()._brought(dims, transfer) if transfer.brings is None else transfer.brings
+    def _max_received(self, dims: Dims, transfer: Transfer) -> int:
+        return super()._max_received(dims, transfer) if transfer.max_received is None else transfer.max_received
 
     def _transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> Run:
-        return _empty(transfer.route_of(ranks.index(target.ranks[0])).new)
+        return _make_empty(transfer.route_of(ranks.index(target.ranks[0])).new)
 
     def _all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> Reduction:
         return Reduction(lambda x: Pending.of(x.new_empty(x.shape)))
@@ -45,26 +46,27 @@ class DryRun(Communicator):
     def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> Run:
         own = scatter.new(0)
 
-        def run(x: Local) -> Pending[Local]:
-            terms = x.new_empty((self.group_size(dims), *own))  # of all ranks, or this one's packed for all
-            return Pending(lambda: terms.new_empty(own))
+        def run_scatter(x: Local) -> Pending[Local]:
+            addends = x.new_empty((self.group_size(dims), *own))  # those received from all ranks, or its own packed for all ranks
+            return Pending(lambda: addends.new_empty(own))
 
-        return run
+        return run_scatter
 
     def _all_gather_object(self, value: Any, dims: Dims) -> list[Any]:
         return [value] * self.group_size(dims)
 
 
-def _in_rows(leaving: Packing, arriving: Packing) -> Run:
-    """What leaves is there until it has arrived, and what arrives until it is in its place."""
+def _pack_and_exchange(send_packing: Packing, recv_packing: Packing) -> Run:
+    """Make a run with the memory of a packed exchange: a row to send until ``wait()``, a buffer until it is unpacked."""
 
-    def run(x: Local) -> Pending[Local]:
-        row = x if leaving.whole else x.new_empty(leaving.total)
-        buffer = x.new_empty(arriving.shape if arriving.whole else arriving.total)
-        return Pending(lambda: (buffer if arriving.whole else buffer.new_empty(arriving.shape), row)[0])
+    def run_exchange(x: Local) -> Pending[Local]:
+        row = x if send_packing.is_block else x.new_empty(send_packing.total)
+        buffer = x.new_empty(recv_packing.shape if recv_packing.is_block else recv_packing.total)
+        return Pending(lambda: (buffer if recv_packing.is_block else buffer.new_empty(recv_packing.shape), row)[0])
 
-    return run
+    return run_exchange
 
 
-def _empty(shape: tuple[int, ...]) -> Run:
+def _make_empty(shape: tuple[int, ...]) -> Run:
+    """Make a run that returns an empty tensor of ``shape``."""
     return lambda x: Pending.of(x.new_empty(shape))

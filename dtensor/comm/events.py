@@ -1,7 +1,7 @@
-"""What communication happened: an ``Event`` for each collective, sent to whoever listens where it was issued.
+"""Events: an ``Event`` for each collective, which is sent to the listeners of the thread that issues it.
 
-Those who listen may run what issues the collective, and what ends it, to see how long it takes and what it gives. With nobody
-listening anywhere a collective pays one truth test.
+A listener may wrap the call that issues the collective, and the call that completes it, to measure them or to read the result.
+Without any listener a collective costs one truth test.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One collective.
+    """Description of one collective.
 
     Attributes:
-        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"broadcast"`` or ``"scatter"``
-            (``"all_gather_object"``, of 0 bytes, for the exchange of small Python values).
-        mesh_dims: dims of ``mesh``, first one major.
-        group_size: number of ranks that talk to each other.
-        bytes: what one rank receives, the largest over the ranks of the groups that this process sees. For an
-            all-reduce what the bandwidth-optimal algorithm receives: ``2 (n - 1) / n`` times the tensor (a
-            monoid's terms stay whole, and come from all ``n - 1`` others).
-        mesh: the mesh that ``mesh_dims`` belong to.
+        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"broadcast"``, ``"scatter"`` or
+            ``"send_recv"`` (``"all_gather_object"``, of 0 bytes, for the exchange of small Python values).
+        mesh_dims: dims of ``mesh``, the first one major.
+        group_size: number of ranks in a group.
+        bytes: bytes that one rank receives, the maximum over the ranks of the groups that this process sees. For an all-reduce
+            those of the bandwidth-optimal algorithm: ``2 (n - 1) / n`` times the tensor. The addends of a monoid are not split,
+            so each rank receives ``n - 1`` of them.
+        mesh: the mesh of ``mesh_dims``.
         direct: whether the program itself called ``torch.distributed``.
-        groups: the global ranks of each group that this process sees: its own, with all ranks here each.
+        groups: the global ranks of each group that this process sees: its own group, or all groups if all ranks are in this
+            process.
     """
 
     kind: str
@@ -58,104 +59,110 @@ class Event:
 
     @property
     def over(self) -> str:
-        """The mesh dims by name."""
+        """The names of the mesh dims."""
         return "+".join(map(str, self.mesh_dims if self.mesh is None else self.mesh.named(self.mesh_dims)))
 
 
-# Runs what issues a collective, with the locals that it sends where they are known; then what ends it, with None.
+# Calls its first argument: the function that issues a collective (second argument: the local value that is sent, if known),
+# later the function that completes it (second argument: None).
 Around: TypeAlias = Callable[[Callable[[], Any], Any], Any]
 Listener: TypeAlias = Callable[[Event], Around | None]
 LISTENING: Scoped[Listener] = Scoped("listening")
-listeners = LISTENING.held  # empty: nobody listens anywhere
-CAUSES: Scoped[Any] = Scoped(
-    "causes"
-)  # what collectives are issued for, outermost first: operator calls, steps of redistributions
-_OURS: Scoped[None] = Scoped("issuing")
+listeners = LISTENING.held  # empty: no listener in any thread
+# The operator calls and redistribution steps for which collectives are issued, outermost first.
+CAUSES: Scoped[Any] = Scoped("causes")
+_REPORTED: Scoped[None] = Scoped("issuing")
 
 
 def listening(listener: Listener) -> AbstractContextManager[None]:
-    """Inside, ``listener`` is told of the collectives of this thread or task, and of its backward passes."""
+    """Return a context manager in which ``listener`` gets the events of this thread or task, and of its backward passes."""
     return LISTENING.entered(listener)
 
 
 def report(event: Event) -> list[Around]:
-    """Tells those who listen here; those of them who want to see it run."""
+    """Send an event to the listeners, and return the wrappers of those that want to see it run."""
     return [around for listener in LISTENING.values() if (around := listener(event)) is not None]
 
 
 def reporting(event: Event, issue: Callable[[], T], sent: Any = None) -> T:
-    """What ``issue()`` gives, reported with what it sends; where that is :class:`Pending`, its end too."""
+    """Return ``issue()``, reported to listeners with what it sends; if the result is :class:`Pending`, they see its completion
+    too.
+    """
     arounds = report(event)
     if shows_ranges():
-        arounds = [_ranged(str(event)), *arounds]
-    made = _through(arounds, issue, sent)
-    return made.within(partial(_through, arounds)) if arounds and isinstance(made, Pending) else made  # type: ignore[return-value]  # itself
+        arounds = [_profiler_range(str(event)), *arounds]
+    result = _run_through(arounds, issue, sent)
+    if not arounds or not isinstance(result, Pending):
+        return result
+    return result.within(partial(_run_through, arounds))  # type: ignore[return-value]  # it is result itself
 
 
-def _ranged(name: str) -> Around:
-    """As a range of that name in what torch's profiler and ``DebugMode`` show."""
+def _profiler_range(name: str) -> Around:
+    """Return a wrapper that shows the call as a range with this name in torch's profiler and ``DebugMode``."""
 
-    def run(fn: Callable[[], T], sent: Any = None) -> T:
+    def run_in_range(fn: Callable[[], T], sent: Any = None) -> T:
         with torch.profiler.record_function(f"dtensor::{name}"):
             return fn()
 
-    return run
+    return run_in_range
 
 
-def _through(arounds: Sequence[Around], fn: Callable[[], T], sent: Any = None) -> T:
+def _run_through(arounds: Sequence[Around], fn: Callable[[], T], sent: Any = None) -> T:
     for around in arounds:
         fn = partial(around, fn, sent)
     return fn()
 
 
 def because(cause: Any, fn: Callable[P, T]) -> Callable[P, T]:
-    """``fn``, whose collectives are issued for ``cause``: listeners find it in ``CAUSES``, ranges show it."""
+    """Wrap ``fn`` so that its collectives are issued for ``cause``: listeners find it in ``CAUSES``, profiler ranges show it."""
 
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not (listeners or profiler_enabled() or count_dispatch_modes()):  # written out: this is asked at every step
+    def run_for_cause(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not (listeners or profiler_enabled() or count_dispatch_modes()):  # inlined for speed: this runs at each step
             return fn(*args, **kwargs)
         with CAUSES.entered(cause) if listeners else nullcontext():
             if not shows_ranges():
                 return fn(*args, **kwargs)
             name = "; ".join(map(str, cause)) if isinstance(cause, tuple) else str(cause)
-            return _ranged(name)(lambda: fn(*args, **kwargs), None)
+            return _profiler_range(name)(lambda: fn(*args, **kwargs), None)
 
-    return run
+    return run_for_cause
 
 
 def steps_under_way() -> tuple[Any, ...]:
-    """The steps of redistributions that a collective is issued for."""
+    """Return the redistribution steps for which a collective is issued, empty if there are none."""
     return next((cause for cause in reversed(CAUSES.values()) if isinstance(cause, tuple)), ())
 
 
 def issuing(fn: Callable[P, T]) -> Callable[P, T]:
-    """``fn``, whose calls of ``torch.distributed`` are part of a collective that is reported as a whole."""
+    """Mark the calls of ``torch.distributed`` in ``fn`` as part of a collective that is reported as a whole."""
 
     @wraps(fn)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+    def run_marked(*args: P.args, **kwargs: P.kwargs) -> T:
         if not listeners:
             return fn(*args, **kwargs)
-        with _OURS.entered(None):
+        with _REPORTED.entered(None):
             return fn(*args, **kwargs)
 
-    return run
+    return run_marked
 
 
 def reported() -> bool:
-    """Whether what runs is part of a collective that is reported as a whole."""
-    return bool(_OURS)
+    """Return True if the current call is part of a collective that is reported as a whole."""
+    return bool(_REPORTED)
 
 
 # --- bytes that one rank receives, per kind ------------------------------------------------------------------------
 def reduced(nbytes: int, group_size: int, op: Op = "sum") -> int:
-    """All-reduce: all but one n-th of the tensor in each of its two halves, reduce-scatter and all-gather; of the terms of a
-    monoid, which stay whole, those of all others."""
+    """Return the bytes that a rank receives in an all-reduce of ``nbytes``.
+
+    Reduce-scatter and all-gather each bring all but one n-th of the tensor. The addends of a monoid are not split.
+    """
     if isinstance(op, Monoid):
         return (group_size - 1) * nbytes
     return -(-2 * (group_size - 1) * nbytes // group_size)
 
 
-def routed(groups: Sequence[Sequence[int]], route_of: Callable[[int], Route]) -> int:
-    """Elements that a transfer brings to a rank, the most over ranks."""
+def max_received(groups: Sequence[Sequence[int]], route_of: Callable[[int], Route]) -> int:
+    """Return the elements that a transfer brings to a rank, the maximum over all members of ``groups``."""
     members = (member for group in groups for member in group)
     return max(sum(box.numel for box in route_of(member).receives if box is not None) for member in members)

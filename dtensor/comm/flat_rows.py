@@ -1,4 +1,7 @@
-"""Pieces that travel as rows: a collective of separate tensors is a transfer of blocks of one dim, in which a piece is a run."""
+"""Flat rows: separate tensors that are sent in one row of memory.
+
+A collective of separate tensors is a transfer of 1-d blocks, in which each tensor is a contiguous range.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,23 @@ from torch import Tensor
 
 from ..base.tracing import is_traced
 from ..errors import LayoutError
-from .local_reduce import dense
+from .local_reduce import row_major_copy
 from .pack import Box, Route
 
 Shape = Sequence[int]
 
 
 def flat(x: Tensor) -> Tensor:
-    """The data of ``x`` as one row, without history; a copy only where ``x`` is not row-major."""
+    """Return the data of ``x`` as one row without autograd history. It is a copy only if ``x`` is not row-major."""
     x = x.detach()
-    return as_row(dense(x) if not x.is_contiguous() or x.is_conj() or x.is_neg() else x)
+    return view_as_row(row_major_copy(x) if not x.is_contiguous() or x.is_conj() or x.is_neg() else x)
 
 
-def as_row(x: Tensor) -> Tensor:
-    """Contiguous ``x`` as one row. Of one element any stride is contiguous, and views keep it; as bytes it has none.
+def view_as_row(x: Tensor) -> Tensor:
+    """Return contiguous ``x`` as one row with stride 1.
 
-    In a graph it is a view of the values, where one is a row: inductor may lay them otherwise in memory.
+    A tensor of one element is contiguous with any stride, which views keep, and which prevents a view as bytes. In a traced
+    graph the row is a view of the values if it already has stride 1, since inductor may choose other strides.
     """
     if x.ndim == 1 and x.stride() == (1,):
         return x
@@ -36,22 +40,22 @@ def as_row(x: Tensor) -> Tensor:
 
 
 def flat_bytes(x: Tensor) -> Tensor:
-    """The data of ``x`` as one row of bytes; a copy only where ``x`` is not row-major."""
+    """Return the data of ``x`` as one row of bytes. It is a copy only if ``x`` is not row-major."""
     return flat(x).view(torch.uint8)
 
 
 def content(x: Tensor) -> bytes:
-    """The data of ``x``, row-major."""
+    """Return the data of ``x`` as row-major bytes."""
     return flat_bytes(x).cpu().numpy().tobytes()
 
 
 def from_bytes(row: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
-    """The tensor whose bytes are ``row``."""
+    """Return the tensor with the bytes in ``row``."""
     return row.view(dtype).view(tuple(shape))
 
 
 def chunk_lengths(total: int, count: int) -> list[int]:
-    """Of a row in ``count`` chunks: the last ones may be shorter, or nothing.
+    """Return the lengths of ``count`` chunks of a row, as ``torch.chunk`` makes them: the last ones may be shorter or empty.
 
     >>> chunk_lengths(5, 4)
     [2, 2, 1, 0]
@@ -60,68 +64,76 @@ def chunk_lengths(total: int, count: int) -> list[int]:
     return [max(0, min(length, total - k * length)) for k in range(count)]
 
 
-def joined(pieces: Sequence[Tensor]) -> Tensor:
-    """The data of all pieces as one row: theirs, where they stand one after the other already."""
-    rows = [flat(piece) for piece in pieces]
-    filled = [row for row in rows if row.numel()]
-    if len(filled) < 2:
-        return (filled or rows)[0]
-    first = filled[0]
-    ends = accumulate((row.numel() for row in filled), initial=first.storage_offset())
-    memory = first.untyped_storage()._cdata
-    places = ((row.storage_offset(), row.untyped_storage()._cdata) for row in filled)
-    if all(place == (end, memory) for place, end in zip(places, ends, strict=False)):
-        return first.as_strided((sum(row.numel() for row in filled),), (1,))
-    return torch.cat(filled)
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the data of all tensors as one row. It is a view if they are adjacent in one storage, in order."""
+    rows = [flat(x) for x in tensors]
+    nonempty = [row for row in rows if row.numel()]
+    if len(nonempty) < 2:
+        return (nonempty or rows)[0]
+    first = nonempty[0]
+    expected_offsets = accumulate((row.numel() for row in nonempty), initial=first.storage_offset())
+    storage = first.untyped_storage()._cdata
+    actual = ((row.storage_offset(), row.untyped_storage()._cdata) for row in nonempty)
+    if all(position == (end, storage) for position, end in zip(actual, expected_offsets, strict=False)):
+        return first.as_strided((sum(row.numel() for row in nonempty),), (1,))
+    return torch.cat(nonempty)
 
 
 def apart(row: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
-    """The pieces of these shapes that stand in ``row``, one after the other."""
-    pieces = row.split([math.prod(shape) for shape in shapes])
-    return [piece.view(tuple(shape)) for piece, shape in zip(pieces, shapes, strict=True)]
+    """Return the tensors of these shapes that are concatenated in ``row``."""
+    parts = row.split([math.prod(shape) for shape in shapes])
+    return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def runs(shapes: Sequence[Shape]) -> list[Box]:
-    """Where pieces of these shapes stand in a row."""
+def row_boxes(shapes: Sequence[Shape]) -> list[Box]:
+    """Return the boxes of tensors of these shapes in a row."""
     lengths = [math.prod(shape) for shape in shapes]
     return [Box((end - length,), (length,)) for end, length in zip(accumulate(lengths), lengths, strict=True)]
 
 
-def exchanged(sends: Sequence[Shape], receives: Sequence[Shape], mine: int) -> Route:
-    """One member's part where ``sends[k]`` goes to group position k, whence ``receives[k]`` comes; ``mine`` stays."""
-    leaving, arriving = runs(sends), runs(receives)
-    kept = (leaving[mine], arriving[mine]) if leaving[mine].numel else None
-    return _route(leaving, arriving, mine, kept, sum(box.numel for box in leaving))
+def exchange_route(sends: Sequence[Shape], receives: Sequence[Shape], mine: int) -> Route:
+    """Return one member's part of an exchange: ``sends[k]`` goes to position k, which sends ``receives[k]``; ``mine`` is kept."""
+    send_boxes, recv_boxes = row_boxes(sends), row_boxes(receives)
+    kept = (send_boxes[mine], recv_boxes[mine]) if send_boxes[mine].numel else None
+    return _make_route(send_boxes, recv_boxes, mine, kept, sum(box.numel for box in send_boxes))
 
 
-def gathered(shapes: Sequence[Shape], mine: int) -> Route:
-    """One member's part where every member gets the pieces of all."""
-    arriving = runs(shapes)
-    length = arriving[mine].numel
-    whole = Box((0,), (length,))
-    return _route([whole] * len(shapes), arriving, mine, (whole, arriving[mine]) if length else None, length)
+def gather_route(shapes: Sequence[Shape], mine: int) -> Route:
+    """Return one member's part of an all-gather of tensors of these shapes."""
+    recv_boxes = row_boxes(shapes)
+    length = recv_boxes[mine].numel
+    own_box = Box((0,), (length,))
+    return _make_route([own_box] * len(shapes), recv_boxes, mine, (own_box, recv_boxes[mine]) if length else None, length)
 
 
-def _route(leaving: Sequence[Box], arriving: Sequence[Box], mine: int, kept: tuple[Box, Box] | None, length: int) -> Route:
+def _make_route(
+    send_boxes: Sequence[Box], recv_boxes: Sequence[Box], mine: int, kept: tuple[Box, Box] | None, length: int
+) -> Route:
     sends, receives = (
-        tuple(box if k != mine and box.numel else None for k, box in enumerate(boxes)) for boxes in (leaving, arriving)
+        tuple(box if k != mine and box.numel else None for k, box in enumerate(boxes)) for boxes in (send_boxes, recv_boxes)
     )
-    return Route((length,), (sum(box.numel for box in arriving),), sends, receives, kept)
+    return Route((length,), (sum(box.numel for box in recv_boxes),), sends, receives, kept)
 
 
-def broadcast(shape: Shape, size: int, source: int, mine: int) -> Route:
-    """One member's part where position ``source`` of ``size`` sends its block to all."""
+def broadcast_route(shape: Shape, size: int, source: int, mine: int) -> Route:
+    """Return one member's part of a broadcast from position ``source`` of a group of ``size``."""
     shape = tuple(shape)
-    whole, away = Box((0,) * len(shape), shape), mine != source
-    sends = tuple(None if away or k == mine else whole for k in range(size))
-    receives = tuple(whole if away and k == source else None for k in range(size))
-    return Route(shape, shape, sends, receives, None if away else (whole, whole))
+    box, is_receiver = Box((0,) * len(shape), shape), mine != source
+    sends = tuple(None if is_receiver or k == mine else box for k in range(size))
+    receives = tuple(box if is_receiver and k == source else None for k in range(size))
+    return Route(shape, shape, sends, receives, None if is_receiver else (box, box))
 
 
-def announced(piece: Tensor, shape: Shape, member: int) -> Tensor:
-    """``piece``, of the shape that others were told: a wrong one would be read as another. Two empty tensors carry the same."""
-    if tuple(piece.shape) != tuple(shape) and (piece.numel() or math.prod(shape)):
+def check_announced_shape(tensor: Tensor, shape: Shape, member: int) -> Tensor:
+    """Return ``piece`` if it has the shape that the other ranks expect.
+
+    Another shape would be misread by them, except for two empty tensors.
+
+    Raises:
+        LayoutError: it has another shape.
+    """
+    if tuple(tensor.shape) != tuple(shape) and (tensor.numel() or math.prod(shape)):
         raise LayoutError(
-            f"rank {member} of the group has a local tensor of shape {tuple(piece.shape)}, but announced {tuple(shape)}"
+            f"rank {member} of the group has a local tensor of shape {tuple(tensor.shape)}, but announced {tuple(shape)}"
         )
-    return piece
+    return tensor

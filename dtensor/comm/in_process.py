@@ -1,6 +1,6 @@
-"""The communicator of a mesh whose ranks all live in this process: collectives are functions on the list of shards.
+"""In-process backend: the communicator of a mesh with all ranks in this process. Collectives are functions of the list of shards.
 
-Deterministic: reductions fold in group order. Every rank gets tensors of its own, as it would from another process.
+It is deterministic: reductions add in group order. Each rank gets tensors of its own, as it would from another process.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ from torch import Tensor
 
 from ..mesh.current_rank import RUNNING, running_as
 from ..mesh.device_mesh import DeviceMesh
-from ..ranks.per_rank import PerRank, count_ranks, merge, parts
+from ..ranks.per_rank import PerRank, count_ranks, merge_results, split_arguments
 from ..ranks.rank_values import RankValues
-from .backend_base import Dims, Local, Reduction, Run
-from .communicator import Communicator, same_in_group
-from .local_reduce import Op, dense, fold
+from .backend_base import Communicator, Dims, Local, Reduction, Run, check_same_shapes
+from .local_reduce import Op, fold, row_major_copy
 from .pack import Box, Route, Scatter, Transfer, region
 from .pending import Pending
 
-Copy = tuple[int, Box, Box]  # from which shard, which region of it, to which region of the new one
+RegionCopy = tuple[int, Box, Box]  # source shard, region of it, region of the new block
 
 
 class InProcess(Communicator):
-    """All members here. On a submesh every copy of it communicates, each among its own ranks."""
+    """The communicator of a mesh with all ranks here. On a submesh each copy of it communicates among its own ranks."""
 
     holds_all, talks = True, False
 
@@ -39,55 +38,55 @@ class InProcess(Communicator):
         root, results = self.mesh._root, []
         before = RUNNING.at
         try:
-            for member, (own, named) in zip(members, parts(args, kwargs, count), strict=True):
+            for member, (shards, named) in zip(members, split_arguments(args, kwargs, count), strict=True):
                 RUNNING.at = root, member  # as running_as does, without a context manager for each member and op
-                results.append(fn(member, *own, **named))
+                results.append(fn(member, *shards, **named))
         finally:
             RUNNING.at = before
-        return merge(results, RankValues)
+        return merge_results(results, RankValues)
 
-    def local(self, pieces: Sequence[Tensor]) -> PerRank:
-        return PerRank(pieces)
+    def local(self, shards: Sequence[Tensor]) -> PerRank:
+        return PerRank(shards)
 
     def _transfer(self, dims: Dims, transfer: Transfer) -> Run:
         routes, copies = [transfer.route_of(member) for member in self.held], []
         for member, route in enumerate(routes):
             group = self.mesh.members_of(dims, member)
-            copies.append((route.new, list(_copies(route, [routes[other] for other in group], group, group.index(member)))))
-        return lambda x: Pending.of(_moved(self._shards(x), copies))
+            copies.append((route.new, list(_list_copies(route, [routes[other] for other in group], group, group.index(member)))))
+        return lambda x: Pending.of(_run_copies(self._shards(x), copies))
 
     def _transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> Run:
         routes, copies = [transfer.route_of(position) for position in range(len(ranks))], []
         holders = [self.mesh.ranks.index(rank) if rank in self.mesh.ranks else -1 for rank in ranks]
         for position in map(ranks.index, target.ranks):
             route = routes[position]
-            copies.append((route.new, list(_copies(route, routes, holders, position))))
-        return lambda x: Pending.of(_moved(self._shards(x), copies))
+            copies.append((route.new, list(_list_copies(route, routes, holders, position))))
+        return lambda x: Pending.of(_run_copies(self._shards(x), copies))
 
     def _all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> Reduction:
-        def run(x: Local) -> Pending[Local]:
+        def run_reduction(x: Local) -> Pending[Local]:
             shards, results = self._shards(x), {}
             for group in self._groups(dims):
-                same_in_group({member: tuple(shards[member].shape) for member in group})
-                with running_as(self.mesh._root, group[0]):  # a user's monoid may ask the mesh where it runs
+                check_same_shapes({member: tuple(shards[member].shape) for member in group})
+                with running_as(self.mesh._root, group[0]):  # a user's Monoid may call mesh.get_rank()
                     total = fold([shards[member] for member in group], op)
-                results.update({member: dense(total) for member in group[1:]} | {group[0]: total})
-            return self._ended(results)
+                results.update({member: row_major_copy(total) for member in group[1:]} | {group[0]: total})
+            return self._make_done(results)
 
-        return Reduction(run)
+        return Reduction(run_reduction)
 
     def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> Run:
-        wanted = []
+        sources_of = []
         for member in self.held:
             group = self.mesh.members_of(dims, member)
-            wanted.append([(source, scatter.chunks_of(source)[group.index(member)]) for source in group])
+            sources_of.append([(source, scatter.chunks_of(source)[group.index(member)]) for source in group])
 
-        def run(x: Local) -> Pending[Local]:
+        def run_scatter(x: Local) -> Pending[Local]:
             shards = self._shards(x)
-            reduced = (fold([region(shards[source], box) for source, box in terms], scatter.op) for terms in wanted)
+            reduced = (fold([region(shards[source], box) for source, box in sources], scatter.op) for sources in sources_of)
             return Pending.of(PerRank(reduced))
 
-        return run
+        return run_scatter
 
     def _all_gather_object(self, value: Any, dims: Dims) -> list[Any]:
         if not isinstance(value, RankValues):
@@ -96,30 +95,30 @@ class InProcess(Communicator):
         return [RankValues(value[group[k]] for group in groups) for k in range(len(groups[0]))]
 
     def _shards(self, x: Local) -> tuple[Tensor, ...]:
-        """One tensor per member; a plain tensor is every member's."""
+        """Return one tensor for each member; a plain tensor is shared by all members."""
         if not isinstance(x, PerRank):
             return (x,) * len(self.held)
         count_ranks(x, len(self.held))
         return x.shards
 
-    def _ended(self, results: dict[int, Tensor]) -> Pending[PerRank]:
+    def _make_done(self, results: dict[int, Tensor]) -> Pending[PerRank]:
         return Pending.of(PerRank(results[member] for member in self.held))
 
 
-def _copies(route: Route, others: Sequence[Route], holders: Sequence[int], mine: int) -> Iterator[Copy]:
-    """What comes to group position ``mine``; ``holders``: whose shard each position's block is."""
+def _list_copies(route: Route, others: Sequence[Route], holders: Sequence[int], position: int) -> Iterator[RegionCopy]:
+    """Yield the copies that make the new block of group position ``position``; ``holders[k]`` is the shard of position k."""
     if route.kept is not None:
-        yield holders[mine], *route.kept
+        yield holders[position], *route.kept
     for k, new in enumerate(route.receives):
-        if new is not None and k != mine:
-            old = others[k].sends[mine]
+        if new is not None and k != position:
+            old = others[k].sends[position]
             assert old is not None, "what one receives another sends"
             yield holders[k], old, new
 
 
-def _moved(shards: Sequence[Tensor], copies: Sequence[tuple[tuple[int, ...], list[Copy]]]) -> PerRank:
+def _run_copies(shards: Sequence[Tensor], copies: Sequence[tuple[tuple[int, ...], list[RegionCopy]]]) -> PerRank:
     results = [shards[0].new_empty(shape) for shape, _ in copies]
-    for result, (_, own) in zip(results, copies, strict=True):
-        for source, old, new in own:
+    for result, (_, block_copies) in zip(results, copies, strict=True):
+        for source, old, new in block_copies:
             region(result, new).copy_(region(shards[source].detach(), old))
     return PerRank(results)

@@ -1,9 +1,9 @@
-"""What a reduction means, once for every backend: the terms of a group folded in group order.
+"""Local reduction: the reduction of the addends of a group in group order, with one definition for all backends.
 
-The laws: the dtype never changes; integers wrap around; on bools ``sum`` and ``max`` are *or*, ``product`` and ``min``
-are *and* (as ``torch.add`` and ``torch.mul`` have it). Floats narrower than 32 bits are accumulated in float32 and
-rounded once, at the end, wherever the fold is ours: in one process, and on gloo. NCCL reduces them its own way.
-``max`` and ``min`` propagate NaN.
+[Note: Semantics of reductions]
+The dtype never changes. Integers wrap around. On bools, ``sum`` and ``max`` are *or*, ``product`` and ``min`` are *and*, as in
+``torch.add`` and ``torch.mul``. Floats narrower than 32 bits are accumulated in float32 and rounded once, at the end, if this
+module reduces them: in one process, and on gloo. NCCL reduces them in its own way. ``max`` and ``min`` propagate NaN.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..placement import REDUCE_OPS, Monoid
 
 Op = str | Monoid
 
-# Where a fold is computed when not in the dtype itself: narrow floats for their sums, the rest for want of torch kernels.
-_CARRIER: dict[torch.dtype, torch.dtype] = {
+# The dtype in which a reduction is computed, if not its own: narrow floats for exact sums, the others lack torch kernels.
+_ACCUMULATION_DTYPES: dict[torch.dtype, torch.dtype] = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
     torch.float8_e4m3fn: torch.float32,
@@ -34,15 +34,15 @@ _CARRIER: dict[torch.dtype, torch.dtype] = {
 }
 
 
-NOT_ADDED = frozenset({torch.float8_e8m0fnu})  # powers of two: there is no zero, and torch adds none
+NOT_ADDED = frozenset({torch.float8_e8m0fnu})  # powers of two without a zero, which torch cannot add
 
-_STEP: dict[str, Callable[[Tensor, Tensor], Any]] = {
+_REDUCE_STEPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "sum": Tensor.add_,
     "product": Tensor.mul_,
     "max": lambda total, term: torch.maximum(total, term, out=total),
     "min": lambda total, term: torch.minimum(total, term, out=total),
 }
-_BOOL_STEP: dict[str, Callable[[Tensor, Tensor], Any]] = {
+_BOOL_REDUCE_STEPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "sum": Tensor.logical_or_,
     "max": Tensor.logical_or_,
     "product": Tensor.logical_and_,
@@ -51,10 +51,10 @@ _BOOL_STEP: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 def check_reduction(op: Op, dtype: torch.dtype) -> None:
-    """Refuses what has no value of the same dtype; before anything is sent, so on all ranks alike.
+    """Check that a reduction of values of ``dtype`` has a result of that dtype. All ranks call it before anything is sent.
 
     Raises:
-        UnsupportedOperationError: an average of integers or bools, the largest of complex numbers.
+        UnsupportedOperationError: unknown reduction, average of integers or bools, maximum or minimum of complex numbers.
     """
     if isinstance(op, Monoid):
         return
@@ -70,8 +70,8 @@ def check_reduction(op: Op, dtype: torch.dtype) -> None:
         )
 
 
-def dense(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A fresh row-major copy (lazy conjugation and negation carried out), without autograd history."""
+def row_major_copy(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a row-major copy without autograd history, with lazy conjugation and negation applied."""
     x = x.detach()
     if dtype is None or dtype is x.dtype:
         return x.clone(memory_format=torch.contiguous_format)
@@ -79,91 +79,103 @@ def dense(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def fold(terms: Sequence[Tensor], op: Op, out: Tensor | None = None) -> Tensor:
-    """The reduction of ``terms`` in their order: a new row-major tensor of the same dtype (or ``out``, row-major and no term)."""
+    """Return the reduction of the addends in ``terms``, in their order, as a new row-major tensor of the same dtype.
+
+    With ``out``, which is row-major and not one of the addends, the result is written there.
+    """
     if isinstance(op, Monoid):
-        return _fold_monoid(terms, op)
+        return _reduce_monoid(terms, op)
     dtype = terms[0].dtype
     if dtype.is_complex and op in ("sum", "avg"):
-        # torch's complex sum is a + 1 * b, which makes infinity NaN; backends add parts
+        # torch computes a + 1 * b, in which infinity becomes NaN; backends add real and imaginary parts
         parts = fold([torch.view_as_real(term.detach().resolve_conj()) for term in terms], op)
         return torch.view_as_complex(parts) if out is None else out.copy_(torch.view_as_complex(parts))
-    if dtype in SUMMED and op in ("sum", "avg") and len(terms) > 1:
-        return _sum(terms, op, torch.empty(terms[0].shape, dtype=dtype, device=terms[0].device) if out is None else out)
-    folded = _fold_uint64(terms, op) if dtype is torch.uint64 else _fold(terms, op)
+    if dtype in FUSED_SUM_DTYPES and op in ("sum", "avg") and len(terms) > 1:
+        return _sum_in_blocks(terms, op, torch.empty(terms[0].shape, dtype=dtype, device=terms[0].device) if out is None else out)
+    folded = _reduce_uint64(terms, op) if dtype is torch.uint64 else _reduce_by_steps(terms, op)
     return folded if out is None else out.copy_(folded)
 
 
-def _fold(terms: Sequence[Tensor], op: str) -> Tensor:
+def _reduce_by_steps(terms: Sequence[Tensor], op: str) -> Tensor:
     dtype = terms[0].dtype
-    carrier = _CARRIER.get(dtype, dtype)
-    total = dense(terms[0], carrier)
+    compute_dtype = _ACCUMULATION_DTYPES.get(dtype, dtype)
+    total = row_major_copy(terms[0], compute_dtype)
     if op == "avg":
-        return _mean(total, total, (term.detach().to(carrier) for term in terms[1:]), len(terms)).to(dtype)
-    step = (_BOOL_STEP if dtype is torch.bool else _STEP)[op]
-    for term in terms[1:]:
-        step(total, term.detach().to(carrier))
+        return _mean_into(total, total, (addend.detach().to(compute_dtype) for addend in terms[1:]), len(terms)).to(dtype)
+    step = (_BOOL_REDUCE_STEPS if dtype is torch.bool else _REDUCE_STEPS)[op]
+    for addend in terms[1:]:
+        step(total, addend.detach().to(compute_dtype))
     return total.to(dtype)
 
 
-def _mean(total: Tensor, first: Tensor, rest: Iterable[Tensor], count: int) -> Tensor:
-    """The mean of ``count`` terms, written to ``total``, which may be the first.
+def _mean_into(total: Tensor, first: Tensor, rest: Iterable[Tensor], count: int) -> Tensor:
+    """Write the mean of ``count`` addends to ``total``, which may be the first one, and return it.
 
-    The mean of finite numbers is finite, their sum may not be (masks hold the least number): each term is multiplied by a power
-    of two, at most 1 / ``count``, before they are added. So they round as their sum would; only what is no normal number any
-    more is lost.
+    The mean of finite numbers is finite, while their sum may overflow (masks hold the smallest number). So each addend is
+    multiplied by a power of two, at most 1 / ``count``, before the addition. The result is rounded as that of the sum; only
+    subnormal digits are lost.
     """
-    share = 2.0 ** -(count - 1).bit_length()
-    torch.mul(first, share, out=total)
-    for term in rest:
-        total.add_(term, alpha=share)
-    return total if count * share == 1 else total.div_(count * share)
+    scale = 2.0 ** -(count - 1).bit_length()
+    torch.mul(first, scale, out=total)
+    for addend in rest:
+        total.add_(addend, alpha=scale)
+    return total if count * scale == 1 else total.div_(count * scale)
 
 
 def divided(total: Tensor, count: int) -> Tensor:
-    """``total``, divided in place; of complex numbers both parts, for infinity over a complex number is NaN."""
+    """Divide ``total`` by ``count`` in place, and return it.
+
+    Real and imaginary parts are divided separately, since infinity divided by a complex number is NaN.
+    """
     (torch.view_as_real(total) if total.is_complex() else total).div_(count)
     return total
 
 
-SUMMED = frozenset({torch.float32, torch.float64, torch.int64, torch.int32})
-_BLOCK = 1 << 16  # elements that stay in cache while all terms are added
+FUSED_SUM_DTYPES = frozenset({torch.float32, torch.float64, torch.int64, torch.int32})
+_BLOCK_ELEMENTS = 1 << 16  # elements of each addend that are summed at a time, so that they stay in the cache
 
 
-def _sum(terms: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
-    terms = [term.detach() for term in terms]
-    if out.numel() > 2 * _BLOCK and len(terms) > 2 and all(term.is_contiguous() for term in terms):
-        rows = list(zip(*(term.view(-1).split(_BLOCK) for term in (out, *terms)), strict=True))
+def _sum_in_blocks(terms: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
+    terms = [addend.detach() for addend in terms]
+    if out.numel() > 2 * _BLOCK_ELEMENTS and len(terms) > 2 and all(addend.is_contiguous() for addend in terms):
+        blocks = list(zip(*(addend.view(-1).split(_BLOCK_ELEMENTS) for addend in (out, *terms)), strict=True))
     else:
-        rows = [(out, *terms)]
-    for total, first, second, *rest in rows:
+        blocks = [(out, *terms)]
+    for total, first, second, *rest in blocks:
         if op == "avg":
-            _mean(total, first, (second, *rest), len(terms))
+            _mean_into(total, first, (second, *rest), len(terms))
             continue
         torch.add(first, second, out=total)
-        for term in rest:
-            total.add_(term)
+        for addend in rest:
+            total.add_(addend)
     return out
 
 
-def _fold_monoid(terms: Sequence[Tensor], op: Monoid) -> Tensor:
+def _reduce_monoid(terms: Sequence[Tensor], op: Monoid) -> Tensor:
     if len(terms) > 1 and (op.combine_all is not None or (op.elementwise and len(terms) > 2)):
-        return fold_stack(torch.stack([term.detach() for term in terms]), op)
+        return reduce_stack(torch.stack([term.detach() for term in terms]), op)
     total = functools.reduce(op.combine, terms)
     if op.finalize is not None:
         total = op.finalize(total)
-    # combine and finalize may hand back a term, or a view of one
-    return dense(total) if any(_shares(total, term) for term in terms) or not total.is_contiguous() else total.detach()
+    # combine and finalize may return an addend, or a view of one
+    return (
+        row_major_copy(total)
+        if any(_shares_storage(total, term) for term in terms) or not total.is_contiguous()
+        else total.detach()
+    )
 
 
-def fold_stack(stack: Tensor, op: Monoid) -> Tensor:
-    """The reduction of terms stacked along dim 0, at once or element by element."""
+def reduce_stack(stack: Tensor, op: Monoid) -> Tensor:
+    """Return the reduction of addends that are stacked along dim 0, by ``combine_all`` or pairwise."""
     total = in_pairs(op.combine, stack) if op.combine_all is None else op.combine_all(stack)
     return (total if op.finalize is None else op.finalize(total)).contiguous().detach()
 
 
 def in_pairs(combine: Callable[[Tensor, Tensor], Tensor], states: Tensor, dim: int = 0) -> Tensor:
-    """The states along a dim, combined: neighbours first, all pairs at once, as ``combine``, which is associative, does not see
-    that dim."""
+    """Reduce ``states`` along a dim by ``combine``, all pairs of neighbors at once.
+
+    ``combine`` must be associative and work for each index of that dim separately.
+    """
     while (count := states.shape[dim]) > 1:
         even = count // 2 * 2
         combined = combine(*states.narrow(dim, 0, even).unflatten(dim, (-1, 2)).unbind(dim + 1))
@@ -171,23 +183,28 @@ def in_pairs(combine: Callable[[Tensor, Tensor], Tensor], states: Tensor, dim: i
     return states.select(dim, 0)
 
 
-def _shares(a: Tensor, b: Tensor) -> bool:
-    return a is b or (a.numel() > 0 and a.untyped_storage()._cdata == b.untyped_storage()._cdata)  # fake tensors have no address
+def _shares_storage(a: Tensor, b: Tensor) -> bool:
+    return a is b or (
+        a.numel() > 0 and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    )  # data_ptr is not available for fake tensors
 
 
-_SIGN = -(2**63)
+_SIGN_BIT = -(2**63)
 
 
-def _fold_uint64(terms: Sequence[Tensor], op: str) -> Tensor:
-    """Modular sums and products are those of the same bits as int64; flipping the top bit keeps the order."""
+def _reduce_uint64(terms: Sequence[Tensor], op: str) -> Tensor:
+    """Reduce uint64 addends as int64.
+
+    Modular sums and products have equal bits in both dtypes. For max and min the top bit is flipped, which keeps the order.
+    """
     flip = op in ("max", "min")
     signed = [term.view(torch.int64) for term in terms]
-    total = fold([term ^ _SIGN for term in signed] if flip else signed, op)
-    return (total ^ _SIGN if flip else total).view(torch.uint64)
+    total = fold([term ^ _SIGN_BIT for term in signed] if flip else signed, op)
+    return (total ^ _SIGN_BIT if flip else total).view(torch.uint64)
 
 
 def identity(op: Op, like: torch.Tensor) -> torch.Tensor:
-    """A new tensor, in shape, dtype and memory order as ``like``, that changes nothing when it is a term of ``op``."""
+    """Return a new tensor, like ``like`` in shape, dtype and strides, that does not change the result of ``op`` as an addend."""
     match op:
         case Monoid():
             return op.identity(like)
@@ -200,12 +217,14 @@ def identity(op: Op, like: torch.Tensor) -> torch.Tensor:
 
 
 def nothing(dtype: torch.dtype) -> complex:
-    """What changes no sum, nor the sign of one that is zero: only ``-0.0 + -0.0`` is ``-0.0``."""
+    """Return the identity of a sum: 0, or -0.0 for floats, which also keeps the sign of a zero (only ``-0.0 + -0.0`` is
+    ``-0.0``).
+    """
     return complex(-0.0, -0.0) if dtype.is_complex else -0.0 if dtype.is_floating_point else 0
 
 
 def bounds(dtype: torch.dtype) -> tuple[float, float]:
-    """The identities of max and of min."""
+    """Return the identities of max and of min."""
     if dtype is torch.bool:
         return False, True
     if dtype.is_floating_point and (dtype.itemsize > 1 or dtype is torch.float8_e5m2):  # the other 8-bit ones have no inf

@@ -1,4 +1,4 @@
-"""``Pending``: a collective under way, which is what every collective gives."""
+"""Pending collective: the result of each collective, which may still be in flight."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 class Pending(Generic[T]):
-    """A collective under way. Its inputs must not be written to before ``wait()``."""
+    """The result of a collective in flight. Do not write to its inputs before ``wait()``."""
 
     __slots__ = ("_begin", "_finish", "_rest", "_result")
 
@@ -25,29 +25,29 @@ class Pending(Generic[T]):
 
     @classmethod
     def of(cls, value: T) -> Pending[T]:
-        """One that has ended."""
-        made = cls.__new__(cls)
-        made._begin, made._rest, made._finish, made._result = None, None, None, value
-        return made
+        """Return a completed one with this result."""
+        pending = cls.__new__(cls)
+        pending._begin, pending._rest, pending._finish, pending._result = None, None, None, value
+        return pending
 
     @classmethod
     def of_two_rounds(cls, begin: Callable[[], Callable[[], T]]) -> Pending[T]:
-        """One whose first round is under way; ``begin()`` ends that, starts the second, and gives what ends it all."""
-        made = cls.of(cast(T, None))
-        made._begin, made._finish = begin, made._both
-        return made
+        """Return one with a first round in flight. ``begin()`` completes it, starts the second, and returns its completion."""
+        pending = cls.of(cast(T, None))
+        pending._begin, pending._finish = begin, pending._finish_both
+        return pending
 
-    def _both(self) -> T:
+    def _finish_both(self) -> T:
         self.advance()
         rest, self._rest = self._rest, None
         assert rest is not None
         return rest()
 
     def advance(self) -> bool:
-        """Starts the second round, where there is one that is not under way; all ranks call it at the same point, or none.
+        """Start the second round, if there is one that has not started. All ranks of the group call it at the same point.
 
         Returns:
-            Whether it was started. While somebody records, what is waited for is one thing.
+            Whether it was started. Never while a recorder is active: it records the wait as one step.
         """
         if self._begin is None or (ACTIVE and (recorder := current()) is not None and recorder.knows(self)):
             return False
@@ -57,11 +57,11 @@ class Pending(Generic[T]):
 
     @property
     def ended(self) -> bool:
-        """Whether the result is there."""
+        """Whether the result is available."""
         return self._finish is None
 
     def wait(self) -> T:
-        """The result; may be called again."""
+        """Complete the collective, and return its result. Further calls return the same result."""
         if ACTIVE and (recorder := current()) is not None and recorder.knows(self):
             return cast(T, recorder.site(Pending.wait, (self,), {}))
         if self._finish is not None:
@@ -70,7 +70,9 @@ class Pending(Generic[T]):
         return self._result  # a T once _finish is gone
 
     def within(self, around: Callable[[Callable[[], Any]], Any], rounds: bool = False) -> Pending[T]:
-        """Itself: what ends it runs as ``around(finish)``; with ``rounds`` each of two rounds by itself."""
+        """Run the completion as ``around(finish)``, and return self. With ``rounds`` each of two rounds runs inside its own
+        ``around``.
+        """
         finish, begin = self._finish, self._begin
         if rounds and begin is not None:
             self._begin = lambda: partial(around, around(begin))
@@ -79,5 +81,5 @@ class Pending(Generic[T]):
         return self
 
     def then(self, make: Callable[[T], R]) -> Pending[R]:
-        """``make(result)``, made by whoever waits first."""
+        """Return a pending ``make(result)``, computed at the first ``wait()``."""
         return Pending(lambda: make(self.wait()))

@@ -1,6 +1,6 @@
-"""The communicator of a mesh whose ranks are processes of ``torch.distributed``.
+"""Process-group backend: the communicator of a mesh with ranks that are processes of ``torch.distributed``.
 
-Which algorithm runs depends on the backend, dtype, shapes and group size only, so all ranks choose the same.
+The algorithm depends only on backend, dtype, shapes and group size, so all ranks choose the same.
 """
 
 from __future__ import annotations
@@ -14,21 +14,20 @@ import torch.distributed as dist
 
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.process_groups import Group, backend_of, beside_part, group_of, handle_of, order_in
-from . import traced_collectives
-from .backend_base import Dims, Reduction, Run, spanning
-from .checked_collectives import lengths_of, watched
-from .communicator import Communicator
-from .flat_rows import gathered
+from . import custom_ops
+from .backend_base import Communicator, Dims, Reduction, Run, spanning
+from .checked_collectives import lengths_of, wrap_checked
+from .custom_ops import select_when_traced
+from .flat_rows import gather_route
 from .local_reduce import Op
 from .pack import Scatter, Transfer
 from .pending import Pending
 from .reductions import bind_all_reduce, bind_scatter
-from .traced_collectives import either
 from .transfer import bind_direct, bind_transfer
 
 
 class ProcessGroups(Communicator):
-    """One member here; a process outside the mesh gets its inputs back."""
+    """The communicator of a mesh of processes. This process holds one member; outside the mesh it gets its inputs back."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__(mesh)
@@ -43,17 +42,17 @@ class ProcessGroups(Communicator):
         return fn(self._member, *args, **kwargs)
 
     def _group(self, dims: Dims) -> Group:
-        found = self._by_dims.get(dims)
-        if found is None:
-            found = self._by_dims[dims] = group_of(self.mesh, dims)
-        return found
+        group = self._by_dims.get(dims)
+        if group is None:
+            group = self._by_dims[dims] = group_of(self.mesh, dims)
+        return group
 
     def _transfer(self, dims: Dims, transfer: Transfer) -> Run:
         group = self._group(dims)
-        own = None if transfer.said else lengths_of(transfer.route_of(group.members[group.position]))
-        said = f"{transfer.kind} {transfer.said}".rstrip()
-        run = watched(group, said, self._over(dims), bind_transfer(group, transfer), own=own)
-        return either(run, lambda: traced_collectives.bind_transfer(group, transfer))
+        lengths = None if transfer.said else lengths_of(transfer.route_of(group.members[group.position]))
+        description = f"{transfer.kind} {transfer.said}".rstrip()
+        run = wrap_checked(group, description, self._name_dims(dims), bind_transfer(group, transfer), lengths=lengths)
+        return select_when_traced(run, lambda: custom_ops.bind_traced_transfer(group, transfer))
 
     def _transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> Run:
         rank = dist.get_rank()
@@ -62,46 +61,53 @@ class ProcessGroups(Communicator):
         mesh = spanning(self.mesh, target)
         handle: Any = dist.group.WORLD
         if mesh is not None and len(ranks) < dist.get_world_size():
-            whole = mesh._get_root_mesh()
-            handle = handle_of(whole, range(whole.ndim))
+            root = mesh._get_root_mesh()
+            handle = handle_of(root, range(root.ndim))
         whole_name, all_take_part = handle.group_name, dist.get_world_size(handle) == len(ranks)
         handle = beside_part(handle, ranks, target.device_type)
         name = whole_name if all_take_part else handle.group_name
         order, backend = order_in(handle, ranks), backend_of(handle, target.device_type)
         group = Group(handle, tuple(range(len(ranks))), ranks.index(rank), order, backend, name)
-        said, over = f"transfer to another mesh {transfer.said}", f"ranks {', '.join(map(str, ranks))}"
-        own = transfer.route_of(group.position)
+        description, mesh_dims = f"transfer to another mesh {transfer.said}", f"ranks {', '.join(map(str, ranks))}"
+        route = transfer.route_of(group.position)
         if dist.get_world_size(handle) == len(ranks):
-            run = watched(group, said, over, bind_transfer(group, transfer), own=lengths_of(own))
-            return either(run, lambda: traced_collectives.bind_transfer(group, transfer))
-        return either(watched(group, said, over, bind_direct(group, own), own=lengths_of(own)), traced_collectives.refusing_part)
+            run = wrap_checked(group, description, mesh_dims, bind_transfer(group, transfer), lengths=lengths_of(route))
+            return select_when_traced(run, lambda: custom_ops.bind_traced_transfer(group, transfer))
+        return select_when_traced(
+            wrap_checked(group, description, mesh_dims, bind_direct(group, route), lengths=lengths_of(route)),
+            custom_ops.raise_without_group,
+        )
 
     def _all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> Reduction:
-        group, made = self._group(dims), bind_all_reduce(self._group(dims), op, dtype)
-        said, over = f"all_reduce({op})", self._over(dims)
-        run = watched(group, said, over, made.run, shaped=True)
-        taking = None if made.taking is None else watched(group, said, over, made.taking, shaped=True)
-        return traced_collectives.beside(Reduction(run, taking, made.at_once), group, op, dtype)
+        group, bound = self._group(dims), bind_all_reduce(self._group(dims), op, dtype)
+        description, mesh_dims = f"all_reduce({op})", self._name_dims(dims)
+        run = wrap_checked(group, description, mesh_dims, bound.run, compare_shape=True)
+        taking = None if bound.taking is None else wrap_checked(group, description, mesh_dims, bound.taking, compare_shape=True)
+        return custom_ops.add_traced_reduction(Reduction(run, taking, bound.at_once), group, op, dtype)
 
     def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> Run:
-        group, said = self._group(dims), f"reduce_scatter({scatter.op}) {scatter.said}"
-        run = watched(group, said, self._over(dims), bind_scatter(group, scatter))
-        return either(run, lambda: traced_collectives.bind_scatter(group, scatter))
+        group, description = self._group(dims), f"reduce_scatter({scatter.op}) {scatter.said}"
+        run = wrap_checked(group, description, self._name_dims(dims), bind_scatter(group, scatter))
+        return select_when_traced(run, lambda: custom_ops.bind_traced_scatter(group, scatter))
 
     def _all_gather_object(self, value: Any, dims: Dims) -> list[Any]:
-        """In two transfers: how long what each rank says is, then all of it."""
-        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        """Return the pickled values of all ranks, in two transfers: of their lengths, then of their bytes."""
+        encoded = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         position = self._group(dims).position
-        lengths = self._gathered(dims, torch.tensor([len(own)], device="cpu"), [1] * self.group_size(dims), position).tolist()
-        rows = self._gathered(dims, own, lengths, position).split(lengths)
+        lengths = self._gather_row(
+            dims, torch.tensor([len(encoded)], device="cpu"), [1] * self.group_size(dims), position
+        ).tolist()
+        rows = self._gather_row(dims, encoded, lengths, position).split(lengths)
         return [pickle.loads(row.numpy().tobytes()) for row in rows]
 
-    def _gathered(self, dims: Dims, row: torch.Tensor, lengths: list[int], position: int) -> torch.Tensor:
-        route = gathered([(length,) for length in lengths], position)
+    def _gather_row(self, dims: Dims, row: torch.Tensor, lengths: list[int], position: int) -> torch.Tensor:
+        route = gather_route([(length,) for length in lengths], position)
         group, transfer = self._group(dims), Transfer(lambda _: route, row.dtype, "all_gather", blocking=True)
-        run = watched(group, f"all_gather of what ranks say, {lengths}", self._over(dims), bind_transfer(group, transfer))
-        whole: torch.Tensor = run(row.to(self.mesh.device_type)).wait()
-        return whole.cpu()
+        run = wrap_checked(
+            group, f"all_gather of pickled objects, {lengths}", self._name_dims(dims), bind_transfer(group, transfer)
+        )
+        rows: torch.Tensor = run(row.to(self.mesh.device_type)).wait()
+        return rows.cpu()
 
-    def _over(self, dims: Dims) -> str:
+    def _name_dims(self, dims: Dims) -> str:
         return repr(self.mesh.named(dims))

@@ -1,4 +1,6 @@
-"""Reductions on process groups: the backend's own where it has one, else terms are sent and folded here, in group order."""
+"""Reductions on process groups: the backend's own if it has one, else addends are exchanged and reduced locally, in group
+order.
+"""
 
 from __future__ import annotations
 
@@ -14,130 +16,139 @@ from ..mesh.process_groups import Group
 from ..placement import Monoid
 from .backend_base import Reduction
 from .backends import (
-    Ending,
-    after,
+    Waitable,
     all_gather_rows,
-    all_reduction,
     all_to_all_rows,
+    bind_native_all_reduce,
+    bind_native_reduce_scatter,
+    exchange_messages,
+    make_pending,
     native_reduction,
-    post,
     row_major,
-    scattered_reduction,
-    started,
     traits_of,
+    wait_then,
 )
-from .flat_rows import as_row, chunk_lengths
-from .local_reduce import SUMMED, Op, dense, fold, fold_stack
+from .flat_rows import chunk_lengths, view_as_row
+from .local_reduce import FUSED_SUM_DTYPES, Op, fold, reduce_stack, row_major_copy
 from .pack import Box, Packing, Scatter, region
 from .pending import Pending
-from .transfer import ROWS, Issue, parts_of, turns
+from .transfer import ROW_FACTOR, Issue, list_message_regions, peer_order
 
 
 # --- reduce-scatter ------------------------------------------------------------------------------------------------------
 def bind_scatter(group: Group, scatter: Scatter) -> Issue:
-    """``chunks[k]`` of every member's block, reduced, goes to group position k."""
+    """Bind a reduce-scatter: position k gets ``chunks[k]`` of each member's block, reduced."""
     member, op, dtype = group.members[group.position], scatter.op, scatter.dtype
     old, chunks = tuple(scatter.old(member)), scatter.chunks_of(member)
     native = native_reduction(group, op, dtype)
     if native is not None and len({box.size for box in chunks}) == 1:
-        return _scattered_natively(group, old, chunks, *native)
+        return _bind_native_scatter(group, old, chunks, *native)
     traits, in_rows = traits_of(group), len(old) == 1
-    least = traits.direct_bytes * (ROWS if in_rows else 1)
-    if (in_rows and traits.sends_lists) or max(box.numel for box in chunks) * dtype.itemsize >= least:
-        return _scattered_directly(group, old, chunks, op)
-    leaving = Packing(tuple(group.to_torch(chunks)), old)
+    min_direct_bytes = traits.direct_bytes * (ROW_FACTOR if in_rows else 1)
+    if (in_rows and traits.sends_lists) or max(box.numel for box in chunks) * dtype.itemsize >= min_direct_bytes:
+        return _bind_direct_scatter(group, old, chunks, op)
+    send_packing = Packing(tuple(group.to_torch(chunks)), old)
     own = chunks[group.position]
-    arriving = [own.numel] * group.size
+    recv_lengths = [own.numel] * group.size
 
-    def issue(x: Tensor) -> Pending[Tensor]:
+    def issue_reduction(x: Tensor) -> Pending[Tensor]:
         block = row_major(x, old)
         buffer = block.new_empty((group.size, *own.size))
-        works = all_to_all_rows(group, buffer.view(-1), leaving.pack(block), arriving, leaving.lengths)
-        return started(works, lambda: fold(group.to_mesh(buffer.unbind(0)), op))
+        works = all_to_all_rows(group, buffer.view(-1), send_packing.pack(block), recv_lengths, send_packing.lengths)
+        return make_pending(works, lambda: fold(group.to_mesh(buffer.unbind(0)), op))
 
-    return issue
+    return issue_reduction
 
 
-def _scattered_natively(group: Group, old: tuple[int, ...], chunks: tuple[Box, ...], op: Any, seen: torch.dtype) -> Issue:
-    leaving, own = Packing(tuple(group.to_torch(chunks)), old), chunks[group.position]
-    reduce = scattered_reduction(group, op)
+def _bind_native_scatter(group: Group, old: tuple[int, ...], chunks: tuple[Box, ...], op: Any, view_dtype: torch.dtype) -> Issue:
+    send_packing, own = Packing(tuple(group.to_torch(chunks)), old), chunks[group.position]
+    reduce = bind_native_reduce_scatter(group, op)
 
-    def issue(x: Tensor) -> Pending[Tensor]:
+    def issue_reduction(x: Tensor) -> Pending[Tensor]:
         block = row_major(x, old)
         result = block.new_empty(own.size)
-        row, into = as_row(leaving.pack(block)), as_row(result)
-        return started(reduce(into, row) if seen is x.dtype else reduce(into.view(seen), row.view(seen)), lambda: result)
+        row, into = view_as_row(send_packing.pack(block)), view_as_row(result)
+        return make_pending(
+            reduce(into, row) if view_dtype is x.dtype else reduce(into.view(view_dtype), row.view(view_dtype)), lambda: result
+        )
 
-    return issue
+    return issue_reduction
 
 
-def _scattered_directly(group: Group, old: tuple[int, ...], chunks: tuple[Box, ...], op: Op) -> Issue:
+def _bind_direct_scatter(group: Group, old: tuple[int, ...], chunks: tuple[Box, ...], op: Op) -> Issue:
     own, mine = chunks[group.position], group.position
-    outgoing = parts_of(group, tuple(chunks), old, 1)
+    send_regions = list_message_regions(group, tuple(chunks), old, 1)
     order = group.order or tuple(range(group.size))
-    others = turns(group, -1) if own.numel else []
+    others = peer_order(group, -1) if own.numel else []
 
-    def issue(x: Tensor) -> Pending[Tensor]:
+    def issue_reduction(x: Tensor) -> Pending[Tensor]:
         block = row_major(x, old)
-        terms = [region(block, own) if k == mine else block.new_empty(own.size) for k in range(group.size)]
-        receives = [(order[k], terms[k].view(-1)) for k in others]
-        works = post(group, receives, [(part.rank, part.of(block)) for part in outgoing], x.device)
-        return started(works, lambda: fold(terms, op))
+        addends = [region(block, own) if k == mine else block.new_empty(own.size) for k in range(group.size)]
+        receives = [(order[k], addends[k].view(-1)) for k in others]
+        works = exchange_messages(group, receives, [(part.rank, part.of(block)) for part in send_regions], x.device)
+        return make_pending(works, lambda: fold(addends, op))
 
-    return issue
+    return issue_reduction
 
 
 # --- all-reduce -----------------------------------------------------------------------------------------------------------
 def bind_all_reduce(group: Group, op: Op, dtype: torch.dtype) -> Reduction:
-    """The backend's own all-reduce, else in one round where little is sent, else in two."""
+    """Bind an all-reduce: the backend's own, else in one round for small tensors, else in two."""
     native = native_reduction(group, op, dtype)
     if native is not None:
-        return _natively(all_reduction(group, native[0]), dtype, native[1])
-    if group.size == 2 and traits_of(group).adds_pairs and op in ("sum", "avg") and dtype in SUMMED:
-        return _of_two(group, op == "avg")
+        return _bind_native_reduction(bind_native_all_reduce(group, native[0]), dtype, native[1])
+    if group.size == 2 and traits_of(group).adds_pairs and op in ("sum", "avg") and dtype in FUSED_SUM_DTYPES:
+        return _bind_pair_sum(group, op == "avg")
     if isinstance(op, Monoid) and op.combine_all is not None:
-        return Reduction(_stacked(group, op))
-    most = sys.maxsize if isinstance(op, Monoid) else traits_of(group).one_round_bytes  # terms of a monoid stay whole
+        return Reduction(_bind_stacked(group, op))
+    max_one_round_bytes = (
+        sys.maxsize if isinstance(op, Monoid) else traits_of(group).one_round_bytes
+    )  # the addends of a monoid cannot be split
 
-    def issue(x: Tensor) -> Pending[Tensor]:
+    def issue_reduction(x: Tensor) -> Pending[Tensor]:
         nbytes = x.numel() * x.dtype.itemsize
-        if nbytes * group.size <= most:
-            return _reduced_by_all(group, x, op)
-        exchanged = group.order is None and nbytes <= traits_of(group).exchanged_bytes
-        return (_in_two_exchanges if exchanged else _all_reduce_in_place)(group, x, op)
+        if nbytes * group.size <= max_one_round_bytes:
+            return _reduce_in_one_round(group, x, op)
+        use_exchanges = group.order is None and nbytes <= traits_of(group).exchanged_bytes
+        return (_reduce_in_two_exchanges if use_exchanges else _reduce_in_place)(group, x, op)
 
-    return Reduction(issue)
-
-
-def _natively(reduce: Callable[[Tensor], list[Ending]], dtype: torch.dtype, seen: torch.dtype) -> Reduction:
-    def taking(result: Tensor) -> Pending[Tensor]:
-        return started(reduce(result), lambda: result)
-
-    def run(x: Tensor) -> Pending[Tensor]:
-        result = dense(x)
-        return started(reduce(torch.view_as_real(result) if dtype.is_complex else result.view(seen)), lambda: result)
-
-    return Reduction(lambda x: taking(dense(x)), taking, True) if seen is dtype else Reduction(run, None, True)
+    return Reduction(issue_reduction)
 
 
-def _of_two(group: Group, mean: bool) -> Reduction:
-    """The backend's own sum, in place: of two terms it is the fold's, whichever comes first. Those of a mean are halved before,
-    as the fold does it: their sum may not be finite.
+def _bind_native_reduction(reduce: Callable[[Tensor], list[Waitable]], dtype: torch.dtype, view_dtype: torch.dtype) -> Reduction:
+    def reduce_in_place(result: Tensor) -> Pending[Tensor]:
+        return make_pending(reduce(result), lambda: result)
+
+    def run_reduction(x: Tensor) -> Pending[Tensor]:
+        result = row_major_copy(x)
+        return make_pending(reduce(torch.view_as_real(result) if dtype.is_complex else result.view(view_dtype)), lambda: result)
+
+    return (
+        Reduction(lambda x: reduce_in_place(row_major_copy(x)), reduce_in_place, True)
+        if view_dtype is dtype
+        else Reduction(run_reduction, None, True)
+    )
+
+
+def _bind_pair_sum(group: Group, mean: bool) -> Reduction:
+    """Bind the backend's own sum of two ranks, in place. The sum of two addends does not depend on their order.
+
+    For a mean both are halved before, as in the local reduction: their sum may overflow.
     """
-    reduce = all_reduction(group, dist.ReduceOp.SUM)
+    reduce = bind_native_all_reduce(group, dist.ReduceOp.SUM)
 
-    def issue(result: Tensor) -> Pending[Tensor]:
-        return started(reduce(result) if result.numel() else [], lambda: result)
+    def issue_reduction(result: Tensor) -> Pending[Tensor]:
+        return make_pending(reduce(result) if result.numel() else [], lambda: result)
 
-    def run(x: Tensor) -> Pending[Tensor]:
+    def run_reduction(x: Tensor) -> Pending[Tensor]:
         block = row_major(x, tuple(x.shape))
-        return issue(block * 0.5 if mean else dense(block))
+        return issue_reduction(block * 0.5 if mean else row_major_copy(block))
 
-    return Reduction(run, lambda x: issue(x.mul_(0.5) if mean else x), True)
+    return Reduction(run_reduction, lambda x: issue_reduction(x.mul_(0.5) if mean else x), True)
 
 
-def _reduced_by_all(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:
-    """The reduction of the group's ``x``, each sent to all in one round and reduced by all in one order."""
+def _reduce_in_one_round(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:
+    """Return the reduction of the group's ``x``: each rank sends its addend to all others, and all reduce in one order."""
     block = row_major(x, x.shape)
     others, mine = group.size - 1, group.torch_rank
     buffer = block.new_empty((others, *block.shape))
@@ -147,17 +158,17 @@ def _reduced_by_all(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:
     works = all_to_all_rows(group, buffer.view(-1), row, lengths, lengths)
 
     def finish() -> Tensor:
-        arrived = list(buffer.unbind(0))
-        return fold(group.to_mesh([*arrived[:mine], block, *arrived[mine:]]), op)
+        received = list(buffer.unbind(0))
+        return fold(group.to_mesh([*received[:mine], block, *received[mine:]]), op)
 
-    return started(works, finish)
+    return make_pending(works, finish)
 
 
-def _stacked(group: Group, op: Monoid) -> Issue:
-    """Where terms are reduced as a stack they arrive as one, this rank's own among them."""
+def _bind_stacked(group: Group, op: Monoid) -> Issue:
+    """Bind an all-reduce of addends that are reduced as one stack: they arrive as a stack, with this rank's own."""
     gathers, order = traits_of(group).reduces, None if group.order is None else list(group.order)
 
-    def issue(x: Tensor) -> Pending[Tensor]:
+    def issue_reduction(x: Tensor) -> Pending[Tensor]:
         block = row_major(x, x.shape)
         stack = block.new_empty((group.size, *block.shape))
         if gathers:
@@ -165,31 +176,32 @@ def _stacked(group: Group, op: Monoid) -> Issue:
         else:
             lengths = [block.numel()] * group.size
             works = all_to_all_rows(group, stack.view(-1), block.expand(stack.shape).contiguous().view(-1), lengths, lengths)
-        return started(works, lambda: fold_stack(stack if order is None else stack[order], op))
+        return make_pending(works, lambda: reduce_stack(stack if order is None else stack[order], op))
 
-    return issue
+    return issue_reduction
 
 
-def _in_two_exchanges(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:
-    """Reduce-scatter, then all-gather, an all-to-all each."""
+def _reduce_in_two_exchanges(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:
+    """Return the reduction of the group's ``x`` by a reduce-scatter and an all-gather, one all-to-all each."""
     size, block = group.size, row_major(x, tuple(x.shape))
     lengths = chunk_lengths(block.numel(), size)
     own, result = lengths[group.position], torch.empty_like(block)
-    terms = block.new_empty(own * size)
-    first = all_to_all_rows(group, terms, block.view(-1), [own] * size, lengths)
+    addends = block.new_empty(own * size)
+    first = all_to_all_rows(group, addends, block.view(-1), [own] * size, lengths)
 
     def begin() -> Callable[[], Tensor]:
-        reduced = after(first, lambda: fold(terms.split(own), op) if own else terms)
+        reduced = wait_then(first, lambda: fold(addends.split(own), op) if own else addends)
         row = reduced.expand(size, own).contiguous().view(-1)
         second = all_to_all_rows(group, result.view(-1), row, lengths, [own] * size)
-        return lambda: after(second, lambda: result)
+        return lambda: wait_then(second, lambda: result)
 
     return Pending.of_two_rounds(begin)
 
 
-def _all_reduce_in_place(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:
-    """Reduce-scatter, then all-gather, by messages and with no memory but the result: until the other ranks' reduced
-    chunks arrive in it, their places hold their terms of this rank's chunk.
+def _reduce_in_place(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:
+    """Return the reduction of the group's ``x`` by a reduce-scatter and an all-gather of messages, with no memory but the result.
+
+    Until the reduced chunks of the other ranks arrive, their places in the result hold the addends of this rank's chunk.
     """
     size, mine = group.size, group.position
     order = group.order or tuple(range(size))
@@ -198,28 +210,31 @@ def _all_reduce_in_place(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:
     if not block.numel():
         return Pending.of(result)
     length = -(-block.numel() // size)
-    given, places = block.view(-1).split(length), result.view(-1).split(length)  # the last ones may be shorter, or missing
-    own = len(given[mine]) if mine < len(given) else 0
-    scratch = [place if len(place) >= own else block.new_empty(own) for place in places]
-    scratch += [block.new_empty(own) for _ in range(size - len(places))]
-    behind, ahead = turns(group, -1), turns(group, 1)
-    first = post(
+    addend_chunks, result_chunks = (
+        block.view(-1).split(length),
+        result.view(-1).split(length),
+    )  # the last chunks may be shorter or missing
+    own = len(addend_chunks[mine]) if mine < len(addend_chunks) else 0
+    scratch = [chunk if len(chunk) >= own else block.new_empty(own) for chunk in result_chunks]
+    scratch += [block.new_empty(own) for _ in range(size - len(result_chunks))]
+    previous_peers, next_peers = peer_order(group, -1), peer_order(group, 1)
+    first = exchange_messages(
         group,
-        [(order[k], scratch[k][:own]) for k in behind if own],
-        [(order[k], given[k]) for k in ahead if k < len(given)],
+        [(order[k], scratch[k][:own]) for k in previous_peers if own],
+        [(order[k], addend_chunks[k]) for k in next_peers if k < len(addend_chunks)],
         x.device,
     )
 
     def begin() -> Callable[[], Tensor]:
         if own:
-            terms = [given[mine] if k == mine else scratch[k][:own] for k in range(size)]
-            after(first, lambda: fold(terms, op, out=places[mine]))
-        second = post(
+            addends = [addend_chunks[mine] if k == mine else scratch[k][:own] for k in range(size)]
+            wait_then(first, lambda: fold(addends, op, out=result_chunks[mine]))
+        second = exchange_messages(
             group,
-            [(order[k], places[k]) for k in behind if k < len(places)],
-            [(order[k], places[mine]) for k in ahead if own],
+            [(order[k], result_chunks[k]) for k in previous_peers if k < len(result_chunks)],
+            [(order[k], result_chunks[mine]) for k in next_peers if own],
             x.device,
         )
-        return lambda: after(second if own else [*first, *second], lambda: result)
+        return lambda: wait_then(second if own else [*first, *second], lambda: result)
 
     return Pending.of_two_rounds(begin)

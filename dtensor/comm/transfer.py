@@ -1,12 +1,13 @@
-"""Transfers on process groups, bound once to a group and the regions that its members exchange.
+"""Transfers on process groups: each is bound once to a group and to the regions that its members exchange.
 
-Four ways, chosen from facts that all members of the group share:
+There are four ways. All members of a group choose one from facts that they share:
 
-- *packed*: one all-to-all of rows. Least latency: one call, and packing is one operation or none where splits are even.
-- *direct*: messages between those ranks that have something for each other, out of and into the blocks where a region is one
-  run of memory. Least copying and memory: for large messages, and where each rank meets few others.
+- *packed*: one all-to-all of rows. It has the least latency: one call, and packing takes one operation or none if shards are
+  even.
+- *direct*: messages between the ranks that exchange something, out of and into the blocks if a region is contiguous. It copies
+  least, for large messages, and if each rank has few partners.
 - *gathered*: the backend's own all-gather of equal blocks.
-- *relayed*: of a small gather that all wait for: to one rank, and from there to all. Fewest messages.
+- *relayed*: for a small gather for which all ranks wait: to one rank, and from there to all. It has the fewest messages.
 """
 
 from __future__ import annotations
@@ -21,224 +22,263 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..mesh.process_groups import Group
-from .backends import after, all_gather_rows, all_to_all_rows, broadcast, post, row_major, started, traits_of
-from .flat_rows import as_row, flat_bytes
-from .local_reduce import dense
-from .pack import Box, Packing, Route, Traffic, Transfer, region, run_of
+from .backends import (
+    all_gather_rows,
+    all_to_all_rows,
+    broadcast_row,
+    exchange_messages,
+    make_pending,
+    row_major,
+    traits_of,
+    wait_then,
+)
+from .flat_rows import flat_bytes, view_as_row
+from .local_reduce import row_major_copy
+from .pack import Box, Packing, Route, Traffic, Transfer, contiguous_run, region
 from .pending import Pending
 
 Issue = Callable[[Tensor], Pending[Tensor]]
 
-# Rows are packed in one operation or none, so only larger ones are worth sending message by message: steps of a fully sharded
-# model on two gloo ranks take 0.7-0.8 of the peer's time with blocks of 131 KB packed, 1.1-1.5 with them sent one by one.
-ROWS = 4
-EXAMINED = 64  # members whose routes are looked at to choose a way; in larger groups a rank is taken to meet all others
+# The size at which rows are sent directly, relative to that of other blocks: packing rows takes one operation or none. Steps of
+# a fully sharded model on two gloo ranks take 0.7-0.8 of the time of PyTorch's FSDP if blocks of 131 KB are packed, 1.1-1.5 if
+# they are sent directly.
+ROW_FACTOR = 4
+MAX_EXAMINED_MEMBERS = 64  # in larger groups routes are not examined, and each rank is assumed to have all others as partners
 
 
 def bind_transfer(group: Group, transfer: Transfer) -> Issue:
-    """The way that costs least, by what all members of the group know."""
+    """Bind a transfer in the way that costs least by what all members of the group know."""
     member = group.members[group.position]
-    joined = _joined_blocks(group, transfer)
+    joined = _concat_layout(group, transfer)
     if joined is not None:
-        return _joined(group, *joined)
+        return _bind_concat_gather(group, *joined)
     route = transfer.route_of(member)
     if transfer.kind == "broadcast":
-        return _broadcast(group, route)
-    if transfer.blocking and _small(group, route, transfer.dtype):
-        return _relayed(group, route)
-    if _natively(group, transfer, route):
-        return _gathered(group, route)
-    return (bind_direct if _directly(group, transfer, route) else _packed)(group, route)
+        return _bind_broadcast(group, route)
+    if transfer.blocking and _is_relayed(group, route, transfer.dtype):
+        return _bind_relayed(group, route)
+    if _is_native_gather(group, transfer, route):
+        return _bind_native_gather(group, route)
+    return (bind_direct if _is_direct(group, transfer, route) else _bind_packed)(group, route)
 
 
 def is_packed(group: Group, transfer: Transfer) -> bool:
-    """Whether it travels as one all-to-all of rows."""
-    if transfer.kind == "broadcast" or _joined_blocks(group, transfer) is not None:
+    """Return True if the transfer is one all-to-all of rows."""
+    if transfer.kind == "broadcast" or _concat_layout(group, transfer) is not None:
         return False
     route = transfer.route_of(group.members[group.position])
-    return not (_natively(group, transfer, route) or _directly(group, transfer, route))
+    return not (_is_native_gather(group, transfer, route) or _is_direct(group, transfer, route))
 
 
-def _known(group: Group, transfer: Transfer) -> Traffic | None:
-    """What is found sooner than by all routes."""
-    asked = transfer.kind == "all_gather" or group.size <= EXAMINED
-    return transfer.traffic_of(group.members[group.position]) if asked and transfer.traffic_of is not None else None
+def _find_traffic(group: Group, transfer: Transfer) -> Traffic | None:
+    """Return the traffic of the group if it is found faster than from all routes, else None."""
+    may_ask = transfer.kind == "all_gather" or group.size <= MAX_EXAMINED_MEMBERS
+    return transfer.traffic_of(group.members[group.position]) if may_ask and transfer.traffic_of is not None else None
 
 
-def _joined_blocks(group: Group, transfer: Transfer) -> tuple[tuple[int, ...], int] | None:
-    """Of a gather of equal blocks that come one after the other along a dim, by the backend's own."""
+def _concat_layout(group: Group, transfer: Transfer) -> tuple[tuple[int, ...], int] | None:
+    """Return shape of a block and tensor dim, for an all-gather by the backend of equal blocks that are concatenated along that
+    dim.
+
+    None if it is another transfer.
+    """
     if transfer.kind != "all_gather" or not traits_of(group).reduces:
         return None
-    known = _known(group, transfer)
-    return None if known is None else known.joined
+    traffic = _find_traffic(group, transfer)
+    return None if traffic is None else traffic.joined
 
 
-def _natively(group: Group, transfer: Transfer, route: Route) -> bool:
-    """Whether by the backend's own gather of equal blocks."""
+def _is_native_gather(group: Group, transfer: Transfer, route: Route) -> bool:
+    """Return True if the transfer is a gather of equal blocks, and the backend has one."""
     return transfer.kind == "all_gather" and traits_of(group).reduces and Traffic.of_gather(route).alike
 
 
-def _directly(group: Group, transfer: Transfer, route: Route) -> bool:
-    """Whether message by message."""
-    known = Traffic.of_gather(route) if transfer.kind == "all_gather" else _known(group, transfer)
+def _is_direct(group: Group, transfer: Transfer, route: Route) -> bool:
+    """Return True if the transfer is sent in messages between the ranks that exchange something."""
+    traffic = Traffic.of_gather(route) if transfer.kind == "all_gather" else _find_traffic(group, transfer)
     traits, in_rows = traits_of(group), len(route.new) == 1
-    if in_rows and traits.sends_lists:  # there is nothing to pack, but to copy the row of a gather for each of the others
+    if in_rows and traits.sends_lists:  # rows need no packing; packed, a gather would copy the row for each other rank
         return True
-    if known is None:
-        if group.size > EXAMINED or traits.direct_bytes == traits.sparse == sys.maxsize:
+    if traffic is None:
+        if group.size > MAX_EXAMINED_MEMBERS or traits.direct_bytes == traits.sparse == sys.maxsize:
             return traits.sparse <= 1
-        known = Traffic.of([transfer.route_of(member) for member in group.members])
-    large = known.largest * transfer.dtype.itemsize >= traits.direct_bytes * (ROWS if in_rows else 1)
-    return large or known.partners * traits.sparse <= group.size - 1
+        traffic = Traffic.of([transfer.route_of(member) for member in group.members])
+    is_large = traffic.largest * transfer.dtype.itemsize >= traits.direct_bytes * (ROW_FACTOR if in_rows else 1)
+    return is_large or traffic.partners * traits.sparse <= group.size - 1
 
 
-def _small(group: Group, route: Route, dtype: torch.dtype) -> bool:
-    """Whether one rank may send to all what all have."""
+def _is_relayed(group: Group, route: Route, dtype: torch.dtype) -> bool:
+    """Return True if the gathered result is so small that one rank may collect it and send it to all others."""
     return group.size > 2 and math.prod(route.new) * dtype.itemsize * group.size <= traits_of(group).relayed_bytes
 
 
-def packings(group: Group, route: Route) -> tuple[Packing, Packing]:
-    """The rows that leave and arrive. Own elements travel with the others', so that a row is regular; the backend copies them."""
+def make_packings(group: Group, route: Route) -> tuple[Packing, Packing]:
+    """Return the packings of the rows that a rank sends and receives.
+
+    The rank's own elements are in the rows too, which makes them regular; the backend copies these elements.
+    """
     sends, receives = list(route.sends), list(route.receives)
     if route.kept is not None:
         sends[group.position], receives[group.position] = route.kept
     return Packing(tuple(group.to_torch(sends)), route.old), Packing(tuple(group.to_torch(receives)), route.new)
 
 
-def _packed(group: Group, route: Route) -> Issue:
-    leaving, arriving = packings(group, route)
+def _bind_packed(group: Group, route: Route) -> Issue:
+    """Bind a transfer as one all-to-all of rows."""
+    send_packing, recv_packing = make_packings(group, route)
 
-    def issue(x: Tensor) -> Pending[Tensor]:
-        block = row_major(x, route.old) if leaving.filled else x.detach()  # else its order in memory is nobody's business
-        row = leaving.pack(block)
-        if arriving.whole:
+    def issue_transfer(x: Tensor) -> Pending[Tensor]:
+        block = (
+            row_major(x, route.old) if send_packing.nonempty_boxes else x.detach()
+        )  # else nothing of x is read, so its strides do not matter
+        row = send_packing.pack(block)
+        if recv_packing.is_block:
             result = block.new_empty(route.new)
-            works = all_to_all_rows(group, result.view(-1), row, arriving.lengths, leaving.lengths)
-            return started(works, lambda: result)
-        buffer = block.new_empty(arriving.total)
-        works = all_to_all_rows(group, buffer, row, arriving.lengths, leaving.lengths)
-        return started(works, lambda: arriving.unpack(buffer))
+            works = all_to_all_rows(group, result.view(-1), row, recv_packing.lengths, send_packing.lengths)
+            return make_pending(works, lambda: result)
+        buffer = block.new_empty(recv_packing.total)
+        works = all_to_all_rows(group, buffer, row, recv_packing.lengths, send_packing.lengths)
+        return make_pending(works, lambda: recv_packing.unpack(buffer))
 
-    return issue
+    return issue_transfer
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """A region that one message carries; ``run`` if it is one run of the block's memory."""
+class _MessageRegion:
+    """A region of a block that is one message.
 
-    rank: int  # torch's rank in the group
+    Attributes:
+        rank: rank of the partner in torch's group.
+        run: offset and length of the region in the block's memory if it is contiguous, else None.
+    """
+
+    rank: int
     box: Box
     run: tuple[int, int] | None
 
     def of(self, block: Tensor) -> Tensor:
-        """The region as a row, copied where it is no run."""
+        """Return the region of ``block`` as a row. It is a copy if the region is not contiguous."""
         return region(block, self.box).contiguous().view(-1) if self.run is None else block.view(-1).narrow(0, *self.run)
 
 
-def turns(group: Group, direction: int) -> list[int]:
-    """The other positions in the order in which this one meets them: the next one first, so that not all begin with the same."""
+def peer_order(group: Group, direction: int) -> list[int]:
+    """Return the other group positions in the order in which this one exchanges messages with them.
+
+    It begins with the next position (``direction`` 1) or the previous one (-1), so that the ranks do not all begin with one.
+    """
     return [(group.position + direction * step) % group.size for step in range(1, group.size)]
 
 
-def parts_of(group: Group, boxes: tuple[Box | None, ...], shape: tuple[int, ...], direction: int) -> list[_Part]:
+def list_message_regions(
+    group: Group, boxes: tuple[Box | None, ...], shape: tuple[int, ...], direction: int
+) -> list[_MessageRegion]:
+    """Return the nonempty regions of ``boxes`` (by group position), in the order of :func:`peer_order`."""
     order = group.order or tuple(range(group.size))
-    met = ((order[k], boxes[k]) for k in turns(group, direction))
-    return [_Part(rank, box, run_of(box, shape)) for rank, box in met if box is not None and box.numel]
+    ordered = ((order[k], boxes[k]) for k in peer_order(group, direction))
+    return [_MessageRegion(rank, box, contiguous_run(box, shape)) for rank, box in ordered if box is not None and box.numel]
 
 
 def bind_direct(group: Group, route: Route) -> Issue:
-    """Messages between the ranks that have something for each other; ``group`` may be a part of its process group."""
-    outgoing = parts_of(group, route.sends, route.old, 1)
-    incoming = parts_of(group, route.receives, route.new, -1)
+    """Bind a transfer as messages between the ranks that exchange something. ``group`` may be a part of its process group."""
+    send_regions = list_message_regions(group, route.sends, route.old, 1)
+    recv_regions = list_message_regions(group, route.receives, route.new, -1)
 
-    def issue(x: Tensor) -> Pending[Tensor]:
+    def issue_transfer(x: Tensor) -> Pending[Tensor]:
         block = row_major(x, route.old)
         result = block.new_empty(route.new)
-        targets = [part.of(result) if part.run is not None else block.new_empty(part.box.numel) for part in incoming]
-        receives = [(part.rank, target) for part, target in zip(incoming, targets, strict=True)]
-        works = post(group, receives, [(part.rank, part.of(block)) for part in outgoing], x.device)
+        targets = [
+            message_region.of(result) if message_region.run is not None else block.new_empty(message_region.box.numel)
+            for message_region in recv_regions
+        ]
+        receives = [(message_region.rank, target) for message_region, target in zip(recv_regions, targets, strict=True)]
+        works = exchange_messages(
+            group, receives, [(message_region.rank, message_region.of(block)) for message_region in send_regions], x.device
+        )
         if route.kept is not None:
             old, new = route.kept
             region(result, new).copy_(region(block, old))
 
         def finish() -> Tensor:
-            for part, target in zip(incoming, targets, strict=True):
-                if part.run is None:
-                    region(result, part.box).copy_(target.view(part.box.size))
+            for message_region, target in zip(recv_regions, targets, strict=True):
+                if message_region.run is None:
+                    region(result, message_region.box).copy_(target.view(message_region.box.size))
             return result
 
-        return started(works, finish)
+        return make_pending(works, finish)
 
-    return issue
+    return issue_transfer
 
 
-def _broadcast(group: Group, route: Route) -> Issue:
-    """The block of the one position from which something comes; of this one if nothing does."""
+def _bind_broadcast(group: Group, route: Route) -> Issue:
+    """Bind a broadcast from the position that sends something, which is this one if it receives nothing."""
     source = next((k for k, box in enumerate(route.receives) if box is not None), group.position)
     sender = dist.get_global_rank(group.handle, source if group.order is None else group.order[source])
 
-    def issue(x: Tensor) -> Pending[Tensor]:
-        if not math.prod(route.new):  # gloo waits for ever where it has nothing to send
-            return Pending.of(dense(x) if source == group.position else x.new_empty(route.new))
+    def issue_transfer(x: Tensor) -> Pending[Tensor]:
+        if not math.prod(route.new):  # gloo hangs in a broadcast of no bytes
+            return Pending.of(row_major_copy(x) if source == group.position else x.new_empty(route.new))
         if source != group.position:
             result = torch.empty(route.new, dtype=x.dtype, device=x.device)
-            return started(broadcast(group, flat_bytes(result), sender), lambda: result)
-        given = x.detach()
-        row = row_major(given, route.old)
-        works = broadcast(group, flat_bytes(row), sender)
-        own = dense(row) if row is given else row  # while it travels
-        return started(works, lambda: own)
+            return make_pending(broadcast_row(group, flat_bytes(result), sender), lambda: result)
+        detached = x.detach()
+        row = row_major(detached, route.old)
+        works = broadcast_row(group, flat_bytes(row), sender)
+        result = row_major_copy(row) if row is detached else row  # the copy overlaps with the broadcast
+        return make_pending(works, lambda: result)
 
-    return issue
+    return issue_transfer
 
 
-def _joined(group: Group, shape: tuple[int, ...], dim: int) -> Issue:
-    """A gather of equal blocks, which come one after the other along ``dim``."""
-    whole = math.prod(shape[:dim]) == 1 and group.order is None  # in memory too
-    outcome = (*shape[:dim], shape[dim] * group.size, *shape[dim + 1 :]) if whole else (group.size, *shape)
+def _bind_concat_gather(group: Group, shape: tuple[int, ...], dim: int) -> Issue:
+    """Bind the backend's all-gather of equal blocks, which are concatenated along ``dim``."""
+    is_contiguous = math.prod(shape[:dim]) == 1 and group.order is None  # then concatenated blocks are adjacent in memory
+    result_shape = (*shape[:dim], shape[dim] * group.size, *shape[dim + 1 :]) if is_contiguous else (group.size, *shape)
 
-    def issue(x: Tensor) -> Pending[Tensor]:
+    def issue_transfer(x: Tensor) -> Pending[Tensor]:
         block = row_major(x, shape)
-        result = block.new_empty(outcome)
-        works = all_gather_rows(group, as_row(result), as_row(block))
-        return started(works, (lambda: result) if whole else lambda: torch.cat(group.to_mesh(result.unbind(0)), dim))
+        result = block.new_empty(result_shape)
+        works = all_gather_rows(group, view_as_row(result), view_as_row(block))
+        return make_pending(works, (lambda: result) if is_contiguous else lambda: torch.cat(group.to_mesh(result.unbind(0)), dim))
 
-    return issue
+    return issue_transfer
 
 
-def of_gather(group: Group, route: Route) -> Packing:
-    """The row in which the blocks of all arrive, one's own too."""
+def make_gather_packing(group: Group, route: Route) -> Packing:
+    """Return the packing of the row in which the blocks of all ranks arrive, with the rank's own block."""
     boxes = list(route.receives)
     assert route.kept is not None
     boxes[group.position] = route.kept[1]
     return Packing(tuple(group.to_torch(boxes)), route.new)
 
 
-def _gathered(group: Group, route: Route) -> Issue:
-    arriving = of_gather(group, route)
+def _bind_native_gather(group: Group, route: Route) -> Issue:
+    """Bind the backend's all-gather of equal blocks."""
+    recv_packing = make_gather_packing(group, route)
 
-    def issue(x: Tensor) -> Pending[Tensor]:
+    def issue_transfer(x: Tensor) -> Pending[Tensor]:
         block = row_major(x, route.old)
-        result = block.new_empty(route.new if arriving.whole else arriving.total)
-        works = all_gather_rows(group, as_row(result), as_row(block))
-        return started(works, (lambda: result) if arriving.whole else lambda: arriving.unpack(result))
+        result = block.new_empty(route.new if recv_packing.is_block else recv_packing.total)
+        works = all_gather_rows(group, view_as_row(result), view_as_row(block))
+        return make_pending(works, (lambda: result) if recv_packing.is_block else lambda: recv_packing.unpack(result))
 
-    return issue
+    return issue_transfer
 
 
-def _relayed(group: Group, route: Route) -> Issue:
-    """A gather of rows by way of the first position, which sends to all what has come from all."""
+def _bind_relayed(group: Group, route: Route) -> Issue:
+    """Bind a gather of rows by way of the first position, which collects all rows and sends them to all others."""
     first, *others = group.order or range(group.size)
-    incoming = parts_of(group, route.receives, route.new, -1)
+    recv_regions = list_message_regions(group, route.receives, route.new, -1)
 
-    def issue(x: Tensor) -> Pending[Tensor]:
+    def issue_transfer(x: Tensor) -> Pending[Tensor]:
         row = row_major(x, route.old)
         result = row.new_empty(route.new)
         if group.position:
-            return started(post(group, [(first, result)], [(first, row)], x.device), lambda: result)
-        works = post(group, [(part.rank, part.of(result)) for part in incoming], [], x.device)
+            return make_pending(exchange_messages(group, [(first, result)], [(first, row)], x.device), lambda: result)
+        works = exchange_messages(group, [(part.rank, part.of(result)) for part in recv_regions], [], x.device)
         if route.kept is not None:
             region(result, route.kept[1]).copy_(row)
-        return started(works, lambda: after(post(group, [], [(rank, result) for rank in others], x.device), lambda: result))
+        return make_pending(
+            works, lambda: wait_then(exchange_messages(group, [], [(rank, result) for rank in others], x.device), lambda: result)
+        )
 
-    return issue
+    return issue_transfer

@@ -22,7 +22,7 @@ from ..base.late_binding import before_use
 from ..base.patches import changed
 from ..base.torch_internals import all_operators
 from ..base.tracing import LOOKERS
-from ..ranks.joint_nodes import multi_grad_hook
+from ..ranks.joint_functions import multi_grad_hook
 from ..ranks.per_rank import PerRank
 from ..tensor.dtensor import DTensor
 from ..tensor.views.block_owners import locals_of

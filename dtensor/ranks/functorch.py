@@ -1,4 +1,4 @@
-"""All ranks' tensors behind transforms of ``torch.func``, which see one tensor and know of no ranks."""
+"""Functorch: ``PerRank`` tensors under transforms of ``torch.func``, which wrap all ranks' tensors as one tensor."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from ..base.torch_internals import functorch_active, functorch_unwrapped, is_functorch_wrapped
 
 
-class EachRank(torch.autograd.Function):
-    """All ranks' tensors, which a transform hides as one -> one per rank, each under the transform."""
+class SplitRanks(torch.autograd.Function):
+    """Autograd function from a ``PerRank`` that transforms have wrapped to a tensor for each rank, each under the transforms."""
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
@@ -20,7 +20,9 @@ class EachRank(torch.autograd.Function):
 
     @staticmethod
     def forward(*given: Tensor) -> Any:
-        raise AssertionError("below all transforms nothing is recorded here: the ranks' tensors have graphs of their own")
+        raise AssertionError(
+            "SplitRanks and JoinRanks run only under torch.func transforms; below them the ranks' tensors have their own graphs"
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -28,26 +30,28 @@ class EachRank(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor) -> Any:
-        return EachRank.apply(tangent)
+        return SplitRanks.apply(tangent)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor) -> Any:
-        found = EachRank.apply(x)
-        return found, (in_dims[0],) * len(found)
+        shards = SplitRanks.apply(x)
+        return shards, (in_dims[0],) * len(shards)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return AsOne.apply(ctx.kind, *grads)
+        return JoinRanks.apply(ctx.kind, *grads)
 
 
-class AsOne(torch.autograd.Function):
-    """One tensor per rank, each under a transform -> one that hides them all: the inverse of :class:`EachRank`."""
+class JoinRanks(torch.autograd.Function):
+    """Autograd function from a tensor for each rank, each under transforms, to one wrapped ``PerRank``: the inverse of
+    :class:`SplitRanks`.
+    """
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
         return super().apply(*args) if functorch_active() else args[0](args[1:])
 
-    forward = EachRank.forward
+    forward = SplitRanks.forward
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -55,38 +59,41 @@ class AsOne(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Tensor) -> Any:
-        return AsOne.apply(ctx.kind, *tangents)
+        return JoinRanks.apply(ctx.kind, *tangents)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, kind: Any, *shards: Tensor) -> Any:
         pairs = list(zip(shards, in_dims[1:], strict=True))
         size = [*next(shard.movedim(dim, 0) for shard, dim in pairs if dim is not None).shape]
-        return AsOne.apply(kind, *(x.expand(size) if dim is None else x.movedim(dim, 0) for x, dim in pairs)), 0
+        return JoinRanks.apply(kind, *(x.expand(size) if dim is None else x.movedim(dim, 0) for x, dim in pairs)), 0
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, *EachRank.apply(grad)
+        return None, *SplitRanks.apply(grad)
 
 
 def seen(x: Any) -> Any:
-    """What ``x`` is below all transforms of ``torch.func``."""
+    """Return ``x`` without the wrappers of ``torch.func`` transforms."""
     while is_functorch_wrapped(x):
         x = functorch_unwrapped(x)
     return x
 
 
 def each_rank(x: Any) -> Any:
-    """``x``; as a ``PerRank`` where transforms hide that it is one."""
+    """Return ``x``, as a ``PerRank`` of wrapped tensors if transforms have wrapped a ``PerRank``."""
     if not is_functorch_wrapped(x):
         return x
-    found = seen(x)
-    return type(found)(EachRank.apply(x)) if hasattr(found, "shards") else x
+    inner = seen(x)
+    return type(inner)(SplitRanks.apply(x)) if hasattr(inner, "shards") else x
 
 
 def as_one(shards: Sequence[Tensor], kind: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
-    """The ranks' tensors as one of ``kind``; where transforms stand above them, it stands below: they look for one in a result.
-    Ragged ones cannot be hidden."""
+    """Return the ranks' tensors as one tensor of ``kind``. Under transforms it is below their wrappers, since they search results
+    for wrapped tensors.
+
+    Ragged tensors cannot be wrapped, so they are returned as ``kind`` of wrapped tensors.
+    """
     if functorch_active() and any(map(is_functorch_wrapped, shards)) and len({shard.shape for shard in shards}) == 1:
-        hidden: Tensor = AsOne.apply(kind, *shards)
-        return hidden
+        wrapped: Tensor = JoinRanks.apply(kind, *shards)
+        return wrapped
     return kind(shards)

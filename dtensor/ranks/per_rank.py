@@ -1,11 +1,11 @@
 """``PerRank``: the local tensors of all ranks of an in-process mesh, as one ``torch.Tensor``.
 
-Every torch function runs once per rank on that rank's own tensor, so shapes may be ragged and each rank has its own
-autograd graph. This happens in ``__torch_function__``, above autograd. Where torch has that switched off (inside
-another subclass's ``__torch_dispatch__``) the same mapping happens in ``__torch_dispatch__``; the wrapper itself has
-neither storage nor sizes, so nothing can read it instead of the ranks' tensors.
+Each torch function runs once per rank on the rank's own tensor, so shapes may be ragged, and each rank has its own autograd
+graph. This happens in ``__torch_function__``, above autograd. If torch has disabled that (inside ``__torch_dispatch__`` of
+another subclass), the same mapping happens in ``__torch_dispatch__``. The wrapper itself has neither storage nor sizes, so no
+code can read it instead of the ranks' tensors.
 
-One thing torch keeps from us: ``torch.autograd.Function.apply`` is no torch function; see ``autograd_function_hook.py``.
+``torch.autograd.Function.apply`` is not a torch function; see ``autograd_function.py``.
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ from ..base.tensor_tree import leaves, like
 from ..base.torch_internals import OpOverload, functorch_active, make_wrapper_subclass
 from ..errors import LayoutError, MeshError, MixedTensorError, PlacementError
 from .functorch import each_rank
-from .rank_values import _EACH_RANK, RankNumber, RankValues, agreed
-from .run_mode import OF_EACH_RANK
-from .shared_reads import UsedByRanks
-from .shared_writes import refuse_writes_to_dtensors, write_back, written_tensors
+from .rank_values import RUN_PER_RANK, RankNumber, RankValues, agreed
+from .run_mode import NOT_COMPILED
+from .write_result import ReplicateToRanks, check_no_dtensor_written, list_written_tensors, write_equal_shards
 
 
 class PerRank(Tensor):
-    """One tensor per rank of an in-process mesh, in ``.shards``; make it with :func:`per_rank`.
+    """Tensors of all ranks of an in-process mesh, in ``.shards``. Make it with :func:`per_rank`.
 
-    Functions map over ranks; other arguments are shared. Tensors come back as ``PerRank``; a Python value (``.shape``,
-    ``.item()``, ``bool()``) is the common one. No communication.
+    Functions run once per rank; other arguments are shared. Tensor results are ``PerRank``. A Python result (``.shape``,
+    ``.item()``, ``bool()``) is the value that all ranks have. No communication.
 
     Raises:
         LayoutError: a Python value that differs between ranks (``.shape`` of ragged shards, ``.item()`` of unequal ones).
@@ -54,40 +53,40 @@ class PerRank(Tensor):
         shards = tuple(shards)
         if not shards or any(not isinstance(shard, Tensor) or isinstance(shard, PerRank) for shard in shards):
             raise PlacementError("per_rank takes one plain tensor per rank: per_rank([tensor_of_rank_0, tensor_of_rank_1, ...])")
-        made = _holding(shards)
-        return handed_out(made) if any(shard.requires_grad for shard in shards) else made
+        x = _make_per_rank(shards)
+        return handed_out(x) if any(shard.requires_grad for shard in shards) else x
 
     def __init__(self, shards: Iterable[Tensor]) -> None:
         pass
 
     @property
-    def is_cpu(self) -> bool:  # type: ignore[override]  # asked at each operation: not through all ranks
+    def is_cpu(self) -> bool:  # type: ignore[override]  # torch reads it at each operation, so only the first rank is asked
         return self.shards[0].is_cpu
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_dynamo_compiling():
-            torch_internals.graph_break(msg=OF_EACH_RANK)
-        joint = _JOINT.get(func)
+            torch_internals.graph_break(msg=NOT_COMPILED)
+        joint = JOINT_FUNCTIONS.get(func)
         return over_ranks(func, args, kwargs or {}) if joint is None else joint(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub declares the disabled one
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        joint = _JOINT.get(func)
+        joint = JOINT_FUNCTIONS.get(func)
         if joint is not None:
             return joint(*args, **(kwargs or {}))
         for x in args:
             if type(x) is PerRank and x.shards[0].requires_grad and torch.is_grad_enabled():
-                return recorded_again(func, args, kwargs or {})
+                return rerun_with_autograd(func, args, kwargs or {})
         return over_ranks(func, args, kwargs or {})
 
     def backward(
         self, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
     ) -> None:
-        """Gradients of the sum over ranks: every rank's tensor is a root of one joint backward pass."""
-        _JOINT[torch.autograd.backward](
+        """Compute the gradients of the sum over ranks: each rank's tensor is a root of one joint backward pass."""
+        JOINT_FUNCTIONS[torch.autograd.backward](
             [self], None if gradient is None else [gradient], retain_graph, create_graph, inputs=inputs
         )
 
@@ -97,23 +96,23 @@ class PerRank(Tensor):
 
     def __format__(self, spec: str) -> str:
         texts = [format(shard, spec) for shard in self.shards]
-        alike = len(set(texts)) == 1
-        return texts[0] if alike else "[" + ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts)) + "]"
+        is_equal = len(set(texts)) == 1
+        return texts[0] if is_equal else "[" + ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts)) + "]"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PerRank:
-        made = PerRank(copy.deepcopy(shard, memo) for shard in self.shards)
+        copied = PerRank(copy.deepcopy(shard, memo) for shard in self.shards)
         if getattr(self, "_is_param", False):
-            made._is_param = True  # what isinstance(x, nn.Parameter) looks at
-        return made
+            copied._is_param = True  # isinstance(x, nn.Parameter) reads this attribute
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return per_rank, (list(self.shards),)
 
 
 def per_rank(tensors: Sequence[Tensor]) -> PerRank:
-    """A :class:`PerRank` of ``tensors``, one for each member of the mesh's root in order; shapes may differ.
+    """Return a :class:`PerRank` of ``tensors``, one for each rank of the mesh's root in order. Shapes may differ.
 
-    No communication. Raises ``PlacementError`` for what is no plain tensor.
+    No communication. Raises ``PlacementError`` if an element is not a plain tensor.
 
     >>> (per_rank([torch.tensor([0.0, 1.0]), torch.tensor([2.0])]) + 1).shards[1]
     tensor([3.])
@@ -122,157 +121,168 @@ def per_rank(tensors: Sequence[Tensor]) -> PerRank:
 
 
 def handed_out(local: Any) -> Any:
-    """``local``, which a program is given; what such tensors need of torch is prepared where it holds those of all ranks."""
+    """Return ``local``, a local value that the program gets. If it is a ``PerRank``, prepare torch for it first."""
     if type(local) is PerRank:
-        expected()
+        prepare_torch()
     return local
 
 
-def expected() -> None:
-    """Prepare what tensors of all ranks need of torch: a program is given some, or its modules will make some."""
-    for prepare in _BEFORE:
+def prepare_torch() -> None:
+    """Apply the patches of torch that ``PerRank`` tensors need, before a program gets such tensors."""
+    for prepare in SETUP_HOOKS:
         prepare()
 
 
-def recorded_again(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What a transform has hidden comes here below autograd, which saw no graph: the ranks' tensors have them."""
+def rerun_with_autograd(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run ``func`` once per rank with autograd enabled.
+
+    Under a torch.func transform a hidden ``PerRank`` reaches this point below autograd, which saw no graph: the ranks' tensors
+    have the graphs.
+    """
     with seen_by_autograd():
         return over_ranks(func, args, kwargs)
 
 
 def shards_of(local: Any) -> tuple[Tensor, ...]:
-    """The tensors of a local, one per member held here."""
+    """Return the tensors of a local value, one for each member held here."""
     return local.shards if isinstance(local, PerRank) else (local,)
 
 
 # --- mapping over ranks ----------------------------------------------------------------------------------------------
 def over_ranks(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """``func`` on each rank's part of the arguments; an argument written in place comes back as itself."""
-    rows = None if kwargs else _rows(args)
+    """Return the results of ``func`` on each rank's part of the arguments, merged. An argument written in place is returned
+    itself.
+    """
+    rows = None if kwargs else _arguments_by_rank(args)
     if rows is not None:
         results = [func(*own) for own in rows]
         first = args[0].shards[0] if type(args[0]) is PerRank else None
         if type(results[0]) is Tensor and results[0] is not first and all(type(x) is Tensor for x in results):
-            return _holding(tuple(results))
+            return _make_per_rank(tuple(results))
     else:
         count = count_ranks((args, kwargs))
-        refuse_writes_to_dtensors(func, args, kwargs)
-        targets = [(x, _copies(x, count)) for x in written_tensors(func, args, kwargs)]
+        check_no_dtensor_written(func, args, kwargs)
+        targets = [(x, _clone_for_ranks(x, count)) for x in list_written_tensors(func, args, kwargs)]
         if targets:
-            args, kwargs = _replaced(args, targets), _replaced(kwargs, targets)
-        args, kwargs = _each_its_own(args, count), {name: _its_own(value, count) for name, value in kwargs.items()}
-        results = [func(*own, **named) for own, named in parts(args, kwargs, count)]
+            args, kwargs = _replace_items(args, targets), _replace_items(kwargs, targets)
+        args, kwargs = _own_copies(args, count), {name: _own_copy(value, count) for name, value in kwargs.items()}
+        results = [func(*own, **named) for own, named in split_arguments(args, kwargs, count)]
         for x, copies in targets:
-            write_back(x, copies.shards)
+            write_equal_shards(x, copies.shards)
         written = [(copies.shards[0], x) for x, copies in targets]
         if any(item is own for item in leaves(results[0]) for own, _ in written):
-            return _replaced(results[0], written)  # the plain tensors themselves are the result
+            return _replace_items(results[0], written)  # the function returns the plain tensors to which it wrote
     if isinstance(results[0], Tensor):
         if hasattr(results[0], "_layout"):
-            what = f"{_name_of(func)} mixes a DTensor with a tensor of each rank's own"
-            raise MixedTensorError(f"{what}; to a loss of each rank's part of a batch add penalty.full_tensor()")
+            what = f"{_describe_function(func)} mixes a DTensor with a PerRank tensor"
+            raise MixedTensorError(f"{what}. To add a DTensor to a PerRank loss, write loss + penalty.full_tensor()")
         for arg in (*args[:1], *kwargs.values()):
             if isinstance(arg, PerRank) and results[0] is arg.shards[0] and all(map(operator.is_, results, arg.shards)):
                 return arg
-    return merge(results, lambda values: agreed(values, _name_of(func)), ragged=False)
+    return merge_results(results, lambda values: agreed(values, _describe_function(func)), ragged=False)
 
 
-def _rows(args: Sequence[Any]) -> Sequence[Sequence[Any]] | None:
-    """For each rank its arguments, where the first is a ``PerRank``, or begins with one, and the others are that, the same for
-    all ranks, or lists of these."""
-    first = args[0] if args else None
-    while type(first) in _LISTS and first:
-        first = first[0]
-    return _plain_column(args, len(first.shards)) if type(first) is PerRank else None
+def _arguments_by_rank(args: Sequence[Any]) -> Sequence[Sequence[Any]] | None:
+    """Return the arguments of each rank, in the simple case; else None.
+
+    The first argument, or its first element, must be a ``PerRank``. The others must be ``PerRank``, Python numbers, or lists of
+    these.
+    """
+    innermost = args[0] if args else None
+    while type(innermost) in _LIST_TYPES and innermost:
+        innermost = innermost[0]
+    return _simple_column(args, len(innermost.shards)) if type(innermost) is PerRank else None
 
 
-def _plain_column(arg: Any, count: int) -> Sequence[Any] | None:
-    """What each rank has of an argument; None: it may be of the kinds that need care (plain tensors, numbers of each rank)."""
+def _simple_column(arg: Any, count: int) -> Sequence[Any] | None:
+    """Return what each rank has of an argument; None if it needs a closer look (plain tensors, ``RankNumber``)."""
     kind = type(arg)
     if kind is PerRank and len(arg.shards) == count:
-        own: tuple[Any, ...] = arg.shards
-        return own
-    if kind in _SHARED:
+        shards: tuple[Any, ...] = arg.shards
+        return shards
+    if kind in _SHARED_TYPES:
         return (arg,) * count
-    if kind not in _LISTS:
+    if kind not in _LIST_TYPES:
         return None
-    columns = [() if type(item) is int else _plain_column(item, count) for item in arg]
+    columns = [() if type(item) is int else _simple_column(item, count) for item in arg]
     if not any(columns):
         return None if None in columns else (arg,) * count
-    whole = [column or (item,) * count for column, item in zip(columns, arg, strict=True) if column is not None]
-    return [kind(row) for row in zip(*whole, strict=True)] if len(whole) == len(arg) else None
+    full_columns = [column or (item,) * count for column, item in zip(columns, arg, strict=True) if column is not None]
+    return [kind(row) for row in zip(*full_columns, strict=True)] if len(full_columns) == len(arg) else None
 
 
-def _each_its_own(values: Sequence[Any], count: int) -> list[Any]:
-    return [_its_own(value, count) for value in values]
+def _own_copies(values: Sequence[Any], count: int) -> list[Any]:
+    return [_own_copy(value, count) for value in values]
 
 
-def _its_own(value: Any, count: int) -> Any:
-    """A plain tensor that all ranks use, as each rank's own where gradients are recorded: see ``UsedByRanks``."""
+def _own_copy(value: Any, count: int) -> Any:
+    """Return ``value``, with each plain tensor that records gradients as a ``PerRank`` of copies, see ``ReplicateToRanks``."""
     kind = type(value)
     if kind is Tensor and functorch_active() and isinstance(value := each_rank(value), PerRank):
         return value
     if (kind is Tensor or kind is nn.Parameter) and value.requires_grad and torch.is_grad_enabled():
-        return PerRank(UsedByRanks.apply(value, count))
-    return kind(_each_its_own(value, count)) if kind is list or kind is tuple else value
+        return PerRank(ReplicateToRanks.apply(value, count))
+    return kind(_own_copies(value, count)) if kind is list or kind is tuple else value
 
 
-def _copies(x: Tensor, count: int) -> PerRank:
-    own = _its_own(x, count)
-    return PerRank(shard.clone() for shard in (own.shards if isinstance(own, PerRank) else (x,) * count))
+def _clone_for_ranks(x: Tensor, count: int) -> PerRank:
+    copies = _own_copy(x, count)
+    return PerRank(shard.clone() for shard in (copies.shards if isinstance(copies, PerRank) else (x,) * count))
 
 
-def _replaced(value: Any, targets: Sequence[tuple[Any, Any]]) -> Any:
-    """``value`` with the second of each pair for the first."""
+def _replace_items(value: Any, targets: Sequence[tuple[Any, Any]]) -> Any:
+    """Return ``value`` with each occurrence of the first object of a pair replaced by the second one."""
     for old, new in targets:
         if value is old:
             return new
     if isinstance(value, dict):
-        return {name: _replaced(item, targets) for name, item in value.items()}
-    return like(value, [_replaced(item, targets) for item in value]) if isinstance(value, (list, tuple)) else value
+        return {name: _replace_items(item, targets) for name, item in value.items()}
+    return like(value, [_replace_items(item, targets) for item in value]) if isinstance(value, (list, tuple)) else value
 
 
-_SHARED = frozenset((int, float, bool, complex, type(None), torch.dtype))
-_LISTS = (list, tuple)
-ALONE = _SHARED | {Tensor, OpOverload, str}  # values of these types have no part for each rank
+_SHARED_TYPES = frozenset((int, float, bool, complex, type(None), torch.dtype))
+_LIST_TYPES = (list, tuple)
+ALONE = _SHARED_TYPES | {Tensor, OpOverload, str}  # types of values that contain no ``PerRank``
 
 
-def _holding(shards: tuple[Tensor, ...]) -> PerRank:
-    made: PerRank = make_wrapper_subclass(
+def _make_per_rank(shards: tuple[Tensor, ...]) -> PerRank:
+    x: PerRank = make_wrapper_subclass(
         PerRank, (), dtype=shards[0].dtype, device=shards[0].device, dispatch_sizes_strides_policy="sizes"
     )
-    made.shards = shards
-    return made
+    x.shards = shards
+    return x
 
 
-def parts(args: Sequence[Any], kwargs: dict[str, Any], count: int) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """For each of ``count`` ranks its arguments."""
-    rows = zip(*[_column(arg, count) for arg in args], strict=True) if args else repeat((), count)
+def split_arguments(args: Sequence[Any], kwargs: dict[str, Any], count: int) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Return an iterator over the (args, kwargs) of each of ``count`` ranks."""
+    rows = zip(*[_values_by_rank(arg, count) for arg in args], strict=True) if args else repeat((), count)
     if not kwargs:
         return zip(rows, repeat({}, count), strict=True)
-    columns = [_column(value, count) for value in kwargs.values()]
-    named = (dict(zip(kwargs, row, strict=True)) for row in zip(*columns, strict=True))
-    return zip(rows, named, strict=True)
+    columns = [_values_by_rank(value, count) for value in kwargs.values()]
+    kwargs_by_rank = (dict(zip(kwargs, row, strict=True)) for row in zip(*columns, strict=True))
+    return zip(rows, kwargs_by_rank, strict=True)
 
 
-def _column(value: Any, count: int) -> Iterable[Any]:
-    """``value`` as each of ``count`` ranks has it."""
+def _values_by_rank(value: Any, count: int) -> Iterable[Any]:
+    """Return ``value`` as each of ``count`` ranks has it."""
     if isinstance(value, PerRank):
         return value.shards
-    return [pick(value, rank) for rank in range(count)] if isinstance(value, _HOLDERS) else repeat(value, count)
+    return [select_rank(value, rank) for rank in range(count)] if isinstance(value, _CONTAINER_TYPES) else repeat(value, count)
 
 
-def _name_of(func: Any) -> str:
-    of = func.__self__ if getattr(func, "__name__", "") == "__get__" else func  # a property such as Tensor.shape
-    name = getattr(of, "__name__", str(of))
+def _describe_function(func: Any) -> str:
+    target = (
+        func.__self__ if getattr(func, "__name__", "") == "__get__" else func
+    )  # the getter of a property such as Tensor.shape
+    name = getattr(target, "__name__", str(target))
     return f"`{name}` of a PerRank tensor"
 
 
 def count_ranks(value: Any, expected: int = 0) -> int:
-    """How many ranks the values of each rank inside ``value`` have (``expected``, or 0, if there are none).
+    """Return the number of ranks of the per-rank values in ``value``; ``expected``, or 0, if there are none.
 
     Raises:
-        MeshError: not all the same number.
+        MeshError: per-rank values with different numbers of ranks.
     """
     if isinstance(value, (PerRank, RankValues, RankNumber)):
         count = len(value if isinstance(value, RankValues) else value.values if isinstance(value, RankNumber) else value.shards)
@@ -281,19 +291,19 @@ def count_ranks(value: Any, expected: int = 0) -> int:
                 f"a value of {count} ranks and one of {expected} ranks cannot be combined: they belong to different meshes"
             )
         return count
-    for item in _items(value):
+    for item in _list_items(value):
         if type(item) is PerRank and len(item.shards) == expected:
             continue
-        if isinstance(item, _INSIDE):
+        if isinstance(item, _SEARCHED_TYPES):
             expected = count_ranks(item, expected)
     return expected
 
 
-_HOLDERS = (list, tuple, dict, slice, RankNumber)  # RankValues is a tuple
-_INSIDE = (PerRank, *_HOLDERS)
+_CONTAINER_TYPES = (list, tuple, dict, slice, RankNumber)  # RankValues is a tuple
+_SEARCHED_TYPES = (PerRank, *_CONTAINER_TYPES)
 
 
-def _items(value: Any) -> Iterable[Any]:
+def _list_items(value: Any) -> Iterable[Any]:
     if isinstance(value, (list, tuple)):
         return value
     if isinstance(value, dict):
@@ -301,39 +311,40 @@ def _items(value: Any) -> Iterable[Any]:
     return (value.start, value.stop, value.step) if isinstance(value, slice) else ()
 
 
-def pick(value: Any, rank: int) -> Any:
-    """``value`` with one rank's part of every value of each rank in it; itself where there is none."""
+def select_rank(value: Any, rank: int) -> Any:
+    """Return ``value`` with the part of one rank in place of each per-rank value; ``value`` itself if there is none."""
     if isinstance(value, PerRank):
         return value.shards[rank]
     if isinstance(value, RankValues):
         return value[rank]
-    if not isinstance(value, _HOLDERS):
+    if not isinstance(value, _CONTAINER_TYPES):
         return value
     if isinstance(value, RankNumber):
         return value.values[rank]
-    items = list(_items(value))
-    picked = [pick(item, rank) for item in items]
-    if all(map(operator.is_, items, picked)):
+    items = list(_list_items(value))
+    selected = [select_rank(item, rank) for item in items]
+    if all(map(operator.is_, items, selected)):
         return value
     if isinstance(value, dict):
-        return dict(zip(value, picked, strict=True))
-    return slice(*picked) if isinstance(value, slice) else like(value, picked)
+        return dict(zip(value, selected, strict=True))
+    return slice(*selected) if isinstance(value, slice) else like(value, selected)
 
 
-def merge(results: list[Any], leaf: Callable[[list[Any]], Any], ragged: bool = True) -> Any:
-    """One value for the ranks' ``results``: tensors become ``PerRank``, sequences holding tensors are transposed.
+def merge_results(results: list[Any], leaf: Callable[[list[Any]], Any], ragged: bool = True) -> Any:
+    """Return the results of all ranks as one value: tensors as ``PerRank``, a sequence for sequences with tensors.
 
-    What is neither goes through ``leaf``; sequences of different lengths too, where they may be ``ragged``.
+    Other values go through ``leaf``. Sequences of different lengths do too if they may be ``ragged``; else they raise
+    LayoutError.
     """
     first = results[0]
     if first is None and all(result is None for result in results):
         return None
     if isinstance(first, Tensor) and all(isinstance(result, Tensor) for result in results):
         return PerRank(results)
-    if isinstance(first, (list, tuple)) and any(_holds_tensor(result) for result in results):
+    if isinstance(first, (list, tuple)) and any(_contains_tensor(result) for result in results):
         if len({(type(result), len(result)) for result in results}) == 1:
             columns = zip(*results, strict=True)
-            return like(first, [merge(list(column), leaf, ragged) for column in columns])
+            return like(first, [merge_results(list(column), leaf, ragged) for column in columns])
         if not ragged:
             raise LayoutError(
                 f"the results of the ranks have different lengths, {[len(result) for result in results]}, and "
@@ -343,12 +354,21 @@ def merge(results: list[Any], leaf: Callable[[list[Any]], Any], ragged: bool = T
     return first if isinstance(first, (list, tuple)) and not first and not any(results) else leaf(results)
 
 
-def _holds_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor) or (isinstance(value, (list, tuple)) and any(map(_holds_tensor, value)))
+def _contains_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, (list, tuple)) and any(map(_contains_tensor, value)))
 
 
-_JOINT: dict[Any, Callable[..., Any]] = {}  # what does not simply run once per rank; see ``joint_autograd.py``
-_BEFORE: list[Callable[[], None]] = [
-    in_use
-]  # what has to be set up where programs meet such tensors; see ``autograd_function_hook.py``
-_EACH_RANK.append(PerRank.__torch_function__)
+JOINT_FUNCTIONS: dict[Any, Callable[..., Any]] = {}  # functions that run once for all ranks, see ``joint_functions.py``
+# Called before a program gets its first ``PerRank`` tensor: they patch torch, see ``autograd_function.py``.
+SETUP_HOOKS: list[Callable[[], None]] = [in_use]
+RUN_PER_RANK.append(PerRank.__torch_function__)
+
+
+def each_shard(fn: Callable[..., Tensor], local: Any, *rest: Any) -> Any:
+    """Return the local value with ``fn(shard, *rest)`` for each shard of ``local``."""
+    return PerRank(fn(shard, *rest) for shard in local.shards) if isinstance(local, PerRank) else fn(local, *rest)
+
+
+def reordered(local: Any, order: Sequence[int]) -> Any:
+    """Return ``local`` with the shards at these positions; a local value of one rank unchanged."""
+    return PerRank(local.shards[k] for k in order) if isinstance(local, PerRank) else local

@@ -1,11 +1,12 @@
 """Rank runs: the runs of one function for each rank of this process, kept as independent as runs in processes.
 
-``map_ranks`` calls the function once per rank. Processes would each have their own plain tensors, gradients and generators. Here
-the runs share them, so three rules hold for what exists outside of the function:
+``map_ranks`` calls the function once per rank. Processes would each have their own plain tensors, gradients and generators.
+Here the runs share them, so three rules hold for what exists outside of the function:
 
-- a plain tensor that a run reads is that rank's own copy: its gradient is what each rank finds, see :class:`UsedByRanks`;
-- a tensor that one run wrote to (in place, or by accumulating its gradient) may not be used by the run of another rank;
-- every run starts from the same state of the random generators, which are left as the first run leaves them.
+- A plain tensor that a run reads is that rank's own copy: its gradient is the one that each rank computes, see
+  :class:`ReplicateToRanks`.
+- A tensor that one run wrote to (in place, or by accumulating its gradient) may not be used by the run of another rank.
+- Each run starts from the same state of the random generators. Afterwards they have the state in which the first run left them.
 
 Python objects (lists, counters) are shared by all runs: torch does not see writes to them.
 """
@@ -39,12 +40,11 @@ from ..errors import LayoutError
 from .per_rank import PerRank, shards_of
 from .rank_values import RankValues
 from .run_mode import RunMode
-from .shared_reads import UsedByRanks
-from .shared_writes import is_plain, statistics_written, written_tensors
+from .write_result import ReplicateToRanks, is_plain, list_written_statistics, list_written_tensors
 
-_ACCUMULATING = (Tensor.backward, torch.autograd.backward)
-_AS_GIVEN = (  # calls that concern the tensor object itself, and compute nothing from it
-    *_ACCUMULATING,
+_BACKWARD_FUNCTIONS = (Tensor.backward, torch.autograd.backward)
+_OBJECT_FUNCTIONS = (  # functions of the tensor object itself, which compute nothing from its values
+    *_BACKWARD_FUNCTIONS,
     torch.autograd.grad,
     Tensor.register_hook,
     Tensor.register_post_accumulate_grad_hook,
@@ -52,8 +52,10 @@ _AS_GIVEN = (  # calls that concern the tensor object itself, and compute nothin
     Tensor.__deepcopy__,
     Tensor.__reduce_ex__,
 )
-_VIEWS = [vars(TensorBase)[name].__get__ for name in ("T", "mT", "H", "mH", "real", "imag")]  # attributes that are computed
-_PRUNED = 4096  # entries of a table of memories, at which those of freed memories are first dropped
+_COMPUTED_ATTRIBUTES = [
+    vars(TensorBase)[name].__get__ for name in ("T", "mT", "H", "mH", "real", "imag")
+]  # attributes that return new tensors
+_PRUNE_ENTRIES = 4096  # number of entries at which entries of freed storages are first removed
 
 
 class RankRuns:
@@ -61,32 +63,32 @@ class RankRuns:
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._count = count
-        self._writers, self._makers = _Memories(), _Memories()
-        # by id of a plain tensor: it, its state, and the copy of each rank
+        self._writers, self._makers = _StorageRanks(), _StorageRanks()
+        # by id of a plain tensor: the tensor, its state, and the copy of each rank
         self._copies: dict[int, tuple[Tensor, Any, Sequence[Tensor]]] = {}
-        self._streams: dict[Any, _Stream] = {
-            "random": _Stream(random.getstate, random.setstate),
-            "numpy": _Stream(np.random.get_state, np.random.set_state),
+        self._streams: dict[Any, _RandomStream] = {
+            "random": _RandomStream(random.getstate, random.setstate),
+            "numpy": _RandomStream(np.random.get_state, np.random.set_state),
         }
         for generator in {default_generator(torch.device("cpu")), default_generator(device)}:
             self._watch_generator(generator)
 
     @contextmanager
     def run(self, rank: int) -> Iterator[None]:
-        """Treat the calls inside as those of ``rank``."""
+        """Run the body of the ``with`` statement as the run of ``rank``."""
         for stream in self._streams.values():
             stream.restart()
-        before, _RUNNING.run = _RUNNING.run, (self, rank)
+        before, _ACTIVE_RUN.run = _ACTIVE_RUN.run, (self, rank)
         try:
             with RunMode(partial(self.follow, rank)):
                 yield
         finally:
-            _RUNNING.run = before
+            _ACTIVE_RUN.run = before
         for stream in self._streams.values():
             stream.finish()
 
     def separated(self, value: Any) -> Any:
-        """Return what the runs returned, with memory of its own for each rank where several ranks returned the same."""
+        """Return the results of the runs. If several ranks returned one tensor, each gets a copy of its own."""
         if isinstance(value, PerRank):
             shards = value.shards
             shared = [_is_shared(x, shards[:k] + shards[k + 1 :]) for k, x in enumerate(shards)]
@@ -102,60 +104,60 @@ class RankRuns:
         """Return ``func(*args, **kwargs)``, which the run of ``rank`` calls.
 
         Raises:
-            LayoutError: it uses a tensor that another rank's run wrote to, or writes to one that another rank's run has.
+            LayoutError: it uses a tensor to which another rank's run wrote, or writes to a tensor of another rank's run.
         """
-        given = [*leaves((args, kwargs))]
-        for value in given:
+        values = [*leaves((args, kwargs))]
+        for value in values:
             if isinstance(value, torch.Generator):
                 self._watch_generator(value)
-        used = _tensors(given)
-        if func in _ACCUMULATING:
+        used = _list_tensors(values)
+        if func in _BACKWARD_FUNCTIONS:
             used += _leaves_below(used)
-        memories = [_memories(x) for x in used]
-        for x in _joined(memories):
+        storages_of_used = [_storage_tensors(x) for x in used]
+        for x in _concat_lists(storages_of_used):
             self._check_use(rank, x)
-        states = [_state(x) for x in used]
-        targets, uncounted = written_tensors(func, args, kwargs), statistics_written(func, args, kwargs)
-        accessor = getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
-        if torch.is_grad_enabled() and func not in _AS_GIVEN and (not accessor or func in _VIEWS):
-            args, kwargs = mapped(lambda x: x if _among(x, targets) else self.own_copy(rank, x), (args, kwargs))
+        states = [_write_state(x) for x in used]
+        targets, statistics = list_written_tensors(func, args, kwargs), list_written_statistics(func, args, kwargs)
+        is_accessor = getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
+        if torch.is_grad_enabled() and func not in _OBJECT_FUNCTIONS and (not is_accessor or func in _COMPUTED_ATTRIBUTES):
+            args, kwargs = mapped(lambda x: x if _is_among(x, targets) else self.own_copy(rank, x), (args, kwargs))
         result = func(*args, **kwargs)
-        for x, own, state in zip(used, memories, states, strict=True):
-            if _state(x) != state or _among(x, uncounted) or (x.is_inference() and _among(x, targets)):
-                for memory in own:
-                    self._add_write(rank, memory)
-        if not accessor:
-            before = {_key(x) for x in _joined(memories)}
-            for x in _joined(map(_memories, _tensors(leaves(result)))):
-                if _key(x) not in before:
+        for x, storages, state in zip(used, storages_of_used, states, strict=True):
+            if _write_state(x) != state or _is_among(x, statistics) or (x.is_inference() and _is_among(x, targets)):
+                for storage in storages:
+                    self._add_write(rank, storage)
+        if not is_accessor:
+            known_keys = {_storage_key(x) for x in _concat_lists(storages_of_used)}
+            for x in _concat_lists(map(_storage_tensors, _list_tensors(leaves(result)))):
+                if _storage_key(x) not in known_keys:
                     self._add_made(rank, x)
         return result
 
     def _watch_generator(self, generator: torch.Generator) -> None:
-        """Have the runs of later ranks start from the state that ``generator`` has now."""
+        """Make the runs of later ranks start from the present state of ``generator``."""
         if generator not in self._streams:
-            self._streams[generator] = _Stream(lambda: state_now(generator), lambda state: go_to(generator, state))
+            self._streams[generator] = _RandomStream(lambda: state_now(generator), lambda state: go_to(generator, state))
 
     def _check_use(self, rank: int, x: Tensor) -> None:
-        """Raise LayoutError if the run of another rank wrote to ``x``, which it did not make itself."""
+        """Raise LayoutError if the run of another rank wrote to ``x``, unless this rank's run made ``x``."""
         writer = self._writers.rank_of(x)
         if writer not in (None, rank, self._makers.rank_of(x)):
-            raise LayoutError(_conflict(rank, x, writer))
+            raise LayoutError(_format_conflict(rank, x, writer))
 
     def _add_write(self, rank: int, x: Tensor) -> None:
-        """Record that the run of ``rank`` wrote to ``x``; raise LayoutError if another rank's run made it or wrote to it."""
+        """Record a write to ``x`` in the run of ``rank``. Raise LayoutError if another rank's run made it or wrote to it."""
         for other in (self._writers.rank_of(x), self._makers.rank_of(x)):
             if other not in (None, rank):
-                raise LayoutError(_conflict(rank, x, other))
+                raise LayoutError(_format_conflict(rank, x, other))
         self._writers.add(rank, x)
 
     def _add_made(self, rank: int, x: Tensor) -> None:
-        """Record that the run of ``rank`` made the memory of ``x``."""
+        """Record that the run of ``rank`` made the storage of ``x``."""
         if self._makers.rank_of(x) is None:
             self._makers.add(rank, x)
 
     def own_copy(self, rank: int, x: Tensor) -> Tensor:
-        """Return the copy of ``x`` that ``rank`` differentiates; ``x`` itself where there is nothing to separate."""
+        """Return the copy of ``x`` that ``rank`` differentiates; ``x`` itself if no copy is needed."""
         if (
             not is_plain(x)
             or not x.requires_grad
@@ -164,43 +166,43 @@ class RankRuns:
             or self._makers.rank_of(x) == rank
         ):
             return x
-        state = x.shape, x._version, _key(x)
-        known = self._copies.get(id(x))
-        if known is None or known[1] != state:
-            with DisableFuncTorch(), single_level_functions_allowed():  # transforms of torch.func end before the copies do
-                copies = super(Function, UsedByRanks).apply(x, self._count)
-            known = self._copies[id(x)] = x, state, copies
-        return known[2][rank]
+        state = x.shape, x._version, _storage_key(x)
+        entry = self._copies.get(id(x))
+        if entry is None or entry[1] != state:
+            with DisableFuncTorch(), single_level_functions_allowed():  # the copies outlive transforms of torch.func
+                copies = super(Function, ReplicateToRanks).apply(x, self._count)
+            entry = self._copies[id(x)] = x, state, copies
+        return entry[2][rank]
 
 
-class _Running(local):
-    run: tuple[RankRuns, int] | None = None  # the runs that this thread is in, and the rank
+class _ActiveRun(local):
+    run: tuple[RankRuns, int] | None = None  # the runs and the rank that this thread runs
 
 
-_RUNNING = _Running()
+_ACTIVE_RUN = _ActiveRun()
 
 
-def function_arguments(function: Any, args: Sequence[Any]) -> Sequence[Any]:
-    """Return the arguments of a ``torch.autograd.Function`` as the rank that runs here differentiates them.
+def own_arguments(function: Any, args: Sequence[Any]) -> Sequence[Any]:
+    """Return the arguments of a ``torch.autograd.Function``, with the copies of the rank that runs in this thread.
 
-    Torch functions are followed by a mode, which does not see ``Function.apply``.
+    The mode that follows torch functions does not see ``Function.apply``.
 
     Raises:
-        LayoutError: it is a reentrant checkpoint, which would use plain tensors again after the run, in the backward pass.
+        LayoutError: the function is a reentrant checkpoint, which uses plain tensors again after the run, in the backward pass.
     """
-    if _RUNNING.run is None or not torch.is_grad_enabled() or function is UsedByRanks:
+    if _ACTIVE_RUN.run is None or not torch.is_grad_enabled() or function is ReplicateToRanks:
         return args
     if function is CheckpointFunction:
         raise LayoutError(
             "checkpoint(..., use_reentrant=True) inside map_ranks: its backward pass adds up the gradients of all ranks in plain "
             "tensors. Write use_reentrant=False, or call the checkpoint on per_rank tensors, outside of map_ranks"
         )
-    runs, rank = _RUNNING.run
+    runs, rank = _ACTIVE_RUN.run
     return [runs.own_copy(rank, x) if isinstance(x, Tensor) else x for x in args]
 
 
-class _Stream:
-    """One source of random numbers: its state before the first run, and after it."""
+class _RandomStream:
+    """A source of random numbers, with its state before and after the first run."""
 
     def __init__(self, read: Callable[[], Any], restore: Callable[[Any], None]) -> None:
         self._read, self._restore = read, restore
@@ -210,32 +212,35 @@ class _Stream:
         self._restore(self._before)
 
     def finish(self) -> None:
-        """Leave the source as the first run left it."""
+        """Set the source to the state in which the first run left it."""
         if self._after is None:
             self._after = self._read()
         self._restore(self._after)
 
 
-class _Memories:
-    """A rank for each of some memories, which are held weakly."""
+class _StorageRanks:
+    """A rank for each of some storages, which are referenced weakly."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._most = _PRUNED
+        self._max_entries = _PRUNE_ENTRIES
 
     def rank_of(self, x: Tensor) -> int | None:
-        found = self._ranks.get(_key(x))
-        return None if found is None else found[1]
+        entry = self._ranks.get(_storage_key(x))
+        return None if entry is None else entry[1]
 
     def add(self, rank: int, x: Tensor) -> None:
-        if _key(x):
-            self._ranks[_key(x)] = StorageWeakRef(x.untyped_storage()), rank  # no other memory gets its key while this is kept
-        if len(self._ranks) > self._most:
+        if _storage_key(x):
+            self._ranks[_storage_key(x)] = (
+                StorageWeakRef(x.untyped_storage()),
+                rank,
+            )  # no other storage gets this key while the weak reference exists
+        if len(self._ranks) > self._max_entries:
             self._ranks = {key: entry for key, entry in self._ranks.items() if not entry[0].expired()}
-            self._most = max(_PRUNED, 2 * len(self._ranks))
+            self._max_entries = max(_PRUNE_ENTRIES, 2 * len(self._ranks))
 
 
-def _conflict(rank: int, x: Tensor, other: int | None) -> str:
+def _format_conflict(rank: int, x: Tensor, other: int | None) -> str:
     return (
         f"map_ranks: the function writes to a tensor of shape {tuple(x.shape)} on rank {other} and uses it on rank {rank}. All "
         "ranks of this process share it, and as processes each would have its own. Return the new value instead of writing it "
@@ -244,22 +249,22 @@ def _conflict(rank: int, x: Tensor, other: int | None) -> str:
     )
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    """All tensors in ``values``, each rank's own of a ``PerRank``."""
+def _list_tensors(values: Any) -> list[Tensor]:
+    """Return all tensors in ``values``, and the shards of each ``PerRank``."""
     return [own for x in values if isinstance(x, Tensor) for own in shards_of(x)]
 
 
-def _memories(x: Any) -> Sequence[Tensor]:
-    """The tensors that hold the elements of ``x``: the local tensors of a DTensor, else itself."""
+def _storage_tensors(x: Any) -> Sequence[Tensor]:
+    """Return the tensors that have the elements of ``x``: the local tensors of a DTensor, else ``x`` itself."""
     return shards_of(x._local) if hasattr(x, "_layout") else (x,)
 
 
-def _joined(rows: Any) -> list[Tensor]:
-    return [x for row in rows for x in row]
+def _concat_lists(lists: Any) -> list[Tensor]:
+    return [x for values in lists for x in values]
 
 
-def _key(x: Tensor) -> int:
-    """The identity of the memory of ``x``; 0 where it has none of its own (sparse tensors, tensors of ``torch.func``)."""
+def _storage_key(x: Tensor) -> int:
+    """Return the identity of the storage of ``x``; 0 if it has none of its own (sparse tensors, tensors of ``torch.func``)."""
     try:
         return int(x.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
@@ -267,42 +272,48 @@ def _key(x: Tensor) -> int:
 
 
 def _is_shared(x: Tensor, others: Sequence[Tensor]) -> bool:
-    """Whether the range of memory of ``x`` overlaps that of one of the others."""
+    """Return True if the memory range of ``x`` overlaps that of one of the others."""
     if not is_plain(x) or x.layout is not torch.strided or x.is_nested:
         return False
-    first, last = _extent(x)
-    return any(_key(x) == _key(y) != 0 and first <= _extent(y)[1] and _extent(y)[0] <= last for y in others)
+    first, last = _storage_range(x)
+    return any(
+        _storage_key(x) == _storage_key(y) != 0 and first <= _storage_range(y)[1] and _storage_range(y)[0] <= last for y in others
+    )
 
 
-def _extent(x: Tensor) -> tuple[int | torch.SymInt, int | torch.SymInt]:
-    """Return the offsets of the first and the last element of ``x`` in its memory; an empty range where it has none."""
+def _storage_range(x: Tensor) -> tuple[int | torch.SymInt, int | torch.SymInt]:
+    """Return the offsets of the first and the last element of ``x`` in its storage; an empty range if it has no elements."""
     if not x.numel():
         return 1, 0
     return x.storage_offset(), x.storage_offset() + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
 
 
-def _state(x: Tensor) -> Any:
-    """What changes when ``x`` is written to, or a gradient is accumulated in it."""
+def _write_state(x: Tensor) -> Any:
+    """Return a value that changes when ``x`` is written to, or when a gradient is accumulated in it."""
     version = 0 if x.is_inference() else x._version
     grad = x.grad if x.requires_grad and x.is_leaf else None
-    return version, [_key(memory) for memory in _memories(x)], None if grad is None else (id(grad), grad._version)
+    return (
+        version,
+        [_storage_key(storage) for storage in _storage_tensors(x)],
+        None if grad is None else (id(grad), grad._version),
+    )
 
 
 def _leaves_below(roots: Sequence[Tensor]) -> list[Tensor]:
-    """The leaves in which a backward pass from ``roots`` accumulates gradients."""
-    found = [x for x in roots if x.requires_grad and x.is_leaf]
+    """Return the leaves in which a backward pass from ``roots`` accumulates gradients."""
+    leaves_found = [x for x in roots if x.requires_grad and x.is_leaf]
     nodes: list[Any] = [x.grad_fn for x in roots]
-    seen = set()
+    visited = set()
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if isinstance(node, AccumulateGrad):
-            found.append(node.variable)
+            leaves_found.append(node.variable)
         nodes += [following for following, _ in node.next_functions]
-    return found
+    return leaves_found
 
 
-def _among(x: Tensor, others: Sequence[Tensor]) -> bool:
+def _is_among(x: Tensor, others: Sequence[Tensor]) -> bool:
     return any(x is other for other in others)

@@ -1,4 +1,4 @@
-"""One Python value per member: ``RankValues`` of any kind, ``RankNumber`` to calculate with, and when all count as one."""
+"""Rank values: one Python value for each rank of this process. ``RankValues`` has values of any kind, ``RankNumber`` numbers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ import torch
 from ..base.tensor_tree import leaves
 from ..errors import LayoutError, MeshError, MixedTensorError
 
-_EACH_RANK: list[Callable[..., Any]] = []  # how a torch function runs for each rank; ``per_rank``, which stands on this, says
+RUN_PER_RANK: list[
+    Callable[..., Any]
+] = []  # one element: the function that runs torch functions per rank; ``per_rank``, a higher module, sets it
 
 
 class RankValues(tuple[Any, ...]):
-    """One arbitrary Python value per member of the mesh, in member order.
+    """Python values of all ranks, in rank order.
 
-    ``map`` and ``map_ranks`` take it apart again. Its attributes and methods are those of each member's value, one value where
-    all agree (``x.to_local().untyped_storage().nbytes()``). It refuses ``bool()`` where members disagree.
+    ``map`` and ``map_ranks`` give each rank its own value. Attributes and methods are those of each rank's value; results that
+    are equal on all ranks are one value (``x.to_local().untyped_storage().nbytes()``). ``bool()`` raises if ranks disagree.
     """
 
     __slots__ = ()
@@ -28,15 +30,15 @@ class RankValues(tuple[Any, ...]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(f"a value of each rank has no attribute {name!r}")
-        of = operator.attrgetter(name)
-        if not all(map(callable, map(of, self))):
-            return _EACH_RANK[0](of, (), (self,))
+        getter = operator.attrgetter(name)
+        if not all(map(callable, map(getter, self))):
+            return RUN_PER_RANK[0](getter, (), (self,))
 
         def method(*args: Any, **kwargs: Any) -> Any:
-            return _EACH_RANK[0](call, (), (self, *args), kwargs)
+            return RUN_PER_RANK[0](call, (), (self, *args), kwargs)
 
         def call(own: Any, *args: Any, **kwargs: Any) -> Any:
-            return of(own)(*args, **kwargs)
+            return getter(own)(*args, **kwargs)
 
         call.__name__ = name
         return method
@@ -52,13 +54,14 @@ class RankValues(tuple[Any, ...]):
 
 
 class RankNumber:
-    """A number of each rank, in member order, where all ranks live in this process and differ: ``mesh.get_local_rank()``.
+    """A number that differs between the ranks of this process, in rank order, such as ``mesh.get_local_rank()``.
 
-    Arithmetic and comparisons are each rank's own, and give a plain number where all ranks get the same. Torch functions that
-    take it run once per rank and give ``PerRank`` tensors. What needs one number (a slice, ``range``, an index, ``if``) raises.
+    Arithmetic and comparisons run per rank, and return a plain number if all ranks get the same. Torch functions with such an
+    argument run once per rank and return ``PerRank`` tensors. A use that needs one number (a slice, ``range``, an index,
+    ``if``) raises.
 
     Raises:
-        LayoutError: it is asked to be one number.
+        LayoutError: one number is needed.
 
     >>> import torch, dtensor as dt
     >>> rank = dt.init_device_mesh("cpu", (2,)).get_local_rank()
@@ -69,14 +72,14 @@ class RankNumber:
     """
 
     __slots__ = ("values",)
-    __array_ufunc__ = None  # an array holds no such numbers
+    __array_ufunc__ = None  # numpy leaves operators to this class
     values: tuple[Any, ...]
 
     def __init__(self, values: Sequence[Any]) -> None:
         self.values = tuple(values)
 
-    def _alone(self) -> Any:
-        shown = ", ".join(f"rank {rank}: {_short(value)}" for rank, value in enumerate(self.values))
+    def _raise_not_one_number(self) -> Any:
+        shown = ", ".join(f"rank {rank}: {_shorten(value)}" for rank, value in enumerate(self.values))
         raise LayoutError(
             f"a Python number that differs between ranks ({shown}) is used where one number is needed, and "
             "all ranks are in this process. Select each rank's part with dtensor.map_ranks(lambda at: "
@@ -85,17 +88,17 @@ class RankNumber:
             "mesh.get_rank() == 0:` (docs/porting.md)"
         )
 
-    __bool__ = __int__ = __float__ = __complex__ = __index__ = __hash__ = _alone
+    __bool__ = __int__ = __float__ = __complex__ = __index__ = __hash__ = _raise_not_one_number
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(type(value), "device_mesh") for value in leaves((args, kwargs or {}))):
             raise MixedTensorError(
-                "a DTensor has one value for all ranks and cannot be combined with a Python number of each rank. "
+                "a DTensor has one value for all ranks and cannot be combined with a Python number that differs between ranks. "
                 "Use the number with local tensors, in dtensor.map_ranks or dtensor.local_map, and make a "
                 "DTensor of the result with DTensor.from_local"
             )
-        return _EACH_RANK[0](func, types, args, kwargs)
+        return RUN_PER_RANK[0](func, types, args, kwargs)
 
     def __repr__(self) -> str:
         return "RankNumber(" + ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(self.values)) + ")"
@@ -110,8 +113,10 @@ class RankNumber:
         return other // self, other % self
 
 
-class AnswerOfAll(RankNumber):
-    """Whether each rank is (or is not) rank 0. Under ``if`` it is rank 0's answer; calculations take each rank's own."""
+class RankZeroBool(RankNumber):
+    """Answers of all ranks whether they are (or are not) rank 0. Under ``if`` it is the answer of rank 0; calculations use each
+    rank's own.
+    """
 
     __slots__ = ("first",)
     first: bool
@@ -124,16 +129,18 @@ class AnswerOfAll(RankNumber):
         return self.first
 
 
-class RankOfAll(RankNumber):
-    """The global rank of each. As for what one rank does for all: a process that holds all of them does what rank 0 does."""
+class RankIndices(RankNumber):
+    """The global rank of each rank. ``if rank == 0`` takes the branch of rank 0: a process with all ranks does what rank 0 does
+    for all.
+    """
 
     __slots__ = ()
 
     def __eq__(self, other: object) -> Any:
-        return AnswerOfAll([rank == 0 for rank in self.values], True) if _is_zero(other) else RankNumber(self.values) == other
+        return RankZeroBool([rank == 0 for rank in self.values], True) if _is_zero(other) else RankNumber(self.values) == other
 
     def __ne__(self, other: object) -> Any:
-        return AnswerOfAll([rank != 0 for rank in self.values], False) if _is_zero(other) else RankNumber(self.values) != other
+        return RankZeroBool([rank != 0 for rank in self.values], False) if _is_zero(other) else RankNumber(self.values) != other
 
     def __bool__(self) -> bool:
         return False
@@ -146,18 +153,18 @@ def _is_zero(value: object) -> bool:
 
 
 def one_or_each(values: Sequence[Any]) -> Any:
-    """The number that all ranks have, else each one's."""
+    """Return the number that all ranks have, else a ``RankNumber``."""
     first = values[0]
-    return first if all(_same(first, value) for value in values[1:]) else RankNumber(values)
+    return first if all(_is_identical(first, value) for value in values[1:]) else RankNumber(values)
 
 
 def rank_of_all(ranks: Sequence[int]) -> Any:
-    """What ``get_rank()`` is for a process that holds all ranks."""
-    return RankOfAll(ranks) if len(ranks) > 1 else ranks[0]
+    """Return what ``get_rank()`` returns in a process with all ranks."""
+    return RankIndices(ranks) if len(ranks) > 1 else ranks[0]
 
 
-def _each(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn`` of a ``RankNumber`` (and another one, or a number) for each rank."""
+def _map_operator(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that applies ``fn`` to the numbers of each rank."""
 
     def method(self: RankNumber, *others: Any) -> Any:
         columns = [self.values]
@@ -174,37 +181,37 @@ def _each(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 for _name in ("neg", "pos", "abs", "invert", "eq", "ne", "lt", "le", "gt", "ge"):
-    setattr(RankNumber, f"__{_name}__", _each(getattr(operator, _name)))
+    setattr(RankNumber, f"__{_name}__", _map_operator(getattr(operator, _name)))
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"):
-    _of = getattr(operator, f"__{_name}__")
-    setattr(RankNumber, f"__{_name}__", _each(_of))
-    setattr(RankNumber, f"__r{_name}__", _each(lambda a, b, of=_of: of(b, a)))
+    _binary = getattr(operator, f"__{_name}__")
+    setattr(RankNumber, f"__{_name}__", _map_operator(_binary))
+    setattr(RankNumber, f"__r{_name}__", _map_operator(lambda a, b, binary=_binary: binary(b, a)))
 
 
-_PLAIN = (bool, int, float, complex, str, list, tuple)
+_COMPARED_TYPES = (bool, int, float, complex, str, list, tuple)
 
 
 def agreed(values: list[Any], what: str) -> Any:
-    """The value that all ranks have, bit for bit; a ``RankValues`` of objects that have no value to compare.
+    """Return the value that all ranks have, bit for bit; ``RankValues`` for objects that have no value to compare.
 
     Raises:
-        LayoutError: plain values that differ, with ``what`` they are.
+        LayoutError: plain values differ; ``what`` describes them.
     """
     first = values[0]
-    if all(_same(first, value) for value in values[1:]):
+    if all(_is_identical(first, value) for value in values[1:]):
         if isinstance(first, np.ndarray):
-            first.flags.writeable = False  # it is the first rank's memory: a write would leave the others behind
+            first.flags.writeable = False  # it shares the first rank's memory: a write would not reach the other ranks
         return first
-    if not isinstance(first, (*_PLAIN, np.ndarray, torch.dtype, torch.device)):
+    if not isinstance(first, (*_COMPARED_TYPES, np.ndarray, torch.dtype, torch.device)):
         return RankValues(values)
-    shown = ", ".join(f"rank {rank}: {_short(value)}" for rank, value in enumerate(values))
+    shown = ", ".join(f"rank {rank}: {_shorten(value)}" for rank, value in enumerate(values))
     raise LayoutError(
         f"{what} differs between ranks ({shown}); take one rank's tensor from .shards, or run per-rank code with "
         "dtensor.map_ranks(lambda coordinate, x: ..., x, mesh=mesh)"
     )
 
 
-def _same(a: Any, b: Any) -> bool:
+def _is_identical(a: Any, b: Any) -> bool:
     if a is b:
         return True
     if type(a) is not type(b):
@@ -213,11 +220,11 @@ def _same(a: Any, b: Any) -> bool:
         return bool(a == b)
     if isinstance(a, np.ndarray):
         return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
-    if isinstance(a, _PLAIN):
-        return repr(a) == repr(b)  # repr tells 0.0 from -0.0, 1 from True, and takes nan for nan, at any depth
+    if isinstance(a, _COMPARED_TYPES):
+        return repr(a) == repr(b)  # repr distinguishes 0.0 and -0.0, 1 and True, and equates nan with nan, at any depth
     return isinstance(a, (torch.dtype, torch.device)) and bool(a == b)
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) < 60 else text[:57] + "..."

@@ -194,7 +194,7 @@ def _shard_received(received: torch.Tensor, layout: Layout, source: int) -> Any:
     It is reported to listeners as the collective that it replaces.
     """
     comm = communicator_of(layout.mesh)
-    comm.reported(
+    comm.report(
         _collective_name(layout), range(layout.mesh.ndim), lambda: _received_nbytes(layout, _source_position(layout.mesh, source))
     )
     return comm.map(lambda member: in_order(member, block_of(received, layout, member), layout))

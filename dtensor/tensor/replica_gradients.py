@@ -26,7 +26,7 @@ from ..errors import LayoutError
 from ..layout.layout import Layout
 from ..placement import Replicate
 from ..ranks.functorch import seen
-from ..ranks.shared_reads import compare, differing
+from ..ranks.write_result import compare, differing
 from ..watchdog.levels import Level
 
 LocalUse = tuple[str, int, Layout]

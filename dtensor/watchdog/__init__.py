@@ -1,5 +1,7 @@
-"""What the ranks of a job do together is taken down, compared, and watched: a rank that does something else is named.
+"""Watchdog of a job: logs, compares and watches what its ranks do together, and names the rank that does something else.
 
-``pages`` are mapped files that processes of one host read of each other, ``board`` the folder of them, ``chain`` the collectives
-of one group, ``waits`` and ``verdict`` say why a wait will never end, ``watcher`` is the thread that asks.
+``flight_recorder`` has the memory-mapped files and the logs of events, ``collective_log`` the log of one group, ``host_state``
+the state that each rank publishes. ``collective_hooks`` runs around each collective. ``watchdog`` is the thread that examines
+waits; ``deadlock`` and ``blocked_call`` say why a wait cannot end, and ``diagnosis`` formats the error. ``levels`` has
+``check_ranks``, ``post_mortem`` the reader for jobs that ended.
 """

@@ -1,4 +1,4 @@
-"""What the main thread waits for in torch's own collectives, messages and works."""
+"""Blocked call: which collective, message or work handle of torch.distributed the main thread waits in."""
 
 from __future__ import annotations
 
@@ -27,26 +27,27 @@ _COLLECTIVES = frozenset(
     if name.startswith(("all_", "barrier", "broadcast", "reduce", "gather", "scatter", "monitored_barrier"))
     and "coalesced" not in name
 )
-_MESSAGES = {"recv": "send", "send": "recv"}  # and what another rank is in that ends it
-_NAMES = _COLLECTIVES | _MESSAGES.keys()
-WORK, WORK_OF_MESSAGE = "Work.wait", "Work.wait of a message"  # of what was begun before: it does not say whom it needs
-_SENT_OR_RECEIVED = (12, 13, 14)  # as c10d numbers what a work is of
-_BYTE_NS = 100  # what was sent before may still be on its way
-_WORK_NS = 3_000_000_000  # so may what a work waits for, of which nobody knows how much it is
-_MANY = 64  # groups of which it is told
-_TAG = 0x7D7D  # of a message that nobody sends
-_ASKED = WeakKeyDictionary[Any, int]()  # messages that were begun here in groups of the program
-_BEGIN = attrgetter("positions.lineno", "positions.col_offset")  # a call begins where the variable does whose method it calls
-_VARIABLES = ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME")
+_MESSAGES = {"recv": "send", "send": "recv"}  # a message, and the call of another rank that completes it
+_CALL_NAMES = _COLLECTIVES | _MESSAGES.keys()
+WORK, P2P_WORK = "Work.wait", "Work.wait of a message"  # a work handle does not say which ranks it needs
+_P2P_OP_TYPES = (12, 13, 14)  # c10d's OpType of SEND, RECV and RECVANYSOURCE
+_NS_PER_BYTE = 100  # a message that was sent before may still be in flight for so long
+_WORK_PATIENCE_NS = 3_000_000_000  # the same for a work handle with an unknown number of bytes
+_MAX_GROUPS = 64  # number of groups whose counts are published
+_TAG = 0x7D7D  # tag of a message that no rank sends
+_PROBE_COUNTS = WeakKeyDictionary[Any, int]()  # by group of the program: messages that this module started in it
+# A call starts at the position of the variable whose method it calls.
+_CALL_POSITION = attrgetter("positions.lineno", "positions.col_offset")
+_LOAD_OPCODES = ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME")
 
 
-class Call(NamedTuple):
-    """A function of torch.distributed in which a rank is.
+class C10dCall(NamedTuple):
+    """A call of torch.distributed in which a rank is.
 
     Attributes:
-        name: of the function.
-        ranks: those that it needs; of a work all: it is not known.
-        nbytes, group: of a message, the group as :func:`begun` has it.
+        name: the function's name, or ``WORK`` or ``P2P_WORK`` for a wait for a work handle.
+        ranks: global ranks that it needs. All ranks for a work handle. Empty for a message from any rank.
+        nbytes, group: of a message: its size, and the key of its group as in :func:`count_started`.
     """
 
     name: str
@@ -55,7 +56,8 @@ class Call(NamedTuple):
     group: str = ""
 
     @classmethod
-    def read(cls, text: str) -> Call:
+    def read(cls, text: str) -> C10dCall:
+        """Return the call encoded in ``text``; one without a name if it is empty."""
         return cls(*json.loads(text)) if text else cls("")
 
     @property
@@ -64,116 +66,130 @@ class Call(NamedTuple):
 
     @property
     def patience_ns(self) -> int:
-        """How much longer than others it may take."""
-        return _WORK_NS if self.name in (WORK, WORK_OF_MESSAGE) else self.nbytes * _BYTE_NS
+        """Time in ns that it may take in addition to the usual patience before it counts as stuck."""
+        return _WORK_PATIENCE_NS if self.name in (WORK, P2P_WORK) else self.nbytes * _NS_PER_BYTE
 
-    def ends(self, rank: int, message: Call) -> bool:
-        """Whether it may be what another rank, ``rank``, waits for in a message."""
-        return self.name == WORK_OF_MESSAGE or (self.name == _MESSAGES[message.name] and (not self.ranks or rank in self.ranks))
+    def may_complete(self, rank: int, message: C10dCall) -> bool:
+        """Return True if this call may complete ``message``, in which another rank, ``rank``, waits."""
+        return self.name == P2P_WORK or (self.name == _MESSAGES[message.name] and (not self.ranks or rank in self.ranks))
 
 
-def in_torch(places: list[tuple[CodeType, int]]) -> tuple[str, int] | None:
-    """The call of torch.distributed that the main thread is in, as :meth:`Call.read` reads it, and which call it is."""
-    waits = bool(places) and "wait" in places[0][0].co_names
-    if not waits and not any(_is_torchs(code) for code, _ in places):
+def find_c10d_call(locations: list[tuple[CodeType, int]]) -> tuple[str, int] | None:
+    """Return the call of torch.distributed in which the main thread is, encoded, and an id that tells calls apart; else None.
+
+    Args:
+        locations: those of :func:`.source_location.main_thread_locations`. They show without a frame whether there may be one.
+    """
+    may_wait_for_work = bool(locations) and "wait" in locations[0][0].co_names
+    if not may_wait_for_work and not any(_is_c10d_code(code) for code, _ in locations):
         return None
-    frames: list[Any] = source_location.undisturbed(partial(list, source_location.main_frames()))
-    frame = next((frame for frame in frames if _is_torchs(frame.f_code)), None)
+    frames: list[Any] = source_location.run_uninterrupted(partial(list, source_location.iterate_main_frames()))
+    frame = next((frame for frame in frames if _is_c10d_code(frame.f_code)), None)
     if frame is None:
-        work = _work_in(frames[0]) if waits and frames else None
+        work = _find_awaited_work(frames[0]) if may_wait_for_work and frames else None
         if work is None:
             return None
-        name = WORK_OF_MESSAGE if work._get_op_type() in _SENT_OR_RECEIVED else WORK
-        return _told(Call(name, range(dist.get_world_size()))), hash((id(frames[0]), id(work)))
-    name, given = frame.f_code.co_name, source_location.undisturbed(partial(getattr, frame, "f_locals"))
+        name = P2P_WORK if work._get_op_type() in _P2P_OP_TYPES else WORK
+        return _encode_call(C10dCall(name, range(dist.get_world_size()))), hash((id(frames[0]), id(work)))
+    name, arguments = frame.f_code.co_name, source_location.run_uninterrupted(partial(getattr, frame, "f_locals"))
     try:
-        return _told(_made(name, given.get("group") or dist.group.WORLD, given)), id(frame)
-    except (ValueError, RuntimeError, KeyError, TypeError):  # not a group of this process
+        return _encode_call(_make_call(name, arguments.get("group") or dist.group.WORLD, arguments)), id(frame)
+    except (ValueError, RuntimeError, KeyError, TypeError):  # this process is not in the group
         return None
 
 
-def _is_torchs(code: CodeType) -> bool:
-    return code.co_name in _NAMES and code.co_filename.endswith("distributed_c10d.py")
+def _is_c10d_code(code: CodeType) -> bool:
+    return code.co_name in _CALL_NAMES and code.co_filename.endswith("distributed_c10d.py")
 
 
-def _told(call: Call) -> str:
+def _encode_call(call: C10dCall) -> str:
     return json.dumps([call.name, list(call.ranks), call.nbytes, call.group])
 
 
-def _made(name: str, group: Any, given: dict[str, Any]) -> Call:
-    """A call of torch.distributed from its frame's locals."""
+def _make_call(name: str, group: Any, arguments: dict[str, Any]) -> C10dCall:
+    """Return the call of a function of torch.distributed with these local variables."""
     if name not in _MESSAGES:
-        return Call(name, dist.get_process_group_ranks(group))
+        return C10dCall(name, dist.get_process_group_ranks(group))
     side = "src" if name == "recv" else "dst"
-    rank, in_group = given[side], given[f"group_{side}"]
-    anybody = rank is None and in_group is None
-    needed = () if anybody else (dist.get_global_rank(group, in_group) if rank is None else rank,)
-    return Call(name, needed, given["tensor"].nbytes, _key(group))
+    rank, group_rank = arguments[side], arguments[f"group_{side}"]
+    is_any_source = rank is None and group_rank is None
+    needed = () if is_any_source else (dist.get_global_rank(group, group_rank) if rank is None else rank,)
+    return C10dCall(name, needed, arguments["tensor"].nbytes, _group_key(group))
 
 
-def _key(group: Any) -> str:
+def _group_key(group: Any) -> str:
     return str(zlib.crc32(group.group_name.encode()))
 
 
-def _work_in(frame: Any) -> Any:
-    """The work of torch's for which a frame waits, if it is a variable's; else None."""
-    name = _waited_for(frame.f_code, frame.f_lasti)
+def _find_awaited_work(frame: Any) -> Any:
+    """Return the work handle for which a frame waits, if a variable refers to it; else None."""
+    name = _find_awaited_variable(frame.f_code, frame.f_lasti)
     if not name:
         return None
-    known = source_location.undisturbed(partial(getattr, frame, "f_locals"))
-    found = known.get(name, frame.f_globals.get(name))
-    return found if isinstance(found, dist.Work) else None
+    variables = source_location.run_uninterrupted(partial(getattr, frame, "f_locals"))
+    value = variables.get(name, frame.f_globals.get(name))
+    return value if isinstance(value, dist.Work) else None
 
 
 @remembered(256)
-def _waited_for(code: CodeType, at: int) -> str:
-    """The variable whose method ``wait`` an instruction calls; empty where it does something else."""
-    *before, call = takewhile(lambda one: one.offset <= at, dis.get_instructions(code))
+def _find_awaited_variable(code: CodeType, offset: int) -> str:
+    """Return the variable whose method ``wait`` the instruction at ``offset`` calls; empty if it does something else."""
+    *before, call = takewhile(lambda instruction: instruction.offset <= offset, dis.get_instructions(code))
     for variable, method in pairwise(before):
-        if method.argval == "wait" and variable.opname in _VARIABLES and _BEGIN(variable) == _BEGIN(call):
+        is_wait = method.argval == "wait" and variable.opname in _LOAD_OPCODES
+        if is_wait and _CALL_POSITION(variable) == _CALL_POSITION(call):
             return str(variable.argval)
     return ""
 
 
-# --- how much was asked of which group -----------------------------------------------------------------------------------------
-def groups_of_program(ours: Iterable[Any]) -> list[Any]:
-    """The process groups of this world but for those over which we talk."""
-    known = set(ours)
+# --- calls that were started in each group ------------------------------------------------------------------------------------
+def list_user_groups(library_groups: Iterable[Any]) -> list[Any]:
+    """Return the process groups of this world except for those of this library."""
+    known = set(library_groups)
     return [group for group in list(torch_internals.world.pg_names) if group not in known]
 
 
-def begun(ours: Iterable[Any]) -> str:
-    """How many collectives and messages the program has begun in each, as :func:`behind` reads it."""
-    found = {}
-    for group in groups_of_program(ours):
-        with suppress(RuntimeError):  # of another kind than gloo, or gone meanwhile
-            found[_key(group)] = group._get_sequence_number_for_group() - _ASKED.get(group, 0)
-    return json.dumps(dict(sorted(found.items())[:_MANY]))
+def count_started(library_groups: Iterable[Any]) -> str:
+    """Return how many collectives and messages the program has started in each of its groups, as JSON by group key."""
+    counts = {}
+    for group in list_user_groups(library_groups):
+        with suppress(RuntimeError):  # a backend without a count, or a group that is destroyed meanwhile
+            counts[_group_key(group)] = group._get_sequence_number_for_group() - _PROBE_COUNTS.get(group, 0)
+    return json.dumps(dict(sorted(counts.items())[:_MAX_GROUPS]))
 
 
-def begin_unsent(handle: Any, rank: int) -> Any:
-    """The work of a message from a rank that sends none; gloo raises ``RuntimeError`` where the connection is closed."""
+def start_unmatched_recv(handle: Any, rank: int) -> Any:
+    """Start to receive a message that no rank sends, and return its work handle.
+
+    Raises:
+        RuntimeError: by gloo, if the connection is closed.
+    """
     return handle.recv([torch.zeros(1, dtype=torch.uint8, device="cpu")], rank, _TAG)
 
 
-def is_cut_off(group: Any, rank: int) -> bool:
-    """Whether a rank of a group of the program has closed its connection. Gloo begins no message over one that is; of one that is
-    open nobody waits for the message.
+def is_disconnected(group: Any, rank: int) -> bool:
+    """Return True if a rank of a gloo group of the program has closed its connection.
+
+    Gloo refuses to start a message over a closed connection. Over an open one the message stays, and no caller waits for it.
     """
     if "gloo" not in str(dist.get_backend_config(group)):
         return False
-    _ASKED[group] = _ASKED.get(group, 0) + 1
-    gloo = group._get_backend(torch.device("cpu"))  # below torch's operators, where those who count messages would see it
+    _PROBE_COUNTS[group] = _PROBE_COUNTS.get(group, 0) + 1
+    gloo = group._get_backend(torch.device("cpu"))  # below torch's operators, so that tools that count messages do not see it
     try:
-        begin_unsent(gloo, rank)
+        start_unmatched_recv(gloo, rank)
     except RuntimeError as error:
         return "by peer" in str(error)
     return False
 
 
-def behind(theirs: str, call: Call, mine: str) -> bool:
-    """Whether a rank that is in ``call`` has begun less before than another one in a group of both."""
-    known = json.loads(theirs or "{}")
-    if call.group in known:
-        known[call.group] -= 1
-    return any(known.get(name, number) < number for name, number in json.loads(mine or "{}").items())
+def is_behind(started: str, call: C10dCall, other_started: str) -> bool:
+    """Return True if a rank that is in ``call`` has started less before it than another rank, in a group of both.
+
+    Args:
+        started, other_started: what each of the two ranks has started, see :func:`count_started`.
+    """
+    counts = json.loads(started or "{}")
+    if call.group in counts:
+        counts[call.group] -= 1
+    return any(counts.get(group, count) < count for group, count in json.loads(other_started or "{}").items())

@@ -1,4 +1,6 @@
-"""Collectives, watched: the way from ranks to their chain, and what goes around each collective."""
+"""Collective hooks: what runs around each collective to log it, to compare it with other ranks, and to end waits that cannot
+end.
+"""
 
 from __future__ import annotations
 
@@ -18,313 +20,353 @@ import torch.distributed as dist
 from ..base.torch_internals import default_store
 from ..errors import DivergenceError, DTensorError
 from . import source_location
-from .collective_log import Chain, Deed
-from .deadlock import gone, has_come, has_issued, why_unseen
-from .diagnosis import Said, Verdict, differing, differing_words, entry_of, failed_here, lost, named
-from .flight_recorder import BROKEN_OFF, FAILED, ISSUED, WORDS, Ring, fingerprint
-from .host_state import Board, ended, error_of
-from .levels import Level, arm, computed_in
-from .watchdog import Watcher
+from .collective_log import CollectiveLog, CollectiveRecord
+from .deadlock import explain_broken_connection, explain_missing_rank, has_issued, has_reached
+from .diagnosis import (
+    SAME_REPLICAS,
+    RankReport,
+    Verdict,
+    diagnose_difference,
+    diagnose_lost_rank,
+    diagnose_own_error,
+    find_event,
+    format_difference,
+    named,
+)
+from .flight_recorder import FAILED, LAST_INTERRUPTED, LAST_ISSUED, LOG_SLOTS, Ring, fingerprint
+from .host_state import HostState, error_of, has_rank_ended
+from .levels import Level, enable_comparison, operation_records_of
+from .watchdog import Watchdog
 
 T = TypeVar("T")
 
-_UNWATCHED = {"fake", "threaded"}  # backends whose ranks are no processes
-_BROKEN = (
+_UNWATCHED_BACKENDS = {"fake", "threaded"}  # backends with ranks that are not processes
+_BROKEN_CONNECTION_TEXTS = (  # in the messages of gloo for a broken connection, for which torch has no class
     "Connection",
     "pair closure",
     "Timed out waiting",
     "Broken pipe",
     "gloo/transport",
-)  # torch has no class for them
-_MEET_S = 0.002  # between two looks whether others have come
-_ASK_S = 0.5  # between two questions to the store
-_MET: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()  # by world, how often groups of ranks were made
-_FIND_S = 3.0  # in which the reason is found why a connection broke
-
+)
+_POLL_S = 0.002  # interval at which the logs of other ranks are read while this rank waits for them
+_STORE_POLL_S = 0.5  # interval at which the store is read meanwhile
+_DIAGNOSIS_TIMEOUT_S = 3.0  # time to find the reason of a broken connection
+_GROUP_COUNTS: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()  # by world: groups made, by their ranks
 _LOCK = threading.Lock()
 
 
-class _Watched:
-    """Of the present world."""
+class _ActiveWatchdog:
+    """The watchdog of the present world, None if there is none."""
 
-    watcher: Watcher | None = None
+    watchdog: Watchdog | None = None
 
 
-def _in_child() -> None:
-    """A forked child has its parent's groups, and no part in them."""
-    if _Watched.watcher is not None:
+def _mark_forked() -> None:
+    """Set the level "forked" in a forked child, which has the process groups of its parent and is not a rank."""
+    if _ActiveWatchdog.watchdog is not None:
         Level.now = "forked"
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_mark_forked)
 
 
-def _end_unseen() -> None:
-    """Leaves word of a rank that ends before it has made a mesh: others may be waiting for it in theirs."""
-    if _Watched.watcher is None and dist.is_initialized() and dist.get_world_size() > 1:
-        with suppress(Exception):  # the process that keeps the store may be gone
-            if dist.get_backend() not in _UNWATCHED and Level.now in ("watch", "strict"):
-                Board(dist.group.WORLD).leave()
+def _publish_exit_without_mesh() -> None:
+    """Publish the end of a rank that ends before it has made a mesh: other ranks may wait for it in theirs."""
+    if _ActiveWatchdog.watchdog is None and dist.is_initialized() and dist.get_world_size() > 1:
+        with suppress(Exception):  # the process that serves the store may be gone
+            if dist.get_backend() not in _UNWATCHED_BACKENDS and Level.now in ("watch", "strict"):
+                HostState(dist.group.WORLD).mark_ended()
 
 
-atexit.register(_end_unseen)
-util.Finalize(None, _end_unseen, exitpriority=100)  # of a process of multiprocessing, which ends without atexit
+atexit.register(_publish_exit_without_mesh)
+util.Finalize(None, _publish_exit_without_mesh, exitpriority=100)  # a process of multiprocessing ends without atexit
 
 
-def chain_among(ranks: Iterable[int], handle: Any, backend: str) -> Chain | None:
-    """The chain of these ranks, which ``handle`` connects; None where they are no processes of their own."""
-    if dist.get_backend() in _UNWATCHED or backend in _UNWATCHED:
+def get_or_make_log(ranks: Iterable[int], handle: Any, backend: str) -> CollectiveLog | None:
+    """Return the log of the group of these ranks, which ``handle`` connects; None if the ranks are not processes."""
+    if dist.get_backend() in _UNWATCHED_BACKENDS or backend in _UNWATCHED_BACKENDS:
         return None
     with _LOCK:
-        watcher, ranks = _watcher(), tuple(sorted(ranks))
-        chain = watcher.chains.get(ranks)
-        if chain is None:
-            chain = watcher.chains[ranks] = Chain(watcher.board, ranks, backend)
-            watcher.board.chains.append(chain.key)
-            chain.apart = _apart(watcher.board, ranks)
-            if chain.apart:
-                watcher.board.spread = True
-                watcher.board.tell()
-        chain.connect(handle)
-        return chain
+        watchdog, ranks = _get_or_make_watchdog(), tuple(sorted(ranks))
+        log = watchdog.logs.get(ranks)
+        if log is None:
+            log = watchdog.logs[ranks] = CollectiveLog(watchdog.host_state, ranks, backend)
+            watchdog.host_state.logs.append(log.key)
+            log.spans_hosts = _wait_for_hosts(watchdog.host_state, ranks)
+            if log.spans_hosts:
+                watchdog.host_state.spans_hosts = True
+                watchdog.host_state.publish()
+        log.add_handle(handle)
+        return log
 
 
-def meet(ranks: list[int], backend: str) -> None:
-    """Waits until these processes have come to make a group: while torch makes it, no wait can be ended."""
-    among = tuple(sorted(ranks))
-    times = _MET.setdefault(dist.group.WORLD, Counter())
-    times[among] += 1
-    key = f"dtensor/unwatched/{among}/{times[among]}"
-    if Level.now == "off" and not {dist.get_backend(), backend} & _UNWATCHED:
-        default_store().set(f"{key}/{dist.get_rank()}", "")  # for ranks that would meet this one here
-    chain = None if Level.now == "off" else chain_among(ranks, None, backend)
-    if chain is None:
-        return
-    if not chain.take_down(Deed.of(f"a process group of ranks {', '.join(map(str, chain.ranks))} is made", "")):
-        raise refuse(chain)
-    board, number, hashed = chain.board, chain.count, chain.hash
+def wait_for_group_members(ranks: list[int], backend: str) -> None:
+    """Wait until all ranks of a new process group have come to make it: no wait inside torch's ``new_group`` can be ended.
 
-    def is_here(rank: int) -> bool:
-        if not has_come(board, chain.key, rank, number):
-            return False
-        entry = entry_of(board, chain.key, rank, number)  # only now: it comes before, and is gone where many came after it
-        return entry is None or entry.hash == hashed
-
-    def refuse_unwatched() -> None:
-        for rank in chain.ranks:
-            if not is_here(rank) and board.has_said(f"{key}/{rank}"):
-                how = "compares nothing, under check_ranks('off')"
-                raise refuse(chain, lost(board, rank, f"{named([board.rank])} is under {Level.now!r}: ranks say one level", how))
-
-    def came() -> None:
-        all_are_here, deadline = False, time.monotonic() + _ASK_S
-        try:
-            while not all_are_here and board.verdict is None:
-                time.sleep(_MEET_S)
-                all_are_here = all(map(is_here, chain.ranks))
-                if not all_are_here and time.monotonic() > deadline:
-                    deadline = time.monotonic() + _ASK_S
-                    refuse_unwatched()
-        finally:  # one answer for all of them: who goes on alone would wait for ever
-            together = board.settled(f"{chain.name}/{number}", "go" if all_are_here else "stop") == "go"
-        while not together:
-            board.go_on()
-            time.sleep(_MEET_S)
-
-    waited(chain, number, came)
-    chain.words[ISSUED] = number
-
-
-def begin() -> None:
-    """This process's page, from which others learn that it is there and what becomes of it."""
-    if dist.get_backend() not in _UNWATCHED and Level.now != "off":
-        with _LOCK:
-            _watcher()
-        arm()
-
-
-def _apart(board: Board, ranks: tuple[int, ...]) -> bool:
-    """Whether ranks are on several hosts: it waits until they tell, or one of them is gone."""
-    deadline = time.monotonic() + board.timeout_s
-    for rank in ranks:
-        while board.host_of(rank) is None:
-            page = board.rank_page(rank)
-            if (found := board.found()) is not None:
-                raise error_of(found)
-            how = why_unseen(board, rank)
-            if time.monotonic() > deadline:
-                how = f"has not come to a collective for {board.timeout_s:.0f} s"
-            if how or (page is not None and ended(page)):
-                raise error_of(board.judge(lost(board, rank, f"{named([board.rank])} needs it", how)))
-            time.sleep(0.005)
-    return len({board.host_of(rank) for rank in ranks}) > 1
-
-
-def _watcher() -> Watcher:
-    world, watcher = dist.group.WORLD, _Watched.watcher
-    if watcher is not None and watcher.board.world() is world:
-        return watcher
-    if watcher is not None:
-        watcher.stop()
-    _Watched.watcher = watcher = Watcher(Board(world))
-    return watcher
-
-
-def _tell_level() -> None:
-    """Another level is a thing that ranks compare, as collectives are: what differs after it would not be seen."""
-    watcher = _Watched.watcher
-    if watcher is None or watcher.level == Level.now or not watcher.board.present or os.getpid() != watcher.board.pid:
-        return
-    watcher.level = Level.now
-    begun = [chain for chain in list(watcher.chains.values()) if chain.count and watcher.board.verdict is None]
-    for chain in begun:
-        _agree(chain, f"check_ranks({Level.now!r})")
-
-
-Level.changed.append(_tell_level)
-
-
-def agree(ranks: Iterable[int], what: str) -> None:
-    """These processes, this one among them, begin something together that is no collective: if they have communicated before,
-    who does something else is named by whoever comes later. Nobody waits. Other threads than the main one begin things in no
-    order, and compare nothing.
+    Raises:
+        DivergenceError: a rank does something else. RankLostError: a rank has ended.
     """
-    watcher = _Watched.watcher
-    if watcher is None or Level.now not in ("watch", "strict") or threading.current_thread() is not threading.main_thread():
+    members = tuple(sorted(ranks))
+    counts = _GROUP_COUNTS.setdefault(dist.group.WORLD, Counter())
+    counts[members] += 1
+    key = f"dtensor/unwatched/{members}/{counts[members]}"
+    if Level.now == "off" and not {dist.get_backend(), backend} & _UNWATCHED_BACKENDS:
+        default_store().set(f"{key}/{dist.get_rank()}", "")  # ranks that compare would wait for this one here
+    log = None if Level.now == "off" else get_or_make_log(ranks, None, backend)
+    if log is None:
         return
-    chain = watcher.chains.get(tuple(sorted(ranks)))
-    if chain is not None and watcher.board.present:
-        _agree(chain, what)
+    text = f"a process group of ranks {', '.join(map(str, log.ranks))} is made"
+    if not log.log_and_compare(CollectiveRecord.of(text, "")):
+        raise make_divergence_error(log)
+    host_state, number, hashed = log.host_state, log.count, log.hash
+
+    def has_logged_same(rank: int) -> bool:
+        if not has_reached(host_state, log.key, rank, number):
+            return False
+        event = find_event(host_state, log.key, rank, number)  # after has_reached: a later event may have overwritten it
+        return event is None or event.hash == hashed
+
+    def check_levels() -> None:
+        for rank in log.ranks:
+            if not has_logged_same(rank) and host_state.has_store_key(f"{key}/{rank}"):
+                needed = f"{named([host_state.rank])} is under {Level.now!r}: all ranks must call check_ranks with one level"
+                reason = "compares nothing, under check_ranks('off')"
+                raise make_divergence_error(log, diagnose_lost_rank(host_state, rank, needed, reason))
+
+    def wait_for_members() -> None:
+        all_are_here, deadline = False, time.monotonic() + _STORE_POLL_S
+        try:
+            while not all_are_here and host_state.diagnosis is None:
+                time.sleep(_POLL_S)
+                all_are_here = all(map(has_logged_same, log.ranks))
+                if not all_are_here and time.monotonic() > deadline:
+                    deadline = time.monotonic() + _STORE_POLL_S
+                    check_levels()
+        finally:  # all ranks take one answer: a rank that made the group alone would wait forever
+            may_make = host_state.elect_value(f"{log.name}/{number}", "go" if all_are_here else "stop") == "go"
+        while not may_make:
+            host_state.raise_diagnosis()
+            time.sleep(_POLL_S)
+
+    run_wait(log, number, wait_for_members)
+    log.slots[LAST_ISSUED] = number
 
 
-def _agree(chain: Chain, what: str) -> None:
-    if not chain.take_down(Deed.of(what, "")):
-        raise refuse(chain)
-    chain.words[ISSUED] = chain.count
+def start_watchdog() -> None:
+    """Start the watchdog of this world, and publish this rank's state file."""
+    if dist.get_backend() not in _UNWATCHED_BACKENDS and Level.now != "off":
+        with _LOCK:
+            _get_or_make_watchdog()
+        enable_comparison()
+
+
+def _wait_for_hosts(host_state: HostState, ranks: Iterable[int]) -> bool:
+    """Wait until all ranks have published their host. Return True if they are on several hosts.
+
+    Raises:
+        RankLostError: a rank has ended, or has published nothing within the timeout of the store.
+    """
+    deadline = time.monotonic() + host_state.timeout_s
+    for rank in ranks:
+        while host_state.host_of(rank) is None:
+            file = host_state.rank_file(rank)
+            if (diagnosis := host_state.find_diagnosis()) is not None:
+                raise error_of(diagnosis)
+            reason = explain_missing_rank(host_state, rank)
+            if time.monotonic() > deadline:
+                reason = f"has not come to a collective for {host_state.timeout_s:.0f} s"
+            if reason or (file is not None and has_rank_ended(file)):
+                needed = f"{named([host_state.rank])} needs it"
+                raise error_of(host_state.publish_diagnosis(diagnose_lost_rank(host_state, rank, needed, reason)))
+            time.sleep(0.005)
+    return len({host_state.host_of(rank) for rank in ranks}) > 1
+
+
+def _get_or_make_watchdog() -> Watchdog:
+    world, watchdog = dist.group.WORLD, _ActiveWatchdog.watchdog
+    if watchdog is not None and watchdog.host_state.world() is world:
+        return watchdog
+    if watchdog is not None:
+        watchdog.stop()
+    _ActiveWatchdog.watchdog = watchdog = Watchdog(HostState(world))
+    return watchdog
+
+
+def _log_level_change() -> None:
+    """Log a change of the level in each group, so that ranks with another level are found before their hashes differ."""
+    watchdog = _ActiveWatchdog.watchdog
+    if watchdog is None or watchdog.level == Level.now or not watchdog.host_state.is_current:
+        return
+    if os.getpid() != watchdog.host_state.pid:
+        return
+    watchdog.level = Level.now
+    for log in [log for log in list(watchdog.logs.values()) if log.count and watchdog.host_state.diagnosis is None]:
+        _log_event(log, f"check_ranks({Level.now!r})")
+
+
+Level.changed.append(_log_level_change)
+
+
+def agree(ranks: Iterable[int], text: str) -> None:
+    """Log the begin of something that these ranks do together and that is no collective, in the log of their group, if any.
+
+    No rank waits. A rank that logs something else under this number is found by the rank that comes later. Calls of other threads
+    than the main one have no order, so they log nothing.
+    """
+    watchdog = _ActiveWatchdog.watchdog
+    if watchdog is None or Level.now not in ("watch", "strict") or threading.current_thread() is not threading.main_thread():
+        return
+    log = watchdog.logs.get(tuple(sorted(ranks)))
+    if log is not None and watchdog.host_state.is_current:
+        _log_event(log, text)
+
+
+def _log_event(log: CollectiveLog, text: str) -> None:
+    if not log.log_and_compare(CollectiveRecord.of(text, "")):
+        raise make_divergence_error(log)
+    log.slots[LAST_ISSUED] = log.count
 
 
 def operations_among(world: Any, ranks: frozenset[int]) -> Ring | None:
-    """Return the operations that these processes do together; None where they are no processes, or of a world that has ended."""
-    if not ranks or not dist.is_initialized() or world is not dist.group.WORLD or dist.get_backend() in _UNWATCHED:
+    """Return the log of the operations that these ranks of ``world`` do together.
+
+    None if there are no ranks, if the world has ended, and if its ranks are not processes.
+    """
+    if not ranks or not dist.is_initialized() or world is not dist.group.WORLD or dist.get_backend() in _UNWATCHED_BACKENDS:
         return None
-    operations = computed_in(world).operations
-    found = operations.get(ranks)
-    if found is None:
+    logs = operation_records_of(world).logs
+    log = logs.get(ranks)
+    if log is None:
         with _LOCK:
-            board, key = _watcher().board, fingerprint(repr(sorted(ranks)))
-            found = operations[ranks] = Ring(board.own(f"operations-{key:016x}-{board.rank}", WORDS))
-            board.operations.append(key)
-    return found
+            host_state, key = _get_or_make_watchdog().host_state, fingerprint(repr(sorted(ranks)))
+            log = logs[ranks] = Ring(host_state.create_file(f"operations-{key:016x}-{host_state.rank}", LOG_SLOTS))
+            host_state.operations.append(key)
+    return log
 
 
 def note(error: BaseException) -> None:
-    """Leaves word of an error that an operation met, for ranks that did not."""
-    watcher = _Watched.watcher
-    if watcher is not None and Level.now in ("watch", "strict") and not isinstance(error, DivergenceError):
-        watcher.board.note(error)
+    """Record an error of an operation in this rank's state, for ranks on which the operation did not fail."""
+    watchdog = _ActiveWatchdog.watchdog
+    if watchdog is not None and Level.now in ("watch", "strict") and not isinstance(error, DivergenceError):
+        watchdog.host_state.record_error(error)
 
 
-def refuse(chain: Chain, verdict: Verdict | None = None) -> Exception:
-    """The error of a rank that does something else than another one that has come before."""
-    board = chain.board
-    found = board.found() or board.judge(verdict or differing(board, chain.key, chain.ranks, chain.count))
-    return error_of(found)
+def make_divergence_error(log: CollectiveLog, diagnosis: Verdict | None = None) -> Exception:
+    """Return the error of a rank that logged another collective than other ranks; publish its diagnosis unless there is one."""
+    host_state = log.host_state
+    published = host_state.find_diagnosis() or host_state.publish_diagnosis(
+        diagnosis or diagnose_difference(host_state, log.key, log.ranks, log.count)
+    )
+    return error_of(published)
 
 
-def left_out(chain: Chain, number: int, error: BaseException) -> BaseException:
-    """What to raise where this rank could not issue a collective that it took down."""
+def make_issue_error(log: CollectiveLog, number: int, error: BaseException) -> BaseException:
+    """Return the error to raise when this rank could not issue a collective that it logged, and mark it as skipped."""
     note(error)
-    chain.leave_out(number)
-    return explained(chain, number, error)
+    log.mark_skipped(number)
+    return explain_error(log, number, error)
 
 
-def come_to_next(chain: Chain) -> None:
-    """After a collective that this rank left out: waits until the others come to the one after it, having left it out too.
+def wait_after_skip(log: CollectiveLog) -> None:
+    """Wait, in the collective after a skipped one, until all ranks have come to it without having issued the skipped one.
 
     Raises:
-        DivergenceError: they have not, or the error that was met here, on all ranks.
+        DivergenceError: another rank did something else. The error of this rank, on all ranks: another rank issued it.
     """
-    board, number, hashed = chain.board, chain.count, chain.hash
+    host_state, number, hashed = log.host_state, log.count, log.hash
 
-    def came() -> None:
-        to_come = [rank for rank in chain.ranks if rank != board.rank]
-        while to_come:
-            board.go_on()
-            for rank in list(to_come):
-                entry = entry_of(board, chain.key, rank, number)
-                if entry is not None and entry.hash != hashed:
-                    raise refuse(chain)
-                if entry is None and has_issued(board, chain.key, rank, chain.left_out):
-                    raise refuse(chain, failed_here(board))
-                if entry is not None or has_come(board, chain.key, rank, number):
-                    to_come.remove(rank)
-            time.sleep(_MEET_S)
+    def wait_for_ranks() -> None:
+        missing_ranks = [rank for rank in log.ranks if rank != host_state.rank]
+        while missing_ranks:
+            host_state.raise_diagnosis()
+            for rank in list(missing_ranks):
+                event = find_event(host_state, log.key, rank, number)
+                if event is not None and event.hash != hashed:
+                    raise make_divergence_error(log)
+                if event is None and has_issued(host_state, log.key, rank, log.skipped):
+                    raise make_divergence_error(log, diagnose_own_error(host_state))
+                if event is not None or has_reached(host_state, log.key, rank, number):
+                    missing_ranks.remove(rank)
+            time.sleep(_POLL_S)
 
-    waited(chain, number, came)
-    chain.left_out = 0
-
-
-def parted(step: int, over: str, found: dict[int, tuple[int, str]]) -> NoReturn:
-    """Raises, on all ranks, that copies differ; by rank its version, and what that is."""
-    said = {rank: Said(version, over, f"{what}   {source_location.here()}") for rank, (version, what) in found.items()}
-    board = _watcher().board
-    raise error_of(board.found() or board.judge(differing_words(step, said)))
+    run_wait(log, number, wait_for_ranks)
+    log.skipped = 0
 
 
-def waited(chain: Chain, number: int, finish: Callable[[], T]) -> T:
-    """``finish()``, a wait for others that is over when it cannot end."""
-    chain.begin_wait(number)
+def parted(step: int, mesh_dims: str, states: dict[int, tuple[int, str]]) -> NoReturn:
+    """Raise DivergenceError on all ranks: replicas differ.
+
+    Args:
+        states: by rank: a hash of its replicas, and a description of the state that differs.
+    """
+    line = source_location.current_line()
+    reports = {rank: RankReport(hashed, mesh_dims, f"{text}   {line}") for rank, (hashed, text) in states.items()}
+    host_state = _get_or_make_watchdog().host_state
+    diagnosis = format_difference(step, reports, SAME_REPLICAS)
+    raise error_of(host_state.find_diagnosis() or host_state.publish_diagnosis(diagnosis))
+
+
+def run_wait(log: CollectiveLog, number: int, wait: Callable[[], T]) -> T:
+    """Return ``wait()``, a wait for other ranks in collective ``number``. The watchdog ends it if it cannot end by itself."""
+    log.begin_wait(number)
     try:
-        return finish()
+        return wait()
     except Exception as error:
-        chain.mix(FAILED)  # on others it may have ended well
-        raise explained(chain, number, error) from error
-    except BaseException:  # an interrupt: others may be waiting for what this rank still had to send
-        chain.words[BROKEN_OFF] = number
+        log.mix(FAILED)  # the wait may have succeeded on other ranks
+        raise explain_error(log, number, error) from error
+    except BaseException:  # an interrupt: other ranks may wait for messages that this rank has not sent
+        log.slots[LAST_INTERRUPTED] = number
         raise
     finally:
-        chain.end_wait()
+        log.end_wait()
 
 
-def waited_beside(works: list[Any], handle: Any) -> None:
-    """Waits for works of a group that are under way in another thread, so that this one can be told of a verdict meanwhile."""
-    watcher = _Watched.watcher
-    if watcher is not None and Level.now in ("watch", "strict") and not all(work.is_completed() for work in works):
-        watcher.waiters.end(works, handle)
+def wait_abandonably(works: list[Any], handle: Any) -> None:
+    """Wait for work handles of a group in a helper thread, so that a diagnosis can end the wait of this thread."""
+    watchdog = _ActiveWatchdog.watchdog
+    if watchdog is not None and Level.now in ("watch", "strict") and not all(work.is_completed() for work in works):
+        watchdog.wait_threads.wait_for(works, handle)
     while works:
         works.pop(0).wait()
 
 
-def explained(chain: Chain, number: int, error: BaseException) -> BaseException:
-    """What to raise where a transfer failed: the verdict, if there is one; else the error."""
-    if isinstance(error, DTensorError) or not any(word in str(error) for word in _BROKEN):
+def explain_error(log: CollectiveLog, number: int, error: BaseException) -> BaseException:
+    """Return the error to raise for a failed transfer: that of the diagnosis for a broken connection, else ``error`` itself."""
+    if isinstance(error, DTensorError) or not any(text in str(error) for text in _BROKEN_CONNECTION_TEXTS):
         return error
-    board = chain.board
+    host_state = log.host_state
 
     def find() -> Verdict | None:
-        found = gone(board, chain.ranks, chain.key, number)
-        return None if found is None else board.judge(found)
+        diagnosis = explain_broken_connection(host_state, log.ranks, log.key, number)
+        return None if diagnosis is None else host_state.publish_diagnosis(diagnosis)
 
-    verdict = _found_in_time(board, find)
-    return error if verdict is None else error_of(verdict)
+    diagnosis = _poll_diagnosis(host_state, find)
+    return error if diagnosis is None else error_of(diagnosis)
 
 
 def why_lost(ranks: Iterable[int]) -> Verdict | None:
-    """The verdict, where messages with these ranks broke; else what has become of one of them, if anything is known."""
-    watcher = _Watched.watcher
-    if watcher is None or Level.now not in ("watch", "strict"):
+    """Return the published diagnosis, or one for the first of ``ranks`` that has ended; None if nothing is known.
+
+    Call it when messages with these ranks broke.
+    """
+    watchdog = _ActiveWatchdog.watchdog
+    if watchdog is None or Level.now not in ("watch", "strict"):
         return None
-    board = watcher.board
-    return _found_in_time(
-        board, lambda: next((lost(board, rank, "others need it") for rank in ranks if board.has_ended(rank)), None)
-    )
+    host_state = watchdog.host_state
+
+    def find() -> Verdict | None:
+        ended = next((rank for rank in ranks if host_state.has_ended(rank)), None)
+        return None if ended is None else diagnose_lost_rank(host_state, ended, "others need it")
+
+    return _poll_diagnosis(host_state, find)
 
 
-def _found_in_time(board: Board, find: Callable[[], Verdict | None]) -> Verdict | None:
-    deadline = time.monotonic() + _FIND_S
+def _poll_diagnosis(host_state: HostState, find: Callable[[], Verdict | None]) -> Verdict | None:
+    """Return the published diagnosis or that of ``find()``, as soon as there is one; None after ``_DIAGNOSIS_TIMEOUT_S``."""
+    deadline = time.monotonic() + _DIAGNOSIS_TIMEOUT_S
     while time.monotonic() < deadline:
-        verdict = board.found() or find()
-        if verdict is not None:
-            return verdict
+        diagnosis = host_state.find_diagnosis() or find()
+        if diagnosis is not None:
+            return diagnosis
         time.sleep(0.05)
     return None

@@ -1,8 +1,9 @@
-"""The chain of one group: each collective's fingerprint is mixed into a hash, which the ranks of the group compare.
+"""Collective log: the collectives of one group of ranks, with a rolling hash that the ranks of the group compare.
 
-A rank writes its hash down *before* it looks at the others', and sends nothing before it has looked. So of two ranks that differ
-at the same number the later one sees it and refuses, before anything is exchanged: no message of one collective arrives
-in another, and none of a wrong length (gloo ends a process that gets one that is too long, and takes one that is too short).
+A rank logs a collective *before* it reads the logs of the others, and sends nothing before it has read them. So if two ranks log
+different collectives under one number, the later one sees it and raises an error, before anything is exchanged. No message of one
+collective arrives in another one, and none has a wrong length. Gloo aborts a process that receives a message that is too long,
+and accepts one that is too short.
 """
 
 from __future__ import annotations
@@ -16,157 +17,200 @@ from typing import Any, NamedTuple
 
 from ..base.user_frames import users_frame
 from . import source_location
-from .flight_recorder import BROKEN_OFF, FAILED, HASH, LENGTHS, WORDS, Entry, Ring, fingerprint, mixed, place_of
-from .host_state import CHAIN, COUNT, LEFT, NUMBER, RUNNING, SINCE, STATE, THREADS, WAITING, Board, ring_page
-from .levels import computed_in
-from .state_file import Page
+from .flight_recorder import (
+    FAILED,
+    HASH,
+    LAST_INTERRUPTED,
+    LENGTHS,
+    LOG_SLOTS,
+    LoggedEvent,
+    Ring,
+    StateFile,
+    fingerprint,
+    mix_hash,
+    slot_of,
+)
+from .host_state import (
+    EXITED,
+    MULTI_THREADED,
+    RUNNING,
+    STATE,
+    WAIT_COUNT,
+    WAIT_LOG,
+    WAIT_NUMBER,
+    WAIT_SINCE,
+    WAITING,
+    HostState,
+    open_log,
+)
+from .levels import operation_records_of
+
+Lengths = tuple[list[int], list[int]]  # elements that a rank sends to each rank of a group, and that it receives from each
 
 
-class Deed(NamedTuple):
+class CollectiveRecord(NamedTuple):
     """A collective as ranks compare it.
 
     Attributes:
-        hash: of what all ranks of the group say of it.
-        what, over: in words; the mesh dims.
-        lengths: numbers that this rank sends to each rank of the group and that it expects of each, in the order of the chain's
-            ranks; empty where ``what`` tells them.
+        hash: fingerprint of what must be equal on all ranks of the group.
+        text, mesh_dims: description of the collective, and the mesh dims of the group.
+        lengths: elements that this rank sends to and receives from each rank, in the order of the log's ranks, see
+            :func:`format_lengths`. Empty if ``text`` determines them.
     """
 
     hash: int
-    what: str
-    over: str
+    text: str
+    mesh_dims: str
     lengths: str = ""
 
     @classmethod
-    def of(cls, what: str, over: str, lengths: str = "") -> Deed:
-        return cls(fingerprint(f"{what} {over}"), what, over, lengths)
+    def of(cls, text: str, mesh_dims: str, lengths: str = "") -> CollectiveRecord:
+        """Make a record with the fingerprint of its text and mesh dims."""
+        return cls(fingerprint(f"{text} {mesh_dims}"), text, mesh_dims, lengths)
 
 
-def told_lengths(leaving: Sequence[int], arriving: Sequence[int]) -> str:
-    """As a deed says them."""
-    return f"{','.join(map(str, leaving))};{','.join(map(str, arriving))}"
+def format_lengths(send_lengths: Sequence[int], recv_lengths: Sequence[int]) -> str:
+    """Return the lengths of a record as text."""
+    return f"{','.join(map(str, send_lengths))};{','.join(map(str, recv_lengths))}"
 
 
-def read_lengths(text: str) -> tuple[list[int], list[int]]:
-    leaving, arriving = ([int(length) for length in part.split(",")] for part in text.split(";"))
-    return leaving, arriving
+def parse_lengths(text: str) -> Lengths:
+    """Return the send and receive lengths in a text of :func:`format_lengths`."""
+    send_lengths, recv_lengths = ([int(length) for length in part.split(",")] for part in text.split(";"))
+    return send_lengths, recv_lengths
 
 
-class Chain(Ring):
-    """The collectives of the processes ``ranks``, in order, as this one sees them."""
+class CollectiveLog(Ring):
+    """The collectives of the processes ``ranks``, in order, as this rank issues them.
 
-    def __init__(self, board: Board, ranks: tuple[int, ...], backend: str) -> None:
-        self.board, self.ranks, self.backend = board, ranks, backend
+    Attributes:
+        ranks: the ranks of the group, ascending.
+        handles: the process groups of torch over which the ranks communicate.
+        spans_hosts: whether the ranks are on several hosts.
+        skipped: number of the last collective that this rank logged and could not issue, until all ranks have reached the next
+            one; 0: none.
+        bound_exchanges: the bound exchanges of hashes, by length and order of ranks.
+    """
+
+    def __init__(self, host_state: HostState, ranks: tuple[int, ...], backend: str) -> None:
+        self.host_state, self.ranks, self.backend = host_state, ranks, backend
         self.handles: weakref.WeakSet[Any] = weakref.WeakSet()
         self.key = fingerprint(repr(ranks))
-        self.name = f"chain-{self.key:016x}"
-        (board.folder / f".{self.name}.{board.rank}").write_text(repr(ranks))
-        (board.folder / f".{self.name}.{board.rank}").rename(board.folder / self.name)
-        super().__init__(board.own(f"{self.name}-{board.rank}", WORDS))
-        self._computed = computed_in(board.world())
-        self.apart = False  # whether its ranks are on several hosts
-        self.left_out = 0  # the last one that this rank took down and did not issue, until all have come to the next one
-        self.kept: dict[Any, Any] = {}  # what the exchange of hashes is bound to
-        self._to_come = [rank for rank in ranks if rank != board.rank]
-        self._others: list[tuple[int, Page]] = []
+        self.name = f"log-{self.key:016x}"
+        unnamed = host_state.folder / f".{self.name}.{host_state.rank}"
+        unnamed.write_text(repr(ranks))
+        unnamed.rename(host_state.folder / self.name)
+        super().__init__(host_state.create_file(f"{self.name}-{host_state.rank}", LOG_SLOTS))
+        self._records = operation_records_of(host_state.world())
+        self.spans_hosts = False
+        self.skipped = 0
+        self.bound_exchanges: dict[Any, Any] = {}
+        self._missing_ranks = [rank for rank in ranks if rank != host_state.rank]
+        self._peer_files: list[tuple[int, StateFile]] = []
 
-    def connect(self, handle: Any) -> None:
-        """By which groups of torch they reach each other; None while one is not made."""
+    def add_handle(self, handle: Any) -> None:
+        """Add a process group over which the ranks communicate; None while torch has not made it."""
         if handle is not None:
             self.handles.add(handle)
 
-    def take_down(self, deed: Deed) -> bool:
-        """Takes down the next collective; whether all who have come to its number mean the same."""
-        self.board.go_on()
-        operations, after = self._operations(), self._trailed()
+    def log_and_compare(self, record: CollectiveRecord) -> bool:
+        """Log the next collective. Return True if it matches that of all ranks that have logged the same number."""
+        self.host_state.raise_diagnosis()
+        operations, last_operation = self._mix_logged_operations(), self._mix_operation_hashes()
         frame = users_frame(sys._getframe(2))
-        line = "" if frame is None else source_location.line_of(frame.f_code.co_filename, frame.f_lineno)
-        at = self.add(deed.hash, deed.what, deed.over, line, operations, deed.lengths, after)
+        line = "" if frame is None else source_location.format_line(frame.f_code.co_filename, frame.f_lineno)
+        at = self.add(record.hash, record.text, record.mesh_dims, line, operations, record.lengths, last_operation)
         number, hashed = self.count, self.hash
-        if self._to_come:
-            self._look()
-        for _, page in self._others:
-            if page.words[at] == number and page.words[at + HASH] != hashed:
+        if self._missing_ranks:
+            self._find_peers()
+        for _, file in self._peer_files:
+            if file.slots[at] == number and file.slots[at + HASH] != hashed:
                 return False
-        return not deed.lengths or not any(self._unfit(rank, page, deed.lengths) for rank, page in self._others)
+        return not record.lengths or not any(self._lengths_differ(rank, file, record.lengths) for rank, file in self._peer_files)
 
-    def _unfit(self, rank: int, page: Page, mine: str) -> bool:
-        """Whether another rank that has come expects or sends other lengths than this one sends or expects."""
-        theirs = lengths_in(page, self.count)
-        return theirs is not None and bool(unfitting(self.ranks, {self.board.rank: read_lengths(mine), rank: theirs}))
+    def _lengths_differ(self, rank: int, file: StateFile, own_lengths: str) -> bool:
+        """Return True if another rank logged this collective with lengths that do not match those of this rank."""
+        lengths = read_lengths(file, self.count)
+        if lengths is None:
+            return False
+        return bool(find_length_mismatches(self.ranks, {self.host_state.rank: parse_lengths(own_lengths), rank: lengths}))
 
-    def leave_out(self, number: int) -> None:
-        """Says that this rank did not issue a collective that it took down."""
-        self.left_out = self.words[BROKEN_OFF] = number
+    def mark_skipped(self, number: int) -> None:
+        """Record that this rank did not issue a collective that it logged."""
+        self.skipped = self.slots[LAST_INTERRUPTED] = number
         self.mix(FAILED)
 
-    def last(self) -> Entry:
-        """The last collective that was taken down."""
-        return Entry(self.page, self.count)
+    def last_event(self) -> LoggedEvent:
+        """Return the last collective that this rank logged."""
+        return LoggedEvent(self.file, self.count)
 
     def begin_wait(self, number: int) -> None:
-        """Says what this rank waits for from now on."""
-        words = self.board.words
-        words[CHAIN] = self.key
-        words[NUMBER] = number
-        words[SINCE] = time.monotonic_ns()
-        words[STATE] = WAITING
-        if threading.get_ident() != self.board.thread:
-            words[THREADS] = 1
+        """Publish that this rank waits for collective ``number``."""
+        slots = self.host_state.slots
+        slots[WAIT_LOG] = self.key
+        slots[WAIT_NUMBER] = number
+        slots[WAIT_SINCE] = time.monotonic_ns()
+        slots[STATE] = WAITING
+        if threading.get_ident() != self.host_state.thread:
+            slots[MULTI_THREADED] = 1
 
     def end_wait(self) -> None:
-        words = self.board.words
-        words[STATE] = LEFT if self.board.left else RUNNING
-        words[COUNT] += 1
+        """Publish that this rank waits no more."""
+        slots = self.host_state.slots
+        slots[STATE] = EXITED if self.host_state.has_ended_here else RUNNING
+        slots[WAIT_COUNT] += 1
 
-    def _operations(self) -> int:
-        """Return how many operations all ranks of the group have done together, and make those a part of the hash.
+    def _mix_logged_operations(self) -> int:
+        """Mix the logged operations that all ranks of the group did together into the hash, and return their number.
 
-        See [Note: What is compared on a group]. The sets are combined in any order, since ranks may have met them in another.
+        See [Note: Operations that a group compares]. The hashes of the sets of ranks are combined by xor, since ranks may have
+        met the sets in another order.
         """
-        found = hashed = 0
-        for ranks, ring in list(self._computed.operations.items()):
+        count = hashed = 0
+        for ranks, log in list(self._records.logs.items()):
             if ranks.issuperset(self.ranks):
-                hashed ^= mixed(ring.settle(), fingerprint(repr(sorted(ranks))), 0)
-                found += ring.count
-        if hashed:  # without such a set the hash stays as it is, whatever other sets this rank belongs to
+                hashed ^= mix_hash(log.settle(), fingerprint(repr(sorted(ranks))), 0)
+                count += log.count
+        if hashed:  # else the hash must stay as it is, since other ranks of the group may be in no other set
             self.mix(hashed)
-        return found
+        return count
 
-    def _trailed(self) -> str:
-        """Return the last operation that all ranks of the group have done together and that was not taken down, in words, and
-        make those operations a part of the hash. See [Note: What is compared on a group].
+    def _mix_operation_hashes(self) -> str:
+        """Mix the operations without a log that all ranks of the group did together into the hash.
+
+        Return the text of the last of them, empty if there is none. See [Note: Operations that a group compares].
         """
-        found, hashed = "", 0
-        for ranks, trail in list(self._computed.trails.items()):
+        text, hashed = "", 0
+        for ranks, operations in list(self._records.hashes.items()):
             if ranks.issuperset(self.ranks):
-                found = trail.latest() or found
-                hashed ^= mixed(settled, trail.key, 0) if (settled := trail.settle()) else 0
+                text = operations.take_texts() or text
+                hashed ^= mix_hash(value, operations.key, 0) if (value := operations.settle()) else 0
         if hashed:
             self.mix(hashed)
-        return found
+        return text
 
-    def _look(self) -> None:
-        """Finds the pages of ranks that have come meanwhile."""
-        for rank in list(self._to_come):
-            page = ring_page(self.board, "chain", self.key, rank)
-            if page is not None:
-                self._others.append((rank, page))
-                self._to_come.remove(rank)
-
-
-def lengths_in(page: Page, number: int) -> tuple[list[int], list[int]] | None:
-    """The lengths that stand under a number of a chain, if any do."""
-    text = page.text(page.words[place_of(number) + LENGTHS]) if page.words[place_of(number)] == number else ""
-    return read_lengths(text) if text and page.words[place_of(number)] == number else None
+    def _find_peers(self) -> None:
+        """Open the logs of ranks that have created theirs since the last call."""
+        for rank in list(self._missing_ranks):
+            file = open_log(self.host_state, "log", self.key, rank)
+            if file is not None:
+                self._peer_files.append((rank, file))
+                self._missing_ranks.remove(rank)
 
 
-def unfitting(ranks: Sequence[int], lengths: dict[int, tuple[list[int], list[int]]]) -> list[tuple[int, int, int, int]]:
-    """Who sends how many numbers to whom that expects how many others."""
-    at = {rank: position for position, rank in enumerate(ranks)}
+def read_lengths(file: StateFile, number: int) -> Lengths | None:
+    """Return the lengths of a logged collective; None if the log does not have the collective, or it has no lengths."""
+    at = slot_of(number)
+    text = file.read_text(file.slots[at + LENGTHS]) if file.slots[at] == number else ""
+    return parse_lengths(text) if text and file.slots[at] == number else None
+
+
+def find_length_mismatches(ranks: Sequence[int], lengths: dict[int, Lengths]) -> list[tuple[int, int, int, int]]:
+    """Return (sender, receiver, elements sent, elements expected) for each message with different lengths on both sides."""
+    positions = {rank: position for position, rank in enumerate(ranks)}
     return [
-        (one, other, sent, due)
-        for one, (leaving, _) in lengths.items()
-        for other, (_, arriving) in lengths.items()
-        if one != other and (sent := leaving[at[other]]) != (due := arriving[at[one]])
+        (sender, receiver, sent, expected)
+        for sender, (send_lengths, _) in lengths.items()
+        for receiver, (_, recv_lengths) in lengths.items()
+        if sender != receiver and (sent := send_lengths[positions[receiver]]) != (expected := recv_lengths[positions[sender]])
     ]

@@ -1,6 +1,6 @@
-"""Why a wait will not end: others do something else, are gone, or wait for those who wait for them.
+"""Deadlock: why a wait cannot end. Other ranks do something else, are gone, or wait for ranks that wait for them.
 
-Only what is certain counts. A rank that computes may come yet, so nothing is said of it, however long it takes.
+Only certain facts count. A rank that computes may still come, so it is never taken for lost, however long it takes.
 """
 
 from __future__ import annotations
@@ -10,48 +10,59 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from .blocked_call import Call, behind, is_cut_off
-from .diagnosis import Verdict, differing, entry_of, lost, named, shown, stuck
-from .flight_recorder import done_in
+from .blocked_call import C10dCall, is_behind, is_disconnected
+from .diagnosis import (
+    Verdict,
+    diagnose_deadlock,
+    diagnose_difference,
+    diagnose_lost_rank,
+    find_event,
+    format_event,
+    named,
+)
+from .flight_recorder import StateFile, last_completed
 from .host_state import (
-    BEAT,
-    BEGUN,
-    CHAIN,
-    COUNT,
-    ERROR_AT,
+    C10D_CALL,
+    C10D_CALL_SINCE,
+    C10D_STARTED,
     ERROR_COUNT,
-    ERRORS,
+    ERROR_TIME,
+    ERROR_WAIT_COUNT,
     FAILED,
-    IN_TORCH,
-    IN_TORCH_SINCE,
-    NUMBER,
-    SINCE,
+    HEARTBEAT,
+    LOCATION,
+    LOCATION_SINCE,
+    MULTI_THREADED,
     STATE,
-    THREADS,
+    WAIT_COUNT,
+    WAIT_LOG,
+    WAIT_NUMBER,
+    WAIT_SINCE,
     WAITING,
-    WHERE,
-    WHERE_SINCE,
-    Board,
-    ended,
-    ring_page,
+    HostState,
+    has_rank_ended,
+    open_log,
     was_killed,
 )
-from .state_file import Page
 
-PATIENCE_S = 2.0  # before ranks that wait for each other are said to be stuck
-_SILENT_S = 15.0  # of a rank of another host: it may compute without letting another thread run
-_BROKEN_S = 1.5  # the same of one whose connection broke
-_GAVE_UP_S = 3.0  # after an error of which nothing followed
-_ASK_S = 0.5  # between two questions whether a rank is there
-_FRESH_S = 0.5  # how old a look of another rank's watcher may be
-_AGAIN_S, _AGAIN_AFAR_S = 0.2, 1.2  # they are looked at twice: nothing may have moved
-_FRESH_AFAR_S = 1.2  # how old the post of a rank of another host may be
+PATIENCE_S = 2.0  # minimum duration of waits that count as a deadlock
+_SILENT_S = 15.0  # a rank of another host without news for so long is lost; it may compute without releasing the GIL
+_SILENT_AFTER_BREAK_S = 1.5  # the same for a rank with a broken connection
+_GAVE_UP_S = 3.0  # a rank without running code has given up so long after its error
+_PROBE_S = 0.5  # minimum interval between two probes of a rank's connection
+_FRESH_S, _FRESH_REMOTE_S = 0.5, 1.2  # maximum age of the state of a rank of this host, of another host
+_CONFIRM_S, _CONFIRM_REMOTE_S = 0.2, 1.2  # a deadlock is diagnosed if nothing has changed after so long
 
 
 class Wait(NamedTuple):
-    """What a rank waits in: a collective of ours by chain and number, or one of torch's (``key`` 0).
+    """The call in which a rank waits: a collective of this library, or a call of torch.distributed.
 
-    ``begun`` is how much it has begun in torch's own groups.
+    Attributes:
+        key, number: log and number of a collective; for a call of torch.distributed ``key`` is 0.
+        since: begin of the wait by the clock of this host in ns; 0 for a rank of another host.
+        waits: number of waits that ended before.
+        call: the encoded :class:`.blocked_call.C10dCall`; empty for a collective of this library.
+        started: what the rank has started in process groups of the program, see :func:`.blocked_call.count_started`.
     """
 
     rank: int
@@ -60,193 +71,221 @@ class Wait(NamedTuple):
     since: int
     waits: int
     call: str = ""
-    begun: str = ""
+    started: str = ""
 
 
-def why(board: Board, ranks: tuple[int, ...], key: int, number: int) -> Verdict | None:
-    """Why the wait of these ranks in collective ``number`` will not end; None where it may."""
-    entries = {rank: entry_of(board, key, rank, number) for rank in ranks}
-    if len({entry.hash for entry in entries.values() if entry is not None}) > 1:
-        return differing(board, key, ranks, number)
-    missing = [rank for rank in ranks if not has_come(board, key, rank, number)]
-    came = next((rank for rank, entry in entries.items() if entry is not None), None)
-    what = "" if came is None else shown(board, key, came, number)
+def explain_wait(host_state: HostState, ranks: tuple[int, ...], key: int, number: int) -> Verdict | None:
+    """Return why the wait of these ranks in collective ``number`` cannot end; None if it may end."""
+    events = {rank: find_event(host_state, key, rank, number) for rank in ranks}
+    if len({event.hash for event in events.values() if event is not None}) > 1:
+        return diagnose_difference(host_state, key, ranks, number)
+    missing = [rank for rank in ranks if not has_reached(host_state, key, rank, number)]
+    present = next((rank for rank, event in events.items() if event is not None), None)
+    text = "" if present is None else format_event(host_state, key, present, number)
     for rank in missing or ranks:
-        how = why_unseen(board, rank)
-        if how or _is_lost(board, rank, came=not missing):
-            came_too = [other for other in ranks if other not in missing and other != rank]
-            return lost(board, rank, f"{named(came_too)} {'needs' if len(came_too) == 1 else 'need'} it for {what}", how)
-    return _circle(board)
+        reason = explain_missing_rank(host_state, rank)
+        if reason or _is_lost(host_state, rank, has_come=not missing):
+            waiting = [other for other in ranks if other not in missing and other != rank]
+            needed = f"{named(waiting)} {'needs' if len(waiting) == 1 else 'need'} it for {text}"
+            return diagnose_lost_rank(host_state, rank, needed, reason)
+    return _diagnose_cycle(host_state)
 
 
-def why_in_torch(board: Board) -> Verdict | None:
-    """Why the wait of this rank in a function of torch.distributed will not end: one that it needs has been gone for a while, or
-    waits for those who wait for it.
+def explain_c10d_wait(host_state: HostState) -> Verdict | None:
+    """Return why the wait of this rank in a function of torch.distributed cannot end; None if it may end.
+
+    Either a rank that it needs has ended, or is part of a deadlock.
     """
-    first = _wait_of(board, board.rank)
-    if first is None or first.key or time.monotonic_ns() - first.since < PATIENCE_S * 1e9:
+    wait = _current_wait(host_state, host_state.rank)
+    if wait is None or wait.key or time.monotonic_ns() - wait.since < PATIENCE_S * 1e9:
         return None
-    lost_one = next((rank for rank in Call.read(first.call).ranks if rank != board.rank and board.has_ended(rank)), None)
-    if lost_one is None:
-        return _circle(board)
-    time.sleep(_AGAIN_S)  # what it has sent before is there by now
-    if first != _wait_of(board, board.rank):
+    needed_ranks = C10dCall.read(wait.call).ranks
+    ended = next((rank for rank in needed_ranks if rank != host_state.rank and host_state.has_ended(rank)), None)
+    if ended is None:
+        return _diagnose_cycle(host_state)
+    time.sleep(_CONFIRM_S)  # messages that the ended rank sent arrive meanwhile
+    if wait != _current_wait(host_state, host_state.rank):
         return None
-    return lost(board, lost_one, f"{named([board.rank])} needs it for {_place(board, first)}")
+    return diagnose_lost_rank(host_state, ended, f"{named([host_state.rank])} needs it for {_format_wait(host_state, wait)}")
 
 
-def failed_elsewhere(board: Board) -> Verdict | None:
-    """That a rank has failed while this one stays at one line: it may wait for a message that was begun, which nobody sees."""
-    if time.monotonic_ns() - board.words[WHERE_SINCE] < PATIENCE_S * 1e9:
+def find_failed_rank(host_state: HostState) -> Verdict | None:
+    """Return the diagnosis for a rank that has failed while this rank stays at one line of user code; None if there is none.
+
+    This rank may wait for a message in a way that the watchdog does not recognize.
+    """
+    if time.monotonic_ns() - host_state.slots[LOCATION_SINCE] < PATIENCE_S * 1e9:
         return None
-    for rank in range(board.size):
-        page = board.rank_page(rank)
-        if rank != board.rank and page is not None and page.words[STATE] == FAILED:
-            return lost(board, rank, f"{named([board.rank])} is at {board.page.text(board.words[WHERE])}")
+    for rank in range(host_state.size):
+        file = host_state.rank_file(rank)
+        if rank != host_state.rank and file is not None and file.slots[STATE] == FAILED:
+            line = host_state.file.read_text(host_state.slots[LOCATION])
+            return diagnose_lost_rank(host_state, rank, f"{named([host_state.rank])} is at {line}")
     return None
 
 
-def needed_in_torch(board: Board) -> Sequence[int]:
-    """The ranks that this one needs in a function of torch.distributed."""
-    return Call.read(board.page.text(board.words[IN_TORCH])).ranks
+def ranks_awaited_in_c10d(host_state: HostState) -> Sequence[int]:
+    """Return the ranks that this rank needs in a function of torch.distributed."""
+    return C10dCall.read(host_state.file.read_text(host_state.slots[C10D_CALL])).ranks
 
 
-def gone(board: Board, ranks: tuple[int, ...], key: int, number: int) -> Verdict | None:
-    """As :func:`why`, of a connection that broke: it counts, too, who has come and is gone now."""
+def explain_broken_connection(host_state: HostState, ranks: tuple[int, ...], key: int, number: int) -> Verdict | None:
+    """Return why a connection broke in collective ``number``; None if nothing is known.
+
+    In contrast to :func:`explain_wait`, a rank that has come to the collective and has ended since counts as lost.
+    """
     for rank in ranks:
-        silent = board.rank_page(rank) is None and board.spread and board.posts.silent_s(rank) > _BROKEN_S
-        if rank != board.rank and (board.has_ended(rank) or silent):
-            return lost(board, rank, f"{named([board.rank])} needs it for {shown(board, key, board.rank, number)}")
-    return why(board, ranks, key, number)
+        is_remote = host_state.rank_file(rank) is None and host_state.spans_hosts
+        is_silent = is_remote and host_state.remote_states.silent_s(rank) > _SILENT_AFTER_BREAK_S
+        if rank != host_state.rank and (host_state.has_ended(rank) or is_silent):
+            text = format_event(host_state, key, host_state.rank, number)
+            return diagnose_lost_rank(host_state, rank, f"{named([host_state.rank])} needs it for {text}")
+    return explain_wait(host_state, ranks, key, number)
 
 
-def has_come(board: Board, key: int, rank: int, number: int) -> bool:
-    """Whether a rank has come to a collective, perhaps long ago; one that has ended: whether it has done its part."""
-    page, post = ring_page(board, "chain", key, rank), board.post_of(rank)
-    if page is None:
-        count, done = (0, 0) if post is None else post.rings.get(f"{key:016x}", [0, 0])[:2]
-        return bool((done if board.has_ended(rank) else count) >= number)
-    own = board.rank_page(rank)
-    if own is not None and ended(own):
-        return done_in(page) >= number
-    return page.words[0] >= number
+def has_reached(host_state: HostState, key: int, rank: int, number: int) -> bool:
+    """Return True if a rank has come to a collective. A rank that has ended must have done its part in it."""
+    log, remote = open_log(host_state, "log", key, rank), host_state.remote_state_of(rank)
+    if log is None:
+        count, completed = (0, 0) if remote is None else remote.logs.get(f"{key:016x}", [0, 0])[:2]
+        return bool((completed if host_state.has_ended(rank) else count) >= number)
+    file = host_state.rank_file(rank)
+    if file is not None and has_rank_ended(file):
+        return last_completed(log) >= number
+    return log.slots[0] >= number
 
 
-def has_issued(board: Board, key: int, rank: int, number: int) -> bool:
-    """Whether a rank has done its part in a collective."""
-    page, post = ring_page(board, "chain", key, rank), board.post_of(rank)
-    if page is None:
-        return post is not None and bool(post.rings.get(f"{key:016x}", [0, 0])[1] >= number)
-    return done_in(page) >= number
+def has_issued(host_state: HostState, key: int, rank: int, number: int) -> bool:
+    """Return True if a rank has done its part in a collective."""
+    log, remote = open_log(host_state, "log", key, rank), host_state.remote_state_of(rank)
+    if log is None:
+        return remote is not None and bool(remote.logs.get(f"{key:016x}", [0, 0])[1] >= number)
+    return last_completed(log) >= number
 
 
-def _is_lost(board: Board, rank: int, came: bool) -> bool:
-    """Whether a rank will not do its part; one that has come and was killed may have sent some of it only."""
-    page = board.rank_page(rank)
-    if page is not None:
-        return was_killed(page) if came else ended(page) or _gave_up(board, page)
-    silent = board.post_of(rank) is not None and board.posts.silent_s(rank) > _SILENT_S
-    return silent or (not came and board.has_ended(rank))
+def _is_lost(host_state: HostState, rank: int, has_come: bool) -> bool:
+    """Return True if a rank cannot do its part in a collective.
+
+    A rank that has come to the collective is lost only if it was killed: it may have sent a part of its messages.
+    """
+    file = host_state.rank_file(rank)
+    if file is not None:
+        return was_killed(file) if has_come else has_rank_ended(file) or _has_given_up(host_state, file)
+    is_silent = host_state.remote_state_of(rank) is not None and host_state.remote_states.silent_s(rank) > _SILENT_S
+    return is_silent or (not has_come and host_state.has_ended(rank))
 
 
-def why_unseen(board: Board, rank: int) -> str:
-    """Why a rank that has told nothing will not; empty where it may, or does."""
-    world, now = board.world(), time.monotonic()
-    if board.rank_page(rank) is not None or board.post_of(rank) is not None or now - board.asked.get(rank, 0.0) < _ASK_S:
+def explain_missing_rank(host_state: HostState, rank: int) -> str:
+    """Return why a rank without a state is gone; empty if it has one, or may still come."""
+    world, now = host_state.world(), time.monotonic()
+    has_state = host_state.rank_file(rank) is not None or host_state.remote_state_of(rank) is not None
+    if has_state or now - host_state.probe_times.get(rank, 0.0) < _PROBE_S:
         return ""
-    board.asked[rank] = now
-    return "is gone: its connections are closed, and it had made no mesh" if world and is_cut_off(world, rank) else ""
+    host_state.probe_times[rank] = now
+    is_gone = world and is_disconnected(world, rank)
+    return "is gone: its connections are closed, and it had made no mesh" if is_gone else ""
 
 
-def _gave_up(board: Board, page: Page) -> bool:
-    """Whether a rank met an error that this one did not, and no line of its program runs any more, as in a notebook."""
-    words, now = page.words, time.monotonic_ns()
-    long_ago = now - words[ERROR_AT] > _GAVE_UP_S * 1e9
-    if not long_ago or words[ERRORS] <= board.words[ERRORS] or words[COUNT] != words[ERROR_COUNT]:
+def _has_given_up(host_state: HostState, file: StateFile) -> bool:
+    """Return True if a rank had an error that this one did not, and no code of its program runs any more, as in a notebook."""
+    slots, now = file.slots, time.monotonic_ns()
+    is_old = now - slots[ERROR_TIME] > _GAVE_UP_S * 1e9
+    if not is_old or slots[ERROR_COUNT] <= host_state.slots[ERROR_COUNT] or slots[WAIT_COUNT] != slots[ERROR_WAIT_COUNT]:
         return False
-    return not words[WHERE] and now - words[BEAT] < _FRESH_S * 1e9
+    return not slots[LOCATION] and now - slots[HEARTBEAT] < _FRESH_S * 1e9
 
 
-# --- circles -------------------------------------------------------------------------------------------------------------
-def _circle(board: Board) -> Verdict | None:
-    found, now = _closure(board), time.monotonic()
-    if found is None or board.circle is None or board.circle[1] != found:
-        board.circle = None if found is None else (now, found)
+# --- deadlocks -----------------------------------------------------------------------------------------------------------
+def _diagnose_cycle(host_state: HostState) -> Verdict | None:
+    """Return the diagnosis for a set of ranks that wait for each other, if it is the same as in an earlier call; else None."""
+    waits, now = _find_cycle(host_state), time.monotonic()
+    if waits is None or host_state.cycle_candidate is None or host_state.cycle_candidate[1] != waits:
+        host_state.cycle_candidate = None if waits is None else (now, waits)
         return None
-    again = _AGAIN_S if all(board.rank_page(rank) is not None for rank in found) else _AGAIN_AFAR_S
-    if now - board.circle[0] < again:
+    is_local = all(host_state.rank_file(rank) is not None for rank in waits)
+    if now - host_state.cycle_candidate[0] < (_CONFIRM_S if is_local else _CONFIRM_REMOTE_S):
         return None
-    return stuck({wait.rank: _place(board, wait) for wait in found.values()})
+    return diagnose_deadlock({wait.rank: _format_wait(host_state, wait) for wait in waits.values()})
 
 
-def _closure(board: Board) -> dict[int, Wait] | None:
-    """All that this rank waits for, directly or not; None unless each of them waits, and for somebody."""
-    found: dict[int, Wait] = {}
-    to_see = [board.rank]
-    while to_see:
-        rank = to_see.pop()
-        if rank in found:
+def _find_cycle(host_state: HostState) -> dict[int, Wait] | None:
+    """Return the waits of all ranks for which this rank waits, directly or indirectly; None unless all of them are stuck.
+
+    A rank is stuck if it has waited for ``PATIENCE_S``, and a rank that it waits for has not come.
+    """
+    waits: dict[int, Wait] = {}
+    stack = [host_state.rank]
+    while stack:
+        rank = stack.pop()
+        if rank in waits:
             continue
-        wait = _wait_of(board, rank)
+        wait = _current_wait(host_state, rank)
         if wait is None or time.monotonic_ns() - wait.since < PATIENCE_S * 1e9:
             return None
-        awaited = list(_awaited(board, wait))
-        if not awaited:  # everybody has come: it is under way
+        awaited = list(_awaited_ranks(host_state, wait))
+        if not awaited:  # all ranks have come: the transfer is in flight
             return None
-        found[rank] = wait
-        to_see += awaited
-    return found
+        waits[rank] = wait
+        stack += awaited
+    return waits
 
 
-def _wait_of(board: Board, rank: int) -> Wait | None:
-    page = board.rank_page(rank)
-    if page is None:
-        return _wait_afar(board, rank)
-    if page.words[THREADS]:  # while one thread waits another may be at work
+def _current_wait(host_state: HostState, rank: int) -> Wait | None:
+    """Return what a rank waits in; None if it may be computing, or its state is old."""
+    file = host_state.rank_file(rank)
+    if file is None:
+        return _remote_wait(host_state, rank)
+    if file.slots[MULTI_THREADED]:  # while one thread waits, another one may compute
         return None
-    words, begun = page.words, page.text(page.words[BEGUN])
-    if words[STATE] == WAITING:
-        return Wait(rank, words[CHAIN], words[NUMBER], words[SINCE], words[COUNT], "", begun)
-    if not words[IN_TORCH] or time.monotonic_ns() - words[BEAT] > _FRESH_S * 1e9:  # its watcher does not get to look
+    slots, started = file.slots, file.read_text(file.slots[C10D_STARTED])
+    if slots[STATE] == WAITING:
+        return Wait(rank, slots[WAIT_LOG], slots[WAIT_NUMBER], slots[WAIT_SINCE], slots[WAIT_COUNT], "", started)
+    is_fresh = time.monotonic_ns() - slots[HEARTBEAT] <= _FRESH_S * 1e9
+    if not slots[C10D_CALL] or not is_fresh:
         return None
-    call = page.text(words[IN_TORCH])
-    return Wait(rank, 0, words[IN_TORCH], words[IN_TORCH_SINCE] + Call.read(call).patience_ns, words[COUNT], call, begun)
+    call = file.read_text(slots[C10D_CALL])
+    since = slots[C10D_CALL_SINCE] + C10dCall.read(call).patience_ns
+    return Wait(rank, 0, slots[C10D_CALL], since, slots[WAIT_COUNT], call, started)
 
 
-def _wait_afar(board: Board, rank: int) -> Wait | None:
-    """The same of a rank of another host, whose clock is another: it has waited for long enough."""
-    post = board.post_of(rank)
-    if post is None or post.threads or board.posts.silent_s(rank) > _FRESH_AFAR_S:
+def _remote_wait(host_state: HostState, rank: int) -> Wait | None:
+    """Return what a rank of another host waits in, if it has done so for ``PATIENCE_S`` by its own clock; else None."""
+    remote = host_state.remote_state_of(rank)
+    if remote is None or remote.multi_threaded or host_state.remote_states.silent_s(rank) > _FRESH_REMOTE_S:
         return None
-    if post.state == WAITING:
-        here = Wait(rank, int(post.chain, 16), post.number, 0, post.waits, "", post.begun)
-        return here if post.waited_s > PATIENCE_S else None
-    if not post.call or post.call_s - Call.read(post.call).patience_ns / 1e9 < PATIENCE_S:
+    if remote.state == WAITING:
+        wait = Wait(rank, int(remote.log, 16), remote.number, 0, remote.waits, "", remote.started)
+        return wait if remote.waited_s > PATIENCE_S else None
+    if not remote.call or remote.call_s - C10dCall.read(remote.call).patience_ns / 1e9 < PATIENCE_S:
         return None
-    return Wait(rank, 0, post.since, 0, post.waits, post.call, post.begun)
+    return Wait(rank, 0, remote.call_since, 0, remote.waits, remote.call, remote.started)
 
 
-def _awaited(board: Board, wait: Wait) -> Iterator[int]:
+def _awaited_ranks(host_state: HostState, wait: Wait) -> Iterator[int]:
+    """Yield the ranks that have not come to what ``wait`` waits in."""
     if wait.key:
-        ranks = ast.literal_eval((board.folder / f"chain-{wait.key:016x}").read_text())
-        yield from (rank for rank in ranks if not has_come(board, wait.key, rank, wait.number))
+        ranks = ast.literal_eval((host_state.folder / f"log-{wait.key:016x}").read_text())
+        yield from (rank for rank in ranks if not has_reached(host_state, wait.key, rank, wait.number))
         return
-    call = Call.read(wait.call)
+    call = C10dCall.read(wait.call)
     for rank in call.ranks:
-        other = _wait_of(board, rank)
-        if rank != wait.rank and not _meets(call, wait, other):  # it has not come to this one
+        other = _current_wait(host_state, rank)
+        if rank != wait.rank and not _may_complete(call, wait, other):
             yield rank
 
 
-def _meets(call: Call, wait: Wait, other: Wait | None) -> bool:
-    """Whether another rank, in what it waits in or before, may have done what ``call`` waits for."""
+def _may_complete(call: C10dCall, wait: Wait, other: Wait | None) -> bool:
+    """Return True if the rank that waits in ``other`` may have done its part in ``call``, there or before."""
     if other is None:
         return False
-    theirs = Call.read(other.call)
-    return theirs.ends(wait.rank, call) if call.is_message else not behind(other.begun, theirs, wait.begun)
+    other_call = C10dCall.read(other.call)
+    if call.is_message:
+        return other_call.may_complete(wait.rank, call)
+    return not is_behind(other.started, other_call, wait.started)
 
 
-def _place(board: Board, wait: Wait) -> str:
+def _format_wait(host_state: HostState, wait: Wait) -> str:
+    """Return the call in which a rank waits, and its line."""
     if wait.key:
-        return shown(board, wait.key, wait.rank, wait.number)
-    return f"torch.distributed.{Call.read(wait.call).name}   {board.where(wait.rank)[0]}"
+        return format_event(host_state, wait.key, wait.rank, wait.number)
+    return f"torch.distributed.{C10dCall.read(wait.call).name}   {host_state.location_of(wait.rank)[0]}"

@@ -1,4 +1,4 @@
-"""``check_ranks``: how closely ranks are compared."""
+"""Levels of ``check_ranks``: how closely ranks are compared, and the operations that sets of ranks did together."""
 
 from __future__ import annotations
 
@@ -14,70 +14,70 @@ LEVELS = ("off", "watch", "strict")
 VARIABLE = "DTENSOR_CHECK_RANKS"
 
 
-class Computed:
-    """What sets of ranks have computed together in one world, which lasts from one ``init_process_group`` to its end.
+class OperationRecords:
+    """The operations that sets of ranks did together in one world, which exists from one ``init_process_group`` to its end.
 
-    [Note: What is compared on a group]
-    An operation belongs to one set of ranks of one world: those that hold its tensors together, as its mesh says. Each rank of
-    the set derives the same set. A collective of a group compares exactly the sets of its own world that contain the whole
-    group, since all ranks of the group take part in those operations. What some of them compute with others, or by
-    themselves, or did in a world that has ended, does not change what the group compares.
+    [Note: Operations that a group compares]
+    Each operation belongs to one set of ranks of one world: the ranks that store its tensors together, which follow from its
+    mesh. Each rank of the set derives the same set. A collective of a group compares exactly the sets of its own world that
+    contain the whole group, since all ranks of the group take part in those operations. Operations of some ranks of the group
+    with others, of one rank alone, or of a world that has ended do not change what the group compares.
 
     Attributes:
-        operations: under "strict", each operation, by set of ranks.
-        trails: under "watch", a hash of the operations, by set of ranks.
+        logs: under "strict", the log of operations, by set of ranks.
+        hashes: under "watch", a rolling hash of operations, by set of ranks.
     """
 
     def __init__(self) -> None:
-        self.operations: dict[frozenset[int], Ring] = {}
-        self.trails: dict[frozenset[int], Trail] = {}
+        self.logs: dict[frozenset[int], Ring] = {}
+        self.hashes: dict[frozenset[int], Trail] = {}
 
     def trail_of(self, ranks: frozenset[int]) -> Trail:
-        """Return the trail of what these ranks compute together."""
-        return self.trails.get(ranks) or self.trails.setdefault(ranks, Trail(ranks))
+        """Return the rolling hash of the operations of these ranks."""
+        return self.hashes.get(ranks) or self.hashes.setdefault(ranks, Trail(ranks))
 
-    def begin_anew(self) -> None:
-        """Forget all operations. Plans that are kept hold the trails, so these stay and are emptied."""
-        self.operations.clear()
-        for trail in list(self.trails.values()):
-            trail.begin_anew()
+    def reset(self) -> None:
+        """Forget all operations. The hashes are emptied and kept, since cached plans refer to them."""
+        self.logs.clear()
+        for trail in list(self.hashes.values()):
+            trail.reset()
 
 
 class Level:
-    """Of this process; ``now`` is "forked" in a child that has inherited its parent's groups.
+    """The level of ``check_ranks`` in this process.
 
     Attributes:
-        computed: what ranks have computed together, by the default process group of their world.
-        armed: whether this process has been a rank among others.
-        replicas: after how many steps of an optimizer its copies are compared; 0: never.
-        changed: who is told of another level.
+        now: "off", "watch", "strict", or "forked" in a child process that inherited the process groups of its parent.
+        replicas: number of optimizer steps after which replicas are compared; 0: never.
+        computed: the operations of each world, by its default process group.
+        armed: whether this process has been one of several ranks.
+        changed: callbacks that are called when the level changes.
     """
 
     now = "watch"
     replicas = 0
-    computed: ClassVar[WeakKeyDictionary[Any, Computed]] = WeakKeyDictionary()
+    computed: ClassVar[WeakKeyDictionary[Any, OperationRecords]] = WeakKeyDictionary()
     armed = False
     changed: ClassVar[list[Callable[[], None]]] = []
 
 
 def check_ranks(level: str, *, replicas: int = 0) -> None:
-    """How closely the ranks of process groups are compared from now on; all ranks say it in the same place.
+    """Set how closely the ranks of process groups are compared from now on. All ranks call it at the same point.
 
     Args:
-        level: ``"watch"``, the default: each collective is written down and compared with what the other ranks of this host
-            wrote, before anything is sent; a rank that does something else, fails, leaves or dies ends the waits of all, which
-            raise the same. ``"strict"``: what is computed without communication is compared too, with the next collective,
-            before which the ranks of its group exchange 16 bytes, wherever they are. ``"off"``: nothing.
-            The environment variable ``DTENSOR_CHECK_RANKS`` says with which one a process begins.
+        level: ``"watch"``, the default: each collective is logged, and compared with what the other ranks of this host logged,
+            before anything is sent. If a rank calls something else, fails, ends or dies, all waits end, and all ranks raise the
+            same error. ``"strict"``: also compares operations without communication, at the next collective, before which the
+            ranks of its group exchange 16 bytes, also between hosts. ``"off"``: compares nothing. The environment variable
+            ``DTENSOR_CHECK_RANKS`` sets the initial level.
+        replicas: number of optimizer steps after which replicas of distributed parameters and optimizer state are compared by
+            checksums, and so is the state of the random generator where all ranks must draw alike. 0: never. In the environment
+            variable: ``watch,replicas=100``.
 
-        replicas: after so many steps of an optimizer, and again after as many, the copies of its distributed parameters and of
-            their state are compared by checksums, and the state of the random generator where a draw has made it the same; 0:
-            never. In the environment variable: ``watch,replicas=100``.
-
-    Cost: none by itself; that of the levels stands in docs/reliability.md.
+    Cost: the call itself communicates nothing. For the cost of each level see docs/reliability.md.
 
     Raises:
-        ArgumentError: no such level, or no number of steps.
+        ArgumentError: the level does not exist, or ``replicas`` is not a number of steps.
 
     >>> dt.check_ranks("watch", replicas=100)
     >>> dt.check_ranks("watch")
@@ -89,27 +89,27 @@ def check_ranks(level: str, *, replicas: int = 0) -> None:
     before = Level.now, Level.replicas
     Level.now, Level.replicas = level, replicas
     if before != (level, replicas):
-        for computed in list(Level.computed.values()):
-            computed.begin_anew()
-        for tell in Level.changed:
-            tell()
+        for records in list(Level.computed.values()):
+            records.reset()
+        for callback in Level.changed:
+            callback()
 
 
-def arm() -> None:
-    """Says that there are other ranks with which operations are compared."""
+def enable_comparison() -> None:
+    """Enable the comparison of operations: this process is one of several ranks."""
     if not Level.armed:
         Level.armed = True
-        for tell in Level.changed:
-            tell()
+        for callback in Level.changed:
+            callback()
 
 
-def computed_in(world: Any) -> Computed:
-    """Return what ranks have computed together in the world of this default process group."""
-    return Level.computed.get(world) or Level.computed.setdefault(world, Computed())
+def operation_records_of(world: Any) -> OperationRecords:
+    """Return the operations of the world of this default process group."""
+    return Level.computed.get(world) or Level.computed.setdefault(world, OperationRecords())
 
 
-def refuse_child() -> None:
-    """Raises in a forked child, whose messages would arrive as its parent's."""
+def raise_in_forked_child() -> None:
+    """Raise DTensorError in a forked child of a rank: other ranks would take its messages for those of its parent."""
     raise DTensorError(
         "a process forked from a rank (a DataLoader worker?) called a collective. It is not a rank, and "
         "its messages would be taken for those of its parent; call the collective in the rank itself"

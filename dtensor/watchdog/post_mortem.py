@@ -1,4 +1,4 @@
-"""What the ranks of a job did last, read from their pages: while they run, and after they were killed."""
+"""Post-mortem: what the ranks of a job did last, read from their state files while they run or after they were killed."""
 
 from __future__ import annotations
 
@@ -8,60 +8,73 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from .flight_recorder import DEPTH, WORDS, Entry, entry_in
-from .host_state import ERROR, ERROR_LINE, FAILED, LEFT, PID, RUNNING, STATE, WAITING, WHERE, WORDS_OF_RANK, alive, boards
-from .state_file import Page
+from .flight_recorder import LOG_SLOTS, MAX_EVENTS, LoggedEvent, StateFile, read_event
+from .host_state import (
+    ERROR,
+    ERROR_LINE,
+    EXITED,
+    FAILED,
+    LOCATION,
+    PID,
+    RANK_SLOTS,
+    RUNNING,
+    STATE,
+    WAITING,
+    is_process_alive,
+    list_folders,
+)
 
-_STATES = {RUNNING: "runs", WAITING: "waits", FAILED: "has failed", LEFT: "has left"}
+_STATES = {RUNNING: "runs", WAITING: "waits", FAILED: "has failed", EXITED: "has ended"}
 
 
 def told(folder: Path | None = None, last: int = 20) -> str:
-    """The last things that each rank of a job took down, oldest first, in words.
+    """Return the last events that each rank of a job logged, as text, oldest first.
 
     Args:
-        folder: the job's, ``dtensor-ranks-...`` in shared memory; default the newest of this host.
-        last: how many of each rank, at most 4,096 of each kind.
+        folder: the job's folder, ``dtensor-ranks-...`` in shared memory; default: the newest one of this host.
+        last: number of events of each rank. A log has at most 4,096.
 
     Raises:
-        FileNotFoundError: no job has left anything.
+        FileNotFoundError: this host has no folder of a job.
     """
     if folder is None:
-        folder = next(iter(boards()), None)
+        folder = next(iter(list_folders()), None)
         if folder is None:
-            raise FileNotFoundError("no job on this host has left records of its ranks in /dev/shm")
-    said = [str(folder)]
-    verdict = folder / "verdict"
-    if verdict.exists():
-        said.append(json.loads(verdict.read_text())["words"])
+            raise FileNotFoundError("no job on this host has left state files of its ranks in /dev/shm")
+    lines = [str(folder)]
+    diagnosis = folder / "diagnosis"
+    if diagnosis.exists():
+        lines.append(json.loads(diagnosis.read_text())["words"])
     for path in sorted(folder.glob("rank-*"), key=lambda path: int(path.name[5:])):
         rank = int(path.name[5:])
-        said += [f"rank {rank} {_state(Page(path, WORDS_OF_RANK, ours=False))}"]
-        entries = sorted(_entries(folder, rank), key=lambda each: each[1].time)[-last:]
+        lines += [f"rank {rank} {_format_state(StateFile(path, RANK_SLOTS, writable=False))}"]
+        events = sorted(_read_events(folder, rank), key=lambda each: each[1].time)[-last:]
         now = time.monotonic_ns()
-        said += [f"  {(entry.time - now) / 1e9:9.2f} s  {kind} {entry.hash:016x}  {entry}" for kind, entry in entries]
-    return "\n".join(said)
+        lines += [f"  {(event.time - now) / 1e9:9.2f} s  {kind} {event.hash:016x}  {event}" for kind, event in events]
+    return "\n".join(lines)
 
 
-def _state(page: Page) -> str:
-    words = page.words
-    state = _STATES[words[STATE]] if alive(words[PID]) or words[STATE] in (FAILED, LEFT) else "was killed"
-    where, error = page.text(words[WHERE]), page.text(words[ERROR])
-    said = state + (f", at {where}" if where else "")
+def _format_state(file: StateFile) -> str:
+    """Return what a rank does, its line of user code, and its last error."""
+    slots = file.slots
+    is_known = is_process_alive(slots[PID]) or slots[STATE] in (FAILED, EXITED)
+    location, error = file.read_text(slots[LOCATION]), file.read_text(slots[ERROR])
+    text = (_STATES[slots[STATE]] if is_known else "was killed") + (f", at {location}" if location else "")
     if not error:
-        return said
-    _, name, what = json.loads(error)
-    return f"{said}; its last error: {name}: {what} at {page.text(words[ERROR_LINE])}"
+        return text
+    _, name, message = json.loads(error)
+    return f"{text}; its last error: {name}: {message} at {file.read_text(slots[ERROR_LINE])}"
 
 
-def _entries(folder: Path, rank: int) -> Iterator[tuple[str, Entry]]:
-    """What a rank has taken down, with its group and number."""
-    for path in (*folder.glob(f"chain-*-{rank}"), *folder.glob(f"operations-*-{rank}")):
+def _read_events(folder: Path, rank: int) -> Iterator[tuple[str, LoggedEvent]]:
+    """Yield all events in the logs of a rank, each with its kind, group and number as text."""
+    for path in (*folder.glob(f"log-*-{rank}"), *folder.glob(f"operations-*-{rank}")):
         kind, key, _ = path.name.split("-")
-        page = Page(path, WORDS, ours=False)
-        ranks = ast.literal_eval((folder / f"chain-{key}").read_text()) if kind == "chain" else ()
-        among = f"collective of {', '.join(map(str, ranks))}" if kind == "chain" else "operation"
-        count = page.words[0]
-        for number in range(max(1, count - DEPTH + 1), count + 1):
-            entry = entry_in(page, number)
-            if entry is not None:
-                yield f"{among} #{number}", entry
+        file = StateFile(path, LOG_SLOTS, writable=False)
+        ranks = ast.literal_eval((folder / f"log-{key}").read_text()) if kind == "log" else ()
+        text = f"collective of {', '.join(map(str, ranks))}" if kind == "log" else "operation"
+        count = file.slots[0]
+        for number in range(max(1, count - MAX_EVENTS + 1), count + 1):
+            event = read_event(file, number)
+            if event is not None:
+                yield f"{text} #{number}", event

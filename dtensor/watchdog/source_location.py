@@ -1,4 +1,4 @@
-"""The user's line, where in the program a collective was asked for, in words; and where the main thread is."""
+"""Source location: the line of the user's program that runs, as text, also for the main thread as another thread sees it."""
 
 from __future__ import annotations
 
@@ -17,67 +17,70 @@ from ..base.user_frames import Place, is_library, users_frame
 
 T = TypeVar("T")
 
-_PLACE: Callable[[FrameType], tuple[CodeType, int]] = attrgetter("f_code", "f_lineno")
+_CODE_AND_LINE: Callable[[FrameType], tuple[CodeType, int]] = attrgetter("f_code", "f_lineno")
 
 
 @remembered(10_000)
-def line_of(filename: str, number: int) -> str:
-    """``train.py:41  loss = h.sum(0)``."""
+def format_line(filename: str, number: int) -> str:
+    """Return file, line number and source text: ``train.py:41  loss = h.sum(0)``."""
     return Place(filename, number).line
 
 
-def here(depth: int = 1) -> str:
-    """The user's line that runs."""
+def current_line(depth: int = 1) -> str:
+    """Return the line of the user's program that runs, as seen from the frame ``depth`` levels above this function."""
     return at(sys._getframe(depth))
 
 
 def at(frame: FrameType | None) -> str:
-    """The user's line of a frame."""
-    found = users_frame(frame)
-    return "" if found is None else line_of(found.f_code.co_filename, found.f_lineno)
+    """Return the line of the innermost user frame that called ``frame``; empty if there is none."""
+    user_frame = users_frame(frame)
+    return "" if user_frame is None else format_line(user_frame.f_code.co_filename, user_frame.f_lineno)
 
 
-def of_error(traceback: TracebackType | None) -> str:
-    """The user's innermost line that an error came through."""
-    found = ""
+def line_of_error(traceback: TracebackType | None) -> str:
+    """Return the innermost line of user code in a traceback; empty if there is none."""
+    line = ""
     while traceback is not None:
         filename = traceback.tb_frame.f_code.co_filename
         if not is_library(filename):
-            found = line_of(filename, traceback.tb_lineno)
+            line = format_line(filename, traceback.tb_lineno)
         traceback = traceback.tb_next
-    return found
+    return line
 
 
-# --- another thread's frames ---------------------------------------------------------------------------------------------
-def undisturbed(act: Callable[[], T]) -> T:
-    """``act()``, a function of C: no other thread runs in it, and nothing is collected.
+# --- frames of another thread --------------------------------------------------------------------------------------------
+def run_uninterrupted(function: Callable[[], T]) -> T:
+    """Return ``function()``, a function implemented in C, while no other thread runs Python code and nothing is collected.
 
-    In Python 3.11 an object that is made for a frame may set off a collection. A finalizer that waits lets the frame's thread
-    run on, and the object is then one of a frame that is gone: the process crashes.
+    Python 3.11 creates a frame object on demand, which may start a garbage collection. A finalizer that waits lets the thread of
+    that frame go on, so the new object refers to a frame that has ended, and the process crashes.
     """
-    after = gc.enable if gc.isenabled() else gc.disable
-    acts: tuple[Callable[[], Any], ...] = (gc.disable, act, after)
+    restore = gc.enable if gc.isenabled() else gc.disable
+    steps: tuple[Callable[[], Any], ...] = (gc.disable, function, restore)
     try:
-        found: T = list(map(call, acts))[1]  # one call of C from the first to the last
+        result: T = list(map(call, steps))[1]  # a single C call runs all three steps
     except BaseException:
-        after()
+        restore()
         raise
-    return found
+    return result
 
 
-def main_frames() -> Iterator[Any]:
-    """The frames of the main thread, the innermost first; to be asked for in an :func:`undisturbed` call."""
+def iterate_main_frames() -> Iterator[Any]:
+    """Return an iterator over the frames of the main thread, innermost first; consume it inside :func:`run_uninterrupted`."""
     get: Any = dict.get
-    first = map(get, map(call, (sys._current_frames,)), (threading.main_thread().ident,))
-    steps: Iterator[Any] = chain(first, repeat("f_back"))
+    innermost = map(get, map(call, (sys._current_frames,)), (threading.main_thread().ident,))
+    steps: Iterator[Any] = chain(innermost, repeat("f_back"))
     return takewhile(truth, accumulate(steps, getattr))
 
 
-def main_places() -> list[tuple[CodeType, int]]:
-    """The code and the line of each of them. None is held: what a frame holds ends when its thread is done with it."""
-    return undisturbed(partial(list, map(_PLACE, main_frames())))
+def main_thread_locations() -> list[tuple[CodeType, int]]:
+    """Return code object and line number of each frame of the main thread, innermost first.
+
+    No frame is kept: a reference to a frame would keep its local variables alive.
+    """
+    return run_uninterrupted(partial(list, map(_CODE_AND_LINE, iterate_main_frames())))
 
 
-def in_places(places: list[tuple[CodeType, int]]) -> str:
-    """The user's innermost line among them."""
-    return next((line_of(code.co_filename, number) for code, number in places if not is_library(code.co_filename)), "")
+def innermost_user_line(locations: list[tuple[CodeType, int]]) -> str:
+    """Return the first of ``locations`` (innermost first) that is in user code, as text; empty if there is none."""
+    return next((format_line(code.co_filename, line) for code, line in locations if not is_library(code.co_filename)), "")

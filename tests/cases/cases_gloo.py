@@ -28,7 +28,7 @@ from dtensor.rules import rules
 from dtensor.testing import check, scatter, verify_rule
 from dtensor.testing.placements import mesh_of
 from dtensor.testing.samples import samples_of
-from dtensor.watchdog.collective_hooks import chain_among
+from dtensor.watchdog.collective_hooks import get_or_make_log
 
 R = Replicate()
 CASES = Cases()
@@ -76,7 +76,7 @@ def what_is_distributed_comes_with_what_the_ranks_compare_if_it_is_small() -> No
 def _sent_from_the_last_rank(x: torch.Tensor, collectives: int) -> None:
     mesh, processes = square(), dist.is_initialized()
     own = x if not processes or dist.get_rank() == 3 else torch.zeros_like(x)
-    chain = chain_among(range(4), dist.group.WORLD, "gloo") if processes else None
+    chain = get_or_make_log(range(4), dist.group.WORLD, "gloo") if processes else None
     for placements in ([R, R], [Shard(0), R], [Shard(1), Shard(0)], [Partial("max"), Shard(1)]):
         if x.is_complex() and placements[0] == Partial("max"):
             continue

@@ -498,7 +498,7 @@ def _flattened_groups() -> None:
 def _native_collectives() -> None:
     """The path of NCCL, where the backend reduces and gathers by itself, on what gloo can do that way."""
     ours = backends._TRAITS["gloo"]
-    backends._TRAITS["gloo"] = backends.Traits(reduces=True, sends_lists=False)
+    backends._TRAITS["gloo"] = backends.BackendTraits(reduces=True, sends_lists=False)
     try:
         for mesh in (DeviceMesh("cpu", [2, 0, 3, 1]), DeviceMesh("cpu", [[3, 1], [0, 2]])):
             comm = communicator_of(mesh)

@@ -466,14 +466,14 @@ def a_plain_value_that_differs_between_ranks_is_refused() -> None:
     different = by_rank(lambda rank: torch.arange(3.0) + rank)
     raises(
         MixedTensorError,
-        "differs between|would write a per-rank tensor",
+        "differs between|would write a PerRank tensor",
         lambda: model.running_mean.__setitem__(slice(None), different),
     )
     for name in ("running_mean", "weight"):
         x = getattr(model, name).detach()
         raises(
             MixedTensorError,
-            "differs between|would write a per-rank tensor",
+            "differs between|would write a PerRank tensor",
             functools.partial(x.copy_, different),
         )
     for piece in _pieces(model.running_mean.full_tensor()):

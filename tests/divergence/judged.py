@@ -110,7 +110,7 @@ def _named(found: list[Outcome], odd: int) -> Finding:
         own = all(error.name in OWN_WORDS for error in errors)
         return Finding("found by a function of its own" if own else "not named", "" if own else f"{found}")
     for error in named:
-        lines = error.words.splitlines()[1:]
+        lines = error.words.splitlines()[1:-1]  # between the head and the advice
         if (
             error.name not in OWN_WORDS
             and "differs from" in error.words

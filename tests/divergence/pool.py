@@ -112,7 +112,7 @@ def _main(pipe: Connection, rank: int, size: int, level: str, apart: bool) -> No
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell leaves out for what it runs in the background
     torch.set_num_threads(1)
     if apart:  # as if each rank were on a host of its own
-        importlib.import_module("dtensor.watchdog.host_state")._host = lambda: f"host {rank}"
+        importlib.import_module("dtensor.watchdog.host_state")._host_identity = lambda: f"host {rank}"
     importlib.import_module("table").warm_up(level)
     importlib.import_module("programs_of_ranks")
     pipe.send("ready")

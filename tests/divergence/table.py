@@ -78,8 +78,8 @@ def _collectives() -> Any:
     """Hashes of this rank's collectives so far, by group."""
     if DTensor.__module__.startswith("torch."):
         return None
-    watcher = collective_hooks._Watched.watcher
-    return watcher and sorted((ranks, chain.hash) for ranks, chain in watcher.chains.items())
+    watcher = collective_hooks._ActiveWatchdog.watchdog
+    return watcher and sorted((ranks, chain.hash) for ranks, chain in watcher.logs.items())
 
 
 # --- deeds ---------------------------------------------------------------------------------------------------------------------

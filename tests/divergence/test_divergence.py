@@ -182,7 +182,7 @@ def _meets_after_something_else() -> str:
     x, rank, found = (
         dt.ones(4, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)]),
         dist.get_rank(),
-        collective_hooks.entry_of,
+        collective_hooks.find_event,
     )
 
     def slowly(board: Any, key: int, of: int, number: int) -> Any:
@@ -195,9 +195,9 @@ def _meets_after_something_else() -> str:
         x.sin()
     else:
         x.cos()
-        collective_hooks.entry_of = slowly
+        collective_hooks.find_event = slowly
     try:
-        collective_hooks.meet([0, 1], "gloo")
+        collective_hooks.wait_for_group_members([0, 1], "gloo")
     except DivergenceError:
         time.sleep(rank)  # it is there for a while
         return "named"

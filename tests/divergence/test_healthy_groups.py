@@ -196,4 +196,4 @@ def test_additions_in_place_are_compared_but_for_their_order(level: str) -> None
     words = run_gloo(_adds_in_place, 3, level)
     assert len(set(words)) == 1
     assert "rank 1 differs from ranks 0, 2" in words[0]
-    assert ("added in place before this" if level == "strict" else "computed before this") in words[0]
+    assert ("added in place before this" if level == "strict" else "in operations before this call") in words[0]

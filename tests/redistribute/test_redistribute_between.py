@@ -131,7 +131,7 @@ def test_another_kind_of_mesh_is_refused() -> None:
 # --- processes -------------------------------------------------------------------------------------------------------------
 def _between_on_gloo(message_by_message: bool) -> list[list[torch.Tensor]]:
     if message_by_message:
-        backends._TRAITS["gloo"] = backends.Traits(False, False, direct_bytes=0, one_round_bytes=-1)
+        backends._TRAITS["gloo"] = backends.BackendTraits(False, False, direct_bytes=0, one_round_bytes=-1)
     results = []
     for name, (first, second) in RANKS.items():
         a, b = DeviceMesh("cpu", first), DeviceMesh("cpu", second)

@@ -180,11 +180,11 @@ def test_operators_of_graphs_bind_a_group_once_and_anew_where_it_is_remade() -> 
         try:
             world = dist.group.WORLD
             assert world is not None
-            known = {*custom_ops._BOUND}
+            known = {*custom_ops._BOUND_COLLECTIVES}
             for _ in range(2):
-                custom_ops.Collective("reduce", world.group_name, 4, "all_reduce(sum)", dist.ReduceOp.SUM).of(torch.ones(3))
-            (key,) = {*custom_ops._BOUND} - known or known
-            assert custom_ops._BOUND[key][0] is world
+                custom_ops.TracedCollective("reduce", world.group_name, 4, "all_reduce(sum)", dist.ReduceOp.SUM).of(torch.ones(3))
+            (key,) = {*custom_ops._BOUND_COLLECTIVES} - known or known
+            assert custom_ops._BOUND_COLLECTIVES[key][0] is world
         finally:
             dist.destroy_process_group()
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import dtensor as dt
 from dtensor import DTensor, Replicate, Shard, per_rank
 from dtensor.parallel import RowwiseParallel, fully_shard, parallelize_module
-from dtensor.ranks.autograd_function_hook import leave_functions
+from dtensor.ranks.autograd_function import unpatch_functions
 from dtensor.ranks.per_rank import PerRank
 
 
@@ -147,9 +147,9 @@ BOUND_AT_IMPORT = Tripled.apply  # before there is any mesh, as programs do
 
 @pytest.fixture
 def as_torch_has_it() -> Any:
-    leave_functions()
+    unpatch_functions()
     yield
-    leave_functions()
+    unpatch_functions()
 
 
 @pytest.mark.usefixtures("as_torch_has_it")
@@ -193,7 +193,7 @@ def test_distributed_tensors_alone_leave_torchs_functions_as_they_are() -> None:
     assert x.grad is not None
     x.to_local()
     assert "__getattribute__" in vars(kind)
-    leave_functions()
+    unpatch_functions()
     assert "__getattribute__" not in vars(kind)
 
 

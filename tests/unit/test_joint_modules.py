@@ -11,7 +11,7 @@ from torch import nn
 
 import dtensor as dt
 from dtensor.errors import LayoutError
-from dtensor.ranks.joint_modules import leave_modules, watch_modules
+from dtensor.ranks.joint_modules import patch_modules, unpatch_modules
 
 MESH = dt.init_device_mesh("cpu", (3,))
 SIZES = [3, 4, 0]
@@ -107,10 +107,10 @@ def test_parameters_of_each_rank_s_own_are_refused_where_zeros_are_due() -> None
 
 
 def test_torch_s_modules_get_their_own_forward_again() -> None:
-    watch_modules()
+    patch_modules()
     for kind in (nn.SyncBatchNorm, nn.TransformerEncoder):
         assert hasattr(kind.forward, "__wrapped__")
-    leave_modules()
+    unpatch_modules()
     for kind in (nn.SyncBatchNorm, nn.TransformerEncoder):
         assert not hasattr(kind.forward, "__wrapped__")
-    watch_modules()
+    patch_modules()

@@ -14,7 +14,7 @@ from torch.utils.module_tracker import ModuleTracker
 import dtensor as dt
 from dtensor.comm import PerRank, RankValues
 from dtensor.errors import LayoutError
-from dtensor.ranks.joint_nodes import RankNodes, leave_hooks, watch_hooks
+from dtensor.ranks.joint_functions import RankNodes, patch_hooks, unpatch_hooks
 
 
 def leaves() -> PerRank:
@@ -54,7 +54,7 @@ def test_a_shared_plain_tensor_has_one_node() -> None:
     w = torch.ones(3, requires_grad=True)
     product = (leaves() * w).grad_fn.next_functions
     shared, position = product[1]
-    assert shared.name() == "UsedByRanksBackward"
+    assert shared.name() == "ReplicateToRanksBackward"
     assert position.values == (0, 1)
     assert shared.next_functions[0][0].variable is w
 
@@ -143,9 +143,9 @@ def test_flops_are_those_of_all_ranks() -> None:
 
 
 def test_torch_gets_its_own_function_again() -> None:
-    watch_hooks()
+    patch_hooks()
     ours = torch.autograd.graph.register_multi_grad_hook
-    leave_hooks()
+    unpatch_hooks()
     assert torch.autograd.graph.register_multi_grad_hook is not ours
-    watch_hooks()
+    patch_hooks()
     assert torch.autograd.graph.register_multi_grad_hook is ours

@@ -24,50 +24,49 @@ import dtensor as dt
 from dtensor.__main__ import main
 from dtensor.errors import ArgumentError, DivergenceError, LayoutError, RankLostError
 from dtensor.watchdog import post_mortem, source_location
-from dtensor.watchdog.abandonable_wait import Waiters
-from dtensor.watchdog.collective_hooks import _Watched, waited_beside
-from dtensor.watchdog.diagnosis import Said, differing_words
-from dtensor.watchdog.flight_recorder import WORDS, Ring, Trail, entry_in, fingerprint
-from dtensor.watchdog.host_state import alive, error_of, process_state, sweep, told
+from dtensor.watchdog.collective_hooks import _ActiveWatchdog, wait_abandonably
+from dtensor.watchdog.diagnosis import SAME_CALLS, RankReport, format_difference
+from dtensor.watchdog.flight_recorder import LOG_SLOTS, Ring, StateFile, Trail, fingerprint, read_event
+from dtensor.watchdog.host_state import encode_error, error_of, is_process_alive, process_state, remove_stale_folders
 from dtensor.watchdog.levels import Level
-from dtensor.watchdog.state_file import Page
+from dtensor.watchdog.watchdog import WaitThreads
 
 
 def test_a_page_is_read_by_others_and_after_its_writer_was_killed(tmp_path: Path) -> None:
     program = f"""
 import os, signal
 from pathlib import Path
-from dtensor.watchdog.state_file import Page
-page = Page(Path({str(tmp_path / "page")!r}), 4, ours=True)
-page.words[0], page.words[1] = 2**64 - 1, page.keep("what it did last")
+from dtensor.watchdog.flight_recorder import StateFile
+page = StateFile(Path({str(tmp_path / "page")!r}), 4, writable=True)
+page.slots[0], page.slots[1] = 2**64 - 1, page.add_text("what it did last")
 os.kill(os.getpid(), signal.SIGKILL)
 """
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -9
-    page = Page(tmp_path / "page", 4, ours=False)
-    assert page.words[0] == 2**64 - 1
-    assert page.text(page.words[1]) == "what it did last"
+    page = StateFile(tmp_path / "page", 4, writable=False)
+    assert page.slots[0] == 2**64 - 1
+    assert page.read_text(page.slots[1]) == "what it did last"
 
 
 def test_in_a_full_page_the_oldest_texts_give_way(tmp_path: Path) -> None:
-    page = Page(tmp_path / "page", 4, ours=True)
-    other = Page(tmp_path / "page", 4, ours=False)
+    page = StateFile(tmp_path / "page", 4, writable=True)
+    other = StateFile(tmp_path / "page", 4, writable=False)
     texts = [f"{k} " * (1 + k % 997) for k in range(3000)]
-    places = [page.keep(text) for text in texts]
-    assert [other.text(place) for place in places[-100:]] == [text[:2000] for text in texts[-100:]]
-    assert {other.text(place) for place in places[:1000]} == {""}
+    places = [page.add_text(text) for text in texts]
+    assert [other.read_text(place) for place in places[-100:]] == [text[:2000] for text in texts[-100:]]
+    assert {other.read_text(place) for place in places[:1000]} == {""}
     for text, place in zip(texts, places, strict=True):
-        assert other.text(place) in ("", text[:2000])
-    again = page.keep(texts[0])
+        assert other.read_text(place) in ("", text[:2000])
+    again = page.add_text(texts[0])
     assert again > places[-1]
-    assert other.text(again) == texts[0]
-    assert page.keep(texts[-1]) == places[-1]
+    assert other.read_text(again) == texts[0]
+    assert page.add_text(texts[-1]) == places[-1]
 
 
 def test_a_text_is_written_over_another(tmp_path: Path) -> None:
-    page = Page(tmp_path / "page", 4, ours=True)
-    assert page.text(page.put(1, "over")) == "over"
-    assert page.text(page.put(1, "and over")) == "and over"
-    assert page.put(1, "") == 0
+    page = StateFile(tmp_path / "page", 4, writable=True)
+    assert page.read_text(page.replace_text(1, "over")) == "over"
+    assert page.read_text(page.replace_text(1, "and over")) == "and over"
+    assert page.replace_text(1, "") == 0
 
 
 def test_fingerprints_are_the_same_in_all_processes() -> None:
@@ -75,11 +74,11 @@ def test_fingerprints_are_the_same_in_all_processes() -> None:
 
 
 def test_the_users_line_is_this_one() -> None:
-    assert source_location.here().startswith("test_watch.py:")
-    assert "lines.here()" in source_location.here()
+    assert source_location.current_line().startswith("test_watch.py:")
+    assert "current_line()" in source_location.current_line()
     with pytest.raises(ArgumentError) as refused:
         dt.check_ranks("loud")
-    assert 'dt.check_ranks("loud")' in source_location.of_error(refused.tb)
+    assert 'dt.check_ranks("loud")' in source_location.line_of_error(refused.tb)
 
 
 class _Rubbish:
@@ -101,10 +100,10 @@ def test_nothing_is_collected_in_an_undisturbed_call(enabled: bool) -> None:
             many = partial(list, map(list, repeat((), 10_000)))
             act = partial(list, map(call, (many, ends.__len__)))  # of C: makes enough for a collection, and counts
             _Rubbish(ends)
-            found = source_location.undisturbed(act)[1] if undisturbed else act()[1]
+            found = source_location.run_uninterrupted(act)[1] if undisturbed else act()[1]
             assert found == (enabled and not undisturbed and sys.version_info < (3, 12))  # later ones collect between steps
         with pytest.raises(ZeroDivisionError):
-            source_location.undisturbed(partial(divmod, 1, 0))
+            source_location.run_uninterrupted(partial(divmod, 1, 0))
         assert gc.isenabled() == enabled
     finally:
         gc.enable()
@@ -116,22 +115,25 @@ def test_where_the_main_thread_is_is_known_without_holding_what_it_holds() -> No
     def work(threads: ThreadPoolExecutor) -> list[Any]:
         thing = torch.zeros(1)
         held.append(weakref.ref(thing))
-        return threads.submit(source_location.main_places).result()  # here it is
+        return threads.submit(source_location.main_thread_locations).result()  # here it is
 
     with ThreadPoolExecutor(1) as threads:
         places = work(threads)
     assert held[0]() is None
-    assert source_location.in_places(places).endswith("return threads.submit(source_location.main_places).result()  # here it is")
+    assert source_location.innermost_user_line(places).endswith(
+        "return threads.submit(source_location.main_thread_locations).result()  # here it is"
+    )
 
 
 def test_the_words_name_the_few() -> None:
     over = "('dp', 'tp')"
-    found = {rank: Said(7, over, "a   x.py:1") for rank in (0, 1, 3)} | {2: Said(8, over, "b   x.py:3")}
-    verdict = differing_words(1204, found)
+    found = {rank: RankReport(7, over, "a   x.py:1") for rank in (0, 1, 3)} | {2: RankReport(8, over, "b   x.py:3")}
+    verdict = format_difference(1204, found)
     assert verdict["words"] == (
-        "step 1,204 on ('dp', 'tp'): rank 2 differs from ranks 0, 1, 3\n  0,1,3: a   x.py:1\n  2:     b   x.py:3"
+        "ranks diverged at step 1,204 on mesh dims ('dp', 'tp'): rank 2 differs from ranks 0, 1, 3\n"
+        f"  0,1,3: a   x.py:1\n  2:     b   x.py:3\n{SAME_CALLS}"
     )
-    assert "rank 0 and rank 1 differ" in differing_words(1, {0: Said(1, "", "a"), 1: Said(2, "", "b")})["words"]
+    assert "rank 0 and rank 1 differ" in format_difference(1, {0: RankReport(1, "", "a"), 1: RankReport(2, "", "b")})["words"]
     assert isinstance(error_of(verdict), DivergenceError)
 
 
@@ -160,17 +162,17 @@ def test_a_ranks_error_is_that_of_all(module: str, name: str, expected: type) ->
 
 
 def test_an_error_without_words_is_told_by_its_class() -> None:
-    assert told(_Wordless()) == f'["{__name__}", "_Wordless", ""]'
+    assert encode_error(_Wordless()) == f'["{__name__}", "_Wordless", ""]'
 
 
 def test_what_killed_jobs_left_is_swept_up(tmp_path: Path) -> None:
     for age, (name, pid) in enumerate({"alive": os.getpid(), "one": 2**22 + 7, "two": 2**22 + 7, "three": 2**22 + 7}.items()):
         folder = tmp_path / f"dtensor-ranks-{name}"
         folder.mkdir()
-        Page(folder / "rank-0", 4, ours=True).words[0] = pid
+        StateFile(folder / "rank-0", 4, writable=True).slots[0] = pid
         os.utime(folder, (1e9 - age, 1e9 - age))
     (tmp_path / "dtensor-ranks-new").mkdir()  # its ranks are about to come
-    sweep(tmp_path)
+    remove_stale_folders(tmp_path)
     assert {folder.name.rpartition("-")[2] for folder in tmp_path.iterdir()} == {"alive", "new", "one", "two"}
 
 
@@ -187,7 +189,7 @@ x = dt.distribute_tensor(torch.ones(6, 5), mesh, [dt.Shard(0)], src_data_rank=No
 for k in range(5000):
     x.sum(dim=0)
 x.amax(1)
-print(collective_hooks._Watched.watcher.board.folder, flush=True)
+print(collective_hooks._ActiveWatchdog.watchdog.host_state.folder, flush=True)
 os.kill(os.getpid(), signal.{signal})
 """
     script = tmp_path / "program.py"
@@ -223,23 +225,23 @@ def test_processes_that_are_gone_are_known() -> None:
     try:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         assert process_state(child.pid) in ("Z", "")
-        assert alive(os.getpid())
+        assert is_process_alive(os.getpid())
     finally:
         child.wait()
-    assert not alive(child.pid)
+    assert not is_process_alive(child.pid)
 
 
 def test_a_thing_that_is_being_written_down_is_not_read() -> None:
-    ring = Ring(Page(None, WORDS, ours=True))
-    at, text = ring.add(1, "all_reduce(sum)", "", "train.py:1"), ring.page.text
-    ring.words[at] = 0
+    ring = Ring(StateFile(None, LOG_SLOTS, writable=True))
+    at, text = ring.add(1, "all_reduce(sum)", "", "train.py:1"), ring.file.read_text
+    ring.slots[at] = 0
 
     def finishing(place: int) -> str:
-        ring.words[at] = 1  # the writer has come to the end while the reader is among the texts
+        ring.slots[at] = 1  # the writer has come to the end while the reader is among the texts
         return text(place)
 
-    ring.page.text = finishing
-    assert entry_in(ring.page, 1) is None
+    ring.file.read_text = finishing
+    assert read_event(ring.file, 1) is None
 
 
 def trail_of(numbers: list[Any], stops: tuple[int, ...] = ()) -> int:
@@ -279,14 +281,14 @@ class _Work:
 
 
 def test_what_has_come_is_waited_for_without_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    waiters = Waiters()
-    monkeypatch.setattr(_Watched, "watcher", SimpleNamespace(waiters=waiters))
+    waiters = WaitThreads()
+    monkeypatch.setattr(_ActiveWatchdog, "watchdog", SimpleNamespace(wait_threads=waiters))
     try:
         for completed in ([True, True], [True, False]):
             works = [_Work(each) for each in completed]
-            waited_beside([*works], None)
+            wait_abandonably([*works], None)
             assert {work.waited_in == threading.get_ident() for work in works} == {all(completed)}
         with pytest.raises(RuntimeError, match="Connection closed"):
-            waited_beside([_Work(True, RuntimeError("Connection closed"))], None)
+            wait_abandonably([_Work(True, RuntimeError("Connection closed"))], None)
     finally:
         waiters.stop(lambda: None)

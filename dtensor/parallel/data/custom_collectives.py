@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...comm import Communicator, Pending, communicator_of, shards_of
+from ...comm.backend_base import Lengths
 from ...comm.backends import all_gather_single, reduce_scatter_single
-from ...comm.communicator import Lengths
 from ...comm.events import Event, issuing, listeners, reporting
 from ...comm.flat_rows import joined
 from ...mesh.process_groups import program_group_of

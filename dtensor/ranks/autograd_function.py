@@ -1,0 +1,372 @@
+"""Autograd functions: a user's ``torch.autograd.Function`` over ``PerRank`` tensors.
+
+``Function.apply`` is not a torch function, so ``PerRank`` cannot map it: torch would see wrappers that require no gradient, and
+detach the graph. Here the function runs once for all ranks, as the code around it does. Its ``forward`` and ``backward`` get
+``PerRank`` tensors, so that all ranks take part in collectives inside, while autograd sees the ranks' own tensors. Recomputing
+checkpoints are such functions too.
+
+[Note: Patch of Function.apply]
+Torch has no hook in ``apply``, but it looks up what it calls: the class's ``forward``. So ``__getattribute__`` of the metaclass
+is patched, and returns another ``forward`` for ``PerRank`` arguments. The patch is applied before a program gets its first
+``PerRank`` tensors (``SETUP_HOOKS``), not for DTensors alone. It also works for a method that a program has read before
+(``scaled = Scaled.apply``). If the arguments are plain and the function makes ``PerRank`` tensors inside, torch runs it as it
+is, and the graph that torch gave to the wrapper is passed on to the ranks' tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from threading import local
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import FunctionMeta
+
+from ..base.patches import changed, restored
+from ..base.torch_internals import DisableTorchFunctionSubclass, TensorBase
+from ..errors import LayoutError
+from .joint_functions import flatten_ranks, join_values, merge_grads
+from .per_rank import JOINT_FUNCTIONS, SETUP_HOOKS, PerRank, over_ranks
+from .rank_runs import own_arguments
+
+
+def has_setup_context(cls: Any) -> bool:
+    return cls.setup_context is not Function.setup_context
+
+
+def apply_joint(cls: Any, args: Sequence[Any]) -> Any:
+    """Apply the function ``cls`` once to the arguments of all ranks, and return its results."""
+    call = _JointCall(cls, args)
+    flat_results = _JointFunction.apply(call, *_flatten_tensors(args))
+    return call.results(flat_results if isinstance(flat_results, tuple) else (flat_results,))
+
+
+class _JointCall:
+    """Application of a function: the function, its arguments, and how its results are made of tensors."""
+
+    def __init__(self, function: Any, args: Sequence[Any]) -> None:
+        self.function, self.args = function, args
+        self.outputs: Any = None
+        self.single = False
+
+    def forward(self, context: _JointContext) -> tuple[Any, ...]:
+        function = self.function
+        if has_setup_context(function):
+            results = function.forward(*self.args)
+            function.setup_context(context, self.args, results)
+        else:
+            results = function.forward(context, *self.args)
+        self.single = not isinstance(results, tuple)
+        self.outputs = (results,) if self.single else results
+        flat_results = tuple(_flatten_tensors(self.outputs))
+        self.args = [_ValueSpec.of(x) for x in self.args]  # the graph holds what the function saved, no more
+        self.outputs = [_ValueSpec.of(x) for x in self.outputs]
+        return flat_results
+
+    def results(self, flat: Sequence[Any]) -> Any:
+        values = _group_by_spec(self.outputs, flat)
+        return values[0] if self.single else tuple(values)
+
+    def gradients(self, found: Any) -> tuple[Any, ...]:
+        """Return the gradients for the inputs of ``_JointFunction``.
+
+        The user's function returned one gradient for each of its arguments; the inputs have one tensor for each rank of an
+        argument.
+        """
+        grads = list(found) if isinstance(found, (tuple, list)) else [found]
+        grads += [None] * (len(self.args) - len(grads))
+        flat_grads: list[Any] = []
+        for shape, grad in zip(self.args, grads, strict=False):
+            if not shape.count:
+                continue
+            rank_grads = list(grad.shards) if isinstance(grad, PerRank) else [grad] * shape.count
+            if shape.ranks or len(rank_grads) == 1:
+                flat_grads += rank_grads
+            else:  # a plain tensor that all ranks used
+                flat_grads.append(sum(rank_grads[1:], rank_grads[0]))
+        return tuple(flat_grads)
+
+    def grouped(self, shapes: Sequence[_ValueSpec], grads: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the gradients of arguments or of results, with those of all ranks together."""
+        return tuple(_group_by_spec([shape for shape in shapes if shape.count], grads))
+
+    def flatten(self, shapes: Sequence[_ValueSpec], grads: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the gradients as the autograd node has them. A plain gradient is that of each rank."""
+        flat_grads: list[Any] = []
+        for shape, grad in zip((shape for shape in shapes if shape.count), grads, strict=True):
+            flat_grads += grad.shards if isinstance(grad, PerRank) else [grad] * shape.count
+        return tuple(flat_grads)
+
+
+class _ValueSpec:
+    """Number of tensors of which an argument or result consists: one for each rank, one, or none. Without a tensor it has the
+    value itself.
+    """
+
+    __slots__ = ("count", "ranks", "value")
+
+    def __init__(self, count: int, ranks: bool, value: Any = None) -> None:
+        self.count, self.ranks, self.value = count, ranks, value
+
+    @staticmethod
+    def of(x: Any) -> _ValueSpec:
+        if isinstance(x, PerRank):
+            return _ValueSpec(len(x.shards), True)
+        return _ValueSpec(1, False) if isinstance(x, Tensor) else _ValueSpec(0, False, x)
+
+
+def _flatten_tensors(values: Sequence[Any]) -> list[Any]:
+    return flatten_ranks([x for x in values if isinstance(x, Tensor)])
+
+
+def _group_by_spec(shapes: Sequence[_ValueSpec], flat: Sequence[Any]) -> list[Any]:
+    items, values = iter(flat), []
+    for shape in shapes:
+        tensors = [next(items) for _ in range(shape.count)]
+        values.append(merge_grads(tensors) if shape.ranks else tensors[0] if tensors else shape.value)
+    return values
+
+
+class _JointContext:
+    """The context that the user's function gets: torch's own, with ``PerRank`` tensors in place of the tensors of ranks."""
+
+    def __init__(self, shapes: Sequence[_ValueSpec]) -> None:
+        self._real: Any = None  # torch's context, only while the function runs: a permanent reference would be a cycle
+        self._shapes = shapes
+        self._saved: list[_ValueSpec] = []
+
+    @contextmanager
+    def over(self, real: Any) -> Iterator[_JointContext]:
+        self._real = real
+        try:
+            yield self
+        finally:
+            self._real = None
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self._saved = [_ValueSpec.of(x) for x in tensors]
+        self._real.save_for_backward(*_flatten_tensors(tensors))
+
+    save_for_forward = save_for_backward
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        return tuple(_group_by_spec(self._saved, self._real.saved_tensors))
+
+    @property
+    def needs_input_grad(self) -> tuple[bool, ...]:
+        flags, needed = list(self._real.needs_input_grad[1:]), []  # the first input is the _JointCall
+        for shape in self._shapes:
+            needed.append(any(flags[: shape.count]))
+            del flags[: shape.count]
+        return tuple(needed)
+
+    def mark_dirty(self, *tensors: Any) -> None:
+        self._real.mark_dirty(*_flatten_tensors(tensors))
+
+    def mark_non_differentiable(self, *tensors: Any) -> None:
+        self._real.mark_non_differentiable(*_flatten_tensors(tensors))
+
+    def set_materialize_grads(self, value: bool) -> None:
+        self._real.set_materialize_grads(value)
+
+    def maybe_clear_saved_tensors(self) -> None:
+        self._real.maybe_clear_saved_tensors()
+
+
+class _JointFunction(Function):
+    """The function that autograd sees, from the tensors of all ranks to the tensors of all ranks. It calls the user's function
+    once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: _JointCall, *tensors: Any) -> Any:
+        ctx.call, ctx.context = call, _JointContext([_ValueSpec.of(x) for x in call.args])
+        with ctx.context.over(ctx) as context:
+            return call.forward(context)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        call: _JointCall = ctx.call
+        shapes = [shape for shape in call.outputs if shape.count]
+        with ctx.context.over(ctx) as context:
+            grads_of_args = call.function.backward(context, *_grads_of_outputs(call.outputs, _group_by_spec(shapes, grads)))
+        return None, *call.gradients(grads_of_args)
+
+
+class _JointNode:
+    """The node that ``grad_fn`` of the results returns. Its hooks get the gradients of all ranks together."""
+
+    def __init__(self, node: Any) -> None:
+        self._node, self._call = node, node.call
+
+    def name(self) -> str:
+        return f"{self._call.function.__name__}Backward"
+
+    def register_hook(self, hook: Callable[..., Any]) -> Any:
+        """Register ``hook(gradients of arguments, gradients of results)``, which runs after the node and may return other
+        gradients of arguments.
+        """
+        args, outputs = self._call.args, self._call.outputs
+
+        def over_flat(grads: Any, output_grads: Any) -> Any:
+            new_grads = hook(self._call.grouped(args, grads), self._call.grouped(outputs, output_grads))
+            return None if new_grads is None else self._call.flatten(args, as_tuple(new_grads))
+
+        return self._node.register_hook(over_flat)
+
+    def register_prehook(self, hook: Callable[..., Any]) -> Any:
+        """Register ``hook(gradients of results)``, which runs before the node and may return other gradients."""
+        outputs = self._call.outputs
+
+        def over_flat(grads: Any) -> Any:
+            new_grads = hook(self._call.grouped(outputs, grads))
+            return None if new_grads is None else self._call.flatten(outputs, as_tuple(new_grads))
+
+        return self._node.register_prehook(over_flat)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, name)
+
+
+def as_tuple(found: Any) -> tuple[Any, ...]:
+    return found if isinstance(found, tuple) else (found,)
+
+
+def _joint_grad_fn(x: PerRank, *owner: Any) -> Any:
+    nodes = [shard.grad_fn for shard in x.shards]
+    if type(nodes[0]) is _JointFunction._backward_cls and all(node is nodes[0] for node in nodes):
+        return _JointNode(nodes[0])
+    return join_values(nodes, "grad_fn")
+
+
+def _grads_of_outputs(outputs: Sequence[_ValueSpec], grads: Sequence[Any]) -> list[Any]:
+    """Return one gradient for each output, None for an output without a tensor."""
+    items = iter(grads)
+    return [next(items) if shape.count else None for shape in outputs]
+
+
+JOINT_FUNCTIONS[vars(TensorBase)["grad_fn"].__get__] = _joint_grad_fn
+
+
+_SYM_SIZE = torch.ops.aten.sym_size.default
+_PATCHED_NAME = "torch.autograd.function.FunctionMeta.__getattribute__"
+
+
+def patch_functions() -> None:
+    """Patch ``Function.apply`` so that it takes ``PerRank`` arguments, also in methods that a program has read before."""
+    if "__getattribute__" not in vars(FunctionMeta):
+        FunctionMeta.__getattribute__ = _getattribute  # type: ignore[method-assign]  # see [Note: Patch of Function.apply]
+        changed(_PATCHED_NAME)
+
+
+def unpatch_functions() -> None:
+    """Restore torch's own classes."""
+    if "__getattribute__" in vars(FunctionMeta):
+        del FunctionMeta.__getattribute__
+        restored(_PATCHED_NAME)
+
+
+class _ApplyState(local):
+    """The state of torch's ``apply`` in this thread."""
+
+    looked_up: Any = None  # the class with the ``apply`` that was read last, until its ``forward`` is called
+    begun: Any = None  # the class for which torch has made a node, whether its ``apply`` was patched, and the grad mode
+    joint: Any = None  # the class that ran for all ranks, until torch asks for its ``setup_context``
+    noted: Sequence[int] = ()  # ids of tensors with sizes that torch reads; a reference would prevent swap_tensors
+
+
+_APPLY_STATE = _ApplyState()
+
+
+def _getattribute(cls: Any, name: str) -> Any:
+    attribute = type.__getattribute__(cls, name)
+    match name:
+        case "apply":
+            return partial(_call_apply, cls, attribute)
+        case "_backward_cls":  # torch makes a node, and calls ``forward`` next
+            _APPLY_STATE.begun, _APPLY_STATE.looked_up = (cls, _APPLY_STATE.looked_up is cls, torch.is_grad_enabled()), None
+        case "forward" if _APPLY_STATE.begun and _APPLY_STATE.begun[0] is cls and cls not in _UNPATCHED_FUNCTIONS:
+            begun, _APPLY_STATE.begun = _APPLY_STATE.begun, None
+            return partial(_call_forward, attribute, *begun)
+        case "setup_context" if _APPLY_STATE.joint is cls:
+            _APPLY_STATE.joint = None
+            return _mark_non_differentiable
+    return attribute
+
+
+def _call_apply(cls: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    _APPLY_STATE.looked_up = cls
+    result = plain(*own_arguments(cls, args), **kwargs)
+    return tuple(map(_split_result, result)) if type(result) is tuple else _split_result(result)
+
+
+def _split_result(result: Any) -> Any:
+    """Return a result of plain arguments. If it is a ``PerRank``, the ranks' tensors get the graph of their wrapper."""
+    if type(result) is not PerRank:
+        return result
+    with DisableTorchFunctionSubclass():
+        needs_grad = result.requires_grad
+    return PerRank(_SplitGraph.apply(result)) if needs_grad else result
+
+
+def _call_forward(plain: Callable[..., Any], cls: Any, was_patched: bool, grad_mode: bool, *args: Any) -> Any:
+    """Run ``forward`` of a class as torch calls it. With ``PerRank`` arguments run it for all ranks with a graph of its own, in
+    which torch's node has no part.
+    """
+    is_two_part = has_setup_context(cls)
+    has_per_rank = any(type(arg) is PerRank for arg in args)
+    if has_per_rank:
+        with torch.set_grad_enabled(grad_mode):
+            results = apply_joint(cls, args if is_two_part else args[1:])
+    else:
+        results = plain(*args)
+    per_rank_tensors = [x for x in (*args, *as_tuple(results)) if type(x) is PerRank]
+    if not per_rank_tensors:
+        return results
+    _APPLY_STATE.noted = [*map(id, per_rank_tensors)]
+    if not has_per_rank and not was_patched and grad_mode and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+        raise LayoutError(
+            f"{cls.__name__}.apply was read before PerRank tensors were in use, and does not support them; "
+            f"read it again at the call: {cls.__name__}.apply(x)"
+        )
+    if has_per_rank and is_two_part:
+        _APPLY_STATE.joint = cls
+    elif has_per_rank:
+        _mark_non_differentiable(args[0], args, results)
+    return results
+
+
+def _mark_non_differentiable(context: Any, inputs: Any, results: Any) -> None:
+    context.mark_non_differentiable(*(x for x in as_tuple(results) if isinstance(x, Tensor)))
+
+
+def _joint_size(x: PerRank) -> Any:
+    """Return the sizes of a ``PerRank``. If torch's node reads them, which does not use them, return those of the first rank."""
+    return x.shards[0].shape if id(x) in _APPLY_STATE.noted else over_ranks(_SYM_SIZE, (x,), {})
+
+
+class _SplitGraph(Function):
+    """Autograd function from a ``PerRank`` wrapper, to which torch gave a graph, to the ranks' tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: PerRank) -> tuple[Tensor, ...]:
+        return tuple(shard.detach() for shard in x.shards)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        grad = PerRank(grads)
+        _APPLY_STATE.noted = [id(grad)]
+        return grad
+
+
+# _NoopSaveInputs of torch 2.11 never runs backward.
+_UNPATCHED_FUNCTIONS = {_SplitGraph, getattr(torch.utils.checkpoint, "_NoopSaveInputs", _SplitGraph)}
+
+SETUP_HOOKS.append(patch_functions)
+JOINT_FUNCTIONS[_SYM_SIZE] = _joint_size
