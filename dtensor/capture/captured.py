@@ -40,7 +40,7 @@ MAX_PLANS = 3  # plans for one kind of call that later runs may leave, as a run 
 
 
 class CaptureInfo(NamedTuple):
-    """Counts of the recordings of a captured function and of its calls, in this process.
+    """Counts of the recordings of a captured function and of its calls, in this process. Counting does not communicate.
 
     Attributes:
         kept: recordings that are kept.

@@ -29,7 +29,8 @@ _MAX_SECONDS = 45.0  # for all sweeps together
 def plan(step: Callable[..., Any], *args: Any, memory: float | None = None, **kwargs: Any) -> ProgramPlan:
     """Return a plan of a program: strategies for all operator calls together, with the least estimated time of the program.
 
-    ``step`` runs once, eagerly. On a dry run (``init_device_mesh("meta", ...)``) this needs no data and no ranks.
+    ``step`` runs once, eagerly, with its collectives. Then the first rank sends the plan to the others. On a dry run
+    (``init_device_mesh("meta", ...)``) this needs no data and no ranks.
 
     Args:
         step: the program, a function of DTensors.

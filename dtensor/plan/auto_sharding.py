@@ -49,7 +49,8 @@ class Sharding:
             tensors in use.
         plan: the plan of the step under these placements.
 
-    The object is a record. ``apply`` distributes the parameters, and raises ``ArgumentError`` for another mesh.
+    The object is a record, and reading it does not communicate. ``apply`` distributes the parameters. It raises ``ArgumentError``
+    for another mesh.
 
     >>> import torch, dtensor as dt
     >>> model, mesh = torch.nn.Linear(64, 64), dt.init_device_mesh("cpu", (4,))

@@ -118,7 +118,7 @@ class ProgramPlan:
         peak_bytes: peak memory of one rank in bytes: inputs, results and cached copies; ``peak_at``: the call of the peak.
         eager_seconds, eager_nbytes: the same without a plan. Redistributed copies are shared as the plan shares them.
 
-    The object is a record. ``loads`` raises ``ArgumentError`` for text that is not a plan.
+    The object is a record, and reading it does not communicate. ``loads`` raises ``ArgumentError`` for text that is not a plan.
 
     >>> import torch, dtensor as dt
     >>> x = dt.ones(4, 6, device_mesh=dt.init_device_mesh("meta", (2,)), placements=[dt.Shard(0)])
