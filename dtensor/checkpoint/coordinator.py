@@ -94,7 +94,7 @@ class RankGroup:
         Cost: a message of a hash from every rank to the first one, and one back. If ranks differ, two more with their parts.
 
         Raises:
-            CheckpointError: as :meth:`together`; or ranks differ, with the difference of the first that does.
+            CheckpointError: as :meth:`run_on_all`; or ranks differ, with the difference of the first that does.
         """
         own: StateParts = []
 

@@ -86,7 +86,7 @@ def dry_step(part: str, model: Transformer, mesh: DeviceMesh, sequence: int, mic
     sequences.
 
     Args:
-        mesh: a dry run with dims :data:`DIMS`.
+        mesh: a dry run with dims :data:`MESH_DIMS`.
         again: what a layer's backward recomputes, of :data:`~dtensor.clusters.decoder_parts.RECOMPUTATIONS`.
     """
     with torch.device(mesh.device_type):
