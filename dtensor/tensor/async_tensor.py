@@ -41,7 +41,7 @@ class AsyncCollectiveTensor(DTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's stub
         if func is _DETACH and type(args[0]) is AsyncCollectiveTensor:  # the result shares the memory, and is pending too
-            result = _await(args[0]._pending, args[0]._layout, args[0])
+            result = _make_pending(args[0]._pending, args[0]._layout, args[0])
             result.__dict__[SHARED], result._compared = shared(args[0]), args[0]._compared
             if (waiting := args[0].__dict__.get(SHOWN)) is not None:
                 result.__dict__[SHOWN] = waiting
@@ -73,7 +73,7 @@ class AsyncCollectiveTensor(DTensor):
     def __tensor_unflatten__(inner_tensors: dict[str, Any], constants: GraphConstants, size: Any, stride: Any) -> Any:
         """Return a tensor of this class: graphs check that an argument has the class that was traced."""
         x = unflatten_dtensor(inner_tensors, constants, size, stride)
-        result = _await(Pending.of(x._local), x._layout, x)
+        result = _make_pending(Pending.of(x._local), x._layout, x)
         result._compared = True
         return result
 
@@ -88,10 +88,10 @@ class AsyncCollectiveTensor(DTensor):
         return self
 
 
-def _await(pending: Any, layout: Layout, like: Any) -> Any:
+def _make_pending(pending: Any, layout: Layout, like: Any) -> Any:
     result: Any = _make(AsyncCollectiveTensor, layout.shape, strides=layout.stride, dtype=layout.dtype, device=like.device)
     result._pending, result._layout = pending, layout
     return result
 
 
-install_pending(_await)
+install_pending(_make_pending)

@@ -193,7 +193,7 @@ class RemoteView(DTensor):
     _place: int  # the index among the results of the operation
     __tensor_flatten__ = FlattenMethod(_flatten_view, "_root")
     __tensor_unflatten__ = staticmethod(_unflatten_view)
-    __coerce_tangent_metadata__ = _view_to_tangent_layout  # takes views only
+    __coerce_tangent_metadata__ = _view_to_tangent_layout
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's stub
