@@ -37,7 +37,7 @@ class TrackedStorage:
     """Storage with its size, kind and ranks.
 
     Attributes:
-        number: its index in ``Holdings.stores``.
+        number: its index in ``stores`` of the tracker.
         nbytes: its current size.
         kind: one of :data:`KINDS`, as far as it is known.
         before: its bytes at the start of the run.

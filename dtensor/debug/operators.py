@@ -50,7 +50,7 @@ class LocalCall:
         flops: as torch's ``FlopCounterMode`` counts them. It does not know CPU attention, which counts as flash attention.
         bytes: bytes read and written.
         rate: the rate of its matrix products, relative to large matrix products.
-        reads, writes: for each tensor, the number of its storage in ``Holdings.stores``, and bytes.
+        reads, writes: for each tensor, the number of its storage in the memory tracker, and bytes.
     """
 
     rank: int | None

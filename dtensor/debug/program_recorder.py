@@ -114,7 +114,7 @@ class Record(CommDebugMode):
 
     Args:
         with_operators: also record operators and memory: ``operations`` gets an :class:`.operators.Operation` for each operator
-            of the program, and ``tracker`` is the :class:`.memory_tracker.Holdings` of the run.
+            of the program, and ``tracker`` is the memory tracker of the run.
     """
 
     def __init__(self, with_operators: bool = False) -> None:

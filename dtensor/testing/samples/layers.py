@@ -11,7 +11,8 @@ from .sample import Samples
 from .sample_syntax import table
 
 aten = torch.ops.aten
-IMAGES = {"X1": tensor((5, 4, 7)), "X2": tensor((5, 4, 6, 7)), "X3": tensor((5, 4, 4, 5, 6))}  # by number of spatial dims
+# By number of spatial dims.
+IMAGES = {"X1": tensor((5, 4, 7)), "X2": tensor((5, 4, 6, 7)), "X3": tensor((5, 4, 4, 5, 6))}
 
 
 # --- convolutions -----------------------------------------------------------------------------------------------------------
