@@ -27,7 +27,7 @@ import op_database as db  # noqa: E402  its folder is known from here on
 import torch  # noqa: E402
 
 import dtensor as dt  # noqa: E402
-from dtensor.base.tensor_tree import filled, leaves, mapped, tensors  # noqa: E402
+from dtensor.base.tensor_tree import fill_tensors, iter_tree_leaves, map_tensors, tensor_leaves  # noqa: E402
 from dtensor.placement import Replicate, Shard  # noqa: E402
 from dtensor.testing.scatter import scatter  # noqa: E402
 
@@ -82,25 +82,25 @@ def samples_of(entry: Any, mesh: tuple[int, ...], samples: int) -> list[tuple[in
 
 
 def _plain_runs(sample: db.Sample) -> bool:
-    if any(x.layout is not torch.strided or x.is_quantized for x in tensors(sample.given)):
+    if any(x.layout is not torch.strided or x.is_quantized for x in tensor_leaves(sample.given)):
         return False
     try:
         with db.quiet():
-            args, kwargs = mapped(torch.clone, sample.given)
+            args, kwargs = map_tensors(torch.clone, sample.given)
             made = sample.fn(*args, **kwargs)
     except Exception:  # what plain torch does not take is not asked for
         return False
-    return all(not isinstance(x, torch.Tensor) or x.layout is torch.strided for x in leaves(made))
+    return all(not isinstance(x, torch.Tensor) or x.layout is torch.strided for x in iter_tree_leaves(made))
 
 
 def differentiable(sample: db.Sample) -> list[bool]:
     """Which tensors plain torch lets require a gradient, each by itself."""
-    given = tensors(sample.given)
+    given = tensor_leaves(sample.given)
     found = []
     for i, chosen in enumerate(given):
         allowed = chosen.dtype.is_floating_point or chosen.dtype.is_complex
         if allowed:
-            args, kwargs = filled(sample.given, [x.detach().clone().requires_grad_(k == i) for k, x in enumerate(given)])
+            args, kwargs = fill_tensors(sample.given, [x.detach().clone().requires_grad_(k == i) for k, x in enumerate(given)])
             try:
                 with db.quiet():
                     sample.fn(*args, **kwargs)
@@ -113,14 +113,14 @@ def differentiable(sample: db.Sample) -> list[bool]:
 def sharded(sample: db.Sample, mesh: tuple[int, ...], wanted: list[bool]) -> Iterator[tuple[Any, Any, str]]:
     """The arguments with one tensor dim sharded, in every way."""
     device_mesh = dt.init_device_mesh("cpu", mesh)
-    given = tensors(sample.given)
+    given = tensor_leaves(sample.given)
     for i, chosen in enumerate(given):
         for dim in range(chosen.ndim):
             made = [
                 scatter(x, device_mesh, [Shard(dim) if k == i else Replicate()] * len(mesh)).requires_grad_(wanted[k])
                 for k, x in enumerate(given)
             ]
-            args, kwargs = filled(sample.given, made)
+            args, kwargs = fill_tensors(sample.given, made)
             yield args, kwargs, f"tensor {i} of {[tuple(x.shape) for x in given]} along dim {dim}"
 
 
@@ -135,7 +135,7 @@ def run(fn: Any, args: Any, kwargs: Any, where: str, line: dict[str, Any]) -> No
         return
     for name in forward:
         line["forward"].setdefault(name, where)
-    outputs = [x for x in leaves(results) if isinstance(x, torch.Tensor) and x.requires_grad]
+    outputs = [x for x in iter_tree_leaves(results) if isinstance(x, torch.Tensor) and x.requires_grad]
     try:
         with db.quiet(), db.gathers() as backward:
             if outputs:
@@ -157,8 +157,8 @@ def _plain_backward_raises(fn: Any, args: Any, kwargs: Any) -> bool:
 
     try:
         with db.quiet():
-            args, kwargs = mapped(plain, (args, kwargs))
-            outputs = [x for x in leaves(fn(*args, **kwargs)) if isinstance(x, torch.Tensor) and x.requires_grad]
+            args, kwargs = map_tensors(plain, (args, kwargs))
+            outputs = [x for x in iter_tree_leaves(fn(*args, **kwargs)) if isinstance(x, torch.Tensor) and x.requires_grad]
             torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
     except Exception:
         return True

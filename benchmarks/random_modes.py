@@ -15,7 +15,7 @@ from dtensor.layout.layout import Layout
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Shard
 from dtensor.random.distributions import SAMPLERS, sample_block
-from dtensor.random.draw import block_of
+from dtensor.random.draw import clone_block
 
 SHAPE = (2048, 2048)
 
@@ -36,7 +36,7 @@ def times(plain: Callable[[tuple[int, int]], torch.Tensor], name: str, ranks: in
     at, size, like = layout.local_offset((0,)), layout.local_shape((0,)), (torch.float32, torch.device("cpu"))
     return (
         milliseconds(lambda: plain(SHAPE)),
-        milliseconds(lambda: block_of(plain(SHAPE), layout, 0)),
+        milliseconds(lambda: clone_block(plain(SHAPE), layout, 0)),
         milliseconds(lambda: sample_block(SAMPLERS[name], {"p": 0.5}, 1, SHAPE, at, size, like)),
     )
 

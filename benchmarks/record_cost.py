@@ -26,9 +26,9 @@ from measuring.sides import GRID, WORLD, Distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dtensor
-from dtensor.base.recorder_hooks import ACTIVE, current
+from dtensor.base.recorder_hooks import ACTIVE_RECORDERS, current_recorder
 from dtensor.comm import backends, reductions, transfer
-from dtensor.comm.backend_base import Communicator
+from dtensor.comm.communicator import Communicator
 from dtensor.dispatch import program
 from dtensor.redistribute import coalesce, executor
 
@@ -39,19 +39,19 @@ def unreported(self: Communicator, kind: str, dims: Any, run: Callable[..., Any]
     """As ``Communicator._issuing``, without the look at those who listen."""
 
     def issue(x: Any) -> Any:
-        if ACTIVE and (recorder := current()) is not None:
+        if ACTIVE_RECORDERS and (recorder := current_recorder()) is not None:
             return recorder.site(issue, (x,), {})
         return run(x)
 
     return issue
 
 
-def unasked(comm: Any, issue: Callable[..., Any], step: Any) -> executor.Bound:
+def unasked(comm: Any, issue: Callable[..., Any], step: Any) -> executor.BoundStep:
     """As ``executor._bind_collective``, without it."""
     finish = executor._finisher_of(comm, step)
     if finish is None:
-        return executor.Bound(lambda x: issue(x).wait(), issue)
-    return executor.Bound(lambda x: finish(issue(x).wait()), lambda x: issue(x).then(finish))
+        return executor.BoundStep(lambda x: issue(x).wait(), issue)
+    return executor.BoundStep(lambda x: finish(issue(x).wait()), lambda x: issue(x).then(finish))
 
 
 def native(group: Any, op: Any) -> Callable[..., Any]:

@@ -5,24 +5,24 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from .base.late_binding import provided_by as _provided_by
+from .base.late_binding import register_provider as _provided_by
 from .base.modes import explicit, implicit_replication, remember
 from .comm import PerRank, map_ranks, per_rank
 from .dispatch.cache_info import CacheInfo, cache_info
 from .dispatch.register_sharding import register_sharding, unregister_sharding
-from .interop.dlpack import teach_dlpack as _teach_dlpack
-from .interop.dynamo import keep_from_inlining as _keep_from_inlining
-from .interop.dynamo import written_in_python as _written_in_python
-from .interop.saved_on_host import teach_save_on_cpu as _teach_save_on_cpu
-from .interop.state_dicts import teach_state_dicts as _teach_state_dicts
-from .interop.torch_compile import constants as _constants_of_graphs
-from .interop.torch_compile import substitutes as _substitutes
-from .interop.torch_debug_modes import teach_lookers as _teach_lookers
+from .interop.dlpack import install_dlpack as _teach_dlpack
+from .interop.dynamo import define_inplace_operators as _written_in_python
+from .interop.dynamo import skip_library_frames as _keep_from_inlining
+from .interop.saved_on_host import install_save_on_cpu as _teach_save_on_cpu
+from .interop.state_dicts import install_state_dicts as _teach_state_dicts
+from .interop.torch_compile import install_substitutes as _substitutes
+from .interop.torch_compile import register_constants as _constants_of_graphs
+from .interop.torch_debug_modes import install_debug_modes as _teach_lookers
 from .layout.layout import Layout
 from .mesh.device_mesh import DeviceMesh, init_device_mesh
 from .placement import Monoid, Partial, Placement, Replicate, Shard
 from .random.seed import manual_seed, random_mode
-from .rules.registry import read_from as _read_from
+from .rules.registry import register_declaring_module as _read_from
 from .tensor.async_tensor import AsyncCollectiveTensor
 from .tensor.create import empty, full, linspace, logspace, ones, rand, randn, zeros
 from .tensor.distribute import distribute_module, distribute_tensor
@@ -32,8 +32,8 @@ from .tensor.overrides.table import install_overrides as _install_overrides
 from .tensor.redistribute_many import redistribute_many
 from .tensor.replica_check import follow_check_level as _follow_check_level
 from .tensor.views.inplace_view_ops import install_inplace_view_methods as _install_inplace_view_methods
-from .tensor.views.lazy_view import install_operations as _install_view_operations
-from .tensor.views.view_writeback import operate as _operate_on_view
+from .tensor.views.lazy_view import install_view_dispatch as _install_view_operations
+from .tensor.views.view_writeback import dispatch_view as _operate_on_view
 from .watchdog.levels import check_ranks
 from .watchdog.levels import set_level_from_environment as _set_level_from_environment
 

@@ -17,19 +17,19 @@ import torch
 
 from . import __version__
 from .base.progress import iterate_with_progress
-from .base.spawn_ranks import on_ranks
+from .base.spawn_ranks import spawn_ranks
 from .base.tables import print_table
 from .clusters import MODELS
 from .clusters import cli as cluster_plan
 from .cost import calibrate
 from .cost.profile import is_calibrated
 from .debug import bench, doctor, run_script
-from .debug.ops_page import measured_in, page
+from .debug.ops_page import make_page, read_measurements
 from .errors import ArgumentError, DTensorError
 from .redistribute import moves
 from .rules import rules
-from .testing.rule_selection import rules_asked
-from .testing.samples import samples_of, without_sample
+from .testing.rule_selection import select_rules
+from .testing.samples import rules_without_sample, samples_of
 from .testing.verify import Report, verify_rule
 from .watchdog import post_mortem
 
@@ -96,14 +96,14 @@ def _add_script(commands: Any, name: str, about: str, run: Run, *examples: str) 
 
 def _add_html(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--html", type=run_script.writable, metavar="FILE", help="also write a page with the lines of the script"
+        "--html", type=run_script.writable_path, metavar="FILE", help="also write a page with the lines of the script"
     )
 
 
 def _add_explain(commands: Any) -> None:
     def run(options: argparse.Namespace) -> Callable[[], int]:
-        path = run_script.asked(options.script)
-        return lambda: run_script.explained(path, options.arguments, options.html)
+        path = run_script.existing_file(options.script)
+        return lambda: run_script.explain_script(path, options.arguments, options.html)
 
     about = "run a script and report what it communicates, computes and holds, by line"
     examples = ("dtensor explain train.py --steps 1", "torchrun --nproc-per-node 4 -m dtensor explain --html page.html train.py")
@@ -112,8 +112,8 @@ def _add_explain(commands: Any) -> None:
 
 def _add_trace(commands: Any) -> None:
     def run(options: argparse.Namespace) -> Callable[[], int]:
-        path = run_script.asked(options.script)
-        return lambda: run_script.traced(path, options.arguments, options.output)
+        path = run_script.existing_file(options.script)
+        return lambda: run_script.trace_script(path, options.arguments, options.output)
 
     about = "run a script and write a trace of it, for https://ui.perfetto.dev or chrome://tracing"
     examples = ("dtensor trace train.py", "torchrun --nproc-per-node 4 -m dtensor trace --output step.json.gz train.py")
@@ -121,7 +121,7 @@ def _add_trace(commands: Any) -> None:
     name = "trace.json.gz"
     command.add_argument(
         "--output",
-        type=run_script.writable,
+        type=run_script.writable_path,
         default=name,
         metavar="FILE",
         help=f"default: {name}; without .gz it is not compressed",
@@ -140,9 +140,9 @@ def _add_plan(commands: Any) -> None:
             return cluster_plan.run_plan(options.script.name, chosen)
         if not options.script.is_file() and not options.script.suffix:
             raise ArgumentError(f"{options.script} is neither a script nor a known model{_near_models(options.script.name)}")
-        path = run_script.asked(options.script)
+        path = run_script.existing_file(options.script)
         check_installed("scipy", "plan", "plan")
-        return lambda: run_script.planned(path, options.arguments, options.html, options.json)
+        return lambda: run_script.plan_script(path, options.arguments, options.html, options.json)
 
     about = "run a script and plan the strategies of all its operators together; or plan a known model on a cluster"
     examples = (
@@ -152,7 +152,7 @@ def _add_plan(commands: Any) -> None:
     )
     command = _add_script(commands, "plan", about, run, *examples)
     _add_html(command)
-    command.add_argument("--json", type=run_script.writable, metavar="FILE", help="also write the plan as JSON")
+    command.add_argument("--json", type=run_script.writable_path, metavar="FILE", help="also write the plan as JSON")
 
 
 def _near_models(name: str) -> str:
@@ -184,17 +184,17 @@ def _add_bench(commands: Any) -> None:
     for each in (moved, called):
         each.add_argument("--json", action="store_true", help="print rows as JSON on stdout instead of a table")
         each.add_argument(
-            "--plot", type=run_script.writable, metavar="FILE", help="also draw a plot: png, svg or pdf (extra: plot)"
+            "--plot", type=run_script.writable_path, metavar="FILE", help="also draw a plot: png, svg or pdf (extra: plot)"
         )
 
 
 def _bench_redistribute(options: argparse.Namespace) -> int:
-    mesh, shapes = bench.mesh_of(options.mesh), [bench.shape_of(text) for text in options.size]
-    pairs = options.pairs or bench.usual_pairs(mesh)
+    mesh, shapes = bench.parse_mesh(options.mesh), [bench.parse_shape(text) for text in options.size]
+    pairs = options.pairs or bench.default_pairs(mesh)
     for shape in shapes:
         for pair in pairs:
-            bench.pair_of(pair, mesh, len(shape))
-    rows = on_ranks(math.prod(mesh), bench.moves_on_ranks, mesh, shapes, pairs)
+            bench.parse_pair(pair, mesh, len(shape))
+    rows = spawn_ranks(math.prod(mesh), bench.time_redistributions, mesh, shapes, pairs)
     status = _show_rows(options, rows, len(shapes) * len(pairs))
     if not is_calibrated():
         print(
@@ -205,7 +205,7 @@ def _bench_redistribute(options: argparse.Namespace) -> int:
 
 
 def _bench_dispatch(options: argparse.Namespace) -> int:
-    return _show_rows(options, on_ranks(2, bench.calls_on_ranks, options.only), len(options.only))
+    return _show_rows(options, spawn_ranks(2, bench.time_operators, options.only), len(options.only))
 
 
 def _show_rows(options: argparse.Namespace, rows: Iterator[Any], count: int) -> int:
@@ -213,11 +213,11 @@ def _show_rows(options: argparse.Namespace, rows: Iterator[Any], count: int) -> 
         check_installed("matplotlib", "plot", "--plot")
     results = list(iterate_with_progress(rows, count, f"measuring {options.kind}"))
     if options.json:
-        print(json.dumps(bench.as_json(results), indent=1))
+        print(json.dumps(bench.rows_as_json(results), indent=1))
     else:
-        print_table(bench.table_of(results), numbers=True)
+        print_table(bench.table_rows(results), numbers=True)
     if options.plot:
-        bench.plot(results, options.plot)
+        bench.draw_plot(results, options.plot)
         print(f"written to {options.plot}", file=sys.stderr)
     return 0
 
@@ -233,7 +233,7 @@ def _add_calibrate(commands: Any) -> None:
 
 def _run_calibrate(options: argparse.Namespace) -> int:
     path, profile = calibrate.run_calibration(moves, options.ranks, options.device, options.output, options.seconds)
-    if run_script.first():
+    if run_script.is_printing_rank():
         for title, rows in calibrate.report_tables(profile, "nccl" if options.device == "cuda" else "gloo"):
             print(title)
             print_table(rows, numbers=True)
@@ -250,7 +250,7 @@ def _add_doctor(commands: Any) -> None:
 def _add_ranks(commands: Any) -> None:
     def run(options: argparse.Namespace) -> int:
         try:
-            print(post_mortem.told(options.folder, options.last))
+            print(post_mortem.format_rank_logs(options.folder, options.last))
         except FileNotFoundError as error:
             raise ArgumentError(str(error)) from None
         return 0
@@ -263,7 +263,7 @@ def _add_ranks(commands: Any) -> None:
 
 def _add_ops(commands: Any) -> None:
     def run(options: argparse.Namespace) -> int:
-        print(page(measured_in(options.measured)), end="")
+        print(make_page(read_measurements(options.measured)), end="")
         return 0
 
     about = "print how each operator is implemented, as the page docs/ops.md"
@@ -295,8 +295,8 @@ def _add_verify(commands: Any) -> None:
 
 
 def _run_verify(options: argparse.Namespace) -> int:
-    names = rules_asked(options.words)
-    unsampled = sorted({*names} & {*without_sample()} | {name for name in names if name not in rules()})
+    names = select_rules(options.words)
+    unsampled = sorted({*names} & {*rules_without_sample()} | {name for name in names if name not in rules()})
     options_of_verify = {name: getattr(options, name) for name in ("limit", "budget", "seed", "device")}
     options_of_verify["look_for_missing"] = options.missing
     reports = []

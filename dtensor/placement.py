@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .base.tracing import constant_of_graph
+from .base.tracing import unwrap_graph_constant
 from .base.validation import as_index
 from .errors import PlacementError
 
@@ -257,7 +257,7 @@ def _check_int(value: Any, what: str, example: str) -> int:
     return index
 
 
-def normalize(placements: Any, mesh_ndim: int, ndim: int) -> tuple[Placement, ...]:
+def normalize_placements(placements: Any, mesh_ndim: int, ndim: int) -> tuple[Placement, ...]:
     """Return one placement per mesh dim, with non-negative tensor dims.
 
     Raises:
@@ -281,7 +281,7 @@ def normalize(placements: Any, mesh_ndim: int, ndim: int) -> tuple[Placement, ..
 
 
 def _check_placement(placement: Placement, ndim: int) -> Placement:
-    placement = constant_of_graph(placement)
+    placement = unwrap_graph_constant(placement)
     if isinstance(placement, Shard):
         dim = placement.dim
         if not -ndim <= dim < ndim:

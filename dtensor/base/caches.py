@@ -17,7 +17,7 @@ Fullness = Callable[[], tuple[int, int]]
 _CACHES: dict[str, Fullness] = {}
 
 
-def remembered(limit: int) -> Callable[[Callable[ParamsT, ValueT]], Callable[ParamsT, ValueT]]:
+def memoize(limit: int) -> Callable[[Callable[ParamsT, ValueT]], Callable[ParamsT, ValueT]]:
     """Memoize a function of hashable arguments with an LRU cache of ``limit`` results."""
 
     def decorate(function: Callable[ParamsT, ValueT]) -> Callable[ParamsT, ValueT]:
@@ -26,13 +26,13 @@ def remembered(limit: int) -> Callable[[Callable[ParamsT, ValueT]], Callable[Par
         def fullness() -> tuple[int, int]:
             return cached.cache_info().currsize, limit
 
-        watched(f"{function.__module__.removeprefix('dtensor.')}.{function.__name__}", fullness)
+        register_cache(f"{function.__module__.removeprefix('dtensor.')}.{function.__name__}", fullness)
         return cast(Any, cached)  # lru_cache forgets the signature
 
     return decorate
 
 
-def watched(name: str, fullness: Fullness) -> None:
+def register_cache(name: str, fullness: Fullness) -> None:
     """Register a cache of another kind for ``dtensor.cache_info()``.
 
     Args:
@@ -41,7 +41,7 @@ def watched(name: str, fullness: Fullness) -> None:
     _CACHES[name] = fullness
 
 
-def fullness() -> dict[str, tuple[int, int]]:
+def cache_fullness() -> dict[str, tuple[int, int]]:
     """Return the number of entries and the greatest number of entries of each registered cache, by name."""
     return {name: count_entries() for name, count_entries in sorted(_CACHES.items())}
 
@@ -61,7 +61,7 @@ def nested_key(value: Any, leaf: Callable[[Any], Any] = _typed_value) -> Any:
     return tuple([nested_key(item, leaf) for item in value]) if isinstance(value, (list, tuple)) else leaf(value)
 
 
-class Bounded(dict[KeyT, ValueT]):
+class BoundedDict(dict[KeyT, ValueT]):
     """Dict for values that can be computed again. At ``limit`` entries the older half is dropped.
 
     A dict with a ``name`` is registered in ``dtensor.cache_info()``.
@@ -71,7 +71,7 @@ class Bounded(dict[KeyT, ValueT]):
         super().__init__()
         self.limit = limit
         if name is not None:
-            watched(name, lambda: (len(self), self.limit))
+            register_cache(name, lambda: (len(self), self.limit))
 
     def keep(self, key: KeyT, value: ValueT) -> ValueT:
         """Store ``value`` and return it."""
@@ -82,7 +82,7 @@ class Bounded(dict[KeyT, ValueT]):
         return value
 
 
-class Shared(Generic[KeyT, ValueT]):
+class PooledDicts(Generic[KeyT, ValueT]):
     """Dicts with a common bound: at most ``each`` entries per dict and ``together`` in all. A dict that changes often evicts
     its own entries first.
 

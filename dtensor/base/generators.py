@@ -28,13 +28,13 @@ def default_generator(device: torch.device) -> torch.Generator:
     return generators[module.current_device() if device.index is None else device.index]
 
 
-def state_now(generator: torch.Generator) -> torch.Tensor:
+def get_generator_state(generator: torch.Generator) -> torch.Tensor:
     """Return the state of ``generator``."""
     with _GENERATOR_LOCK:
         return generator.get_state()
 
 
-def go_to(generator: torch.Generator, state: torch.Tensor) -> None:
+def set_generator_state(generator: torch.Generator, state: torch.Tensor) -> None:
     """Set the state of ``generator``."""
     with _GENERATOR_LOCK:
         generator.set_state(state)

@@ -9,10 +9,10 @@ KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
 
 
-def by_key(pairs: Iterable[tuple[KeyT, ValueT]]) -> dict[KeyT, list[ValueT]]:
+def group_by_key(pairs: Iterable[tuple[KeyT, ValueT]]) -> dict[KeyT, list[ValueT]]:
     """Group values by key. Keys and values keep the order of ``pairs``; equal keys need not be adjacent.
 
-    >>> by_key([("a", 1), ("b", 2), ("a", 3)])
+    >>> group_by_key([("a", 1), ("b", 2), ("a", 3)])
     {'a': [1, 3], 'b': [2]}
     """
     groups: dict[KeyT, list[ValueT]] = {}

@@ -10,26 +10,26 @@ _PROVIDERS: dict[str, str] = {}
 _FIRST_USE_HOOKS: list[Callable[[], None]] = []
 
 
-def provided_by(module: str, *names: str) -> None:
+def register_provider(module: str, *names: str) -> None:
     """Register ``module`` as the provider of the functions ``names``. Only the package root calls this: it may import every
     package.
     """
     _PROVIDERS.update(dict.fromkeys(names, module))
 
 
-def provided(name: str) -> Callable[..., Any]:
+def resolve_late(name: str) -> Callable[..., Any]:
     """Return the function with this name and import its module."""
     function: Callable[..., Any] = getattr(import_module(_PROVIDERS[name]), name)
     return function
 
 
-def before_use(action: Callable[[], None]) -> None:
+def on_first_use(action: Callable[[], None]) -> None:
     """Register a hook that runs before the first mesh or the first ``PerRank`` is made. Imports that take long belong here."""
     _FIRST_USE_HOOKS.append(action)
 
 
-def in_use() -> None:
-    """Run and remove all hooks of :func:`before_use`."""
+def run_first_use_hooks() -> None:
+    """Run and remove all hooks of :func:`on_first_use`."""
     while _FIRST_USE_HOOKS:
         try:
             action = _FIRST_USE_HOOKS.pop()
@@ -38,6 +38,6 @@ def in_use() -> None:
         action()
 
 
-def pictured(x: Any) -> str:
+def html_repr(x: Any) -> str:
     """Return the HTML of ``x``, for ``_repr_html_``."""
-    return str(provided("html_of")(x))
+    return str(resolve_late("html_of")(x))

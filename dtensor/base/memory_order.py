@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .caches import remembered
+from .caches import memoize
 
 Stride = tuple[int, ...]
 
 
-@remembered(4096)
+@memoize(4096)
 def contiguous_stride(shape: tuple[int, ...]) -> Stride:
     """Return the strides of a row-major tensor."""
     stride, step = [], 1
@@ -19,10 +19,10 @@ def contiguous_stride(shape: tuple[int, ...]) -> Stride:
     return tuple(reversed(stride))
 
 
-def outermost_first(stride: Sequence[int], dims: Iterable[int] | None = None) -> list[int]:
+def dims_outermost_first(stride: Sequence[int], dims: Iterable[int] | None = None) -> list[int]:
     """Return all dims, or ``dims``, sorted by stride, the largest first. Dims of stride 0 keep their position, as in torch.
 
-    >>> outermost_first((0, 1, 4)), outermost_first((4, 0, 1))
+    >>> dims_outermost_first((0, 1, 4)), dims_outermost_first((4, 0, 1))
     ([0, 2, 1], [0, 1, 2])
     """
     selected = range(len(stride)) if dims is None else list(dims)
@@ -33,10 +33,10 @@ def outermost_first(stride: Sequence[int], dims: Iterable[int] | None = None) ->
     return [next(in_order) if stride[d] else d for d in selected]
 
 
-def dense_in(shape: Sequence[int], order: Sequence[int]) -> Stride:
+def dense_stride(shape: Sequence[int], order: Sequence[int]) -> Stride:
     """Return dense strides for dims in the memory order ``order``, outermost first. ``()`` means row-major.
 
-    >>> dense_in((2, 3), (1, 0))
+    >>> dense_stride((2, 3), (1, 0))
     (1, 2)
     """
     if not order:
@@ -49,10 +49,10 @@ def dense_in(shape: Sequence[int], order: Sequence[int]) -> Stride:
 
 def stride_like(shape: Sequence[int], like: Sequence[int]) -> Stride:
     """Return dense strides for ``shape`` with the dims in the memory order of the strides ``like``."""
-    return dense_in(shape, outermost_first(like))
+    return dense_stride(shape, dims_outermost_first(like))
 
 
-@remembered(4096)
+@memoize(4096)
 def memory_order(shape: tuple[int, ...], stride: Stride) -> tuple[int, ...] | None:
     """Return the dims of a dense tensor, outermost in memory first. Row-major gives ``()``; a tensor that is not dense gives
     None.
@@ -62,14 +62,14 @@ def memory_order(shape: tuple[int, ...], stride: Stride) -> tuple[int, ...] | No
     """
     if stride == contiguous_stride(shape):
         return ()
-    order = tuple(outermost_first(stride))
-    return order if dense_in(shape, order) == stride else None
+    order = tuple(dims_outermost_first(stride))
+    return order if dense_stride(shape, order) == stride else None
 
 
-def overlaps(shape: Sequence[int], stride: Sequence[int]) -> bool:
+def has_overlap(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Return True if elements of the tensor may share memory, as those of sliding windows do.
 
-    >>> overlaps((4, 2), (1, 1)), overlaps((2, 3), (1, 2)), overlaps((2, 3), (0, 1))
+    >>> has_overlap((4, 2), (1, 1)), has_overlap((2, 3), (1, 2)), has_overlap((2, 3), (0, 1))
     (True, False, True)
     """
     reach = 0

@@ -32,7 +32,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Block(Generic[T]):
+class ModeBlock(Generic[T]):
     """Entered ``with`` block of a mode.
 
     Attributes:
@@ -51,7 +51,7 @@ class Block(Generic[T]):
         self._live.discard(id(self))
 
 
-class Scoped(Generic[T]):
+class ModeStack(Generic[T]):
     """Mode: the values of the blocks that are entered, outermost first. See [Note: Scope of a mode].
 
     Attributes:
@@ -63,7 +63,7 @@ class Scoped(Generic[T]):
 
     def __init__(self, name: str) -> None:
         self.held: set[int] = set()
-        self._blocks: ContextVar[tuple[Block[T], ...]] = ContextVar(name, default=())
+        self._blocks: ContextVar[tuple[ModeBlock[T], ...]] = ContextVar(name, default=())
         self._thread_key = f"dtensor.{name}"
 
     def __bool__(self) -> bool:
@@ -95,16 +95,16 @@ class Scoped(Generic[T]):
         finally:
             self.leave(block)
 
-    def enter(self, value: T) -> Block[T]:
+    def enter(self, value: T) -> ModeBlock[T]:
         """Enter a block without ``with``, for objects that define ``__enter__`` and ``__exit__`` themselves. End it by
         :meth:`leave`.
         """
-        block = Block(value, self.held)
+        block = ModeBlock(value, self.held)
         block.token = self._blocks.set((*self._blocks.get(), block))
         self._publish_to_autograd()
         return block
 
-    def leave(self, block: Block[T]) -> None:
+    def leave(self, block: ModeBlock[T]) -> None:
         """End a block, in any context."""
         now, token, block.token = self._blocks.get(), block.token, None
         try:
@@ -114,17 +114,17 @@ class Scoped(Generic[T]):
         self._blocks.set(tuple(other for other in now if other is not block and not other.ended))
         self._publish_to_autograd()
 
-    def leave_one(self, entered: list[Block[T]]) -> None:
+    def leave_last(self, entered: list[ModeBlock[T]]) -> None:
         """End and remove one block of ``entered``: the last one that is entered in this context, else the last of the list."""
         block = next((block for block in reversed(entered) if self.sees(block)), entered[-1])
         entered.remove(block)
         self.leave(block)
 
-    def sees(self, block: Block[T]) -> bool:
+    def sees(self, block: ModeBlock[T]) -> bool:
         """Return True if ``block`` is entered in this context."""
         return block in self._visible_blocks()
 
-    def _visible_blocks(self) -> list[Block[T]]:
+    def _visible_blocks(self) -> list[ModeBlock[T]]:
         own = self._blocks.get()
         return [block for block in (*self._blocks_of_backward_caller(), *own) if not block.ended]
 
@@ -132,7 +132,7 @@ class Scoped(Generic[T]):
     def _publish_to_autograd(self) -> None:
         _keep_in_thread(self._thread_key, (get_ident(), self._blocks.get()))
 
-    def _blocks_of_backward_caller(self) -> tuple[Block[T], ...]:
+    def _blocks_of_backward_caller(self) -> tuple[ModeBlock[T], ...]:
         """Return the blocks of the thread that started this backward pass, if that is another thread."""
         if graph_task() == -1 or not is_kept_in_thread(self._thread_key):
             return ()
@@ -204,7 +204,7 @@ class ReusableContext:
         return run
 
 
-def entering(fn: Callable[P, Iterator[None]]) -> Callable[P, ReusableContext]:
+def mode_context(fn: Callable[P, Iterator[None]]) -> Callable[P, ReusableContext]:
     """Make a mode of a generator function, like ``contextlib.contextmanager``; the result is a :class:`ReusableContext`."""
     make = contextmanager(fn)
 

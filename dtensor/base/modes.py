@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..errors import ArgumentError
-from .mode_stack import Scoped, entering
+from .mode_stack import ModeStack, mode_context
 
-IMPLICIT_REPLICATION: Scoped[None] = Scoped("implicit_replication")
-EXPLICIT: Scoped[None] = Scoped("explicit")
-REMEMBERED: Scoped[str] = Scoped("remember")
+IMPLICIT_REPLICATION: ModeStack[None] = ModeStack("implicit_replication")
+EXPLICIT: ModeStack[None] = ModeStack("explicit")
+REMEMBER: ModeStack[str] = ModeStack("remember")
 
 
 class Modes:
@@ -27,21 +27,21 @@ class Modes:
 
     @property
     def remembered(self) -> str:
-        return REMEMBERED.last("values")
+        return REMEMBER.last("values")
 
 
 MODES = Modes()
 _DEFAULTS = (False, False, "values")
 
 
-def switches() -> tuple[bool, bool, str]:
+def mode_values() -> tuple[bool, bool, str]:
     """Return the values of all modes, as a part of a cache key."""
-    if not (IMPLICIT_REPLICATION.held or EXPLICIT.held or REMEMBERED.held):
+    if not (IMPLICIT_REPLICATION.held or EXPLICIT.held or REMEMBER.held):
         return _DEFAULTS
     return MODES.implicit_replication, MODES.explicit, MODES.remembered
 
 
-@entering
+@mode_context
 def implicit_replication() -> Iterator[None]:
     """Treat plain tensors that are mixed with DTensors as replicated inside of a block. Every rank must hold the same value.
 
@@ -59,7 +59,7 @@ def implicit_replication() -> Iterator[None]:
         yield
 
 
-@entering
+@mode_context
 def explicit() -> Iterator[None]:
     """Raise for operations that would communicate inside of a block. Only ``redistribute`` and ``full_tensor`` may communicate.
 
@@ -77,7 +77,7 @@ def explicit() -> Iterator[None]:
         yield
 
 
-@entering
+@mode_context
 def remember(what: str) -> Iterator[None]:
     """Set which redistributed operands are cached inside of a block: more caching needs more memory and less communication.
 
@@ -103,5 +103,5 @@ def remember(what: str) -> Iterator[None]:
     """
     if what not in ("nothing", "values", "parameters"):
         raise ArgumentError(f'remember takes "nothing", "values" or "parameters", got {what!r}')
-    with REMEMBERED.entered(what):
+    with REMEMBER.entered(what):
         yield

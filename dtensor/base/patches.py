@@ -6,22 +6,22 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from threading import Lock
 
-IN_FORCE: dict[str, int] = {}  # location as in interop.patch_catalog -> how often it is applied
+APPLIED_PATCHES: dict[str, int] = {}  # location as in interop.patch_catalog -> how often it is applied
 
 
-def changed(where: str) -> None:
+def patch_applied(where: str) -> None:
     """Record that the torch attribute ``where`` was patched. Calls nest."""
-    IN_FORCE[where] = IN_FORCE.get(where, 0) + 1
+    APPLIED_PATCHES[where] = APPLIED_PATCHES.get(where, 0) + 1
 
 
-def restored(where: str) -> None:
-    """Undo one :func:`changed` of ``where``. The entry is removed when its count reaches zero."""
-    IN_FORCE[where] -= 1
-    if not IN_FORCE[where]:
-        del IN_FORCE[where]
+def patch_removed(where: str) -> None:
+    """Undo one :func:`patch_applied` of ``where``. The entry is removed when its count reaches zero."""
+    APPLIED_PATCHES[where] -= 1
+    if not APPLIED_PATCHES[where]:
+        del APPLIED_PATCHES[where]
 
 
-class Together:
+class RefCountedPatch:
     """Process-wide patch with a reference count: the first thread that enters runs ``change()``, the last that leaves ends it."""
 
     def __init__(self, make_patch: Callable[[], AbstractContextManager[None]]) -> None:

@@ -21,14 +21,14 @@ def iterate_with_progress(items: Iterable[ItemT], total: int, what: str) -> Iter
         yield from importlib.import_module("tqdm").tqdm(items, total=total, desc=what, leave=False, file=sys.stderr)
         return
     done = 0
-    with reporting(lambda: f"{what}: {done} of {total}"):
+    with report_periodically(lambda: f"{what}: {done} of {total}"):
         for item in items:
             yield item
             done += 1
 
 
 @contextmanager
-def reporting(what: Callable[[], str]) -> Iterator[None]:
+def report_periodically(what: Callable[[], str]) -> Iterator[None]:
     """Print ``what()`` and the elapsed time after 2 seconds and then every 5 seconds, until the block ends."""
     start, ended = time.monotonic(), threading.Event()
 

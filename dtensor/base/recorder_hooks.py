@@ -1,7 +1,8 @@
 """Recorder hooks: how lower packages tell a recorder of ``capture`` what is one step of the program that it records.
 
-``site`` marks functions that are one recorded step and run again at each replay: collectives, random generation. ``effect``
-marks functions that write to the memory of their arguments. ``aside`` marks functions that run once and are not replayed:
+``recorded_op`` marks functions that are one recorded step and run again at each replay: collectives, random generation.
+``recorded_mutation``
+marks functions that write to the memory of their arguments. ``untracked`` marks functions that run once and are not replayed:
 checks, setup, and exchanges of tensor shapes between ranks. Without an active recorder each marker costs one truth test.
 """
 
@@ -48,27 +49,27 @@ class Recorder(Protocol):
         """Register ``fn`` to be called if the recording is refused before it ends."""
 
 
-class Between(dict[Any, Any]):
+class CrossCallState(dict[Any, Any]):
     """State that the library carries from one call to a later one: tensors in nested values. A recording treats the state at
     its start as arguments, and the state at its end as results.
     """
 
 
-ACTIVE: list[Recorder] = []  # of all threads; a recorder is a dispatch mode of one thread and of its backward passes
+ACTIVE_RECORDERS: list[Recorder] = []  # of all threads; a recorder is a dispatch mode of one thread and of its backward passes
 
 
-def current() -> Recorder | None:
+def current_recorder() -> Recorder | None:
     """Return the recorder that is active in this thread; None if there is none or it is paused."""
-    if not ACTIVE:
+    if not ACTIVE_RECORDERS:
         return None
     mode: Any
     for mode in reversed(_get_current_dispatch_mode_stack()):
-        if mode in ACTIVE:
+        if mode in ACTIVE_RECORDERS:
             return None if mode.paused else cast(Recorder, mode)
     return None
 
 
-def weakly(recorder: Any) -> weakref.ref[Any] | None:
+def weak_recorder_ref(recorder: Any) -> weakref.ref[Any] | None:
     """Return a weak reference to ``recorder``, or None for None.
 
     Metadata on tensors must use it: a strong reference would keep every tensor of the recording alive as long as that tensor
@@ -77,7 +78,7 @@ def weakly(recorder: Any) -> weakref.ref[Any] | None:
     return None if recorder is None else weakref.ref(recorder)
 
 
-def recorded_by(reference: weakref.ref[Any] | None, recorder: Any) -> bool:
+def is_recorded_by(reference: weakref.ref[Any] | None, recorder: Any) -> bool:
     """Return True if ``recorder`` is the recorder that ``reference`` refers to.
 
     ``reference`` None means "not recorded", ``recorder`` None means "no active recorder"; these match each other. A reference
@@ -86,17 +87,17 @@ def recorded_by(reference: weakref.ref[Any] | None, recorder: Any) -> bool:
     return recorder is None if reference is None else recorder is not None and reference() is recorder
 
 
-def site(fn: Callable[ParamsT, ResultT]) -> Callable[ParamsT, ResultT]:
+def recorded_op(fn: Callable[ParamsT, ResultT]) -> Callable[ParamsT, ResultT]:
     """Mark ``fn`` as one step of a recording."""
     return _mark(fn, "site")
 
 
-def effect(fn: Callable[ParamsT, ResultT]) -> Callable[ParamsT, ResultT]:
+def recorded_mutation(fn: Callable[ParamsT, ResultT]) -> Callable[ParamsT, ResultT]:
     """Mark ``fn`` as one step of a recording that writes to its arguments."""
     return _mark(fn, "effect")
 
 
-def aside(fn: Callable[ParamsT, ResultT]) -> Callable[ParamsT, ResultT]:
+def untracked(fn: Callable[ParamsT, ResultT]) -> Callable[ParamsT, ResultT]:
     """Mark ``fn`` as no step of a recording: its result is valid for every replay."""
     return _mark(fn, "aside")
 
@@ -106,7 +107,7 @@ def _mark(fn: Callable[ParamsT, ResultT], method: str) -> Callable[ParamsT, Resu
 
     @wraps(fn)
     def run(*args: ParamsT.args, **kwargs: ParamsT.kwargs) -> ResultT:
-        recorder = current() if ACTIVE else None
+        recorder = current_recorder() if ACTIVE_RECORDERS else None
         return fn(*args, **kwargs) if recorder is None else cast(ResultT, getattr(recorder, method)(fn, args, kwargs))
 
     return run

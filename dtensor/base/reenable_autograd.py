@@ -10,7 +10,7 @@ from .torch_internals import DispatchKey, ForceDispatchKeyGuard, excluded_keys, 
 _AUTOGRAD_KEYS = (DispatchKey.AutogradFunctionality, DispatchKey.AutogradOther, DispatchKey.ADInplaceOrView)
 
 
-def seen_by_autograd() -> AbstractContextManager[Any]:
+def reenable_autograd() -> AbstractContextManager[Any]:
     """Return a context manager in which autograd records operations, also below the autograd dispatch keys."""
     excluded = excluded_keys()
     for key in _AUTOGRAD_KEYS:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ..errors import DTensorError
 
 
-def on_ranks(
+def spawn_ranks(
     ranks: int, rows: Callable[..., Iterator[Any]], *args: Any, seconds: float = 600.0, device_type: str = "cpu"
 ) -> Iterator[Any]:
     """Run ``rows(*args)`` on ``ranks`` processes and yield what rank 0 yields, as it arrives.

@@ -11,12 +11,12 @@ import torch
 from ..errors import DTensorError
 from . import torch_internals
 from .torch_internals import DISPATCH_MODE_KEYS, FakeTensorMode, infra_mode
-from .tracing import aside
+from .tracing import untraced
 
 _PROXY = DISPATCH_MODE_KEYS.PROXY
 
 
-class OpenSize(torch.SymInt):
+class SymbolicSize(torch.SymInt):
     """Hashable ``SymInt``. Two are equal if they have the same expression in the same program.
 
     Torch records what is computed from it and which comparisons were decided; a decided comparison becomes a guard of the
@@ -58,7 +58,7 @@ class OpenSize(torch.SymInt):
         return nodes[node.expr]
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, OpenSize):
+        if isinstance(other, SymbolicSize):
             if other._program is not self._program:
                 return False
             if other._expr == self._expr:
@@ -136,7 +136,7 @@ class SymbolicCost(torch.SymFloat):
 
 def _is_clearly_less(one: Any, other: Any) -> bool:
     one, other = (torch.SymFloat(value.node) if isinstance(value, SymbolicCost) else value for value in (one, other))
-    with aside():
+    with untraced():
         return bool(other - one > (one + other) * 1e-9)
 
 
@@ -151,17 +151,17 @@ def _returning_cost(plain: Any) -> Any:
 def _returning_size(plain: Any) -> Any:
     price = _returning_cost(plain)
 
-    def operation(self: OpenSize, *others: Any) -> Any:
+    def operation(self: SymbolicSize, *others: Any) -> Any:
         if others and isinstance(others[0], (float, torch.SymFloat)):
             return price(self, *others)
-        with aside():  # must not become a step of the program
-            return size_of(plain(self, *others))
+        with untraced():  # must not become a step of the program
+            return hashable_size(plain(self, *others))
 
     return operation
 
 
 def _decide(name: str, *values: Any) -> Any:
-    with aside():
+    with untraced():
         found = getattr(torch.SymInt, name)(*values)
         return found if found is NotImplemented else bool(found)
 
@@ -171,58 +171,58 @@ def _deciding_method(name: str) -> Any:
 
 
 for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "rfloordiv", "mod", "neg"):
-    setattr(OpenSize, f"__{_name}__", _returning_size(getattr(torch.SymInt, f"__{_name}__")))
+    setattr(SymbolicSize, f"__{_name}__", _returning_size(getattr(torch.SymInt, f"__{_name}__")))
 for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg"):
     setattr(SymbolicCost, f"__{_name}__", _returning_cost(getattr(torch.SymFloat, f"__{_name}__")))
 for _name in ("truediv", "rtruediv"):
-    setattr(OpenSize, f"__{_name}__", _returning_cost(getattr(torch.SymInt, f"__{_name}__")))
+    setattr(SymbolicSize, f"__{_name}__", _returning_cost(getattr(torch.SymInt, f"__{_name}__")))
 for _name in ("lt", "le", "gt", "ge"):
-    setattr(OpenSize, f"__{_name}__", _deciding_method(f"__{_name}__"))
+    setattr(SymbolicSize, f"__{_name}__", _deciding_method(f"__{_name}__"))
 
 
-def size_of(value: Any) -> Any:
-    """Return ``value``, with a ``SymInt`` as a hashable :class:`OpenSize`, or as an int if it can have only one value."""
+def hashable_size(value: Any) -> Any:
+    """Return ``value``, with a ``SymInt`` as a hashable :class:`SymbolicSize`, or as an int if it can have only one value."""
     if not isinstance(value, torch.SymInt):
         return value
     known = value.node.maybe_as_int()
     if known is not None:
         return known
-    if type(value) is OpenSize:
+    if type(value) is SymbolicSize:
         return value
     if not value.node.has_hint():
         raise torch_internals.GuardOnDataDependentSymNode(value.node.expr)
-    return int(value) if _SPECIALIZED.of(value.node) else OpenSize(value.node)
+    return int(value) if _SPECIALIZED.of(value.node) else SymbolicSize(value.node)
 
 
-def sizes(values: Iterable[Any]) -> tuple[Any, ...]:
+def hashable_sizes(values: Iterable[Any]) -> tuple[Any, ...]:
     values = tuple(values)
-    return values if _PLAIN_TYPES.issuperset(map(type, values)) else tuple(map(size_of, values))
+    return values if _PLAIN_TYPES.issuperset(map(type, values)) else tuple(map(hashable_size, values))
 
 
 _PLAIN_TYPES = frozenset({int, type(None)})
 
 
-def as_torch_has_them(values: Any) -> Any:
-    """Return ``values`` (also nested in lists) with plain ``SymInt`` for :class:`OpenSize`, as operators of a recorded program
-    take them.
+def to_torch_symbols(values: Any) -> Any:
+    """Return ``values`` (also nested in lists) with plain ``SymInt`` for :class:`SymbolicSize`, as operators of a recorded
+    program take them.
     """
     if isinstance(values, (list, tuple)):
-        return [as_torch_has_them(value) for value in values]
-    return torch.SymInt(values.node) if type(values) is OpenSize else values
+        return [to_torch_symbols(value) for value in values]
+    return torch.SymInt(values.node) if type(values) is SymbolicSize else values
 
 
-def has_symbols(values: Iterable[Any]) -> bool:
-    return OpenSize in set(map(type, values))
+def contains_symbols(values: Iterable[Any]) -> bool:
+    return SymbolicSize in set(map(type, values))
 
 
-def settled(value: Any) -> Any:
+def specialize_symbols(value: Any) -> Any:
     """Return ``value`` (also nested in lists and dicts) with ints for symbols. Other sizes then cause a new trace of the
     program.
     """
     if isinstance(value, dict):
-        return {name: settled(item) for name, item in value.items()}
+        return {name: specialize_symbols(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return list(value) if _PLAIN_TYPES.issuperset(map(type, value)) else [settled(item) for item in value]
+        return list(value) if _PLAIN_TYPES.issuperset(map(type, value)) else [specialize_symbols(item) for item in value]
     return int(value) if isinstance(value, torch.SymInt) else value
 
 
@@ -257,28 +257,32 @@ class _SpecializedSizes:
 _SPECIALIZED = _SpecializedSizes()
 
 
-def still_open(values: Iterable[Any]) -> None:
+def recompile_if_specialized(values: Iterable[Any]) -> None:
     """Recompile the program if a symbol among ``values`` became an int since the values were recorded: torch would get results
     with fewer symbols than it recorded.
     """
     if infra_mode(_PROXY) is not None:
-        _recompile_specialized([value for value in values if type(value) is OpenSize and value.node.maybe_as_int() is not None])
+        _recompile_specialized(
+            [value for value in values if type(value) is SymbolicSize and value.node.maybe_as_int() is not None]
+        )
 
 
-def for_one_size(values: Iterable[Any]) -> None:
+def recompile_for_sizes(values: Iterable[Any]) -> None:
     """Recompile the program with ints for the symbols among ``values``."""
-    _recompile_specialized([value for value in values if type(value) is OpenSize])
+    _recompile_specialized([value for value in values if type(value) is SymbolicSize])
 
 
-def only_told(values: Iterable[Any], given: Iterable[Any]) -> None:
+def recompile_unless_derivable(values: Iterable[Any], given: Iterable[Any]) -> None:
     """Recompile the program with ints for symbols among ``values`` and ``given`` that graphs cannot derive.
 
     Torch passes to a graph only the sizes of its arguments. A symbol that is a size of the base of a view is not among them,
     unless an item of ``given`` is that symbol.
     """
-    given = [value for value in sizes(given) if type(value) is OpenSize]
+    given = [value for value in hashable_sizes(given) if type(value) is SymbolicSize]
     known = {value.node.expr for value in given if value.node.expr.is_symbol}
-    for_one_size(value for value in (*values, *given) if type(value) is OpenSize and _depends_on_view_base(value.node, known))
+    recompile_for_sizes(
+        value for value in (*values, *given) if type(value) is SymbolicSize and _depends_on_view_base(value.node, known)
+    )
 
 
 def _depends_on_view_base(node: Any, known: set[Any]) -> bool:
@@ -289,23 +293,27 @@ def _depends_on_view_base(node: Any, known: set[Any]) -> bool:
     return any(all("._base" in name or "<" in name for name in each) for each in names)
 
 
-def _recompile_specialized(closed: list[OpenSize]) -> None:
+def _recompile_specialized(closed: list[SymbolicSize]) -> None:
     if closed:
         _SPECIALIZED.add(set().union(*[_source_names(value._expr, value) for value in closed]))
         raise torch_internals.restart(restart_reason="the program is right for one size alone")
 
 
-def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode | None:
+def symbolic_fake_mode(values: Iterable[Any]) -> FakeTensorMode | None:
     """Return a fake mode with the ``ShapeEnv`` of the first symbol among ``values`` (sizes, lists, tensors, layouts); None if
     all are ints.
     """
     for value in values:
-        if type(value) is OpenSize:
+        if type(value) is SymbolicSize:
             return FakeTensorMode(shape_env=value.shape_env)
         inner = (
-            value if isinstance(value, (list, tuple)) else (*value.shape, *value.stride) if getattr(value, "sized", False) else ()
+            value
+            if isinstance(value, (list, tuple))
+            else (*value.shape, *value.stride)
+            if getattr(value, "has_symbols", False)
+            else ()
         )
-        found = fake_mode_of(inner)
+        found = symbolic_fake_mode(inner)
         if found is not None:
             return found
     return None

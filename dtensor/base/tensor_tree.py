@@ -8,43 +8,43 @@ from typing import Any
 import torch
 
 
-def leaves(value: Any) -> Iterator[Any]:
+def iter_tree_leaves(value: Any) -> Iterator[Any]:
     """Yield everything that is not a list, tuple or dict."""
     if isinstance(value, (list, tuple)):
         for item in value:
-            yield from leaves(item)
+            yield from iter_tree_leaves(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from leaves(item)
+            yield from iter_tree_leaves(item)
     else:
         yield value
 
 
-def tensors(value: Any) -> list[torch.Tensor]:
+def tensor_leaves(value: Any) -> list[torch.Tensor]:
     """Return all tensors, in order."""
-    return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in iter_tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def listed(value: Any) -> Sequence[Any]:
+def as_sequence(value: Any) -> Sequence[Any]:
     """Return a list or tuple unchanged, anything else as a tuple of one item."""
     return value if isinstance(value, (list, tuple)) else (value,)
 
 
-def like(sequence: Any, items: Any) -> Any:
+def rebuild_sequence(sequence: Any, items: Any) -> Any:
     """Return ``items`` in a container of the type of ``sequence``. A named tuple takes the items as separate arguments."""
     return type(sequence)(*items) if hasattr(sequence, "_fields") else type(sequence)(items)
 
 
-def mapped(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
+def map_tensors(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """Return the same structure with ``fn(x)`` in place of every tensor, called in order."""
     if isinstance(value, torch.Tensor):
         return fn(value)
     if isinstance(value, (list, tuple)):
-        return like(value, [mapped(fn, item) for item in value])
-    return {key: mapped(fn, item) for key, item in value.items()} if isinstance(value, dict) else value
+        return rebuild_sequence(value, [map_tensors(fn, item) for item in value])
+    return {key: map_tensors(fn, item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def filled(value: Any, values: Iterable[Any]) -> Any:
+def fill_tensors(value: Any, values: Iterable[Any]) -> Any:
     """Return the same structure with the values ``xs`` in place of its tensors, in order."""
     remaining = iter(values)
-    return mapped(lambda _: next(remaining), value)
+    return map_tensors(lambda _: next(remaining), value)

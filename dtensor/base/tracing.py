@@ -11,7 +11,7 @@ from torch.fx import Proxy
 
 from ..errors import DTensorError, UnsupportedOperationError
 from . import torch_internals
-from .tensor_tree import leaves
+from .tensor_tree import iter_tree_leaves
 from .torch_internals import (
     DISPATCH_MODE_KEYS,
     FakeTensor,
@@ -24,11 +24,16 @@ from .torch_internals import (
     without_modes,
 )
 
-LOOKERS: dict[type, bool] = {}  # dispatch modes of torch that only observe operators -> whether they also observe profiler ranges
+OBSERVER_MODES: dict[
+    type, bool
+] = {}  # dispatch modes of torch that only observe operators -> whether they also observe profiler ranges
 _VALUELESS_TYPES = (FakeTensor, FunctionalTensor)
 _PROXY = DISPATCH_MODE_KEYS.PROXY
 _FUNCTIONAL = DISPATCH_MODE_KEYS.FUNCTIONAL
-REFUSED = (RuntimeError, ValueError)  # raised by kernels for operands that they do not accept; ValueError only on meta tensors
+KERNEL_ERRORS = (
+    RuntimeError,
+    ValueError,
+)  # raised by kernels for operands that they do not accept; ValueError only on meta tensors
 _TRACING_KEYS = (_PROXY, _FUNCTIONAL, DISPATCH_MODE_KEYS.FAKE)
 
 
@@ -44,29 +49,29 @@ def is_traced(x: Any) -> bool:
     return isinstance(x, _VALUELESS_TYPES) or infra_mode(_PROXY) is not None
 
 
-def any_number_is_open() -> bool:
+def has_symbolic_sizes() -> bool:
     """Return True if a program with symbolic sizes is being traced."""
     context = torch_internals.TracingContext.try_get()
     mode = None if context is None else context.fake_mode
     return mode is not None and mode.shape_env is not None and bool(mode.shape_env.var_to_range)
 
 
-def under_way() -> bool:
+def is_tracing() -> bool:
     """Return True if a program is being traced in this thread."""
     return bool(count_dispatch_modes()) and any(infra_mode(key) is not None for key in _TRACING_KEYS)
 
 
-def is_argument(x: Any) -> bool:
+def is_program_argument(x: Any) -> bool:
     """Return True if ``x`` is an argument of the program that is traced, not a value that the program computes."""
     return infra_mode(_FUNCTIONAL) is not None and not isinstance(x, FunctionalTensor)
 
 
-def is_counted(local: Any) -> bool:
+def is_analysis_local(local: Any) -> bool:
     """Return True if ``local`` is a local tensor of a run that analyzes the outputs of a graph, before the graph is made."""
     return isinstance(local, FunctionalTensor) and infra_mode(_PROXY) is None
 
 
-def counted_before(local: Any) -> Any:
+def swap_analysis_local(local: Any) -> Any:
     """Return the tensor that represented the same local tensor in the earlier run, in which torch found the mutations; None in
     the first run.
     """
@@ -75,7 +80,7 @@ def counted_before(local: Any) -> Any:
     return before
 
 
-def is_written(local: Any) -> bool:
+def has_data_mutation(local: Any) -> bool:
     """Return True if such a local tensor was written to since the run began."""
     return torch_internals.has_data_mutation(local.elem)
 
@@ -92,7 +97,7 @@ def _dtensor_graph_tracer() -> Any:
     )
 
 
-def taken_in(operands: Any) -> bool:
+def add_graph_constants(operands: Any) -> bool:
     """Record those DTensors among ``operands`` that are no values of the recorded graph as constants of it. Return True if
     there are any.
 
@@ -102,13 +107,17 @@ def taken_in(operands: Any) -> bool:
     tracer = _dtensor_graph_tracer()
     if tracer is None:
         return False
-    unknown = [x for x in leaves(operands) if isinstance(x, Tensor) and x not in tracer.tensor_tracker and hasattr(x, "_layout")]
+    unknown = [
+        x
+        for x in iter_tree_leaves(operands)
+        if isinstance(x, Tensor) and x not in tracer.tensor_tracker and hasattr(x, "_layout")
+    ]
     for x in unknown:
         torch_internals.track_tensor(x, Proxy(tracer.create_arg(x), tracer), constant=None, tracer=tracer)
     return bool(unknown)
 
 
-def not_in_graph(x: Any, what: str) -> None:
+def check_not_in_graph(x: Any, what: str) -> None:
     """Raise if ``x`` is a value of a graph of DTensors, which has no operator for ``what``.
 
     Raises:
@@ -122,11 +131,11 @@ def not_in_graph(x: Any, what: str) -> None:
         )
 
 
-def explained(error: Exception, operation: str) -> Exception:
+def explain_data_dependence(error: Exception, operation: str) -> Exception:
     """Return ``error``, or the error that explains it if ``operation`` needed a number that depends on values of a traced
     program.
     """
-    if not (under_way() and isinstance(error, torch_internals.GuardOnDataDependentSymNode)):
+    if not (is_tracing() and isinstance(error, torch_internals.GuardOnDataDependentSymNode)):
         return error
     return UnsupportedOperationError(
         f"{operation} of DTensors inside torch.compile: values decide a size here, or what is done, and both are decided before "
@@ -134,18 +143,18 @@ def explained(error: Exception, operation: str) -> Exception:
     )
 
 
-def aside() -> AbstractContextManager[Any]:
+def untraced() -> AbstractContextManager[Any]:
     """Return a context manager for work that is computed now, and neither traced nor observed."""
-    needs_escape = count_dispatch_modes() and (under_way() or any(map(is_observer, current_dispatch_modes())))
+    needs_escape = count_dispatch_modes() and (is_tracing() or any(map(is_observer, current_dispatch_modes())))
     return without_modes() if needs_escape else nullcontext()
 
 
 def is_observer(mode: Any) -> bool:
     """Return True if a dispatch mode only observes operators and does not change how they run."""
-    return getattr(mode, "looks_on", False) or type(mode) in LOOKERS
+    return getattr(mode, "looks_on", False) or type(mode) in OBSERVER_MODES
 
 
-def only_looked_at(of_dtensors: bool = False) -> bool:
+def has_only_observers(of_dtensors: bool = False) -> bool:
     """Return True if all active dispatch modes are observers. ``of_dtensors=True`` also accepts modes that record operators on
     DTensors, as recorders of the library do.
     """
@@ -154,19 +163,19 @@ def only_looked_at(of_dtensors: bool = False) -> bool:
     )
 
 
-def shows_ranges() -> bool:
+def has_range_observer() -> bool:
     """Return True if torch's profiler or its ``DebugMode`` observes ranges now."""
     return profiler_enabled() or bool(
-        LOOKERS and count_dispatch_modes() and any(LOOKERS.get(type(mode)) for mode in current_dispatch_modes())
+        OBSERVER_MODES and count_dispatch_modes() and any(OBSERVER_MODES.get(type(mode)) for mode in current_dispatch_modes())
     )
 
 
-def constant_of_graph(x: Any) -> Any:
+def unwrap_graph_constant(x: Any) -> Any:
     """Return ``x``. After a graph break torch may pass a constant of the graph in a wrapper; return the wrapped object then."""
     return x.real_obj if type(x) is WrappedConstant else x
 
 
-def kept(value: Any, shared_key: Any = None) -> str:
+def register_object(value: Any, shared_key: Any = None) -> str:
     """Return a name for an object that compiled programs of this process refer to.
 
     Args:
@@ -180,8 +189,8 @@ def kept(value: Any, shared_key: Any = None) -> str:
     return f"{_PROCESS_ID} {index}"
 
 
-def kept_object(name: str) -> Any:
-    """Return the object that :func:`kept` registered under ``name``."""
+def registered_object(name: str) -> Any:
+    """Return the object that :func:`register_object` registered under ``name``."""
     process, index = name.split()
     if process != _PROCESS_ID:
         raise DTensorError(

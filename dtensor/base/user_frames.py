@@ -14,7 +14,7 @@ import torch
 import typing_extensions
 from torch.nn.parallel import distributed
 
-from .caches import Bounded
+from .caches import BoundedDict
 
 _LIBRARY_PATH, _TORCH_PATH = (str(Path(file).parent) + os.sep for file in (str(Path(__file__).parent), torch.__file__))
 _STDLIB_PATH = str(Path(os.__file__).resolve().parent) + os.sep
@@ -26,11 +26,11 @@ _GENERATED_PREFIXES = (
     "<eval_with_key",
     "<captured ",
 )  # generated code of libraries; "<stdin>" and notebooks belong to the user
-_IS_LIBRARY_CACHE: Bounded[str, bool] = Bounded(10_000)  # bounded, because generated functions have file names too
+_IS_LIBRARY_CACHE: BoundedDict[str, bool] = BoundedDict(10_000)  # bounded, because generated functions have file names too
 _FRAME_PATTERN = re.compile(r'\s*File "(?P<file>.*)", line (?P<line>\d+), in ')
 
 
-class Place(NamedTuple):
+class SourceLine(NamedTuple):
     """Line of a program."""
 
     file: str
@@ -50,10 +50,10 @@ class Place(NamedTuple):
         return f"{os.path.basename(self.file)}:{self.number}" if self.file else "(no line of the program)"
 
 
-NOWHERE = Place("", 0)
+NO_SOURCE_LINE = SourceLine("", 0)
 
 
-def is_library(file: str) -> bool:
+def is_library_file(file: str) -> bool:
     """Return True if ``file`` belongs to the library, torch, an installed package or the standard library."""
     known = _IS_LIBRARY_CACHE.get(file)
     if known is None:
@@ -64,15 +64,15 @@ def is_library(file: str) -> bool:
     return known
 
 
-def users_frame(frame: FrameType | None) -> FrameType | None:
+def find_user_frame(frame: FrameType | None) -> FrameType | None:
     """Return the innermost frame of the user's program, searched outwards from ``frame``; None if there is none."""
     known = _IS_LIBRARY_CACHE
-    while frame is not None and (known.get(name := frame.f_code.co_filename) or is_library(name)):
+    while frame is not None and (known.get(name := frame.f_code.co_filename) or is_library_file(name)):
         frame = frame.f_back
     return frame
 
 
-def frames_of_torch(frame: FrameType | None) -> Iterator[FrameType]:
+def iter_torch_frames(frame: FrameType | None) -> Iterator[FrameType]:
     """Yield frames of torch's functions, outwards from ``frame``, up to the first frame outside of torch and the library."""
     while frame is not None and (file := frame.f_code.co_filename).startswith((_LIBRARY_PATH, _TORCH_PATH)):
         if file.startswith(_TORCH_PATH):
@@ -80,7 +80,7 @@ def frames_of_torch(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def wrapped_by_torch(frame: FrameType | None) -> str:
+def torch_ddp_hint(frame: FrameType | None) -> str:
     """Return a hint for a distributed model inside of torch's ``DistributedDataParallel``; "" if that is not on the stack."""
     if distributed.__file__ not in _stack_files(frame):
         return ""
@@ -92,7 +92,7 @@ def wrapped_by_torch(frame: FrameType | None) -> str:
     )
 
 
-def loaded_elsewhere(frame: FrameType | None) -> str:
+def optimizer_state_hint(frame: FrameType | None) -> str:
     """Return a hint for optimizer state that was saved on another mesh; "" if no optimizer of torch is on the stack."""
     if not any(file.startswith(_OPTIMIZER_PATH) for file in _stack_files(frame)):
         return ""
@@ -110,19 +110,19 @@ def _stack_files(frame: FrameType | None) -> Iterator[str]:
         frame = frame.f_back
 
 
-def place_of(frame: FrameType | None) -> Place:
+def source_line_of(frame: FrameType | None) -> SourceLine:
     """Return the source line of ``frame``."""
-    return NOWHERE if frame is None else Place(frame.f_code.co_filename, frame.f_lineno)
+    return NO_SOURCE_LINE if frame is None else SourceLine(frame.f_code.co_filename, frame.f_lineno)
 
 
-def users_place(formatted: Iterable[str]) -> Place:
+def user_line_of_stack(formatted: Iterable[str]) -> SourceLine:
     """Return the innermost line of the user in a stack that ``traceback.format_stack`` formatted.
 
-    >>> users_place(['  File "train.py", line 7, in step', '  File "<frozen runpy>", line 1, in run'])
+    >>> user_line_of_stack(['  File "train.py", line 7, in step', '  File "<frozen runpy>", line 1, in run'])
     Place(file='train.py', number=7)
     """
     for entry in reversed(list(formatted)):
         match = _FRAME_PATTERN.match(entry)
-        if match is not None and not is_library(match["file"]):
-            return Place(match["file"], int(match["line"]))
-    return NOWHERE
+        if match is not None and not is_library_file(match["file"]):
+            return SourceLine(match["file"], int(match["line"]))
+    return NO_SOURCE_LINE

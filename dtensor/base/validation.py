@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError, LayoutError, MixedTensorError, UnsupportedOperationError
-from .symbolic_sizes import size_of
+from .symbolic_sizes import hashable_size
 
 _QUANTIZED_DTYPES = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
 
-def whole(value: Any, what: str) -> int:
+def check_int(value: Any, what: str) -> int:
     """Return ``value`` as an int. Ints of Python and numpy and 0-d integer tensors are ints; bools, floats and strings raise.
 
-    >>> whole(3, "dim")
+    >>> check_int(3, "dim")
     3
     """
     index = as_index(value)
@@ -27,11 +27,11 @@ def whole(value: Any, what: str) -> int:
 
 
 def as_index(value: Any) -> int | None:
-    """Return what :func:`whole` accepts as an int; None for any other value."""
+    """Return what :func:`check_int` accepts as an int; None for any other value."""
     if type(value) is int:
         return value
     if isinstance(value, torch.SymInt):  # while a program is traced
-        size: int = size_of(value)
+        size: int = hashable_size(value)
         return size
     try:
         return None if isinstance(value, bool) else operator.index(value)
@@ -43,10 +43,10 @@ def check_ints(values: Any, what: str) -> tuple[int, ...]:
     """Return a sequence of ints as a tuple."""
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise ArgumentError(f"{what} takes a sequence of ints, got {values!r}")
-    return tuple(whole(value, what) for value in values)
+    return tuple(check_int(value, what) for value in values)
 
 
-def sizes_of(values: Any, what: str) -> tuple[int, ...]:
+def check_sizes(values: Any, what: str) -> tuple[int, ...]:
     """Return a sequence of non-negative ints as a tuple."""
     sizes = check_ints(values, what)
     if any(value < 0 for value in sizes):
@@ -54,7 +54,7 @@ def sizes_of(values: Any, what: str) -> tuple[int, ...]:
     return sizes
 
 
-def element_type(dtype: Any) -> torch.dtype:
+def check_dtype(dtype: Any) -> torch.dtype:
     """Return ``dtype`` if a DTensor can have it."""
     if not isinstance(dtype, torch.dtype):
         raise ArgumentError(f"dtype takes a torch.dtype, got {dtype!r}; write torch.float32, for example")
@@ -75,7 +75,7 @@ def refuse_torch_dtensor(tensor: torch.Tensor, what: str) -> None:
         )
 
 
-def strided(tensor: Any, what: str, sparse: bool = False) -> torch.Tensor:
+def check_strided(tensor: Any, what: str, sparse: bool = False) -> torch.Tensor:
     """Return ``tensor`` if it has sizes and strides, so that it can be sharded. ``sparse=True`` also accepts sparse tensors,
     which are always replicated.
     """
@@ -83,7 +83,7 @@ def strided(tensor: Any, what: str, sparse: bool = False) -> torch.Tensor:
         raise ArgumentError(f"{what} takes a torch.Tensor, got {type(tensor).__name__}; write torch.as_tensor(value)")
     refuse_torch_dtensor(tensor, what)
     if tensor.is_quantized:
-        element_type(tensor.dtype)
+        check_dtype(tensor.dtype)
     if tensor.is_nested or (tensor.layout is not torch.strided and not sparse):
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         raise UnsupportedOperationError(

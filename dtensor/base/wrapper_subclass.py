@@ -8,7 +8,7 @@ from typing import Any
 from .torch_internals import is_traceable_wrapper_subclass
 
 
-def part_by_part(fn: Callable[[Any], Any], x: Any) -> Any:
+def map_inner_tensors(fn: Callable[[Any], Any], x: Any) -> Any:
     """Return ``fn(x)``. For a traceable wrapper subclass return a copy in which ``fn`` is applied to each inner tensor; ``fn``
     must keep their shapes.
     """
@@ -17,5 +17,5 @@ def part_by_part(fn: Callable[[Any], Any], x: Any) -> Any:
     copy = x.clone()
     for name in copy.__tensor_flatten__()[0]:
         inner = getattr(copy, name)
-        inner.copy_(part_by_part(fn, inner))
+        inner.copy_(map_inner_tensors(fn, inner))
     return copy

@@ -12,14 +12,14 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
-from ..base.recorder_hooks import current
+from ..base.recorder_hooks import current_recorder
 from ..base.torch_internals import (
     DeviceContext,
     count_dispatch_modes,
     count_function_modes,
     current_function_modes,
 )
-from ..base.tracing import only_looked_at
+from ..base.tracing import has_only_observers
 from ..errors import ArgumentError, CaptureError
 from ..plan.api import run_and_plan
 from ..plan.plan_executor import PlanExecutor
@@ -208,7 +208,7 @@ class _ProgramPlans:
 
 def _must_run_plain() -> bool:
     """Return True if a recorder is active, or modes of the user want to see each operation. A replay would hide them."""
-    if current() is not None or not only_looked_at():
+    if current_recorder() is not None or not has_only_observers():
         return True
     return count_function_modes() > 0 and any(type(mode) is not DeviceContext for mode in current_function_modes())
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..base.group_by import by_key
+from ..base.group_by import group_by_key
 from ..base.torch_internals import OpOverload
 from ..comm import PerRank, communicator_of
 from ..dispatch.wrap import wrap_local
@@ -168,4 +168,4 @@ def _find_last_uses(tape: Tape) -> dict[int, list[Var]]:
         for var in (*step.inputs, *step.outputs):
             last[var] = k
     lasting = {*tape.results, *tape.inputs, *tape.constants}
-    return by_key((k, var) for var, k in last.items() if var not in lasting)
+    return group_by_key((k, var) for var, k in last.items() if var not in lasting)

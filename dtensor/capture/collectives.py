@@ -17,7 +17,7 @@ from typing import Any
 
 from ..comm import Pending, communicator_of
 from ..placement import Monoid
-from ..redistribute.coalesce import as_one, kind_of, reduced_as_one
+from ..redistribute.coalesce import kind_of, merged_all_reduce, merged_collective
 from .tape import ALL_REDUCE, DefUse, LocalMetadata, Step, Var, iter_vars
 
 MAX_BUCKET_BYTES = 32 * 2**20  # of the values of one joined collective
@@ -185,9 +185,9 @@ def _join_bucket(bucket: Sequence[_Collective], steps: Sequence[Step]) -> list[S
     """Return the joined collective of a bucket and the wait for it."""
     issued, first = [steps[one.issue] for one in bucket], bucket[0]
     if issued[0].fn is ALL_REDUCE:
-        run, sent = reduced_as_one(first.comm, first.mesh_dims, *first.operation), [step.args[1] for step in issued]
+        run, sent = merged_all_reduce(first.comm, first.mesh_dims, *first.operation), [step.args[1] for step in issued]
     else:
-        run, sent = as_one([one.operation for one in bucket]), [step.args[0] for step in issued]
+        run, sent = merged_collective([one.operation for one in bucket]), [step.args[0] for step in issued]
     pending, operator = issued[0].out, issued[0].operator
     delivered = tuple(steps[one.wait].out for one in bucket)
     return [

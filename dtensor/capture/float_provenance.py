@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..base.group_by import by_key
-from ..base.patches import Together
-from ..base.tensor_tree import leaves
+from ..base.group_by import group_by_key
+from ..base.patches import RefCountedPatch
+from ..base.tensor_tree import iter_tree_leaves
 from ..base.torch_internals import TensorBase
 from ..errors import CaptureError
 from .tape import Step, Var, map_leaves
@@ -147,7 +147,9 @@ class FloatTracer:
     def call_with_floats(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return ``func(*args, **kwargs)`` for a torch function with traced floats among its arguments."""
         call = _TorchCall(args, kwargs)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in leaves((args, kwargs)) if isinstance(x, torch.Tensor)):
+        if torch.is_grad_enabled() and any(
+            x.requires_grad for x in iter_tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
+        ):
             for x in call.traced:  # autograd keeps the float for its formulas
                 self.note_escape(x, f"the differentiable operation {func.__name__}; use the 0-d tensor itself")
         self._calls.append(call)
@@ -207,7 +209,7 @@ def _patched_math() -> Iterator[None]:
             names.update({name: original_of[fn] for name, fn in patched})
 
 
-_MATH_PATCH = Together(_patched_math)
+_MATH_PATCH = RefCountedPatch(_patched_math)
 
 
 def _make_tracing(fn: Any) -> Any:
@@ -232,7 +234,7 @@ class _FloatMode(TorchFunctionMode):
         if func is torch.Tensor.backward:  # run it under the mode, so that the mode also sees hooks
             with self:
                 return torch.autograd.backward(*_backward_args(*args, **kwargs))
-        if not self.tracer.has_floats or not any(type(x) is TracedFloat for x in leaves((args, kwargs))):
+        if not self.tracer.has_floats or not any(type(x) is TracedFloat for x in iter_tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
         return self.tracer.call_with_floats(func, args, kwargs)
 
@@ -253,14 +255,14 @@ class _TorchCall:
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.traced = [x for x in leaves((args, kwargs)) if type(x) is TracedFloat]
+        self.traced = [x for x in iter_tree_leaves((args, kwargs)) if type(x) is TracedFloat]
         self.matched: set[int] = set()
-        self._by_bits = by_key((to_plain_float(x).hex(), (label, x)) for _, (label, x) in _number_floats(args, kwargs))
+        self._by_bits = group_by_key((to_plain_float(x).hex(), (label, x)) for _, (label, x) in _number_floats(args, kwargs))
 
     def match_floats(self, floats: dict[int, tuple[str | None, Any]]) -> dict[int, Var]:
         """Return the variables of an operation's floats, by their number. Floats without a certain match are left out."""
         matches: dict[int, Var] = {}
-        for bits, places in by_key((x.hex(), place) for place, (_, x) in floats.items()).items():
+        for bits, places in group_by_key((x.hex(), place) for place, (_, x) in floats.items()).items():
             own = self._by_bits.get(bits, [])
             if len(own) != len(places) or not any(type(x) is TracedFloat for _, x in own):
                 continue
@@ -279,7 +281,9 @@ class _TorchCall:
 
 def _number_floats(args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[int, tuple[str | None, Any]]]:
     """Yield ``(number, (keyword or None, float))`` for the floats in the arguments, in order."""
-    labelled = [(None, x) for x in leaves(args)] + [(name, x) for name, value in kwargs.items() for x in leaves(value)]
+    labelled = [(None, x) for x in iter_tree_leaves(args)] + [
+        (name, x) for name, value in kwargs.items() for x in iter_tree_leaves(value)
+    ]
     return enumerate(pair for pair in labelled if isinstance(pair[1], float))
 
 

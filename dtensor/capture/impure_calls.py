@@ -79,7 +79,7 @@ def is_data_dependent(func: Any, args: tuple[Any, ...]) -> bool:
     if not any(tag in func.tags for tag in _DATA_DEPENDENT_TAGS):
         return func is torch.ops.aten.is_nonzero.default  # ``bool()`` below autograd, inside of rules
     index_ops = torch.ops.aten.index.Tensor, torch.ops.aten._unsafe_index.Tensor
-    return func not in index_ops or any(x.dtype not in (torch.int64, torch.int32) for x in tensor_tree.tensors(args[1]))
+    return func not in index_ops or any(x.dtype not in (torch.int64, torch.int32) for x in tensor_tree.tensor_leaves(args[1]))
 
 
 def value_read_error(call: str, operator: str = "") -> CaptureError:

@@ -19,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..base import tensor_tree
-from ..base.recorder_hooks import Between, current
+from ..base.recorder_hooks import CrossCallState, current_recorder
 from ..base.torch_internals import DisableTorchFunctionSubclass, TensorBase, pytree
 from ..errors import CaptureError
 from ..tensor.dtensor import DTensor
@@ -68,7 +68,7 @@ class GradGuards(NamedTuple):
     hooks: tuple[list[Any], ...] | None = None
     grad_kinds: list[Any] = []  # noqa: RUF012  never written to
     pick_leaves: Callable[[Sequence[Any]], Sequence[Any]] = make_picker(())
-    library_states: Sequence[Between] = ()
+    library_states: Sequence[CrossCallState] = ()
     state_kinds: list[Any] = []  # noqa: RUF012  never written to
 
     def get_gradients(self, tensors: Sequence[Any]) -> list[Any] | None:
@@ -77,14 +77,14 @@ class GradGuards(NamedTuple):
         with DisableTorchFunctionSubclass():  # otherwise each getter calls __torch_function__ of the class
             gradients = [*map(_GRAD, leaves)]
         if any(self.library_states):
-            gradients += tensor_tree.tensors([[*state.values()] for state in self.library_states])
+            gradients += tensor_tree.tensor_leaves([[*state.values()] for state in self.library_states])
         if [*map(_state_kind, self.library_states)] != self.state_kinds:
             return None
         holds = _grad_kinds(gradients) == self.grad_kinds and (self.hooks is None or _hook_ids(leaves) == self.hooks)
         return gradients if holds else None
 
 
-def _state_kind(state: Between) -> Any:
+def _state_kind(state: CrossCallState) -> Any:
     """Return a library state without its tensors."""
     if not state:
         return None
@@ -108,7 +108,7 @@ def _hook_ids(leaves: Sequence[Any]) -> tuple[list[Any], ...]:
     return ids(map(_PRE_HOOKS, leaves)), ids(map(_POST_HOOKS, leaves))
 
 
-def set_carried_state(state: Between, values: Mapping[Any, Any]) -> None:
+def set_carried_state(state: CrossCallState, values: Mapping[Any, Any]) -> None:
     """Replace what the library keeps for later calls."""
     state.clear()
     state.update(values)
@@ -124,7 +124,7 @@ class LeafGradients:
         hooks_are_used: whether the run depends on hooks: a backward pass may have called them, or code read them.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], library_states: Sequence[Between]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], library_states: Sequence[CrossCallState]) -> None:
         self._states = [(state, dict(state)) for state in library_states]
         self._leaves = {number: x for number, x in enumerate(tensors) if x.requires_grad and x.is_leaf}
         leaves = [*self._leaves.values()]
@@ -139,13 +139,13 @@ class LeafGradients:
 
     def before(self) -> list[torch.Tensor | None]:
         """Return the gradient of each leaf before the run, then the tensors of the library states."""
-        return [*self._before.values(), *tensor_tree.tensors([[*values.values()] for _, values in self._states])]
+        return [*self._before.values(), *tensor_tree.tensor_leaves([[*values.values()] for _, values in self._states])]
 
     def leaf_number(self, place: int) -> int | None:
         """Return the number in the guard set of the leaf with this gradient; None for a tensor of a library state."""
         return self._guards.numbers[place] if place < len(self._guards.numbers) else None
 
-    def changed_states(self) -> list[tuple[Between, list[Any], Any]]:
+    def changed_states(self) -> list[tuple[CrossCallState, list[Any], Any]]:
         """Return the library states that the run has changed, with their leaves and tree."""
         changed = [state for state, before in self._states if [*map(id, state.values())] != [*map(id, before.values())]]
         return [(state, *pytree.tree_flatten(dict(state))) for state in changed]
@@ -188,7 +188,7 @@ class LeafGradients:
 
     def _make_hook(self, number: int) -> Callable[[Any], None]:
         def note_accumulation(_: Any) -> None:
-            if current() is not None or get_ident() == self._thread:  # not another thread's backward pass
+            if current_recorder() is not None or get_ident() == self._thread:  # not another thread's backward pass
                 self.accumulated.add(number)
 
         return note_accumulation

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from ..base.recorder_hooks import Between
+from ..base.recorder_hooks import CrossCallState
 from ..comm import PerRank
 from ..errors import CaptureError
 from ..layout.layout import Layout
 from ..tensor.dtensor import DTensor
-from ..tensor.views.block_owners import locals_of
-from ..tensor.views.lazy_view import RemoteView
+from ..tensor.views.block_owners import local_tensors_of
+from ..tensor.views.lazy_view import LazyView
 from .float_provenance import TracedFloat, to_plain_float
 from .guards.object_ownership import VALUES
 from .recorder import Recorder
@@ -78,7 +78,7 @@ class ViewOutput:
 
 
 Output: TypeAlias = InputRef | ConstantOutput | LocalOutput | ComputedOutput | PerRankOutput | ViewOutput
-CarriedOutput: TypeAlias = tuple[Between, tuple[Output, ...], Any]  # the library state to set, its leaves, their tree
+CarriedOutput: TypeAlias = tuple[CrossCallState, tuple[Output, ...], Any]  # the library state to set, its leaves, their tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class OutputClassifier:
         return shared
 
     def _vars_of(self, x: Any) -> tuple[Var, ...]:
-        variables = tuple(map(self.recorder.find_var, locals_of(x)))
+        variables = tuple(map(self.recorder.find_var, local_tensors_of(x)))
         if any(var is None for var in variables):
             raise CaptureError(
                 "capture: the function returns a tensor that is neither an argument nor computed by it; pass it as an argument"
@@ -175,7 +175,7 @@ class OutputClassifier:
         if id(leaf) in self.input_locals:
             return LocalOutput(self.input_locals[id(leaf)])
         variables = self._vars_of(leaf)
-        aliases = isinstance(leaf, RemoteView) or any(var.storage in shared for var in variables)
+        aliases = isinstance(leaf, LazyView) or any(var.storage in shared for var in variables)
         if not aliases:
             if isinstance(leaf, PerRank):
                 pairs = zip(leaf.shards, variables, strict=True)
@@ -212,7 +212,9 @@ class OutputClassifier:
         return number
 
 
-def describe_carried(states: Sequence[tuple[Between, list[Any], Any]], outputs: Iterator[Output]) -> Iterator[CarriedOutput]:
+def describe_carried(
+    states: Sequence[tuple[CrossCallState, list[Any], Any]], outputs: Iterator[Output]
+) -> Iterator[CarriedOutput]:
     """Yield the description of each library state that the run changed. ``outputs`` describe its tensors, in order."""
     for state, leaves, tree in states:
         yield state, tuple([next(outputs) if isinstance(leaf, torch.Tensor) else ConstantOutput(leaf) for leaf in leaves]), tree

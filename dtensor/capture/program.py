@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import increment_version
 
-from ..base.group_by import by_key
+from ..base.group_by import group_by_key
 from ..base.torch_internals import autocast_enabled, pytree
 from ..comm import PerRank, communicator_of
-from ..dispatch.functorch import recorded
+from ..dispatch.functorch import make_apply
 from ..dispatch.local_op import below_autograd
 from ..dispatch.wrap import wrap_local
 from ..errors import CaptureError
 from ..layout.layout import Layout
 from ..tensor.dtensor import DTensor
-from ..tensor.views.block_owners import locals_of
+from ..tensor.views.block_owners import local_tensors_of
 from .codegen import TapeFunction
 from .collectives import MAX_BUCKET_BYTES, bucket_collectives, overlap_collectives
 from .leaf_gradients import GradGuards, set_carried_state
@@ -126,7 +126,9 @@ class BackwardTape:
         """
         assert self.function is not None
         locals_ = (
-            [*map(_LOCAL, grads)] if self._single_rank else [x for grad in grads if grad is not None for x in locals_of(grad)]
+            [*map(_LOCAL, grads)]
+            if self._single_rank
+            else [x for grad in grads if grad is not None for x in local_tensors_of(grad)]
         )
         if not self._stride_check(locals_):
             strides = chain.from_iterable(self.strides)
@@ -271,7 +273,7 @@ class Program:
         tape.inputs = inputs
         owners: list[tuple[int, InputRef | int]] = [(var.storage, spec.ref) for spec in self.inputs for var in spec.locals]
         owners += [(var.storage, number) for number, tensor in enumerate(self.computed) for var in tensor.locals]
-        owners_of = by_key(owners)
+        owners_of = group_by_key(owners)
         watched = tuple(dict.fromkeys(owner for var in saved for owner in owners_of.get(var.storage, ())))
         backwards = {
             key: (backward, make_picker([*map(saved.index, backward.needed)])) for key, backward in self.backwards.items()
@@ -417,7 +419,7 @@ class Replayed(torch.autograd.Function):
         return None, None, None, *backward.run(grads, pick(saved))
 
 
-apply_replay = recorded(Replayed)
+apply_replay = make_apply(Replayed)
 
 
 class Recorded(torch.autograd.Function):

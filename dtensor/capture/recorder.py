@@ -17,17 +17,17 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..base import tensor_tree
-from ..base.generators import default_generator, state_now
-from ..base.recorder_hooks import ACTIVE
+from ..base.generators import default_generator, get_generator_state
+from ..base.recorder_hooks import ACTIVE_RECORDERS
 from ..base.torch_internals import AccumulateGrad, TensorBase, TorchDispatchMode, autograd_node, current_dispatch_modes
 from ..comm import Pending, PerRank
-from ..dispatch.local_op import spelling
+from ..dispatch.local_op import named_function_of
 from ..errors import CaptureError
-from ..propagation.op_schema import operator_of
+from ..propagation.op_schema import operator_schema_of
 from ..rules.call import Call
 from ..rules.registry import lookup
 from ..tensor.dtensor import DTensor
-from ..tensor.views.block_owners import locals_of
+from ..tensor.views.block_owners import local_tensors_of
 from .float_provenance import FloatTracer
 from .guards.guard_set import GuardSet
 from .impure_calls import CallMonitor, ConstantStorages, is_data_dependent, value_read_error
@@ -87,12 +87,12 @@ class Recorder(TorchDispatchMode):
         self._generators, self._generator_was_set = {}, False
         self._expect_state(torch.default_generator)
         states = _python_random_states()
-        ACTIVE.append(self)
+        ACTIVE_RECORDERS.append(self)
         try:
             with self._restoring_library_state(), self.floats.tracing(), self, self.calls.monitored():
                 yield
         finally:
-            ACTIVE.remove(self)
+            ACTIVE_RECORDERS.remove(self)
         if states != _python_random_states():
             raise CaptureError(
                 "capture: the function uses random numbers of Python or numpy, and a replay would use the same "
@@ -154,7 +154,7 @@ class Recorder(TorchDispatchMode):
             self._add_step(Step(TensorBase.item, (self._var_of(args[0]),), {}, self.floats.last_read, operator=operator))
             return func(*args)
         if is_data_dependent(func, args):
-            if not self.constant_storages.hold(map(self._var_of, tensor_tree.tensors((args, kwargs)))):
+            if not self.constant_storages.hold(map(self._var_of, tensor_tree.tensor_leaves((args, kwargs)))):
                 raise value_read_error(str(func), operator)
             if func is aten._local_scalar_dense.default:
                 return func(*args)
@@ -165,7 +165,7 @@ class Recorder(TorchDispatchMode):
         generator = kwargs.get("generator") or next((x for x in args if isinstance(x, torch.Generator)), None)
         if is_random:
             self._check_generator(generator or _default_generator(args, kwargs), str(func))
-        fn = spelling(func)
+        fn = named_function_of(func)
         result = fn(*args, **kwargs)
         if not func._schema.returns:
             result = None  # the functions return the written list
@@ -174,9 +174,9 @@ class Recorder(TorchDispatchMode):
         if _has_meta_tensor(result, {}):
             return result
         written = _written_tensors(func, args, kwargs)
-        known = {id(x): self._var_of(x) for x in tensor_tree.tensors((args, kwargs))}
+        known = {id(x): self._var_of(x) for x in tensor_tree.tensor_leaves((args, kwargs))}
         writes = frozenset(known[id(x)].storage for x in written)
-        stores_grad = isinstance(autograd_node(), AccumulateGrad) and operator_of(func).facts.stores
+        stores_grad = isinstance(autograd_node(), AccumulateGrad) and operator_schema_of(func).facts.stores
         only_checks = bool(known) and not func._schema.returns and not writes  # such an operation may raise
         step = Step(
             fn,
@@ -262,7 +262,7 @@ class Recorder(TorchDispatchMode):
 
     def knows_memory(self, x: torch.Tensor) -> bool:
         """Return True if the tape gets or makes the memory of a tensor."""
-        return all(local.untyped_storage()._cdata in self._storages for local in locals_of(x))
+        return all(local.untyped_storage()._cdata in self._storages for local in local_tensors_of(x))
 
     def to_vars(self, value: Any) -> Any:
         """Return ``value`` with variables in place of tensors and pending collectives."""
@@ -369,11 +369,11 @@ class Recorder(TorchDispatchMode):
         self._generator_was_set = self._generator_was_set or not self.paused
 
     def _expect_state(self, generator: torch.Generator) -> None:
-        self._generators[id(generator)] = (generator, state_now(generator))
+        self._generators[id(generator)] = (generator, get_generator_state(generator))
 
     def _check_generator(self, generator: torch.Generator, place: str) -> None:
         _, state = self._generators.get(id(generator), (None, None))
-        changed = state is not None and not bool((state == state_now(generator)).all())
+        changed = state is not None and not bool((state == get_generator_state(generator)).all())
         if changed and self._generator_was_set:  # otherwise another thread has used the generator
             raise CaptureError(
                 f"capture: the state of the random generator was set between two random operators ({place}), and a "
@@ -413,11 +413,11 @@ def _memory_key(x: torch.Tensor) -> tuple[int, LocalMetadata]:
 
 def _has_meta_tensor(value: Any, kwargs: dict[str, Any]) -> bool:
     """Return True if a call has tensors without data. It is then part of planning, not of the program."""
-    return any(x.device.type == "meta" for x in tensor_tree.tensors((value, kwargs)))
+    return any(x.device.type == "meta" for x in tensor_tree.tensor_leaves((value, kwargs)))
 
 
 def _default_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:
-    device = next((x.device for x in tensor_tree.tensors((args, kwargs))), torch.device(kwargs.get("device") or "cpu"))
+    device = next((x.device for x in tensor_tree.tensor_leaves((args, kwargs))), torch.device(kwargs.get("device") or "cpu"))
     return default_generator(device)
 
 
@@ -427,10 +427,10 @@ def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
-            written.extend(tensor_tree.tensors(value))
+            written.extend(tensor_tree.tensor_leaves(value))
     rule = lookup(func)
     if rule is not None and rule.writes is not None:
-        bound = operator_of(func).bind(args, kwargs)
+        bound = operator_schema_of(func).bind(args, kwargs)
         call = Call(func, None, bound, (), ())  # type: ignore[arg-type]  # of local tensors, on no mesh
-        written.extend(tensor_tree.tensors([bound[name] for name in rule.writes(call)]))
+        written.extend(tensor_tree.tensor_leaves([bound[name] for name in rule.writes(call)]))
     return written

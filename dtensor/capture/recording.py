@@ -15,7 +15,7 @@ from ..comm import PerRank
 from ..dispatch.wrap import wrap_local
 from ..errors import CaptureError
 from ..tensor.dtensor import DTensor
-from ..tensor.views.block_owners import locals_of
+from ..tensor.views.block_owners import local_tensors_of
 from .float_provenance import TracedFloat, to_plain_float
 from .guards.guard_discovery import discover_guards
 from .guards.guard_set import GuardSet
@@ -75,7 +75,7 @@ class Recording:
                 self._add_input(InputRef(GRAD, number), grad)
 
     def _add_input(self, ref: InputRef, x: Any) -> None:
-        own = locals_of(x)
+        own = local_tensors_of(x)
         locals_, self.vars[ref] = self._add_locals(own)
         self.user_tensors[ref], self.locals[ref] = x, locals_
         self.strides[ref] = tuple(local.stride() for local in locals_)
@@ -151,7 +151,7 @@ class Recording:
         program, tensors = self._make_program(leaves, tree, bucket_bytes)
         for ref in program.mutated:
             if ref in self.copied:  # the run has written to a copy
-                for own, local in zip(locals_of(self.user_tensors[ref]), self.locals[ref], strict=True):
+                for own, local in zip(local_tensors_of(self.user_tensors[ref]), self.locals[ref], strict=True):
                     own.copy_(local)
         linked = self._link_to_autograd(program, tensors)
         sources = self.signature.tensors, self.guards.tensors, self.gradients.before(), self.guards.floats
@@ -211,7 +211,7 @@ class Recording:
         input_storages = {var.storage for group in self.vars.values() for var in group}
         classifier = OutputClassifier(self.recorder, refs, input_locals, input_storages, self._is_spent)
         gradients, states = self.gradients.replaced(), self.gradients.changed_states()
-        carried = tensor_tree.tensors([state_leaves for _, state_leaves, _ in states])
+        carried = tensor_tree.tensor_leaves([state_leaves for _, state_leaves, _ in states])
         outputs = classifier.classify([*leaves, *gradients.values(), *carried])
         assigned_grads = tuple(zip(gradients, outputs[len(leaves) :], strict=False))
         rebound_locals = tuple((number, classifier.add_rebound_local(self.guards.tensors[number])) for number in self.rebound)
@@ -355,7 +355,7 @@ class Recording:
 
     def _add_incoming(self, grad: Any) -> tuple[Any, tuple[Var, ...]]:
         """Return an incoming gradient with memory of its own, and its variables."""
-        own = locals_of(grad)
+        own = local_tensors_of(grad)
         locals_, variables = self._add_locals(own)
         if all(local is mine for local, mine in zip(locals_, own, strict=True)):
             return grad, variables
@@ -365,13 +365,13 @@ class Recording:
         self, incoming: list[Any], grads: tuple[Any, ...], steps: list[Step], gradients: list[Any]
     ) -> BackwardTape:
         variables = tuple(() if pair is None else pair[1] for pair in incoming)
-        strides = tuple(() if pair is None else tuple(local.stride() for local in locals_of(pair[0])) for pair in incoming)
+        strides = tuple(() if pair is None else tuple(local.stride() for local in local_tensors_of(pair[0])) for pair in incoming)
         layouts = tuple(grad._layout if isinstance(grad, DTensor) else None for grad in grads)
         computed = tuple(None if gradient is None else self._describe_gradient(gradient) for gradient in gradients)
         return BackwardTape(variables, strides, layouts, steps, computed)
 
     def _describe_gradient(self, x: Any) -> ComputedTensor:
-        variables = tuple(self.recorder.to_vars(local) for local in locals_of(x))
+        variables = tuple(self.recorder.to_vars(local) for local in local_tensors_of(x))
         return ComputedTensor(variables, x._layout if isinstance(x, DTensor) else None, False)
 
 
@@ -399,13 +399,13 @@ def _copy_with_strides(x: torch.Tensor) -> torch.Tensor:
 
 def _own_gradient(gradient: Any, copied: Iterator[bool]) -> Any:
     """Return a gradient that shares memory with no other tensor. ``copied``: for each local tensor whether to copy it."""
-    locals_ = [_copy_with_strides(local) if next(copied) else local.detach() for local in locals_of(gradient)]
+    locals_ = [_copy_with_strides(local) if next(copied) else local.detach() for local in local_tensors_of(gradient)]
     return join_locals(tuple(locals_), gradient._layout if isinstance(gradient, DTensor) else None)
 
 
 def _are_disjoint(x: Any, y: Any) -> bool:
     """Return True if the address ranges of two tensors do not overlap, on any rank."""
-    pairs = zip(map(_address_range, locals_of(x)), map(_address_range, locals_of(y)), strict=False)
+    pairs = zip(map(_address_range, local_tensors_of(x)), map(_address_range, local_tensors_of(y)), strict=False)
     return not any(a < d and c < b for (a, b), (c, d) in pairs)
 
 

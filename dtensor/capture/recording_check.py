@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..base.tensor_tree import leaves
+from ..base.tensor_tree import iter_tree_leaves
 from ..comm import communicator_of
 from ..comm.events import Event, listening
 from ..errors import CaptureError
@@ -45,7 +45,7 @@ def is_confirmed_by(first: Program, second: Program, with_integers: bool = False
         return False
     pairs = []
     for a, b in zip(first_steps, second_steps, strict=True):
-        a_leaves, b_leaves = [*leaves((a.args, a.kwargs))], [*leaves((b.args, b.kwargs))]
+        a_leaves, b_leaves = [*iter_tree_leaves((a.args, a.kwargs))], [*iter_tree_leaves((b.args, b.kwargs))]
         if getattr(a.fn, "__name__", a.fn) != getattr(b.fn, "__name__", b.fn) or len(a_leaves) != len(b_leaves):
             return False
         place = a.operator or getattr(a.fn, "__name__", "a step")

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..base.modes import MODES, switches
+from ..base.modes import MODES, mode_values
 from ..base.torch_internals import TensorBase, TensorGuards, autocast_enabled, count_function_modes, pytree
 from ..comm import PerRank
 from ..errors import CaptureError
 from ..mesh.device_mesh import DeviceMesh
-from ..random.draw import DRAWING
+from ..random.draw import RANDOM_MODE
 from ..tensor.dtensor import DTensor
 from .guards.guard_discovery import discover_guards
 from .guards.object_ownership import VALUES, ById, has_user_attributes, have_no_user_attributes, user_attributes, value_key
@@ -197,8 +197,8 @@ def current_modes() -> tuple[Any, ...]:
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         autocast_enabled() and tuple([state(kind) for state in _AUTOCAST_STATE for kind in ("cpu", "cuda")]),
-        switches(),
-        DRAWING.mode,
+        mode_values(),
+        RANDOM_MODE.mode,
         torch.get_default_dtype(),
         count_function_modes() and torch.get_default_device(),
         operator_choice_settings(),

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ..base.memory_order import contiguous_stride
-from ..comm.flat_rows import flat_bytes
+from ..comm.flat_rows import flatten_to_bytes
 from ..errors import CheckpointError
 from .files import RemotePath, StoragePath, open_regular
 from .manifest import StoredBlock
@@ -155,7 +155,7 @@ class CheckpointFiles:
             CheckpointError: the file ends too early.
         """
         width, size, file = out.element_size(), box.size, box.block.file
-        target = flat_bytes(out).numpy()
+        target = flatten_to_bytes(out).numpy()
         source, source_stride, length = box.source(width)
         begin, target_stride = box.target(out)
         outer, run = _contiguous_runs(size, source_stride, target_stride, width)
@@ -228,7 +228,7 @@ class RemoteCheckpointFiles(CheckpointFiles):
         self.bytes_read += len(data)
         if len(data) < length:
             raise CheckpointError(f"{path} is truncated")
-        here = np.ndarray((*box.size, width), np.uint8, flat_bytes(out).numpy().data, begin, (*ours, 1))
+        here = np.ndarray((*box.size, width), np.uint8, flatten_to_bytes(out).numpy().data, begin, (*ours, 1))
         here[...] = np.ndarray((*box.size, width), np.uint8, data, 0, (*theirs, 1))
 
 
@@ -245,7 +245,7 @@ def write_box(block: torch.Tensor, file: BinaryIO, at: int, shape: Sequence[int]
     target_stride = [step * width for step in contiguous_stride(tuple(shape))]
     at += sum(a * b for a, b in zip(start, target_stride, strict=True))
     outer, run = _contiguous_runs(block.shape, target_stride, source_stride, width)
-    source = flat_bytes(block).numpy()
+    source = flatten_to_bytes(block).numpy()
     if run >= _MIN_DIRECT_READ:
         memory = memoryview(source)  # type: ignore[arg-type]  # arrays are buffers
         lines = _run_starts(block.shape[:outer], target_stride), _run_starts(block.shape[:outer], source_stride)

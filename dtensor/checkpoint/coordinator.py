@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from ..errors import CheckpointError, RankLostError
 from ..mesh.process_groups import make_gloo_group
-from ..watchdog.collective_hooks import agree, why_lost
-from ..watchdog.diagnosis import Verdict, named
-from ..watchdog.host_state import error_of
+from ..watchdog.collective_hooks import diagnose_lost_ranks, log_event
+from ..watchdog.diagnosis import Diagnosis, format_ranks
+from ..watchdog.host_state import make_diagnosis_error
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -45,7 +45,7 @@ class RankGroup:
 
     def _check_call(self, what: str, apart: bool) -> None:
         try:
-            agree(self.world_ranks, f"{what}{' in the background' if apart else ''}")
+            log_event(self.world_ranks, f"{what}{' in the background' if apart else ''}")
             if apart or "gloo" not in str(dist.get_backend_config(self.group)):
                 self.group = _gloo_group(self.group, apart)
         except RankLostError as error:
@@ -83,7 +83,9 @@ class RankGroup:
         if own[1] is not None and not isinstance(own[1], Exception):
             raise own[1]  # an interrupt, which was reported to the others
         if isinstance(problem, dict):
-            raise CheckpointError(f"{what}: {problem['words']}") if problem["kind"] == "lost" else error_of(problem) from reached
+            raise (
+                CheckpointError(f"{what}: {problem['words']}") if problem["kind"] == "lost" else make_diagnosis_error(problem)
+            ) from reached
         if problem is not None:
             raise CheckpointError(f"{what}: {problem}") from own[1]
         return value
@@ -144,11 +146,11 @@ class RankGroup:
         except RuntimeError as error:
             return (None, self._diagnose_loss([0], left)), error
 
-    def _diagnose_loss(self, ranks: list[int], left: str) -> Verdict:
+    def _diagnose_loss(self, ranks: list[int], left: str) -> Diagnosis:
         """Return why messages with these ranks failed."""
-        verdict = why_lost([self.world_ranks[rank] for rank in ranks])
+        verdict = diagnose_lost_ranks([self.world_ranks[rank] for rank in ranks])
         if verdict is None:
-            return {"kind": "lost", "words": f"{named(ranks)} {'was' if len(ranks) == 1 else 'were'} lost; {left}"}
+            return {"kind": "lost", "words": f"{format_ranks(ranks)} {'was' if len(ranks) == 1 else 'were'} lost; {left}"}
         return verdict | {"words": f"a rank was lost: {verdict['words']}; {left}"} if verdict["kind"] == "lost" else verdict
 
 

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..base.caches import remembered
-from ..comm.flat_rows import flat_bytes
+from ..base.caches import memoize
+from ..comm.flat_rows import flatten_to_bytes
 
 Words = NDArray[np.uint64]
 MASK = (1 << 64) - 1
@@ -73,7 +73,7 @@ def _to_words(block: torch.Tensor) -> tuple[NDArray[np.generic], int]:
     """
     size = block.element_size()
     width = math.gcd(size, 4)
-    data = flat_bytes(block).numpy()
+    data = flatten_to_bytes(block).numpy()
     return data.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[width]), size // width
 
 
@@ -91,7 +91,7 @@ def _position_factors(dim: int, start: int, count: int) -> Words:
         return (inner * outer[:, None]).reshape(-1)[start : start + count]
 
 
-@remembered(64)
+@memoize(64)
 def _odd_random(stream: int, start: int, stop: int) -> Words:
     """Return splitmix64 of ``start .. stop``, made odd (Steele and others, "Fast splittable pseudorandom number generators",
     2014).

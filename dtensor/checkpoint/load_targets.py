@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ..comm import communicator_of
-from ..comm.flat_rows import flat_bytes
+from ..comm.flat_rows import flatten_to_bytes
 from ..errors import CheckpointError
 from ..layout.layout import Layout
 from ..redistribute import redistribute_local
 from ..tensor.dtensor import DTensor, wrap
-from ..tensor.views.block_owners import Held, Stacked, locals_of, members_here, stack_of
-from ..tensor.views.lazy_view import RemoteView
+from ..tensor.views.block_owners import LocalBlock, StackedLayout, local_tensors_of, members_here, stack_of
+from ..tensor.views.lazy_view import LazyView
 from .tree import Stored
 
 
@@ -37,7 +37,7 @@ class Target(Stored):
     """
 
     name: str
-    like: Layout | Stacked | tuple[int, ...]
+    like: Layout | StackedLayout | tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     asked: Any = None
@@ -62,7 +62,7 @@ class Target(Stored):
     @property
     def layout(self) -> Layout | None:
         """Return the layout of the filled tensor, or None for a plain tensor."""
-        return self.like.layout if isinstance(self.like, Stacked) else self.like if isinstance(self.like, Layout) else None
+        return self.like.layout if isinstance(self.like, StackedLayout) else self.like if isinstance(self.like, Layout) else None
 
     def buffers(self, dtype: torch.dtype) -> dict[int | None, torch.Tensor]:
         """Allocate CPU memory for every local tensor of this process in ``dtype``, the stored dtype. Keys are members, None for
@@ -74,10 +74,10 @@ class Target(Stored):
         coordinates = layout.mesh.coordinates
         return {m: torch.empty(layout.local_shape(coordinates[m]), dtype=dtype, device="cpu") for m in members_here(layout)}
 
-    def block(self, buffers: dict[int | None, torch.Tensor], held: Held) -> torch.Tensor:
+    def block(self, buffers: dict[int | None, torch.Tensor], held: LocalBlock) -> torch.Tensor:
         """Return the memory of one block among the buffers."""
         own = buffers[held.member]
-        return own.select(self.like.dim, held.part) if isinstance(self.like, Stacked) and held.part is not None else own
+        return own.select(self.like.dim, held.part) if isinstance(self.like, StackedLayout) and held.part is not None else own
 
     @property
     def problem(self) -> str | None:
@@ -95,15 +95,15 @@ class Target(Stored):
         """Write the values into the memory of the requested tensor, or make a new tensor."""
         value = self.assembled(read, self.device)
         if self.asked is None or self.asked.is_meta:
-            self.result = value.flatten(self.like.dim, self.like.dim + 1) if isinstance(self.like, Stacked) else value
+            self.result = value.flatten(self.like.dim, self.like.dim + 1) if isinstance(self.like, StackedLayout) else value
             return
         self.result = self.asked if self.shown is None else self.shown
-        if isinstance(self.asked, RemoteView):  # its local tensors are computed when they are read
+        if isinstance(self.asked, LazyView):  # its local tensors are computed when they are read
             with torch.no_grad():
                 self.asked.copy_(value)
             return
         with torch.no_grad(), torch.inference_mode() if self.asked.is_inference() else contextlib.nullcontext():
-            for old, piece in zip(locals_of(self.asked), locals_of(value), strict=True):
+            for old, piece in zip(local_tensors_of(self.asked), local_tensors_of(value), strict=True):
                 if piece.numel():
                     old.detach().copy_(piece)
         if isinstance(self.asked, DTensor) and not self.asked.is_inference():
@@ -140,9 +140,9 @@ def _has_internal_overlap(x: torch.Tensor) -> bool:
     return False
 
 
-def describe_tensor(like: Layout | Stacked | tuple[int, ...], dtype: torch.dtype) -> str:
+def describe_tensor(like: Layout | StackedLayout | tuple[int, ...], dtype: torch.dtype) -> str:
     """Return dtype, shape and placements of a tensor as text."""
-    if isinstance(like, Stacked):
+    if isinstance(like, StackedLayout):
         return f"{like.parts} parts along dim {like.dim} of {describe_tensor(like.layout, dtype)}"
     if isinstance(like, Layout):
         return repr(like.replace(dtype=dtype))
@@ -175,7 +175,7 @@ def check_shared_memory(targets: Iterable[Target], read: Read) -> None:
     """
     for group in _overlapping_spans(targets):
         named = {span.target.name: span.target for span in group}
-        values = {name: locals_of(target.assembled(read[name], torch.device("cpu"))) for name, target in named.items()}
+        values = {name: local_tensors_of(target.assembled(read[name], torch.device("cpu"))) for name, target in named.items()}
         if not _have_consistent_values(group, [values[span.target.name][span.number] for span in group]):
             raise CheckpointError(
                 f"{' and '.join(map(repr, list(named)[:6]))} share memory here but have different values in the "
@@ -199,7 +199,7 @@ def _meta_identity(target: Target) -> object:
     x = target.asked
     if x is None or not x.is_meta:
         return target
-    return target.like, x.dtype, tuple((_memory_position(piece), piece.shape, piece.stride()) for piece in locals_of(x))
+    return target.like, x.dtype, tuple((_memory_position(piece), piece.shape, piece.stride()) for piece in local_tensors_of(x))
 
 
 def _memory_position(piece: torch.Tensor) -> tuple[tuple[object, ...], int]:
@@ -213,7 +213,7 @@ def _overlapping_spans(targets: Iterable[Target]) -> Iterator[list[_MemorySpan]]
     """Yield groups of spans that overlap others."""
     spans: dict[tuple[object, ...], list[_MemorySpan]] = {}
     for target in targets:
-        for number, piece in enumerate(locals_of(target.asked) if target.asked is not None else ()):
+        for number, piece in enumerate(local_tensors_of(target.asked) if target.asked is not None else ()):
             if piece.numel():
                 space, begin = _memory_position(piece)
                 last = sum((n - 1) * step for n, step in zip(piece.shape, piece.stride(), strict=True))
@@ -239,10 +239,10 @@ def _have_consistent_values(group: list[_MemorySpan], values: list[torch.Tensor]
     )
     views = []
     for span, value in zip(group, values, strict=True):
-        piece = locals_of(span.target.asked)[span.number]
+        piece = local_tensors_of(span.target.asked)[span.number]
         at = (span.begin - start) // piece.element_size()
         view = torch.empty(0, dtype=piece.dtype, device="cpu").set_(memory.untyped_storage(), at, piece.shape, piece.stride())
         stored = value.conj().resolve_conj() if piece.is_conj() else value
         view.copy_(-stored if piece.is_neg() else stored)
         views.append((view, stored))
-    return all(torch.equal(flat_bytes(view.contiguous()), flat_bytes(stored.contiguous())) for view, stored in views)
+    return all(torch.equal(flatten_to_bytes(view.contiguous()), flatten_to_bytes(stored.contiguous())) for view, stored in views)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CheckpointError
-from ..tensor.views.block_owners import Held, held_here
+from ..tensor.views.block_owners import LocalBlock, blocks_here
 from . import dcp_metadata as metadata
 from . import safetensors as hugging_face
 from .async_save import finish_pending_saves
@@ -211,9 +211,9 @@ def _read_targets(
 ) -> Sums:
     check_files(manifest, files.folder)
     sums: Sums = {}
-    for name, held in held_here({name: target.like for name, target in targets.items()}, ranks.rank, ranks.participants):
+    for name, held in blocks_here({name: target.like for name, target in targets.items()}, ranks.rank, ranks.participants):
         target, entry = targets[name], manifest.tensors[name]
-        own, known = target.buffers(entry.torch_dtype), dict[Any, Held]()
+        own, known = target.buffers(entry.torch_dtype), dict[Any, LocalBlock]()
         for piece in sorted(held, key=lambda piece: not piece.answers):
             first = known.setdefault((piece.offset, piece.shape), piece)
             block = target.block(own, piece)
@@ -232,7 +232,7 @@ def _read_targets(
     return sums
 
 
-def _common_boxes(piece: Held, entry: StoredTensor) -> Iterator[CommonBox]:
+def _common_boxes(piece: LocalBlock, entry: StoredTensor) -> Iterator[CommonBox]:
     for number, block in enumerate(entry.blocks):
         start = tuple(max(a, b) for a, b in zip(piece.offset, block.offset, strict=True))
         ends = zip(piece.offset, piece.shape, block.offset, block.shape, strict=True)
@@ -243,7 +243,7 @@ def _common_boxes(piece: Held, entry: StoredTensor) -> Iterator[CommonBox]:
 
 
 def _map_block(
-    target: Target, piece: Held, boxes: list[CommonBox], entry: StoredTensor, files: CheckpointFiles
+    target: Target, piece: LocalBlock, boxes: list[CommonBox], entry: StoredTensor, files: CheckpointFiles
 ) -> torch.Tensor | None:
     """Return a block as a view of mapped memory if it is one stored block and is copied into a requested tensor's memory; else
     None.
@@ -271,7 +271,9 @@ def _read_block(out: torch.Tensor, boxes: list[CommonBox], name: str, files: Che
         raise CheckpointError(f"the stored blocks of {name!r} do not cover {uncovered} of its elements")
 
 
-def _add_digests(read: torch.Tensor, piece: Held, boxes: list[CommonBox], name: str, files: CheckpointFiles, sums: Sums) -> None:
+def _add_digests(
+    read: torch.Tensor, piece: LocalBlock, boxes: list[CommonBox], name: str, files: CheckpointFiles, sums: Sums
+) -> None:
     """Verify stored blocks that were read completely. For others, add the digest of the read part to ``sums``, once for all
     replicas.
     """

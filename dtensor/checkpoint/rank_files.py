@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..tensor.copies import RankPiece, pieces_while_loading
+from ..tensor.copies import RankShards, load_as_rank_shards
 from ..tensor.views.block_owners import distinct_blocks
 from .tree import TreePath, map_leaves, name_of
 
@@ -37,14 +37,16 @@ def merge_rank_files(paths: Sequence[str | os.PathLike[str]], *, weights_only: b
     """
     if not paths:
         raise CheckpointError("merge_rank_files takes a file of each rank, got none")
-    with pieces_while_loading():
+    with load_as_rank_shards():
         states = [torch.load(path, map_location="cpu", weights_only=weights_only) for path in paths]
-    pieces_of: dict[TreePath, list[RankPiece]] = {}
+    pieces_of: dict[TreePath, list[RankShards]] = {}
     for state in states:
-        map_leaves(lambda leaf, path: pieces_of.setdefault(path, []).append(leaf) if isinstance(leaf, RankPiece) else None, state)
+        map_leaves(
+            lambda leaf, path: pieces_of.setdefault(path, []).append(leaf) if isinstance(leaf, RankShards) else None, state
+        )
 
     def merged(leaf: Any, path: TreePath) -> Any:
-        return _merge_tensor(name_of(path), pieces_of[path]) if isinstance(leaf, RankPiece) else leaf
+        return _merge_tensor(name_of(path), pieces_of[path]) if isinstance(leaf, RankShards) else leaf
 
     result = map_leaves(merged, states[0])
     incomplete = sorted({name_of(path) for path, pieces in pieces_of.items() if len(pieces) < len(states)})
@@ -53,7 +55,7 @@ def merge_rank_files(paths: Sequence[str | os.PathLike[str]], *, weights_only: b
     return result
 
 
-def _merge_tensor(name: str, pieces: list[RankPiece]) -> torch.Tensor:
+def _merge_tensor(name: str, pieces: list[RankShards]) -> torch.Tensor:
     layout = pieces[0].layout
     if any(piece.layout != layout for piece in pieces):
         raise CheckpointError(

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CheckpointError
-from ..tensor.views.block_owners import Held, held_here, piece_of
+from ..tensor.views.block_owners import LocalBlock, block_tensor, blocks_here
 from .async_save import finish_pending_saves
 from .block_io import write_box
 from .coordinator import RankGroup, StateParts
@@ -365,8 +365,8 @@ def _write_blocks(
     tensors: Mapping[str, Any], files: Iterable[_PlannedFile], parts: Iterable[Path], ranks: RankGroup
 ) -> dict[str, int]:
     """Write this rank's blocks to their positions. Return their parts of the digests of their tensors."""
-    blocks: dict[str, list[Held]] = {
-        name: [h for h in held if h.answers] for name, held in held_here(tensors, ranks.rank, ranks.participants)
+    blocks: dict[str, list[LocalBlock]] = {
+        name: [h for h in held if h.answers] for name, held in blocks_here(tensors, ranks.rank, ranks.participants)
     }
     sums: dict[str, int] = {}
     for file, part in zip(files, parts, strict=True):
@@ -374,7 +374,7 @@ def _write_blocks(
             with open(part, "r+b") as out:
                 for place in file.places:
                     for held in blocks[place.name]:
-                        piece = to_row_major_cpu(piece_of(tensors[place.name], held).detach())
+                        piece = to_row_major_cpu(block_tensor(tensors[place.name], held).detach())
                         write_box(piece, out, file.header + place.first, place.shape, held.offset)
                         sums[place.name] = (sums.get(place.name, 0) + block_digest(piece, held.offset)) & MASK
                 out.flush()

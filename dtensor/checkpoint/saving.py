@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from ..base.group_by import by_key
+from ..base.group_by import group_by_key
 from ..errors import CheckpointError
 from ..tensor.dtensor import DTensor
-from ..tensor.views.block_owners import held_here, piece_of
+from ..tensor.views.block_owners import block_tensor, blocks_here
 from .async_save import PendingSave, Staging, finish_pending_saves, submit_save
 from .block_io import Stream, append_tensor
 from .coordinator import NESTING_PART, RankGroup, StateParts
@@ -130,8 +130,8 @@ def _prepare_job(state: Any, folder: StoragePath, ranks: RankGroup, staging: Sta
         return error
     tensors = reduce_partials(tensors, parts, ranks, f"saving to {folder}")
     pieces = {
-        (name, held.offset): piece_of(tensors[name], held).detach()
-        for name, blocks in held_here(tensors, ranks.rank, ranks.participants)
+        (name, held.offset): block_tensor(tensors[name], held).detach()
+        for name, blocks in blocks_here(tensors, ranks.rank, ranks.participants)
         for held in blocks
         if held.answers
     }
@@ -256,7 +256,7 @@ def _commit_save(
     from . import dcp_metadata as metadata  # imports torch.distributed.checkpoint, which takes a second
 
     written = [item for share in shares for item in share]
-    blocks = by_key((name, block) for name, block, _ in written)
+    blocks = group_by_key((name, block) for name, block, _ in written)
     entries = {name: StoredTensor(entry.shape, entry.dtype, tuple(blocks.get(name, ()))) for name, entry in job.entries.items()}
     values = folder / f"__0_{token}v.distcp"
     metadata_file = metadata.encode_metadata(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.group_by import by_key
+from ..base.group_by import group_by_key
 from ..errors import CheckpointError
 from ..tensor.dtensor import DTensor
 from .load_targets import Target
@@ -68,7 +68,7 @@ def expand_state(state: Any, stored: Mapping[str, StoredTensor] | None = None) -
 # --- modules ---------------------------------------------------------------------------------------------------------------
 def _tied_names(module: nn.Module) -> list[list[str]]:
     """Return the names of each parameter with several names."""
-    names = by_key((id(parameter), name) for name, parameter in module.named_parameters(remove_duplicate=False))
+    names = group_by_key((id(parameter), name) for name, parameter in module.named_parameters(remove_duplicate=False))
     return [each for each in names.values() if len(each) > 1]
 
 

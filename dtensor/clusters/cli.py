@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..base.progress import reporting
+from ..base.progress import report_periodically
 from ..base.tables import print_table
 from ..errors import PlanError
 from .cluster import CLUSTERS
@@ -30,7 +30,7 @@ def run_plan(model: str, options: argparse.Namespace) -> int:
     """Print the table and return the exit status: 2 if no layout fits into memory."""
     cluster = CLUSTERS[options.cluster]
     try:
-        with reporting(lambda: f"planning {model} on {options.ranks} ranks"):
+        with report_periodically(lambda: f"planning {model} on {options.ranks} ranks"):
             estimates = best(MODELS[model], cluster, options.ranks, options.sequence, options.batch, options.most)
     except PlanError as error:
         print(error, file=sys.stderr)

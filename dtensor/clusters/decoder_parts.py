@@ -18,8 +18,8 @@ from torch.utils.flop_counter import flop_registry as PRODUCTS
 
 from ..mesh.device_mesh import DeviceMesh
 from ..parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
-from ..parallel.tensor.context_parallel import AroundTheRing
-from ..parallel.tensor.cp_sequence_order import Order
+from ..parallel.tensor.context_parallel import RingAttentionMode
+from ..parallel.tensor.cp_sequence_order import SequenceOrder
 from ..placement import Replicate, Shard
 from ..tensor.distribute import distribute_tensor
 from ..tensor.dtensor import DTensor
@@ -46,7 +46,7 @@ class Attention(nn.Module):
     def __init__(self, model: Transformer, cp: DeviceMesh, sequence: int) -> None:
         super().__init__()
         self.head_dim = model.head_dim
-        self.ring = AroundTheRing(cp, Order(sequence, cp.size(), True)) if cp.size() > 1 else None
+        self.ring = RingAttentionMode(cp, SequenceOrder(sequence, cp.size(), True)) if cp.size() > 1 else None
         kv = model.kv_heads * model.head_dim
         self.query = nn.Linear(model.hidden, model.hidden, bias=False)
         self.key = nn.Linear(model.hidden, kv, bias=False)

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.tensor_tree import tensors
-from ..base.user_frames import NOWHERE
+from ..base.tensor_tree import tensor_leaves
+from ..base.user_frames import NO_SOURCE_LINE
 from ..comm.events import Event, listening
-from ..cost.link import collective_seconds, device_of
-from ..debug.memory_tracker import Holdings
-from ..debug.operators import LocalCall, Operators
+from ..cost.link import collective_seconds, get_device
+from ..debug.memory_tracker import MemoryTracker
+from ..debug.operators import LocalCall, OperatorRecorder
 from ..mesh.device_mesh import DeviceMesh
 from ..parallel import MixedPrecisionPolicy, fully_shard
 from ..placement import Shard
@@ -121,7 +121,9 @@ def dry_step(part: str, model: Transformer, mesh: DeviceMesh, sequence: int, mic
         positions.append(observer.log_position())
         stepped = observer.take_work()
     once = stepped.add_scaled(passes[0][0]).add_scaled(passes[1][0], -1).add_scaled(passes[2][1]).add_scaled(passes[1][1], -1)
-    state = sum(x.numel() * x.element_size() for x in map(to_local_tensor, tensors(list(optimizer.state.values()))) if x.ndim)
+    state = sum(
+        x.numel() * x.element_size() for x in map(to_local_tensor, tensor_leaves(list(optimizer.state.values()))) if x.ndim
+    )
     return _summarize(observer.bytes_over_time(), positions, passes[1][0].add_scaled(passes[1][1]), once, state, boundary)
 
 
@@ -157,10 +159,10 @@ class _StepObserver:
     """Observer of the work that runs while it listens, and of allocated memory."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.device, self.holdings = device_of(mesh), Holdings()
+        self.device, self.holdings = get_device(mesh), MemoryTracker()
         self._work, self.listening = Work(), listening(self._record_event)
         self._barriers: list[int] = []
-        self.operators = Operators(self.holdings, lambda: (NOWHERE, "", ""), lambda: True)
+        self.operators = OperatorRecorder(self.holdings, lambda: (NO_SOURCE_LINE, "", ""), lambda: True)
 
     def _record_event(self, event: Event) -> None:
         mesh = event.mesh

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count
 
-from ..base.caches import remembered
-from ..base.group_by import by_key
+from ..base.caches import memoize
+from ..base.group_by import group_by_key
 from ..errors import PlanError
 from .cluster import Cluster, Degrees, iter_degrees
 from .decoder_parts import RECOMPUTATIONS
@@ -117,7 +117,7 @@ class _StepRequest:
         return lambda part, again: _cached_dry_step(part, again, self.model, self.cluster, degrees, self.sequence, self.micro)
 
 
-@remembered(4096)
+@memoize(4096)
 def _cached_dry_step(
     part: str, again: str, model: Transformer, cluster: Cluster, degrees: Degrees, sequence: int, micro: int
 ) -> DryStep:
@@ -195,7 +195,7 @@ def best(model: Transformer, cluster: Cluster, ranks: int, sequence: int, batch:
     Cost: no communication; host time, below a minute for 16,384 ranks.
     """
     candidates = iter_degrees(model, ranks, cluster.profile.ranks_per_host, sequence, batch)
-    families = by_key((_family_key(degrees), degrees) for degrees in candidates)
+    families = group_by_key((_family_key(degrees), degrees) for degrees in candidates)
     queue: list[tuple[float, int, int, Estimate]] = []  # (lower bound of seconds, number, certainty, estimate)
     numbers = count()
 

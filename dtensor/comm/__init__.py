@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from ..mesh.device_mesh import DeviceMesh, as_mesh
-from ..ranks.per_rank import PerRank, each_shard, handed_out, per_rank, prepare_torch, reordered, shards_of
+from ..ranks.per_rank import PerRank, each_shard, per_rank, prepare_for_program, prepare_torch, reordered, shards_of
 from ..ranks.rank_runs import RankRuns
 from ..ranks.rank_values import RankNumber, RankValues
 from . import events
-from .backend_base import Communicator, Local
+from .communicator import Communicator, Local
 from .dry_run import DryRun
 from .events import Event
 from .in_process import InProcess
@@ -96,4 +96,4 @@ def map_ranks(fn: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: An
             return fn(coordinates[member], *args, **kwargs)
 
     results = communicator.map(run, *args, **kwargs)
-    return handed_out(results if runs is None else runs.separated(results))
+    return prepare_for_program(results if runs is None else runs.separated(results))

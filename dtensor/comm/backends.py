@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOp
 from ..errors import LayoutError
 from ..mesh.process_groups import Group
 from ..watchdog.collective_hooks import wait_abandonably
-from .events import issuing, listeners
+from .events import listeners, mark_reported
 from .flat_rows import view_as_row
 from .local_reduce import Op, row_major_copy
 from .pending import Pending
@@ -85,9 +85,9 @@ def traits_of(group: Group) -> BackendTraits:
 
 
 # Renamed in torch 2.13, which warns at the names of 2.11.
-all_gather_single = issuing(getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)
-reduce_scatter_single = issuing(getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)
-_BROADCAST = issuing(dist.broadcast)
+all_gather_single = mark_reported(getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)
+reduce_scatter_single = mark_reported(getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)
+_BROADCAST = mark_reported(dist.broadcast)
 
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -190,7 +190,7 @@ def view_as_message(row: Tensor) -> Tensor:
     return row if row.dtype in _NATIVE_DTYPES else view_as_row(row).view(torch.uint8)
 
 
-@issuing
+@mark_reported
 def all_to_all_rows(group: Group, into: Tensor, row: Tensor, recv_lengths: list[int], send_lengths: list[int]) -> list[Waitable]:
     """Start an all-to-all of the parts of ``row``, with ``leaving`` elements each, into ``into``, with ``arriving`` elements
     each.
@@ -205,7 +205,7 @@ def all_to_all_rows(group: Group, into: Tensor, row: Tensor, recv_lengths: list[
     return make_abandonable(group, nbytes, [work])
 
 
-@issuing
+@mark_reported
 def all_gather_rows(group: Group, into: Tensor, row: Tensor) -> list[Waitable]:
     """Start an all-gather of rows of one length into ``into``, one after the other."""
     return make_abandonable(
@@ -216,14 +216,14 @@ def all_gather_rows(group: Group, into: Tensor, row: Tensor) -> list[Waitable]:
 def bind_native_all_reduce(group: Group, op: dist.ReduceOp.RedOpType) -> Callable[[Tensor], list[Waitable]]:
     """Bind the backend's own all-reduce, in place."""
     issue, options = group.handle.allreduce, _async_options(dist.AllreduceOptions(), reduceOp=op)
-    issue_reported = issuing(issue)
+    issue_reported = mark_reported(issue)
     return lambda x: make_abandonable(group, x.nbytes, [issue_reported([x], options) if listeners else issue([x], options)])
 
 
 def bind_native_reduce_scatter(group: Group, op: dist.ReduceOp.RedOpType) -> Callable[[Tensor, Tensor], list[Waitable]]:
     """Bind the backend's own reduce-scatter, of a row, into this rank's part of it."""
     issue, options = getattr(group.handle, _REDUCE_SCATTER_NAME), _async_options(ReduceScatterOptions(), reduceOp=op)
-    issue_reported = issuing(issue)
+    issue_reported = mark_reported(issue)
     return lambda into, row: make_abandonable(group, row.nbytes, [(issue_reported if listeners else issue)(into, row, options)])
 
 
@@ -235,7 +235,7 @@ def broadcast_row(group: Group, row: Tensor, sender: int) -> list[Waitable]:
 Message = tuple[int, Tensor]  # rank of the partner in torch's group, and a row
 
 
-@issuing
+@mark_reported
 def exchange_messages(
     group: Group, receives: Sequence[Message], sends: Sequence[Message], device: torch.device
 ) -> list[Waitable]:

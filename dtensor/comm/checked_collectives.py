@@ -14,17 +14,17 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..base.caches import Bounded, remembered
-from ..base.generators import state_now
+from ..base.caches import BoundedDict, memoize
+from ..base.generators import get_generator_state
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.process_groups import BEFORE, Group
-from ..mesh.root import LAID_OUT
+from ..mesh.process_groups import BEFORE_NEW_GROUP, Group
+from ..mesh.root import MESH_HOOKS
 from ..watchdog.collective_hooks import (
     get_or_make_log,
+    get_or_make_operation_log,
     make_divergence_error,
     make_issue_error,
-    operations_among,
     run_wait,
     start_watchdog,
     wait_after_skip,
@@ -32,18 +32,18 @@ from ..watchdog.collective_hooks import (
 )
 from ..watchdog.collective_log import CollectiveLog, CollectiveRecord, find_length_mismatches, format_lengths, parse_lengths
 from ..watchdog.diagnosis import RankReport, format_difference, format_length_mismatch, report_event
-from ..watchdog.flight_recorder import LAST_ISSUED, Trail, fingerprint
-from ..watchdog.levels import Level, operation_records_of, raise_in_forked_child
+from ..watchdog.flight_recorder import LAST_ISSUED, OperationHash, fingerprint
+from ..watchdog.levels import CheckLevel, operation_records_of, raise_in_forked_child
 from .flat_rows import gather_route
-from .pack import Route, Transfer
+from .pack import SendRecvPlan, Transfer
 from .pending import Pending
 from .transfer import Issue, bind_direct, bind_transfer
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-BEFORE.append(wait_for_group_members)
-LAID_OUT.append(start_watchdog)
+BEFORE_NEW_GROUP.append(wait_for_group_members)
+MESH_HOOKS.append(start_watchdog)
 _MAIN_THREAD = threading.main_thread().ident
 _MAX_RECORDS = 1024  # records of one collective, by dtype and shape of its operand
 _REPORT_BYTES = 1024  # size of a rank's report in the second exchange
@@ -72,14 +72,14 @@ def wrap_checked(
     log = get_or_make_log(ranks, group.handle, group.backend)
     if log is None:
         return run
-    records: Bounded[Any, CollectiveRecord] = Bounded(_MAX_RECORDS)
+    records: BoundedDict[Any, CollectiveRecord] = BoundedDict(_MAX_RECORDS)
     if list(log.ranks) != ranks:
         mesh_dims = f"{mesh_dims} of ranks {', '.join(map(str, ranks))}"
     positions = {rank: position for position, rank in enumerate(ranks)}
     lengths_text = "" if lengths is None else format_lengths(*([side[positions[rank]] for rank in log.ranks] for side in lengths))
 
     def issue_checked(x: torch.Tensor) -> Pending[torch.Tensor]:
-        if (level := Level.now) == "off":
+        if (level := CheckLevel.now) == "off":
             return run(x)
         key = (x.dtype, x.is_meta, x.shape) if compare_shape else (x.dtype, x.is_meta)
         record = records.get(key)
@@ -99,7 +99,7 @@ def wrap_checked(
     return issue_checked
 
 
-def lengths_of(route: Route) -> tuple[list[int], list[int]]:
+def lengths_of(route: SendRecvPlan) -> tuple[list[int], list[int]]:
     """Return how many elements a rank sends to each rank of its group, and how many it receives from each."""
     send_lengths, recv_lengths = ([0 if box is None else box.numel for box in side] for side in (route.sends, route.receives))
     return send_lengths, recv_lengths
@@ -111,8 +111,8 @@ def ranks_of(group: Group) -> list[int]:
     return [global_ranks[k] for k in group.order or range(group.size)]
 
 
-@remembered(256)
-def holders(mesh: DeviceMesh, dims: tuple[int, ...] | None = None) -> frozenset[int]:
+@memoize(256)
+def ranks_along(mesh: DeviceMesh, dims: tuple[int, ...] | None = None) -> frozenset[int]:
     """Return the ranks along the given mesh dims (default: all) of this rank; empty if they are not processes."""
     if mesh.kind != "process_group":
         return frozenset()
@@ -133,10 +133,10 @@ def ranks_computing_with(layouts: Sequence[Layout]) -> frozenset[int]:
             dims.setdefault(layout.mesh._get_root_mesh(), set()).update(group_dims)
     if len(dims) > 1 and any(root.size_of(group_dims) != root.size() for root, group_dims in dims.items()):
         return frozenset()
-    return frozenset[int]().union(*(holders(root, tuple(sorted(group_dims))) for root, group_dims in dims.items()))
+    return frozenset[int]().union(*(ranks_along(root, tuple(sorted(group_dims))) for root, group_dims in dims.items()))
 
 
-def trail_of(layouts: Sequence[Layout]) -> Trail | None:
+def operation_hash_of(layouts: Sequence[Layout]) -> OperationHash | None:
     """Return the rolling hash of the ranks that compute with these tensors, see :func:`ranks_computing_with`; None for fewer
     than two ranks.
     """
@@ -144,7 +144,7 @@ def trail_of(layouts: Sequence[Layout]) -> Trail | None:
     return operation_records_of(layouts[0].mesh._root.world).trail_of(ranks) if len(ranks) > 1 else None
 
 
-def counted_with(layouts: Sequence[Layout], mesh_dims: Sequence[int], text: str, run: Callable[P, T]) -> Callable[P, T]:
+def count_as_operation(layouts: Sequence[Layout], mesh_dims: Sequence[int], text: str, run: Callable[P, T]) -> Callable[P, T]:
     """Wrap ``run``, a collective over ``mesh_dims`` of one mesh, so that its calls count as operations on tensors of these
     layouts.
 
@@ -152,41 +152,41 @@ def counted_with(layouts: Sequence[Layout], mesh_dims: Sequence[int], text: str,
     ``mesh_dims`` alone, the group itself compares that order, and ``run`` is returned as it is.
     """
     mesh = layouts[0].mesh
-    trail = trail_of(layouts) if len(ranks_computing_with(layouts)) > mesh.size_of(mesh_dims) else None
+    trail = operation_hash_of(layouts) if len(ranks_computing_with(layouts)) > mesh.size_of(mesh_dims) else None
     if trail is None:
         return run
     step = fingerprint(f"{text} {mesh.named(mesh_dims)}")
 
     def run_counted(*args: P.args, **kwargs: P.kwargs) -> T:
-        if Level.now != "off" and threading.get_ident() == _MAIN_THREAD:
+        if CheckLevel.now != "off" and threading.get_ident() == _MAIN_THREAD:
             trail.hash = hash((trail.hash, step))
         return run(*args, **kwargs)
 
     return run_counted
 
 
-def draws(mesh: DeviceMesh, generator: torch.Generator, how: str) -> None:
+def compare_generator_state(mesh: DeviceMesh, generator: torch.Generator, how: str) -> None:
     """Add the state of the generator, from which all ranks draw, and ``how`` they draw to what the ranks compare."""
     if _is_compared(mesh):
-        state_hash = zlib.crc32(how.encode(), zlib.crc32(state_now(generator).numpy().data))
+        state_hash = zlib.crc32(how.encode(), zlib.crc32(get_generator_state(generator).numpy().data))
         _add_to_hash(mesh, state_hash, f"{how} from the generator in state {state_hash:x}")
 
 
-def says(mesh: DeviceMesh, text: str) -> None:
+def compare_text(mesh: DeviceMesh, text: str) -> None:
     """Add ``text``, what ranks of ``mesh`` do alike with local tensors between collectives, to what the ranks compare."""
     if _is_compared(mesh):
         _add_to_hash(mesh, fingerprint(text), text)
 
 
 def _is_compared(mesh: DeviceMesh) -> bool:
-    return Level.now in ("watch", "strict") and len(holders(mesh)) > 1 and threading.get_ident() == _MAIN_THREAD
+    return CheckLevel.now in ("watch", "strict") and len(ranks_along(mesh)) > 1 and threading.get_ident() == _MAIN_THREAD
 
 
 def _add_to_hash(mesh: DeviceMesh, value: int, text: str) -> None:
-    if Level.now == "watch":
-        trail = operation_records_of(mesh._root.world).trail_of(holders(mesh))
+    if CheckLevel.now == "watch":
+        trail = operation_records_of(mesh._root.world).trail_of(ranks_along(mesh))
         trail.hash, trail.last = hash((trail.hash, value)), text
-    elif (ring := operations_among(mesh._root.world, holders(mesh))) is not None:
+    elif (ring := get_or_make_operation_log(mesh._root.world, ranks_along(mesh))) is not None:
         ring.mix(value)
 
 

@@ -11,13 +11,13 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from ..base.caches import remembered
-from ..base.recorder_hooks import aside
+from ..base.caches import memoize
+from ..base.recorder_hooks import untracked
 from ..base.tracing import has_no_values
 from ..errors import LayoutError, MixedTensorError
 from ..mesh.device_mesh import DeviceMesh
 from . import communicator_of
-from .flat_rows import content
+from .flat_rows import content_bytes
 
 T = TypeVar("T")
 
@@ -40,19 +40,19 @@ class RankSummaries(NamedTuple):
     loads: torch.Tensor
 
 
-def room(mesh: DeviceMesh) -> int:
-    """Return the number of payload bytes that fit in the single exchange of :func:`alike`."""
+def payload_bytes(mesh: DeviceMesh) -> int:
+    """Return the number of payload bytes that fit in the single exchange of :func:`check_identical`."""
     return _TOTAL_PAYLOAD_BYTES // mesh.size() // 16 * 16
 
 
-@aside
-def alike(
+@untracked
+def check_identical(
     mesh: DeviceMesh, what: str, make: Callable[[], T], summarize: Callable[[T], tuple[Hashable, tuple[int, ...], bytes]]
 ) -> tuple[T, RankSummaries | None]:
     """Return ``make()`` and the summaries of all ranks of the mesh; None instead of summaries if there is no other rank.
 
     ``tell(result)`` returns a value that must be equal on all ranks and can be printed, up to 64 integers, and a payload of up
-    to :func:`room` bytes. On process groups this takes one exchange of a fixed form (a second one, of the texts, if they
+    to :func:`payload_bytes` bytes. On process groups this takes one exchange of a fixed form (a second one, of the texts, if they
     differ); in one process none.
 
     Raises:
@@ -68,17 +68,19 @@ def alike(
         text, numbers, payload = summarize(result)
     except Exception as error:
         problem, text = error, f"{type(error).__name__}: {error}"
-    summaries = told_by_all(mesh, text, numbers, payload, room(mesh))
+    summaries = gather_summaries(mesh, text, numbers, payload, payload_bytes(mesh))
     if not summaries.same:
-        words_compared(mesh, what, str(text), problem)
+        exchange_and_compare_texts(mesh, what, str(text), problem)
     if problem is not None:
         raise problem
     return result, summaries
 
 
-def told_by_all(mesh: DeviceMesh, said: Hashable, numbers: Sequence[int] = (), load: bytes = b"", room: int = 0) -> RankSummaries:
-    """Return the summaries of all ranks: whether ``said`` is equal on all, up to 64 ``numbers``, and ``room`` bytes, in one
-    exchange.
+def gather_summaries(
+    mesh: DeviceMesh, said: Hashable, numbers: Sequence[int] = (), load: bytes = b"", room: int = 0
+) -> RankSummaries:
+    """Return the summaries of all ranks: whether ``said`` is equal on all, up to 64 ``numbers``, and ``payload_bytes`` bytes,
+    in one exchange.
     """
     row = bytearray(_HEADER_BYTES + room)
     head = array("q", (_hash_text(said), len(numbers), *numbers)).tobytes()
@@ -90,30 +92,30 @@ def told_by_all(mesh: DeviceMesh, said: Hashable, numbers: Sequence[int] = (), l
     return RankSummaries(len({head[0] for head in heads}) == 1, numbers_of, rows[:, 2 + _MAX_NUMBERS :].view(torch.uint8))
 
 
-@remembered(1024)
+@memoize(1024)
 def _hash_text(said: Hashable) -> int:
     return int.from_bytes(hashlib.blake2b(str(said).encode(), digest_size=8).digest(), "big", signed=True)
 
 
-def words_compared(mesh: DeviceMesh, what: str, said: str, problem: Exception | None = None) -> None:
+def exchange_and_compare_texts(mesh: DeviceMesh, what: str, said: str, problem: Exception | None = None) -> None:
     """Raise LayoutError on all ranks if ``said`` differs between them, after an exchange of the texts."""
-    compared(mesh, what, communicator_of(mesh).all_gather_object(said, tuple(range(mesh.ndim))), problem)
+    check_texts_equal(mesh, what, communicator_of(mesh).all_gather_object(said, tuple(range(mesh.ndim))), problem)
 
 
-def compared(mesh: DeviceMesh, what: str, said: Sequence[str], problem: Exception | None = None) -> None:
+def check_texts_equal(mesh: DeviceMesh, what: str, said: Sequence[str], problem: Exception | None = None) -> None:
     """Raise LayoutError on all ranks unless all texts are equal; ``said`` has the text of each position in the mesh."""
     other = next((position for position, text in enumerate(said) if text != said[0]), None)
     if other is None:
         return
-    ranks = mesh.ranks_here()
+    ranks = mesh.current_ranks()
     raise LayoutError(
         f"{what}: arguments differ between ranks: {said[other]} on rank {ranks[other]}, {said[0]} on rank "
         f"{ranks[0]}; pass the same arguments on all ranks of {mesh!r}"
     ) from problem
 
 
-@aside
-def same_on_all(
+@untracked
+def check_same_on_all_ranks(
     mesh: DeviceMesh,
     value: torch.Tensor,
     what: str,
@@ -131,8 +133,8 @@ def same_on_all(
     """
     if not communicator_of(mesh).talks or has_no_values(value):
         return
-    digest = hashlib.blake2b(content(value), digest_size=16).hexdigest()
-    if not told_by_all(mesh, f"{tuple(value.shape)} {value.dtype} {digest}").same:
+    digest = hashlib.blake2b(content_bytes(value), digest_size=16).hexdigest()
+    if not gather_summaries(mesh, f"{tuple(value.shape)} {value.dtype} {digest}").same:
         raise MixedTensorError(
             f"{what} mixes DTensors with a plain tensor of shape {tuple(value.shape)} that differs between ranks; {instead}"
         )

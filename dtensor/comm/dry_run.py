@@ -9,7 +9,7 @@ import torch
 
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.process_groups import Group
-from .backend_base import Communicator, Dims, Local, Reduction, Run
+from .communicator import BoundCollective, BoundReduction, Communicator, Dims, Local
 from .local_reduce import Op
 from .pack import Packing, Scatter, Transfer
 from .pending import Pending
@@ -26,8 +26,8 @@ class DryRun(Communicator):
     def map(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return fn(0, *args, **kwargs)
 
-    def _transfer(self, dims: Dims, transfer: Transfer) -> Run:
-        like = self.mesh._root.stands_for
+    def _transfer(self, dims: Dims, transfer: Transfer) -> BoundCollective:
+        like = self.mesh._root.simulated_mesh
         if like is None or like.device_type != "cpu":  # a cluster with a backend that copies nothing into rows
             return _make_empty(transfer.route_of(0).new if transfer.new_of is None else transfer.new_of(0))
         route, members = transfer.route_of(0), self.mesh.members_of(dims, 0)
@@ -37,13 +37,13 @@ class DryRun(Communicator):
     def _max_received(self, dims: Dims, transfer: Transfer) -> int:
         return super()._max_received(dims, transfer) if transfer.max_received is None else transfer.max_received
 
-    def _transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> Run:
+    def _transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> BoundCollective:
         return _make_empty(transfer.route_of(ranks.index(target.ranks[0])).new)
 
-    def _all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> Reduction:
-        return Reduction(lambda x: Pending.of(x.new_empty(x.shape)))
+    def _all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> BoundReduction:
+        return BoundReduction(lambda x: Pending.of(x.new_empty(x.shape)))
 
-    def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> Run:
+    def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> BoundCollective:
         own = scatter.new(0)
 
         def run_scatter(x: Local) -> Pending[Local]:
@@ -56,7 +56,7 @@ class DryRun(Communicator):
         return [value] * self.group_size(dims)
 
 
-def _pack_and_exchange(send_packing: Packing, recv_packing: Packing) -> Run:
+def _pack_and_exchange(send_packing: Packing, recv_packing: Packing) -> BoundCollective:
     """Make a run with the memory of a packed exchange: a row to send until ``wait()``, a buffer until it is unpacked."""
 
     def run_exchange(x: Local) -> Pending[Local]:
@@ -67,6 +67,6 @@ def _pack_and_exchange(send_packing: Packing, recv_packing: Packing) -> Run:
     return run_exchange
 
 
-def _make_empty(shape: tuple[int, ...]) -> Run:
+def _make_empty(shape: tuple[int, ...]) -> BoundCollective:
     """Make a run that returns an empty tensor of ``shape``."""
     return lambda x: Pending.of(x.new_empty(shape))

@@ -14,14 +14,14 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
-from ..base.mode_stack import Scoped
+from ..base.mode_stack import ModeStack
 from ..base.torch_internals import count_dispatch_modes, profiler_enabled
-from ..base.tracing import shows_ranges
+from ..base.tracing import has_range_observer
 from ..base.units import bytes_text
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Monoid
 from .local_reduce import Op
-from .pack import Route
+from .pack import SendRecvPlan
 from .pending import Pending
 
 P = ParamSpec("P")
@@ -65,13 +65,13 @@ class Event:
 
 # Calls its first argument: the function that issues a collective (second argument: the local value that is sent, if known),
 # later the function that completes it (second argument: None).
-Around: TypeAlias = Callable[[Callable[[], Any], Any], Any]
-Listener: TypeAlias = Callable[[Event], Around | None]
-LISTENING: Scoped[Listener] = Scoped("listening")
+CollectiveWrapper: TypeAlias = Callable[[Callable[[], Any], Any], Any]
+Listener: TypeAlias = Callable[[Event], CollectiveWrapper | None]
+LISTENING: ModeStack[Listener] = ModeStack("listening")
 listeners = LISTENING.held  # empty: no listener in any thread
 # The operator calls and redistribution steps for which collectives are issued, outermost first.
-CAUSES: Scoped[Any] = Scoped("causes")
-_REPORTED: Scoped[None] = Scoped("issuing")
+CAUSES: ModeStack[Any] = ModeStack("causes")
+_REPORTED: ModeStack[None] = ModeStack("issuing")
 
 
 def listening(listener: Listener) -> AbstractContextManager[None]:
@@ -79,17 +79,17 @@ def listening(listener: Listener) -> AbstractContextManager[None]:
     return LISTENING.entered(listener)
 
 
-def report(event: Event) -> list[Around]:
+def report_event(event: Event) -> list[CollectiveWrapper]:
     """Send an event to the listeners, and return the wrappers of those that want to see it run."""
     return [around for listener in LISTENING.values() if (around := listener(event)) is not None]
 
 
-def reporting(event: Event, issue: Callable[[], T], sent: Any = None) -> T:
+def report_events(event: Event, issue: Callable[[], T], sent: Any = None) -> T:
     """Return ``issue()``, reported to listeners with what it sends; if the result is :class:`Pending`, they see its completion
     too.
     """
-    arounds = report(event)
-    if shows_ranges():
+    arounds = report_event(event)
+    if has_range_observer():
         arounds = [_profiler_range(str(event)), *arounds]
     result = _run_through(arounds, issue, sent)
     if not arounds or not isinstance(result, Pending):
@@ -97,7 +97,7 @@ def reporting(event: Event, issue: Callable[[], T], sent: Any = None) -> T:
     return result.within(partial(_run_through, arounds))  # type: ignore[return-value]  # it is result itself
 
 
-def _profiler_range(name: str) -> Around:
+def _profiler_range(name: str) -> CollectiveWrapper:
     """Return a wrapper that shows the call as a range with this name in torch's profiler and ``DebugMode``."""
 
     def run_in_range(fn: Callable[[], T], sent: Any = None) -> T:
@@ -107,20 +107,20 @@ def _profiler_range(name: str) -> Around:
     return run_in_range
 
 
-def _run_through(arounds: Sequence[Around], fn: Callable[[], T], sent: Any = None) -> T:
+def _run_through(arounds: Sequence[CollectiveWrapper], fn: Callable[[], T], sent: Any = None) -> T:
     for around in arounds:
         fn = partial(around, fn, sent)
     return fn()
 
 
-def because(cause: Any, fn: Callable[P, T]) -> Callable[P, T]:
+def issue_for_cause(cause: Any, fn: Callable[P, T]) -> Callable[P, T]:
     """Wrap ``fn`` so that its collectives are issued for ``cause``: listeners find it in ``CAUSES``, profiler ranges show it."""
 
     def run_for_cause(*args: P.args, **kwargs: P.kwargs) -> T:
         if not (listeners or profiler_enabled() or count_dispatch_modes()):  # inlined for speed: this runs at each step
             return fn(*args, **kwargs)
         with CAUSES.entered(cause) if listeners else nullcontext():
-            if not shows_ranges():
+            if not has_range_observer():
                 return fn(*args, **kwargs)
             name = "; ".join(map(str, cause)) if isinstance(cause, tuple) else str(cause)
             return _profiler_range(name)(lambda: fn(*args, **kwargs), None)
@@ -128,12 +128,12 @@ def because(cause: Any, fn: Callable[P, T]) -> Callable[P, T]:
     return run_for_cause
 
 
-def steps_under_way() -> tuple[Any, ...]:
+def current_redistribution_steps() -> tuple[Any, ...]:
     """Return the redistribution steps for which a collective is issued, empty if there are none."""
     return next((cause for cause in reversed(CAUSES.values()) if isinstance(cause, tuple)), ())
 
 
-def issuing(fn: Callable[P, T]) -> Callable[P, T]:
+def mark_reported(fn: Callable[P, T]) -> Callable[P, T]:
     """Mark the calls of ``torch.distributed`` in ``fn`` as part of a collective that is reported as a whole."""
 
     @wraps(fn)
@@ -146,13 +146,13 @@ def issuing(fn: Callable[P, T]) -> Callable[P, T]:
     return run_marked
 
 
-def reported() -> bool:
+def is_reported() -> bool:
     """Return True if the current call is part of a collective that is reported as a whole."""
     return bool(_REPORTED)
 
 
 # --- bytes that one rank receives, per kind ------------------------------------------------------------------------
-def reduced(nbytes: int, group_size: int, op: Op = "sum") -> int:
+def all_reduce_bytes(nbytes: int, group_size: int, op: Op = "sum") -> int:
     """Return the bytes that a rank receives in an all-reduce of ``nbytes``.
 
     Reduce-scatter and all-gather each bring all but one n-th of the tensor. The addends of a monoid are not split.
@@ -162,7 +162,7 @@ def reduced(nbytes: int, group_size: int, op: Op = "sum") -> int:
     return -(-2 * (group_size - 1) * nbytes // group_size)
 
 
-def max_received(groups: Sequence[Sequence[int]], route_of: Callable[[int], Route]) -> int:
+def max_received(groups: Sequence[Sequence[int]], route_of: Callable[[int], SendRecvPlan]) -> int:
     """Return the elements that a transfer brings to a rank, the maximum over all members of ``groups``."""
     members = (member for group in groups for member in group)
     return max(sum(box.numel for box in route_of(member).receives if box is not None) for member in members)

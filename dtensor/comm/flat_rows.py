@@ -15,12 +15,12 @@ from torch import Tensor
 from ..base.tracing import is_traced
 from ..errors import LayoutError
 from .local_reduce import row_major_copy
-from .pack import Box, Route
+from .pack import Box, SendRecvPlan
 
 Shape = Sequence[int]
 
 
-def flat(x: Tensor) -> Tensor:
+def flatten_to_row(x: Tensor) -> Tensor:
     """Return the data of ``x`` as one row without autograd history. It is a copy only if ``x`` is not row-major."""
     x = x.detach()
     return view_as_row(row_major_copy(x) if not x.is_contiguous() or x.is_conj() or x.is_neg() else x)
@@ -39,17 +39,17 @@ def view_as_row(x: Tensor) -> Tensor:
     return x.as_strided((x.numel(),), (1,))
 
 
-def flat_bytes(x: Tensor) -> Tensor:
+def flatten_to_bytes(x: Tensor) -> Tensor:
     """Return the data of ``x`` as one row of bytes. It is a copy only if ``x`` is not row-major."""
-    return flat(x).view(torch.uint8)
+    return flatten_to_row(x).view(torch.uint8)
 
 
-def content(x: Tensor) -> bytes:
+def content_bytes(x: Tensor) -> bytes:
     """Return the data of ``x`` as row-major bytes."""
-    return flat_bytes(x).cpu().numpy().tobytes()
+    return flatten_to_bytes(x).cpu().numpy().tobytes()
 
 
-def from_bytes(row: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
+def tensor_from_bytes(row: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
     """Return the tensor with the bytes in ``row``."""
     return row.view(dtype).view(tuple(shape))
 
@@ -64,9 +64,9 @@ def chunk_lengths(total: int, count: int) -> list[int]:
     return [max(0, min(length, total - k * length)) for k in range(count)]
 
 
-def joined(tensors: Sequence[Tensor]) -> Tensor:
+def concat_to_row(tensors: Sequence[Tensor]) -> Tensor:
     """Return the data of all tensors as one row. It is a view if they are adjacent in one storage, in order."""
-    rows = [flat(x) for x in tensors]
+    rows = [flatten_to_row(x) for x in tensors]
     nonempty = [row for row in rows if row.numel()]
     if len(nonempty) < 2:
         return (nonempty or rows)[0]
@@ -79,7 +79,7 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(nonempty)
 
 
-def apart(row: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
+def split_row(row: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
     """Return the tensors of these shapes that are concatenated in ``row``."""
     parts = row.split([math.prod(shape) for shape in shapes])
     return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
@@ -91,14 +91,14 @@ def row_boxes(shapes: Sequence[Shape]) -> list[Box]:
     return [Box((end - length,), (length,)) for end, length in zip(accumulate(lengths), lengths, strict=True)]
 
 
-def exchange_route(sends: Sequence[Shape], receives: Sequence[Shape], mine: int) -> Route:
+def exchange_route(sends: Sequence[Shape], receives: Sequence[Shape], mine: int) -> SendRecvPlan:
     """Return one member's part of an exchange: ``sends[k]`` goes to position k, which sends ``receives[k]``; ``mine`` is kept."""
     send_boxes, recv_boxes = row_boxes(sends), row_boxes(receives)
     kept = (send_boxes[mine], recv_boxes[mine]) if send_boxes[mine].numel else None
     return _make_route(send_boxes, recv_boxes, mine, kept, sum(box.numel for box in send_boxes))
 
 
-def gather_route(shapes: Sequence[Shape], mine: int) -> Route:
+def gather_route(shapes: Sequence[Shape], mine: int) -> SendRecvPlan:
     """Return one member's part of an all-gather of tensors of these shapes."""
     recv_boxes = row_boxes(shapes)
     length = recv_boxes[mine].numel
@@ -108,20 +108,20 @@ def gather_route(shapes: Sequence[Shape], mine: int) -> Route:
 
 def _make_route(
     send_boxes: Sequence[Box], recv_boxes: Sequence[Box], mine: int, kept: tuple[Box, Box] | None, length: int
-) -> Route:
+) -> SendRecvPlan:
     sends, receives = (
         tuple(box if k != mine and box.numel else None for k, box in enumerate(boxes)) for boxes in (send_boxes, recv_boxes)
     )
-    return Route((length,), (sum(box.numel for box in recv_boxes),), sends, receives, kept)
+    return SendRecvPlan((length,), (sum(box.numel for box in recv_boxes),), sends, receives, kept)
 
 
-def broadcast_route(shape: Shape, size: int, source: int, mine: int) -> Route:
+def broadcast_route(shape: Shape, size: int, source: int, mine: int) -> SendRecvPlan:
     """Return one member's part of a broadcast from position ``source`` of a group of ``size``."""
     shape = tuple(shape)
     box, is_receiver = Box((0,) * len(shape), shape), mine != source
     sends = tuple(None if is_receiver or k == mine else box for k in range(size))
     receives = tuple(box if is_receiver and k == source else None for k in range(size))
-    return Route(shape, shape, sends, receives, None if is_receiver else (box, box))
+    return SendRecvPlan(shape, shape, sends, receives, None if is_receiver else (box, box))
 
 
 def check_announced_shape(tensor: Tensor, shape: Shape, member: int) -> Tensor:

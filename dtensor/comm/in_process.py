@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..mesh.current_rank import RUNNING, running_as
+from ..mesh.current_rank import RUNNING_RANK, run_as_member
 from ..mesh.device_mesh import DeviceMesh
 from ..ranks.per_rank import PerRank, count_ranks, merge_results, split_arguments
 from ..ranks.rank_values import RankValues
-from .backend_base import Communicator, Dims, Local, Reduction, Run, check_same_shapes
+from .communicator import BoundCollective, BoundReduction, Communicator, Dims, Local, check_same_shapes
 from .local_reduce import Op, fold, row_major_copy
-from .pack import Box, Route, Scatter, Transfer, region
+from .pack import Box, Scatter, SendRecvPlan, Transfer, view_region
 from .pending import Pending
 
 RegionCopy = tuple[int, Box, Box]  # source shard, region of it, region of the new block
@@ -36,26 +36,26 @@ class InProcess(Communicator):
         members = self.mesh.members
         count = count_ranks((args, kwargs), len(members))
         root, results = self.mesh._root, []
-        before = RUNNING.at
+        before = RUNNING_RANK.at
         try:
             for member, (shards, named) in zip(members, split_arguments(args, kwargs, count), strict=True):
-                RUNNING.at = root, member  # as running_as does, without a context manager for each member and op
+                RUNNING_RANK.at = root, member  # as running_as does, without a context manager for each member and op
                 results.append(fn(member, *shards, **named))
         finally:
-            RUNNING.at = before
+            RUNNING_RANK.at = before
         return merge_results(results, RankValues)
 
     def local(self, shards: Sequence[Tensor]) -> PerRank:
         return PerRank(shards)
 
-    def _transfer(self, dims: Dims, transfer: Transfer) -> Run:
+    def _transfer(self, dims: Dims, transfer: Transfer) -> BoundCollective:
         routes, copies = [transfer.route_of(member) for member in self.held], []
         for member, route in enumerate(routes):
             group = self.mesh.members_of(dims, member)
             copies.append((route.new, list(_list_copies(route, [routes[other] for other in group], group, group.index(member)))))
         return lambda x: Pending.of(_run_copies(self._shards(x), copies))
 
-    def _transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> Run:
+    def _transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> BoundCollective:
         routes, copies = [transfer.route_of(position) for position in range(len(ranks))], []
         holders = [self.mesh.ranks.index(rank) if rank in self.mesh.ranks else -1 for rank in ranks]
         for position in map(ranks.index, target.ranks):
@@ -63,19 +63,19 @@ class InProcess(Communicator):
             copies.append((route.new, list(_list_copies(route, routes, holders, position))))
         return lambda x: Pending.of(_run_copies(self._shards(x), copies))
 
-    def _all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> Reduction:
+    def _all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> BoundReduction:
         def run_reduction(x: Local) -> Pending[Local]:
             shards, results = self._shards(x), {}
             for group in self._groups(dims):
                 check_same_shapes({member: tuple(shards[member].shape) for member in group})
-                with running_as(self.mesh._root, group[0]):  # a user's Monoid may call mesh.get_rank()
+                with run_as_member(self.mesh._root, group[0]):  # a user's Monoid may call mesh.get_rank()
                     total = fold([shards[member] for member in group], op)
                 results.update({member: row_major_copy(total) for member in group[1:]} | {group[0]: total})
             return self._make_done(results)
 
-        return Reduction(run_reduction)
+        return BoundReduction(run_reduction)
 
-    def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> Run:
+    def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> BoundCollective:
         sources_of = []
         for member in self.held:
             group = self.mesh.members_of(dims, member)
@@ -83,7 +83,7 @@ class InProcess(Communicator):
 
         def run_scatter(x: Local) -> Pending[Local]:
             shards = self._shards(x)
-            reduced = (fold([region(shards[source], box) for source, box in sources], scatter.op) for sources in sources_of)
+            reduced = (fold([view_region(shards[source], box) for source, box in sources], scatter.op) for sources in sources_of)
             return Pending.of(PerRank(reduced))
 
         return run_scatter
@@ -105,7 +105,9 @@ class InProcess(Communicator):
         return Pending.of(PerRank(results[member] for member in self.held))
 
 
-def _list_copies(route: Route, others: Sequence[Route], holders: Sequence[int], position: int) -> Iterator[RegionCopy]:
+def _list_copies(
+    route: SendRecvPlan, others: Sequence[SendRecvPlan], holders: Sequence[int], position: int
+) -> Iterator[RegionCopy]:
     """Yield the copies that make the new block of group position ``position``; ``holders[k]`` is the shard of position k."""
     if route.kept is not None:
         yield holders[position], *route.kept
@@ -120,5 +122,5 @@ def _run_copies(shards: Sequence[Tensor], copies: Sequence[tuple[tuple[int, ...]
     results = [shards[0].new_empty(shape) for shape, _ in copies]
     for result, (_, block_copies) in zip(results, copies, strict=True):
         for source, old, new in block_copies:
-            region(result, new).copy_(region(shards[source].detach(), old))
+            view_region(result, new).copy_(view_region(shards[source].detach(), old))
     return PerRank(results)

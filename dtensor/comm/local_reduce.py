@@ -34,7 +34,7 @@ _ACCUMULATION_DTYPES: dict[torch.dtype, torch.dtype] = {
 }
 
 
-NOT_ADDED = frozenset({torch.float8_e8m0fnu})  # powers of two without a zero, which torch cannot add
+DTYPES_WITHOUT_SUM = frozenset({torch.float8_e8m0fnu})  # powers of two without a zero, which torch cannot add
 
 _REDUCE_STEPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "sum": Tensor.add_,
@@ -122,7 +122,7 @@ def _mean_into(total: Tensor, first: Tensor, rest: Iterable[Tensor], count: int)
     return total if count * scale == 1 else total.div_(count * scale)
 
 
-def divided(total: Tensor, count: int) -> Tensor:
+def divide_in_place(total: Tensor, count: int) -> Tensor:
     """Divide ``total`` by ``count`` in place, and return it.
 
     Real and imaginary parts are divided separately, since infinity divided by a complex number is NaN.
@@ -167,11 +167,11 @@ def _reduce_monoid(terms: Sequence[Tensor], op: Monoid) -> Tensor:
 
 def reduce_stack(stack: Tensor, op: Monoid) -> Tensor:
     """Return the reduction of addends that are stacked along dim 0, by ``combine_all`` or pairwise."""
-    total = in_pairs(op.combine, stack) if op.combine_all is None else op.combine_all(stack)
+    total = reduce_pairwise(op.combine, stack) if op.combine_all is None else op.combine_all(stack)
     return (total if op.finalize is None else op.finalize(total)).contiguous().detach()
 
 
-def in_pairs(combine: Callable[[Tensor, Tensor], Tensor], states: Tensor, dim: int = 0) -> Tensor:
+def reduce_pairwise(combine: Callable[[Tensor, Tensor], Tensor], states: Tensor, dim: int = 0) -> Tensor:
     """Reduce ``states`` along a dim by ``combine``, all pairs of neighbors at once.
 
     ``combine`` must be associative and work for each index of that dim separately.
@@ -203,7 +203,7 @@ def _reduce_uint64(terms: Sequence[Tensor], op: str) -> Tensor:
     return (total ^ _SIGN_BIT if flip else total).view(torch.uint64)
 
 
-def identity(op: Op, like: torch.Tensor) -> torch.Tensor:
+def reduction_identity(op: Op, like: torch.Tensor) -> torch.Tensor:
     """Return a new tensor, like ``like`` in shape, dtype and strides, that does not change the result of ``op`` as an addend."""
     match op:
         case Monoid():
@@ -211,19 +211,19 @@ def identity(op: Op, like: torch.Tensor) -> torch.Tensor:
         case "product":
             return torch.ones_like(like)
         case "max" | "min":
-            return torch.full_like(like, bounds(like.dtype)[op == "min"])
+            return torch.full_like(like, max_min_identities(like.dtype)[op == "min"])
         case _:
-            return torch.full_like(like, nothing(like.dtype))
+            return torch.full_like(like, sum_identity(like.dtype))
 
 
-def nothing(dtype: torch.dtype) -> complex:
+def sum_identity(dtype: torch.dtype) -> complex:
     """Return the identity of a sum: 0, or -0.0 for floats, which also keeps the sign of a zero (only ``-0.0 + -0.0`` is
     ``-0.0``).
     """
     return complex(-0.0, -0.0) if dtype.is_complex else -0.0 if dtype.is_floating_point else 0
 
 
-def bounds(dtype: torch.dtype) -> tuple[float, float]:
+def max_min_identities(dtype: torch.dtype) -> tuple[float, float]:
     """Return the identities of max and of min."""
     if dtype is torch.bool:
         return False, True

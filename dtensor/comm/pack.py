@@ -33,7 +33,7 @@ class Box(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class SendRecvPlan:
     """The part of one member in a transfer: its send/receive plan.
 
     Tuples have one entry per group position; None if nothing is sent or received, as for the member itself.
@@ -63,7 +63,7 @@ class Traffic:
     joined: tuple[tuple[int, ...], int] | None = None
 
     @staticmethod
-    def of(routes: Sequence[Route]) -> Traffic:
+    def of(routes: Sequence[SendRecvPlan]) -> Traffic:
         """Return the traffic of a group from the routes of all its members."""
         return Traffic(
             max((box.numel for route in routes for box in route.sends if box is not None), default=0),
@@ -72,7 +72,7 @@ class Traffic:
         )
 
     @staticmethod
-    def of_gather(route: Route) -> Traffic:
+    def of_gather(route: SendRecvPlan) -> Traffic:
         """Return the traffic of an all-gather from the route of one member."""
         received = [box for box in route.receives if box is not None]
         sizes = [math.prod(route.old), *(box.numel for box in received)]
@@ -95,7 +95,7 @@ class Transfer:
         blocking: whether each rank waits right after it issues the transfer, so that the transfer may take rounds.
     """
 
-    route_of: Callable[[int], Route]
+    route_of: Callable[[int], SendRecvPlan]
     dtype: torch.dtype
     kind: str = "all_to_all"
     traffic_of: Callable[[int], Traffic | None] | None = None
@@ -121,7 +121,7 @@ class Scatter:
     said: str = ""
 
 
-def region(x: Tensor, box: Box) -> Tensor:
+def view_region(x: Tensor, box: Box) -> Tensor:
     """Return a view of a region of ``x``; ``x`` itself if the region is all of it."""
     if 0 in box.size:  # the offset of an empty box may be past the end of the block
         return x if x.shape == box.size else x.new_empty(box.size)
@@ -231,7 +231,7 @@ class Packing:
         if self.concat_dim is not None:
             parts = block.split([box.size[self.concat_dim] for box in self.nonempty_boxes], self.concat_dim)
             return torch.cat([part.reshape(-1) for part in parts])
-        return torch.cat([region(block, box).reshape(-1) for box in self.nonempty_boxes])
+        return torch.cat([view_region(block, box).reshape(-1) for box in self.nonempty_boxes])
 
     def unpack(self, row: Tensor) -> Tensor:
         """Return the block with the boxes in ``row``. The boxes must make up the whole block.
@@ -248,7 +248,7 @@ class Packing:
             self.grid.of(block).copy_(row.view(self.grid.shape))
             return block
         for part, box in zip(row.split([box.numel for box in self.nonempty_boxes]), self.nonempty_boxes, strict=True):
-            region(block, box).copy_(part.view(box.size))
+            view_region(block, box).copy_(part.view(box.size))
         return block
 
 

@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.process_groups import Group, backend_of, beside_part, group_of, handle_of, order_in
-from . import custom_ops
-from .backend_base import Communicator, Dims, Reduction, Run, spanning
+from ..mesh.process_groups import Group, backend_name, get_group, get_torch_group, library_subgroup, torch_rank_order
+from . import traced_collectives
 from .checked_collectives import lengths_of, wrap_checked
-from .custom_ops import select_when_traced
+from .communicator import BoundCollective, BoundReduction, Communicator, Dims, containing_mesh
 from .flat_rows import gather_route
 from .local_reduce import Op
 from .pack import Scatter, Transfer
 from .pending import Pending
 from .reductions import bind_all_reduce, bind_scatter
+from .traced_collectives import select_when_traced
 from .transfer import bind_direct, bind_transfer
 
 
@@ -44,51 +44,51 @@ class ProcessGroups(Communicator):
     def _group(self, dims: Dims) -> Group:
         group = self._by_dims.get(dims)
         if group is None:
-            group = self._by_dims[dims] = group_of(self.mesh, dims)
+            group = self._by_dims[dims] = get_group(self.mesh, dims)
         return group
 
-    def _transfer(self, dims: Dims, transfer: Transfer) -> Run:
+    def _transfer(self, dims: Dims, transfer: Transfer) -> BoundCollective:
         group = self._group(dims)
         lengths = None if transfer.said else lengths_of(transfer.route_of(group.members[group.position]))
         description = f"{transfer.kind} {transfer.said}".rstrip()
         run = wrap_checked(group, description, self._name_dims(dims), bind_transfer(group, transfer), lengths=lengths)
-        return select_when_traced(run, lambda: custom_ops.bind_traced_transfer(group, transfer))
+        return select_when_traced(run, lambda: traced_collectives.bind_traced_transfer(group, transfer))
 
-    def _transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> Run:
+    def _transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> BoundCollective:
         rank = dist.get_rank()
         if rank not in ranks:
             return Pending.of
-        mesh = spanning(self.mesh, target)
+        mesh = containing_mesh(self.mesh, target)
         handle: Any = dist.group.WORLD
         if mesh is not None and len(ranks) < dist.get_world_size():
             root = mesh._get_root_mesh()
-            handle = handle_of(root, range(root.ndim))
+            handle = get_torch_group(root, range(root.ndim))
         whole_name, all_take_part = handle.group_name, dist.get_world_size(handle) == len(ranks)
-        handle = beside_part(handle, ranks, target.device_type)
+        handle = library_subgroup(handle, ranks, target.device_type)
         name = whole_name if all_take_part else handle.group_name
-        order, backend = order_in(handle, ranks), backend_of(handle, target.device_type)
+        order, backend = torch_rank_order(handle, ranks), backend_name(handle, target.device_type)
         group = Group(handle, tuple(range(len(ranks))), ranks.index(rank), order, backend, name)
         description, mesh_dims = f"transfer to another mesh {transfer.said}", f"ranks {', '.join(map(str, ranks))}"
         route = transfer.route_of(group.position)
         if dist.get_world_size(handle) == len(ranks):
             run = wrap_checked(group, description, mesh_dims, bind_transfer(group, transfer), lengths=lengths_of(route))
-            return select_when_traced(run, lambda: custom_ops.bind_traced_transfer(group, transfer))
+            return select_when_traced(run, lambda: traced_collectives.bind_traced_transfer(group, transfer))
         return select_when_traced(
             wrap_checked(group, description, mesh_dims, bind_direct(group, route), lengths=lengths_of(route)),
-            custom_ops.raise_without_group,
+            traced_collectives.raise_without_group,
         )
 
-    def _all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> Reduction:
+    def _all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> BoundReduction:
         group, bound = self._group(dims), bind_all_reduce(self._group(dims), op, dtype)
         description, mesh_dims = f"all_reduce({op})", self._name_dims(dims)
         run = wrap_checked(group, description, mesh_dims, bound.run, compare_shape=True)
         taking = None if bound.taking is None else wrap_checked(group, description, mesh_dims, bound.taking, compare_shape=True)
-        return custom_ops.add_traced_reduction(Reduction(run, taking, bound.at_once), group, op, dtype)
+        return traced_collectives.add_traced_reduction(BoundReduction(run, taking, bound.at_once), group, op, dtype)
 
-    def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> Run:
+    def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> BoundCollective:
         group, description = self._group(dims), f"reduce_scatter({scatter.op}) {scatter.said}"
         run = wrap_checked(group, description, self._name_dims(dims), bind_scatter(group, scatter))
-        return select_when_traced(run, lambda: custom_ops.bind_traced_scatter(group, scatter))
+        return select_when_traced(run, lambda: traced_collectives.bind_traced_scatter(group, scatter))
 
     def _all_gather_object(self, value: Any, dims: Dims) -> list[Any]:
         """Return the pickled values of all ranks, in two transfers: of their lengths, then of their bytes."""

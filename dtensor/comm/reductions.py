@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ..mesh.process_groups import Group
 from ..placement import Monoid
-from .backend_base import Reduction
 from .backends import (
     Waitable,
     all_gather_rows,
@@ -28,9 +27,10 @@ from .backends import (
     traits_of,
     wait_then,
 )
+from .communicator import BoundReduction
 from .flat_rows import chunk_lengths, view_as_row
 from .local_reduce import FUSED_SUM_DTYPES, Op, fold, reduce_stack, row_major_copy
-from .pack import Box, Packing, Scatter, region
+from .pack import Box, Packing, Scatter, view_region
 from .pending import Pending
 from .transfer import ROW_FACTOR, Issue, list_message_regions, peer_order
 
@@ -83,7 +83,7 @@ def _bind_direct_scatter(group: Group, old: tuple[int, ...], chunks: tuple[Box, 
 
     def issue_reduction(x: Tensor) -> Pending[Tensor]:
         block = row_major(x, old)
-        addends = [region(block, own) if k == mine else block.new_empty(own.size) for k in range(group.size)]
+        addends = [view_region(block, own) if k == mine else block.new_empty(own.size) for k in range(group.size)]
         receives = [(order[k], addends[k].view(-1)) for k in others]
         works = exchange_messages(group, receives, [(part.rank, part.of(block)) for part in send_regions], x.device)
         return make_pending(works, lambda: fold(addends, op))
@@ -92,7 +92,7 @@ def _bind_direct_scatter(group: Group, old: tuple[int, ...], chunks: tuple[Box, 
 
 
 # --- all-reduce -----------------------------------------------------------------------------------------------------------
-def bind_all_reduce(group: Group, op: Op, dtype: torch.dtype) -> Reduction:
+def bind_all_reduce(group: Group, op: Op, dtype: torch.dtype) -> BoundReduction:
     """Bind an all-reduce: the backend's own, else in one round for small tensors, else in two."""
     native = native_reduction(group, op, dtype)
     if native is not None:
@@ -100,7 +100,7 @@ def bind_all_reduce(group: Group, op: Op, dtype: torch.dtype) -> Reduction:
     if group.size == 2 and traits_of(group).adds_pairs and op in ("sum", "avg") and dtype in FUSED_SUM_DTYPES:
         return _bind_pair_sum(group, op == "avg")
     if isinstance(op, Monoid) and op.combine_all is not None:
-        return Reduction(_bind_stacked(group, op))
+        return BoundReduction(_bind_stacked(group, op))
     max_one_round_bytes = (
         sys.maxsize if isinstance(op, Monoid) else traits_of(group).one_round_bytes
     )  # the addends of a monoid cannot be split
@@ -112,10 +112,12 @@ def bind_all_reduce(group: Group, op: Op, dtype: torch.dtype) -> Reduction:
         use_exchanges = group.order is None and nbytes <= traits_of(group).exchanged_bytes
         return (_reduce_in_two_exchanges if use_exchanges else _reduce_in_place)(group, x, op)
 
-    return Reduction(issue_reduction)
+    return BoundReduction(issue_reduction)
 
 
-def _bind_native_reduction(reduce: Callable[[Tensor], list[Waitable]], dtype: torch.dtype, view_dtype: torch.dtype) -> Reduction:
+def _bind_native_reduction(
+    reduce: Callable[[Tensor], list[Waitable]], dtype: torch.dtype, view_dtype: torch.dtype
+) -> BoundReduction:
     def reduce_in_place(result: Tensor) -> Pending[Tensor]:
         return make_pending(reduce(result), lambda: result)
 
@@ -124,13 +126,13 @@ def _bind_native_reduction(reduce: Callable[[Tensor], list[Waitable]], dtype: to
         return make_pending(reduce(torch.view_as_real(result) if dtype.is_complex else result.view(view_dtype)), lambda: result)
 
     return (
-        Reduction(lambda x: reduce_in_place(row_major_copy(x)), reduce_in_place, True)
+        BoundReduction(lambda x: reduce_in_place(row_major_copy(x)), reduce_in_place, True)
         if view_dtype is dtype
-        else Reduction(run_reduction, None, True)
+        else BoundReduction(run_reduction, None, True)
     )
 
 
-def _bind_pair_sum(group: Group, mean: bool) -> Reduction:
+def _bind_pair_sum(group: Group, mean: bool) -> BoundReduction:
     """Bind the backend's own sum of two ranks, in place. The sum of two addends does not depend on their order.
 
     For a mean both are halved before, as in the local reduction: their sum may overflow.
@@ -144,7 +146,7 @@ def _bind_pair_sum(group: Group, mean: bool) -> Reduction:
         block = row_major(x, tuple(x.shape))
         return issue_reduction(block * 0.5 if mean else row_major_copy(block))
 
-    return Reduction(run_reduction, lambda x: issue_reduction(x.mul_(0.5) if mean else x), True)
+    return BoundReduction(run_reduction, lambda x: issue_reduction(x.mul_(0.5) if mean else x), True)
 
 
 def _reduce_in_one_round(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:

@@ -32,9 +32,9 @@ from .backends import (
     traits_of,
     wait_then,
 )
-from .flat_rows import flat_bytes, view_as_row
+from .flat_rows import flatten_to_bytes, view_as_row
 from .local_reduce import row_major_copy
-from .pack import Box, Packing, Route, Traffic, Transfer, contiguous_run, region
+from .pack import Box, Packing, SendRecvPlan, Traffic, Transfer, contiguous_run, view_region
 from .pending import Pending
 
 Issue = Callable[[Tensor], Pending[Tensor]]
@@ -88,12 +88,12 @@ def _concat_layout(group: Group, transfer: Transfer) -> tuple[tuple[int, ...], i
     return None if traffic is None else traffic.joined
 
 
-def _is_native_gather(group: Group, transfer: Transfer, route: Route) -> bool:
+def _is_native_gather(group: Group, transfer: Transfer, route: SendRecvPlan) -> bool:
     """Return True if the transfer is a gather of equal blocks, and the backend has one."""
     return transfer.kind == "all_gather" and traits_of(group).reduces and Traffic.of_gather(route).alike
 
 
-def _is_direct(group: Group, transfer: Transfer, route: Route) -> bool:
+def _is_direct(group: Group, transfer: Transfer, route: SendRecvPlan) -> bool:
     """Return True if the transfer is sent in messages between the ranks that exchange something."""
     traffic = Traffic.of_gather(route) if transfer.kind == "all_gather" else _find_traffic(group, transfer)
     traits, in_rows = traits_of(group), len(route.new) == 1
@@ -107,12 +107,12 @@ def _is_direct(group: Group, transfer: Transfer, route: Route) -> bool:
     return is_large or traffic.partners * traits.sparse <= group.size - 1
 
 
-def _is_relayed(group: Group, route: Route, dtype: torch.dtype) -> bool:
+def _is_relayed(group: Group, route: SendRecvPlan, dtype: torch.dtype) -> bool:
     """Return True if the gathered result is so small that one rank may collect it and send it to all others."""
     return group.size > 2 and math.prod(route.new) * dtype.itemsize * group.size <= traits_of(group).relayed_bytes
 
 
-def make_packings(group: Group, route: Route) -> tuple[Packing, Packing]:
+def make_packings(group: Group, route: SendRecvPlan) -> tuple[Packing, Packing]:
     """Return the packings of the rows that a rank sends and receives.
 
     The rank's own elements are in the rows too, which makes them regular; the backend copies these elements.
@@ -123,7 +123,7 @@ def make_packings(group: Group, route: Route) -> tuple[Packing, Packing]:
     return Packing(tuple(group.to_torch(sends)), route.old), Packing(tuple(group.to_torch(receives)), route.new)
 
 
-def _bind_packed(group: Group, route: Route) -> Issue:
+def _bind_packed(group: Group, route: SendRecvPlan) -> Issue:
     """Bind a transfer as one all-to-all of rows."""
     send_packing, recv_packing = make_packings(group, route)
 
@@ -158,7 +158,7 @@ class _MessageRegion:
 
     def of(self, block: Tensor) -> Tensor:
         """Return the region of ``block`` as a row. It is a copy if the region is not contiguous."""
-        return region(block, self.box).contiguous().view(-1) if self.run is None else block.view(-1).narrow(0, *self.run)
+        return view_region(block, self.box).contiguous().view(-1) if self.run is None else block.view(-1).narrow(0, *self.run)
 
 
 def peer_order(group: Group, direction: int) -> list[int]:
@@ -178,7 +178,7 @@ def list_message_regions(
     return [_MessageRegion(rank, box, contiguous_run(box, shape)) for rank, box in ordered if box is not None and box.numel]
 
 
-def bind_direct(group: Group, route: Route) -> Issue:
+def bind_direct(group: Group, route: SendRecvPlan) -> Issue:
     """Bind a transfer as messages between the ranks that exchange something. ``group`` may be a part of its process group."""
     send_regions = list_message_regions(group, route.sends, route.old, 1)
     recv_regions = list_message_regions(group, route.receives, route.new, -1)
@@ -196,12 +196,12 @@ def bind_direct(group: Group, route: Route) -> Issue:
         )
         if route.kept is not None:
             old, new = route.kept
-            region(result, new).copy_(region(block, old))
+            view_region(result, new).copy_(view_region(block, old))
 
         def finish() -> Tensor:
             for message_region, target in zip(recv_regions, targets, strict=True):
                 if message_region.run is None:
-                    region(result, message_region.box).copy_(target.view(message_region.box.size))
+                    view_region(result, message_region.box).copy_(target.view(message_region.box.size))
             return result
 
         return make_pending(works, finish)
@@ -209,7 +209,7 @@ def bind_direct(group: Group, route: Route) -> Issue:
     return issue_transfer
 
 
-def _bind_broadcast(group: Group, route: Route) -> Issue:
+def _bind_broadcast(group: Group, route: SendRecvPlan) -> Issue:
     """Bind a broadcast from the position that sends something, which is this one if it receives nothing."""
     source = next((k for k, box in enumerate(route.receives) if box is not None), group.position)
     sender = dist.get_global_rank(group.handle, source if group.order is None else group.order[source])
@@ -219,10 +219,10 @@ def _bind_broadcast(group: Group, route: Route) -> Issue:
             return Pending.of(row_major_copy(x) if source == group.position else x.new_empty(route.new))
         if source != group.position:
             result = torch.empty(route.new, dtype=x.dtype, device=x.device)
-            return make_pending(broadcast_row(group, flat_bytes(result), sender), lambda: result)
+            return make_pending(broadcast_row(group, flatten_to_bytes(result), sender), lambda: result)
         detached = x.detach()
         row = row_major(detached, route.old)
-        works = broadcast_row(group, flat_bytes(row), sender)
+        works = broadcast_row(group, flatten_to_bytes(row), sender)
         result = row_major_copy(row) if row is detached else row  # the copy overlaps with the broadcast
         return make_pending(works, lambda: result)
 
@@ -243,7 +243,7 @@ def _bind_concat_gather(group: Group, shape: tuple[int, ...], dim: int) -> Issue
     return issue_transfer
 
 
-def make_gather_packing(group: Group, route: Route) -> Packing:
+def make_gather_packing(group: Group, route: SendRecvPlan) -> Packing:
     """Return the packing of the row in which the blocks of all ranks arrive, with the rank's own block."""
     boxes = list(route.receives)
     assert route.kept is not None
@@ -251,7 +251,7 @@ def make_gather_packing(group: Group, route: Route) -> Packing:
     return Packing(tuple(group.to_torch(boxes)), route.new)
 
 
-def _bind_native_gather(group: Group, route: Route) -> Issue:
+def _bind_native_gather(group: Group, route: SendRecvPlan) -> Issue:
     """Bind the backend's all-gather of equal blocks."""
     recv_packing = make_gather_packing(group, route)
 
@@ -264,7 +264,7 @@ def _bind_native_gather(group: Group, route: Route) -> Issue:
     return issue_transfer
 
 
-def _bind_relayed(group: Group, route: Route) -> Issue:
+def _bind_relayed(group: Group, route: SendRecvPlan) -> Issue:
     """Bind a gather of rows by way of the first position, which collects all rows and sends them to all others."""
     first, *others = group.order or range(group.size)
     recv_regions = list_message_regions(group, route.receives, route.new, -1)
@@ -276,7 +276,7 @@ def _bind_relayed(group: Group, route: Route) -> Issue:
             return make_pending(exchange_messages(group, [(first, result)], [(first, row)], x.device), lambda: result)
         works = exchange_messages(group, [(part.rank, part.of(result)) for part in recv_regions], [], x.device)
         if route.kept is not None:
-            region(result, route.kept[1]).copy_(row)
+            view_region(result, route.kept[1]).copy_(row)
         return make_pending(
             works, lambda: wait_then(exchange_messages(group, [], [(rank, result) for rank in others], x.device), lambda: result)
         )

@@ -20,14 +20,14 @@ import torch
 import torch.distributed as dist
 
 from ..base.progress import iterate_with_progress
-from ..base.spawn_ranks import on_ranks
+from ..base.spawn_ranks import spawn_ranks
 from ..base.units import seconds_text
 from ..errors import MeshError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.process_groups import backend_of
+from ..mesh.process_groups import backend_name
 from ..placement import Partial, Placement, Replicate, Shard
-from .device import DEVICES, STANDS_FOR, Device, nearest_device
+from .device import DEFAULT_DEVICE, DEVICES, Device, nearest_device
 from .profile import MEASURED_COLLECTIVES, Link, Profile, Rate, profile_path
 
 _PLACEMENT_PAIRS: dict[str, tuple[Placement, Placement]] = {
@@ -97,7 +97,7 @@ def measure_profile(moves: MakeRedistribution, device_type: str, seconds: float 
     if world < 2:
         raise MeshError("calibration needs at least 2 ranks, this group has 1; run `python -m dtensor calibrate --ranks 4`")
     per_host = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    backend = backend_of(dist.group.WORLD, device_type)
+    backend = backend_name(dist.group.WORLD, device_type)
     links: dict[str, Link] = {}
     between: dict[str, Link] = {}
     sizes = sorted({n for n in (2, 4, 8, per_host) if 1 < n <= min(per_host, world)})
@@ -121,11 +121,13 @@ def _measure_device(device_type: str, seconds: float) -> Device:
     device.
     """
     name = "this CPU" if device_type == "cpu" else torch.cuda.get_device_name()
-    built_in = DEVICES[STANDS_FOR[device_type] if device_type == "cpu" else nearest_device(name)]
+    built_in = DEVICES[DEFAULT_DEVICE[device_type] if device_type == "cpu" else nearest_device(name)]
     number = torch.ones((), device=device_type)
     rates = {kind: _measure_matmul_rate(dtype, device_type, seconds) for kind, dtype in _MATMUL_DTYPES.items()}
     memory = 2 * _measure_copy_rate(device_type, seconds)  # read and written
-    return Device(name, {**built_in.flops, **rates}, memory, slowest(lambda: number + number, seconds / 5, device_type))
+    return Device(
+        name, {**built_in.flops, **rates}, memory, median_of_slowest_rank(lambda: number + number, seconds / 5, device_type)
+    )
 
 
 def _measure_matmul_rate(dtype: torch.dtype, device_type: str, seconds: float) -> float:
@@ -133,7 +135,7 @@ def _measure_matmul_rate(dtype: torch.dtype, device_type: str, seconds: float) -
     rates = []
     for side in _MATRIX_SIDES[device_type]:
         x = torch.ones(side, side, dtype=dtype, device=device_type)
-        rates.append(2 * side**3 / slowest(lambda x=x: x @ x, seconds / 5, device_type))  # type: ignore[misc]  # x of this iteration
+        rates.append(2 * side**3 / median_of_slowest_rank(lambda x=x: x @ x, seconds / 5, device_type))  # type: ignore[misc]  # x of this iteration
     return max(rates)
 
 
@@ -150,7 +152,7 @@ def _measure_link(moves: MakeRedistribution, groups: Sequence[Sequence[int]], de
 def _measure_copy_rate(device_type: str, seconds: float) -> float:
     """Return the bytes per second of local copies while all ranks copy."""
     x = torch.ones(_SIDES[-1], _SIDES[-1], device=device_type)
-    return x.nbytes / slowest(x.clone, seconds / 5, device_type)
+    return x.nbytes / median_of_slowest_rank(x.clone, seconds / 5, device_type)
 
 
 def _measure_collective(
@@ -163,13 +165,13 @@ def _measure_collective(
     assert move.collectives == 1, f"{kind} is one collective, not {move}"
     local = torch.ones(src.local_shape(mesh.get_coordinate()), device=device_type)
     members = () if mesh.current_member() is None else group
-    elapsed = slowest(lambda: moves(src, dst).run(local), seconds / 5, device_type, members)
+    elapsed = median_of_slowest_rank(lambda: moves(src, dst).run(local), seconds / 5, device_type, members)
     nbytes = move.bytes
     copied_bytes = {"all_reduce": 0, "reduce_scatter": nbytes}.get(kind, dst.max_local_nbytes)
     return CollectiveSample(kind, len(group), nbytes, max(elapsed - copied_bytes / memory, elapsed / 4))
 
 
-def slowest(run: Callable[[], Any], seconds: float, device_type: str = "cpu", group: Sequence[int] = ()) -> float:
+def median_of_slowest_rank(run: Callable[[], Any], seconds: float, device_type: str = "cpu", group: Sequence[int] = ()) -> float:
     """Return the median over rounds of ``seconds`` of the time of one call, on the slowest rank of ``group``. () means all
     ranks, or none for a rank outside of a group.
     """
@@ -218,7 +220,9 @@ def run_calibration(
         finally:
             dist.destroy_process_group()
         return path, profile
-    (text,) = on_ranks(ranks, _measure_profile_json, moves, device_type, seconds, seconds=_MAX_SECONDS, device_type=device_type)
+    (text,) = spawn_ranks(
+        ranks, _measure_profile_json, moves, device_type, seconds, seconds=_MAX_SECONDS, device_type=device_type
+    )
     profile = Profile.loads(text)
     _write_profile(path, profile)
     return path, profile

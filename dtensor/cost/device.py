@@ -70,7 +70,7 @@ DEVICES = {
         _make_device("H200", (4.7e13, 4.7e13, 6.9e14, 1.38e15), 4.3e12, 4e-6),
     )
 }
-STANDS_FOR = {"cpu": "CPU", "cuda": "H100", "meta": "H100"}  # a dry run simulates a cluster of H100
+DEFAULT_DEVICE = {"cpu": "CPU", "cuda": "H100", "meta": "H100"}  # a dry run simulates a cluster of H100
 
 
 def nearest_device(name: str) -> str:

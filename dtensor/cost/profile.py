@@ -21,7 +21,7 @@ from ..mesh.device_mesh import DeviceMesh
 from ..mesh.process_groups import elect_value
 from .device import Device, parse_devices, parse_positive
 
-FORMAT = 1
+PROFILE_FORMAT = 1
 MEASURED_COLLECTIVES = ("exchange", "all_gather", "reduce_scatter", "all_reduce")
 
 
@@ -90,7 +90,7 @@ class Profile:
 
     def dumps(self) -> str:
         """Return the profile as JSON."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+        return json.dumps({"format": PROFILE_FORMAT, **asdict(self)}, indent=1)
 
     @classmethod
     def loads(cls, text: str) -> Profile:
@@ -100,8 +100,8 @@ class Profile:
             ValueError: the text is not a profile, or a constant is not a possible one.
         """
         read = json.loads(text)
-        if not isinstance(read, dict) or read.get("format") != FORMAT:
-            raise ValueError(f"not a profile of format {FORMAT}")
+        if not isinstance(read, dict) or read.get("format") != PROFILE_FORMAT:
+            raise ValueError(f"not a profile of format {PROFILE_FORMAT}")
         links, between = (_parse_links(read.get(key, {})) for key in ("links", "between_hosts"))
         ranks_per_host = read.get("ranks_per_host", 0)
         if not isinstance(ranks_per_host, int) or ranks_per_host < 0:

@@ -1,6 +1,6 @@
 """Debugging tools: count collectives, draw shards of a tensor, and save reports as HTML."""
 
-from ..interop.dynamo import leave_untraced as _leave_untraced
+from ..interop.dynamo import mark_untraced as _leave_untraced
 from .comm_mode import CommDebugMode
 from .html import save_html
 from .visualize import visualize_sharding

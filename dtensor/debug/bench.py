@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..base.units import bytes_text, seconds_text
-from ..cost.calibrate import slowest
+from ..cost.calibrate import median_of_slowest_rank
 from ..errors import ArgumentError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
@@ -30,13 +30,13 @@ MOST_RANKS = 64
 
 
 # --- arguments ---------------------------------------------------------------------------------------------------------
-def mesh_of(text: str) -> Shape:
+def parse_mesh(text: str) -> Shape:
     """Return the shape of a mesh from text such as ``"3x2"``.
 
     Raises:
         ArgumentError: ``text`` is not a shape, or has more ranks than one machine starts.
 
-    >>> mesh_of("3x2")
+    >>> parse_mesh("3x2")
     (3, 2)
     """
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text):
@@ -47,13 +47,13 @@ def mesh_of(text: str) -> Shape:
     return shape
 
 
-def shape_of(text: str) -> Shape:
+def parse_shape(text: str) -> Shape:
     """Return the shape of a nearly square float32 matrix of ``"1MB"``, or the shape ``"1031x1021"``.
 
     Raises:
         ArgumentError: ``text`` is neither.
 
-    >>> shape_of("1MB"), shape_of("6x7x8")
+    >>> parse_shape("1MB"), parse_shape("6x7x8")
     ((512, 512), (6, 7, 8))
     """
     if re.fullmatch(r"\d+(x\d+)+", text):
@@ -67,13 +67,13 @@ def shape_of(text: str) -> Shape:
     return rows, elements // rows
 
 
-def pair_of(text: str, mesh: Shape, ndim: int) -> tuple[Placements, Placements]:
+def parse_pair(text: str, mesh: Shape, ndim: int) -> tuple[Placements, Placements]:
     """Return source and target placements of ``"S0->S1,R"``. Mesh dims that are left out are replicated.
 
     Raises:
         ArgumentError: ``text`` is not a pair, or does not fit the mesh or the tensor.
 
-    >>> pair_of("S0->S1,P", (3, 2), 2)
+    >>> parse_pair("S0->S1,P", (3, 2), 2)
     ((Shard(dim=0), Replicate()), (Shard(dim=1), Partial(sum)))
     """
     sides = text.replace(" ", "").split("->")
@@ -97,7 +97,7 @@ def _parse_placement(word: str, ndim: int) -> Placement:
     return Replicate() if word == "R" else Shard(int(match["dim"])) if match["dim"] else Partial(match["op"] or "sum")
 
 
-def usual_pairs(mesh: Shape) -> list[str]:
+def default_pairs(mesh: Shape) -> list[str]:
     """Return the default pairs: each kind of redistribution over one mesh dim, and over all."""
     kinds = ("S0->R", "S0->S1", "P->R", "P->S0", "R->S0")
     everywhere = [",".join([a] * len(mesh)) + "->" + ",".join([b] * len(mesh)) for a, b in (kind.split("->") for kind in kinds)]
@@ -106,7 +106,7 @@ def usual_pairs(mesh: Shape) -> list[str]:
 
 # --- redistribute -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
-class Moved:
+class RedistributionTiming:
     """Redistribution of a float32 tensor: its plan, and the median time of the slowest rank."""
 
     mesh: Shape
@@ -123,19 +123,19 @@ class Moved:
         return f"{self.pair} {'x'.join(map(str, self.shape))}"
 
 
-def moves_on_ranks(mesh_shape: Shape, shapes: Sequence[Shape], pairs: Sequence[str]) -> Iterator[Moved]:
+def time_redistributions(mesh_shape: Shape, shapes: Sequence[Shape], pairs: Sequence[str]) -> Iterator[RedistributionTiming]:
     """Run on each rank: yield one row per pair and shape, after a comparison of the result with the expected shard."""
     mesh = DeviceMesh("cpu", torch.arange(math.prod(mesh_shape)).view(mesh_shape))
     for shape in shapes:
         for pair in pairs:
-            source, target = pair_of(pair, mesh_shape, len(shape))
+            source, target = parse_pair(pair, mesh_shape, len(shape))
             full = (torch.arange(math.prod(shape)) % 7 + 1).float().view(shape)
             x = distribute_tensor(full, mesh, [p if isinstance(p, Shard) else Replicate() for p in source])
             x = x.redistribute(placements=source)
             redistribution = plan(x.layout, x.layout.replace(placements=target))
             _check_values(x.redistribute(placements=target), full, pair)
-            seconds = slowest(lambda x=x, target=target: x.redistribute(placements=target), _SECONDS)  # type: ignore[misc]  # bound in this iteration
-            yield Moved(
+            seconds = median_of_slowest_rank(lambda x=x, target=target: x.redistribute(placements=target), _SECONDS)  # type: ignore[misc]  # bound in this iteration
+            yield RedistributionTiming(
                 mesh_shape,
                 pair,
                 shape,
@@ -156,7 +156,7 @@ def _check_values(result: DTensor, expected: torch.Tensor, pair: str) -> None:
 
 # --- dispatch -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
-class Called:
+class OperatorTiming:
     """Seconds of one call without communication: plain torch on local tensors, and the same call on DTensors."""
 
     name: str
@@ -181,7 +181,7 @@ OPERATORS: dict[str, Callable[[Tensor, Tensor, Tensor], object]] = {  # (x, y, w
 }
 
 
-def calls_on_ranks(names: Sequence[str]) -> Iterator[Called]:
+def time_operators(names: Sequence[str]) -> Iterator[OperatorTiming]:
     """Run on each of two ranks: yield one row per operator, for shards of 8 x 8 numbers."""
     mesh = DeviceMesh("cpu", dist.get_world_size())
     torch.set_num_threads(1)
@@ -195,14 +195,14 @@ def calls_on_ranks(names: Sequence[str]) -> Iterator[Called]:
         for name in names:
             call = OPERATORS[name]
             plain, distributed = (
-                slowest(lambda given=given, call=call: call(*given), _SECONDS)  # type: ignore[misc]  # bound in this iteration
+                median_of_slowest_rank(lambda given=given, call=call: call(*given), _SECONDS)  # type: ignore[misc]  # bound in this iteration
                 for given in (local, ours)
             )
-            yield Called(name, plain, distributed)
+            yield OperatorTiming(name, plain, distributed)
 
 
 # --- report -------------------------------------------------------------------------------------------------------------
-def table_of(rows: Sequence[Moved | Called]) -> list[tuple[str, ...]]:
+def table_rows(rows: Sequence[RedistributionTiming | OperatorTiming]) -> list[tuple[str, ...]]:
     """Return the rows of a table, the head first."""
     moved = [
         (
@@ -214,34 +214,34 @@ def table_of(rows: Sequence[Moved | Called]) -> list[tuple[str, ...]]:
             seconds_text(row.seconds),
         )
         for row in rows
-        if isinstance(row, Moved)
+        if isinstance(row, RedistributionTiming)
     ]
     if moved:
         return [("redistribution", "collectives", "received", "peak memory", "predicted", "measured"), *moved]
     called = [
         (row.name, seconds_text(row.plain), seconds_text(row.ours), seconds_text(row.ours - row.plain))
         for row in rows
-        if isinstance(row, Called)
+        if isinstance(row, OperatorTiming)
     ]
     return [("operator", "torch", "dtensor", "overhead"), *called]
 
 
-def as_json(rows: Sequence[Moved | Called]) -> list[dict[str, Any]]:
+def rows_as_json(rows: Sequence[RedistributionTiming | OperatorTiming]) -> list[dict[str, Any]]:
     """Return the rows as dictionaries for JSON."""
     return [asdict(row) for row in rows]
 
 
-def plot(rows: Sequence[Moved | Called], path: Path) -> None:
+def draw_plot(rows: Sequence[RedistributionTiming | OperatorTiming], path: Path) -> None:
     """Write a dot plot of measured times and the times they are compared with, the fastest on top."""
     from matplotlib.figure import Figure  # optional: the extra plot
 
-    if moved := [row for row in rows if isinstance(row, Moved)]:
+    if moved := [row for row in rows if isinstance(row, RedistributionTiming)]:
         mesh = "x".join(map(str, moved[0].mesh))
         title, other = f"Redistributions of float32 tensors on a mesh of {mesh} processes (gloo)", "predicted by the cost model"
         points = [(row.seconds, row.predicted, row.name) for row in moved]
     else:
         title, other = "Host time of one operator call, without communication", "plain torch"
-        points = [(row.ours, row.plain, row.name) for row in rows if isinstance(row, Called)]
+        points = [(row.ours, row.plain, row.name) for row in rows if isinstance(row, OperatorTiming)]
     ours, others, names = zip(*sorted(points), strict=True)
     figure = Figure(figsize=(9, 0.35 * len(names) + 1.8), layout="constrained")
     axes = figure.subplots()

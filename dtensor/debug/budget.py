@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..base.mode_stack import entering
+from ..base.mode_stack import mode_context
 from ..base.units import bytes_text, flop_text
 from ..errors import ArgumentError, BudgetError
 from .explain import collectives_text, group_by_line
 from .memory import lines_at_peak
-from .program_recorder import Record
+from .program_recorder import ProgramRecorder
 
 
 class Limits(NamedTuple):
@@ -27,7 +27,7 @@ class Limits(NamedTuple):
         return self.flops is not None or self.memory is not None
 
 
-@entering
+@mode_context
 def budget(
     *, bytes: int | None = None, collectives: int | None = None, flops: float | None = None, memory: int | None = None
 ) -> Iterator[None]:
@@ -59,24 +59,24 @@ def budget(
     limits = Limits(bytes, collectives, flops, memory)
     if limits == Limits():
         raise ArgumentError("budget() needs at least one limit: bytes=, collectives=, flops= or memory=")
-    with Record(with_operators=limits.with_operators) as record:
+    with ProgramRecorder(with_operators=limits.with_operators) as record:
         yield
-    problem = excess(record, limits)
+    problem = excess_message(record, limits)
     if problem:
         raise BudgetError(problem)
 
 
-def counted(record: Record) -> Limits:
+def usage_of(record: ProgramRecorder) -> Limits:
     """Return the values that a block needed; communication only if operators were not recorded."""
     total, count = sum(movement.bytes for movement in record.movements), len(record.movements)
     if not record.with_operators:
         return Limits(total, count)
-    return Limits(total, count, record.flops, max(record.tracker.peak_of(rank)[0] for rank in record.tracker.ranks_here()))
+    return Limits(total, count, record.flops, max(record.tracker.peak_of(rank)[0] for rank in record.tracker.current_ranks()))
 
 
-def excess(record: Record, allowed: Limits) -> str:
+def excess_message(record: ProgramRecorder, allowed: Limits) -> str:
     """Return a message about the exceeded limits, with the lines of the program; "" if no limit was exceeded."""
-    used = counted(record)
+    used = usage_of(record)
     exceeded = {name for name, limit in allowed._asdict().items() if limit is not None and getattr(used, name) > limit}
     if not exceeded:
         return ""
@@ -93,6 +93,6 @@ def excess(record: Record, allowed: Limits) -> str:
     if "flops" in exceeded:
         lines += [f"{line.place.line}: {flop_text(line.flops)}" for line in group_by_line((), record.operations) if line.flops]
     if "memory" in exceeded:
-        peak_rank = max(record.tracker.ranks_here(), key=lambda rank: record.tracker.peak_of(rank)[0])
+        peak_rank = max(record.tracker.current_ranks(), key=lambda rank: record.tracker.peak_of(rank)[0])
         lines += [f"{place.line}: {bytes_text(size)} at the peak" for place, size in lines_at_peak(record.tracker, peak_rank)]
     return "\n".join(["; ".join(parts), *lines])

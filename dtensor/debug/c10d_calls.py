@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from ..base.patches import Together
-from ..base.tensor_tree import tensors
+from ..base.patches import RefCountedPatch
+from ..base.tensor_tree import tensor_leaves
 from ..base.torch_internals import DispatchKey, keys_after, resolve_process_group
 from ..comm import events
 from ..comm.events import Event
@@ -87,7 +87,7 @@ def received_bytes(kind: str, nbytes: int, size: int) -> int:
         nbytes: bytes of the input of one rank. For ``"scatter"`` and ``"recv"``: bytes of the output.
     """
     if kind == "all_reduce":
-        return events.reduced(nbytes, size)
+        return events.all_reduce_bytes(nbytes, size)
     if kind in ("all_gather", "gather"):
         return nbytes * (size - 1)
     if kind in ("reduce_scatter", "all_to_all"):
@@ -96,7 +96,7 @@ def received_bytes(kind: str, nbytes: int, size: int) -> int:
 
 
 def _received_by_call(kind: CollectiveKind, arguments: dict[str, Any], group: Any) -> int:
-    sizes = [math.prod(x.shape) * x.element_size() for x in tensors(arguments[kind.argument])]
+    sizes = [math.prod(x.shape) * x.element_size() for x in tensor_leaves(arguments[kind.argument])]
     splits: Sequence[int] = arguments.get("output_split_sizes") or ()
     if kind.name == "all_to_all" and kind.argument == "output_tensors":
         return sum(sizes) - sizes[group.rank()]
@@ -117,12 +117,12 @@ def _group_of_call(arguments: dict[str, Any]) -> Any:
 def _make_reporting_kernel(operator: Any, kind: CollectiveKind) -> Callable[..., Any]:
     names = [argument.name for argument in operator._schema.arguments]
 
-    @events.issuing  # functional collectives call those of c10d
+    @events.mark_reported  # functional collectives call those of c10d
     def redispatch(keys: Any, *args: Any, **kwargs: Any) -> Any:
         return operator.redispatch(keys & _KEYS_BELOW, *args, **kwargs)
 
     def report_and_redispatch(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if events.LISTENING and not events.reported():
+        if events.LISTENING and not events.is_reported():
             arguments = {**dict(zip(names, args, strict=False)), **kwargs}
             group = _group_of_call(arguments)
             if group.size() > 1:
@@ -130,7 +130,7 @@ def _make_reporting_kernel(operator: Any, kind: CollectiveKind) -> Callable[...,
                 event = Event(
                     kind.name, (), group.size(), _received_by_call(kind, arguments, group), direct=True, groups=(ranks,)
                 )
-                return events.reporting(event, lambda: redispatch(keys, *args, **kwargs))
+                return events.report_events(event, lambda: redispatch(keys, *args, **kwargs))
         return redispatch(keys, *args, **kwargs)
 
     return report_and_redispatch
@@ -157,4 +157,4 @@ def _reporting_kernels() -> Iterator[None]:
         _LIBRARIES.clear()
 
 
-REPORT_C10D_CALLS = Together(_reporting_kernels)
+REPORT_C10D_CALLS = RefCountedPatch(_reporting_kernels)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..base.mode_stack import Block
+from ..base.mode_stack import ModeBlock
 from ..base.tables import table_text
 from ..base.torch_internals import OpOverloadPacket
 from ..base.units import bytes_text
@@ -79,7 +79,7 @@ class CommDebugMode:
         self.events: list[Event] = []
         self._modules = ModuleTracker()
         self._world: Any = None
-        self._blocks: list[Block[events.Listener]] = []
+        self._blocks: list[ModeBlock[events.Listener]] = []
 
     def __enter__(self) -> CommDebugMode:
         self.events.clear()
@@ -92,17 +92,17 @@ class CommDebugMode:
 
     def __exit__(self, *exception: Any) -> None:
         c10d_calls.REPORT_C10D_CALLS.__exit__()
-        events.LISTENING.leave_one(self._blocks)
+        events.LISTENING.leave_last(self._blocks)
         self._modules.stop_tracking()
 
-    def _on_event(self, event: Event) -> events.Around | None:
+    def _on_event(self, event: Event) -> events.CollectiveWrapper | None:
         if self._world is None:  # the process group was created inside the block
             self._world = dist.group.WORLD
         if event.mesh is not None and event.mesh.kind == "process_group" and event.mesh._root.world is not self._world:
             return None  # event of another rank in a program with one thread per rank
         return self._handle_event(event)
 
-    def _handle_event(self, event: Event) -> events.Around | None:
+    def _handle_event(self, event: Event) -> events.CollectiveWrapper | None:
         """Store an event. Return a function that wraps the execution of the collective, or None."""
         self.events.append(event)
         if event.kind != EXCHANGE_KIND:

@@ -11,11 +11,11 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 import torch.distributed as dist
 
-from ..base.progress import reporting
-from ..base.spawn_ranks import on_ranks
-from ..cost.profile import FORMAT, is_calibrated
+from ..base.progress import report_periodically
+from ..base.spawn_ranks import spawn_ranks
+from ..cost.profile import PROFILE_FORMAT, is_calibrated
 from ..errors import DTensorError
-from ..interop.patch_catalog import CHANGES
+from ..interop.patch_catalog import PATCHES
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Partial, Replicate, Shard
 from ..tensor.dtensor import DTensor
@@ -24,18 +24,19 @@ RANKS = 2
 _OPTIONAL = ("numpy", "scipy", "safetensors", "hypothesis", "transformers", "matplotlib", "rich", "tqdm")
 
 
-def report() -> Iterator[str]:
+def report_lines() -> Iterator[str]:
     """Yield lines about versions, backends and patches on torch."""
     yield f"python {platform.python_version()} on {platform.system()} {platform.machine()}"
     yield f"dtensor {sys.modules['dtensor'].__version__}, torch {torch.__version__}"
-    yield f"machine profile: {'calibrated' if is_calibrated() else 'built-in constants; run dtensor calibrate'} (format {FORMAT})"
+    profile = "calibrated" if is_calibrated() else "built-in constants; run dtensor calibrate"
+    yield f"machine profile: {profile} (format {PROFILE_FORMAT})"
     yield "optional packages: " + ", ".join(f"{name} {_package_version(name)}" for name in _OPTIONAL)
     backends = [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if _has_backend(name)]
     yield f"process groups: {', '.join(backends) or 'none'}"
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     yield f"accelerators: {', '.join(torch.cuda.get_device_name(i) for i in range(devices)) or 'none'}"
-    found = [change for change in CHANGES if change.in_force]
-    yield f"active patches on torch ({len(found)} of {len(CHANGES)}):"
+    found = [change for change in PATCHES if change.in_force]
+    yield f"active patches on torch ({len(found)} of {len(PATCHES)}):"
     yield from (f"  {change.where}: {change.why}" for change in found)
 
 
@@ -44,7 +45,7 @@ def self_test(seconds: float = 60.0) -> str:
     if not _has_backend("gloo"):
         return "this torch has no gloo, so communication cannot be tested"
     try:
-        return "".join(on_ranks(RANKS, _check_collectives, seconds=seconds))
+        return "".join(spawn_ranks(RANKS, _check_collectives, seconds=seconds))
     except DTensorError as error:
         return str(error)
 
@@ -75,10 +76,10 @@ def _package_version(name: str) -> str:
 
 def main() -> int:
     """Print the report and return the exit status: 1 if processes cannot communicate."""
-    for line in report():
+    for line in report_lines():
         print(line)
     began = time.monotonic()
-    with reporting(lambda: f"testing collectives on {RANKS} processes"):
+    with report_periodically(lambda: f"testing collectives on {RANKS} processes"):
         problem = self_test()
     print(f"collectives on {RANKS} processes over gloo: {problem or f'correct, {time.monotonic() - began:.1f} s'}", flush=True)
     return 1 if problem else 0

@@ -6,23 +6,23 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..base.group_by import by_key
-from ..base.late_binding import pictured
+from ..base.group_by import group_by_key
+from ..base.late_binding import html_repr
 from ..base.tables import table_text
 from ..base.units import bytes_text, flop_text, seconds_text
-from ..base.user_frames import Place
-from ..redistribute.step import place as placed
+from ..base.user_frames import SourceLine
+from ..redistribute.step import placements_text as placed
 from .explain_choice import reason_lines
 from .memory import Memory, memory_of
 from .operators import Operation
-from .program_recorder import Record, RecordedCollective
+from .program_recorder import ProgramRecorder, RecordedCollective
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
     """A line of the program: its collectives and operators, forward and backward. ``str`` gives the reasons."""
 
-    place: Place
+    place: SourceLine
     movements: tuple[RecordedCollective, ...]
     operations: tuple[Operation, ...] = ()
 
@@ -85,7 +85,7 @@ class Explanation:
     memory: Memory | None = None
 
     @classmethod
-    def from_record(cls, record: Record, result: Any = None) -> Explanation:
+    def from_record(cls, record: ProgramRecorder, result: Any = None) -> Explanation:
         """Make an explanation from a recorded run."""
         collectives, exchanges = tuple(record.movements), record.get_exchange_count()
         if not record.with_operators:
@@ -147,7 +147,7 @@ class Explanation:
 
     __repr__ = __str__
 
-    _repr_html_ = pictured
+    _repr_html_ = html_repr
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -173,7 +173,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     Costs what ``fn`` does, and raises what it raises.
     """
-    with Record(with_operators=True) as record:
+    with ProgramRecorder(with_operators=True) as record:
         result = fn(*args, **kwargs)
     return Explanation.from_record(record, result)
 
@@ -183,7 +183,7 @@ def group_by_line(movements: Sequence[RecordedCollective], operations: Sequence[
 
     Lines that communicate come first, then lines that only compute, each in order of first use.
     """
-    by_place: dict[Place, tuple[list[RecordedCollective], list[Operation]]] = {}
+    by_place: dict[SourceLine, tuple[list[RecordedCollective], list[Operation]]] = {}
     for movement in movements:
         by_place.setdefault(movement.place, ([], []))[0].append(movement)
     for operation in operations:
@@ -204,7 +204,9 @@ def collectives_text(count: int | None) -> str:
 
 def _collective_texts(movements: Sequence[RecordedCollective]) -> Iterator[str]:
     """Yield a text for each collective, with its reasons. Collectives that differ only in their module share a text."""
-    for (origin, collective, *details), same in by_key(((*_text_parts(movement),), movement) for movement in movements).items():
+    for (origin, collective, *details), same in group_by_key(
+        ((*_text_parts(movement),), movement) for movement in movements
+    ).items():
         modules = list(dict.fromkeys(movement.module for movement in same if movement.module))
         others = f" and {len(modules) - 1} other module{'s' if len(modules) > 2 else ''}" if len(modules) > 1 else ""
         inside = f" in {modules[0]}{others}" if modules else ""

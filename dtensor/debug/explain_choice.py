@@ -9,15 +9,15 @@ from ..base.tables import table_text
 from ..base.units import seconds_text
 from ..dispatch.comm_report import Cause
 from ..placement import Partial, Placement
-from ..plan.graph import Asked
-from ..plan.graph_recorder import Listening
+from ..plan.graph import RuleQuery
+from ..plan.graph_recorder import QueryRecorder
 from ..propagation.make_call import make_call
-from ..propagation.propagate import propagate
-from ..propagation.select_strategy import prices
-from ..propagation.strategy_table import spelled
-from ..redistribute.step import place
-from ..rules.rule import Row
-from ..testing.reproduction import source_of
+from ..propagation.propagate import propagate_sharding
+from ..propagation.select_strategy import rank_all_strategies
+from ..propagation.strategy_table import spec_to_placement
+from ..redistribute.step import placements_text
+from ..rules.rule import Strategy
+from ..testing.reproduction import python_source
 
 SHOWN_STRATEGIES = 3  # per mesh dim, besides the chosen one
 
@@ -41,18 +41,19 @@ def _redistribution_lines(cause: Cause) -> Iterator[str]:
     for (name, index), plan in cause.plan.moves:
         if plan.communicates:
             operand = name if index is None else f"{name}[{index}]"
-            yield f"redistributed: {operand} {plan.src!r} -> {place(plan.dst)}"
-            placements = source_of(list(plan.dst.placements))
+            yield f"redistributed: {operand} {plan.src!r} -> {placements_text(plan.dst)}"
+            placements = python_source(list(plan.dst.placements))
             yield f"write instead: {operand}.redistribute(placements={placements}), once, before this line"
     for (name, _), plan in cause.plan.write_back:
         if plan.communicates:
-            yield f"redistributed back: {name} {place(plan.src)} -> {place(plan.dst)}, as the tensor that is written to"
+            change = f"{placements_text(plan.src)} -> {placements_text(plan.dst)}"
+            yield f"redistributed back: {name} {change}, as the tensor that is written to"
     kernel = None if cause.plan.chosen is None else cause.plan.chosen.kernel_row
     if kernel is not None and kernel.kernel is not None and kernel.kernel.collectives:
         yield f"the kernel of this strategy (factor {kernel.factor!r} is sharded) communicates on its own"
 
 
-def _considered_query(cause: Cause) -> list[Asked]:
+def _considered_query(cause: Cause) -> list[RuleQuery]:
     """Return the rule query of this call with its strategies, in a list of at most one.
 
     Planning has no side effects, so it runs again and records the query. For a list operator the query is that of the first
@@ -61,13 +62,13 @@ def _considered_query(cause: Cause) -> list[Asked]:
     call = cause.plan.call
     if cause.plan.how != "rule" or call.mesh.size() == 1:
         return []
-    recorder, (_, slots) = Listening(), make_call(cause.operator, call.mesh, call.arguments)
+    recorder, (_, slots) = QueryRecorder(), make_call(cause.operator, call.mesh, call.arguments)
     facts = {slot: fact for slot, fact in zip(slots, call.known, strict=False) if fact is not None}
-    propagate(cause.operator, call.mesh, call.arguments, frozenset(slots[i] for i in call.plain), recorder, facts)
+    propagate_sharding(cause.operator, call.mesh, call.arguments, frozenset(slots[i] for i in call.plain), recorder, facts)
     return [query for query in recorder.calls if query.chosen is not None][:1]  # of a list: the first element
 
 
-def _alternative_lines(cause: Cause, query: Asked) -> Iterator[str]:
+def _alternative_lines(cause: Cause, query: RuleQuery) -> Iterator[str]:
     """Yield a line about an operand that avoids the redistribution if it is made with other placements."""
     plans = [(slot, plan) for slot, plan in cause.plan.moves if plan.communicates]
     if len(plans) != 1 or len(cause.plan.moves) != 1:
@@ -87,12 +88,12 @@ def _alternative_lines(cause: Cause, query: Asked) -> Iterator[str]:
         operand = name if index is None else f"{name}[{index}]"
         is_partial = any(isinstance(result, Partial) for result in results)
         yield (
-            f"or: make {operand} {layout!r} with placements={source_of(placements)}; then nothing is redistributed"
+            f"or: make {operand} {layout!r} with placements={python_source(placements)}; then nothing is redistributed"
             + (" and the result is Partial" if is_partial else "")
         )
 
 
-def _strategy_lines(query: Asked) -> Iterator[str]:
+def _strategy_lines(query: RuleQuery) -> Iterator[str]:
     assert query.chosen is not None
     for mesh_dim, chosen in enumerate(query.chosen.choice.rows):
         priced = _strategies_by_cost(query, mesh_dim)
@@ -107,18 +108,18 @@ def _strategy_lines(query: Asked) -> Iterator[str]:
         yield from (f"  {text}" for text in table_text(texts, numbers=True).splitlines())
 
 
-def _strategies_by_cost(query: Asked, mesh_dim: int) -> list[Any]:
+def _strategies_by_cost(query: RuleQuery, mesh_dim: int) -> list[Any]:
     """Return every strategy with its cost, cheapest first."""
-    return prices(query.rule, query.factors, query.call, query.kept)[mesh_dim]
+    return rank_all_strategies(query.rule, query.factors, query.call, query.kept)[mesh_dim]
 
 
-def _strategy_placements(strategy: Row, query: Asked) -> tuple[list[Placement], list[Placement]]:
+def _strategy_placements(strategy: Strategy, query: RuleQuery) -> tuple[list[Placement], list[Placement]]:
     """Return the placements that a strategy needs of the operands, and those that it gives the results."""
-    operands = [spelled(spec, dims) for spec, dims in zip(strategy.operands, query.factors.operands, strict=True)]
-    return operands, [spelled(spec, dims) for spec, dims in zip(strategy.results, query.factors.results, strict=True)]
+    operands = [spec_to_placement(spec, dims) for spec, dims in zip(strategy.operands, query.factors.operands, strict=True)]
+    return operands, [spec_to_placement(spec, dims) for spec, dims in zip(strategy.results, query.factors.results, strict=True)]
 
 
-def _strategy_text(strategy: Row, query: Asked) -> str:
+def _strategy_text(strategy: Strategy, query: RuleQuery) -> str:
     """Return the text of a strategy, such as ``"S(0), R -> S(0)"``."""
     operands, results = (", ".join(map(str, side)) for side in _strategy_placements(strategy, query))
     return f"{operands} -> {results}" + (" (kernel)" if strategy.kernel is not None else "")

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..base.caches import remembered
-from ..base.group_by import by_key
+from ..base.caches import memoize
+from ..base.group_by import group_by_key
 from ..base.units import bytes_text
-from ..base.user_frames import Place
+from ..base.user_frames import SourceLine
 from ..errors import ArgumentError
 from ..plan import ProgramPlan, Sharding
-from ..plan.program_plan import spelled
+from ..plan.program_plan import placement_texts
 from ..tensor.dtensor import DTensor
 from .explain import Explanation
 from .layout_boxes import boxes_of
@@ -32,7 +32,7 @@ _CONTEXT_LINES = 3  # lines of the program shown before and after one that commu
 class CostlyLine:
     """A line of the program that communicates: bytes that one rank receives, a summary, and further lines of text."""
 
-    place: Place
+    place: SourceLine
     nbytes: int
     summary: str
     details: tuple[str, ...]
@@ -53,7 +53,9 @@ def html_of(x: Any) -> str:
             return _listing_html(x, _plan_lines(x))
         case Sharding():
             rows = [*x.placements.items(), *((f"batch {i}", places) for i, places in enumerate(x.batch))]
-            return _listing_html(x, _plan_lines(x.plan), placements=[(name, ", ".join(spelled(places))) for name, places in rows])
+            return _listing_html(
+                x, _plan_lines(x.plan), placements=[(name, ", ".join(placement_texts(places))) for name, places in rows]
+            )
         case Explanation():
             return _listing_html(x, _explanation_lines(x), modules=x.module_table)
     raise ArgumentError(
@@ -91,7 +93,7 @@ def save_html(x: Any, path: str | Path, title: str = "") -> Path:
 
 
 # --- jinja2 and pygments ------------------------------------------------------------------------------------------------
-@remembered(64)
+@memoize(64)
 def _compile_template(source: str) -> Any:
     from jinja2 import Environment  # torch depends on it
 
@@ -109,7 +111,7 @@ def _as_markup(text: str) -> Any:
     return Markup(text)
 
 
-@remembered(16)
+@memoize(16)
 def _code_style(style: str, within: str = "") -> str:
     """Return the style sheet of colored code inside the element ``within``; "" without pygments."""
     if importlib.util.find_spec("pygments") is None:
@@ -149,7 +151,7 @@ def _plan_lines(x: ProgramPlan) -> Iterator[CostlyLine]:
 
 def _listing_html(x: Any, lines: Iterable[CostlyLine], **more: Any) -> str:
     """Return the first line of ``str(x)``, then file by file the program's lines near those that receive something."""
-    files = by_key((line.place.file, line) for line in lines if line.nbytes)
+    files = group_by_key((line.place.file, line) for line in lines if line.nbytes)
     largest = max((line.nbytes for of_file in files.values() for line in of_file), default=1)
     shown = [{"name": file, "rows": list(_listing_rows(file, of_file, largest))} for file, of_file in files.items()]
     style = _render_template(_STYLE_TEMPLATE, colors=_as_markup(_code_style("default")))
@@ -157,7 +159,7 @@ def _listing_html(x: Any, lines: Iterable[CostlyLine], **more: Any) -> str:
 
 
 def _listing_rows(file: str, lines: Sequence[CostlyLine], largest: int) -> Iterator[dict[str, Any]]:
-    by_number = by_key((line.place.number, line) for line in lines)
+    by_number = group_by_key((line.place.number, line) for line in lines)
     code = _code_lines(file)
     near = {number for at in by_number for number in range(max(at - _CONTEXT_LINES, 1), min(at + _CONTEXT_LINES, len(code)) + 1)}
     before = 0

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..base.group_by import by_key
+from ..base.group_by import group_by_key
 from ..base.units import bytes_text
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
@@ -19,7 +19,7 @@ from ..placement import Partial
 from ..tensor.dtensor import DTensor
 from ..tensor.printing import spans_of
 
-MOST = 256  # most boxes in a picture
+MAX_BOXES = 256  # most boxes in a picture
 # Light colors for dark text, and the style of each on a terminal of 8 colors.
 COLORS = ("#a6cee3", "#fdbf6f", "#b2df8a", "#fb9a99", "#cab2d6", "#ffff99", "#c7c7c7", "#e0b98c")
 TERMINAL_STYLES = (
@@ -99,10 +99,10 @@ def _boxes_of_layout(layout: Layout) -> Boxes:
     count = math.prod(map(len, dims))
     if not count:
         return Boxes(repr(layout), (), remark="no elements")
-    if count > MOST:
+    if count > MAX_BOXES:
         return Boxes(repr(layout), (), remark=f"{count:,} shards of up to {bytes_text(layout.max_local_nbytes)}")
     ranks_at = zip(layout.mesh.coordinates, layout.mesh.ranks, strict=True)
-    ranks_of = by_key((layout.local_offset(at), rank) for at, rank in ranks_at if all(layout.local_shape(at)))
+    ranks_of = group_by_key((layout.local_offset(at), rank) for at, rank in ranks_at if all(layout.local_shape(at)))
     cells = {}
     for index in itertools.product(*(range(len(dim)) for dim in dims)):
         block = [dim[i] for dim, i in zip(dims, index, strict=True)]
@@ -121,11 +121,11 @@ def _boxes_of_mesh(mesh: DeviceMesh) -> Boxes:
     """Return the ranks of a mesh by coordinate; for a submesh, the ranks of all submeshes along the other mesh dims."""
     names = mesh.named(range(mesh.ndim))
     title = f"{mesh.device_type} mesh: " + ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
-    if mesh.size() > MOST:
+    if mesh.size() > MAX_BOXES:
         return Boxes(title, (), remark=f"{mesh.size():,} ranks")
     cells = {
         at: Box(tuple(sorted(ranks)), ", ".join(f"{name} {k}" for name, k in zip(names, at, strict=True)))
-        for at, ranks in by_key(zip(mesh.coordinates, mesh.ranks, strict=True)).items()
+        for at, ranks in group_by_key(zip(mesh.coordinates, mesh.ranks, strict=True)).items()
     }
     named = [[Interval(f"{name} {k}", 1) for k in range(size)] for name, size in zip(names, mesh.shape, strict=True)]
     return Boxes(title, tuple(_make_panels(named, cells)), remark=_MESH_REMARKS[mesh.kind])

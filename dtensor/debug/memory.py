@@ -9,9 +9,9 @@ from typing import Any
 
 from ..base.tables import table_text
 from ..base.units import bytes_text
-from ..base.user_frames import Place
-from .memory_tracker import KINDS, Holdings, gather_from_processes
-from .program_recorder import Record
+from ..base.user_frames import SourceLine
+from .memory_tracker import KINDS, MemoryTracker, gather_from_processes
+from .program_recorder import ProgramRecorder
 
 _SHOWN_LINES = 5  # number of lines in ``str``
 
@@ -56,7 +56,7 @@ class Memory:
     peaks: dict[int, int]
     kinds_of: dict[int, dict[str, int]]
     timeline: dict[int, tuple[Moment, ...]]
-    lines: tuple[tuple[Place, int], ...]
+    lines: tuple[tuple[SourceLine, int], ...]
     result: Any = None
 
     @property
@@ -101,15 +101,15 @@ def memory(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Memory:
     >>> found.kinds
     {'parameters': 262144, 'gradients': 262144, 'activations': 16392, 'other': 262144}
     """
-    with Record(with_operators=True) as record:
+    with ProgramRecorder(with_operators=True) as record:
         result = fn(*args, **kwargs)
     return memory_of(record.tracker, result, gathered=True)
 
 
-def memory_of(tracker: Holdings, result: Any = None, gathered: bool = False) -> Memory:
+def memory_of(tracker: MemoryTracker, result: Any = None, gathered: bool = False) -> Memory:
     """Return a report of the recorded memory. ``gathered``: include the ranks of all processes, which all call it."""
     by_rank = {}
-    for rank in tracker.ranks_here():
+    for rank in tracker.current_ranks():
         peak, _, kinds = tracker.peak_of(rank)
         by_rank[rank] = peak, kinds, _timeline_of(tracker, rank)
     lines = lines_at_peak(tracker, max(by_rank, key=lambda rank: by_rank[rank][0]))
@@ -119,16 +119,16 @@ def memory_of(tracker: Holdings, result: Any = None, gathered: bool = False) -> 
     return Memory(peaks, kinds_of, timeline, lines, result)
 
 
-def lines_at_peak(tracker: Holdings, rank: int) -> tuple[tuple[Place, int], ...]:
+def lines_at_peak(tracker: MemoryTracker, rank: int) -> tuple[tuple[SourceLine, int], ...]:
     """Return the lines that allocated the memory of a rank at its peak, most bytes first."""
-    sizes: Counter[Place] = Counter()
+    sizes: Counter[SourceLine] = Counter()
     for store, size in tracker.sizes_at(rank, tracker.peak_of(rank)[1]):
         if store.place.file:
             sizes[store.place] += size
     return tuple(sizes.most_common())
 
 
-def _timeline_of(tracker: Holdings, rank: int) -> tuple[Moment, ...]:
+def _timeline_of(tracker: MemoryTracker, rank: int) -> tuple[Moment, ...]:
     times: Sequence[int] = [when for when, _, _ in tracker.log]
     moments = []
     for count, sizes in tracker.sizes_over_time(rank):

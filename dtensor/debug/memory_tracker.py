@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..base.torch_internals import graph_task
-from ..base.user_frames import NOWHERE, Place
+from ..base.user_frames import NO_SOURCE_LINE, SourceLine
 from ..comm import communicator_of, events
 from ..ranks.per_rank import PerRank
 from ..tensor.dtensor import DTensor
@@ -51,7 +51,7 @@ class TrackedStorage:
     nbytes: int
     kind: str
     before: int = 0
-    place: Place = NOWHERE
+    place: SourceLine = NO_SOURCE_LINE
     operator: str = ""
     ranks: set[int] = field(default_factory=set)
     is_certain: bool = False
@@ -62,16 +62,16 @@ class TrackedStorage:
 class AllocationOrigin:
     """The line and the operator that allocate memory now, and the kind of that memory."""
 
-    place: Place
+    place: SourceLine
     operator: str
     kind: str
     counts: bool = True
 
 
-_FROM_BEFORE = AllocationOrigin(NOWHERE, "", OTHER)
+_FROM_BEFORE = AllocationOrigin(NO_SOURCE_LINE, "", OTHER)
 
 
-class Holdings:
+class MemoryTracker:
     """Record every storage, when it was allocated and when it was freed."""
 
     def __init__(self) -> None:
@@ -187,7 +187,7 @@ class Holdings:
         self._leaves.clear()
 
     # --- memory over time ----------------------------------------------------------------------------------------------------
-    def ranks_here(self) -> tuple[int, ...]:
+    def current_ranks(self) -> tuple[int, ...]:
         """Return the ranks with memory in this process: all ranks of in-process meshes, or the rank of this process."""
         return tuple(sorted(self.ranks)) or (dist.get_rank() if dist.is_initialized() else 0,)
 
@@ -228,7 +228,7 @@ class Holdings:
         return store.counts and (not store.ranks or rank in store.ranks)
 
 
-def gather_from_processes(tracker: Holdings, value: Any) -> list[Any]:
+def gather_from_processes(tracker: MemoryTracker, value: Any) -> list[Any]:
     """Return the values of all processes, by rank. All processes call it.
 
     The exchange is not reported as a collective of the program. Return ``[value]`` if this process holds all ranks, or if there
@@ -238,7 +238,7 @@ def gather_from_processes(tracker: Holdings, value: Any) -> list[Any]:
     if is_complete:
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size()
-    events.issuing(dist.all_gather_object)(gathered, value)
+    events.mark_reported(dist.all_gather_object)(gathered, value)
     return gathered
 
 

@@ -16,28 +16,28 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from ..base.group_by import by_key
-from ..base.tensor_tree import tensors
+from ..base.group_by import group_by_key
+from ..base.tensor_tree import tensor_leaves
 from ..base.torch_internals import FakeTensor, OpOverload, TorchDispatchMode, graph_task, has_kernel
-from ..base.tracing import under_way
-from ..base.user_frames import Place
+from ..base.tracing import is_tracing
+from ..base.user_frames import SourceLine
 from ..comm import events
-from ..cost.device import DEVICES, STANDS_FOR, Device
-from ..cost.link import device_of
+from ..cost.device import DEFAULT_DEVICE, DEVICES, Device
+from ..cost.link import get_device
 from ..dispatch.comm_report import Cause
-from ..mesh.current_rank import RUNNING
+from ..mesh.current_rank import RUNNING_RANK
 from ..mesh.device_mesh import DeviceMesh
 from ..ranks.per_rank import PerRank
-from ..rules.op_traits import facts_of, shows_memory
+from ..rules.op_traits import returns_view, traits_of
 from ..tensor.dtensor import DTensor
-from .memory_tracker import ACTIVATIONS, BUFFERS, AllocationOrigin, Holdings
+from .memory_tracker import ACTIVATIONS, BUFFERS, AllocationOrigin, MemoryTracker
 
 _ATTENTION = "_scaled_dot_product_flash_attention"
 _COUNTED_AS = {
     getattr(torch.ops.aten, f"{_ATTENTION}_for_cpu{way}"): getattr(torch.ops.aten, _ATTENTION + way) for way in ("", "_backward")
 }
 _IGNORED_NAMESPACES = ("profiler", "prim")  # namespaces of operators that compute nothing
-Origin = Callable[[], tuple[Place, str, str]]  # the user's line, the phase, the module
+Origin = Callable[[], tuple[SourceLine, str, str]]  # the user's line, the phase, the module
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +81,7 @@ class Operation:
 
     operator: str
     operands: tuple[str, ...]
-    place: Place
+    place: SourceLine
     phase: str
     module: str
     mesh: DeviceMesh | None
@@ -89,7 +89,7 @@ class Operation:
     calls: list[LocalCall] = field(default_factory=list)
 
     def by_rank(self) -> dict[int | None, list[LocalCall]]:
-        return by_key((call.rank, call) for call in self.calls)
+        return group_by_key((call.rank, call) for call in self.calls)
 
     @property
     def flops(self) -> int:
@@ -108,10 +108,10 @@ class Operation:
 
     def estimated(self, call: LocalCall) -> float:
         """Return the estimated seconds of one of its local calls."""
-        return call.seconds(DEVICES[STANDS_FOR["cpu"]] if self.mesh is None else device_of(self.mesh))
+        return call.seconds(DEVICES[DEFAULT_DEVICE["cpu"]] if self.mesh is None else get_device(self.mesh))
 
 
-class Operators(TorchDispatchMode):
+class OperatorRecorder(TorchDispatchMode):
     """Record every operator of this thread and of its backward passes in ``operations``.
 
     Attributes:
@@ -124,7 +124,7 @@ class Operators(TorchDispatchMode):
     supports_higher_order_operators = True
     looks_on = True
 
-    def __init__(self, tracker: Holdings, origin: Origin, is_recording: Callable[[], bool]) -> None:
+    def __init__(self, tracker: MemoryTracker, origin: Origin, is_recording: Callable[[], bool]) -> None:
         super().__init__()
         self.operations: list[Operation] = []
         self.tracker, self.origin, self.is_recording = tracker, origin, is_recording
@@ -140,7 +140,7 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         no_operator = not isinstance(func, OpOverload) or func.namespace in _IGNORED_NAMESPACES
-        if no_operator or under_way() or FakeTensor in types or not self.is_recording():
+        if no_operator or is_tracing() or FakeTensor in types or not self.is_recording():
             return func(*args, **kwargs)
         kinds = [kind for kind in types if issubclass(kind, DTensor)]
         if kinds and all(issubclass(kind, (DTensor, PerRank)) for kind in types):  # torch calls the most derived class
@@ -156,17 +156,17 @@ class Operators(TorchDispatchMode):
 
     # --- operators ------------------------------------------------------------------------------------------------------
     def _run_distributed(self, kind: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        operands = tensors((args, kwargs))
+        operands = tensor_leaves((args, kwargs))
         for x in operands:
             self.tracker.record_operand(x)
         with self._run_as_operation(func, operands) as operation, self:
             result = kind.__torch_dispatch__(func, types, args, kwargs)
-        values = tensors(result)
+        values = tensor_leaves(result)
         self.tracker.record_results(values, None, self._allocation_origin())
         return self._finish_operation(operation, values, result)
 
     def _run_local(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        operands = tensors((args, kwargs))
+        operands = tensor_leaves((args, kwargs))
         if func is torch.ops.aten.lift_fresh.default:  # its operand was just made from Python numbers
             self.tracker.record_results(operands, None, self._allocation_origin())
         rank = self._rank_of_operands(operands)
@@ -176,11 +176,11 @@ class Operators(TorchDispatchMode):
             start = time.perf_counter_ns()
             result = func(*args, **kwargs)
             end = time.perf_counter_ns()
-        values = tensors(result)
+        values = tensor_leaves(result)
         self.tracker.check_resized()
         self.tracker.record_results(values, rank, self._allocation_origin(operation))
-        if operation is not None and not self.collectives and not shows_memory(func):
-            touches = facts_of(func).touches
+        if operation is not None and not self.collectives and not returns_view(func):
+            touches = traits_of(func).touches
             read, written = operands if touches == "all" else [], values if touches != "nothing" else []
             reads, writes = self.tracker.touched_storages(read), self.tracker.touched_storages(written)
             nbytes = sum(x.numel() * x.element_size() for x in (*read, *written))
@@ -228,8 +228,8 @@ class Operators(TorchDispatchMode):
     def _rank_of_operands(self, operands: Sequence[Tensor]) -> int | None:
         """Record operands. Return their rank, or else the rank that a per-rank function runs for, or None."""
         ranks = [self.tracker.record_operand(x) for x in operands]
-        if RUNNING.at is not None and RUNNING.at[0].kind == "in_process":
-            root, member = RUNNING.at
+        if RUNNING_RANK.at is not None and RUNNING_RANK.at[0].kind == "in_process":
+            root, member = RUNNING_RANK.at
             return root.ranks[member]
         return next((rank for rank in ranks if rank is not None), None)
 

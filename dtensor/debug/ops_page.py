@@ -18,21 +18,21 @@ from typing import Any
 
 import torch
 
-from ..base.group_by import by_key
-from ..base.tensor_tree import mapped
+from ..base.group_by import group_by_key
+from ..base.tensor_tree import map_tensors
 from ..base.torch_internals import all_schemas, has_kernel
 from ..placement import Partial, Replicate
-from ..plan.graph import Asked
+from ..plan.graph import RuleQuery
 from ..rules import rules
 from ..rules.call import Call
 from ..rules.registry import family_of, lookup
-from ..rules.rule import Along, Dims, Factors, Row, Rule, Spec, candidates
-from ..rules.rule_kind import served_by
+from ..rules.rule import Along, Dims, Factors, Rule, Spec, Strategy, strategies_of_factors
+from ..rules.rule_kind import classify_rule
 from ..testing.force_strategy import query_rule
-from ..testing.placements import mesh_of
+from ..testing.placements import get_or_make_mesh
 from ..testing.samples import Sample, samples_of
 from ..testing.scatter import scatter
-from ..testing.variants import exists, get_operator
+from ..testing.variants import get_operator, operator_exists
 
 HEAD = """# Operators
 
@@ -126,7 +126,7 @@ class OperatorEntry:
         return (self.how, *notation, self.sharded, self.reduced, self.kernels, self.partials)
 
 
-def page(measured: Mapping[str, Any] | None = None) -> str:
+def make_page(measured: Mapping[str, Any] | None = None) -> str:
     """Return the page. ``measured``: what ``benchmarks/gather_share.py --summary`` wrote."""
     aten_rules = [(name, rule) for name, rule in sorted(rules().items()) if name.startswith("aten::")]
     parts = [HEAD.format(version=_torch_version())]
@@ -157,7 +157,7 @@ def _by_family(aten_rules: Iterable[tuple[str, Rule]]) -> list[tuple[str, list[t
 
 def _family_section(family: str, members: Iterable[tuple[str, Rule]]) -> str:
     """Return the heading and the table of one family."""
-    shared = by_key((entry_of(name, rule), name.removeprefix("aten::")) for name, rule in members)
+    shared = group_by_key((entry_of(name, rule), name.removeprefix("aten::")) for name, rule in members)
     return f"### {FAMILIES.get(family, family.capitalize())}\n\n{_family_table(shared)}"
 
 
@@ -185,7 +185,7 @@ def _family_table(shared: Mapping[OperatorEntry, Sequence[str]]) -> str:
 
 def _rule_kind_table() -> str:
     """Return the table of how many names are served in which way (``rules.rule_kind.served_by``)."""
-    counts = Counter(served_by(rule) for name, rule in rules().items() if name.startswith("aten::"))
+    counts = Counter(classify_rule(rule) for name, rule in rules().items() if name.startswith("aten::"))
     lines = ["| names | their rule is |", "|---|---|", *(f"| {counts[how]} | {text} |" for how, text in _RULE_KINDS.items())]
     return "\n".join(lines) + _RULE_KIND_NOTE.format(count=counts["notation"] + counts["combinators"])
 
@@ -226,7 +226,12 @@ def operators_without_rule() -> tuple[list[str], list[str]]:
     for schema in all_schemas():
         namespace, _, name = schema.name.partition("::")
         takes = any("Tensor" in str(argument.type) for argument in schema.arguments)
-        if namespace != "aten" or not takes or name.startswith(("_foreach_", "_fused_", "_amp_")) or not exists(f"aten.{name}"):
+        if (
+            namespace != "aten"
+            or not takes
+            or name.startswith(("_foreach_", "_fused_", "_amp_"))
+            or not operator_exists(f"aten.{name}")
+        ):
             continue
         func = getattr(get_operator(f"aten.{name}"), schema.overload_name or "default", None)
         base = re.sub(r"(?<!_)_$", "", name)
@@ -256,12 +261,12 @@ def entry_of(name: str, rule: Rule) -> OperatorEntry:
     return describe_rule(rule, best.factors, best.call)
 
 
-def _query_sample(name: str, sample: Sample) -> Asked | None:
+def _query_sample(name: str, sample: Sample) -> RuleQuery | None:
     """Return the query of the rule for a sample with replicated operands; None if the call cannot be made."""
     packet = name.replace("::", ".")
-    args, kwargs = mapped(lambda x: scatter(x, mesh_of((2,)), [Replicate()]), sample.arguments)
+    args, kwargs = map_tensors(lambda x: scatter(x, get_or_make_mesh((2,)), [Replicate()]), sample.arguments)
     with torch.no_grad():
-        return query_rule(get_operator(packet if exists(packet) else packet + "_"), args, kwargs)
+        return query_rule(get_operator(packet if operator_exists(packet) else packet + "_"), args, kwargs)
 
 
 def describe_rule(rule: Rule, factors: Factors, call: Call) -> OperatorEntry:
@@ -275,7 +280,7 @@ def describe_rule(rule: Rule, factors: Factors, call: Call) -> OperatorEntry:
     partials_kept: list[str] = []
     reduced: dict[str, list[str]] = defaultdict(list)
     kernels: dict[int, list[str]] = defaultdict(list)
-    for row in candidates(factors, partials):
+    for row in strategies_of_factors(factors, partials):
         if row.factor is None:
             partials_kept += [text] if (text := _partial_strategy_text(row)) else []
         elif row.kernel is not None:
@@ -312,7 +317,7 @@ def rename_factors(factors: Factors) -> Factors:
     def rename_dims(dims: Dims) -> Dims:
         return tuple(tuple(letters[name] for name in dim) for dim in dims)
 
-    def rename_strategy(strategy: Row) -> Row:
+    def rename_strategy(strategy: Strategy) -> Strategy:
         return replace(
             strategy,
             operands=tuple(map(rename_spec, strategy.operands)),
@@ -356,7 +361,7 @@ def _dim_text(dim: tuple[str, ...], size: int, factors: Factors) -> str:
     return names[0] if len(names) == 1 else f"({' '.join(names)})"
 
 
-def _partial_strategy_text(row: Row) -> str:
+def _partial_strategy_text(row: Strategy) -> str:
     """Return a strategy for partial operands as text, such as ``sum,R→sum``; "" if nothing is partial."""
     if not any(isinstance(spec, Partial) for spec in (*row.operands, *row.results)):
         return ""
@@ -383,6 +388,6 @@ def _shorten_partials(passing: Sequence[str]) -> Iterator[str]:
         yield f"and {len(others) - 12} more"
 
 
-def measured_in(path: Path) -> Mapping[str, Any] | None:
+def read_measurements(path: Path) -> Mapping[str, Any] | None:
     """Return the measurements in a file; None if there is no file."""
     return json.loads(path.read_text()) if path.exists() else None

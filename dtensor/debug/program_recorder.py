@@ -21,8 +21,8 @@ import torch
 from torch.autograd.anomaly_mode import set_detect_anomaly
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..base.patches import Together
-from ..base.tensor_tree import tensors
+from ..base.patches import RefCountedPatch
+from ..base.tensor_tree import tensor_leaves
 from ..base.torch_internals import (
     OpOverload,
     autograd_node,
@@ -32,16 +32,16 @@ from ..base.torch_internals import (
     push_dispatch_mode,
 )
 from ..base.units import bytes_text
-from ..base.user_frames import NOWHERE, Place, is_library, place_of, users_place
+from ..base.user_frames import NO_SOURCE_LINE, SourceLine, is_library_file, source_line_of, user_line_of_stack
 from ..comm import Pending, events
-from ..comm.events import Around, Event
+from ..comm.events import CollectiveWrapper, Event
 from ..cost.link import collective_seconds
 from ..dispatch.comm_report import Cause
 from ..redistribute.step import Step
-from ..tensor.leaf_gradients import Departure
+from ..tensor.leaf_gradients import GradBatchCause
 from .comm_mode import EXCHANGE_KIND, CommDebugMode
-from .memory_tracker import OPTIMIZER_STATE, Holdings
-from .operators import Operation, Operators
+from .memory_tracker import OPTIMIZER_STATE, MemoryTracker
+from .operators import Operation, OperatorRecorder
 
 _ENGINE_FUNCTION = "_engine_run_backward"  # of torch.autograd.graph; frames below it belong to a backward pass
 
@@ -62,7 +62,7 @@ class RecordedCollective:
     """
 
     event: Event
-    place: Place
+    place: SourceLine
     phase: str
     module: str
     operator: str
@@ -109,7 +109,7 @@ class RecordedCollective:
         return f"{self.origin_text}{within}: {self.collective_text}"
 
 
-class Record(CommDebugMode):
+class ProgramRecorder(CommDebugMode):
     """A :class:`CommDebugMode` that also stores a :class:`RecordedCollective` for each collective, in ``movements``.
 
     Args:
@@ -121,12 +121,12 @@ class Record(CommDebugMode):
         super().__init__()
         self.movements: list[RecordedCollective] = []
         self.operations: list[Operation] = []
-        self.tracker = Holdings()
+        self.tracker = MemoryTracker()
         self.with_operators = with_operators
-        self._operators: Operators | None = None
+        self._operators: OperatorRecorder | None = None
         self._hooks: list[Any] = []
 
-    def __enter__(self) -> Record:
+    def __enter__(self) -> ProgramRecorder:
         self.movements.clear()
         _NODE_STACKS.__enter__()
         super().__enter__()
@@ -155,7 +155,7 @@ class Record(CommDebugMode):
         return all_ranks + max(totals.values(), default=0)
 
     def _start_operator_recorder(self) -> None:
-        block, self.tracker = self._blocks[-1], Holdings()
+        block, self.tracker = self._blocks[-1], MemoryTracker()
 
         def is_recorded_here() -> bool:
             return events.LISTENING.sees(block)
@@ -166,14 +166,14 @@ class Record(CommDebugMode):
 
         def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             if is_recorded_here():
-                self.tracker.set_kind(tensors(list(optimizer.state.values())), OPTIMIZER_STATE)
+                self.tracker.set_kind(tensor_leaves(list(optimizer.state.values())), OPTIMIZER_STATE)
 
-        self._operators = Operators(self.tracker, self._current_origin, is_recorded_here)
+        self._operators = OperatorRecorder(self.tracker, self._current_origin, is_recorded_here)
         self.operations = self._operators.operations
         self._hooks = [register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)]
         self._operators.__enter__()
 
-    def _handle_event(self, event: Event) -> Around | None:
+    def _handle_event(self, event: Event) -> CollectiveWrapper | None:
         super()._handle_event(event)
         if event.kind == EXCHANGE_KIND:
             return None
@@ -181,7 +181,7 @@ class Record(CommDebugMode):
         self.movements.append(collective)
         return self._make_measuring(collective)
 
-    def _make_measuring(self, collective: RecordedCollective) -> Around:
+    def _make_measuring(self, collective: RecordedCollective) -> CollectiveWrapper:
         """Return a function that runs a collective and measures it. Operators inside the collective are not recorded."""
         operators, mesh = self._operators, collective.event.mesh
         in_process = mesh is not None and mesh.kind == "in_process"
@@ -205,7 +205,7 @@ class Record(CommDebugMode):
 
         return run
 
-    def _current_origin(self) -> tuple[Place, str, str]:
+    def _current_origin(self) -> tuple[SourceLine, str, str]:
         """Return the user's line, the phase and the module of the code that runs now."""
         node = _current_node()
         place, _ = _line_and_caller(sys._getframe(1), node)
@@ -221,10 +221,12 @@ class Record(CommDebugMode):
         place, caller = _line_and_caller(frame, node)
         operator = "torch.distributed" if event.direct else calls[-1].operator.name if calls else caller
         cause = calls[-1] if calls else None
-        return RecordedCollective(event, place, *self._phase_and_module(node), operator, events.steps_under_way(), cause)
+        return RecordedCollective(
+            event, place, *self._phase_and_module(node), operator, events.current_redistribution_steps(), cause
+        )
 
 
-def _exit_mode(mode: Operators) -> None:
+def _exit_mode(mode: OperatorRecorder) -> None:
     """Exit a dispatch mode at any position of the mode stack: asyncio tasks of one thread exit their modes in any order."""
     above: list[Any] = []
     if mode in current_dispatch_modes():
@@ -240,18 +242,18 @@ def _current_node() -> Any:
 
     Gradients that are redistributed in one batch are attributed to the node of the first.
     """
-    departure = next((cause for cause in reversed(events.CAUSES.values()) if isinstance(cause, Departure)), None)
+    departure = next((cause for cause in reversed(events.CAUSES.values()) if isinstance(cause, GradBatchCause)), None)
     return departure.node if departure is not None else autograd_node() if graph_task() != -1 else None
 
 
-def _line_and_caller(frame: FrameType | None, node: Any) -> tuple[Place, str]:
+def _line_and_caller(frame: FrameType | None, node: Any) -> tuple[SourceLine, str]:
     """Return the user's line and the name of the function or operator that the line calls.
 
     Outside of the autograd engine the Python frames determine both. Inside, or if no user frame is on the stack, the stored stack
     of ``node`` determines the line.
     """
     caller, operator, in_engine = "", "", False
-    while frame is not None and is_library(frame.f_code.co_filename):
+    while frame is not None and is_library_file(frame.f_code.co_filename):
         code = frame.f_code
         in_engine = in_engine or code.co_name == _ENGINE_FUNCTION
         if "dtensor" in (module := frame.f_globals.get("__name__", "")).partition(".") and not module.startswith(__package__):
@@ -261,8 +263,10 @@ def _line_and_caller(frame: FrameType | None, node: Any) -> tuple[Place, str]:
         frame = frame.f_back
     if node is not None and (in_engine or frame is None):
         line = _line_of_node(node)
-        return (place_of(frame) if line is NOWHERE else line), operator or f"gradient ({str(node.name()).rpartition('::')[2]})"
-    return place_of(frame), operator or caller or "torch.distributed"
+        return (
+            source_line_of(frame) if line is NO_SOURCE_LINE else line
+        ), operator or f"gradient ({str(node.name()).rpartition('::')[2]})"
+    return source_line_of(frame), operator or caller or "torch.distributed"
 
 
 def _public_name(name: str, module: str) -> str:
@@ -270,16 +274,16 @@ def _public_name(name: str, module: str) -> str:
     return name if hasattr(sys.modules["dtensor"], name.partition(".")[0]) else module
 
 
-def _line_of_node(node: Any) -> Place:
+def _line_of_node(node: Any) -> SourceLine:
     """Return the user's line that created an autograd node.
 
     For a node that a backward pass created (double backward), return the line of its outermost parent node.
     """
-    line = NOWHERE
+    line = NO_SOURCE_LINE
     while node is not None:
         metadata = node.metadata
         parent = metadata.get("parent_")
-        line = line if parent is not None else users_place(metadata.get("traceback_", ()))
+        line = line if parent is not None else user_line_of_stack(metadata.get("traceback_", ()))
         node = parent
     return line
 
@@ -293,4 +297,4 @@ def _recorded_node_stacks() -> Iterator[None]:
     set_detect_anomaly(*before)
 
 
-_NODE_STACKS = Together(_recorded_node_stacks)
+_NODE_STACKS = RefCountedPatch(_recorded_node_stacks)

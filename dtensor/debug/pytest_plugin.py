@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from .budget import Limits, counted, excess
-from .program_recorder import Record
+from .budget import Limits, excess_message, usage_of
+from .program_recorder import ProgramRecorder
 
 RecordedBudgets = dict[str, dict[str, int]]
 Budget = Callable[..., AbstractContextManager[None]]
@@ -35,16 +35,16 @@ class BudgetFile:
         self.recorded: RecordedBudgets = json.loads(path.read_text()) if path.exists() else {}
         self.larger_than_needed: list[str] = []
 
-    def check_budget(self, name: str, record: Record) -> None:
+    def check_budget(self, name: str, record: ProgramRecorder) -> None:
         """Record what one block of a test needs, or fail the test if that exceeds the recorded budget."""
-        used = counted(record)._asdict()
+        used = usage_of(record)._asdict()
         if self.mode == "record":
             self.recorded[name] = used
         elif self.mode == "compare":
             if name not in self.recorded:
                 pytest.fail(f"{name} has no budget in {self.path}; run pytest --dtensor-budgets=record", pytrace=False)
             allowed = self.recorded[name]
-            problem = excess(record, Limits(**allowed))
+            problem = excess_message(record, Limits(**allowed))
             if problem:
                 pytest.fail(f"more than recorded in {self.path.name}: {problem}", pytrace=False)
             if any(used[what] != limit for what, limit in allowed.items()):
@@ -96,11 +96,11 @@ def dtensor_budget(request: pytest.FixtureRequest) -> Budget:
         entered[0] += 1
         name = request.node.nodeid + (f" #{entered[0]}" if entered[0] > 1 else "")
         compared = allowed == Limits()
-        with Record(with_operators=(compared and budgets.mode is not None) or allowed.with_operators) as record:
+        with ProgramRecorder(with_operators=(compared and budgets.mode is not None) or allowed.with_operators) as record:
             yield
         if compared:
             budgets.check_budget(name, record)
-        elif problem := excess(record, allowed):
+        elif problem := excess_message(record, allowed):
             pytest.fail(problem, pytrace=False)
 
     return block

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from ..base.progress import reporting
+from ..base.progress import report_periodically
 from ..base.tables import print_table
 from ..errors import ArgumentError
 from ..plan import plan
 from .explain import Explanation
 from .html import save_html
-from .program_recorder import Record
+from .program_recorder import ProgramRecorder
 from .trace import save_trace
 
 
@@ -39,41 +39,41 @@ def run_script(script: Path, arguments: Sequence[str]) -> int:
     return 0
 
 
-def explained(script: Path, arguments: Sequence[str], html: Path | None = None) -> int:
+def explain_script(script: Path, arguments: Sequence[str], html: Path | None = None) -> int:
     """Run a script, print its communication, computation and memory, and return its exit status.
 
     If the script raises, the report of the part that ran is printed first.
     """
-    with report_at_end(html, f"Communication of {script.name}") as tell, Record(with_operators=True) as record:
+    with report_at_end(html, f"Communication of {script.name}") as tell, ProgramRecorder(with_operators=True) as record:
         tell(lambda: Explanation.from_record(record))
         return run_script(script, arguments)
 
 
-def traced(script: Path, arguments: Sequence[str], output: Path) -> int:
+def trace_script(script: Path, arguments: Sequence[str], output: Path) -> int:
     """Run a script, write a trace of it, and return its exit status. If it raises on one rank, nothing is written."""
-    with Record(with_operators=True) as record:
+    with ProgramRecorder(with_operators=True) as record:
         began = time.perf_counter_ns()
         status = run_script(script, arguments)
     with _process_group(), _report_progress(f"writing {output}"):
         save_trace(record, began, output)
-    if first():
+    if is_printing_rank():
         print(f"written to {output}: open it in https://ui.perfetto.dev", flush=True)
     return status
 
 
-def planned(script: Path, arguments: Sequence[str], html: Path | None = None, json: Path | None = None) -> int:
+def plan_script(script: Path, arguments: Sequence[str], html: Path | None = None, json: Path | None = None) -> int:
     """Run a script once, print a plan of all its operators, and return its exit status."""
     status: list[int] = []
     with _report_progress(f"planning {script.name}"):
         program_plan = plan(lambda: status.append(run_script(script, arguments)))
     with report_at_end(html, f"Plan of {script.name}") as tell:
         tell(lambda: program_plan)
-    if json is not None and first():
+    if json is not None and is_printing_rank():
         program_plan.save(json)
     return status[0]
 
 
-def first() -> bool:
+def is_printing_rank() -> bool:
     """Return True on the rank that prints for all ranks."""
     return os.environ.get("RANK", "0") == "0"
 
@@ -97,7 +97,7 @@ def report_at_end(html: Path | None, title: str) -> Iterator[Callable[[Callable[
     try:
         yield makers.append
     finally:
-        for make in makers if first() else ():
+        for make in makers if is_printing_rank() else ():
             with _report_progress("making the report"):
                 report = make()
             _print_report(report)
@@ -117,10 +117,10 @@ def _print_report(report: Any) -> None:
 
 def _report_progress(activity: str) -> AbstractContextManager[None]:
     """Report progress on one rank."""
-    return reporting(lambda: activity) if first() else nullcontext()
+    return report_periodically(lambda: activity) if is_printing_rank() else nullcontext()
 
 
-def writable(text: str) -> Path:
+def writable_path(text: str) -> Path:
     """Return ``text`` as the path of a file that can be written, for ``argparse``; else end the command with status 2."""
     path = Path(text)
     if path.is_dir() or not path.absolute().parent.is_dir():
@@ -128,7 +128,7 @@ def writable(text: str) -> Path:
     return path
 
 
-def asked(script: Path) -> Path:
+def existing_file(script: Path) -> Path:
     """Return ``script``.
 
     Raises:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..base.caches import fullness
-from ..layout.layout import interned
+from ..base.caches import cache_fullness
+from ..layout.layout import count_layouts
 from .dispatcher import PLANS, plans_of_operators
 
 
@@ -44,7 +44,7 @@ def cache_info() -> dict[str, CacheInfo]:
     No communication: numbers of this process.
     """
     return {
-        "layouts": CacheInfo(interned(), None, None),
-        **{name: CacheInfo(*found, None) for name, found in fullness().items()},
+        "layouts": CacheInfo(count_layouts(), None, None),
+        **{name: CacheInfo(*found, None) for name, found in cache_fullness().items()},
         **{name: CacheInfo(kept, PLANS.each, made) for name, (kept, made) in plans_of_operators().items()},
     }

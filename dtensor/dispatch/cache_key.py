@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ..base.recorder_hooks import aside
-from ..base.symbolic_sizes import OpenSize, settled, size_of, sizes, still_open
-from ..base.tensor_tree import listed
+from ..base.recorder_hooks import untracked
+from ..base.symbolic_sizes import SymbolicSize, hashable_size, hashable_sizes, recompile_if_specialized, specialize_symbols
+from ..base.tensor_tree import as_sequence
 from ..base.tracing import has_no_values
 from ..layout.layout import Layout
 from . import wrap
@@ -22,11 +22,11 @@ from .plain_tensor_args import keep_gradient_plain, made_by_torch
 KEYED_AS_IS = frozenset((type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, str))
 _TRUE, _FALSE = object(), object()  # True == 1 as a dictionary key; these are not
 _get_kind = attrgetter("ndim", "layout", "dtype")
-_NUMBER_TYPES: dict[type, Any] = {OpenSize: int, torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+_NUMBER_TYPES: dict[type, Any] = {SymbolicSize: int, torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 BOOL_NAMES: dict[Any, str] = {_TRUE: "True", _FALSE: "False"}
 
 
-@aside
+@untracked
 def _read_number(x: torch.Tensor) -> Any:
     """Return the number in a plain tensor of one element, for a comparison between ranks; no layout depends on it."""
     value = x.tolist()
@@ -35,7 +35,7 @@ def _read_number(x: torch.Tensor) -> Any:
     return value
 
 
-def static(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | None = None) -> Any:
+def append_to_key(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | None = None) -> Any:
     """Append the part of the key for one argument, and return its local value.
 
     Args:
@@ -60,7 +60,7 @@ def static(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | None 
         key.append(_TRUE if value else _FALSE)
         return value
     if kind is list or kind is tuple:
-        return static_list(value, key, by_type, numbers)
+        return append_list_to_key(value, key, by_type, numbers)
     if isinstance(value, torch.Tensor):
         if isinstance(value, wrap.TENSOR):
             key.append(value._layout)
@@ -76,10 +76,10 @@ def static(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | None 
     if kind in _NUMBER_TYPES:  # a symbol of a traced program: it is specialized only if a layout depends on it
         if by_type:
             key.append(_NUMBER_TYPES[kind])
-        elif kind is torch.SymInt or kind is OpenSize:
-            key.append(size_of(value))
+        elif kind is torch.SymInt or kind is SymbolicSize:
+            key.append(hashable_size(value))
         else:
-            return static(_NUMBER_TYPES[kind](value), key, by_type)
+            return append_to_key(_NUMBER_TYPES[kind](value), key, by_type)
         return value
     if kind is torch.Size:
         value = tuple(value)
@@ -87,8 +87,8 @@ def static(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | None 
     return value
 
 
-def static_list(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | None = None) -> Any:
-    """Append the part of the key for a list or tuple, and return it with local values; arguments as for :func:`static`."""
+def append_list_to_key(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | None = None) -> Any:
+    """Append the part of the key for a list or tuple, and return it with local values; arguments as for :func:`append_to_key`."""
     first = type(value[0]) if value else None
     if first is wrap.TENSOR:
         try:
@@ -112,13 +112,13 @@ def static_list(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | 
         key.append((bool, *value))
         return value
     key.append(len(value))
-    return [static(item, key, by_type, numbers) for item in value]
+    return [append_to_key(item, key, by_type, numbers) for item in value]
 
 
 def _plain_tensor_key(x: torch.Tensor) -> tuple[Any, ...]:
     if x.is_nested:  # it has no sizes; planning refuses it
         return (x.layout,)
-    return sizes(x.shape), sizes(x.stride()) if x.layout is torch.strided else None, x.dtype
+    return hashable_sizes(x.shape), hashable_sizes(x.stride()) if x.layout is torch.strided else None, x.dtype
 
 
 # --- symbolic sizes -----------------------------------------------------------------------------------------------------
@@ -131,19 +131,19 @@ def planned_value(value: Any, by_type: bool) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)([planned_value(item, by_type) for item in value]) if type(value) in (list, tuple) else value
     number_type = _NUMBER_TYPES.get(type(value))
-    return value if number_type is None else number_type(2) if by_type else size_of(value)
+    return value if number_type is None else number_type(2) if by_type else hashable_size(value)
 
 
 def with_symbolic_sizes(values: Iterable[Any]) -> list[Any]:
     """Return the tensors among ``values`` with symbolic sizes."""
-    tensors = (x for value in values for x in listed(value))
-    return [x for x in tensors if (layout := getattr(x, "_layout", None)) is not None and layout.sized]
+    tensors = (x for value in values for x in as_sequence(value))
+    return [x for x in tensors if (layout := getattr(x, "_layout", None)) is not None and layout.has_symbols]
 
 
-def settle(values: Iterable[Any]) -> None:
+def specialize_sizes(values: Iterable[Any]) -> None:
     """Specialize the symbolic sizes of these tensors to numbers; the traced graph is guarded on them."""
     for x in with_symbolic_sizes(values):
         layout = x._layout
-        shape, stride = [tuple(map(settled, sizes)) for sizes in (layout.shape, layout.stride)]
+        shape, stride = [tuple(map(specialize_symbols, sizes)) for sizes in (layout.shape, layout.stride)]
         x._layout = Layout.of(layout.mesh, layout.placements, shape, stride, layout.dtype)
-        still_open((*layout.shape, *layout.stride))
+        recompile_if_specialized((*layout.shape, *layout.stride))

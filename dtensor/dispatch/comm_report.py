@@ -7,10 +7,10 @@ import warnings
 from dataclasses import dataclass
 
 from ..base.units import bytes_text
-from ..base.user_frames import users_frame
+from ..base.user_frames import find_user_frame
 from ..errors import GatherWarning
-from ..propagation.op_schema import Operator
-from ..propagation.propagate import Plan
+from ..propagation.op_schema import OperatorSchema
+from ..propagation.propagate import CallPlan
 
 _WARNED: set[str] = set()  # names of operators
 
@@ -19,14 +19,14 @@ _WARNED: set[str] = set()  # names of operators
 class Cause:
     """The operator call that issues collectives, for listeners."""
 
-    operator: Operator
-    plan: Plan
+    operator: OperatorSchema
+    plan: CallPlan
 
     def __str__(self) -> str:
         return self.operator.name
 
 
-def warn_of_gather(plan: Plan, name: str) -> None:
+def warn_of_gather(plan: CallPlan, name: str) -> None:
     """Warn, once for each operator, that it gathers: with its layouts and the bytes received per rank."""
     if name in _WARNED or not plan.moves:
         return
@@ -44,13 +44,13 @@ def warn_of_gather(plan: Plan, name: str) -> None:
 
 def _stack_level_of_user() -> int:
     """Return the stack level of the user's line, counted from the caller as ``warnings`` counts."""
-    level, frame, last = 1, sys._getframe(1), users_frame(sys._getframe(1))
+    level, frame, last = 1, sys._getframe(1), find_user_frame(sys._getframe(1))
     while frame is not last and frame.f_back is not None:
         frame, level = frame.f_back, level + 1
     return level
 
 
-def describe_plan(plan: Plan) -> str:
+def describe_plan(plan: CallPlan) -> str:
     """Return the plan as text: what is redistributed, what runs, what is written back."""
     lines = [f"  {slot[0]}{'' if slot[1] is None else f'[{slot[1]}]'}: {move}" for slot, move in plan.moves]
     lines += [f"  write {slot[0]} back: {move}" for slot, move in plan.write_back]

@@ -25,17 +25,17 @@ from typing import Any
 
 import torch
 
-from ..base.caches import remembered
+from ..base.caches import memoize
 from ..base.modes import MODES
-from ..base.recorder_hooks import aside
+from ..base.recorder_hooks import untracked
 from ..base.torch_internals import graph_task
 from ..base.tracing import has_no_values
-from ..base.user_frames import loaded_elsewhere
+from ..base.user_frames import optimizer_state_hint
 from ..comm import PerRank, communicator_of, reordered
 from ..errors import ImplicitCommunicationError, MeshError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
-from ..propagation.op_schema import Operator
+from ..propagation.op_schema import OperatorSchema
 from ..redistribute import execute
 from ..redistribute import plan as plan_redistribution
 from .wrap import wrap_local
@@ -55,7 +55,7 @@ def meshes_of(values: Any) -> dict[DeviceMesh, None]:
     return found
 
 
-def across_places(operator: Operator, bound: dict[str, Any], meshes: Sequence[DeviceMesh]) -> Runner | None:
+def make_cross_mesh_runner(operator: OperatorSchema, bound: dict[str, Any], meshes: Sequence[DeviceMesh]) -> Runner | None:
     """Return the runner of a call with operands on several meshes; None if all are on one mesh.
 
     Args:
@@ -73,7 +73,7 @@ def across_places(operator: Operator, bound: dict[str, Any], meshes: Sequence[De
     return _make_home_runner(operator, bound) if len(meshes) > 1 else None
 
 
-def _make_home_runner(operator: Operator, bound: dict[str, Any]) -> Runner:
+def _make_home_runner(operator: OperatorSchema, bound: dict[str, Any]) -> Runner:
     home = _choose_home_mesh(operator, bound)
     name = operator.name
 
@@ -92,7 +92,7 @@ def _layout_of(value: Any) -> Any:
 
 
 # --- lists --------------------------------------------------------------------------------------------------------------
-def _group_by_mesh(operator: Operator, bound: dict[str, Any]) -> list[list[int]]:
+def _group_by_mesh(operator: OperatorSchema, bound: dict[str, Any]) -> list[list[int]]:
     """Return the positions of list elements, one group for each mesh in the first list; [] for a call without lists."""
     lists = [bound[name] for name in operator.names if name in operator.tensors and isinstance(bound.get(name), (list, tuple))]
     if not lists:
@@ -103,7 +103,7 @@ def _group_by_mesh(operator: Operator, bound: dict[str, Any]) -> list[list[int]]
     return list(groups.values())
 
 
-def _run_mesh_by_mesh(operator: Operator, bound: dict[str, Any], groups: Sequence[Sequence[int]]) -> Any:
+def _run_mesh_by_mesh(operator: OperatorSchema, bound: dict[str, Any], groups: Sequence[Sequence[int]]) -> Any:
     count = sum(map(len, groups))
     results: list[Any] = [None] * count
     for group in groups:
@@ -117,7 +117,7 @@ def _run_mesh_by_mesh(operator: Operator, bound: dict[str, Any], groups: Sequenc
 
 
 # --- plain tensors ------------------------------------------------------------------------------------------------------
-def _writes_plain_tensors(operator: Operator, bound: dict[str, Any]) -> bool:
+def _writes_plain_tensors(operator: OperatorSchema, bound: dict[str, Any]) -> bool:
     """Return True if the first argument that a call writes to is plain, and all DTensors in it have one element."""
     if not operator.mutated or operator.outs:
         return False
@@ -127,7 +127,7 @@ def _writes_plain_tensors(operator: Operator, bound: dict[str, Any]) -> bool:
     )
 
 
-def _run_on_plain_tensors(operator: Operator, bound: dict[str, Any]) -> Any:
+def _run_on_plain_tensors(operator: OperatorSchema, bound: dict[str, Any]) -> Any:
     """Run the call with the values of its DTensors. A rank outside the mesh, which has no value, writes nothing."""
     ranked = any(isinstance(value, PerRank) for value in _leaves(list(bound.values())))
     plain = {name: _plain_value(value, operator.name, ranked) for name, value in bound.items()}
@@ -160,7 +160,7 @@ def _plain_value(value: Any, name: str, ranked: bool) -> Any:
 
 
 # --- numbers ------------------------------------------------------------------------------------------------------------
-def _choose_home_mesh(operator: Operator, bound: dict[str, Any]) -> DeviceMesh:
+def _choose_home_mesh(operator: OperatorSchema, bound: dict[str, Any]) -> DeviceMesh:
     """Return the mesh of the written argument, else of the largest operand; for numbers alone, the mesh with the most ranks."""
     written = [bound.get(name) for name in operator.names if name in operator.mutated]
     for chosen in (written, list(bound.values())):
@@ -190,7 +190,7 @@ def make_mesh_error(name: str, meshes: Iterable[DeviceMesh]) -> MeshError:
     """Return the error of a call with operands on several meshes that cannot be combined."""
     return MeshError(
         f"{name}: operands are on different meshes: {', '.join(map(repr, meshes))}; redistribute them to "
-        f"one mesh with x.redistribute(mesh, placements){loaded_elsewhere(sys._getframe())}"
+        f"one mesh with x.redistribute(mesh, placements){optimizer_state_hint(sys._getframe())}"
     )
 
 
@@ -241,7 +241,7 @@ def _reduce_value(value: Any, name: str) -> Any:
 
 
 # --- numbers of submeshes -----------------------------------------------------------------------------------------------
-@remembered(256)
+@memoize(256)
 def _missing_dims(mesh: DeviceMesh, home: DeviceMesh) -> tuple[int, ...]:
     """Return the dims of ``home`` along which ranks are in different groups of ``mesh``."""
     group_of: dict[int, tuple[int, ...]] = {}
@@ -279,7 +279,7 @@ def _agree_between_copies(local: Any, mesh: DeviceMesh, home: DeviceMesh, name: 
     return copies[0]
 
 
-@aside
+@untracked
 def _check_copies_equal(rows: Sequence[torch.Tensor], name: str, mesh: DeviceMesh) -> None:
     first = rows[0]
     if first.is_meta or has_no_values(first):

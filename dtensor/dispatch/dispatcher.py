@@ -16,35 +16,37 @@ from typing import Any
 import torch
 
 from ..base import tracing
-from ..base.caches import Shared, watched
+from ..base.caches import PooledDicts, register_cache
 from ..base.modes import IMPLICIT_REPLICATION, MODES
-from ..base.patches import changed, restored
+from ..base.patches import patch_applied, patch_removed
 from ..base.torch_internals import autograd_node, count_dispatch_modes, find_torch_dispatch_rule
-from ..base.user_frames import wrapped_by_torch
+from ..base.user_frames import torch_ddp_hint
 from ..errors import UnsupportedOperationError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
-from ..propagation.op_schema import Operator, operator_of
-from ..propagation.propagate import Plan
-from ..propagation.select_strategy import Chooser, choose
-from ..rules.op_traits import rule_of_each
+from ..propagation.op_schema import OperatorSchema, operator_schema_of
+from ..propagation.propagate import CallPlan
+from ..propagation.select_strategy import StrategySelector, select_strategies
+from ..rules.op_traits import element_rule_of
 from ..rules.registry import lookup
-from ..watchdog.levels import Level
+from ..watchdog.levels import CheckLevel
 from . import wrap
-from .announced import announced_call
-from .cache_key import KEYED_AS_IS, planned_value, settle, static, static_list, with_symbolic_sizes
-from .cross_mesh import across_places, meshes_of
+from .announced_collectives import announced_call
+from .cache_key import KEYED_AS_IS, append_list_to_key, append_to_key, planned_value, specialize_sizes, with_symbolic_sizes
+from .cross_mesh import make_cross_mesh_runner, meshes_of
 from .frame import Runner
 from .local_op import local_function
 from .op_fingerprint import PlanFingerprints, record_calls, record_error
 from .operand_layouts import plan_of_bound
-from .plain_tensor_args import compare_plain_arguments, through_copies, with_constants
+from .plain_tensor_args import compare_plain_arguments, make_constants_runner, make_plain_write_runner
 from .program import bind_program, runner_of
 from .variants import with_variants
 from .wrap import wrap_local, wrap_view
 
-PLANS: Shared[tuple[Any, ...], Any] = Shared(each=1024, together=8192)  # limits: per operator, and for all operators together
-watched("plans", PLANS.fullness)
+PLANS: PooledDicts[tuple[Any, ...], Any] = PooledDicts(
+    each=1024, together=8192
+)  # limits: per operator, and for all operators together
+register_cache("plans", PLANS.fullness)
 
 
 class Entry:
@@ -65,13 +67,15 @@ class Entry:
     def __init__(self, func: Any) -> None:
         self.func = func
         self.local_op = local_function(func)
-        self.operator: Operator = operator_of(func)
-        rule = lookup(func) or rule_of_each(func)
+        self.operator: OperatorSchema = operator_schema_of(func)
+        rule = lookup(func) or element_rule_of(func)
         by_type = frozenset() if rule is None or rule.floats_matter else self.operator.scalars | self.operator.tensors
         self.scalar_names = by_type
         self.scalar_positions = frozenset(i for i, name in enumerate(self.operator.names) if name in by_type)
         self.plans = PLANS.part()
-        self.fingerprints = PlanFingerprints(self.operator, self.plans) if Level.now == "watch" and Level.armed else None
+        self.fingerprints = (
+            PlanFingerprints(self.operator, self.plans) if CheckLevel.now == "watch" and CheckLevel.armed else None
+        )
         self.misses = 0
         self.run = _make_dispatch(self)
 
@@ -86,7 +90,7 @@ _LIBRARY: torch.library.Library | None = None
 _COLLECTIVES = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"))
 
 
-def install_views(make_view_runners: Callable[[Plan, Operator], tuple[Runner | None, Runner | None]]) -> None:
+def install_view_runners(make_view_runners: Callable[[CallPlan, OperatorSchema], tuple[Runner | None, Runner | None]]) -> None:
     """Set the function that makes the two runners of view operators with results that are not views of local tensors.
 
     The first one, if it is not None, runs every call; the second one runs a call that the local operator refuses.
@@ -103,11 +107,11 @@ def clear_plans() -> None:
         PLANS.clear()
         if _LIBRARY is not None:
             _LIBRARY._destroy()
-            restored("torch.library.register_torch_dispatch")
+            patch_removed("torch.library.register_torch_dispatch")
             _LIBRARY = None
 
 
-Level.changed.append(clear_plans)
+CheckLevel.changed.append(clear_plans)
 
 
 def plans_of_operators() -> dict[str, tuple[int, int]]:
@@ -132,7 +136,7 @@ def _get_or_make_entry(func: Any) -> Entry:
         if func.namespace == "aten" and find_torch_dispatch_rule(func, wrap.TENSOR) is None:
             if _LIBRARY is None:
                 _LIBRARY = torch.library.Library("aten", "FRAGMENT")
-                changed("torch.library.register_torch_dispatch")
+                patch_applied("torch.library.register_torch_dispatch")
             torch.library.register_torch_dispatch(func, wrap.TENSOR, entry.run, lib=_LIBRARY)
         _ENTRIES[id(func)] = entry
         return entry
@@ -147,7 +151,7 @@ def _make_dispatch(entry: Entry) -> Callable[..., Any]:
 
     def run(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         try:
-            if _count_modes() and tracing.taken_in((args, kwargs)):
+            if _count_modes() and tracing.add_graph_constants((args, kwargs)):
                 return func(*args, **(kwargs or {}))
             if is_view:
                 if _in_inference_mode() and not args[0].is_inference():
@@ -193,11 +197,11 @@ def _make_dispatch(entry: Entry) -> Callable[..., Any]:
             return run_general(args, kwargs)
         except Exception as error:
             record_error(entry.operator, error, args, kwargs or {})
-            if (explained := tracing.explained(error, entry.operator.name)) is not error:
+            if (explained := tracing.explain_data_dependence(error, entry.operator.name)) is not error:
                 raise explained from error
             raise
 
-    return record_calls(entry.operator, run) if Level.now == "strict" else run
+    return record_calls(entry.operator, run) if CheckLevel.now == "strict" else run
 
 
 def _make_general_dispatch(entry: Entry, find: Callable[..., Any]) -> Callable[..., Any]:
@@ -219,7 +223,7 @@ def _make_general_dispatch(entry: Entry, find: Callable[..., Any]) -> Callable[.
                 key.append(value)
                 local_args.append(value)
             else:
-                read = static_list if kind is list else static
+                read = append_list_to_key if kind is list else append_to_key
                 local_args.append(read(value, key, len(local_args) in by_type, numbers))
         if options.issuperset(kwargs):
             key += kwargs.items()
@@ -228,7 +232,7 @@ def _make_general_dispatch(entry: Entry, find: Callable[..., Any]) -> Callable[.
             local_kwargs = {}
             for name, value in kwargs.items():
                 key.append(name)
-                local_kwargs[name] = static(value, key, name in names_by_type, numbers)
+                local_kwargs[name] = append_to_key(value, key, name in names_by_type, numbers)
         if IMPLICIT_REPLICATION.held and MODES.implicit_replication:
             key.append(MODES)
         signature = tuple(key)
@@ -258,26 +262,26 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
     if entry.func.namespace in _COLLECTIVES:
         if args and (announced := announced_call(args[0])) is not None:
             return announced
-        wrapper = wrapped_by_torch(sys._getframe())
+        wrapper = torch_ddp_hint(sys._getframe())
         if entry.operator.name == "c10d::broadcast_" and not wrapper and _are_replicated(args[0]):
             return _broadcast_replicated
         raise UnsupportedOperationError(
             f"{entry.operator.name} got a DTensor, but collectives of torch.distributed take local tensors; "
             f"use x.redistribute(placements=...), or pass the local tensor: x.to_local(){wrapper}"
         )
-    if tracing.under_way():
+    if tracing.is_tracing():
         args = tuple([planned_value(value, i in entry.scalar_positions) for i, value in enumerate(args)])
         kwargs = {name: planned_value(value, name in entry.scalar_names) for name, value in kwargs.items()}
     operator, bound = entry.operator, entry.operator.bind(args, kwargs)
     if autograd_node() is not None and operator.lacks(bound):
         return lambda *call: None if len(operator.returns) == 1 else (None,) * len(operator.returns)
     if any(0 in x._layout.shape for x in with_symbolic_sizes(bound.values())):  # kernels treat size 0 specially
-        settle(bound.values())
+        specialize_sizes(bound.values())
     meshes = tuple(meshes_of(bound.values()))
-    special = across_places(operator, bound, meshes) or through_copies(operator, bound)
+    special = make_cross_mesh_runner(operator, bound, meshes) or make_plain_write_runner(operator, bound)
     if special is not None:
         return _cache_program(entry, signature, special)
-    if (constants := with_constants(operator, bound)) is not None:
+    if (constants := make_constants_runner(operator, bound)) is not None:
         return constants  # not cached: the key does not say which function calls
     replan = partial(_plan, operator)
     plan, program = replan(args, kwargs, bound, meshes)
@@ -289,13 +293,13 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
 
 
 def _plan(
-    operator: Operator,
+    operator: OperatorSchema,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     bound: dict[str, Any] | None = None,
     meshes: Sequence[DeviceMesh] | None = None,
-    choose: Chooser = choose,
-) -> tuple[Plan, Layout | Runner]:
+    choose: StrategySelector = select_strategies,
+) -> tuple[CallPlan, Layout | Runner]:
     """Plan a call and bind its program. This is the only way into planning, for a cache miss and for a variant of a key.
 
     Args:
@@ -304,7 +308,7 @@ def _plan(
     """
     bound = operator.bind(args, kwargs) if bound is None else bound
     meshes = tuple(meshes_of(bound.values())) if meshes is None else meshes
-    with tracing.aside():
+    with tracing.untraced():
         plan = plan_of_bound(operator, bound, meshes, choose)
         whole, if_refused = _make_view_runners(plan, operator) if operator.is_view or operator.reshapes else (None, None)
         return plan, bind_program(plan, operator, args, kwargs, whole, if_refused)
@@ -317,10 +321,10 @@ def _cache_program(entry: Entry, signature: tuple[Any, ...], program: Layout | R
     return program
 
 
-def run_chosen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], choose: Chooser) -> Any:
+def run_with_strategies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], choose: StrategySelector) -> Any:
     """Return the results of one call with the strategies that ``choose`` selects. Its plan is not cached."""
-    operator = operator_of(func)
+    operator = operator_schema_of(func)
     _, program = _plan(operator, args, kwargs, choose=choose)
-    local_args = [static(value, [], False) for value in args]
-    local_kwargs = {name: static(value, [], False) for name, value in kwargs.items()}
+    local_args = [append_to_key(value, [], False) for value in args]
+    local_kwargs = {name: append_to_key(value, [], False) for name, value in kwargs.items()}
     return runner_of(program, operator)(args, kwargs, local_args, local_kwargs)

@@ -21,22 +21,22 @@ from typing import Any
 
 import torch
 
-from ..base.recorder_hooks import ACTIVE, current, recorded_by, weakly
+from ..base.recorder_hooks import ACTIVE_RECORDERS, current_recorder, is_recorded_by, weak_recorder_ref
 from ..base.torch_internals import tree_leaves
-from ..base.tracing import under_way
+from ..base.tracing import is_tracing
 from ..comm import communicator_of
 from ..layout.layout import Layout
 from ..layout.splits import Split
-from ..propagation.disjoint_partial_strategies import SUM
-from ..propagation.make_call import Slot
-from ..propagation.op_schema import Form, Operator
-from ..propagation.propagate import Plan
-from ..rules.disjoint_partial import Known, Left, Parted
+from ..propagation.make_call import ArgumentSlot
+from ..propagation.op_schema import CallSignature, OperatorSchema
+from ..propagation.owner_strategies import SUM
+from ..propagation.propagate import CallPlan
+from ..rules.disjoint_partial import DisjointResult, DisjointSplit, OperandFacts
 from . import wrap
 from .frame import Args, Frame, Keywords, Step
 from .redistribution_cache import (
     FORMS,
-    NESTED,
+    IN_DECOMPOSITION,
     WANTED,
     PreferredLayout,
     active_recorder,
@@ -82,12 +82,12 @@ class RowOwnership(NotSerialized):
 
     def __init__(self, ends: Any, split: Split, layout: Layout, dim: int) -> None:
         self.ends, self.split, self.layout, self.dim = ends, split, layout, dim
-        self.versions, self.recorder = counted_versions(ends), weakly(current())
+        self.versions, self.recorder = counted_versions(ends), weak_recorder_ref(current_recorder())
         self._foreign: Any = None
 
     def is_valid(self) -> bool:
         """Return True if ``ends`` was not written to, and this thread may use what the recorder recorded."""
-        if not recorded_by(self.recorder, current()):
+        if not is_recorded_by(self.recorder, current_recorder()):
             return False
         return self.versions is not None and self.versions == counted_versions(self.ends)
 
@@ -140,20 +140,20 @@ def find_disjoint_rows(x: Any) -> DisjointRows | None:
     return fact if type(fact) is DisjointRows and fact.is_valid(counted_versions(x)) else None
 
 
-def _get_or_make_ownership(ends: Any, left: Left, layout: Layout) -> RowOwnership:
+def _get_or_make_ownership(ends: Any, left: DisjointResult, layout: Layout) -> RowOwnership:
     """Return the row ownership of a product of groups, one for all products of the same groups."""
     ownerships = ends.__dict__.get(_OWNERSHIPS)
     if type(ownerships) is not RowOwnerships:
         ownerships = ends.__dict__[_OWNERSHIPS] = RowOwnerships()
     assert left.split is not None
-    key = left.split, layout.mesh, layout.splits[left.dim], layout.shape[left.dim], current()
+    key = left.split, layout.mesh, layout.splits[left.dim], layout.shape[left.dim], current_recorder()
     ownership: RowOwnership | None = ownerships.get(key)
     if ownership is None or not ownership.is_valid():
         ownership = ownerships[key] = RowOwnership(ends, left.split, layout, left.dim)
     return ownership
 
 
-def read_row_ownership(plan: Plan, operator: Operator, form: Form) -> Step | None:
+def read_row_ownership(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Step | None:
     """Read, before the call writes to anything, the row ownership of operands that results inherit."""
     if plan.chosen is None or not plan.chosen.left:
         return None
@@ -171,7 +171,7 @@ def read_row_ownership(plan: Plan, operator: Operator, form: Form) -> Step | Non
     return step
 
 
-def attach_row_ownership(plan: Plan, operator: Operator, form: Form) -> Step | None:
+def attach_row_ownership(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Step | None:
     """Attach to each result that the plan predicts to have disjoint rows which rank owns each row.
 
     Where the plan asks for it, the rows of other ranks are set to zero.
@@ -196,7 +196,7 @@ def attach_row_ownership(plan: Plan, operator: Operator, form: Form) -> Step | N
                 shape = [1] * x.ndim
                 shape[left.dim] = -1
                 x._local.masked_fill_(ownership.foreign_rows().view(shape), 0)
-            versions = None if is_written and NESTED.depth else versions
+            versions = None if is_written and IN_DECOMPOSITION.depth else versions
             x.__dict__[_DISJOINT_ROWS] = DisjointRows(ownership, left.dim, versions, is_written)
 
     return step
@@ -209,7 +209,7 @@ class DeferredReductions(frozenset[int]):
     __slots__ = ()
 
 
-def mark_deferred_reductions(plan: Plan, operator: Operator, form: Form) -> Step | None:
+def mark_deferred_reductions(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Step | None:
     """Mark partial operands that this operator left unreduced; the cost model expects a later reduction of the result."""
     if plan.chosen is None or operator.is_view or operator.mutated:
         return None
@@ -226,7 +226,7 @@ def mark_deferred_reductions(plan: Plan, operator: Operator, form: Form) -> Step
     return step
 
 
-def _deferred_reductions(plan: Plan) -> Iterator[tuple[str, DeferredReductions]]:
+def _deferred_reductions(plan: CallPlan) -> Iterator[tuple[str, DeferredReductions]]:
     """Yield by argument the mesh dims over which the operator passes its partial sums on to a result.
 
     Operands with disjoint rows are left out: the owners of the rows go on with them.
@@ -268,7 +268,7 @@ def find_local_indices(x: Any) -> LocalIndices | None:
     fact = x.__dict__.get(_LOCAL_INDICES) if type(x) is wrap.TENSOR else None
     if type(fact) is not LocalIndices or fact.versions is None:
         return None
-    return None if fact.versions != counted_versions(x) or ACTIVE or under_way() else fact
+    return None if fact.versions != counted_versions(x) or ACTIVE_RECORDERS or is_tracing() else fact
 
 
 def note_local_indices(x: Any, columns: tuple[Split | None, ...]) -> None:
@@ -277,7 +277,7 @@ def note_local_indices(x: Any, columns: tuple[Split | None, ...]) -> None:
         x.__dict__[_LOCAL_INDICES] = LocalIndices(columns, counted_versions(x))
 
 
-def propagate_local_indices(plan: Plan, operator: Operator, form: Form) -> Step | None:
+def propagate_local_indices(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Step | None:
     """Pass on to views, column by column, that an index tensor refers to this rank's own shard only."""
     if not operator.is_view or plan.how != "rule" or not plan.starts or plan.moves or plan.communicates:
         return None
@@ -323,7 +323,7 @@ def _find_preferred_layout(x: Any) -> Layout | None:
     """Return the layout that an operator needed ``x`` in, or the base of which ``x`` is a slice along an unsharded dim."""
     base = None if WANTED in x.__dict__ else x._base
     fact = (x if base is None else base).__dict__.get(WANTED)
-    if type(fact) is not PreferredLayout or not recorded_by(fact.recorder, active_recorder()):
+    if type(fact) is not PreferredLayout or not is_recorded_by(fact.recorder, active_recorder()):
         return None
     own, preferred = x._layout, fact.layout
     if base is None:
@@ -336,7 +336,7 @@ def _find_preferred_layout(x: Any) -> Layout | None:
     return Layout.from_splits(own.mesh, preferred.splits, preferred.partials, own.shape, own.stride, own.dtype)
 
 
-def propagate_preferred_layout(plan: Plan, operator: Operator, form: Form) -> Step | None:
+def propagate_preferred_layout(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Step | None:
     """Note that the result has the layout that operators preferred for the operand that it extends."""
     if plan.chosen is None or not any(known is not None and known.wanted is not None for known in plan.call.known):
         return None
@@ -349,9 +349,9 @@ def propagate_preferred_layout(plan: Plan, operator: Operator, form: Form) -> St
 
 
 # --- facts of a call ----------------------------------------------------------------------------------------------------
-def facts_of_call(operator: Operator, bound: Mapping[str, Any]) -> dict[Slot, Known]:
+def facts_of_call(operator: OperatorSchema, bound: Mapping[str, Any]) -> dict[ArgumentSlot, OperandFacts]:
     """Return the facts of the operands of a call; operands without a fact are left out."""
-    facts: dict[Slot, Known] = {}
+    facts: dict[ArgumentSlot, OperandFacts] = {}
     numbers: dict[int, int] = {}  # by identity of a row ownership: its number in this call
     for name in filter(operator.tensors.__contains__, operator.names):
         value = bound.get(name)
@@ -364,17 +364,17 @@ def facts_of_call(operator: Operator, bound: Mapping[str, Any]) -> dict[Slot, Kn
             if (rows := find_disjoint_rows(x)) is not None:
                 ownership = rows.ownership
                 source = next((other for other, y in bound.items() if y is ownership.ends), None)
-                parted = Parted(rows.dim, numbers.setdefault(id(ownership), len(numbers)), ownership.split, source)
+                parted = DisjointSplit(rows.dim, numbers.setdefault(id(ownership), len(numbers)), ownership.split, source)
             preferred = _find_preferred_layout(x) if operator.facts.joins and _is_most_of(x, value) else None
             indices = find_local_indices(x)
             column = indices.columns[0] if indices is not None and len(indices.columns) == 1 else None
             passed: frozenset[int] = deferred if type(deferred) is DeferredReductions else frozenset()
             if parted is not None or sums or type(deferred) is DeferredReductions or column is not None or preferred is not None:
-                facts[name, index] = Known(parted, sums, passed, column, preferred)
+                facts[name, index] = OperandFacts(parted, sums, passed, column, preferred)
     return facts
 
 
-def depends_on_facts(plan: Plan, operator: Operator) -> bool:
+def depends_on_facts(plan: CallPlan, operator: OperatorSchema) -> bool:
     """Return True if other facts of the operands may give another plan."""
     if plan.chosen is None:
         return False
@@ -383,7 +383,7 @@ def depends_on_facts(plan: Plan, operator: Operator) -> bool:
     return has_kernels or any("sum" in x.partials or (joins and any(x.splits)) for x in plan.call.operands)
 
 
-def make_quick_facts(operator: Operator) -> Callable[[Args, Keywords], tuple[Any, ...]]:
+def make_quick_facts(operator: OperatorSchema) -> Callable[[Args, Keywords], tuple[Any, ...]]:
     """Make the function that returns the facts of a call's operands as a key; () at once if no operand carries any.
 
     A view whose base was redistributed has facts without an attribute that says so: :func:`all_facts` finds these, too.
@@ -407,6 +407,6 @@ def make_quick_facts(operator: Operator) -> Callable[[Args, Keywords], tuple[Any
     return quick_facts
 
 
-def all_facts(operator: Operator, args: Args, kwargs: Keywords) -> tuple[Any, ...]:
+def all_facts(operator: OperatorSchema, args: Args, kwargs: Keywords) -> tuple[Any, ...]:
     """Return the facts of a call's operands as a key."""
     return tuple(facts_of_call(operator, operator.bind(args, kwargs)).items())

@@ -1,8 +1,9 @@
 """Frame: one operator call while the steps of its program run, and the types of steps and runners.
 
-Calls that share a plan share their signature (:class:`~dtensor.propagation.op_schema.Form`): the same number of positional
-arguments and the same keywords. So a step knows the :data:`Place` of each argument, its position or keyword, when the program is
-bound. A default is a constant.
+Calls that share a plan share their signature (:class:`~dtensor.propagation.op_schema.CallSignature`): the same number of
+positional
+arguments and the same keywords. So a step knows the :data:`ArgumentPosition` of each argument, its position or keyword, when
+the program is bound. A default is a constant.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..propagation.op_schema import Operator, Place
+from ..propagation.op_schema import ArgumentPosition, OperatorSchema
 
 Args = tuple[Any, ...]
 Keywords = dict[str, Any]
@@ -36,15 +37,15 @@ class Frame:
     def __init__(self, args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> None:
         self.args, self.kwargs, self.local_args, self.local_kwargs = args, kwargs, local_args, local_kwargs
 
-    def given(self, place: Place) -> Any:
+    def given(self, place: ArgumentPosition) -> Any:
         """Return the user's argument at ``place``."""
         return self.args[place] if type(place) is int else self.kwargs[place]  # type: ignore[index]
 
-    def local(self, place: Place) -> Any:
+    def local(self, place: ArgumentPosition) -> Any:
         """Return the local value of the argument at ``place``."""
         return self.local_args[place] if type(place) is int else self.local_kwargs[place]  # type: ignore[index]
 
-    def put_local(self, place: Place, value: Any) -> None:
+    def put_local(self, place: ArgumentPosition, value: Any) -> None:
         """Replace the local value of the argument at ``place``."""
         if isinstance(place, int):
             self.local_args[place] = value
@@ -55,12 +56,12 @@ class Frame:
 Step = Callable[[Frame], Any]  # returns True if the frame's output is complete and no later step runs
 
 
-def argument_at(place: Place, args: Args, kwargs: Keywords) -> Any:
+def argument_at(place: ArgumentPosition, args: Args, kwargs: Keywords) -> Any:
     """Return the argument at ``place``."""
     return args[place] if isinstance(place, int) else kwargs[place]
 
 
-def results_of(local_result: Any, operator: Operator) -> Args:
+def results_of(local_result: Any, operator: OperatorSchema) -> Args:
     """Return the results of a local call as a tuple, one for each return value of ``operator``."""
     count = len(operator.returns)
     return () if count == 0 else (local_result,) if count == 1 else tuple(local_result)

@@ -39,7 +39,7 @@ from ..placement import Placement, Replicate, Shard
 _LEGACY_LEVEL = 1  # torch enters one legacy vmap at a time
 
 
-class Transformed(torch.autograd.Function):
+class FunctorchFunction(torch.autograd.Function):
     """An autograd function of DTensors that transforms of ``torch.func`` support.
 
     Subclasses define ``setup_context``, in which arguments may be wrapped by a transform (see :func:`layout_of`), and
@@ -52,14 +52,14 @@ class Transformed(torch.autograd.Function):
         raise NotImplementedError
 
 
-def recorded(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+def make_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Return ``function.apply`` for DTensor arguments.
 
     Outside of transforms it skips torch's search for wrappers of dead transforms, which wrap plain tensors only. Inside of a
-    transform it raises UnsupportedOperationError if ``function`` is not :class:`Transformed`.
+    transform it raises UnsupportedOperationError if ``function`` is not :class:`FunctorchFunction`.
     """
     apply_directly = super(torch.autograd.Function, function).apply  # type: ignore[misc]  # the method in C++
-    if not issubclass(function, Transformed):
+    if not issubclass(function, FunctorchFunction):
 
         def apply(*args: Any) -> Any:
             if functorch_active():
@@ -94,7 +94,7 @@ class _LayoutBox:
         return _LayoutBox(x) if isinstance(x, Layout) else x
 
 
-def _make_boxed_function(function: type[Transformed], call: Callable[..., Any]) -> type[Transformed]:
+def _make_boxed_function(function: type[FunctorchFunction], call: Callable[..., Any]) -> type[FunctorchFunction]:
     """Return ``function`` with boxed layouts as arguments, and with a ``vmap`` rule."""
 
     def unbox(args: Sequence[Any]) -> tuple[Any, ...]:
@@ -114,7 +114,7 @@ def _make_boxed_function(function: type[Transformed], call: Callable[..., Any]) 
     return type(function.__name__, (function,), {name: staticmethod(method) for name, method in methods.items()})
 
 
-def _make_legacy_function(function: type[Transformed], call: Callable[..., Any]) -> type[Transformed]:
+def _make_legacy_function(function: type[FunctorchFunction], call: Callable[..., Any]) -> type[FunctorchFunction]:
     """Return ``function`` for tensors of the legacy ``vmap``."""
 
     def wrap_batch(x: Any) -> Any:
@@ -130,7 +130,7 @@ def _make_legacy_function(function: type[Transformed], call: Callable[..., Any])
     return type(function.__name__, (function,), {"forward": staticmethod(forward)})
 
 
-def _make_batched_args(function: type[Transformed], size: int, args: Sequence[Any], dims: Sequence[Any]) -> list[Any]:
+def _make_batched_args(function: type[FunctorchFunction], size: int, args: Sequence[Any], dims: Sequence[Any]) -> list[Any]:
     """Return the arguments below a ``vmap``: row-major tensors with an unsharded batch dim first, and layouts with one more dim.
 
     Args:
@@ -180,7 +180,7 @@ def layout_of(x: Any) -> Any:
     return None
 
 
-def placed_of(x: Any) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+def mesh_and_placements_of(x: Any) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     """Return the mesh and the placements of a DTensor, also inside transforms; torch.compile traces this without sizes."""
     own: tuple[DeviceMesh, tuple[Placement, ...]] | None = getattr(x, "_placed", None)
     if own is None:
@@ -205,17 +205,17 @@ def below_transforms() -> AbstractContextManager[Any]:
     return DisableFuncTorch() if functorch_active() else nullcontext()
 
 
-def transformed() -> bool:
+def is_inside_transform() -> bool:
     """Return True inside a transform of ``torch.func``, but not inside of :func:`below_transforms`."""
     return functorch_active() and not is_key_excluded(DispatchKey.FuncTorchDynamicLayerFrontMode)
 
 
-def within_transforms(x: Any) -> Any:
+def as_writable_in_transform(x: Any) -> Any:
     """Return ``x``, made below the active transforms, as a tensor that the transformed function may write to."""
     return x.clone() if functorch_active() else x
 
 
-def constant(x: torch.Tensor) -> torch.Tensor:
+def unwrap_constant(x: torch.Tensor) -> torch.Tensor:
     """Unwrap a plain tensor from all transforms.
 
     Raises:
@@ -243,7 +243,7 @@ def has_tangent(x: torch.Tensor) -> bool:
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
-def alone(x: torch.Tensor) -> torch.Tensor:
+def detach_any(x: torch.Tensor) -> torch.Tensor:
     """Return ``x.detach()``, for which the legacy ``vmap`` has no rule."""
     if not is_legacy_batched(x):
         return x.detach()
@@ -255,6 +255,6 @@ def _is_legacy_wrapped(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and is_legacy_batched(x)
 
 
-def is_wrapped(x: torch.Tensor) -> bool:
+def is_wrapped_by_transform(x: torch.Tensor) -> bool:
     """Return True if a transform wraps ``x``, also the legacy ``vmap`` of ``gradcheck``."""
     return is_functorch_wrapped(x) or is_legacy_batched(x)

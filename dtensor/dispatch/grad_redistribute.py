@@ -8,25 +8,27 @@ from typing import Any
 
 import torch
 
-from ..base.mode_stack import Scoped
-from ..cost.link import link_of
+from ..base.mode_stack import ModeStack
+from ..cost.link import get_link
 from ..layout.layout import Layout
 from ..placement import Replicate, Shard
 from .version_counters import is_recorded
 
-PLANNED: Scoped[Callable[[], bool]] = Scoped("planned")  # returns True if a program plan chooses the layouts of operands
-BRINGING = ContextVar("bringing back", default=False)  # True while dispatch, not the program, redistributes a gradient
+HAS_PROGRAM_PLAN: ModeStack[Callable[[], bool]] = ModeStack(
+    "planned"
+)  # returns True if a program plan chooses the layouts of operands
+REDISTRIBUTING_GRAD = ContextVar("bringing back", default=False)  # True while dispatch, not the program, redistributes a gradient
 
 
-def brought(grad: Any, redistribute: Callable[[], Any]) -> Any:
+def redistribute_grad_unless_planned(grad: Any, redistribute: Callable[[], Any]) -> Any:
     """Return ``redistribute()``, the gradient in the placements of its value; ``grad`` itself if a plan chooses layouts."""
-    if PLANNED.held and PLANNED.last(bool)():
+    if HAS_PROGRAM_PLAN.held and HAS_PROGRAM_PLAN.last(bool)():
         return grad
-    token = BRINGING.set(True)
+    token = REDISTRIBUTING_GRAD.set(True)
     try:
         return redistribute()
     finally:
-        BRINGING.reset(token)
+        REDISTRIBUTING_GRAD.reset(token)
 
 
 def register_grad_redistribute(x: Any, is_part: bool) -> bool:
@@ -63,7 +65,7 @@ def register_grad_redistribute(x: Any, is_part: bool) -> bool:
         uneven = any(isinstance(each, Shard) and each.sizes is not None for pair in sharded for each in pair)
         if uneven and _makes_slow_rank(target, found):
             return None
-        return brought(grad, lambda: grad.redistribute(placements=target.placements))
+        return redistribute_grad_unless_planned(grad, lambda: grad.redistribute(placements=target.placements))
 
     x.register_hook(redistribute_grad)
     return True
@@ -71,5 +73,5 @@ def register_grad_redistribute(x: Any, is_part: bool) -> bool:
 
 def _makes_slow_rank(target: Layout, found: Layout) -> bool:
     """Return True if the largest local tensor grows, and is large enough to slow down each later collective on it."""
-    most, ranks, rate = target.max_local_nbytes, target.mesh.size(), link_of(target.mesh).exchange
+    most, ranks, rate = target.max_local_nbytes, target.mesh.size(), get_link(target.mesh).exchange
     return most > found.max_local_nbytes and rate.seconds(ranks, most) > 1.25 * rate.seconds(ranks, 0)

@@ -9,22 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.caches import remembered
-from ..base.recorder_hooks import ACTIVE
+from ..base.caches import memoize
+from ..base.recorder_hooks import ACTIVE_RECORDERS
 from ..base.torch_internals import count_dispatch_modes
 from ..base.tracing import is_traced
-from ..propagation.op_schema import Operator
-from ..propagation.propagate import Plan
+from ..propagation.op_schema import OperatorSchema
+from ..propagation.propagate import CallPlan
 from ..ranks.per_rank import shards_of
-from ..ranks.write_result import assign
+from ..ranks.shared_tensors import write_value
 from .frame import Args, Keywords
-from .version_counters import shared
+from .version_counters import memory_state_of
 
 _SCALAR_DTYPES = (torch.float32, torch.float64)  # kernels in half precision compute with the scalar in single precision
 
 
 # --- foreach operators with scalars -------------------------------------------------------------------------------------
-def convert_scalars_once(plan: Plan, operator: Operator, func: Callable[..., Any]) -> Callable[..., Any]:
+def convert_scalars_once(plan: CallPlan, operator: OperatorSchema, func: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``func``, the local function of a foreach operator with scalars (``_foreach_mul_(list, 0.9)``), for a CPU.
 
     For every element torch makes a tensor of the scalar and converts it to the element's dtype. Made once, in that dtype, the
@@ -42,7 +42,7 @@ def convert_scalars_once(plan: Plan, operator: Operator, func: Callable[..., Any
 
     def run(elements: list[Tensor], scalars: Any) -> Any:
         # recordings and graphs keep the scalars, which may be symbols; tensors made under a dispatch mode are no plain tensors
-        keep = ACTIVE or count_dispatch_modes() or is_traced(elements[0])
+        keep = ACTIVE_RECORDERS or count_dispatch_modes() or is_traced(elements[0])
         return func(elements, scalars if keep else _make_scalar_tensors(scalars, len(elements), dtype))
 
     return run
@@ -56,14 +56,14 @@ def _make_scalar_tensors(scalars: Any, count: int, dtype: torch.dtype) -> list[T
     return [_nonzero_scalar(scalars, dtype) if scalars else torch.tensor(scalars, dtype=dtype, device="cpu")] * count
 
 
-@remembered(256)
+@memoize(256)
 def _nonzero_scalar(scalar: float, dtype: torch.dtype) -> Tensor:
     """Return a tensor of a scalar that is not zero: a weight decay is the same at every step. No operator writes to it."""
     return torch.tensor(scalar, dtype=dtype, device="cpu")
 
 
 # --- fused operators ----------------------------------------------------------------------------------------------------
-def match_list_strides(operator: Operator) -> Callable[..., Any]:
+def match_list_strides(operator: OperatorSchema) -> Callable[..., Any]:
     """Return a fused operator whose CPU kernel reads lists as flat memory, for any strides.
 
     Tensors with other strides than those of the first list are copied before, and copied back if they were written to.
@@ -80,7 +80,7 @@ def match_list_strides(operator: Operator) -> Callable[..., Any]:
                     copied += pairs if is_written[k] else []
         result = func(*local_args, **local_kwargs)
         for x, copy in copied:
-            assign(x, copy)
+            write_value(x, copy)
         return result
 
     return run
@@ -114,7 +114,7 @@ def _has_strides_of(x: torch.Tensor, first: torch.Tensor) -> bool:
 
 
 # --- elements that share memory -----------------------------------------------------------------------------------------
-def in_one_memory(operator: Operator, args: Args, kwargs: Keywords) -> bool:
+def has_aliased_elements(operator: OperatorSchema, args: Args, kwargs: Keywords) -> bool:
     """Return True if two elements of a call's lists share memory, as a tensor and its view, and one of them is written to."""
     first: dict[int, int] = {}  # by memory: the index of the first element with it
     written: set[int] = set()
@@ -122,7 +122,7 @@ def in_one_memory(operator: Operator, args: Args, kwargs: Keywords) -> bool:
     for name, values in operator.bind(args, kwargs).items():
         for index, x in enumerate(values if isinstance(values, (list, tuple)) else ()):
             if isinstance(x, torch.Tensor):
-                memory = id(shared(x))
+                memory = id(memory_state_of(x))
                 if first.setdefault(memory, index) != index:
                     aliased.add(memory)
                 if name in operator.mutated:
@@ -130,7 +130,7 @@ def in_one_memory(operator: Operator, args: Args, kwargs: Keywords) -> bool:
     return not written.isdisjoint(aliased)
 
 
-def in_turn(operator: Operator, args: Args, kwargs: Keywords) -> None:
+def run_per_element(operator: OperatorSchema, args: Args, kwargs: Keywords) -> None:
     """Call a list operator that returns nothing once for each element, in order."""
     count = max(len(x) for x in (*args, *kwargs.values()) if isinstance(x, (list, tuple)))
 

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 
 from ..base.memory_order import memory_order
-from ..base.tensor_tree import tensors
+from ..base.tensor_tree import tensor_leaves
 from ..base.torch_internals import tree_map
-from ..base.tracing import REFUSED
+from ..base.tracing import KERNEL_ERRORS
 from ..comm import communicator_of
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
-from ..propagation.op_schema import Form, Operator
-from ..propagation.propagate import Plan
-from ..random.draw import from_one_state
-from ..ranks.rank_values import RankValues, agreed
+from ..propagation.op_schema import CallSignature, OperatorSchema
+from ..propagation.propagate import CallPlan
+from ..random.draw import map_from_one_state
+from ..ranks.rank_values import RankValues, require_equal
 from ..rules.call import Call
 from ..rules.kernel_context import KernelContext, run_operator
 from ..rules.rule import LocalView
@@ -59,7 +59,7 @@ class LocalCall:
         frame.local_result = self.func(*local_args, **local_kwargs)
 
 
-def call_local_function(plan: Plan, operator: Operator, form: Form) -> LocalCall:
+def call_local_function(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> LocalCall:
     """Call the local function on the local tensors that this process holds."""
     rule = plan.rule
     if operator.facts.flat:
@@ -86,7 +86,7 @@ def call_local_function(plan: Plan, operator: Operator, form: Form) -> LocalCall
     return LocalCall(with_uniform_errors(plan, operator, func))
 
 
-def _draw_on_gathered(plan: Plan, operator: Operator) -> Callable[..., Any]:
+def _draw_on_gathered(plan: CallPlan, operator: OperatorSchema) -> Callable[..., Any]:
     """Return the operator on gathered operands, run by every rank from the same generator state, which advances once.
 
     Numbers that the operator returns must be the same on all ranks.
@@ -96,38 +96,38 @@ def _draw_on_gathered(plan: Plan, operator: Operator) -> Callable[..., Any]:
         return operator.func(*positional, **keywords)
 
     def run(*local_args: Any, **local_kwargs: Any) -> Any:
-        result = from_one_state(plan.call.mesh, local_kwargs.get("generator"), run_one, local_args, local_kwargs)
+        result = map_from_one_state(plan.call.mesh, local_kwargs.get("generator"), run_one, local_args, local_kwargs)
         if not isinstance(result, tuple):
             return result
-        return tuple(agreed([*value], operator.name) if isinstance(value, RankValues) else value for value in result)
+        return tuple(require_equal([*value], operator.name) if isinstance(value, RankValues) else value for value in result)
 
     return run
 
 
-def _function_for_ranks_here(plan: Plan, function: Callable[..., Any]) -> Callable[..., Any]:
+def _function_for_ranks_here(plan: CallPlan, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a rule's function for the ranks of this process: the version for one rank if this process is one rank."""
     return function if communicator_of(plan.call.mesh).holds_all else getattr(function, "of_one_rank", function)
 
 
-def is_kernel(plan: Plan) -> bool:
+def is_kernel(plan: CallPlan) -> bool:
     """Return True if a kernel of the rule, which may communicate and knows its rank, runs in place of the operator."""
     return (plan.rule is not None and plan.rule.run is not None) or (
         plan.chosen is not None and plan.chosen.kernel_row is not None
     )
 
 
-def has_own_function(plan: Plan) -> bool:
+def has_own_function(plan: CallPlan) -> bool:
     """Return True if a kernel or a function of the rule runs in place of the operator."""
     return is_kernel(plan) or (plan.rule is not None and plan.rule.local is not None)
 
 
-def _is_plain_kernel(plan: Plan) -> bool:
+def _is_plain_kernel(plan: CallPlan) -> bool:
     """Return True if the kernel is the operator itself, without collectives: ranks with nothing to compute may skip it."""
     strategy = None if plan.chosen is None else plan.chosen.kernel_row
     return strategy is not None and strategy.kernel is not None and strategy.kernel.run is run_operator
 
 
-def bind_kernel(plan: Plan) -> Callable[..., Any]:
+def bind_kernel(plan: CallPlan) -> Callable[..., Any]:
     """Return the kernel of a plan with its context bound."""
     assert plan.rule is not None
     chosen, strategy = plan.chosen, None if plan.chosen is None else plan.chosen.kernel_row
@@ -142,13 +142,13 @@ def bind_kernel(plan: Plan) -> Callable[..., Any]:
     return partial(strategy.kernel.run, context)
 
 
-def _keyed_call(plan: Plan) -> Call:
+def _keyed_call(plan: CallPlan) -> Call:
     """Return the call without the values of numbers that calls with the same plan may differ in."""
     return plan.call if plan.rule is not None and plan.rule.floats_matter else plan.call.for_all_numbers()
 
 
 # --- arguments that differ from rank to rank ----------------------------------------------------------------------------
-def _rank_constants(plan: Plan) -> dict[int, Constants]:
+def _rank_constants(plan: CallPlan) -> dict[int, Constants]:
     """Return for each member in this process the arguments that the rule's ``local_args`` replaces; {} if it replaces none."""
     rewrite = None if plan.rule is None else plan.rule.local_args
     if rewrite is None or plan.chosen is None:
@@ -160,7 +160,9 @@ def _rank_constants(plan: Plan) -> dict[int, Constants]:
     return constants if any(constants.values()) else {}
 
 
-def _call_with_rank_constants(plan: Plan, operator: Operator, form: Form, by_member: dict[int, Constants]) -> LocalCall:
+def _call_with_rank_constants(
+    plan: CallPlan, operator: OperatorSchema, form: CallSignature, by_member: dict[int, Constants]
+) -> LocalCall:
     rule_function = None if plan.rule is None or plan.rule.local is None else _function_for_ranks_here(plan, plan.rule.local)
     accepted = {*operator.names}
     if rule_function is not None:
@@ -193,13 +195,13 @@ def _make_contiguous_if_refused(func: Callable[..., Any]) -> Callable[..., Any]:
     def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         try:
             return func(x, *args, **kwargs)
-        except REFUSED:
+        except KERNEL_ERRORS:
             return func(x.contiguous(), *args, **kwargs)
 
     return run
 
 
-def _fill_positions(form: Form, values: Constants) -> Filled:
+def _fill_positions(form: CallSignature, values: Constants) -> Filled:
     """Return positions and values for ``values``; arguments that the call left out get their defaults as far as needed."""
     names = form.operator.names[: form.operator.positional]
     last = max((k for k, name in enumerate(names) if name in values), default=-1)
@@ -209,7 +211,7 @@ def _fill_positions(form: Form, values: Constants) -> Filled:
 
 
 # --- operands that share memory with the one written to --------------------------------------------------------------------
-def _may_refuse_shared_memory(plan: Plan) -> bool:
+def _may_refuse_shared_memory(plan: CallPlan) -> bool:
     """Return True if torch may refuse overlapping operands on some ranks and not on others.
 
     Torch refuses operands that share memory if both are dense or their strides differ. A shard with one row may be dense where
@@ -217,11 +219,11 @@ def _may_refuse_shared_memory(plan: Plan) -> bool:
     """
     layouts = plan.call.operands
     have_gaps = any(memory_order(tuple(layout.shape), layout.stride) is None for layout in layouts)
-    splits = [split for layout in layouts if not layout.sized for split in layout.splits if split is not None]
+    splits = [split for layout in layouts if not layout.has_symbols for split in layout.splits if split is not None]
     return have_gaps or any(min(split.sizes) < 2 for split in splits)
 
 
-def _clone_if_refused(plan: Plan, func: Callable[..., Any]) -> Callable[..., Any]:
+def _clone_if_refused(plan: CallPlan, func: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``func``; on a rank where it refuses operands that share memory, it gets copies of all operands but the first."""
     comm = communicator_of(plan.call.mesh)
 
@@ -231,7 +233,7 @@ def _clone_if_refused(plan: Plan, func: Callable[..., Any]) -> Callable[..., Any
     def run_one(member: int, local_args: Sequence[Any], local_kwargs: dict[str, Any]) -> Any:
         try:
             return func(*local_args, **local_kwargs)
-        except REFUSED:
+        except KERNEL_ERRORS:
             first, *others = local_args
             return func(first, *map(clone_tensor, others), **{name: clone_tensor(x) for name, x in local_kwargs.items()})
 
@@ -260,10 +262,10 @@ class EmptyRanks:
 
         ``out=`` tensors are returned as they are.
         """
-        like = next(iter(tensors((args, kwargs))), None)
+        like = next(iter(tensor_leaves((args, kwargs))), None)
         like = torch.empty(0, device=self.mesh.device_type) if like is None else like
         blocks = [kwargs[out] for out in self.outs if out in kwargs] or [
-            None if layout is None else layout.block_beside(like, member) for layout in self.layouts
+            None if layout is None else layout.new_local_like(like, member) for layout in self.layouts
         ]
         return blocks[0] if len(blocks) == 1 else tuple(blocks)
 
@@ -284,7 +286,7 @@ class EmptyRanks:
         return partial(comm.map, run_one) if comm.holds_all else partial(run_one, *self.members)
 
 
-def find_empty_ranks(plan: Plan, operator: Operator) -> EmptyRanks | None:
+def find_empty_ranks(plan: CallPlan, operator: OperatorSchema) -> EmptyRanks | None:
     """Return the ranks of this process whose results have no elements; None if there are none, or results are not known."""
     if plan.chosen is None or operator.is_view or operator.seeded or operator.mutated.difference(operator.outs):
         return None
@@ -292,7 +294,7 @@ def find_empty_ranks(plan: Plan, operator: Operator) -> EmptyRanks | None:
         return None
     mesh, results, returns = plan.call.mesh, plan.chosen.results, operator.func._schema.returns
     layouts = [layout for layout in results if layout is not None]
-    if len(results) != len(returns) or any(not _may_have_empty_shard(layout) or layout.sized for layout in layouts):
+    if len(results) != len(returns) or any(not _may_have_empty_shard(layout) or layout.has_symbols for layout in layouts):
         return None
     if any(str(one.type) != "Tensor" for one in returns) or not any(layout.numel for layout in layouts):  # empty on all ranks
         return None
@@ -303,10 +305,10 @@ def find_empty_ranks(plan: Plan, operator: Operator) -> EmptyRanks | None:
 
 def _may_have_empty_shard(layout: Layout) -> bool:
     """Return True if the local tensor of a rank has no elements, or if symbolic sizes leave that open."""
-    return layout.sized or not layout.numel or any(split is not None and 0 in split.sizes for split in layout.splits)
+    return layout.has_symbols or not layout.numel or any(split is not None and 0 in split.sizes for split in layout.splits)
 
 
-def with_uniform_errors(plan: Plan, operator: Operator, func: Callable[..., Any]) -> Callable[..., Any]:
+def with_uniform_errors(plan: CallPlan, operator: OperatorSchema, func: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``func`` for ranks with empty shards, so that they raise what ranks with elements raise.
 
     A rank with empty results skips the kernel (:class:`EmptyRanks`). A rank with an empty operand first calls it once with one

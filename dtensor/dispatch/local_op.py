@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from ..base.caches import remembered
+from ..base.caches import memoize
 from ..base.torch_internals import (
     BelowAutograd,
     DispatchKey,
@@ -30,8 +30,8 @@ from ..base.torch_internals import (
     special_functions,
 )
 from ..layout.layout import Layout
-from ..propagation.propagate import Plan
-from ..rules.op_traits import facts_of
+from ..propagation.propagate import CallPlan
+from ..rules.op_traits import traits_of
 
 below_autograd = BelowAutograd  # a context in which torch functions record nothing, nor look whether to
 
@@ -42,10 +42,10 @@ _FUNCTION_MODULES = (torch, nn_functions, linalg_functions, fft_functions, speci
 _is_excluded, _set_excluded = is_key_excluded, set_key_excluded
 
 
-@remembered(8192)
+@memoize(8192)
 def local_function(func: Any) -> Any:
     """Return a callable with the signature and meaning of the overload ``func``, preferably generated C++."""
-    found = spelling(func)
+    found = named_function_of(func)
     if found is func and type(func) is OpOverload:
         found = func._op  # the function that calling the overload calls
     return _decompose_under_modes(found) if has_kernel(func.name(), "CompositeImplicitAutograd") else found
@@ -68,9 +68,9 @@ def _decompose_under_modes(composite: Any) -> Any:
     return run
 
 
-def spelling(func: Any) -> Any:
+def named_function_of(func: Any) -> Any:
     """Return a function that source code can name and that equals the overload ``func``; ``func`` itself if there is none."""
-    schema, spelled = func._schema, facts_of(func).spelled
+    schema, spelled = func._schema, traits_of(func).spelled
     namespace, _, name = schema.name.partition("::")
     if spelled is None or namespace != "aten" or any(a.is_out or a.name == "reduction" for a in schema.arguments):
         return func  # without a reduction argument the functions take "none", the overloads "mean"
@@ -94,7 +94,7 @@ def spelling(func: Any) -> Any:
 # ``x.conj()`` only sets a bit, which a dispatch key above the kernels resolves. ``__torch_dispatch__`` runs below that key, and
 # so do the local operators of a plan. An operator that is composed of others (``linalg_pinv``) would lose the bits that its own
 # parts set. So the keys are included again while a plan with complex numbers runs.
-def has_complex(plan: Plan) -> bool:
+def has_complex(plan: CallPlan) -> bool:
     """Return True if an operand or a result of the plan is complex."""
     for group in (plan.call.operands, plan.results, *plan.results):
         for layout in group if isinstance(group, (list, tuple)) else ():

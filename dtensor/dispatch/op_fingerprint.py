@@ -17,25 +17,25 @@ from typing import Any
 
 import torch
 
-from ..base.caches import remembered
-from ..base.tensor_tree import listed
+from ..base.caches import memoize
+from ..base.tensor_tree import as_sequence
 from ..base.torch_internals import AccumulateGrad, autograd_node, count_dispatch_modes
-from ..base.tracing import has_no_values, under_way
-from ..comm.checked_collectives import holders, trail_of
+from ..base.tracing import has_no_values, is_tracing
+from ..comm.checked_collectives import operation_hash_of, ranks_along
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
-from ..propagation.op_schema import Operator
+from ..propagation.op_schema import OperatorSchema
 from ..watchdog import source_location
-from ..watchdog.collective_hooks import note, operations_among
-from ..watchdog.flight_recorder import FAILED, Ring, Trail, fingerprint
-from ..watchdog.levels import Level
+from ..watchdog.collective_hooks import get_or_make_operation_log, note_error
+from ..watchdog.flight_recorder import FAILED_MARK, EventLog, OperationHash, fingerprint
+from ..watchdog.levels import CheckLevel
 from . import wrap
 from .cache_key import BOOL_NAMES
 
 _REPR_TYPES = str | bool | int | float | complex | None | torch.dtype | torch.layout | torch.memory_format
 
 
-def record_calls(operator: Operator, run: Callable[..., Any]) -> Callable[..., Any]:
+def record_calls(operator: OperatorSchema, run: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``run``, the dispatch of an operator, with each call recorded (``"strict"``)."""
     stores, unordered = operator.facts.stores or operator.is_view, operator.facts.accumulates
 
@@ -48,9 +48,9 @@ def record_calls(operator: Operator, run: Callable[..., Any]) -> Callable[..., A
             return run(cls, func, types, args, kwargs)
         text = f"{func}({', '.join(_static_arguments(operator, args, kwargs or {}))})  {', '.join(map(_layout_text, layouts))}"
         add = ring.add_unordered if unordered else ring.add
-        add(fingerprint(text), text, _mesh_text(layouts[0].mesh), source_location.at(sys._getframe(1)))
+        add(fingerprint(text), text, _mesh_text(layouts[0].mesh), source_location.line_of_frame(sys._getframe(1)))
         output = run(cls, func, types, args, kwargs)
-        for result in _tensors(listed(output)):  # another rule may give it another layout with the same collectives
+        for result in _tensors(as_sequence(output)):  # another rule may give it another layout with the same collectives
             if unordered:
                 ring.unordered += _layout_fingerprint(result._layout)
             else:
@@ -60,31 +60,31 @@ def record_calls(operator: Operator, run: Callable[..., Any]) -> Callable[..., A
     return run_recorded
 
 
-def record_error(operator: Operator, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def record_error(operator: OperatorSchema, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Record that a call raised, if calls of the operator are recorded: other ranks may not raise, and the program may go on.
 
     All errors of one type are equal: their messages may be about a rank's own data.
     """
-    note(error)
+    note_error(error)
     if operator.facts.stores and isinstance(autograd_node(), AccumulateGrad):
         return
     layouts, text = list(_layouts_of(args, kwargs)), f"{operator.name}, which raised {type(error).__name__}"
     if not _is_recording():
         return
-    if Level.now == "strict" and (ring := _ring_of(layouts)) is not None:
-        ring.add(FAILED, text, _mesh_text(layouts[0].mesh), source_location.at(sys._getframe(2)))
-    elif Level.now == "watch" and not operator.is_view and (trail := trail_of(layouts)) is not None:
+    if CheckLevel.now == "strict" and (ring := _ring_of(layouts)) is not None:
+        ring.add(FAILED_MARK, text, _mesh_text(layouts[0].mesh), source_location.line_of_frame(sys._getframe(2)))
+    elif CheckLevel.now == "watch" and not operator.is_view and (trail := operation_hash_of(layouts)) is not None:
         trail.fail(text)
 
 
 def _is_recording() -> bool:
     """Return True if calls are recorded now: not in other threads, which have no common order, nor while tracing."""
-    return threading.get_ident() == threading.main_thread().ident and not (count_dispatch_modes() and under_way())
+    return threading.get_ident() == threading.main_thread().ident and not (count_dispatch_modes() and is_tracing())
 
 
-def _ring_of(layouts: list[Layout]) -> Ring | None:
+def _ring_of(layouts: list[Layout]) -> EventLog | None:
     """Return the recorded operations of the ranks of the first tensor's mesh; None if ranks are not processes."""
-    return operations_among(layouts[0].mesh._root.world, holders(layouts[0].mesh)) if layouts else None
+    return get_or_make_operation_log(layouts[0].mesh._root.world, ranks_along(layouts[0].mesh)) if layouts else None
 
 
 def _layouts_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Layout]:
@@ -99,15 +99,15 @@ class PlanFingerprints:
             that are in the key by their type; not in other threads, which have no common order, nor while tracing.
     """
 
-    def __init__(self, operator: Operator, plans: dict[Any, Any]) -> None:
-        self._operator, stores, unordered, many = operator, operator.facts.stores, operator.facts.accumulates, Trail.MANY
+    def __init__(self, operator: OperatorSchema, plans: dict[Any, Any]) -> None:
+        self._operator, stores, unordered, many = operator, operator.facts.stores, operator.facts.accumulates, OperationHash.MANY
         special = stores or unordered
         get, thread, main, modes = plans.get, threading.get_ident, threading.main_thread().ident, count_dispatch_modes
 
         def find(signature: tuple[Any, ...], numbers: list[Any] | None = None) -> Any:
             cached = get(signature)
             program, trail, step, text = (None, *self._fingerprint_of(signature)) if cached is None else cached
-            if trail is None or thread() != main or (modes() and under_way()):
+            if trail is None or thread() != main or (modes() and is_tracing()):
                 return program
             if not special:
                 trail.hash = hash((trail.hash, step))  # hashes of integers are the same in all processes
@@ -130,11 +130,11 @@ class PlanFingerprints:
         """Return the cache entry of a program."""
         return program, *self._fingerprint_of(signature)
 
-    def _fingerprint_of(self, signature: tuple[Any, ...]) -> tuple[Trail | None, int, str]:
+    def _fingerprint_of(self, signature: tuple[Any, ...]) -> tuple[OperationHash | None, int, str]:
         """Return the trail, the fingerprint and the text of calls with this cache key; no trail if they are not recorded."""
         trail = None
         if not self._operator.is_view and self._operator.facts.touches != "nothing":
-            trail = trail_of(list(_layouts(signature)))
+            trail = operation_hash_of(list(_layouts(signature)))
         if trail is None:
             return None, 0, ""
         text = f"{self._operator.name}({', '.join(map(_key_text, signature))})"
@@ -159,12 +159,12 @@ def _key_text(part: Any) -> str:
     return part.__name__ if isinstance(part, type) else BOOL_NAMES.get(part) or _value_text(part)
 
 
-@remembered(1024)
+@memoize(1024)
 def _layout_fingerprint(layout: Layout) -> int:
     return fingerprint(_layout_text(layout))
 
 
-@remembered(64)
+@memoize(64)
 def _mesh_text(mesh: DeviceMesh) -> str:
     return repr(mesh.named(range(mesh.ndim)))
 
@@ -177,7 +177,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Any]:
             yield from _tensors(value)
 
 
-def _static_arguments(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[str]:
+def _static_arguments(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[str]:
     """Yield the arguments that are no DTensors as text that is the same on all ranks."""
     for name, value in (*zip(operator.names, args, strict=False), *kwargs.items()):
         if type(value) is not wrap.TENSOR:

@@ -9,26 +9,30 @@ from typing import Any
 import torch
 
 from ..base.memory_order import contiguous_stride
-from ..base.tensor_tree import listed, tensors
-from ..base.validation import strided
+from ..base.tensor_tree import as_sequence, tensor_leaves
+from ..base.validation import check_strided
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
-from ..propagation.make_call import Slot, make_call
-from ..propagation.op_schema import Operator
-from ..propagation.propagate import Plan, gather, propagate
-from ..propagation.select_strategy import Chooser, choose
+from ..propagation.make_call import ArgumentSlot, make_call
+from ..propagation.op_schema import OperatorSchema
+from ..propagation.propagate import CallPlan, make_gather_plan, propagate_sharding
+from ..propagation.select_strategy import StrategySelector, select_strategies
 from .cross_mesh import make_mesh_error, meshes_of
 from .facts import facts_of_call
 from .plain_tensor_args import check_plain_argument
 
 
-def plan_for(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], choose: Chooser = choose) -> Plan:
+def plan_for(
+    operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any], choose: StrategySelector = select_strategies
+) -> CallPlan:
     """Plan a call with these arguments; nothing runs."""
     bound = operator.bind(args, kwargs)
     return plan_of_bound(operator, bound, tuple(meshes_of(bound.values())), choose)
 
 
-def plan_of_bound(operator: Operator, bound: dict[str, Any], meshes: Sequence[DeviceMesh], choose: Chooser = choose) -> Plan:
+def plan_of_bound(
+    operator: OperatorSchema, bound: dict[str, Any], meshes: Sequence[DeviceMesh], choose: StrategySelector = select_strategies
+) -> CallPlan:
     """Plan a call with these arguments by name.
 
     Args:
@@ -41,14 +45,16 @@ def plan_of_bound(operator: Operator, bound: dict[str, Any], meshes: Sequence[De
     if len(meshes) != 1:
         raise make_mesh_error(operator.name, meshes)
     (mesh,) = meshes
-    plain: set[Slot] = set()
-    layouts = laid_out(operator, bound, mesh, plain)
-    if plain and any(x.layout != torch.strided for x in tensors(list(bound.values()))):  # no rule handles sparse tensors
-        return gather(operator, *make_call(operator, mesh, layouts, plain), None)
-    return propagate(operator, mesh, layouts, frozenset(plain), choose, facts_of_call(operator, bound))
+    plain: set[ArgumentSlot] = set()
+    layouts = layouts_of_arguments(operator, bound, mesh, plain)
+    if plain and any(x.layout != torch.strided for x in tensor_leaves(list(bound.values()))):  # no rule handles sparse tensors
+        return make_gather_plan(operator, *make_call(operator, mesh, layouts, plain), None)
+    return propagate_sharding(operator, mesh, layouts, frozenset(plain), choose, facts_of_call(operator, bound))
 
 
-def laid_out(operator: Operator, bound: dict[str, Any], mesh: DeviceMesh, plain: set[Slot] | None = None) -> dict[str, Any]:
+def layouts_of_arguments(
+    operator: OperatorSchema, bound: dict[str, Any], mesh: DeviceMesh, plain: set[ArgumentSlot] | None = None
+) -> dict[str, Any]:
     """Return the arguments with a layout in place of each tensor: a replicated layout for a plain tensor.
 
     Args:
@@ -57,17 +63,17 @@ def laid_out(operator: Operator, bound: dict[str, Any], mesh: DeviceMesh, plain:
     Raises:
         MixedTensorError: a plain tensor is not allowed there.
     """
-    slots: set[Slot] = set() if plain is None else plain
-    for value in chain.from_iterable(map(listed, bound.values())):
+    slots: set[ArgumentSlot] = set() if plain is None else plain
+    for value in chain.from_iterable(map(as_sequence, bound.values())):
         if isinstance(value, torch.Tensor) and not hasattr(value, "_layout"):
-            strided(value, operator.name, sparse=True)
+            check_strided(value, operator.name, sparse=True)
     return {
         name: _replace_tensors(value, (name, None), operator, mesh, slots) if name in operator.tensors else value
         for name, value in bound.items()
     }
 
 
-def _replace_tensors(value: Any, slot: Slot, operator: Operator, mesh: DeviceMesh, plain: set[Slot]) -> Any:
+def _replace_tensors(value: Any, slot: ArgumentSlot, operator: OperatorSchema, mesh: DeviceMesh, plain: set[ArgumentSlot]) -> Any:
     if isinstance(value, (list, tuple)):
         return [_replace_tensors(item, (slot[0], i), operator, mesh, plain) for i, item in enumerate(value)]
     if not isinstance(value, torch.Tensor):

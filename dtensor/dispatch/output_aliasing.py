@@ -14,23 +14,23 @@ from ..comm import Pending, PerRank, shards_of
 from ..errors import DTensorError
 
 
-def apart(local: Any, addresses: Collection[int]) -> Any:
+def clone_if_aliased(local: Any, addresses: Collection[int]) -> Any:
     """Return ``local``, cloned on ranks where its storage starts at one of ``addresses``."""
-    if not isinstance(local, torch.Tensor) or set(memory_of(local)).isdisjoint(addresses):
+    if not isinstance(local, torch.Tensor) or set(storage_addresses(local)).isdisjoint(addresses):
         return local
     if isinstance(local, PerRank):
-        shards = zip(local.shards, memory_of(local), strict=True)
+        shards = zip(local.shards, storage_addresses(local), strict=True)
         return PerRank(x.clone() if address in addresses else x for x, address in shards)
     return local.clone()
 
 
-def memory_of(local: torch.Tensor) -> list[int]:
+def storage_addresses(local: torch.Tensor) -> list[int]:
     """Return the address of the storage of each shard; 0 for tensors without one (fake, meta and sparse tensors)."""
     shards = (local,) if type(local) is torch.Tensor else shards_of(local)
     return [x.untyped_storage().data_ptr() if type(x) is torch.Tensor and x.layout is torch.strided else 0 for x in shards]
 
 
-def unwritten(pending: Pending[Any], sources: Sequence[Any]) -> Pending[Any]:
+def check_unwritten(pending: Pending[Any], sources: Sequence[Any]) -> Pending[Any]:
     """Return ``pending``, which raises if one of ``sources`` (DTensors) was written to while messages read from it.
 
     Raises:

@@ -17,7 +17,8 @@ Elsewhere such a write is refused.
 
 [Note: Constants of torch]
 Some Python functions of torch make plain tensors and combine them with DTensors. Dispatch cannot tell such a tensor from one of
-the user's. The stack can: :data:`FUNCTIONS` declares these functions, and a call on the way from one of them to dispatch takes
+the user's. The stack can: :data:`CONSTANT_MAKERS` declares these functions, and a call on the way from one of them to dispatch
+takes
 plain tensors as replicated. This holds only if the function itself was given no plain tensor, so that none of the user's can be
 among them. A function that draws random numbers uses the generator of each rank, so its constants are compared between ranks in
 every call. Such a call is recognized after a cache miss, and its plan is not cached under its own key: the same operator and
@@ -35,18 +36,18 @@ from typing import Any
 import torch
 
 from ..base.modes import MODES
-from ..base.tensor_tree import leaves, listed
+from ..base.tensor_tree import as_sequence, iter_tree_leaves
 from ..base.torch_internals import forward_ad, graph_task
-from ..base.user_frames import frames_of_torch, wrapped_by_torch
-from ..base.validation import strided
+from ..base.user_frames import iter_torch_frames, torch_ddp_hint
+from ..base.validation import check_strided
 from ..comm import PerRank, communicator_of
-from ..comm.cross_rank_check import same_on_all
+from ..comm.cross_rank_check import check_same_on_all_ranks
 from ..errors import LayoutError, MixedTensorError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
-from ..propagation.op_schema import Operator
-from ..propagation.propagate import Plan
-from ..ranks.write_result import assign
+from ..propagation.op_schema import OperatorSchema
+from ..propagation.propagate import CallPlan
+from ..ranks.shared_tensors import write_value
 from ..rules.registry import lookup
 from .cross_mesh import Runner, meshes_of
 from .functorch import layout_of
@@ -61,7 +62,7 @@ except ImportError:  # torch before 2.12 does not say it
 
 
 # Module and qualified name of a function, and whether it draws random numbers.
-FUNCTIONS: dict[tuple[str, str], bool] = {
+CONSTANT_MAKERS: dict[tuple[str, str], bool] = {
     ("torch.nn.functional", "multi_head_attention_forward"): False,  # zeros, with add_zero_attn=True
     ("torch.nn.modules.transformer", "_detect_is_causal_mask"): False,  # a causal mask, to compare the given one with
     ("torch.nn.attention.bias", "CausalBias._dispatch"): False,  # a causal mask
@@ -101,18 +102,18 @@ def is_number(value: torch.Tensor) -> bool:
     return value.layout is torch.strided and not any(n != 1 and step for n, step in zip(value.shape, value.stride(), strict=True))
 
 
-def taken_as_replicated(value: torch.Tensor) -> bool:
+def counts_as_replicated(value: torch.Tensor) -> bool:
     """Return True if a plain tensor next to DTensors counts as the same on all ranks without a declaration."""
     return is_number(value) or ((MODES.implicit_replication or made_by_torch()) and not isinstance(value, PerRank))
 
 
-def plain_arguments_of(operator: Operator) -> tuple[str, ...]:
+def plain_arguments_of(operator: OperatorSchema) -> tuple[str, ...]:
     """Return the names of the arguments that may be plain tensors by the operator's rule."""
     rule = lookup(operator.func)
     return () if rule is None else rule.plain
 
 
-def check_plain_argument(value: torch.Tensor, name: str, position: int | None, operator: Operator) -> None:
+def check_plain_argument(value: torch.Tensor, name: str, position: int | None, operator: OperatorSchema) -> None:
     """Check a plain tensor next to DTensors against [Note: Plain tensors next to DTensors].
 
     Args:
@@ -136,11 +137,11 @@ def check_plain_argument(value: torch.Tensor, name: str, position: int | None, o
         raise MixedTensorError(
             f"{operator.name} mixes DTensors with a plain tensor of shape {tuple(value.shape)} (argument {name!r}). "
             f"If every rank holds the same value, use `with dtensor.implicit_replication():`, or distribute_tensor(t, mesh, "
-            f"placements){wrapped_by_torch(sys._getframe())}"
+            f"placements){torch_ddp_hint(sys._getframe())}"
         )
 
 
-def compare_plain_arguments(operator: Operator, bound: dict[str, Any], plan: Plan) -> bool:
+def compare_plain_arguments(operator: OperatorSchema, bound: dict[str, Any], plan: CallPlan) -> bool:
     """Compare between ranks the plain tensors of a call that its rule declares, and return True if there are any.
 
     If the rule answers the call from layouts, it reads only the shapes, so only these are compared.
@@ -150,21 +151,21 @@ def compare_plain_arguments(operator: Operator, bound: dict[str, Any], plan: Pla
     """
     names, was_compared = plain_arguments_of(operator), False
     for name in names if names and not (MODES.implicit_replication or made_by_torch()) else ():
-        for item in listed(bound.get(name)):
+        for item in as_sequence(bound.get(name)):
             if isinstance(item, torch.Tensor) and not hasattr(item, "_layout") and not is_number(item):
                 read = torch.tensor(item.shape, device=item.device) if plan.how == "answer" else item
-                same_on_all(plan.call.mesh, read, f"{operator.name} (argument {name!r})")
+                check_same_on_all_ranks(plan.call.mesh, read, f"{operator.name} (argument {name!r})")
                 was_compared = True
     return was_compared
 
 
-def replicated(value: torch.Tensor, mesh: DeviceMesh) -> Any:
+def replicate_plain(value: torch.Tensor, mesh: DeviceMesh) -> Any:
     """Return a replicated DTensor with a copy of ``value``."""
-    local = communicator_of(mesh).map(lambda member, x: x.clone(), strided(value, "a replicated copy").detach())
+    local = communicator_of(mesh).map(lambda member, x: x.clone(), check_strided(value, "a replicated copy").detach())
     return wrap_local(local, Layout.replicated(mesh, local.shape, local.stride(), local.dtype))
 
 
-def laid_out_alike(value: torch.Tensor, x: Any) -> Any:
+def distribute_like(value: torch.Tensor, x: Any) -> Any:
     """Return the plain ``value``, the same on every rank, with the placements of ``x``, to become the ``data`` of ``x``.
 
     Raises:
@@ -176,11 +177,11 @@ def laid_out_alike(value: torch.Tensor, x: Any) -> Any:
             "x.placements), or, if t is the same on every rank, `with dtensor.implicit_replication():`"
         )
     with torch.no_grad():
-        return replicated(value, x._layout.mesh).redistribute(placements=x.placements)
+        return replicate_plain(value, x._layout.mesh).redistribute(placements=x.placements)
 
 
 # --- plain tensors that are written to ----------------------------------------------------------------------------------
-def through_copies(operator: Operator, bound: dict[str, Any]) -> Runner | None:
+def make_plain_write_runner(operator: OperatorSchema, bound: dict[str, Any]) -> Runner | None:
     """Return the runner of a call that may write to plain tensors; None if it writes to none, or may not.
 
     The call runs on replicated copies of them, from which every rank takes the full values. ``out=`` arguments are handled by the
@@ -189,17 +190,19 @@ def through_copies(operator: Operator, bound: dict[str, Any]) -> Runner | None:
     if not operator.mutated or not (MODES.implicit_replication or made_by_torch()):
         return None
     written = (name for name in operator.names if name in operator.mutated and name not in operator.outs)
-    names = tuple(name for name in written if any(_needs_copy(operator, item) for item in listed(bound.get(name))))
+    names = tuple(name for name in written if any(_needs_copy(operator, item) for item in as_sequence(bound.get(name))))
     return partial(_run_on_copies, operator, names) if names else None
 
 
-def _needs_copy(operator: Operator, value: Any) -> bool:
+def _needs_copy(operator: OperatorSchema, value: Any) -> bool:
     """Return True for a plain tensor, but for the step counts of optimizers."""
     is_plain = isinstance(value, torch.Tensor) and not hasattr(value, "_layout")
     return is_plain and not (operator.facts.per_element and value.ndim == 0)
 
 
-def _run_on_copies(operator: Operator, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> Any:
+def _run_on_copies(
+    operator: OperatorSchema, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any
+) -> Any:
     bound = operator.bind(args, kwargs)
     arguments = {name: bound[name] for name in names}
     (mesh,) = meshes_of(bound.values())
@@ -210,13 +213,13 @@ def _run_on_copies(operator: Operator, names: tuple[str, ...], args: tuple[Any, 
             return [*map(copy_plain, value)]
         if not _needs_copy(operator, value):
             return value
-        copies.append((value, replicated(value, mesh)))
+        copies.append((value, replicate_plain(value, mesh)))
         return copies[-1][1]
 
     bound.update({name: copy_plain(value) for name, value in arguments.items()})
     result = operator.call(bound)
     for value, copy in copies if communicator_of(mesh).held else ():
-        assign(value, copy._local)
+        write_value(value, copy._local)
     if len(operator.returns) == 1:
         return arguments.get(operator.returns[0] or "", result)
     results = zip(operator.returns, result or (), strict=True)
@@ -224,8 +227,9 @@ def _run_on_copies(operator: Operator, names: tuple[str, ...], args: tuple[Any, 
 
 
 # --- constants of torch -------------------------------------------------------------------------------------------------
-def with_constants(operator: Operator, bound: dict[str, Any]) -> Runner | None:
-    """Return the runner of a call that a function of :data:`FUNCTIONS` makes with constants; see [Note: Constants of torch].
+def make_constants_runner(operator: OperatorSchema, bound: dict[str, Any]) -> Runner | None:
+    """Return the runner of a call that a function of :data:`CONSTANT_MAKERS` makes with constants; see [Note: Constants of
+    torch].
 
     Args:
         bound: the arguments of the call by name.
@@ -234,16 +238,16 @@ def with_constants(operator: Operator, bound: dict[str, Any]) -> Runner | None:
         None if no declared function makes the call, if it was given plain tensors, or if dispatch takes all operands anyway.
     """
     allowed = (*plain_arguments_of(operator), *operator.mutated)
-    names = tuple(name for name in operator.tensors if name not in allowed and any(map(_is_constant, listed(bound[name]))))
+    names = tuple(name for name in operator.tensors if name not in allowed and any(map(_is_constant, as_sequence(bound[name]))))
     frame = _find_declared_frame() if names else None
     if frame is None or _was_given_plain(frame):
         return None
-    name, draws = frame.f_code.co_name, FUNCTIONS[_function_key(frame)]
+    name, draws = frame.f_code.co_name, CONSTANT_MAKERS[_function_key(frame)]
     return partial(_run_with_constants, operator, names, f"{name} (in {operator.name})" if draws else "")
 
 
 def _run_with_constants(
-    operator: Operator, names: tuple[str, ...], drawn_by: str, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any
+    operator: OperatorSchema, names: tuple[str, ...], drawn_by: str, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any
 ) -> Any:
     bound = operator.bind(args, kwargs)
     (mesh,) = meshes_of(bound.values())
@@ -254,15 +258,15 @@ def _run_with_constants(
         if not _is_constant(value):
             return value
         if drawn_by:
-            same_on_all(mesh, value, drawn_by, instead="call dtensor.manual_seed(seed, mesh) before it")
-        return replicated(value, mesh)
+            check_same_on_all_ranks(mesh, value, drawn_by, instead="call dtensor.manual_seed(seed, mesh) before it")
+        return replicate_plain(value, mesh)
 
     return operator.call({**bound, **{name: replicate_constants(bound[name]) for name in names}})
 
 
 def _find_declared_frame() -> FrameType | None:
     """Return the innermost call of a declared function, if only torch's code is between it and dispatch; else None."""
-    return next((frame for frame in frames_of_torch(sys._getframe()) if _function_key(frame) in FUNCTIONS), None)
+    return next((frame for frame in iter_torch_frames(sys._getframe()) if _function_key(frame) in CONSTANT_MAKERS), None)
 
 
 def _function_key(frame: FrameType) -> tuple[str, str]:
@@ -272,7 +276,7 @@ def _function_key(frame: FrameType) -> tuple[str, str]:
 def _was_given_plain(frame: FrameType) -> bool:
     """Return True if an argument of the call, as it is now, is a plain tensor or a module with one."""
     names, _, _, values = inspect.getargvalues(frame)
-    for value in leaves([values.get(name) for name in names]):
+    for value in iter_tree_leaves([values.get(name) for name in names]):
         held = (*value.parameters(), *value.buffers()) if isinstance(value, torch.nn.Module) else (value,)
         # CausalBias, of the module of its function, is a tensor in name only: it has two lengths
         if any(_is_plain(x) and layout_of(x) is None and type(x).__module__ != _function_key(frame)[0] for x in held):
@@ -286,4 +290,4 @@ def _is_plain(value: Any) -> bool:
 
 def _is_constant(value: Any) -> bool:
     """Return True if the value is a plain tensor that can be a constant, and that dispatch would refuse."""
-    return type(value) is torch.Tensor and _is_plain(value) and not value.requires_grad and not taken_as_replicated(value)
+    return type(value) is torch.Tensor and _is_plain(value) and not value.requires_grad and not counts_as_replicated(value)

@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..base.tracing import REFUSED
-from ..comm.events import because
+from ..base.tracing import KERNEL_ERRORS
+from ..comm.events import issue_for_cause
 from ..layout.layout import Layout
-from ..propagation.op_schema import Form, Operator
-from ..propagation.propagate import Plan
+from ..propagation.op_schema import CallSignature, OperatorSchema
+from ..propagation.propagate import CallPlan
 from .comm_report import Cause
 from .facts import (
     attach_row_ownership,
@@ -46,7 +46,7 @@ from .steps import (
 from .whole_calls import decompose, give_answer, run_outside_mesh, run_whole
 from .wrap import wrap_local, wrap_view
 
-Pass = Callable[[Plan, Operator, Form], Step | None]
+Pass = Callable[[CallPlan, OperatorSchema, CallSignature], Step | None]
 
 BEFORE: tuple[Pass, ...] = (
     order_arguments,  # moves arguments given by keyword to their positions
@@ -74,12 +74,12 @@ AFTER: tuple[Pass, ...] = (  # these attach facts to the results: see facts.py
 PASSES = BEFORE + LOCAL + AFTER
 
 # Runners that replace the passes in LOCAL; the first that applies.
-WHOLE: tuple[Callable[[Plan, Operator, Form], Runner | None], ...] = (give_answer, decompose, run_outside_mesh)
+WHOLE: tuple[Callable[[CallPlan, OperatorSchema, CallSignature], Runner | None], ...] = (give_answer, decompose, run_outside_mesh)
 
 
 def bind_program(
-    plan: Plan,
-    operator: Operator,
+    plan: CallPlan,
+    operator: OperatorSchema,
     args: Sequence[Any],
     kwargs: Keywords,
     whole: Runner | None = None,
@@ -96,7 +96,7 @@ def bind_program(
     Returns:
         The layout of the result if the program is the local operator and one wrapper; else the function that runs the program.
     """
-    form = Form.of(operator, args, kwargs)
+    form = CallSignature.of(operator, args, kwargs)
     if whole is None:
         whole = next((runner for make in WHOLE if (runner := make(plan, operator, form)) is not None), None)
         communicates = whole is None and (plan.communicates or is_kernel(plan))
@@ -117,13 +117,13 @@ def bind_program(
         else:
             run = _make_short_runner(call, wrap)
     if communicates:
-        run = because(Cause(operator, plan), run)  # collectives are reported for this operator
+        run = issue_for_cause(Cause(operator, plan), run)  # collectives are reported for this operator
     if has_complex(plan):
         run = resolve_conjugation(run)
     return run if if_refused is None else _with_retry(run, if_refused)
 
 
-def runner_of(program: Layout | Runner, operator: Operator) -> Runner:
+def runner_of(program: Layout | Runner, operator: OperatorSchema) -> Runner:
     """Return ``program`` as a function."""
     if not isinstance(program, Layout):
         return program
@@ -131,7 +131,7 @@ def runner_of(program: Layout | Runner, operator: Operator) -> Runner:
     return _make_short_runner(LocalCall(local_function(operator.func)), wrap)
 
 
-def _bind_steps(passes: Sequence[Pass], plan: Plan, operator: Operator, form: Form) -> list[Step]:
+def _bind_steps(passes: Sequence[Pass], plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> list[Step]:
     return [step for make in passes if (step := make(plan, operator, form)) is not None]
 
 
@@ -175,7 +175,7 @@ def _make_local_runner(
     return run
 
 
-def _is_plain(plan: Plan, operator: Operator, call: LocalCall, wrap: WrapOutputs) -> bool:
+def _is_plain(plan: CallPlan, operator: OperatorSchema, call: LocalCall, wrap: WrapOutputs) -> bool:
     """Return True if the local operator and one wrapper, without an offset or a lazy conjugation, are the whole program."""
     plain_call = call.func is local_function(operator.func) and not call.constants and not call.keywords
     plain_wrap = wrap.layout is not None and not any(plan.starts)
@@ -209,7 +209,7 @@ def _with_retry(run: Runner, if_refused: Runner) -> Runner:
     def run_or_retry(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
         try:
             return run(args, kwargs, local_args, local_kwargs)
-        except REFUSED:
+        except KERNEL_ERRORS:
             return if_refused(args, kwargs, local_args, local_kwargs)
 
     return run_or_retry

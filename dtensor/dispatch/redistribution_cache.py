@@ -36,12 +36,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..base.caches import remembered, watched
-from ..base.memory_order import memory_order, outermost_first
-from ..base.mode_stack import Scoped
-from ..base.modes import REMEMBERED
-from ..base.recorder_hooks import ACTIVE, current, recorded_by, weakly
-from ..base.tracing import under_way
+from ..base.caches import memoize, register_cache
+from ..base.memory_order import dims_outermost_first, memory_order
+from ..base.mode_stack import ModeStack
+from ..base.modes import REMEMBER
+from ..base.recorder_hooks import ACTIVE_RECORDERS, current_recorder, is_recorded_by, weak_recorder_ref
+from ..base.tracing import is_tracing
 from ..errors import ArgumentError
 from ..layout.layout import Layout
 from ..placement import Replicate
@@ -51,7 +51,7 @@ from . import wrap
 from .grad_redistribute import register_grad_redistribute
 from .version_counters import cache_owner, counted_versions, version_owner
 
-AFRESH: Scoped[object] = Scoped("afresh")  # inside, copies that were made before are not used
+FRESH_CACHE: ModeStack[object] = ModeStack("afresh")  # inside, copies that were made before are not used
 WANTED = "_wanted"  # the attribute of a tensor with its PreferredLayout
 FORMS = "_forms"  # the attribute of a tensor with the CachedCopies of all of its memory
 PARTS = "_parts"  # the attribute of a base with the CachedCopies of parts of its memory, which views are
@@ -84,14 +84,14 @@ class _Nested(per_thread):
         self.depth -= 1
 
 
-NESTED = _Nested()
+IN_DECOMPOSITION = _Nested()
 
 
 def run_in_decomposition(run: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``run``, marked as the inside of one operator: it caches no copies."""
 
     def run_nested(*args: Any) -> Any:
-        with NESTED:
+        with IN_DECOMPOSITION:
             return run(*args)
 
     return run_nested
@@ -114,7 +114,7 @@ class CachedCopies:
     __slots__ = ("__weakref__", "copies", "number", "recent", "recorder", "redistributes_grad", "versions")
 
     def __init__(self, recorder: Any, versions: Any) -> None:
-        self.recorder, self.versions, self.redistributes_grad = weakly(recorder), versions, False
+        self.recorder, self.versions, self.redistributes_grad = weak_recorder_ref(recorder), versions, False
         self.number = next(_COPY_NUMBERS)
         self.recent: _RecentCopies | None = None
         self.copies: dict[Layout, dict[Layout, Any]] = {}
@@ -210,14 +210,14 @@ def fill_of_cache() -> tuple[int, int]:
     return sum(recent.held_bytes() for recent in list(_RECENT_OF_ALL_THREADS)), read_budget()
 
 
-watched("dispatch.cached_copies_bytes", fill_of_cache)
+register_cache("dispatch.cached_copies_bytes", fill_of_cache)
 
 
 def active_recorder() -> Any:
     """Return the recorder, or the scope without older copies, that this thread is in; its copies are kept separate."""
-    if ACTIVE and (recorder := current()) is not None:
+    if ACTIVE_RECORDERS and (recorder := current_recorder()) is not None:
         return recorder
-    return AFRESH.last(None) if AFRESH.held else None
+    return FRESH_CACHE.last(None) if FRESH_CACHE.held else None
 
 
 def get_or_make_copies(owner: Any, part: Any, recorder: Any, versions: Any) -> CachedCopies:
@@ -237,7 +237,7 @@ def get_or_make_copies(owner: Any, part: Any, recorder: Any, versions: Any) -> C
 def find_copies(owner: Any, part: Any, recorder: Any, versions: Any) -> CachedCopies | None:
     """Return the cached copies that this recorder may use and that have these versions; None if there are none."""
     cached: CachedCopies | None = owner.__dict__.get(FORMS) if part is None else (owner.__dict__.get(PARTS) or {}).get(part)
-    if cached is None or cached.versions != versions or not recorded_by(cached.recorder, recorder):
+    if cached is None or cached.versions != versions or not is_recorded_by(cached.recorder, recorder):
         return None
     return cached
 
@@ -248,7 +248,7 @@ class PreferredLayout:
     __slots__ = ("layout", "recorder")
 
     def __init__(self, layout: Layout, recorder: Any) -> None:
-        self.layout, self.recorder = layout, weakly(recorder)
+        self.layout, self.recorder = layout, weak_recorder_ref(recorder)
 
 
 def note_preferred_layout(x: Any, layout: Layout) -> None:
@@ -274,7 +274,9 @@ def redistribute_cached_many(requests: Sequence[Request]) -> list[Any]:
 
     A recording gets them one by one, since its passes batch the collectives of more than one call; it does not batch exchanges.
     """
-    if under_way() or (ACTIVE and current() is not None and not all(_is_exchange(plan) for _, plan, _ in requests)):
+    if is_tracing() or (
+        ACTIVE_RECORDERS and current_recorder() is not None and not all(_is_exchange(plan) for _, plan, _ in requests)
+    ):
         return redistribute_cached_each(requests)
     found = [_lookup_or_plan(x, plan, local) for x, plan, local in requests]
     memories = [id(slot.targets) for _, _, slot in found if slot]
@@ -359,7 +361,7 @@ def _lookup_or_plan(x: Any, plan: Plan, local: Any) -> tuple[Plan | None, Any, _
         ``(None, copy, None)`` on a hit. On a miss ``(plan, start, slot)``: run ``plan`` on ``start``, the cheapest source, and
         store the result in ``slot``; ``slot`` is None if it must not be cached.
     """
-    if not plan.communicates or type(x) is not wrap.TENSOR or NESTED.depth:
+    if not plan.communicates or type(x) is not wrap.TENSOR or IN_DECOMPOSITION.depth:
         return plan, local, None
     owner, versions = version_owner(x), _cacheable_versions(x)
     if versions is None:
@@ -380,7 +382,7 @@ def _lookup_or_plan(x: Any, plan: Plan, local: Any) -> tuple[Plan | None, Any, _
     if copy is None:
         cheapest, start = _cheapest_start(targets, ends, local.permute(ends.order) if ends.order else local)
         may_live_long = ends.is_reduced and owner.grad_fn is None and not is_parameter
-        is_counted = recorder is None and not ends.target_key.sized
+        is_counted = recorder is None and not ends.target_key.has_symbols
         return cheapest, start, _Slot(cached, targets, ends, may_live_long, is_counted)
     if (recent := cached.recent) is not None and recent.nbytes > recent.budget >> 1:
         recent.use(cached, ends.source_key, ends.target_key)
@@ -394,7 +396,7 @@ def cached_reductions(x: Any) -> frozenset[tuple[int, int | None]]:
     the copy is sharded along there, None if it is replicated."""
     layout = x._layout
     partial_dims = [i for i, op in enumerate(layout.partials) if op is not None]
-    if not partial_dims or NESTED.depth:
+    if not partial_dims or IN_DECOMPOSITION.depth:
         return frozenset()
     owner = version_owner(x)
     may_be_part = x is owner or not owner.__dict__.keys().isdisjoint((PARTS, FORMS))  # finding the part takes long
@@ -416,7 +418,7 @@ def cached_reductions(x: Any) -> frozenset[tuple[int, int | None]]:
 
 def _cacheable_versions(x: Any) -> tuple[int, ...] | None:
     """Return :func:`counted_versions`; None also under ``remember("nothing")``."""
-    return None if REMEMBERED.held and REMEMBERED.last("") == "nothing" else counted_versions(x)
+    return None if REMEMBER.held and REMEMBER.last("") == "nothing" else counted_versions(x)
 
 
 def _may_cache_leaf(leaf: Any, recorder: Any, versions: Any) -> bool:
@@ -424,7 +426,7 @@ def _may_cache_leaf(leaf: Any, recorder: Any, versions: Any) -> bool:
     hook = leaf.__dict__.get("_grad_layout")
     if hook is None:
         return False
-    if not (REMEMBERED.held and REMEMBERED.last("") == "parameters" and torch.is_grad_enabled()):
+    if not (REMEMBER.held and REMEMBER.last("") == "parameters" and torch.is_grad_enabled()):
         return len(hook) > 1 and hook[1] is get_or_make_copies(leaf, None, recorder, versions)
     hook[1:] = [get_or_make_copies(leaf, None, recorder, versions)]
     return True
@@ -437,7 +439,7 @@ def _cheapest_start(copies: dict[Layout, Any], ends: _StoredEnds, local: Any) ->
     return min(starts, key=lambda start: start[0].cost)
 
 
-@remembered(4096)
+@memoize(4096)
 def _stored_ends(source: Layout, target: Layout) -> _StoredEnds:
     order, back = _memory_order_of(source)
     turned_source, turned_target = _permute_layout(source, order), _permute_layout(target, order)
@@ -448,7 +450,7 @@ def _stored_ends(source: Layout, target: Layout) -> _StoredEnds:
     )
 
 
-@remembered(1024)
+@memoize(1024)
 def _stored_key(layout: Layout) -> Layout:
     """Return the source layout that copies of a tensor with this layout are stored under."""
     return _flatten_unsharded(_permute_layout(layout, _memory_order_of(layout)[0]))
@@ -456,7 +458,7 @@ def _stored_key(layout: Layout) -> Layout:
 
 def _memory_order_of(layout: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the permutation of dims into memory order, and back; () for dims that are in memory order or have none."""
-    order = tuple(outermost_first(layout.stride))
+    order = tuple(dims_outermost_first(layout.stride))
     order = () if order == tuple(range(len(order))) else order
     return order, tuple(sorted(range(len(order)), key=order.__getitem__))
 

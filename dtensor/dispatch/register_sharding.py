@@ -10,15 +10,15 @@ from typing import Any, get_overloads, overload
 from ..base.torch_internals import OpOverloadPacket
 from ..errors import PlacementError, RuleError
 from ..placement import REDUCE_OPS
-from ..propagation.op_schema import arguments_given, operator_of, overload_of
+from ..propagation.op_schema import arguments_without_out, operator_schema_of, resolve_overload
 from ..rules.call import Call
 from ..rules.declare import by_pattern
 from ..rules.folds import Fold
-from ..rules.notation import EACH, Pattern, is_picked, parse
+from ..rules.notation import EACH, Pattern, is_selected, parse_notation
 from ..rules.notation_rules import by
-from ..rules.partial_rules import linear, one_of, rows, together
-from ..rules.registry import overload_served, register, rules, unregister
-from ..rules.rule import Choice, Factors, Kernel, LocalView, Rule, labels, parse_partial
+from ..rules.partial_rules import CombinedPartials, combine_partials, linear, one_of
+from ..rules.registry import overload_without_out, register, rules, unregister
+from ..rules.rule import Factors, Kernel, LocalView, Rule, StrategyChoice, parse_labels, parse_partial
 from .dispatcher import clear_plans
 from .user_strategy_table import Table, factors_of_table
 
@@ -41,7 +41,7 @@ def register_sharding(
     kernels: Mapping[str, Kernel] | None = None,
     sizes: Mapping[str, str | Callable[[Call], int]] | None = None,
     nonempty: str = "",
-    when: Callable[[Choice], bool] | None = None,
+    when: Callable[[StrategyChoice], bool] | None = None,
     local_args: Callable[[Call, LocalView], dict[str, Any]] | None = None,
     local: Callable[..., Any] | None = None,
     plain: tuple[str, ...] = (),
@@ -137,7 +137,7 @@ def unregister_sharding(op: Any) -> None:
 def _declare_table(overloads: Sequence[Any], samples: Sequence[Any], table: Table) -> Table:
     if not callable(table):
         raise RuleError(f"register_sharding decorates a function that returns strategies, got {table!r}")
-    _register_rules({each: _make_table_rule(table, samples, operator_of(each).outs) for each in overloads})
+    _register_rules({each: _make_table_rule(table, samples, operator_schema_of(each).outs) for each in overloads})
     return table
 
 
@@ -164,7 +164,7 @@ def _make_notation_rule(overload: Any, notation: str | by, samples: Sequence[Any
             f"{', '.join(sorted(_ACCEPTED))}"
         )
     texts = [notation] if isinstance(notation, str) else list(notation.table.values())
-    patterns = [parse(one) for text in texts for one in text.split("|")]
+    patterns = [parse_notation(one) for text in texts for one in text.split("|")]
     for pattern in patterns:
         _check_pattern(pattern, overload)
     _check_words(patterns, overload, words)
@@ -182,9 +182,9 @@ def _check_pattern(pattern: Pattern, overload: Any) -> None:
     """Raise RuleError if a notation names an argument that the operator lacks, or leaves out a tensor that every call has."""
     tensors = _tensor_arguments(overload)
     required = [name for name, kind in tensors.items() if not kind.startswith("Optional")]
-    known = {argument.name for argument in arguments_given(overload)}
+    known = {argument.name for argument in arguments_without_out(overload)}
     terms = (*pattern.operands, *pattern.results)
-    picked = {dim[0].strip("@!") for term in terms for dim in term.dims if is_picked(dim)}
+    picked = {dim[0].strip("@!") for term in terms for dim in term.dims if is_selected(dim)}
     named = {term.name for term in pattern.operands} - {"", EACH}
     results = _result_count(overload)
     each = pattern.operands[0].name == EACH
@@ -205,8 +205,8 @@ def _check_pattern(pattern: Pattern, overload: Any) -> None:
 
 def _tensor_arguments(overload: Any) -> dict[str, str]:
     """Return the types of the arguments that hold tensors, by name, without ``out=``."""
-    held = operator_of(overload).tensors
-    return {argument.name: str(argument.type) for argument in arguments_given(overload) if argument.name in held}
+    held = operator_schema_of(overload).tensors
+    return {argument.name: str(argument.type) for argument in arguments_without_out(overload) if argument.name in held}
 
 
 def _takes_list(overload: Any) -> bool:
@@ -223,15 +223,15 @@ def _check_words(patterns: Sequence[Pattern], overload: Any, words: Mapping[str,
     letters = {name.strip("@!*.") for pattern in patterns for term in pattern.operands for dim in term.dims for name in dim}
     sizes, partials = words.get("sizes") or {}, words.get("partials", ())
     sums = words.get("sums", "")
-    listed = rows(partials)
-    parts = listed.parts if isinstance(listed, together) else listed
+    listed = combine_partials(partials)
+    parts = listed.parts if isinstance(listed, CombinedPartials) else listed
     letters_named: dict[str, Set[str]] = {
-        "sums": labels(sums if isinstance(sums, str) else " ".join(sums)),
+        "sums": parse_labels(sums if isinstance(sums, str) else " ".join(sums)),
         "kernels": frozenset(words.get("kernels") or ()),
         "sizes": frozenset(sizes),
-        "nonempty": labels(words.get("nonempty", "")) - {"reduced"},
+        "nonempty": parse_labels(words.get("nonempty", "")) - {"reduced"},
     }
-    arguments = {argument.name for argument in arguments_given(overload)}
+    arguments = {argument.name for argument in arguments_without_out(overload)}
     arguments_named: dict[str, Set[str]] = {
         "plain": set(words.get("plain", ())),
         "sizes": {size for size in sizes.values() if isinstance(size, str)},
@@ -281,7 +281,7 @@ def _overloads_of(op: Any) -> list[Any]:
 
 
 def _find_overload(op: Any) -> Any:
-    found = overload_of(op)
+    found = resolve_overload(op)
     if found is not None:
         return found
     if isinstance(op, OpOverloadPacket):
@@ -295,7 +295,7 @@ def _find_overload(op: Any) -> Any:
 
 def _rule_key(overload: Any) -> str:
     """Return the name of the rule in the registry: the operator if its overloads take equal arguments, else the overload."""
-    name, which = overload._schema.name, overload_served(overload)
+    name, which = overload._schema.name, overload_without_out(overload)
     if which:
         return f"{name}.{which}"
-    return name if overload_of(overload.overloadpacket) is not None else f"{name}.default"
+    return name if resolve_overload(overload.overloadpacket) is not None else f"{name}.default"

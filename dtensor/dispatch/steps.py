@@ -14,33 +14,33 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from ..base.memory_order import Stride, dense_in
+from ..base.memory_order import Stride, dense_stride
 from ..base.modes import EXPLICIT
-from ..base.tensor_tree import tensors
+from ..base.tensor_tree import tensor_leaves
 from ..comm import PerRank, communicator_of
 from ..errors import ImplicitCommunicationError, UnsupportedOperationError
 from ..layout.layout import Layout
-from ..propagation.op_schema import Form, Operator, Place
-from ..propagation.propagate import Plan
+from ..propagation.op_schema import ArgumentPosition, CallSignature, OperatorSchema
+from ..propagation.propagate import CallPlan
 from ..ranks.per_rank import shards_of
-from ..ranks.write_result import assign
+from ..ranks.shared_tensors import write_value
 from ..redistribute import Plan as RedistributionPlan
 from ..redistribute import execute, execute_many
 from ..redistribute import plan as plan_redistribution
-from ..rules.kernel_context import Measured
+from ..rules.kernel_context import DataDependentResult
 from .comm_report import describe_plan, warn_of_gather
 from .facts import note_local_indices
 from .frame import Args, Frame, Keywords, Step, argument_at, results_of
-from .list_ops import in_one_memory, in_turn
+from .list_ops import has_aliased_elements, run_per_element
 from .local_call import has_own_function, is_kernel
-from .output_aliasing import apart, memory_of
+from .output_aliasing import clone_if_aliased, storage_addresses
 from .redistribution_cache import Request, redistribute_cached, redistribute_cached_each, redistribute_cached_many
 from .version_counters import share_versions
 from .wrap import wrap_local, wrap_view
 
 
 # --- before the call ----------------------------------------------------------------------------------------------------
-def order_arguments(plan: Plan, operator: Operator, form: Form) -> Step | None:
+def order_arguments(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Step | None:
     """Move arguments that were given by keyword, and have a position, to their positions."""
     if not form.reordered:
         return None
@@ -53,7 +53,7 @@ def order_arguments(plan: Plan, operator: Operator, form: Form) -> Step | None:
     return step
 
 
-def check_explicit(plan: Plan, operator: Operator, form: Form) -> Step | None:
+def check_explicit(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Step | None:
     """Raise under ``explicit()`` if the plan communicates; warn, once for each operator, if it gathers all operands."""
     if not plan.communicates:
         return None
@@ -67,22 +67,22 @@ def check_explicit(plan: Plan, operator: Operator, form: Form) -> Step | None:
     return step
 
 
-def split_aliased_lists(plan: Plan, operator: Operator, form: Form) -> Step | None:
+def split_aliased_lists(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Step | None:
     """Run a list operator one element at a time if elements share memory: an element must not be redistributed before an earlier
     element was written to it."""
     if not operator.mutated or all(index is None for (_, index), _ in plan.moves):
         return None
 
     def step(frame: Frame) -> bool:
-        if not in_one_memory(operator, frame.args, frame.kwargs):
+        if not has_aliased_elements(operator, frame.args, frame.kwargs):
             return False
-        in_turn(operator, frame.args, frame.kwargs)
+        run_per_element(operator, frame.args, frame.kwargs)
         return True
 
     return step
 
 
-def redistribute_inputs(plan: Plan, operator: Operator, form: Form) -> Step | None:
+def redistribute_inputs(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Step | None:
     """Redistribute operands to the layouts of the plan, several operands together.
 
     An operand that is written to, or that a view is taken of, is redistributed for this call alone; others through the cache.
@@ -131,7 +131,7 @@ def _redistribute_elements(requests: Sequence[Request]) -> list[Any]:
     return execute_many([move for _, move, _ in requests], [local for *_, local in requests]).wait()
 
 
-def order_inputs_in_memory(plan: Plan, operator: Operator, form: Form) -> Step | None:
+def order_inputs_in_memory(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Step | None:
     """Copy local operands with another memory order than their layouts, if the rule asks for it (``Rule.as_laid_out``).
 
     The strides of a DTensor are those of the global tensor, but a local tensor may have others (``from_local``, results of local
@@ -163,7 +163,7 @@ def _local_strides(layout: Layout) -> list[Stride]:
     these dims unsharded.
     """
     order = sorted(range(layout.ndim), key=lambda d: (layout.stride[d] != 0, -layout.stride[d]))
-    return [dense_in(layout.shape_of(member), order) for member in communicator_of(layout.mesh).held]
+    return [dense_stride(layout.shape_of(member), order) for member in communicator_of(layout.mesh).held]
 
 
 def _with_strides(local: Any, strides: list[Stride]) -> Any:
@@ -183,7 +183,7 @@ def _copy_to_strides(x: torch.Tensor, stride: Stride) -> torch.Tensor:
     return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
 
 
-def allocate_outputs(plan: Plan, operator: Operator, form: Form) -> Step | None:
+def allocate_outputs(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Step | None:
     """Allocate local tensors for ``out=`` results; a later step copies them to the user's tensors, in their layouts.
 
     Kernels and functions of rules return new tensors: for them the ``out=`` arguments are dropped.
@@ -217,13 +217,13 @@ def _allocate_output(layout: Layout | None, like: Any, seeded: bool) -> Any:
     coordinates = layout.mesh.coordinates
 
     def empty(member: int, x: torch.Tensor) -> torch.Tensor:
-        return layout.block_beside(x, member) if seeded else x.new_empty(layout.local_shape(coordinates[member]))
+        return layout.new_local_like(x, member) if seeded else x.new_empty(layout.local_shape(coordinates[member]))
 
     return communicator_of(layout.mesh).map(empty, like)
 
 
 # --- after the call -----------------------------------------------------------------------------------------------------
-def copy_aliased_results(plan: Plan, operator: Operator, form: Form) -> Step | None:
+def copy_aliased_results(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Step | None:
     """Copy results that share memory with a redistributed operand: that copy may be cached, and users write to results."""
     redistributed = [(form.place(name), index) for (name, index), move in plan.moves if move.communicates]
     if not redistributed or operator.is_view or operator.mutated:
@@ -233,16 +233,18 @@ def copy_aliased_results(plan: Plan, operator: Operator, form: Form) -> Step | N
         addresses: set[int] = set()
         for place, index in redistributed:
             x = frame.local(place)
-            addresses.update(memory_of(x if index is None else x[index]))
+            addresses.update(storage_addresses(x if index is None else x[index]))
         addresses.discard(0)
         result = frame.local_result
         is_list = isinstance(result, (tuple, list))
-        frame.local_result = type(result)(apart(x, addresses) for x in result) if is_list else apart(result, addresses)
+        frame.local_result = (
+            type(result)(clone_if_aliased(x, addresses) for x in result) if is_list else clone_if_aliased(result, addresses)
+        )
 
     return step
 
 
-def write_into_locals(plan: Plan, operator: Operator, form: Form) -> Step | None:
+def write_into_locals(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Step | None:
     """Write what a kernel returned for arguments that are written in place into their local tensors."""
     if not is_kernel(plan) or operator.facts.flat or not operator.mutated.difference(operator.outs):
         return None
@@ -251,12 +253,12 @@ def write_into_locals(plan: Plan, operator: Operator, form: Form) -> Step | None
     def step(frame: Frame) -> None:
         results = results_of(frame.local_result, operator)
         for k, place in places:
-            assign(frame.local(place), results[k])
+            write_value(frame.local(place), results[k])
 
     return step
 
 
-def write_back(plan: Plan, operator: Operator, form: Form) -> Step | None:
+def write_back(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Step | None:
     """Redistribute what was written to the layouts of the user's tensors, and copy it into them.
 
     The value is a result where the operator returns what it writes to, and a kernel has not written it into the local tensor;
@@ -278,12 +280,12 @@ def write_back(plan: Plan, operator: Operator, form: Form) -> Step | None:
             if index is not None:
                 target, local = target[index], local[index]
             if not shape_is_data or local.shape == target.shape:  # else wrap_outputs gives the target the result's shape
-                assign(target, execute(move, local.to(move.src.dtype)))  # a rule's function may return another dtype
+                write_value(target, execute(move, local.to(move.src.dtype)))  # a rule's function may return another dtype
 
     return step
 
 
-def bump_versions(plan: Plan, operator: Operator, form: Form) -> Step | None:
+def bump_versions(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Step | None:
     """Count writes to the elements of lists: torch bumps version counters in the operators that it runs on each element."""
     if not (operator.facts.per_element and operator.mutated):
         return None
@@ -348,14 +350,14 @@ class WrapOutputs:
 _UNRECORDED_ALIASES = frozenset((torch.ops.aten.detach.default, torch.ops.aten.view.dtype))
 
 
-def aliases_unseen(operator: Operator) -> bool:
+def is_unrecorded_alias(operator: OperatorSchema) -> bool:
     """Return True if the result is a view of the operand that autograd does not record as one."""
     return operator.func in _UNRECORDED_ALIASES
 
 
-def wrap_outputs(plan: Plan, operator: Operator, form: Form) -> WrapOutputs:
+def wrap_outputs(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> WrapOutputs:
     """Wrap local results as DTensors, return written arguments, resize ``out=`` tensors."""
-    shares = aliases_unseen(operator)
+    shares = is_unrecorded_alias(operator)
     if plan.starts and plan.how == "rule":
         layouts = plan.results[0]
         if isinstance(layouts, Layout):
@@ -367,7 +369,7 @@ def wrap_outputs(plan: Plan, operator: Operator, form: Form) -> WrapOutputs:
     return WrapOutputs(output or (lambda args, kwargs, result: args[0]))
 
 
-def _make_output(plan: Plan, operator: Operator, form: Form) -> Layout | MakeOutput | None:
+def _make_output(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Layout | MakeOutput | None:
     """Return the layout of the only new result, or a function that makes the output; None if that is the first argument."""
     returns = operator.returns
     if not returns:
@@ -394,7 +396,9 @@ def _wrap_views(layouts: list[Layout], starts: tuple[int, ...]) -> MakeOutput:
     return lambda args, kwargs, result: list(map(wrap_view, result, layouts, repeat(args[0]), starts))
 
 
-def _make_output_part(plan: Plan, operator: Operator, form: Form, owner: str | None, layout: Any) -> MakeOutput:
+def _make_output_part(
+    plan: CallPlan, operator: OperatorSchema, form: CallSignature, owner: str | None, layout: Any
+) -> MakeOutput:
     """Return the function that makes one return value; ``owner`` names the argument that it is, None for a new tensor."""
     if owner in operator.outs:
         return _return_out_argument(plan, form.place(owner), layout)
@@ -404,15 +408,15 @@ def _make_output_part(plan: Plan, operator: Operator, form: Form, owner: str | N
     if plan.how == "rule" and isinstance(layout, list) and all(isinstance(item, Layout) for item in layout):
         return lambda args, kwargs, value: list(map(wrap_local, value, layout))
     if plan.how == "rule" and plan.results and layout is None:  # on some ranks some kernels return gradients not asked for
-        return lambda args, kwargs, value: None if value is None or tensors(value) else _wrap_unplanned(plan, None, value)
+        return lambda args, kwargs, value: None if value is None or tensor_leaves(value) else _wrap_unplanned(plan, None, value)
     if plan.how == "rule" and isinstance(layout, Layout):
         return lambda args, kwargs, value: wrap_local(value, layout)
     return lambda args, kwargs, value: _wrap_unplanned(plan, layout, value)
 
 
-def _wrap_unplanned(plan: Plan, layout: Any, value: Any) -> Any:
+def _wrap_unplanned(plan: CallPlan, layout: Any, value: Any) -> Any:
     """Wrap a local result whose layout the plan does not say, or not completely: it follows from the value."""
-    if isinstance(value, Measured):
+    if isinstance(value, DataDependentResult):
         x = wrap_local(value.local, _layout_of_measured(plan, value))
         note_local_indices(x, value.names)
         return x
@@ -434,7 +438,7 @@ def _wrap_unplanned(plan: Plan, layout: Any, value: Any) -> Any:
     return wrap_local(value, layout)
 
 
-def _layout_of_measured(plan: Plan, value: Measured) -> Layout:
+def _layout_of_measured(plan: CallPlan, value: DataDependentResult) -> Layout:
     """Return the layout of a result that is sharded along its first dim, with sizes that its data decide."""
     local = shards_of(value.local)[0]
     shape = (sum(value.split.sizes), *local.shape[1:])
@@ -442,7 +446,7 @@ def _layout_of_measured(plan: Plan, value: Measured) -> Layout:
     return Layout.from_splits(plan.call.mesh, splits, partials, shape, value.stride, local.dtype)
 
 
-def _replicated_layout(plan: Plan, value: Any) -> Layout:
+def _replicated_layout(plan: CallPlan, value: Any) -> Layout:
     return Layout.replicated(plan.call.mesh, value.shape, value.stride(), value.dtype)
 
 
@@ -461,7 +465,7 @@ def resize_to(target: Any, value: Any) -> Any:
     return target
 
 
-def _return_out_argument(plan: Plan, place: Place, layout: Layout | None) -> MakeOutput:
+def _return_out_argument(plan: CallPlan, place: ArgumentPosition, layout: Layout | None) -> MakeOutput:
     """Return the function that returns an ``out=`` argument; if the result has another shape, it resizes it, as in torch."""
 
     def output(args: Args, kwargs: Keywords, value: Any) -> Any:
@@ -471,6 +475,6 @@ def _return_out_argument(plan: Plan, place: Place, layout: Layout | None) -> Mak
         if hasattr(target, "_layout"):
             return resize_to(target, wrap_local(value, own.replace(dtype=target.dtype)))
         full = Layout.replicated(own.mesh, own.shape, own.stride, own.dtype)
-        return assign(target.resize_(own.shape), execute(plan_redistribution(own, full), value))
+        return write_value(target.resize_(own.shape), execute(plan_redistribution(own, full), value))
 
     return output

@@ -8,10 +8,10 @@ from typing import Any
 
 from ..errors import PlacementError, RuleError
 from ..layout.layout import Layout
-from ..placement import Partial, Placement, Replicate, Shard, normalize
-from ..propagation.op_schema import arguments_given, operator_of
+from ..placement import Partial, Placement, Replicate, Shard, normalize_placements
+from ..propagation.op_schema import arguments_without_out, operator_schema_of
 from ..rules.call import Call
-from ..rules.rule import Along, Factors, Row, Spec
+from ..rules.rule import Along, Factors, Spec, Strategy
 
 Placed = Placement | None | Sequence[Placement | None]  # for one argument or result: a tensor, no tensor, a list of tensors
 Sharding = tuple[Placed | Sequence[Placed], Placed | Sequence[Placed]]
@@ -43,13 +43,13 @@ def factors_of_table(table: Table, call: Call, outs: Sequence[str] = ()) -> Fact
         except (_StrategyError, PlacementError) as error:
             raise RuleError(f"register_sharding for {call.func}: strategy {k}, {strategy!r}: {error}") from None
         specs = [tuple(_make_spec(placement, factor) for placement in side) for side in placed]
-        strategies.append(Row(specs[0], specs[1], factor))
+        strategies.append(Strategy(specs[0], specs[1], factor))
     operands, results = (tuple(map(tuple, side)) for side in dims)
     return Factors(operands, results, sizes, rows=tuple(strategies))
 
 
 def _call_table(table: Table, call: Call, outs: Sequence[str]) -> list[Any]:
-    arguments, taken = arguments_given(call.func), inspect.signature(table).parameters
+    arguments, taken = arguments_without_out(call.func), inspect.signature(table).parameters
     positional = [call.arguments[a.name] for a in arguments if not a.kwarg_only]
     named = {a.name: call.arguments[a.name] for a in arguments if a.kwarg_only and a.name in call.arguments}
     named |= {name: meta for name, meta in zip(outs, call.results, strict=False) if name in taken}
@@ -94,7 +94,7 @@ def _is_full_result(output: Placement) -> bool:
 
 
 def _check_placements(placements: Sequence[Any], shapes: Sequence[Sequence[int]]) -> list[Placement]:
-    checked = [normalize([placement], 1, len(shape))[0] for placement, shape in zip(placements, shapes, strict=True)]
+    checked = [normalize_placements([placement], 1, len(shape))[0] for placement, shape in zip(placements, shapes, strict=True)]
     for placement in checked:
         if isinstance(placement, Shard) and (placement.sizes is not None or placement.level is not None):
             raise _StrategyError(
@@ -130,7 +130,7 @@ def _is_single(given: Any) -> bool:
 
 def _read_inputs(given: Any, call: Call, written: int) -> tuple[list[Any], list[Any]]:
     """Return one placement for each operand, and the placements that the strategy gives for ``out=`` tensors."""
-    operator, arguments = operator_of(call.func), arguments_given(call.func)
+    operator, arguments = operator_schema_of(call.func), arguments_without_out(call.func)
     values = [call.arguments.get(a.name) for a in arguments]
     if _is_single(given):
         holding = [k for k, value in enumerate(values) if _layouts_in(value)]

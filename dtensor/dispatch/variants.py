@@ -12,28 +12,28 @@ from typing import Any
 
 import torch
 
-from ..base.caches import Bounded
+from ..base.caches import BoundedDict
 from ..layout.layout import Layout
-from ..propagation.op_schema import Operator
-from ..propagation.propagate import Plan
-from ..rules.call import kind_of
+from ..propagation.op_schema import OperatorSchema
+from ..propagation.propagate import CallPlan
+from ..rules.call import classify_number
 from .facts import all_facts, depends_on_facts, make_quick_facts
 from .frame import Args, Keywords, Runner
 from .program import runner_of
 
 _LIMIT = 64  # long lists of numbers have many kinds
 NUMBERS, FACTS, DEFAULT_DTYPE = "numbers", "facts", "default dtype"
-Replan = Callable[[Args, Keywords], tuple[Plan, Layout | Runner]]
+Replan = Callable[[Args, Keywords], tuple[CallPlan, Layout | Runner]]
 
 
-def conditions_of(plan: Plan, operator: Operator) -> frozenset[str]:
+def conditions_of(plan: CallPlan, operator: OperatorSchema) -> frozenset[str]:
     """Return the names of the conditions that ``plan`` depends on in addition to its cache key."""
     depends = {NUMBERS: plan.by_numbers, FACTS: depends_on_facts(plan, operator), DEFAULT_DTYPE: _depends_on_default_dtype(plan)}
     return frozenset(name for name, holds in depends.items() if holds)
 
 
 def with_variants(
-    plan: Plan, program: Layout | Runner, operator: Operator, args: Args, kwargs: Keywords, replan: Replan
+    plan: CallPlan, program: Layout | Runner, operator: OperatorSchema, args: Args, kwargs: Keywords, replan: Replan
 ) -> Layout | Runner:
     """Return the program of all calls with the cache key: ``program`` if it depends on nothing else, else a table of variants.
 
@@ -48,7 +48,7 @@ def with_variants(
     def reset_table() -> None:
         nonlocal table
         quick, full = (_make_key_function(operator, conditions, complete) for complete in (False, True))
-        table = Bounded(_LIMIT), quick, full
+        table = BoundedDict(_LIMIT), quick, full
 
     def add_program(program: Layout | Runner, args: Args, kwargs: Keywords) -> Any:
         programs, _, full = table
@@ -73,7 +73,7 @@ def with_variants(
     return run
 
 
-def _make_key_function(operator: Operator, conditions: frozenset[str], complete: bool) -> Callable[[Args, Keywords], Any]:
+def _make_key_function(operator: OperatorSchema, conditions: frozenset[str], complete: bool) -> Callable[[Args, Keywords], Any]:
     """Make the function that returns the value of each condition for a call.
 
     Args:
@@ -101,10 +101,10 @@ def _number_kinds(args: Args, kwargs: Keywords) -> tuple[Any, ...]:
 def _number_kind(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple([_number_kind(item) for item in value])
-    return kind_of(value) if isinstance(value, (int, float, complex)) else None
+    return classify_number(value) if isinstance(value, (int, float, complex)) else None
 
 
-def _depends_on_default_dtype(plan: Plan) -> bool:
+def _depends_on_default_dtype(plan: CallPlan) -> bool:
     """Return True if results have a floating dtype that no distributed operand has: it is the default dtype."""
     for i, layout in enumerate(plan.call.operands):
         if _is_floating(layout) and i not in plan.call.plain:

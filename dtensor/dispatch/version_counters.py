@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from ..base.memory_order import memory_order, outermost_first
-from ..base.reenable_autograd import seen_by_autograd
+from ..base.memory_order import dims_outermost_first, memory_order
+from ..base.reenable_autograd import reenable_autograd
 from ..base.torch_internals import CreationMeta, DisableTorchFunctionSubclass, DispatchKey, creation_meta, is_key_excluded
-from ..base.tracing import any_number_is_open, has_no_values
+from ..base.tracing import has_no_values, has_symbolic_sizes
 from ..ranks.per_rank import shards_of
 
 SHARED = "_shared"  # the attribute of a tensor with its MemoryState
@@ -97,20 +97,20 @@ class _AliasGroup:
         return [state for ref, _ in self.state[1] if (state := ref()) is not None]
 
 
-def shared(x: Any) -> MemoryState:
+def memory_state_of(x: Any) -> MemoryState:
     """Return the memory state of ``x``, which is that of its base."""
     state: MemoryState | None = x.__dict__.get(SHARED)
     if state is None:
-        state = x.__dict__[SHARED] = MemoryState() if x._base is None else shared(x._base)
+        state = x.__dict__[SHARED] = MemoryState() if x._base is None else memory_state_of(x._base)
     return state
 
 
-def users(x: Any) -> Any:
+def mark_local_exposed(x: Any) -> Any:
     """Mark the local tensors of ``x`` (a DTensor) as exposed to user code, and return ``x``.
 
     Torch does not count writes to them. So from now on nothing that is derived from ``x``, or from its aliases, is cached.
     """
-    state = shared(x)
+    state = memory_state_of(x)
     state.exposed = True
     for other in state.group.living_states() if state.group else ():
         other.exposed = True
@@ -119,7 +119,7 @@ def users(x: Any) -> Any:
 
 def share_versions(view: Any, base: Any) -> None:
     """Count writes to ``view`` and ``base`` together: ``view`` is the same memory, and autograd does not record it as a view."""
-    view.__dict__[SHARED] = shared(base)
+    view.__dict__[SHARED] = memory_state_of(base)
 
 
 # --- versions -----------------------------------------------------------------------------------------------------------
@@ -139,10 +139,10 @@ def versions_of(x: torch.Tensor) -> tuple[int, ...] | None:
 
 def counted_versions(x: Any) -> tuple[int, ...] | None:
     """Return :func:`versions_of` the memory of ``x``; None also if user code may write to its local tensors uncounted."""
-    return None if shared(x).exposed else versions_of(version_owner(x))
+    return None if memory_state_of(x).exposed else versions_of(version_owner(x))
 
 
-def counting(x: Any) -> Any:
+def named_version_owner(x: Any) -> Any:
     """Return the tensor with the version counter for the memory of ``x``: ``x``, or another that was named; None if freed."""
     owner = x.__dict__.get("_counted", x)
     return owner() if isinstance(owner, weakref.ref) else owner
@@ -151,11 +151,11 @@ def counting(x: Any) -> Any:
 def version_owner(x: Any) -> Any:
     """Return the tensor with the version counter for the memory of ``x``, which may be a view."""
     root = x if x._base is None else x._base
-    owner = counting(root)
+    owner = named_version_owner(root)
     return root if owner is None else owner
 
 
-class Stamp:
+class VersionSnapshot:
     """Snapshot of versions and addresses: equal to a later one if no tensor was written to or got other memory in between.
 
     It holds the local tensors, since the next allocation may get the address of memory that is free.
@@ -169,30 +169,30 @@ class Stamp:
         self._addresses = [*map(id, held), *map(_data_ptr, held)]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stamp) and self._versions == other._versions and self._addresses == other._addresses
+        return isinstance(other, VersionSnapshot) and self._versions == other._versions and self._addresses == other._addresses
 
-    def lies_as(self, other: Stamp | None) -> bool:
+    def has_same_memory(self, other: VersionSnapshot | None) -> bool:
         """Return True if the local tensors are the same objects in the same memory, written to or not."""
         return other is not None and self._addresses == other._addresses
 
 
-def stamp(*tensors: Any) -> Stamp:
+def take_snapshot(*tensors: Any) -> VersionSnapshot:
     """Take a snapshot that changes if one of ``tensors`` is written to, in itself, an alias or its local tensors, or replaced."""
     locals_: list[Any] = [x._local if hasattr(x, "_layout") else x for x in tensors]
     held = [shard for local in locals_ for shard in ((local,) if type(local) is torch.Tensor else shards_of(local))]
     with DisableTorchFunctionSubclass():  # an attribute is read in half of the time
         versions = [versions_of(x) for x, local in zip(tensors, locals_, strict=True) if local is not x]
-        return Stamp([*versions, *map(_version, held)], held)
+        return VersionSnapshot([*versions, *map(_version, held)], held)
 
 
 # --- alias groups -------------------------------------------------------------------------------------------------------
-def counted_together(x: torch.Tensor, y: torch.Tensor) -> None:
+def join_alias_groups(x: torch.Tensor, y: torch.Tensor) -> None:
     """Join the alias groups of ``x`` and ``y``: from now on they are one memory, and each has a version counter of its own.
 
     ``x.data``, ``x.data = y`` and ``x.set_(y)`` make such tensors.
     """
     roots = [t if t._base is None else t._base for t in (x, y)]
-    states = [shared(root) for root in roots]
+    states = [memory_state_of(root) for root in roots]
     if states[0] is states[1]:
         return
     for state, root in zip(states, roots, strict=True):
@@ -209,7 +209,7 @@ def counted_together(x: torch.Tensor, y: torch.Tensor) -> None:
         state.exposed, state.group = exposed, joined
 
 
-def pass_version_on(x: Any, root: torch.Tensor) -> None:
+def move_memory_state(x: Any, root: torch.Tensor) -> None:
     """Move the memory state of ``x`` to ``root``, which is now the tensor that ``x`` was."""
     state: MemoryState | None = x.__dict__.pop(SHARED, None)
     if state is not None:
@@ -254,7 +254,7 @@ def is_recorded(x: Any) -> bool:
         return x.grad_fn is not None
     if creation_meta(x) in (CreationMeta.NO_GRAD_MODE, CreationMeta.INFERENCE_MODE):
         return False
-    with seen_by_autograd():  # after a write to the base torch makes the view, and its node, once more
+    with reenable_autograd():  # after a write to the base torch makes the view, and its node, once more
         return x.grad_fn is not None
 
 
@@ -263,7 +263,7 @@ def _find_part(x: Any) -> Any:
     layout, offset = x._layout, offset_in(x._base, x)
     if offset is None or layout.dtype is not x._base._layout.dtype or layout.is_complex:
         return None
-    order = outermost_first(layout.stride)
+    order = dims_outermost_first(layout.stride)
     return offset, *[(layout.shape[d], layout.stride[d]) for d in order]
 
 
@@ -280,18 +280,18 @@ def _is_same_memory(x: Any, owner: Any) -> bool:
 
 def offset_in(root: Any, view: Any) -> int | None:
     """Return the storage offset that ``view`` has in plain torch, in the memory of ``root``; None if autograd cannot tell."""
-    shown = shown_in(root, view)
+    shown = view_in_plain_torch(root, view)
     return None if shown is None else int(shown.storage_offset())
 
 
-def shown_in(root: Any, view: Any) -> torch.Tensor | None:
+def view_in_plain_torch(root: Any, view: Any) -> torch.Tensor | None:
     """Return the view of ``root`` that ``view`` is in plain torch, as a meta tensor.
 
     None if autograd cannot tell: it did not record the view, ``root`` is now seen in another way, or one of the two got other
     memory.
     """
     if "_left" in root.__dict__ or (
-        creation_meta(view) == CreationMeta.MULTI_OUTPUT_NODE and any_number_is_open() and has_no_values(root._local)
+        creation_meta(view) == CreationMeta.MULTI_OUTPUT_NODE and has_symbolic_sizes() and has_no_values(root._local)
     ):
         return None  # torch 2.13 has moved the size of a split, if it is a symbol, into the first of its views
     like = torch.empty_strided(root.shape, root.stride(), dtype=root.dtype, device="meta")

@@ -12,9 +12,9 @@ import torch
 from ..comm import communicator_of
 from ..errors import UnsupportedOperationError
 from ..layout.layout import Layout
-from ..propagation.op_schema import Form, Operator
-from ..propagation.propagate import Plan
-from ..ranks.write_result import assign
+from ..propagation.op_schema import CallSignature, OperatorSchema
+from ..propagation.propagate import CallPlan
+from ..ranks.shared_tensors import write_value
 from .frame import Args, Frame, Keywords, Runner, Step, argument_at, results_of
 from .local_call import call_local_function
 from .redistribution_cache import run_in_decomposition
@@ -31,14 +31,14 @@ def run_whole(runner: Runner) -> Step:
     return step
 
 
-def give_answer(plan: Plan, operator: Operator, form: Form) -> Runner | None:
+def give_answer(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Runner | None:
     """Return the answer that the rule knows without running anything."""
     answer = plan.answer
     return (lambda args, kwargs, local_args, local_kwargs: answer) if plan.how == "answer" else None
 
 
 # --- decompositions -----------------------------------------------------------------------------------------------------
-def decompose(plan: Plan, operator: Operator, form: Form) -> Runner | None:
+def decompose(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Runner | None:
     """Run the operators that an operator is composed of.
 
     A decomposition of the rule takes no ``out=`` arguments and no plain tensors.
@@ -64,7 +64,7 @@ def decompose(plan: Plan, operator: Operator, form: Form) -> Runner | None:
     return run_in_decomposition(run)
 
 
-def _write_to_arguments(operator: Operator, form: Form, args: Args, kwargs: Keywords, result: Any) -> Any:
+def _write_to_arguments(operator: OperatorSchema, form: CallSignature, args: Args, kwargs: Keywords, result: Any) -> Any:
     """Write the results of a decomposition to the arguments that the operator writes to, and return these."""
     outputs = []
     for owner, value in zip(operator.returns, results_of(result, operator), strict=True):
@@ -74,7 +74,7 @@ def _write_to_arguments(operator: Operator, form: Form, args: Args, kwargs: Keyw
                 target.data, value = value.to(target.dtype), target  # it gets the shape and the layout of the result
             elif owner in operator.outs and target.shape != value.shape:
                 value = resize_to(target, value.to(target.dtype))
-            value = assign(target, value)
+            value = write_value(target, value)
         outputs.append(value)
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
@@ -92,7 +92,7 @@ def _distribute_plain(value: Any, layout: Any) -> Any:
 _DATA_DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
-def run_outside_mesh(plan: Plan, operator: Operator, form: Form) -> Runner | None:
+def run_outside_mesh(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Runner | None:
     """Run a call on a rank outside the mesh, which has no local tensors: results have no elements there.
 
     Operators that draw random numbers run on the empty operands, so that this rank's generator advances as on the other ranks.

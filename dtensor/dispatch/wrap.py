@@ -16,7 +16,7 @@ _make_wrapper = make_wrapper_subclass
 _CPU = torch.device("cpu")
 
 
-def install(tensor_type: Any) -> None:
+def install_tensor_class(tensor_type: Any) -> None:
     """Set the DTensor class, which is in a higher layer."""
     global TENSOR
     TENSOR = tensor_type
@@ -30,12 +30,12 @@ def install_pending(make_pending: Any) -> None:
 
 def wrap_local(local: Any, layout: Layout) -> Any:
     """Return the DTensor with this local value and layout."""
-    options = layout.made_with
+    options = layout.wrapper_args
     if options is None:
-        layout = layout.known() if layout.sized else layout
+        layout = layout.known() if layout.has_symbols else layout
         stride = None if layout.dense else layout.stride
         options = (TENSOR, layout.shape, stride, None, None, layout.dtype, torch.strided, _CPU)
-        layout.made_with = None if layout.sized else options
+        layout.wrapper_args = None if layout.has_symbols else options
     x = _make_wrapper(*options) if local.is_cpu else _make_wrapper(*options[:-1], local.device)
     x._local = local
     x._layout = layout
@@ -52,7 +52,7 @@ def wrap_view(local: Any, layout: Layout, base: Any, start: int = 0) -> Any:
     """
     if not (start or base._begins):
         return wrap_local(local, layout)
-    offset = begins_after(base, layout, start)
+    offset = storage_offset_of_view(base, layout, start)
     x = _make_wrapper(TENSOR, layout.shape, layout.stride, offset, None, layout.dtype, torch.strided, local.device)
     x._local, x._layout, x._begins = local, layout, offset
     if layout.is_complex and local.is_conj():
@@ -60,7 +60,7 @@ def wrap_view(local: Any, layout: Layout, base: Any, start: int = 0) -> Any:
     return x
 
 
-def begins_after(base: Any, layout: Layout, start: int) -> int:
+def storage_offset_of_view(base: Any, layout: Layout, start: int) -> int:
     """Return the storage offset of a view of ``base``, in elements of its layout; ``start`` as for :func:`wrap_view`."""
     return (base._begins * base._layout.dtype.itemsize + start) // layout.dtype.itemsize if start or base._begins else 0
 

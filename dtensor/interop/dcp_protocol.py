@@ -9,8 +9,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ..errors import CheckpointError
-from ..tensor.views.block_owners import Held, held_here, piece_of, stack_of
-from ..tensor.views.lazy_view import RemoteView
+from ..tensor.views.block_owners import LocalBlock, block_tensor, blocks_here, stack_of
+from ..tensor.views.lazy_view import LazyView
 
 
 def chunks(x: Any) -> list[ChunkStorageMetadata]:
@@ -21,7 +21,7 @@ def chunks(x: Any) -> list[ChunkStorageMetadata]:
     Raises:
         CheckpointError: the tensor is a view that is computed when it is read: what torch writes to its blocks would be lost.
     """
-    if isinstance(x, RemoteView) and stack_of(x) is None:
+    if isinstance(x, LazyView) and stack_of(x) is None:
         raise CheckpointError(
             f"{x._layout!r} is a view with elements on other ranks than those of its base, and "
             "torch.distributed.checkpoint loads into local tensors; load into the base, or use "
@@ -64,15 +64,15 @@ def shard_at(x: Any, index: MetadataIndex) -> torch.Tensor:
         blocks = [blocks[index.index], *blocks]
     for block in blocks:
         if index.offset is None or block.offset == tuple(index.offset):
-            return piece_of(x, block).detach()
+            return block_tensor(x, block).detach()
     raise CheckpointError(f"this rank has no shard of {index.fqn!r} at offset {index.offset}")
 
 
-def _chunk(block: Held) -> ChunkStorageMetadata:
+def _chunk(block: LocalBlock) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(block.offset), torch.Size(block.shape))
 
 
-def _blocks_here(x: Any) -> list[Held]:
+def _blocks_here(x: Any) -> list[LocalBlock]:
     """Return the blocks in this process, replicas included, in the order of their offsets.
 
     Raises:
@@ -83,5 +83,5 @@ def _blocks_here(x: Any) -> list[Held]:
             f"{x._layout!r} is Partial; call x.redistribute(placements=...) before you pass it to "
             "torch.distributed.checkpoint, or use dtensor.checkpoint, which reduces it"
         )
-    ((_, blocks),) = held_here({"": x}, 0)
+    ((_, blocks),) = blocks_here({"": x}, 0)
     return blocks

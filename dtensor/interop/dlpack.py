@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.patches import changed
+from ..base.patches import patch_applied
 from ..errors import LayoutError
 from ..ranks.per_rank import PerRank
 from ..tensor.dtensor import DTensor
 
 
-def teach_dlpack() -> None:
+def install_dlpack() -> None:
     """Patch ``to_dlpack``: for a DTensor it exports a copy of the global value, as ``x.__dlpack__()`` does."""
     for where, module in (("torch.utils.dlpack.to_dlpack", torch.utils.dlpack), ("torch.to_dlpack", torch)):
         if hasattr(module, "to_dlpack"):
-            changed(where)
+            patch_applied(where)
             module.to_dlpack = to_dlpack
 
 

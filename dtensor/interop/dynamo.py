@@ -14,7 +14,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from ..base.patches import changed
+from ..base.patches import patch_applied
 from ..base.torch_internals import eval_frame
 from .import_hooks import on_import
 
@@ -42,7 +42,7 @@ INLINED_MODULES = frozenset(
 )
 
 
-def keep_from_inlining() -> None:
+def skip_library_frames() -> None:
     """Tell Dynamo, now or at its import, not to inline functions of this package except those of ``INLINED_MODULES``."""
     on_import(_TRACE_RULES, _skip_files)
 
@@ -54,11 +54,11 @@ def _skip_files(module: Any) -> None:
         if file.relative_to(package).with_suffix("").as_posix() not in INLINED_MODULES:
             module.SKIP_DIRS.append(str(file))
     module._recompile_re()
-    changed("torch._dynamo.trace_rules.SKIP_DIRS")
-    leave_untraced(package.name)
+    patch_applied("torch._dynamo.trace_rules.SKIP_DIRS")
+    mark_untraced(package.name)
 
 
-def written_in_python(kind: type) -> None:
+def define_inplace_operators(kind: type) -> None:
     """Define the in-place operators of ``kind`` (``x += y``) in Python, so that a compiled graph breaks at them.
 
     Dynamo of torch 2.13 does not terminate when it looks up those written in C.
@@ -75,7 +75,7 @@ def _make_forwarder(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], A
     return in_place
 
 
-def leave_untraced(package: str) -> None:
+def mark_untraced(package: str) -> None:
     """Mark all functions of the loaded modules of ``package`` as not compiled, once Dynamo is imported.
 
     Marked modules are skipped.

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from ..base.patches import changed, restored
+from ..base.patches import patch_applied, patch_removed
 
 
 def on_import(name: str, action: Callable[[ModuleType], None]) -> None:
@@ -18,7 +18,7 @@ def on_import(name: str, action: Callable[[ModuleType], None]) -> None:
         action(sys.modules[name])
     else:
         sys.meta_path.insert(0, _PostImportFinder(name, action))
-        changed("sys.meta_path")
+        patch_applied("sys.meta_path")
 
 
 class _PostImportFinder(MetaPathFinder):
@@ -34,7 +34,7 @@ class _PostImportFinder(MetaPathFinder):
         if name != self.name:
             return None
         sys.meta_path.remove(self)
-        restored("sys.meta_path")
+        patch_removed("sys.meta_path")
         spec = find_spec(name)
         if spec is None or spec.loader is None:
             return spec

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..base.patches import IN_FORCE
+from ..base.patches import APPLIED_PATCHES
 
 
 class Patch(NamedTuple):
@@ -32,10 +32,10 @@ class Patch(NamedTuple):
     @property
     def in_force(self) -> bool:
         """Return True if the patch is applied and was not undone."""
-        return self.where in IN_FORCE
+        return self.where in APPLIED_PATCHES
 
 
-CHANGES = (
+PATCHES = (
     Patch(
         "torch.optim.optimizer._foreach_supported_types",
         "import",
@@ -103,7 +103,7 @@ CHANGES = (
     Patch(
         "torch._dynamo.trace_rules.SKIP_DIRS",
         "its import",
-        "compiled graphs break at functions of dtensor instead of tracing ranks, except for those in interop.dynamo.LOOKED_INTO",
+        "compiled graphs break at functions of dtensor instead of tracing ranks, except for those in interop.dynamo.INLINED_MODULES",
         "2.11",
         "stays",
     ),

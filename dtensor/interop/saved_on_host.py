@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch.autograd.graph import save_on_cpu
 
-from ..base.patches import changed
+from ..base.patches import patch_applied
 from ..tensor.dtensor import DTensor
 
 _torch_init: Any = save_on_cpu.__init__
 
 
-def teach_save_on_cpu() -> None:
+def install_save_on_cpu() -> None:
     """Patch ``save_on_cpu`` so that the local tensors of DTensors move."""
-    changed("torch.autograd.graph.save_on_cpu.__init__")
+    patch_applied("torch.autograd.graph.save_on_cpu.__init__")
     save_on_cpu.__init__ = _init_hooks  # type: ignore[method-assign]
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base.patches import changed
+from ..base.patches import patch_applied
 from ..comm import PerRank, communicator_of, each_shard, shards_of
 from ..mesh.device_mesh import DeviceMesh
 from ..tensor.copies import user_attributes
@@ -27,7 +27,7 @@ from ..tensor.dtensor import DTensor, wrap
 from .import_hooks import on_import
 
 
-def teach_state_dicts() -> None:
+def install_state_dicts() -> None:
     """Patch torch's state-dict tools, now or when they are imported."""
     on_import("torch.distributed._state_dict_utils", _patch_utils)
     on_import("torch.distributed.checkpoint.state_dict", _patch_options)
@@ -57,7 +57,7 @@ def _patch_utils(module: Any) -> None:
         is_own_mesh = isinstance(mesh, DeviceMesh)
         return _shard_full(value, mesh, placements) if is_own_mesh else distribute(value, mesh, placements)
 
-    changed("torch.distributed._state_dict_utils")
+    patch_applied("torch.distributed._state_dict_utils")
     module._iterate_state_dict = iterate_state_dict
     module._broadcast_tensors = broadcast_tensors
     module.distribute_tensor = distribute_to
@@ -79,7 +79,7 @@ def _patch_options(module: Any) -> None:
         loads_onto_meta = info.full_state_dict and _has_all_ranks(model) and all(x.is_meta for x in _tensors_of(model))
         return _load_onto_meta(model, state, info.strict) if loads_onto_meta else load(model, state, info)
 
-    changed("torch.distributed.checkpoint.state_dict")
+    patch_applied("torch.distributed.checkpoint.state_dict")
     module._verify_options, module._load_model_state_dict = verify_options, load_model
 
 
@@ -101,7 +101,7 @@ def _patch_stager(module: Any) -> None:
         result.__dict__.update(stage_value(user_attributes(x)))
         return result
 
-    changed("torch.distributed.checkpoint._state_dict_stager")
+    patch_applied("torch.distributed.checkpoint._state_dict_stager")
     stager_class._offload_tensor = offload_tensor
 
 

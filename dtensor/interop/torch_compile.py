@@ -16,17 +16,17 @@ import torch
 
 from ..base import torch_internals
 from ..base.modes import EXPLICIT, IMPLICIT_REPLICATION, explicit, implicit_replication, remember
-from ..base.patches import changed
+from ..base.patches import patch_applied
 from ..base.torch_internals import opaque_object
-from ..base.tracing import constant_of_graph, is_traced, kept, kept_object
+from ..base.tracing import is_traced, register_object, registered_object, unwrap_graph_constant
 from ..comm import PerRank, shards_of
-from ..dispatch.functorch import layout_of, placed_of
+from ..dispatch.functorch import layout_of, mesh_and_placements_of
 from ..errors import UnsupportedOperationError
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Partial, Placement, Replicate, Shard
-from ..ranks.functorch import each_rank, seen
+from ..ranks.functorch import split_ranks, unwrap_functorch
 from ..tensor import create
-from ..tensor.autograd import as_local, laid
+from ..tensor.autograd import redistribute_if_needed, to_local_tensor
 from ..tensor.compile_protocol import ALL_RANKS, plain_to_expected_tangent
 from ..tensor.distribute import distribute_module, distribute_tensor
 from ..tensor.dtensor import DTensor
@@ -40,7 +40,7 @@ except AttributeError:  # torch before 2.14
     _register, _CONSTANT = opaque_object.register_opaque_type, "value"
 
 
-def constants(*kinds: type) -> None:
+def register_constants(*kinds: type) -> None:
     """Register classes of which objects are constants of a graph.
 
     Torch 2.11 takes only its own classes: there the graph breaks at them.
@@ -53,7 +53,7 @@ def constants(*kinds: type) -> None:
             _register(kind, typ=_CONSTANT, members=members)
         except TypeError:  # torch 2.11, at the first class
             return
-    changed("torch._library.opaque_object._OPAQUE_TYPES")
+    patch_applied("torch._library.opaque_object._OPAQUE_TYPES")
 
 
 def _traceable_methods(kind: type) -> set[str]:
@@ -86,14 +86,14 @@ def _fx_repr(value: Any) -> tuple[str, dict[str, Any]]:
         return repr(value), {type(value).__name__: type(value)}
     if isinstance(value, Partial) and isinstance(value.reduce_op, str):
         return f"Partial({value.reduce_op!r})", {"Partial": Partial}
-    return f"kept_object({kept(value)!r})", {"kept_object": kept_object}
+    return f"kept_object({register_object(value)!r})", {"kept_object": registered_object}
 
 
 def _graph_break(msg: str) -> None:
     """Break the graph: replaced by the compiler's ``graph_break`` when Dynamo is imported."""
 
 
-def substitutes() -> None:
+def install_substitutes() -> None:
     """Install substitutes for functions that Dynamo cannot trace, when Dynamo is imported."""
     on_import("torch._dynamo", _install)
 
@@ -106,10 +106,10 @@ def _install(module: Any) -> None:
     torch.ops.higher_order.flex_attention.py_impl(DTensor)(_refuse_flex_attention)
     for function, seen_as in _SUBSTITUTES.items():
         module.substitute_in_graph(function, skip_signature_check=True)(seen_as)
-    changed("torch._dynamo")
+    patch_applied("torch._dynamo")
     keep_operators_with_rules()
     torch.Tensor.__coerce_same_metadata_as_tangent__ = plain_to_expected_tangent  # type: ignore[attr-defined]  # torch reads it
-    changed("torch.Tensor.__coerce_same_metadata_as_tangent__")
+    patch_applied("torch.Tensor.__coerce_same_metadata_as_tangent__")
 
 
 def _pass_through(x: Any) -> Any:
@@ -245,21 +245,21 @@ _FACTORY_PAIRS = {function: _make_factory_pair(function) for function in _FACTOR
 _ALLOWED_IN_GRAPH: tuple[Any, ...] = (
     _from_local_in_graph,
     _distribute_in_graph,
-    laid,
-    as_local,
+    redistribute_if_needed,
+    to_local_tensor,
     *[made for made, _ in _FACTORY_PAIRS.values()],
 )
 _SUBSTITUTES: dict[Any, Any] = {
     **{function: seen_as for function, (_, seen_as) in _FACTORY_PAIRS.items()},
     as_mesh: _traced_as_mesh,
-    constant_of_graph: lambda x: x,
+    unwrap_graph_constant: lambda x: x,
     distribute_tensor: _traced_distribute_tensor,
     distribute_module: _traced_distribute_module,
     DTensor.from_local: _traced_from_local,
     **dict.fromkeys((explicit, implicit_replication, remember), _refuse_mode),
-    seen: _pass_through,
-    placed_of: lambda x: x._placed,
+    unwrap_functorch: _pass_through,
+    mesh_and_placements_of: lambda x: x._placed,
     layout_of: lambda x: x._layout,
-    each_rank: _pass_through,
+    split_ranks: _pass_through,
     shards_of: _as_tuple,
 }

@@ -18,27 +18,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base.late_binding import before_use
-from ..base.patches import changed
+from ..base.late_binding import on_first_use
+from ..base.patches import patch_applied
 from ..base.torch_internals import all_operators
-from ..base.tracing import LOOKERS
-from ..ranks.joint_functions import multi_grad_hook
+from ..base.tracing import OBSERVER_MODES
+from ..ranks.joint_functions import register_joint_multi_grad_hook
 from ..ranks.per_rank import PerRank
 from ..tensor.dtensor import DTensor
-from ..tensor.views.block_owners import locals_of
+from ..tensor.views.block_owners import local_tensors_of
 from .import_hooks import on_import
 
 _LIBRARIES: list[torch.library.Library] = []
 
 
-def teach_lookers() -> None:
+def install_debug_modes() -> None:
     """Patch the modes once DTensors may exist, or when the modes are imported."""
-    before_use(partial(on_import, "torch.utils._debug_mode", _patch_debug_mode))
+    on_first_use(partial(on_import, "torch.utils._debug_mode", _patch_debug_mode))
     teach = partial(
         _register_mode, where="torch.distributed.tensor.debug.CommDebugMode", record=_record_nothing, shows_ranges=False
     )
-    before_use(partial(on_import, "torch.distributed.tensor.debug._comm_mode", teach))
-    before_use(partial(on_import, "torch.distributed._tools.mem_tracker", _patch_memory_tracker))
+    on_first_use(partial(on_import, "torch.distributed.tensor.debug._comm_mode", teach))
+    on_first_use(partial(on_import, "torch.distributed._tools.mem_tracker", _patch_memory_tracker))
 
 
 def _patch_debug_mode(module: ModuleType) -> None:
@@ -60,7 +60,7 @@ def _patch_memory_tracker(module: ModuleType) -> None:
         return
 
     def storages_of_locals(x: Tensor) -> set[Any]:
-        return {storage for local in locals_of(x) for storage in storages(local)}
+        return {storage for local in local_tensors_of(x) for storage in storages(local)}
 
     def track_module(tracker: Any, module: nn.Module, install_grad_hooks: bool = True) -> Any:
         leaves = all(p.is_leaf for p in module.parameters())  # hooks on the sharded parameters track the gradients
@@ -70,9 +70,9 @@ def _patch_memory_tracker(module: ModuleType) -> None:
 
     module.get_untyped_storages = storages_of_locals  # type: ignore[attr-defined]
     tracker_class._track_module_params_and_buffers = track_module
-    hooks.register_multi_grad_hook = multi_grad_hook
-    changed("torch.distributed._tools.mem_tracker.get_untyped_storages")
-    changed("torch.distributed._tools.mod_tracker.register_multi_grad_hook")
+    hooks.register_multi_grad_hook = register_joint_multi_grad_hook
+    patch_applied("torch.distributed._tools.mem_tracker.get_untyped_storages")
+    patch_applied("torch.distributed._tools.mod_tracker.register_multi_grad_hook")
     _register_mode(module, "torch.distributed._tools.mem_tracker.MemTracker", _record_nothing, shows_ranges=False)
 
 
@@ -95,8 +95,8 @@ def _register_mode(module: ModuleType, where: str, record: Callable[..., None], 
             record(mode, func, args, kwargs or {})
         return NotImplemented
 
-    LOOKERS[mode_class] = shows_ranges
-    changed(where)
+    OBSERVER_MODES[mode_class] = shows_ranges
+    patch_applied(where)
     library = torch.library.Library("aten", "FRAGMENT")
     _LIBRARIES.append(library)
     for operator in all_operators():

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..base.caches import remembered
-from ..base.symbolic_sizes import has_symbols
+from ..base.caches import memoize
+from ..base.symbolic_sizes import contains_symbols
 from .layout import Layout
 
 
-@remembered(4096)
+@memoize(4096)
 def repeated_dims(layout: Layout) -> tuple[int, ...]:
     """Return the dims of stride 0: along them every rank's local tensor repeats one element. A dim of which some rank has no
     element does not count.
@@ -19,7 +19,7 @@ def repeated_dims(layout: Layout) -> tuple[int, ...]:
     """
     dims = []
     for d, (size, step, split) in enumerate(zip(layout.shape, layout.stride, layout.splits, strict=True)):
-        on_all_ranks = split is None or (not has_symbols(split.sizes) and min(split.sizes) > 0)
+        on_all_ranks = split is None or (not contains_symbols(split.sizes) and min(split.sizes) > 0)
         if type(step) is int and step == 0 and on_all_ranks and (type(size) is not int or size > 1):
             dims.append(d)
     return tuple(dims)
@@ -34,11 +34,11 @@ def first_along_dims(layout: Layout, dims: Sequence[int]) -> Layout:
     return Layout.from_splits(layout.mesh, splits, layout.partials, shape, layout.stride, layout.dtype)
 
 
-def stored(layout: Layout) -> Layout:
+def storage_layout(layout: Layout) -> Layout:
     """Return the layout of the storage of a tensor: without its repeated dims.
 
     >>> layout = Layout.of(DeviceMesh("cpu", 2), [Shard(1)], (4, 6), (0, 1))
-    >>> stored(layout).max_local_nbytes, layout.max_local_nbytes
+    >>> storage_layout(layout).max_local_nbytes, layout.max_local_nbytes
     (12, 48)
     """
     return first_along_dims(layout, repeated_dims(layout))

@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 
-from ..base.caches import Bounded
-from ..base.late_binding import pictured
+from ..base.caches import BoundedDict
+from ..base.late_binding import html_repr
 from ..base.memory_order import Stride, contiguous_stride, memory_order, stride_like
-from ..base.symbolic_sizes import has_symbols, sizes
-from ..base.validation import element_type, sizes_of
+from ..base.symbolic_sizes import contains_symbols, hashable_sizes
+from ..base.validation import check_dtype, check_sizes
 from ..errors import LayoutError
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.geometry import uncached_property
-from ..placement import Monoid, Partial, Placement, Replicate, Shard, normalize
+from ..placement import Monoid, Partial, Placement, Replicate, Shard, normalize_placements
 from .splits import Split, canonical_placements, make_split
 
 
@@ -55,13 +55,13 @@ class Layout:
         "dense",
         "dtype",
         "is_complex",
-        "made_with",
         "mesh",
         "partials",
         "placements",
         "shape",
         "splits",
         "stride",
+        "wrapper_args",
     )
 
     mesh: DeviceMesh
@@ -73,7 +73,7 @@ class Layout:
     partials: tuple[str | Monoid | None, ...]
     dense: bool
     is_complex: bool
-    made_with: tuple[Any, ...] | None
+    wrapper_args: tuple[Any, ...] | None
 
     # --- construction ----------------------------------------------------------------------------------------
     @staticmethod
@@ -98,14 +98,14 @@ class Layout:
             key = (mesh, requested, shape, stride, dtype)
             layout = _BY_REQUEST.get(key)
         except TypeError:  # unhashable: lists, or symbolic sizes
-            shape = sizes_of(shape, "a global shape")
-            requested = normalize(placements, mesh.ndim, len(shape))
-            key = (mesh, requested, shape, None if stride is None else sizes_of(stride, "strides"), dtype)
+            shape = check_sizes(shape, "a global shape")
+            requested = normalize_placements(placements, mesh.ndim, len(shape))
+            key = (mesh, requested, shape, None if stride is None else check_sizes(stride, "strides"), dtype)
             layout = _BY_REQUEST.get(key)
         if layout is None:
-            shape, dtype = sizes_of(shape, "a global shape"), element_type(dtype)
-            stride = contiguous_stride(shape) if stride is None else sizes_of(stride, "strides")
-            normalized = normalize(requested, mesh.ndim, len(shape))
+            shape, dtype = check_sizes(shape, "a global shape"), check_dtype(dtype)
+            stride = contiguous_stride(shape) if stride is None else check_sizes(stride, "strides")
+            normalized = normalize_placements(requested, mesh.ndim, len(shape))
             splits = tuple(make_split(mesh, normalized, d, size) for d, size in enumerate(shape))
             layout = Layout._interned(mesh, canonical_placements(mesh, normalized, splits, shape), splits, shape, stride, dtype)
             _BY_REQUEST.keep(key, layout)
@@ -124,8 +124,8 @@ class Layout:
         """Return the layout with this canonical form. Mesh dims that appear nowhere are replicated; those of size 1 get the
         placements ``idle``.
         """
-        shape = sizes(shape)
-        stride = contiguous_stride(shape) if stride is None else sizes(stride)
+        shape = hashable_sizes(shape)
+        stride = contiguous_stride(shape) if stride is None else hashable_sizes(stride)
         placements: list[Placement] = [Replicate() if op is None else Partial(op) for op in partials]
         for d, split in enumerate(splits):
             for mesh_dim in () if split is None else split.mesh_dims:
@@ -142,8 +142,8 @@ class Layout:
 
     @staticmethod
     def _interned(mesh: Any, placements: Any, splits: Any, shape: Any, stride: Any, dtype: Any) -> Layout:
-        if has_symbols(shape) or has_symbols(stride):  # some symbols may be specialized to ints by now
-            shape, stride = sizes(shape), sizes(stride)
+        if contains_symbols(shape) or contains_symbols(stride):  # some symbols may be specialized to ints by now
+            shape, stride = hashable_sizes(shape), hashable_sizes(stride)
         key = (mesh, placements, shape, stride, dtype)
         with _INTERN_LOCK:  # threads that make equal layouts get one object
             if (layout := _LAYOUTS.get(key)) is not None:
@@ -155,7 +155,7 @@ class Layout:
             layout.splits = tuple(split and split.of_size(size) for split, size in zip(splits, shape, strict=True))
             layout.shape, layout.stride, layout.dtype = torch.Size(shape), stride, dtype
             layout.dense = tuple(stride) == contiguous_stride(tuple(shape))
-            layout.is_complex, layout.made_with = dtype.is_complex, None
+            layout.is_complex, layout.wrapper_args = dtype.is_complex, None
             ops = (p.reduce_op if isinstance(p, Partial) and mesh.shape[i] > 1 else None for i, p in enumerate(placements))
             layout.partials = tuple(ops)
             _LAYOUTS[key] = layout
@@ -185,13 +185,13 @@ class Layout:
     def _placed(self, placements: Any) -> Layout:
         """Return the layout of the same tensor under other placements. A small cache of each layout serves frequent requests."""
         key = tuple(placements) if isinstance(placements, (list, tuple)) else placements
-        memo: Bounded[Any, Layout] | None = self.__dict__.get("_memo")
+        memo: BoundedDict[Any, Layout] | None = self.__dict__.get("_memo")
         if memo is None:
-            memo = self.__dict__.setdefault("_memo", Bounded(_MEMO_SIZE))
+            memo = self.__dict__.setdefault("_memo", BoundedDict(_MEMO_SIZE))
         try:
             layout = memo.get(key)
         except TypeError:  # not placements, or not in a list
-            key = normalize(placements, self.mesh.ndim, self.ndim)
+            key = normalize_placements(placements, self.mesh.ndim, self.ndim)
             layout = memo.get(key)
         if layout is None:
             layout = memo.keep(key, Layout.of(self.mesh, placements, self.shape, self.stride, self.dtype))
@@ -231,7 +231,7 @@ class Layout:
         """Return dense strides of the local tensor, with dims in the memory order of the global tensor."""
         return stride_like(self.local_shape(coordinate), self.stride)
 
-    def block_beside(self, x: torch.Tensor, member: int | None) -> torch.Tensor:
+    def new_local_like(self, x: torch.Tensor, member: int | None) -> torch.Tensor:
         """Allocate a member's local tensor on the device of ``x``, with dims in the memory order of the global tensor."""
         coordinate = self.mesh.coordinate_of(member)
         return x.new_empty_strided(self.local_shape(coordinate), self.local_stride(coordinate), dtype=self.dtype)
@@ -258,21 +258,21 @@ class Layout:
 
     # --- properties --------------------------------------------------------------------------------------------
     @cached_property
-    def sized(self) -> bool:
+    def has_symbols(self) -> bool:
         """Return True if a size or stride is a symbol of a traced program."""
-        return has_symbols((*self.shape, *self.stride))
+        return contains_symbols((*self.shape, *self.stride))
 
     def known(self) -> Layout:
         """Return this layout with ints for symbols that can have only one value by now, so that torch does not treat them as
         free.
         """
-        shape, stride = sizes(self.shape), sizes(self.stride)
+        shape, stride = hashable_sizes(self.shape), hashable_sizes(self.stride)
         if all(new is old for new, old in zip((*shape, *stride), (*self.shape, *self.stride), strict=True)):
             return self
         return Layout.of(self.mesh, self.placements, shape, stride, self.dtype)
 
     @cached_property
-    def manner(self) -> tuple[DeviceMesh, tuple[Placement, ...], torch.dtype, Any]:
+    def sizeless_key(self) -> tuple[DeviceMesh, tuple[Placement, ...], torch.dtype, Any]:
         """Return the layout without sizes: mesh, placements, dtype, and :func:`memory_order`."""
         order = () if self.dense else memory_order(tuple(self.shape), self.stride)
         return self.mesh, self.placements, self.dtype, order
@@ -315,7 +315,7 @@ class Layout:
         placement = self.placements[mesh_dim]
         return placement.dim if isinstance(placement, Shard) else placement
 
-    def same_data(self, other: Layout) -> bool:
+    def has_same_blocks(self, other: Layout) -> bool:
         """Return True if every rank has the same block under both layouts. Strides, dtype and spelling may differ."""
         return (self.mesh, self.splits, self.partials, self.shape) == (other.mesh, other.splits, other.partials, other.shape)
 
@@ -339,7 +339,7 @@ class Layout:
         where = ", ".join(f"{name}={placement}" for name, placement in zip(names, self.placements, strict=True))
         return f"{dtype}[{', '.join(map(str, self.shape))}] on ({where})"
 
-    _repr_html_ = pictured
+    _repr_html_ = html_repr
 
     def __reduce__(self) -> tuple[Any, ...]:
         return restore_layout, (self.mesh, self.placements, tuple(self.shape), self.stride, self.dtype)
@@ -352,10 +352,10 @@ def restore_layout(mesh: DeviceMesh, placements: Any, shape: Any, stride: Any, d
 
 _LAYOUTS: weakref.WeakValueDictionary[Any, Layout] = weakref.WeakValueDictionary()
 _INTERN_LOCK = RLock()  # reentrant: garbage collection inside may run finalizers that make layouts
-_BY_REQUEST: Bounded[Any, Layout] = Bounded(8192, "layout.requests")
+_BY_REQUEST: BoundedDict[Any, Layout] = BoundedDict(8192, "layout.requests")
 _MEMO_SIZE = 64
 
 
-def interned() -> int:
+def count_layouts() -> int:
     """Return the number of layouts that are alive."""
     return len(_LAYOUTS)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.submesh import picked
+from ..mesh.submesh import select_dims
 from ..placement import Placement, Replicate, Shard
 from .layout import Layout
 
 
-def spelled_on(mesh: DeviceMesh, inside: Layout) -> Layout:
+def layout_on_larger_mesh(mesh: DeviceMesh, inside: Layout) -> Layout:
     """Return ``inside`` on a larger mesh, replicated over the additional mesh dims."""
     placements: list[Placement] = [Replicate()] * mesh.ndim
     for placement, root_dims in zip(inside.placements, inside.mesh._dims, strict=True):
@@ -18,7 +18,7 @@ def spelled_on(mesh: DeviceMesh, inside: Layout) -> Layout:
     return Layout.of(mesh, placements, inside.shape, None, inside.dtype)
 
 
-def cut_by(whole: Layout, dim: int, mesh_dims: Sequence[int]) -> list[Placement]:
+def shard_further(whole: Layout, dim: int, mesh_dims: Sequence[int]) -> list[Placement]:
     """Return the placements of ``whole`` with tensor dim ``dim`` also sharded over ``mesh_dims``, innermost."""
     split = whole.splits[dim]
     outer = () if split is None else split.mesh_dims
@@ -32,10 +32,10 @@ def cut_by(whole: Layout, dim: int, mesh_dims: Sequence[int]) -> list[Placement]
     return placements
 
 
-def within(layout: Layout, mesh: DeviceMesh) -> Layout:
+def layout_on_smaller_mesh(layout: Layout, mesh: DeviceMesh) -> Layout:
     """Return a replicated layout on the mesh dims that ``mesh`` has too. Return it unchanged if there are none or all."""
     own_mesh = layout.mesh
     common = [i for i, dims in enumerate(own_mesh._dims) if dims in mesh._dims]
     if not common or len(common) == own_mesh.ndim:
         return layout
-    return Layout.of(own_mesh._derive(*picked(own_mesh, common)), None, layout.shape, None, layout.dtype)
+    return Layout.of(own_mesh._derive(*select_dims(own_mesh, common)), None, layout.shape, None, layout.dtype)

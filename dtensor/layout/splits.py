@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from itertools import accumulate, chain
 from typing import NamedTuple
 
-from ..base.caches import remembered
-from ..base.symbolic_sizes import has_symbols, settled, sizes
+from ..base.caches import memoize
+from ..base.symbolic_sizes import contains_symbols, hashable_sizes, specialize_symbols
 from ..errors import PlacementError
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Placement, Shard
@@ -33,18 +33,20 @@ class Split(NamedTuple):
         """Return this split for a dim of ``whole`` elements: with ints if ``whole`` is an int, also if another operand gave
         symbolic block sizes.
         """
-        if not has_symbols(self.sizes):
+        if not contains_symbols(self.sizes):
             return self
-        return Split(self.mesh_dims, tuple(map(settled, self.sizes)) if type(whole) is int else sizes(self.sizes))
+        return Split(
+            self.mesh_dims, tuple(map(specialize_symbols, self.sizes)) if type(whole) is int else hashable_sizes(self.sizes)
+        )
 
 
-@remembered(4096)
+@memoize(4096)
 def offsets_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Return the start of each block."""
     return tuple(accumulate(sizes[:-1], initial=0)) if sizes else ()
 
 
-@remembered(4096)
+@memoize(4096)
 def chunk_sizes(size: int, counts: tuple[int, ...]) -> tuple[int, ...]:
     """Return the block sizes if ``size`` is split like ``torch.chunk`` by ``counts[0]`` ranks, each block by ``counts[1]``, and
     so on.
@@ -124,6 +126,6 @@ def canonical_placements(
         unsplit = [i for i, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim and i not in split.mesh_dims]
         for level, i in enumerate((*unsplit, *split.mesh_dims)):
             innermost = i == split.mesh_dims[-1]
-            sizes = None if default or not innermost else tuple(map(settled, split.sizes))
+            sizes = None if default or not innermost else tuple(map(specialize_symbols, split.sizes))
             result[i] = Shard(dim, sizes, None if in_order else level)
     return tuple(result)

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from ..base.caches import remembered
+from ..base.caches import memoize
 from .device_mesh import DeviceMesh
 
 Table = np.ndarray[Any, np.dtype[np.int64]]
 
 
-@remembered(1024)
+@memoize(1024)
 def block_indices(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Table:
     """Return for every member the index of its block if ``mesh_dims`` shard a dim, with the first mesh dim major."""
     coordinates = _coordinates(mesh)
@@ -22,12 +22,12 @@ def block_indices(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Table:
     return index
 
 
-@remembered(64)
+@memoize(64)
 def _coordinates(mesh: DeviceMesh) -> Table:
     return np.asarray(mesh.coordinates, dtype=np.int64).reshape(len(mesh.members), mesh.ndim)
 
 
-@remembered(256)
+@memoize(256)
 def group_members(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Table:
     """Return the members of each communication group over ``mesh_dims``, with shape (groups, group size), in group order."""
     firsts = np.flatnonzero(block_indices(mesh, mesh_dims) == 0)

@@ -46,7 +46,7 @@ def mesh_or_world(mesh: Any) -> DeviceMesh:
     return world
 
 
-def with_groups_of_its_own(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> DeviceMesh:
+def copy_with_new_group(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> DeviceMesh:
     """Return a mesh of the same ranks with a new process group over ``mesh_dims``. Every member of the mesh must call it."""
     member, root = mesh.current_member(), mesh._root
     copy = DeviceMesh(mesh.device_type, torch.tensor(root.ranks, device="cpu").reshape(root.shape))
@@ -56,12 +56,12 @@ def with_groups_of_its_own(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> Device
     return copy._derive(mesh._dims, mesh.mesh_dim_names)
 
 
-def dry_run_of(mesh: DeviceMesh) -> DeviceMesh:
+def dry_run_of_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return a dry-run mesh of the same shape and names, with the cost estimates of ``mesh``."""
     if mesh.kind == "dry_run":
         return mesh
     root = make_root("meta", np.asarray(mesh.ranks).reshape(mesh.shape), mesh.mesh_dim_names)
-    root.stands_for = mesh
+    root.simulated_mesh = mesh
     return mesh_of_root(root)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..ranks.rank_values import one_or_each, rank_of_all
+from ..ranks.rank_values import collapse_if_equal, make_rank_indices
 from .root import Root
 
 
@@ -21,17 +21,17 @@ class _Running(threading.local):
     at: tuple[Root, int] | None = None  # root and member of the per-rank function that runs in this thread
 
 
-RUNNING = _Running()
+RUNNING_RANK = _Running()
 
 
 @contextmanager
-def running_as(root: Root, member: int) -> Iterator[None]:
+def run_as_member(root: Root, member: int) -> Iterator[None]:
     """Make ``member`` the current one while a per-rank function runs in this process."""
-    before, RUNNING.at = RUNNING.at, (root, member)
+    before, RUNNING_RANK.at = RUNNING_RANK.at, (root, member)
     try:
         yield
     finally:
-        RUNNING.at = before
+        RUNNING_RANK.at = before
 
 
 def current_member(root: Root) -> int | None:
@@ -41,7 +41,7 @@ def current_member(root: Root) -> int | None:
     if root.kind == "process_group":
         rank = dist.get_rank()
         return root.ranks.index(rank) if rank in root.ranks else None
-    running = RUNNING.at
+    running = RUNNING_RANK.at
     if running is None or root.kind == "dry_run":
         return 0
     if running[0] is root:
@@ -56,19 +56,19 @@ def current_rank(root: Root) -> Any:
         return dist.get_rank()
     if root.kind == "dry_run":
         return root.ranks[0]
-    running = RUNNING.at
+    running = RUNNING_RANK.at
     if running is not None:
         return running[0].ranks[running[1]]
-    return rank_of_all(root.ranks)
+    return make_rank_indices(root.ranks)
 
 
 def current_coordinate(root: Root, coordinates: Sequence[tuple[int, ...]], ndim: int) -> tuple[Any, ...] | None:
     """Return the index of the current rank along each mesh dim, or None outside of the mesh. Indices are ``RankNumber`` if no
     rank is running.
     """
-    running = RUNNING.at
+    running = RUNNING_RANK.at
     if root.kind == "in_process" and running is None:
-        return tuple(map(one_or_each, _transpose(coordinates, ndim)))
+        return tuple(map(collapse_if_equal, _transpose(coordinates, ndim)))
     if root.kind == "in_process" and running is not None and running[0].ranks[running[1]] not in root.ranks:
         return None
     member = current_member(root)

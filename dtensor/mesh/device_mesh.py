@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
-from ..base.late_binding import pictured
-from ..base.mode_stack import Scoped
-from ..base.tracing import constant_of_graph
+from ..base.late_binding import html_repr
+from ..base.mode_stack import ModeStack
+from ..base.tracing import unwrap_graph_constant
 from ..errors import MeshError
 from .current_rank import current_coordinate, current_rank
 from .geometry import Dims, Geometry, Names, uncached_property
-from .process_groups import handle_of
+from .process_groups import get_torch_group
 from .root import Kind, Root, make_root, parse_backends, parse_device_type, parse_mesh_shape
-from .submesh import concatenate_dims, dims_of_ranks, flatten_dims, on_one_root, slice_dims, unflatten_dims
+from .submesh import concatenate_dims, dims_of_ranks, flatten_dims, slice_dims, unflatten_dims, unify_roots
 
 
 class DeviceMesh(Geometry, TorchDeviceMesh):
@@ -86,7 +86,7 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
     @uncached_property
     def mesh(self) -> torch.Tensor:
         """Return the ranks of this mesh as the current rank sees them, with shape ``self.shape``."""
-        return torch.tensor(self.ranks_here(), dtype=torch.int, device="cpu").reshape(self.shape)
+        return torch.tensor(self.current_ranks(), dtype=torch.int, device="cpu").reshape(self.shape)
 
     # --- the current rank -------------------------------------------------------------------------------------
     def get_rank(self) -> Any:
@@ -184,7 +184,7 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
 
     @staticmethod
     def _concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:  # type: ignore[override]  # accepts any sequence
-        meshes = on_one_root(meshes)
+        meshes = unify_roots(meshes)
         return meshes[0]._derive(*concatenate_dims(meshes))
 
     _flatten, _unflatten = flatten, unflatten  # type: ignore[assignment]  # torch's names; its mesh_dim_name is required
@@ -254,13 +254,13 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        ENTERED_MESHES.leave_one(self._root.entered[self])
+        ENTERED_MESHES.leave_last(self._root.entered[self])
 
     def __repr__(self) -> str:
         names = "" if self._names is None else f", mesh_dim_names={self._names}"
-        return f"DeviceMesh({self.device_type!r}, {np.reshape(self.ranks_here(), self.shape).tolist()}{names})"
+        return f"DeviceMesh({self.device_type!r}, {np.reshape(self.current_ranks(), self.shape).tolist()}{names})"
 
-    _repr_html_ = pictured
+    _repr_html_ = html_repr
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the geometry, without process groups."""
@@ -272,7 +272,7 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
         return self  # immutable
 
 
-ENTERED_MESHES: Scoped[DeviceMesh] = Scoped("mesh")
+ENTERED_MESHES: ModeStack[DeviceMesh] = ModeStack("mesh")
 
 
 def current_mesh() -> DeviceMesh:
@@ -288,7 +288,7 @@ def current_mesh() -> DeviceMesh:
 
 def as_mesh(mesh: Any) -> DeviceMesh:
     """Return ``mesh`` as a :class:`DeviceMesh`. A torch mesh is converted, None means the entered mesh."""
-    match constant_of_graph(mesh):
+    match unwrap_graph_constant(mesh):
         case DeviceMesh() as mesh:
             return mesh
         case None:
@@ -369,7 +369,7 @@ _GROUPS = _GroupNamespace()
 def _register_group_name(mesh: DeviceMesh, mesh_dim: int | str | None) -> str:
     """Register the process group along a mesh dim in ``_GROUPS`` and return its name."""
     named, dim = mesh._along(mesh_dim, "get_group")
-    handle = handle_of(named, (dim,))
+    handle = get_torch_group(named, (dim,))
     setattr(_GROUPS, handle.group_name, handle)
     return str(handle.group_name)
 

@@ -144,7 +144,7 @@ class Geometry:
         """
         return current_member(self._root)
 
-    def ranks_here(self) -> list[int]:
+    def current_ranks(self) -> list[int]:
         """Return the ranks of this mesh as the current rank sees it, with the first mesh dim major."""
         member = self.current_member()
         return [self._root.ranks[m] for m in self.members_of(range(self.ndim), 0 if member is None else member)]

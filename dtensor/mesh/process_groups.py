@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ..base.patches import Together
+from ..base.patches import RefCountedPatch
 from ..base.torch_internals import NAMES, default_store, hash_ranks
 from ..errors import MeshError
 from .geometry import Geometry
@@ -75,14 +75,14 @@ class Group:
         return list(items) if self.order is None else [items[rank] for rank in self.order]
 
 
-def group_of(mesh: Geometry, mesh_dims: Sequence[int]) -> Group:
+def get_group(mesh: Geometry, mesh_dims: Sequence[int]) -> Group:
     """Return the group over ``mesh_dims`` that the library communicates over. The first call for some ranks makes it."""
     handle, members, ranks = _program_handle(mesh, mesh_dims)
-    library_handle = beside(handle, mesh.device_type)
+    library_handle = library_group(handle, mesh.device_type)
     return _make_group_view(library_handle, members, ranks, mesh, handle.group_name)
 
 
-def program_group_of(mesh: Geometry, mesh_dims: Sequence[int]) -> Group:
+def get_program_group(mesh: Geometry, mesh_dims: Sequence[int]) -> Group:
     """Return the group over ``mesh_dims`` that belongs to the program."""
     handle, members, ranks = _program_handle(mesh, mesh_dims)
     return _make_group_view(handle, members, ranks, mesh, handle.group_name)
@@ -90,7 +90,7 @@ def program_group_of(mesh: Geometry, mesh_dims: Sequence[int]) -> Group:
 
 def _make_group_view(handle: Any, members: tuple[int, ...], ranks: list[int], mesh: Geometry, name: str) -> Group:
     position = ranks.index(dist.get_rank())
-    return Group(handle, members, position, order_in(handle, ranks), backend_of(handle, mesh.device_type), name)
+    return Group(handle, members, position, torch_rank_order(handle, ranks), backend_name(handle, mesh.device_type), name)
 
 
 def _program_handle(mesh: Geometry, mesh_dims: Sequence[int]) -> tuple[Any, tuple[int, ...], list[int]]:
@@ -102,14 +102,14 @@ def _program_handle(mesh: Geometry, mesh_dims: Sequence[int]) -> tuple[Any, tupl
     return _get_or_make_handle(mesh, mesh_dims, ranks), members, ranks
 
 
-def order_in(handle: Any, ranks: Sequence[int]) -> tuple[int, ...] | None:
+def torch_rank_order(handle: Any, ranks: Sequence[int]) -> tuple[int, ...] | None:
     """Return torch's group rank for each of ``ranks``, by group position, or None if it equals the position."""
     torch_ranks = {rank: index for index, rank in enumerate(dist.get_process_group_ranks(handle))}
     order = tuple(torch_ranks[rank] for rank in ranks)
     return None if order == tuple(range(len(order))) else order
 
 
-def handle_of(mesh: Geometry, mesh_dims: Sequence[int]) -> Any:
+def get_torch_group(mesh: Geometry, mesh_dims: Sequence[int]) -> Any:
     """Return the ``torch.distributed`` group over ``mesh_dims``.
 
     Raises:
@@ -125,7 +125,7 @@ def handle_of(mesh: Geometry, mesh_dims: Sequence[int]) -> Any:
     return _program_handle(mesh, mesh_dims)[0]
 
 
-def backend_of(handle: Any, device_type: str) -> str:
+def backend_name(handle: Any, device_type: str) -> str:
     """Return the name of the backend for tensors of ``device_type``. A group may have one for each device type."""
     parts = (part.split(":", 1) for part in dist.get_backend_config(handle).split(","))
     by_device = {part[0]: part[-1] for part in parts}
@@ -154,7 +154,7 @@ class _GroupCache(threading.local):
 
 
 _GROUP_CACHE = _GroupCache()
-BEFORE: list[Callable[[list[int], str], None]] = []  # hooks before a group is made, because torch waits for its ranks
+BEFORE_NEW_GROUP: list[Callable[[list[int], str], None]] = []  # hooks before a group is made, because torch waits for its ranks
 
 
 def _get_or_make_handle(mesh: Geometry, mesh_dims: Sequence[int], ranks: list[int]) -> Any:
@@ -181,8 +181,8 @@ def _get_or_make_handle(mesh: Geometry, mesh_dims: Sequence[int], ranks: list[in
 def make_torch_group(mesh: Geometry, mesh_dims: Sequence[int], ranks: list[int], backend: Any = None) -> Any:
     """Make a group of these ranks. ``backend``: a :class:`.root.Backend`, or None for the world's."""
     world = dist.group.WORLD
-    for hook in BEFORE:
-        hook(ranks, backend_of(world, mesh.device_type) if backend is None or backend.name is None else backend.name)
+    for hook in BEFORE_NEW_GROUP:
+        hook(ranks, backend_name(world, mesh.device_type) if backend is None or backend.name is None else backend.name)
     options = {"timeout": _timeout_of(world, mesh.device_type), "group_desc": _group_description(mesh, mesh_dims)}
     if backend is not None:
         options |= {"backend": backend.name, "pg_options": backend.options}
@@ -250,7 +250,7 @@ def _patch_group_names() -> Iterator[None]:
     setattr(distributed_c10d, HASH_RANKS_NAME, hash_ranks)
 
 
-_GROUP_NAME_PATCH = Together(_patch_group_names)
+_GROUP_NAME_PATCH = RefCountedPatch(_patch_group_names)
 
 
 # --- library groups: see [Note: Library groups] ---------------------------------------------------------------------------
@@ -260,12 +260,12 @@ _LIBRARY_HANDLES: WeakSet[Any] = WeakSet()
 _LOCK, _GROUP_LOCKS = threading.Lock(), WeakKeyDictionary[Any, Any]()  # one lock for each program group
 
 
-def beside(handle: Any, device_type: str) -> Any:
+def library_group(handle: Any, device_type: str) -> Any:
     """Return the group over which the library communicates among the ranks of a program's group.
 
     On gloo this is an own group, which all these ranks make here together once. On other backends it is ``handle``.
     """
-    if handle in _LIBRARY_HANDLES or dist.get_world_size(handle) == 1 or backend_of(handle, device_type) != "gloo":
+    if handle in _LIBRARY_HANDLES or dist.get_world_size(handle) == 1 or backend_name(handle, device_type) != "gloo":
         return handle
     with _LOCK:
         group_lock = _GROUP_LOCKS.setdefault(handle, threading.RLock())
@@ -276,10 +276,10 @@ def beside(handle: Any, device_type: str) -> Any:
     return group
 
 
-def beside_part(handle: Any, ranks: Sequence[int], device_type: str) -> Any:
+def library_subgroup(handle: Any, ranks: Sequence[int], device_type: str) -> Any:
     """Return the library group for some ranks of a program's group. Only these ranks communicate and call this function."""
-    if len(ranks) == dist.get_world_size(handle) or backend_of(handle, device_type) != "gloo":
-        return beside(handle, device_type)
+    if len(ranks) == dist.get_world_size(handle) or backend_name(handle, device_type) != "gloo":
+        return library_group(handle, device_type)
     subgroups, key = _LIBRARY_SUBGROUPS.setdefault(handle, {}), tuple(sorted(ranks))
     group = subgroups.get(key)
     if group is None:
@@ -293,7 +293,7 @@ def make_gloo_group(handle: Any, device_type: str, what: str) -> Any:
 
 
 def _make_library_group(handle: Any, ranks: list[int], device_type: str, what: str = "of dtensor") -> Any:
-    for hook in BEFORE:
+    for hook in BEFORE_NEW_GROUP:
         hook(ranks, "gloo")
     description = f"{handle.group_desc}, {what}"
     options = {"backend": "gloo", "timeout": _timeout_of(handle, device_type), "group_desc": description}

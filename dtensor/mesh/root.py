@@ -10,13 +10,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..base.late_binding import in_use
-from ..base.validation import check_ints, whole
+from ..base.late_binding import run_first_use_hooks
+from ..base.validation import check_int, check_ints
 from ..errors import ArgumentError, MeshError
 from .init_world import ensure_world, has_processes
 
 Kind = str  # "process_group", "in_process", "dry_run": a key of ``comm.BACKENDS``
-LAID_OUT: list[Callable[[], None]] = []  # hooks that run when a mesh over processes is made
+MESH_HOOKS: list[Callable[[], None]] = []  # hooks that run when a mesh over processes is made
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Root:
     seeded: set[int] = field(default_factory=set)
     units: dict[Any, int] = field(default_factory=dict)
     entered: dict[Any, list[Any]] = field(default_factory=dict)
-    stands_for: Any = None
+    simulated_mesh: Any = None
     profile: Any = None
 
     @property
@@ -69,14 +69,14 @@ class Root:
     @property
     def family(self) -> tuple[Any, ...]:
         """Return what is equal for roots that arrange the same ranks in several ways."""
-        return self.device_type, self.ranks, self.kind, id(self.world), self.stands_for, id(self.profile)
+        return self.device_type, self.ranks, self.kind, id(self.world), self.simulated_mesh, id(self.profile)
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Return the value that equal roots share."""
         return *self.family, self.shape, tuple(sorted(self.backends.items()))
 
-    def next_unit(self, dims: Any) -> int:
+    def count_unit(self, dims: Any) -> int:
         """Count one more data-parallel unit over ``dims`` and return its number. It agrees on all ranks of its groups, which
         make units in one order.
         """
@@ -117,7 +117,7 @@ def parse_mesh_shape(shape: Any) -> tuple[int, ...]:
 def parse_mesh_dim(mesh_dim: Any) -> int:
     """Return the index of a mesh dim as an int."""
     try:
-        return whole(mesh_dim, "a mesh dim")
+        return check_int(mesh_dim, "a mesh dim")
     except ArgumentError as wrong:
         raise MeshError(f"{wrong}; give its index or its name") from None
 
@@ -143,7 +143,7 @@ def make_root(device_type: str, mesh: Any, names: Sequence[str] | None) -> Root:
     Raises:
         MeshError: repeated ranks, wrong number of names, ranks outside the world.
     """
-    in_use()
+    run_first_use_hooks()
     device_type, array = parse_device_type(device_type), _rank_array(mesh)
     ranks = tuple(int(rank) for rank in array.reshape(-1))
     if not ranks or len(set(ranks)) != len(ranks) or min(ranks) < 0:
@@ -166,7 +166,7 @@ def make_root(device_type: str, mesh: Any, names: Sequence[str] | None) -> Root:
         if max(ranks) >= dist.get_world_size():
             size = dist.get_world_size()
             raise MeshError(f"the mesh has rank {max(ranks)}, but the world has {size} ranks, 0 to {size - 1}")
-        for hook in LAID_OUT:
+        for hook in MESH_HOOKS:
             hook()
     named: dict[str, tuple[int, ...]] = {name: (dim,) for dim, name in enumerate(names or ())}
     return Root(device_type, ranks, tuple(array.shape), names, kind, world, named)

@@ -108,7 +108,7 @@ def concatenate_dims(meshes: Sequence[Geometry]) -> tuple[Dims, Names]:
     return dims, tuple(name for mesh in meshes for name in mesh.mesh_dim_names or ()) if named else None
 
 
-def on_one_root(meshes: Sequence[Any]) -> list[Any]:
+def unify_roots(meshes: Sequence[Any]) -> list[Any]:
     """Return meshes as parts of one root.
 
     Meshes with the same ranks in the same order (one mesh, unflattened in several ways) become parts of the mesh with the
@@ -134,7 +134,11 @@ def on_one_root(meshes: Sequence[Any]) -> list[Any]:
     known = ("with", *new_dims_of)
     if common is None and (common := roots[0].derived.get(known)) is None:
         common = roots[0].derived[known] = type(meshes[0])(roots[0].device_type, np.reshape(roots[0].ranks, shape))
-        common._root.stands_for, common._root.profile, common._root.backends = roots[0].stands_for, roots[0].profile, backends
+        common._root.simulated_mesh, common._root.profile, common._root.backends = (
+            roots[0].simulated_mesh,
+            roots[0].profile,
+            backends,
+        )
     new_dims = [
         tuple(tuple(d for old in dims for d in new_dims_of[mesh._root.key][old]) for dims in mesh._dims) for mesh in meshes
     ]
@@ -159,18 +163,18 @@ def _finer_dims(shape: Sequence[int], first: dict[int, int], unit_dims: dict[int
     return result
 
 
-def same_root(one: Geometry, other: Geometry) -> bool:
+def have_same_root(one: Geometry, other: Geometry) -> bool:
     """Return True if both are parts of one mesh."""
     return one._root is other._root or one._root.key == other._root.key
 
 
-def picked(mesh: Geometry, mesh_dims: Sequence[int]) -> tuple[Dims, Names]:
+def select_dims(mesh: Geometry, mesh_dims: Sequence[int]) -> tuple[Dims, Names]:
     """Return the dims and names of some mesh dims, by number."""
     names = mesh.mesh_dim_names
     return tuple(mesh._dims[i] for i in mesh_dims), None if names is None else tuple(names[i] for i in mesh_dims)
 
 
-def joined(one: Geometry, other: Geometry) -> tuple[Dims, Names]:
+def join_dims(one: Geometry, other: Geometry) -> tuple[Dims, Names]:
     """Return the dims and names of the mesh over the dims of both, in the order of their root."""
     dims = dict(zip(one._dims, one.mesh_dim_names or [None] * one.ndim, strict=True))
     dims |= dict(zip(other._dims, other.mesh_dim_names or [None] * other.ndim, strict=True))

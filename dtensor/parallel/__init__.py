@@ -1,6 +1,6 @@
 """Model parallelism: tensor, sequence, context and data parallelism of modules, built on DTensors."""
 
-from ..interop.dynamo import leave_untraced as _leave_untraced
+from ..interop.dynamo import mark_untraced as _leave_untraced
 from ..tensor.materialize import materialize
 from .data.custom_collectives import AllGather, Comm, ReduceScatter
 from .data.fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx

@@ -10,25 +10,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.late_binding import pictured
+from ..base.late_binding import html_repr
 from ..base.modes import implicit_replication
 from ..base.torch_internals import tree_leaves, tree_map
 from ..base.units import bytes_text, seconds_text
 from ..errors import ArgumentError, PlanError
-from ..mesh.create import dry_run_of
+from ..mesh.create import dry_run_of_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Placement, Replicate
 from ..tensor.distribute import distribute_tensor
 from ..tensor.dtensor import DTensor
 from ..tensor.observers import OBSERVERS
-from ..tensor.stale_params import Attributes
+from ..tensor.stale_params import ParamAttributes
 from .api import broadcast_result, choose_options
 from .graph import Graph
 from .graph_recorder import GraphRecorder
 from .liveness import MemoryModel
 from .meta_substitution import MetaSubstitution, find_objects
 from .plan_builder import build_plan
-from .program_plan import ProgramPlan, spelled
+from .program_plan import ProgramPlan, placement_texts
 from .strategy_options import Option, make_classes, recorded_options
 
 Placements = tuple[Placement, ...]
@@ -72,11 +72,11 @@ class Sharding:
             f"on a mesh of {'x'.join(map(str, self.mesh))}: {seconds_text(self.seconds)} a step, {bytes_text(self.nbytes)} "
             f"received and peak memory {bytes_text(self.memory)} per rank"
         )
-        parameters = [f"  {name}: {', '.join(spelled(own))}" for name, own in self.placements.items()]
-        batch = [f"  batch {i}: {', '.join(spelled(own))}" for i, own in enumerate(self.batch)]
+        parameters = [f"  {name}: {', '.join(placement_texts(own))}" for name, own in self.placements.items()]
+        batch = [f"  batch {i}: {', '.join(placement_texts(own))}" for i, own in enumerate(self.batch)]
         return "\n".join([head, *parameters, *batch])
 
-    _repr_html_ = pictured
+    _repr_html_ = html_repr
 
     def apply(self, model: nn.Module, mesh: DeviceMesh, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
         """Replace the parameters and buffers of ``model`` by DTensors with the placements of this record, and return the model.
@@ -99,7 +99,7 @@ class Sharding:
             if id(x) not in distributed:
                 value = distribute_tensor(x.detach(), mesh, self.placements[name])
                 distributed[id(x)] = nn.Parameter(value, x.requires_grad) if isinstance(x, nn.Parameter) else value
-                Attributes.of(x).set_on(distributed[id(x)])
+                ParamAttributes.of(x).set_on(distributed[id(x)])
                 names[distributed[id(x)]] = name
             setattr(model.get_submodule(owner), leaf, distributed[id(x)])
         if optimizer is not None:
@@ -208,7 +208,7 @@ def _record_step(model_or_step: Any, mesh: DeviceMesh, example: Any, loss: Any, 
     model = model_or_step if isinstance(model_or_step, nn.Module) else None
     recorder = GraphRecorder(for_placement=True)
     objects = {"model": model} if model is not None else find_objects(model_or_step, example)
-    with MetaSubstitution(dry_run_of(mesh), objects) as substitution:
+    with MetaSubstitution(dry_run_of_mesh(mesh), objects) as substitution:
         inputs = tree_map(substitution.replace_tensor, example)
         args, kwargs = ((), inputs) if isinstance(example, Mapping) else (tuple(inputs), {})
 

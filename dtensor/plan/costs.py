@@ -8,44 +8,44 @@ from typing import Any
 
 import torch
 
-from ..base.caches import remembered
+from ..base.caches import memoize
 from ..comm.events import Event, listening
-from ..cost.link import collective_seconds, device_of
-from ..dispatch.dispatcher import run_chosen
+from ..cost.link import collective_seconds, get_device
+from ..dispatch.dispatcher import run_with_strategies
 from ..dispatch.wrap import wrap_local
 from ..errors import DTensorError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, init_device_mesh
-from ..propagation.select_strategy import realized
-from ..propagation.strategy_cost import LOCAL_STEP
-from ..propagation.strategy_cost import kernel_seconds as kernel_seconds_of
+from ..propagation.cost_model import LOCAL_STEP
+from ..propagation.cost_model import kernel_seconds as kernel_seconds_of
+from ..propagation.select_strategy import realize_selection
 from ..redistribute import Step, estimate
-from ..rules.flops import share
-from ..rules.rule import Row
+from ..rules.flops import largest_fraction
+from ..rules.rule import Strategy
 from .disjoint_partial import disjoint_marks
-from .graph import Asked, Node
+from .graph import Node, RuleQuery
 
 NEGLIGIBLE_SECONDS = 1e-6  # a redistribution without communication takes less; it needs no variable in the solver
 
 
-@remembered(1 << 17)
+@memoize(1 << 17)
 def redistribute_seconds(source: Layout, target: Layout) -> float:
     """Return the seconds of a redistribution; infinity if ``target`` is disjoint partial and ``source`` is not."""
     if disjoint_marks(target) - disjoint_marks(source):
         return math.inf
-    if source.same_data(target):
+    if source.has_same_blocks(target):
         return 0.0
     return estimate(source, target) + LOCAL_STEP
 
 
 def work_seconds(
-    node: Node, strategies: Sequence[Row], operands: Sequence[Layout | None], results: Sequence[Layout | None]
+    node: Node, strategies: Sequence[Strategy], operands: Sequence[Layout | None], results: Sequence[Layout | None]
 ) -> float:
     """Return the seconds of a call with one strategy per mesh dim: the collectives of its kernels and its local work."""
     return kernel_seconds(node, strategies) + local_seconds(node, strategies, operands, results)
 
 
-def kernel_seconds(node: Node, strategies: Sequence[Row]) -> float:
+def kernel_seconds(node: Node, strategies: Sequence[Strategy]) -> float:
     """Return the seconds of the collectives of a call's kernels."""
     assert node.query is not None
     call = node.query.call
@@ -53,7 +53,7 @@ def kernel_seconds(node: Node, strategies: Sequence[Row]) -> float:
 
 
 def local_seconds(
-    node: Node, strategies: Sequence[Row], operands: Sequence[Layout | None], results: Sequence[Layout | None]
+    node: Node, strategies: Sequence[Strategy], operands: Sequence[Layout | None], results: Sequence[Layout | None]
 ) -> float:
     """Return the seconds of a call's local work."""
     assert node.query is not None
@@ -63,9 +63,9 @@ def local_seconds(
     flops = work.flops
     for strategy, ranks in zip(strategies, mesh.shape, strict=True):
         if strategy.factor is not None and strategy.factor in work.sizes:
-            flops *= share(work.sizes[strategy.factor], ranks)
+            flops *= largest_fraction(work.sizes[strategy.factor], ranks)
     nbytes = sum([x.max_local_nbytes for x in (*operands, *results) if x is not None])
-    return device_of(mesh).seconds(flops, nbytes, work.dtype)
+    return get_device(mesh).seconds(flops, nbytes, work.dtype)
 
 
 def recorded_collective_seconds(event: Event, steps: Sequence[Step], mesh: DeviceMesh) -> float:
@@ -78,7 +78,7 @@ def recorded_collective_seconds(event: Event, steps: Sequence[Step], mesh: Devic
     return wire_seconds(event.kind, event.bytes) + copies + LOCAL_STEP
 
 
-def kernel_bytes(query: Asked, strategies: Sequence[Row], operands: Sequence[Layout | None]) -> int:
+def kernel_bytes(query: RuleQuery, strategies: Sequence[Strategy], operands: Sequence[Layout | None]) -> int:
     """Return the bytes that a rank receives in the collectives of a call's kernels.
 
     They are measured by a dry run of the call. If that is impossible, because the call is random or needs values, the kernels
@@ -98,8 +98,11 @@ def kernel_bytes(query: Asked, strategies: Sequence[Row], operands: Sequence[Lay
     try:
         if torch.Tag.nondeterministic_seeded not in call.func.tags:
             with torch.no_grad(), listening(events.append):
-                run_chosen(
-                    call.func, (), arguments, lambda rule, factors, at, kept: realized(rule, tuple(strategies), factors, at, kept)
+                run_with_strategies(
+                    call.func,
+                    (),
+                    arguments,
+                    lambda rule, factors, at, kept: realize_selection(rule, tuple(strategies), factors, at, kept),
                 )
             return sum(event.bytes for event in events)
     except (DTensorError, RuntimeError):

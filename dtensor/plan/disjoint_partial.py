@@ -12,10 +12,10 @@ from typing import cast
 from ..layout.layout import Layout
 from ..layout.splits import Split
 from ..placement import Partial, Placement, Shard
-from ..propagation.select_strategy import declared
-from ..propagation.strategy_table import Line
-from ..rules.disjoint_partial import Known, Left, Parted
-from .graph import Asked
+from ..propagation.select_strategy import bound_strategies_of
+from ..propagation.strategy_table import BoundStrategy
+from ..rules.disjoint_partial import DisjointResult, DisjointSplit, OperandFacts
+from .graph import RuleQuery
 
 UNSHARDED = Split((), ())
 
@@ -52,7 +52,7 @@ def without_marks(layout: Layout, mesh_dim: int | None = None) -> Layout:
     return layout
 
 
-def mark_disjoint(layout: Layout, fact: Parted | None) -> Layout:
+def mark_disjoint(layout: Layout, fact: DisjointSplit | None) -> Layout:
     """Return ``layout`` with a disjoint partial placement, if it is ``Partial("sum")`` on the mesh dim of the fact."""
     if fact is None or len(fact.split.mesh_dims) > 1 or layout.partials[fact.split.mesh_dims[0]] != "sum":
         return layout
@@ -60,7 +60,7 @@ def mark_disjoint(layout: Layout, fact: Parted | None) -> Layout:
 
 
 def mark_results(
-    results: Sequence[Layout | None], left: Sequence[Left], known: Sequence[Parted | None]
+    results: Sequence[Layout | None], left: Sequence[DisjointResult], known: Sequence[DisjointSplit | None]
 ) -> tuple[Layout | None, ...]:
     """Return the layouts of results, with the disjoint partial placements that a choice predicts.
 
@@ -71,29 +71,31 @@ def mark_results(
     """
     marked, places = list(results), [i for i, layout in enumerate(results) if layout is not None]
     for prediction in left:
-        split = prediction.split if prediction.operand is None else cast(Parted, known[prediction.operand]).split
+        split = prediction.split if prediction.operand is None else cast(DisjointSplit, known[prediction.operand]).split
         place = places[prediction.result]
         if split is not None:
-            marked[place] = mark_disjoint(cast(Layout, marked[place]), Parted(prediction.dim, 0, split))
+            marked[place] = mark_disjoint(cast(Layout, marked[place]), DisjointSplit(prediction.dim, 0, split))
     return tuple(marked)
 
 
-def operand_facts(query: Asked, operands: Sequence[Layout | None]) -> tuple[Known | None, ...]:
+def operand_facts(query: RuleQuery, operands: Sequence[Layout | None]) -> tuple[OperandFacts | None, ...]:
     """Return the facts that the placements of a call's operands express; () if there are none."""
     source = next((name for _, name in query.factors.groups.values()), None)
-    facts: list[Known | None] = []
+    facts: list[OperandFacts | None] = []
     numbers: dict[Split, int] = {}
     for layout in operands:
         mark = None if layout is None else next((p for p in layout.placements if type(p) is DisjointPartial), None)
-        parted = None if mark is None else Parted(mark.dim, numbers.setdefault(mark.split, len(numbers)), mark.split, source)
-        facts.append(None if parted is None else Known(parted))
+        parted = (
+            None if mark is None else DisjointSplit(mark.dim, numbers.setdefault(mark.split, len(numbers)), mark.split, source)
+        )
+        facts.append(None if parted is None else OperandFacts(parted))
     return tuple(facts) if numbers else ()
 
 
-def list_strategies(query: Asked, operands: Sequence[Layout | None]) -> tuple[Line, ...]:
+def list_strategies(query: RuleQuery, operands: Sequence[Layout | None]) -> tuple[BoundStrategy, ...]:
     """Return all strategies that the rule has for operands with these layouts and facts."""
     known = operand_facts(query, operands)
     key = "lines", known
     if key not in query.answers:
-        query.answers[key] = declared(query.rule, query.factors, replace(query.call, known=known)).lines
-    return cast("tuple[Line, ...]", query.answers[key])
+        query.answers[key] = bound_strategies_of(query.rule, query.factors, replace(query.call, known=known)).lines
+    return cast("tuple[BoundStrategy, ...]", query.answers[key])

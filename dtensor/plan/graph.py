@@ -11,8 +11,8 @@ from typing import Any, Literal
 from ..comm.events import Event
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
-from ..propagation.select_strategy import declared
-from ..propagation.strategy_table import Chosen, Line
+from ..propagation.select_strategy import bound_strategies_of
+from ..propagation.strategy_table import BoundStrategy, StrategySelection
 from ..redistribute import Step
 from ..rules.call import Call
 from ..rules.flops import Work, work_of
@@ -43,7 +43,7 @@ class Value:
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class RuleQuery:
     """A query to a rule: a call, and the choice in the recorded program. Equal calls share one query.
 
     Attributes:
@@ -56,13 +56,13 @@ class Asked:
     factors: Factors
     call: Call
     kept: Mapping[int, int]
-    chosen: Chosen | None
+    chosen: StrategySelection | None
     answers: dict[Any, Any] = field(default_factory=dict)
 
     @cached_property
-    def lines(self) -> tuple[Line, ...]:
+    def lines(self) -> tuple[BoundStrategy, ...]:
         """The strategies that the rule has for the call."""
-        return declared(self.rule, self.factors, self.call).lines
+        return bound_strategies_of(self.rule, self.factors, self.call).lines
 
     @cached_property
     def work(self) -> Work:
@@ -103,7 +103,7 @@ class Node:
     operands: list[int | None] = field(default_factory=list)
     results: list[int | None] = field(default_factory=list)
     pinned: frozenset[int] = frozenset()
-    query: Asked | None = None
+    query: RuleQuery | None = None
     recorded_layouts: tuple[Layout | None, ...] = ()
     is_view: bool = False
     line: str = ""

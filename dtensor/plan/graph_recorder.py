@@ -11,37 +11,37 @@ from typing import Any
 import torch
 
 from ..base.caches import nested_key
-from ..base.tensor_tree import leaves
+from ..base.tensor_tree import iter_tree_leaves
 from ..base.torch_internals import OpOverload, TorchDispatchMode, autograd_node, sequence_number, tree_leaves
-from ..base.user_frames import place_of, users_frame
-from ..comm.events import Event, listening, steps_under_way
-from ..dispatch.cross_mesh import across_places, meshes_of
-from ..dispatch.dispatcher import run_chosen
+from ..base.user_frames import find_user_frame, source_line_of
+from ..comm.events import Event, current_redistribution_steps, listening
+from ..dispatch.cross_mesh import make_cross_mesh_runner, meshes_of
+from ..dispatch.dispatcher import run_with_strategies
 from ..dispatch.facts import facts_of_call
-from ..dispatch.grad_redistribute import BRINGING
+from ..dispatch.grad_redistribute import REDISTRIBUTING_GRAD
 from ..dispatch.operand_layouts import plan_of_bound
-from ..dispatch.plain_tensor_args import through_copies, with_constants
-from ..dispatch.redistribution_cache import AFRESH
+from ..dispatch.plain_tensor_args import make_constants_runner, make_plain_write_runner
+from ..dispatch.redistribution_cache import FRESH_CACHE
 from ..dispatch.version_counters import versions_of
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
-from ..propagation.make_call import places_of
-from ..propagation.op_schema import Operator, operator_of
-from ..propagation.propagate import Plan
-from ..propagation.select_strategy import choose
-from ..propagation.strategy_table import Chosen
+from ..propagation.make_call import iter_operand_slots
+from ..propagation.op_schema import OperatorSchema, operator_schema_of
+from ..propagation.propagate import CallPlan
+from ..propagation.select_strategy import select_strategies
+from ..propagation.strategy_table import StrategySelection
 from ..rules.call import Call
 from ..rules.registry import lookup
 from ..rules.rule import Factors, Rule
 from ..tensor.dtensor import DTensor
 from ..tensor.observers import OBSERVERS
-from .graph import Asked, Graph, Kind, Node, Value
+from .graph import Graph, Kind, Node, RuleQuery, Value
 
 
 def record_graph(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Graph]:
     """Run ``step`` once, eagerly, and return its result and the graph of its calls."""
     recorder = GraphRecorder()
-    with recorder, OBSERVERS.entered(recorder), AFRESH.entered(recorder), listening(recorder.add_collective):
+    with recorder, OBSERVERS.entered(recorder), FRESH_CACHE.entered(recorder), listening(recorder.add_collective):
         result = step(*args, **kwargs)
     for x in tree_leaves(result):
         if isinstance(x, DTensor):
@@ -50,15 +50,15 @@ def record_graph(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     return result, recorder.graph
 
 
-class Listening:
+class QueryRecorder:
     """A replacement of ``choose`` that records the queries to rules in ``calls``."""
 
     def __init__(self) -> None:
-        self.calls: list[Asked] = []
+        self.calls: list[RuleQuery] = []
 
-    def __call__(self, rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen | None:
-        chosen = choose(rule, factors, call, kept)
-        self.calls.append(Asked(rule, factors, call, kept, chosen))
+    def __call__(self, rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]) -> StrategySelection | None:
+        chosen = select_strategies(rule, factors, call, kept)
+        self.calls.append(RuleQuery(rule, factors, call, kept, chosen))
         return chosen
 
 
@@ -78,33 +78,39 @@ class GraphRecorder(TorchDispatchMode):
         self._tensors: dict[int, tuple[Any, Any, int]] = {}
         self._finalizers: dict[int, Any] = {}  # by number of a value, the weak reference that notes its end
         self._lines: dict[int, str] = {}  # source lines of forward calls, by autograd's sequence number
-        self._plans: dict[Any, tuple[Plan, Asked | None]] = {}
+        self._plans: dict[Any, tuple[CallPlan, RuleQuery | None]] = {}
         self._write_nodes: dict[int, list[float]] = {}  # by root value, the nodes that write to its memory
 
     # --- operator calls ------------------------------------------------------------------------------------------------
     def add_collective(self, event: Event) -> None:
-        self.graph.collectives.append((event, steps_under_way()))
+        self.graph.collectives.append((event, current_redistribution_steps()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload) or not any(isinstance(x, DTensor) for x in tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
-        operator = operator_of(func)
+        operator = operator_schema_of(func)
         bound = operator.bind(args, kwargs)
         meshes = tuple(meshes_of(bound.values()))
-        if across_places(operator, bound, meshes) or through_copies(operator, bound) or with_constants(operator, bound):
+        if (
+            make_cross_mesh_runner(operator, bound, meshes)
+            or make_plain_write_runner(operator, bound)
+            or make_constants_runner(operator, bound)
+        ):
             return self._record_fixed(operator, bound, func, args, kwargs)
         plan, query = self._get_or_make_plan(operator, bound, meshes)
         if plan.how == "decompose":
             self._add_node("parts", operator.name).key = call_key(operator, bound)
             with self:
-                return run_chosen(func, args, kwargs, choose)
+                return run_with_strategies(func, args, kwargs, select_strategies)
         if plan.how != "rule" or plan.chosen is None or query is None or _has_other_writes(plan, operator, query):
             return self._record_fixed(operator, bound, func, args, kwargs, plan)
         return self._record_call(operator, plan, query, bound, func, args, kwargs)
 
-    def _record_call(self, operator: Operator, plan: Plan, query: Asked, bound: Any, func: Any, args: Any, kwargs: Any) -> Any:
-        operands = [self._get_or_add_value(x) for _, x in places_of(operator, bound)]
+    def _record_call(
+        self, operator: OperatorSchema, plan: CallPlan, query: RuleQuery, bound: Any, func: Any, args: Any, kwargs: Any
+    ) -> Any:
+        operands = [self._get_or_add_value(x) for _, x in iter_operand_slots(operator, bound)]
         node = self._add_node("call", operator.name)
         node.key, node.operands = call_key(operator, bound), operands
         node.query, node.recorded_layouts, node.is_view = query, plan.operands, operator.is_view
@@ -116,8 +122,8 @@ class GraphRecorder(TorchDispatchMode):
         return result
 
     def _get_or_make_plan(
-        self, operator: Operator, bound: dict[str, Any], meshes: tuple[DeviceMesh, ...]
-    ) -> tuple[Plan, Asked | None]:
+        self, operator: OperatorSchema, bound: dict[str, Any], meshes: tuple[DeviceMesh, ...]
+    ) -> tuple[CallPlan, RuleQuery | None]:
         """Return the plan of a call, and the query to its rule; None unless there was one query. Equal calls share both."""
         try:
             key = operator.func, nested_key(bound, _argument_key), tuple(facts_of_call(operator, bound).items())
@@ -125,15 +131,17 @@ class GraphRecorder(TorchDispatchMode):
         except TypeError:  # an argument is not hashable
             key, entry = None, None
         if entry is None:
-            queries = Listening()
+            queries = QueryRecorder()
             plan = plan_of_bound(operator, bound, meshes, queries)
             entry = plan, queries.calls[0] if len(queries.calls) == 1 else None
             if key is not None:
                 self._plans[key] = entry
         return entry
 
-    def _record_fixed(self, operator: Operator, bound: Any, func: Any, args: Any, kwargs: Any, plan: Plan | None = None) -> Any:
-        inputs = [x for _, x in places_of(operator, bound)]
+    def _record_fixed(
+        self, operator: OperatorSchema, bound: Any, func: Any, args: Any, kwargs: Any, plan: CallPlan | None = None
+    ) -> Any:
+        inputs = [x for _, x in iter_operand_slots(operator, bound)]
         operands = [self._get_or_add_value(x) for x in inputs]
         node = self._add_node("fixed", operator.name)
         node.key, node.is_view, node.operands = call_key(operator, bound), operator.is_view, operands
@@ -152,7 +160,7 @@ class GraphRecorder(TorchDispatchMode):
         """Add the values of a call's result. ``base``: the tensor that a view is a view of."""
         viewed = node.operands[0] if node.is_view and node.operands else None
         root, base = (None, None) if viewed is None else (self.graph.values[viewed].root, base)
-        for place, x in enumerate(leaves(result)):
+        for place, x in enumerate(iter_tree_leaves(result)):
             value = self._add_value(x, node, place, root, base) if isinstance(x, DTensor) else None
             node.results.append(None if value is None else value.number)
             if value is not None and node.accumulates_grad:
@@ -161,7 +169,7 @@ class GraphRecorder(TorchDispatchMode):
     def _add_node(self, kind: Kind, name: str) -> Node:
         running = autograd_node()
         if running is None:
-            place = place_of(users_frame(sys._getframe(1)))
+            place = source_line_of(find_user_frame(sys._getframe(1)))
             line = self._lines[sequence_number()] = f"{place.file}:{place.number}" if place.file else ""
         else:
             line = self._lines.get(running._sequence_nr() + 1, "")
@@ -224,7 +232,7 @@ class GraphRecorder(TorchDispatchMode):
         chooses its layout.
         """
         operands = [self._get_or_add_value(x)]
-        if BRINGING.get():
+        if REDISTRIBUTING_GRAD.get():
             self._bind_tensor(made, self.graph.values[operands[0] or 0])
             return
         node = self._add_node("move", "redistribute")
@@ -286,7 +294,7 @@ def _is_accumulate_grad(running: Any) -> bool:
     return running is not None and running.name() == "torch::autograd::AccumulateGrad"
 
 
-def call_key(operator: Operator, bound: dict[str, Any]) -> tuple[object, ...]:
+def call_key(operator: OperatorSchema, bound: dict[str, Any]) -> tuple[object, ...]:
     """Return a key that identifies a call in a program. It contains neither layouts nor numbers that may change."""
     return (operator.name, *(_static_key(bound.get(name), name in operator.scalars) for name in operator.names))
 
@@ -301,15 +309,15 @@ def _static_key(value: Any, is_number: bool) -> object:
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)
 
 
-def _has_other_writes(plan: Plan, operator: Operator, query: Asked) -> bool:
+def _has_other_writes(plan: CallPlan, operator: OperatorSchema, query: RuleQuery) -> bool:
     """Return True if a call writes to a tensor that is no result (running statistics, ``out=``), or redistributes its target."""
     returned = {name for name in operator.returns if name is not None}
-    redistributes = any(not plan.operands[i].same_data(plan.call.operands[i]) for i in query.kept.values())
+    redistributes = any(not plan.operands[i].has_same_blocks(plan.call.operands[i]) for i in query.kept.values())
     unreturned = operator.mutated - returned or set(_declared_writes(plan)) - returned
     return bool(operator.outs or operator.reshapes or unreturned or plan.write_back or redistributes)
 
 
-def _declared_writes(plan: Plan) -> tuple[str, ...]:
+def _declared_writes(plan: CallPlan) -> tuple[str, ...]:
     """Return the arguments that the rule declares as written, although the schema does not."""
     rule = lookup(plan.call.func)
     return rule.writes(plan.call) if rule is not None and rule.writes is not None else ()

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ..base.caches import remembered
-from ..base.group_by import by_key
+from ..base.caches import memoize
+from ..base.group_by import group_by_key
 from ..layout.layout import Layout
 from ..redistribute import VIEWS
 from ..redistribute import plan as plan_redistribution
@@ -28,7 +28,7 @@ from .strategy_options import CanonicalLayout, Option, canonical_layout
 CopyKey = tuple[int, CanonicalLayout]  # a redistributed copy: the number of the value, and the layout
 
 
-@remembered(1 << 16)
+@memoize(1 << 16)
 def makes_copy(source: Layout, target: Layout) -> bool:
     """Return True if a redistribution allocates memory, so it does not only take a local view."""
     return not all(isinstance(step, VIEWS) for step in plan_redistribution(source, target).steps)
@@ -147,7 +147,7 @@ class MemoryModel:
                 _add_bytes(profile, self.first_nodes[number], last_nodes[number], self.count_bytes(number, layout))
         profile = np.cumsum(profile[:-1])
         freed = _choose_freed_gaps(profile, gaps, self.limit)
-        freed_after = by_key((gap.key, gap.after) for gap in freed)
+        freed_after = group_by_key((gap.key, gap.after) for gap in freed)
         live_ranges = {key: _join_ranges(ranges, freed_after.get(key, ())) for key, ranges in live_ranges.items()}
         peak_node = int(profile.argmax())
         seconds = sum(redistribute_seconds(*gap.move) for gap in freed)

@@ -30,7 +30,7 @@ class Objective:
                 needed.setdefault(canonical_layout(layout), layout)
         if source is None:
             return []
-        return _cheapest_moves(source, [layout for layout in needed.values() if not layout.same_data(source)])
+        return _cheapest_moves(source, [layout for layout in needed.values() if not layout.has_same_blocks(source)])
 
     def list_all_moves(self, options: Sequence[Option]) -> dict[int, list[Move]]:
         """Return the redistributions of each value that has some, by number."""

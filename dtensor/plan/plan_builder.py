@@ -6,17 +6,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..base.group_by import by_key
+from ..base.group_by import group_by_key
 from ..layout.layout import Layout
 from ..placement import Monoid
-from ..propagation.strategy_table import texts_of
+from ..propagation.strategy_table import texts_of_strategies
 from ..redistribute import plan as plan_redistribution
 from .costs import recorded_collective_seconds, redistribute_seconds
 from .disjoint_partial import list_strategies
 from .graph import Graph, Node
 from .liveness import CopyKey, MemoryModel, MemoryUsage
 from .objective import Move, Objective
-from .program_plan import PlannedCall, PlannedMove, ProgramPlan, Spelled, spelled
+from .program_plan import PlannedCall, PlannedMove, ProgramPlan, Spelled, placement_texts
 from .repeated_layers import NodeClasses
 from .strategy_options import Option, Options, canonical_layout, list_options
 
@@ -86,7 +86,7 @@ class _PlanBuilder:
     def __post_init__(self) -> None:
         uses = [(key, one.uses) for key, ranges in self.usage.live_ranges.items() for one in ranges]
         is_executed = [node.kind in _EXECUTED for node in self.graph.nodes]
-        self.drops = by_key((max([n for n in numbers if is_executed[n]] or numbers), key) for key, numbers in uses)
+        self.drops = group_by_key((max([n for n in numbers if is_executed[n]] or numbers), key) for key, numbers in uses)
 
     def build_call(self, node: Node) -> PlannedCall:
         option = self.options[node.number]
@@ -99,7 +99,7 @@ class _PlanBuilder:
             repr(node.key),
             node.kind,
             _strategy_texts(node, option),
-            tuple(tuple(spelled(layout.placements) for layout in path) for path in paths),
+            tuple(tuple(placement_texts(layout.placements) for layout in path) for path in paths),
             tuple(self._list_drops(node)),
             node.line,
             node.is_backward,
@@ -116,7 +116,7 @@ class _PlanBuilder:
         if number is None or target is None or any(isinstance(op, Monoid) for op in target.partials):
             return []
         for source, layout in self.moves.get(number, ()):
-            if layout.same_data(target) and any(source is via for _, via in self.moves[number]):
+            if layout.has_same_blocks(target) and any(source is via for _, via in self.moves[number]):
                 return [source, target]
         return [target]
 
@@ -125,7 +125,7 @@ class _PlanBuilder:
         number, planned = node.operands[place], []
         for source, target in self.moves.get(number, ()) if number is not None else ():
             key = number or 0, canonical_layout(target)
-            if key in self.copies or not any(layout.same_data(target) for layout in path):
+            if key in self.copies or not any(layout.has_same_blocks(target) for layout in path):
                 continue
             self.copies.add(key)
             move = plan_redistribution(source, target)
@@ -133,7 +133,7 @@ class _PlanBuilder:
                 producer = self.graph.values[number or 0].producer
                 origin = "an input" if producer.kind == "input" else f"the result of {producer.name}"
                 what = f"{origin} {list(source.shape)}"
-                ends: tuple[Spelled, Spelled] = spelled(source.placements), spelled(target.placements)
+                ends: tuple[Spelled, Spelled] = placement_texts(source.placements), placement_texts(target.placements)
                 planned.append(PlannedMove(what, *ends, move.bytes, redistribute_seconds(source, target)))
         return planned
 
@@ -142,7 +142,7 @@ class _PlanBuilder:
         for number, key in self.drops.get(node.number, ()):
             self.copies.discard((number, key))
             target = next(target for _, target in self.moves[number] if canonical_layout(target) == key)
-            yield node.operands.index(number), spelled(target.placements)
+            yield node.operands.index(number), placement_texts(target.placements)
 
     def _find_runner_up(self, node: Node) -> tuple[str, float]:
         """Return the next best strategies, all else as planned, and how many seconds longer they take; ("", 0.0) for none."""
@@ -162,4 +162,4 @@ def _strategy_texts(node: Node, option: Option) -> tuple[str, ...]:
     """Return the strategies of an option in the notation of rules."""
     if node.query is None or not option.strategies:
         return ()
-    return texts_of(option.strategies, list_strategies(node.query, option.operands), node.query.factors)
+    return texts_of_strategies(option.strategies, list_strategies(node.query, option.operands), node.query.factors)

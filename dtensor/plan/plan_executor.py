@@ -15,16 +15,16 @@ from typing import Any, Self
 import torch
 
 from ..base.torch_internals import OpOverload, TorchDispatchMode, tree_leaves
-from ..dispatch.cross_mesh import across_places, meshes_of
-from ..dispatch.dispatcher import run_chosen
-from ..dispatch.grad_redistribute import PLANNED
-from ..dispatch.plain_tensor_args import through_copies, with_constants
+from ..dispatch.cross_mesh import make_cross_mesh_runner, meshes_of
+from ..dispatch.dispatcher import run_with_strategies
+from ..dispatch.grad_redistribute import HAS_PROGRAM_PLAN
+from ..dispatch.plain_tensor_args import make_constants_runner, make_plain_write_runner
 from ..dispatch.version_counters import versions_of
 from ..dispatch.wrap import wrap_local
-from ..propagation.make_call import places_of
-from ..propagation.op_schema import Operator, operator_of
-from ..propagation.select_strategy import choose, declared, realized
-from ..propagation.strategy_table import Chosen, by_text
+from ..propagation.make_call import iter_operand_slots
+from ..propagation.op_schema import OperatorSchema, operator_schema_of
+from ..propagation.select_strategy import bound_strategies_of, realize_selection, select_strategies
+from ..propagation.strategy_table import StrategySelection, strategies_by_text
 from ..redistribute import execute
 from ..redistribute import plan as plan_redistribution
 from ..rules.call import Call
@@ -53,12 +53,12 @@ class PlanExecutor(TorchDispatchMode):
         self._entered: list[Any] = []
 
     def __enter__(self) -> Self:
-        self._entered.append(PLANNED.enter(lambda: self.difference is None))
+        self._entered.append(HAS_PROGRAM_PLAN.enter(lambda: self.difference is None))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        PLANNED.leave(self._entered.pop())
+        HAS_PROGRAM_PLAN.leave(self._entered.pop())
 
     @property
     def is_complete(self) -> bool:
@@ -71,14 +71,14 @@ class PlanExecutor(TorchDispatchMode):
             return func(*args, **kwargs)
         if not any(isinstance(x, DTensor) for x in tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
-        operator = operator_of(func)
+        operator = operator_schema_of(func)
         bound = operator.bind(args, kwargs)
         call = self._take_call(operator, bound)
         if call is None:
             return func(*args, **kwargs)
         if call.kind == "parts":
             with self:
-                return run_chosen(func, args, kwargs, choose)
+                return run_with_strategies(func, args, kwargs, select_strategies)
         self._redistribute_operands(operator, bound, call)
         names = operator.names[: len(args)]
         args, kwargs = tuple(bound[name] for name in names), {name: bound[name] for name in kwargs}
@@ -86,10 +86,10 @@ class PlanExecutor(TorchDispatchMode):
             return func(*args, **kwargs)
         if operator.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
             with torch.inference_mode(False):  # as dispatch does
-                return run_chosen(func, args, kwargs, partial(_choose_planned, call.rows))
-        return run_chosen(func, args, kwargs, partial(_choose_planned, call.rows))
+                return run_with_strategies(func, args, kwargs, partial(_choose_planned, call.rows))
+        return run_with_strategies(func, args, kwargs, partial(_choose_planned, call.rows))
 
-    def _take_call(self, operator: Operator, bound: dict[str, Any]) -> PlannedCall | None:
+    def _take_call(self, operator: OperatorSchema, bound: dict[str, Any]) -> PlannedCall | None:
         """Return the next planned call; None, and leave the plan, if the present call differs from it."""
         call = self._calls[self._position] if self._position < len(self._calls) else None
         key = repr(call_key(operator, bound))
@@ -101,10 +101,10 @@ class PlanExecutor(TorchDispatchMode):
         return call
 
     # --- operands ------------------------------------------------------------------------------------------------------
-    def _redistribute_operands(self, operator: Operator, bound: dict[str, Any], call: PlannedCall) -> None:
+    def _redistribute_operands(self, operator: OperatorSchema, bound: dict[str, Any], call: PlannedCall) -> None:
         """Redistribute operands as planned, except those that are written to, and free the copies that the plan drops."""
         redistributed, dropped = [], []
-        for place, ((name, index), x) in enumerate(places_of(operator, bound)):
+        for place, ((name, index), x) in enumerate(iter_operand_slots(operator, bound)):
             path = call.operands[place] if place < len(call.operands) else ()
             if not isinstance(x, DTensor) or not path or name in operator.mutated:
                 continue
@@ -130,7 +130,7 @@ class PlanExecutor(TorchDispatchMode):
         copy = copies.by_placements[path[existing[-1]]] if existing else x
         for placements in path[existing[-1] + 1 if existing else 0 :]:
             target = x._layout.replace(placements=placements_of(placements))
-            if not copy._layout.same_data(target):
+            if not copy._layout.has_same_blocks(target):
                 local = execute(plan_redistribution(copy._layout, target), copy._local)
                 copy = copies.by_placements[placements] = wrap_local(local, target)
         return copy
@@ -150,19 +150,23 @@ class _Copies:
         return self.tensor() is x and self.versions is not None and self.versions == versions_of(x)
 
 
-def _runs_specially(operator: Operator, bound: dict[str, Any]) -> bool:
+def _runs_specially(operator: OperatorSchema, bound: dict[str, Any]) -> bool:
     """Return True if dispatch runs a call without its rule: on several meshes, on written plain tensors, or on lazy views."""
     first = bound.get(operator.names[0])
     is_lazy_view = isinstance(first, DTensor) and type(first) is not DTensor and (operator.is_view or operator.mutated)
-    is_special = across_places(operator, bound, tuple(meshes_of(bound.values()))) or through_copies(operator, bound)
-    return bool(is_lazy_view or is_special or with_constants(operator, bound))
+    is_special = make_cross_mesh_runner(operator, bound, tuple(meshes_of(bound.values()))) or make_plain_write_runner(
+        operator, bound
+    )
+    return bool(is_lazy_view or is_special or make_constants_runner(operator, bound))
 
 
-def _choose_planned(texts: Sequence[str], rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen | None:
+def _choose_planned(
+    texts: Sequence[str], rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]
+) -> StrategySelection | None:
     """Return the choice of the planned strategies; the cheapest choice if the present layouts do not allow them."""
-    lines = by_text(declared(rule, factors, call).lines)
+    lines = strategies_by_text(bound_strategies_of(rule, factors, call).lines)
     if all(text in lines for text in texts):
-        chosen = realized(rule, tuple([lines[text].row_for(factors) for text in texts]), factors, call, kept)
+        chosen = realize_selection(rule, tuple([lines[text].row_for(factors) for text in texts]), factors, call, kept)
         if chosen is not None:
             return chosen
-    return choose(rule, factors, call, kept)
+    return select_strategies(rule, factors, call, kept)

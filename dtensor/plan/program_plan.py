@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..base.group_by import by_key
-from ..base.late_binding import pictured
+from ..base.group_by import group_by_key
+from ..base.late_binding import html_repr
 from ..base.units import bytes_text, seconds_text
-from ..base.user_frames import NOWHERE, Place
+from ..base.user_frames import NO_SOURCE_LINE, SourceLine
 from ..errors import ArgumentError
 from ..placement import Partial, Placement, Replicate, Shard
 
@@ -79,7 +79,7 @@ class PlannedCall:
 class PlannedLine:
     """The redistributions that a plan makes for one line of the program. ``str`` shows equal calls once, with their number."""
 
-    place: Place
+    place: SourceLine
     calls: tuple[PlannedCall, ...]
 
     @property
@@ -97,7 +97,7 @@ class PlannedLine:
     def details(self) -> list[str]:
         """Lines about the calls."""
         lines = []
-        for text, own in by_key(((str(call), call.runner_up), call) for call in self.calls).items():
+        for text, own in group_by_key(((str(call), call.runner_up), call) for call in self.calls).items():
             head, *moves = text[0].splitlines()
             times = f"  ({len(own)} times)" if len(own) > 1 else ""
             lines += [head + times, *moves, own[0].next_best([call.extra for call in own])]
@@ -147,12 +147,12 @@ class ProgramPlan:
     @property
     def lines(self) -> tuple[PlannedLine, ...]:
         """Lines of the program that redistribute something, in order of first use."""
-        calls_of = by_key((call.line, call) for call in self.calls if call.moves)
+        calls_of = group_by_key((call.line, call) for call in self.calls if call.moves)
         return tuple(PlannedLine(_parse_place(line), tuple(calls)) for line, calls in calls_of.items())
 
     __repr__ = __str__
 
-    _repr_html_ = pictured
+    _repr_html_ = html_repr
 
     def dumps(self) -> str:
         """Return the plan as JSON."""
@@ -194,10 +194,10 @@ def _to_tuples(read: Any) -> Any:
 
 
 # --- placements as text -------------------------------------------------------------------------------------------------
-def spelled(placements: Iterable[Placement]) -> Spelled:
+def placement_texts(placements: Iterable[Placement]) -> Spelled:
     """Return placements as text.
 
-    >>> spelled((Shard(0, level=1), Partial(), Replicate()))
+    >>> placement_texts((Shard(0, level=1), Partial(), Replicate()))
     ('S(0@1)', 'P(sum)', 'R')
     """
     return tuple(map(str, placements))
@@ -207,7 +207,7 @@ _SHARD = re.compile(r"S\((\d+)(?::([\d+]+))?(?:@(\d+))?\)")
 
 
 def placements_of(words: Sequence[str]) -> tuple[Placement, ...]:
-    """Return the placements that :func:`spelled` wrote.
+    """Return the placements that :func:`placement_texts` wrote.
 
     >>> placements_of(("S(1:3+2)", "R"))
     (Shard(dim=1, sizes=(3, 2)), Replicate())
@@ -240,9 +240,9 @@ def strategy_text(texts: str) -> str:
     return _REDUCTION_NAME.sub(r"P(\1)", texts).replace(",", ", ")
 
 
-def _parse_place(line: str) -> Place:
+def _parse_place(line: str) -> SourceLine:
     file, _, number = line.rpartition(":")
-    return Place(file, int(number)) if file else NOWHERE
+    return SourceLine(file, int(number)) if file else NO_SOURCE_LINE
 
 
 def _join_placements(words: Spelled) -> str:

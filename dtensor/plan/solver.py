@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..base.group_by import by_key
+from ..base.group_by import group_by_key
 from ..errors import PlanError
 from ..layout.layout import Layout
 from .costs import NEGLIGIBLE_SECONDS, redistribute_seconds
@@ -286,7 +286,7 @@ class _MemoryConstraints:
         return [flow for use in sorted(uses) for flow in flows.get(use, ())]
 
     def _flows_by_copy(self, value: int, uses: Uses) -> dict[tuple[int, CanonicalLayout], list[int]]:
-        return by_key(((source, target), flow) for source, target, flow in self._flows_of(value, uses))
+        return group_by_key(((source, target), flow) for source, target, flow in self._flows_of(value, uses))
 
     def _add_maximum(self, variables: Sequence[int]) -> int:
         """Return a variable that is at least each of these."""

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..base.caches import remembered
+from ..base.caches import memoize
 from ..layout.layout import Layout
 from ..placement import Partial, Replicate, Shard
-from ..propagation.select_strategy import realized
-from ..propagation.strategy_table import Line, Where
+from ..propagation.select_strategy import realize_selection
+from ..propagation.strategy_table import BoundStrategy, DimPlacement
 from ..rules.call import Call
-from ..rules.rule import Row
+from ..rules.rule import Strategy
 from .costs import work_seconds
 from .disjoint_partial import (
     DisjointPartial,
@@ -25,13 +25,13 @@ from .disjoint_partial import (
     without_marks,
     without_sizes,
 )
-from .graph import Asked, Graph, Node
+from .graph import Graph, Node, RuleQuery
 from .repeated_layers import NodeClass, NodeClasses, find_classes
 
 CanonicalLayout = Layout  # equal for layouts that differ only in strides, and in the placement on mesh dims of one rank
 
 
-@remembered(65536)
+@memoize(65536)
 def canonical_layout(layout: Layout) -> CanonicalLayout:
     """Return a layout that is equal for two layouts of one tensor if no redistribution is needed between them."""
     marks = dict(disjoint_marks(layout))
@@ -49,7 +49,7 @@ class Option:
         seconds: its work, without redistributions of operands.
     """
 
-    strategies: tuple[Row, ...]
+    strategies: tuple[Strategy, ...]
     operands: tuple[Layout | None, ...]
     results: tuple[Layout | None, ...]
     seconds: float = 0.0
@@ -193,20 +193,20 @@ def _operand_variants(
         )
 
 
-def _make_option(node: Node, query: Asked, strategies: tuple[Row, ...], sources: tuple[Layout, ...]) -> Option | None:
+def _make_option(node: Node, query: RuleQuery, strategies: tuple[Strategy, ...], sources: tuple[Layout, ...]) -> Option | None:
     """Return the option with these strategies for operands in these layouts; None if the rule cannot run so."""
     call = replace(query.call, operands=tuple(map(without_marks, sources)), known=operand_facts(query, sources))
-    chosen = realized(query.rule, strategies, query.factors, call, query.kept)
+    chosen = realize_selection(query.rule, strategies, query.factors, call, query.kept)
     if chosen is None:
         return None
-    layouts = [source if x.same_data(source) else x for source, x in zip(sources, chosen.operands, strict=True)]
+    layouts = [source if x.has_same_blocks(source) else x for source, x in zip(sources, chosen.operands, strict=True)]
     operands = tuple(None if n is None else x for n, x in zip(node.operands, layouts, strict=True))
     marked = mark_results(chosen.results, chosen.left, call.parted)
     results = tuple(None if n is None else x for n, x in zip(node.results, marked, strict=True))
     return Option(strategies, operands, results, work_seconds(node, strategies, operands, results))
 
 
-def _place_operand(layout: Layout, where: Where, mesh_dim: int) -> Layout:
+def _place_operand(layout: Layout, where: DimPlacement, mesh_dim: int) -> Layout:
     """Return an operand's layout with a strategy's placement on one mesh dim. Disjoint partial is also ``Partial("sum")``."""
     present = layout.placements[mesh_dim]
     if layout.along(mesh_dim) == where or (isinstance(present, DisjointPartial) and where == Partial("sum")):
@@ -239,7 +239,7 @@ def _gradient_options(own: NodeClass, present: Option, layouts: ValueLayouts) ->
         yield replace(present, operands=(target, leaf), results=(target,))
 
 
-def _is_reachable(line: Line, own: NodeClass, mesh_dim: int, layouts: ValueLayouts) -> bool:
+def _is_reachable(line: BoundStrategy, own: NodeClass, mesh_dim: int, layouts: ValueLayouts) -> bool:
     """Return True if a strategy has no partial operands, or one of them may be partial in this way."""
     partial = [(i, where) for i, where in enumerate(line.operands) if isinstance(where, Partial)]
     incoming = ((where, layout) for i, where in partial for value in own.feeds[i] for layout in layouts[value].values())

@@ -10,24 +10,24 @@ import torch
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..rules.call import Call
-from ..rules.disjoint_partial import NO_FACTS, Known
-from .op_schema import Operator
+from ..rules.disjoint_partial import NO_FACTS, OperandFacts
+from .op_schema import OperatorSchema
 
-Slot = tuple[str, int | None]  # (argument, position in its list or None)
+ArgumentSlot = tuple[str, int | None]  # (argument, position in its list or None)
 
 
 def make_call(
-    operator: Operator,
+    operator: OperatorSchema,
     mesh: DeviceMesh,
     bound: dict[str, Any],
-    plain: Collection[Slot] = (),
-    facts: Mapping[Slot, Known] = NO_FACTS,
-) -> tuple[Call, tuple[Slot, ...]]:
+    plain: Collection[ArgumentSlot] = (),
+    facts: Mapping[ArgumentSlot, OperandFacts] = NO_FACTS,
+) -> tuple[Call, tuple[ArgumentSlot, ...]]:
     """Return the call, and the slot of each operand. Operands are flattened in schema order; ``out=`` arguments are results."""
     operands: list[Layout] = []
-    slots: list[Slot] = []
+    slots: list[ArgumentSlot] = []
     plain_positions: set[int] = set()
-    for slot, item in places_of(operator, bound):
+    for slot, item in iter_operand_slots(operator, bound):
         if isinstance(item, (int, float, complex)):
             plain_positions.add(len(slots))
             item = Layout.replicated(mesh, (), (), torch.float32)
@@ -43,7 +43,7 @@ def make_call(
     return call, tuple(slots)
 
 
-def places_of(operator: Operator, bound: Mapping[str, Any]) -> Iterator[tuple[Slot, Any]]:
+def iter_operand_slots(operator: OperatorSchema, bound: Mapping[str, Any]) -> Iterator[tuple[ArgumentSlot, Any]]:
     """Yield the slot and the value of each argument that may be an operand, in schema order. ``out=`` arguments are results."""
     for name in operator.names:
         if name in operator.outs or not (name in operator.tensors or name in operator.number_operands):

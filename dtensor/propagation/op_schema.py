@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from ..base.caches import remembered
+from ..base.caches import memoize
 from ..base.torch_internals import CustomOpDef, OpOverload, OpOverloadPacket
-from ..rules.op_traits import OperatorTraits, facts_of, shows_memory
+from ..rules.op_traits import OperatorTraits, returns_view, traits_of
 
 
 @dataclass(frozen=True, slots=True)
-class Operator:
+class OperatorSchema:
     """The schema of one overload, and its traits.
 
     Attributes:
@@ -102,11 +102,11 @@ class Operator:
         return (func or self.func)(*positional, **keywords)
 
 
-Place = int | str  # how an argument was passed: a position or a name
+ArgumentPosition = int | str  # how an argument was passed: a position or a name
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class CallSignature:
     """The signature of a call: the first ``count`` arguments are passed by position, those in ``named`` by name. Calls with one
     plan share it.
 
@@ -114,25 +114,25 @@ class Form:
     order.
     """
 
-    operator: Operator
+    operator: OperatorSchema
     count: int
     named: frozenset[str]
     reordered: bool = False
 
     @classmethod
-    def of(cls, operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Form:
+    def of(cls, operator: OperatorSchema, args: Sequence[Any], kwargs: dict[str, Any]) -> CallSignature:
         """Return the signature of a call after its arguments are put in order."""
         if not any(name in kwargs for name in operator.names[len(args) : operator.positional]):
             return cls(operator, len(args), frozenset(kwargs))
         ordered, named = operator.in_order(args, kwargs)
         return cls(operator, len(ordered), frozenset(named), True)
 
-    def given(self, name: str) -> Place | None:
+    def given(self, name: str) -> ArgumentPosition | None:
         """Return the position or the name by which the argument was passed, or None if it was omitted."""
         position = self.operator.names.index(name)
         return position if position < self.count else name if name in self.named else None
 
-    def place(self, name: str) -> Place:
+    def place(self, name: str) -> ArgumentPosition:
         """Return the position or the name by which the argument was passed. Raise ``LookupError`` if it was omitted."""
         place = self.given(name)
         if place is None:
@@ -153,8 +153,8 @@ class Form:
         return {name: operator.defaults[name] for name in names if name in operator.defaults and name not in self.named}
 
 
-@remembered(8192)
-def operator_of(func: Any) -> Operator:
+@memoize(8192)
+def operator_schema_of(func: Any) -> OperatorSchema:
     """Return the schema of an overload (cached)."""
     schema = func._schema
     arguments = schema.arguments
@@ -173,7 +173,7 @@ def operator_of(func: Any) -> Operator:
         for r in schema.returns
     )
     key_types = [*takewhile(_CACHE_KEY_TYPES.__contains__, [types[a.name] for a in arguments if not a.kwarg_only][1:])]
-    return Operator(
+    return OperatorSchema(
         func=func,
         name=schema.name + (f".{schema.overload_name}" if schema.overload_name else ""),
         names=tuple(a.name for a in arguments),
@@ -189,8 +189,8 @@ def operator_of(func: Any) -> Operator:
         gives_tensors=any("Tensor" in str(r.type) for r in schema.returns),
         seeded=torch.Tag.nondeterministic_seeded in func.tags,
         reshapes=torch.Tag.inplace_view in func.tags,
-        facts=facts_of(func),
-        is_view=shows_memory(func),
+        facts=traits_of(func),
+        is_view=returns_view(func),
         keyed=len(key_types) + 1,
         listed=any("List" in kind for kind in key_types),
         options=frozenset(
@@ -217,13 +217,13 @@ def _number_operands(func: Any, types: dict[str, str]) -> frozenset[str]:
     return frozenset(name for name, kind in types.items() if kind in _NUMBER_TYPES and name in tensor_arguments)
 
 
-def arguments_given(overload: Any) -> list[Any]:
+def arguments_without_out(overload: Any) -> list[Any]:
     """Return the arguments of the schema without ``out=`` arguments."""
-    outs = operator_of(overload).outs
+    outs = operator_schema_of(overload).outs
     return [argument for argument in overload._schema.arguments if argument.name not in outs]
 
 
-def overload_of(op: Any) -> Any:
+def resolve_overload(op: Any) -> Any:
     """Return the overload that ``op`` means, or None if ``op`` is no operator or is ambiguous.
 
     ``op`` is an overload, a result of ``torch.library.custom_op``, or an operator of which all overloads take the same arguments,
@@ -235,5 +235,5 @@ def overload_of(op: Any) -> Any:
     if not isinstance(op, OpOverloadPacket):
         return None
     overloads = [getattr(op, name) for name in op.overloads()]
-    signatures = {tuple((a.name, str(a.type)) for a in arguments_given(overload)) for overload in overloads}
+    signatures = {tuple((a.name, str(a.type)) for a in arguments_without_out(overload)) for overload in overloads}
     return overloads[0] if len(signatures) == 1 else None

@@ -1,4 +1,6 @@
-"""Propagation: make the :class:`Plan` of an operator call from global arguments: redistributions, the local call, result layouts.
+"""Propagation: make the :class:`CallPlan` of an operator call from its global arguments.
+
+A plan has the redistributions, the local call and the layouts of the results.
 
 The plan is the first of these: the rule of the operator with the cheapest strategy for each mesh dim, its decomposition, or the
 gather fallback. Pure: nothing depends on the rank, so all ranks make the same plan.
@@ -18,19 +20,19 @@ from ..mesh.device_mesh import DeviceMesh
 from ..redistribute import Plan as Move
 from ..redistribute import plan as plan_move
 from ..rules.call import Call, Meta
-from ..rules.disjoint_partial import NO_FACTS, Known
-from ..rules.op_traits import rule_of_each
+from ..rules.disjoint_partial import NO_FACTS, OperandFacts
+from ..rules.op_traits import element_rule_of
 from ..rules.registry import lookup
 from ..rules.rule import Rule
-from .make_call import Slot, make_call
-from .op_schema import Operator
-from .select_strategy import Chooser, choose
-from .shape_inference import NotInferable, infer_mismatched_outs, results_of
-from .strategy_table import Chosen
+from .make_call import ArgumentSlot, make_call
+from .op_schema import OperatorSchema
+from .select_strategy import StrategySelector, select_strategies
+from .shape_inference import ShapeInferenceError, infer_mismatched_outs, infer_results
+from .strategy_table import StrategySelection
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CallPlan:
     """The plan of one operator call, which dispatch executes.
 
     Attributes:
@@ -48,12 +50,12 @@ class Plan:
 
     how: Literal["rule", "answer", "decompose", "gather"]
     call: Call
-    moves: tuple[tuple[Slot, Move], ...] = ()
+    moves: tuple[tuple[ArgumentSlot, Move], ...] = ()
     operands: tuple[Layout, ...] = ()
     results: tuple[Any, ...] = ()
-    write_back: tuple[tuple[Slot, Move], ...] = ()
+    write_back: tuple[tuple[ArgumentSlot, Move], ...] = ()
     rule: Rule | None = None
-    chosen: Chosen | None = None
+    chosen: StrategySelection | None = None
     answer: Any = None
     by_numbers: bool = False
     starts: tuple[int, ...] = ()
@@ -68,14 +70,14 @@ class Plan:
         return bool(moves) and any(move.communicates for _, move in moves)
 
 
-def propagate(
-    operator: Operator,
+def propagate_sharding(
+    operator: OperatorSchema,
     mesh: DeviceMesh,
     bound: dict[str, Any],
-    plain: frozenset[Slot],
-    choose: Chooser = choose,
-    known: Mapping[Slot, Known] = NO_FACTS,
-) -> Plan:
+    plain: frozenset[ArgumentSlot],
+    choose: StrategySelector = select_strategies,
+    known: Mapping[ArgumentSlot, OperandFacts] = NO_FACTS,
+) -> CallPlan:
     """Return the plan of one operator call.
 
     Args:
@@ -87,28 +89,30 @@ def propagate(
     for check in operator.facts.refuses:
         check(operator.name, bound)
     call, slots = make_call(operator, mesh, bound, plain, known)
-    element_rule = rule_of_each(operator.func) if operator.facts.per_element else None
+    element_rule = element_rule_of(operator.func) if operator.facts.per_element else None
     rule = lookup(operator.func)
     if rule is not None and rule.answer is not None:
         answer = rule.answer(call)
         if answer is not NotImplemented:
-            return Plan("answer", call, answer=answer)
-    out_metas = infer_mismatched_outs(operator, bound) if operator.outs and not (rule is None and composite(operator)) else None
+            return CallPlan("answer", call, answer=answer)
+    out_metas = (
+        infer_mismatched_outs(operator, bound) if operator.outs and not (rule is None and is_composite(operator)) else None
+    )
     if rule is not None and rule.decompose is not None and (rule.decomposes is None or rule.decomposes(call)):
-        return Plan("decompose", call, rule=rule)
-    if rule is None and element_rule is None and composite(operator):
-        return Plan("decompose", call)
+        return CallPlan("decompose", call, rule=rule)
+    if rule is None and element_rule is None and is_composite(operator):
+        return CallPlan("decompose", call)
     try:
-        metas = out_metas or (results_of(operator, rule, call) if rule is None or rule.metas is None else rule.metas(call))
-    except NotInferable:
+        metas = out_metas or (infer_results(operator, rule, call) if rule is None or rule.metas is None else rule.metas(call))
+    except ShapeInferenceError:
         data_dependent = (
             _plan_by_rule(operator, rule, call, slots, (), choose)
             if rule is not None and rule.measured and not operator.outs
             else None
         )
-        return data_dependent or gather(operator, call, slots, None)
+        return data_dependent or make_gather_plan(operator, call, slots, None)
     if operator.fills_lists:
-        return gather(operator, call, slots, metas)
+        return make_gather_plan(operator, call, slots, metas)
     call.results = _flatten_metas(metas)
     if operator.facts.per_element and (rule is not None or element_rule is not None):
         plan = _plan_per_element(operator, rule or element_rule, call, slots, metas, choose)  # type: ignore[arg-type]  # one of them is a rule
@@ -118,19 +122,24 @@ def propagate(
         plan = _plan_by_rule(operator, rule, call, slots, metas, choose)
         if plan is not None:
             return plan
-        if composite(operator):
-            return Plan("decompose", call)
-    return gather(operator, call, slots, metas)
+        if is_composite(operator):
+            return CallPlan("decompose", call)
+    return make_gather_plan(operator, call, slots, metas)
 
 
-def composite(operator: Operator) -> bool:
+def is_composite(operator: OperatorSchema) -> bool:
     """Return True if torch implements the operator by other operators, which autograd records instead."""
     return bool(has_kernel(operator.func.name(), "CompositeImplicitAutograd"))
 
 
 def _plan_by_rule(
-    operator: Operator, rule: Rule, call: Call, slots: tuple[Slot, ...], metas: tuple[Any, ...], choose: Chooser
-) -> Plan | None:
+    operator: OperatorSchema,
+    rule: Rule,
+    call: Call,
+    slots: tuple[ArgumentSlot, ...],
+    metas: tuple[Any, ...],
+    choose: StrategySelector,
+) -> CallPlan | None:
     factors = rule.factors(call)
     if factors is None:
         return None
@@ -145,7 +154,7 @@ def _plan_by_rule(
     redistributions = tuple(
         (slot, plan_move(current, required))
         for slot, current, required in zip(slots, call.operands, selection.operands, strict=True)
-        if current is not required and not current.same_data(required)
+        if current is not required and not current.has_same_blocks(required)
     )
     results = _unflatten_results(metas, selection.results)
     redistributed = [slot[0] for slot, _ in redistributions] if redistributions else ()
@@ -153,7 +162,7 @@ def _plan_by_rule(
         operator, rule, call, slots, selection.operands
     )
     offsets = _view_offsets(operator, call)
-    return Plan(
+    return CallPlan(
         "rule",
         call,
         redistributions,
@@ -167,7 +176,7 @@ def _plan_by_rule(
     )
 
 
-def _find_inplace_results(operator: Operator, call: Call, slots: tuple[Slot, ...]) -> dict[int, int]:
+def _find_inplace_results(operator: OperatorSchema, call: Call, slots: tuple[ArgumentSlot, ...]) -> dict[int, int]:
     """Return a map from each flat result to the operand that it is written into. ``out=`` arguments are no operands."""
     inplace_results = {}
     for flat, owner in enumerate(operator.returns):
@@ -177,14 +186,14 @@ def _find_inplace_results(operator: Operator, call: Call, slots: tuple[Slot, ...
 
 
 def _plan_write_back(
-    operator: Operator, call: Call, results: tuple[Any, ...], redistributed: Collection[str] = (), reshapes: bool = False
-) -> tuple[tuple[Slot, Move], ...]:
+    operator: OperatorSchema, call: Call, results: tuple[Any, ...], redistributed: Collection[str] = (), reshapes: bool = False
+) -> tuple[tuple[ArgumentSlot, Move], ...]:
     """Return redistributions from the written results to the layouts of the arguments that they are written into.
 
     ``redistributed``: arguments that the plan redistributes first. ``reshapes``: the operator changes the view of its argument,
     so the argument takes the layout of the result.
     """
-    redistributions: list[tuple[Slot, Move]] = []
+    redistributions: list[tuple[ArgumentSlot, Move]] = []
     for owner, result in zip(operator.returns, results, strict=False):
         target = None if owner is None else call.arguments.get(owner)
         if not isinstance(target, Layout) or not isinstance(result, Layout):
@@ -198,14 +207,14 @@ def _plan_write_back(
                 f"{operator.name} would change the shape of the tensor it writes to from {tuple(target.shape)} to "
                 f"{tuple(result.shape)}, which a DTensor cannot do in place; use the out-of-place operator"
             )
-        if owner in operator.outs or owner in redistributed or not target.same_data(result):
+        if owner in operator.outs or owner in redistributed or not target.has_same_blocks(result):
             redistributions.append(((owner, None), plan_move(_with_dtype_and_stride(result, target), target)))  # type: ignore[arg-type]
     return tuple(redistributions)
 
 
 def _plan_write_back_of_unreturned(
-    operator: Operator, rule: Rule, call: Call, slots: tuple[Slot, ...], operands: tuple[Layout, ...]
-) -> tuple[tuple[Slot, Move], ...]:
+    operator: OperatorSchema, rule: Rule, call: Call, slots: tuple[ArgumentSlot, ...], operands: tuple[Layout, ...]
+) -> tuple[tuple[ArgumentSlot, Move], ...]:
     """Return redistributions of arguments that are written but not returned (running statistics), if they were redistributed
     first."""
     unreturned = _mutated_arguments(operator, rule, call).difference(operator.returns)
@@ -221,20 +230,27 @@ def _plan_write_back_of_unreturned(
 
 
 def _plan_redistributions(
-    slots: Sequence[Slot], sources: Sequence[Layout], targets: Sequence[Layout]
-) -> tuple[tuple[Slot, Move], ...]:
+    slots: Sequence[ArgumentSlot], sources: Sequence[Layout], targets: Sequence[Layout]
+) -> tuple[tuple[ArgumentSlot, Move], ...]:
     """Return the redistributions, by slot, of the operands with another layout than needed."""
-    return tuple([(slot, plan_move(x, y)) for slot, x, y in zip(slots, sources, targets, strict=True) if not x.same_data(y)])
+    return tuple(
+        [(slot, plan_move(x, y)) for slot, x, y in zip(slots, sources, targets, strict=True) if not x.has_same_blocks(y)]
+    )
 
 
-def _mutated_arguments(operator: Operator, rule: Rule | None, call: Call) -> frozenset[str]:
+def _mutated_arguments(operator: OperatorSchema, rule: Rule | None, call: Call) -> frozenset[str]:
     """Return the arguments that a call writes to, including those that the schema does not declare."""
     return operator.mutated if rule is None or rule.writes is None else operator.mutated.union(rule.writes(call))
 
 
 def _plan_per_element(
-    operator: Operator, rule: Rule, call: Call, slots: tuple[Slot, ...], metas: tuple[Any, ...], choose: Chooser
-) -> Plan | None:
+    operator: OperatorSchema,
+    rule: Rule,
+    call: Call,
+    slots: tuple[ArgumentSlot, ...],
+    metas: tuple[Any, ...],
+    choose: StrategySelector,
+) -> CallPlan | None:
     """Return the plan of a list operator, or None: each element of the lists follows the rule, and one local call computes all.
 
     A tensor that all elements share (a step size) is replicated. An element for which only a kernel would do is replicated too.
@@ -242,11 +258,11 @@ def _plan_per_element(
     arguments = {name: value for name, value in call.arguments.items() if name in operator.tensors}
     lists = {name: value for name, value in arguments.items() if isinstance(value, (list, tuple))}
     length = max((len(value) for value in lists.values()), default=0)
-    operand_layouts: dict[Slot, Layout] = {
+    operand_layouts: dict[ArgumentSlot, Layout] = {
         (name, None): value.whole() for name, value in arguments.items() if isinstance(value, Layout)
     }
     results: list[list[Layout | None]] = [[] for _ in metas]
-    write_back: list[tuple[Slot, Move]] = []
+    write_back: list[tuple[ArgumentSlot, Move]] = []
     by_numbers = False
     for i in range(length):
         bound = {name: _element_argument(operator, name, value, i) for name, value in call.arguments.items()}
@@ -270,7 +286,7 @@ def _plan_per_element(
         operand_layouts.update(zip(list_slots, selection.operands, strict=True))
         for k in mutated:
             written_layout = selection.results[0] if k == mutated[0] else selection.operands[k]
-            if written_layout is not None and not written_layout.same_data(element.operands[k]):
+            if written_layout is not None and not written_layout.has_same_blocks(element.operands[k]):
                 write_back.append(
                     (list_slots[k], plan_move(_with_dtype_and_stride(written_layout, element.operands[k]), element.operands[k]))
                 )
@@ -280,7 +296,7 @@ def _plan_per_element(
     operands = tuple(operand_layouts.get(slot, current) for slot, current in zip(slots, call.operands, strict=True))
     redistributions = _plan_redistributions(slots, call.operands, operands)
     result_lists = tuple(layouts if isinstance(meta, list) else None for layouts, meta in zip(results, metas, strict=True))
-    return Plan("rule", call, redistributions, operands, result_lists, tuple(write_back), rule=rule, by_numbers=by_numbers)
+    return CallPlan("rule", call, redistributions, operands, result_lists, tuple(write_back), rule=rule, by_numbers=by_numbers)
 
 
 def _with_dtype_and_stride(layout: Layout, like: Layout) -> Layout:
@@ -294,7 +310,7 @@ def _element_of(meta: Any, i: int) -> Meta | None:
     return meta
 
 
-def _element_argument(operator: Operator, name: str, value: Any, i: int) -> Any:
+def _element_argument(operator: OperatorSchema, name: str, value: Any, i: int) -> Any:
     if isinstance(value, Layout):
         return value.whole() if not value.shape else None  # a number for all elements, or a tensor with one number for each
     if name in operator.tensors and isinstance(value, (list, tuple)):
@@ -302,7 +318,9 @@ def _element_argument(operator: Operator, name: str, value: Any, i: int) -> Any:
     return value[i] if name == "scalars" and isinstance(value, (list, tuple)) else value
 
 
-def gather(operator: Operator, call: Call, slots: tuple[Slot, ...], metas: tuple[Any, ...] | None) -> Plan:
+def make_gather_plan(
+    operator: OperatorSchema, call: Call, slots: tuple[ArgumentSlot, ...], metas: tuple[Any, ...] | None
+) -> CallPlan:
     """Return the gather fallback, which is always right: operands and results replicated, written values redistributed to their
     layouts."""
     operands = tuple(layout if i in call.plain else layout.whole() for i, layout in enumerate(call.operands))
@@ -324,7 +342,7 @@ def gather(operator: Operator, call: Call, slots: tuple[Slot, ...], metas: tuple
         target = call.arguments[name]
         if isinstance(target, Layout):  # data decide the shape, which must be that of the target
             write_back += (((name, None), plan_move(target.whole(), target)),)
-    return Plan(
+    return CallPlan(
         "gather",
         call,
         redistributions,
@@ -335,7 +353,7 @@ def gather(operator: Operator, call: Call, slots: tuple[Slot, ...], metas: tuple
     )
 
 
-def _view_offsets(operator: Operator, call: Call) -> tuple[int, ...]:
+def _view_offsets(operator: OperatorSchema, call: Call) -> tuple[int, ...]:
     """Return of each view the bytes from the beginning of the first operand to its own. Empty if the operator makes no view."""
     if not operator.is_view or operator.reshapes:
         return ()

@@ -8,39 +8,39 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..base.symbolic_sizes import has_symbols
-from ..comm.local_reduce import NOT_ADDED
+from ..base.symbolic_sizes import contains_symbols
+from ..comm.local_reduce import DTYPES_WITHOUT_SUM
 from ..cost.link import collective_seconds
-from ..layout.expanded_storage import stored
+from ..layout.expanded_storage import storage_layout
 from ..layout.layout import Layout
 from ..layout.splits import Split, chunk_sizes
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Partial
-from ..redistribute.intervals import largest, missing
+from ..redistribute.intervals import missing_numels, table_max
 from ..rules.call import Call, Meta, NumberKind
 from ..rules.dim_windows import cover_window_sizes, window_block_sizes
 from ..rules.factored_dims import NotBlocks, compose_splits, split_of_factor
 from ..rules.flops import work_of
-from ..rules.op_traits import facts_of
-from ..rules.rule import Along, Choice, Dims, Factors, R, Row, Rule, Spec, find_dim
-from .disjoint_partial_strategies import are_consistent, disjoint_strategies, find_disjoint_results, select_single_owner
-from .strategy_cost import rank_strategies, select_free_strategies
-from .strategy_table import Chosen, StrategyTable, bind_spec, get_or_build_table, spelled
+from ..rules.op_traits import traits_of
+from ..rules.rule import Along, Dims, Factors, R, Rule, Spec, Strategy, StrategyChoice, find_dim
+from .cost_model import rank_strategies, select_free_strategies
+from .owner_strategies import are_consistent, disjoint_strategies, find_disjoint_results, select_single_owner
+from .strategy_table import StrategySelection, StrategyTable, bind_spec, get_or_build_table, spec_to_placement
 
 _MAX_COMBINATIONS = 256
 
 
-# The function that selects strategies: ``choose``, or in ``dtensor.testing`` one that forces them.
-Chooser = Callable[[Rule, Factors, Call, Mapping[int, int]], Chosen | None]
+# The function that selects strategies: ``select_strategies``, or in ``dtensor.testing`` one that forces them.
+StrategySelector = Callable[[Rule, Factors, Call, Mapping[int, int]], StrategySelection | None]
 
 
-def choose(rule: Rule, factors: Factors, call: Call, inplace_results: Mapping[int, int]) -> Chosen | None:
+def select_strategies(rule: Rule, factors: Factors, call: Call, inplace_results: Mapping[int, int]) -> StrategySelection | None:
     """Return the cheapest valid selection, or None if the rule allows none.
 
     Args:
         inplace_results: result -> operand that the result is written into. Its placements must be those of the operand.
     """
-    table = declared(rule, factors, call)
+    table = bound_strategies_of(rule, factors, call)
     selection = _select_cheapest(rule, table, factors, call, inplace_results)
     return (
         replace(selection, by_numbers=True)
@@ -49,7 +49,7 @@ def choose(rule: Rule, factors: Factors, call: Call, inplace_results: Mapping[in
     )
 
 
-def _depends_on_number_kinds(call: Call, selection: Chosen) -> bool:
+def _depends_on_number_kinds(call: Call, selection: StrategySelection) -> bool:
     """Return True if other kinds of numbers may select other strategies. They do not if nothing is partial and numbers are usual
     ones."""
     partial = any(
@@ -60,7 +60,7 @@ def _depends_on_number_kinds(call: Call, selection: Chosen) -> bool:
 
 def _select_cheapest(
     rule: Rule, table: StrategyTable, factors: Factors, call: Call, inplace_results: Mapping[int, int]
-) -> Chosen | None:
+) -> StrategySelection | None:
     """Return the free selection; the single owner's if that is missing or leaves partial results; else the cheapest
     combination."""
     misaligned, selection = _select_free(rule, table, factors, call, inplace_results)
@@ -69,11 +69,11 @@ def _select_cheapest(
     if selection is not None:  # the search below would find it first
         return selection
     ranked = _rank_on_all_mesh_dims(rule, table, factors, call, inplace_results, misaligned)
-    best: tuple[tuple[float, ...], int, Chosen] | None = None
+    best: tuple[tuple[float, ...], int, StrategySelection] | None = None
     for cost, picked in _iter_best_first(ranked):
         if best is not None and cost[:2] > best[0]:
             break
-        selection = realized(rule, picked, factors, call, inplace_results)
+        selection = realize_selection(rule, picked, factors, call, inplace_results)
         if selection is None:
             continue
         redistributed = _count_redistributed(call, selection)
@@ -85,32 +85,34 @@ def _select_cheapest(
     return None if best is None else best[2]
 
 
-def prices(rule: Rule, factors: Factors, call: Call, inplace_results: Mapping[int, int]) -> list[list[tuple[Any, Row]]]:
-    """Return for each mesh dim all strategies with their costs, the cheapest first, as :func:`choose` ranks them."""
-    table = declared(rule, factors, call)
+def rank_all_strategies(
+    rule: Rule, factors: Factors, call: Call, inplace_results: Mapping[int, int]
+) -> list[list[tuple[Any, Strategy]]]:
+    """Return for each mesh dim all strategies with their costs, the cheapest first, as :func:`select_strategies` ranks them."""
+    table = bound_strategies_of(rule, factors, call)
     free_exists, selection = _select_free(rule, table, factors, call, inplace_results)
     return _rank_on_all_mesh_dims(rule, table, factors, call, inplace_results, free_exists and selection is None)
 
 
 def _select_free(
     rule: Rule, table: StrategyTable, factors: Factors, call: Call, inplace_results: Mapping[int, int]
-) -> tuple[bool, Chosen | None]:
+) -> tuple[bool, StrategySelection | None]:
     """Return whether free strategies exist on all mesh dims, and the selection if they also find the blocks that they need."""
     free = select_free_strategies(table, factors, call, inplace_results)
-    selection = None if free is None else realized(rule, free, factors, call, inplace_results)
+    selection = None if free is None else realize_selection(rule, free, factors, call, inplace_results)
     return free is not None, None if selection is None or _count_redistributed(call, selection) else selection
 
 
 def _rank_on_all_mesh_dims(
     rule: Rule, table: StrategyTable, factors: Factors, call: Call, inplace_results: Mapping[int, int], misaligned: bool
-) -> list[list[tuple[Any, Row]]]:
+) -> list[list[tuple[Any, Strategy]]]:
     work = work_of(rule, factors, call)
     return [
         rank_strategies(table, factors, call, inplace_results, mesh_dim, work, misaligned) for mesh_dim in range(call.mesh.ndim)
     ]
 
 
-def _realignment_seconds(call: Call, strategies: tuple[Row, ...], factors: Factors, selection: Chosen) -> float:
+def _realignment_seconds(call: Call, strategies: tuple[Strategy, ...], factors: Factors, selection: StrategySelection) -> float:
     """Return the seconds to redistribute operands that are sharded along the right dims in other blocks than selected.
 
     The cost model does not see these. They go in one exchange, which takes what the rank that receives most receives.
@@ -118,18 +120,18 @@ def _realignment_seconds(call: Call, strategies: tuple[Row, ...], factors: Facto
     ranks, received = call.mesh.shape, []
     mesh_dims: set[int] = set()
     for i, (current, required) in enumerate(zip(call.operands, selection.operands, strict=True)):
-        if current is not required and not current.same_data(required):
+        if current is not required and not current.has_same_blocks(required):
             targets = [bind_spec(strategy.operands[i], factors.operands[i]) for strategy in strategies]
             if all(n == 1 or current.along(mesh_dim) == targets[mesh_dim] for mesh_dim, n in enumerate(ranks)):
-                copies = current.nbytes // max(1, stored(current).nbytes) if 0 in current.stride else 1
-                received.append(missing(current, required) * current.dtype.itemsize // max(1, copies))
+                copies = current.nbytes // max(1, storage_layout(current).nbytes) if 0 in current.stride else 1
+                received.append(missing_numels(current, required) * current.dtype.itemsize // max(1, copies))
                 mesh_dims.update(m for split in (*current.splits, *required.splits) if split is not None for m in split.mesh_dims)
     if not received:
         return 0.0
-    return collective_seconds(call.mesh, tuple(sorted(mesh_dims)), "exchange", largest(sum(received[1:], received[0])))
+    return collective_seconds(call.mesh, tuple(sorted(mesh_dims)), "exchange", table_max(sum(received[1:], received[0])))
 
 
-def declared(rule: Rule, factors: Factors, call: Call) -> StrategyTable:
+def bound_strategies_of(rule: Rule, factors: Factors, call: Call) -> StrategyTable:
     """Return all strategies that the rule has for this call."""
     partials = tuple(rule.partials(call) if callable(rule.partials) else rule.partials)
     table = get_or_build_table(factors, partials, call)
@@ -138,9 +140,9 @@ def declared(rule: Rule, factors: Factors, call: Call) -> StrategyTable:
     return replace(table, lines=(*table.lines, *disjoint_strategies(rule, factors, call, len(table.lines))))
 
 
-def realized(
-    rule: Rule, strategies: tuple[Row, ...], factors: Factors, call: Call, inplace_results: Mapping[int, int]
-) -> Chosen | None:
+def realize_selection(
+    rule: Rule, strategies: tuple[Strategy, ...], factors: Factors, call: Call, inplace_results: Mapping[int, int]
+) -> StrategySelection | None:
     """Return the selection of one strategy for each mesh dim, or None if they contradict each other or the rule does not allow
     them.
 
@@ -149,7 +151,7 @@ def realized(
     try:
         selection = _derive_layouts(strategies, factors, call, inplace_results)
         if selection is not None and any(
-            layout.dtype in NOT_ADDED and any(layout.partials) for layout in selection.results if layout
+            layout.dtype in DTYPES_WITHOUT_SUM and any(layout.partials) for layout in selection.results if layout
         ):
             return None
         if selection is not None and not rule.allows(
@@ -172,17 +174,17 @@ def realized(
     return replace(selection, left=disjoint_results) if disjoint_results else selection
 
 
-def _count_redistributed(call: Call, selection: Chosen) -> int:
+def _count_redistributed(call: Call, selection: StrategySelection) -> int:
     """Return how many operands are redistributed."""
     return sum(
         [
-            current is not required and not current.same_data(required)
+            current is not required and not current.has_same_blocks(required)
             for current, required in zip(call.operands, selection.operands, strict=True)
         ]
     )
 
 
-def _iter_best_first(ranked: list[list[tuple[Any, Row]]]) -> Iterator[tuple[tuple[float, ...], tuple[Row, ...]]]:
+def _iter_best_first(ranked: list[list[tuple[Any, Strategy]]]) -> Iterator[tuple[tuple[float, ...], tuple[Strategy, ...]]]:
     """Yield combinations of one strategy for each mesh dim in the order of their summed costs, at most ``_MAX_COMBINATIONS``.
 
     Then yield the combination of the most expensive strategies.
@@ -205,14 +207,14 @@ def _iter_best_first(ranked: list[list[tuple[Any, Row]]]) -> Iterator[tuple[tupl
     yield _sum_costs(ranked, last), tuple(column[-1][1] for column in ranked)
 
 
-def _sum_costs(ranked: list[list[tuple[Any, Row]]], indices: tuple[int, ...]) -> tuple[float, ...]:
+def _sum_costs(ranked: list[list[tuple[Any, Strategy]]], indices: tuple[int, ...]) -> tuple[float, ...]:
     costs = [ranked[i][k][0] for i, k in enumerate(indices)]
     return tuple(map(sum, zip(*costs, strict=True)))
 
 
 def _derive_layouts(
-    strategies: tuple[Row, ...], factors: Factors, call: Call, inplace_results: Mapping[int, int], evenly: bool = False
-) -> Chosen | None:
+    strategies: tuple[Strategy, ...], factors: Factors, call: Call, inplace_results: Mapping[int, int], evenly: bool = False
+) -> StrategySelection | None:
     """Return the layouts that follow from one strategy for each mesh dim, or None if the strategies contradict each other."""
     active = [(mesh_dim, strategy) for mesh_dim, strategy in enumerate(strategies) if call.mesh.shape[mesh_dim] > 1]
     kernels = {strategy.factor: strategy.kernel for _, strategy in active if strategy.kernel is not None}
@@ -262,11 +264,11 @@ def _derive_layouts(
         factor_sizes = _local_factor_sizes(factors, "result", r, factors.results[r])
         results.append(_derive_layout(mesh, factors.results[r], specs, splits_of("result", r), factor_sizes, meta, call.operands))
     kernel_row = next((strategy for _, strategy in active if strategy.kernel is not None and strategy.factor in splits), None)
-    return Chosen(Choice(call, factors, strategies, splits), tuple(operands), tuple(results), kernel_row)
+    return StrategySelection(StrategyChoice(call, factors, strategies, splits), tuple(operands), tuple(results), kernel_row)
 
 
 def _replicated_kernel_operands(
-    active: Sequence[tuple[int, Row]], factors: Factors, mesh_dims_of: Mapping[str, Sequence[int]]
+    active: Sequence[tuple[int, Strategy]], factors: Factors, mesh_dims_of: Mapping[str, Sequence[int]]
 ) -> Iterator[int]:
     """Yield the operands that a kernel needs replicated though other strategies shard their factors."""
     for i, dims in enumerate(factors.operands):
@@ -278,7 +280,7 @@ def _replicated_kernel_operands(
             yield i
 
 
-def _sharded_factors(strategy: Row) -> Iterable[str]:
+def _sharded_factors(strategy: Strategy) -> Iterable[str]:
     """Return the factors that a strategy shards: its own, and those of operands and results that it exchanges."""
     if strategy.factor is None:
         return ()
@@ -355,12 +357,12 @@ def _result_outgrows_operands(name: str, factors: Factors, call: Call, sizes: Se
     Parts show in blocks of which the first is not the largest. Results that are only shaped like an operand keep its blocks,
     because gradients are stored in them.
     """
-    computed = facts_of(call.func).touches == "all" and all(
+    computed = traits_of(call.func).touches == "all" and all(
         result_sizes.alias_info is None for result_sizes in call.func._schema.returns
     )
     if sizes[0] == max(sizes) or not computed:
         return False
-    operand_sizes = [stored(layout).numel for layout in call.operands]
+    operand_sizes = [storage_layout(layout).numel for layout in call.operands]
     metas = [meta for meta in call.results if meta is not None]
     result_sizes = [
         math.prod(meta.shape) for dims, meta in zip(factors.results, metas, strict=True) if find_dim(dims, name) is not None
@@ -387,11 +389,11 @@ def _derive_layout(
         [spec.reduce_op if isinstance(spec, Partial) and n > 1 else None for spec, n in zip(specs, shape, strict=True)]
     )
     if 1 in shape:  # mesh dims of one rank keep the placement of the strategy
-        singleton_placements = {i: spelled(spec, dims) for i, spec in enumerate(specs) if shape[i] == 1}
+        singleton_placements = {i: spec_to_placement(spec, dims) for i, spec in enumerate(specs) if shape[i] == 1}
         return Layout.from_splits(mesh, tensor_splits, partials, meta.shape, meta.stride, meta.dtype, singleton_placements)
-    for layout in () if has_symbols(meta.shape) else candidates:  # comparing symbolic sizes would add guards
+    for layout in () if contains_symbols(meta.shape) else candidates:  # comparing symbolic sizes would add guards
         if (
-            not layout.sized
+            not layout.has_symbols
             and layout.splits == tensor_splits
             and layout.partials == partials
             and layout.shape == meta.shape

@@ -15,32 +15,32 @@ from typing import Any
 
 import torch
 
-from ..base.caches import Bounded
-from ..base.memory_order import dense_in, memory_order
-from ..base.symbolic_sizes import fake_mode_of, size_of, sizes
-from ..base.tensor_tree import listed
+from ..base.caches import BoundedDict
+from ..base.memory_order import dense_stride, memory_order
+from ..base.symbolic_sizes import hashable_size, hashable_sizes, symbolic_fake_mode
+from ..base.tensor_tree import as_sequence
 from ..base.torch_internals import FakeTensorMode, UnsupportedFakeTensorException
 from ..layout.layout import Layout
 from ..rules.call import Call, Meta
 from ..rules.rule import Rule, Shapes
-from .op_schema import Operator
+from .op_schema import OperatorSchema
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 
 
-class NotInferable(Exception):
+class ShapeInferenceError(Exception):
     """The shape of a result depends on data, or the operator has no meta kernel."""
 
 
 CachedResults = tuple[
     tuple[torch.dtype, tuple[int, ...]] | None, ...
 ]  # dtype and memory order of each result, None for one that is absent
-_INFERENCE_CACHE: Bounded[Any, CachedResults | None] = Bounded(
+_INFERENCE_CACHE: BoundedDict[Any, CachedResults | None] = BoundedDict(
     4096, "infer.answers"
 )  # None: the results do not have the shapes that the rule states
 
 
-def results_of(operator: Operator, rule: Rule | None, call: Call) -> tuple[Any, ...]:
+def infer_results(operator: OperatorSchema, rule: Rule | None, call: Call) -> tuple[Any, ...]:
     """Return the metadata of the results as :func:`infer_from_operator` does, but use the shape function of the rule where it has
     one.
 
@@ -53,7 +53,9 @@ def results_of(operator: Operator, rule: Rule | None, call: Call) -> tuple[Any, 
         return infer_from_operator(operator, call.arguments)
     cached = _INFERENCE_CACHE.get(key, ())
     if cached:
-        return tuple([one and Meta(shape, dense_in(shape, one[1]), one[0]) for shape, one in zip(shapes, cached, strict=True)])
+        return tuple(
+            [one and Meta(shape, dense_stride(shape, one[1]), one[0]) for shape, one in zip(shapes, cached, strict=True)]
+        )
     metas = infer_from_operator(operator, call.arguments)
     if cached is not None:
         _INFERENCE_CACHE.keep(key, _make_cache_entry(metas, shapes))
@@ -71,7 +73,7 @@ def _make_cache_entry(metas: tuple[Any, ...], shapes: Shapes) -> CachedResults |
     return tuple(entry) if all(matches) else None
 
 
-def _shapes_by_rule(operator: Operator, rule: Rule, call: Call) -> Any:
+def _shapes_by_rule(operator: OperatorSchema, rule: Rule, call: Call) -> Any:
     """Return the shapes that the rule states, or None if its shape function does not apply to these operands."""
     assert rule.shapes is not None
     if operator.facts.per_element or operator.outs or operator.facts.by_device:
@@ -86,7 +88,7 @@ def _shapes_by_rule(operator: Operator, rule: Rule, call: Call) -> Any:
     return rule.shapes(call)
 
 
-def _size_independent_key(operator: Operator, call: Call) -> Any:
+def _size_independent_key(operator: OperatorSchema, call: Call) -> Any:
     """Return a key of all arguments without the sizes of tensors, or None if some argument cannot be part of a key."""
     key: list[Any] = [operator.name, torch.get_default_dtype()]
     for value in call.arguments.values():
@@ -114,7 +116,7 @@ def _memory_order_key(layout: Layout) -> Any:
 _PLAIN_TYPES = frozenset((bool, int, str, torch.dtype, torch.device, torch.layout, torch.memory_format))
 
 
-def infer_from_operator(operator: Operator, arguments: dict[str, Any]) -> tuple[Any, ...]:
+def infer_from_operator(operator: OperatorSchema, arguments: dict[str, Any]) -> tuple[Any, ...]:
     """Return the :class:`Meta` of each return value: a list for a list, None for a value that is no tensor.
 
     Errors that plain torch raises for wrong arguments pass through.
@@ -122,10 +124,10 @@ def infer_from_operator(operator: Operator, arguments: dict[str, Any]) -> tuple[
     Raises:
         NotInferable: the shape of a result depends on data, or the operator has no meta kernel.
     """
-    fake_mode = fake_mode_of(arguments.values())
+    fake_mode = symbolic_fake_mode(arguments.values())
     if operator.facts.per_element and not operator.returns:
         if operator.facts.each is not None and fake_mode is None:  # this only checks that sizes fit
-            with suppress(NotInferable):
+            with suppress(ShapeInferenceError):
                 _run_inference(operator, {name: _to_meta_tensors(value) for name, value in arguments.items()}, arguments)
         return ()
     if operator.returns and not operator.gives_tensors:
@@ -154,11 +156,11 @@ def infer_from_operator(operator: Operator, arguments: dict[str, Any]) -> tuple[
         return metas
     try:
         return _run_inference(operator, {name: _to_meta_tensors(value, CPU) for name, value in arguments.items()}, arguments)
-    except NotInferable:
+    except ShapeInferenceError:
         return metas or _run_inference(operator, bound, arguments)
 
 
-def _has_only_empty_tensors(operator: Operator, arguments: dict[str, Any]) -> bool:
+def _has_only_empty_tensors(operator: OperatorSchema, arguments: dict[str, Any]) -> bool:
     """Return True if all tensors are empty and the operator may run on them to infer its results.
 
     Without elements the kernel costs nothing. Meta kernels often accept or refuse other empty operands than kernels do.
@@ -177,14 +179,14 @@ def _has_only_empty_tensors(operator: Operator, arguments: dict[str, Any]) -> bo
 _MAX_TRIAL_ELEMENTS = 1 << 16  # limits results that are made from empty operands, as by new_zeros
 
 
-def infer_mismatched_outs(operator: Operator, arguments: dict[str, Any]) -> tuple[Any, ...] | None:
+def infer_mismatched_outs(operator: OperatorSchema, arguments: dict[str, Any]) -> tuple[Any, ...] | None:
     """Run the operator on a few small values if its ``out=`` tensors do not have the shape or dtype of its results.
 
     Meta functions differ from kernels in what they refuse, how they lay out what they resize, and whether they warn. Return None
     if the tensors fit, if there is more than a little to compute, or if the operator refuses the trial values.
     """
     outs = [arguments[name] for name in operator.outs if isinstance(arguments.get(name), Layout)]
-    if operator.func.namespace != "aten" or not outs or fake_mode_of(arguments.values()) is not None:
+    if operator.func.namespace != "aten" or not outs or symbolic_fake_mode(arguments.values()) is not None:
         return None
     device = _trial_device(outs[0])
     if operator.seeded and (arguments.get("generator") is not None or device.type != "cpu"):
@@ -210,7 +212,7 @@ def infer_mismatched_outs(operator: Operator, arguments: dict[str, Any]) -> tupl
     return None if shape_depends_on_data else _result_metas(operator, result)
 
 
-def infer_by_trial_run(operator: Operator, arguments: dict[str, Any]) -> tuple[Any, ...] | None:
+def infer_by_trial_run(operator: OperatorSchema, arguments: dict[str, Any]) -> tuple[Any, ...] | None:
     """Run the operator itself on a few values if its meta function refuses them. What the operator raises, all ranks raise.
 
     Return None if it cannot run like this, or if the shapes of its results depend on data.
@@ -229,7 +231,7 @@ def infer_by_trial_run(operator: Operator, arguments: dict[str, Any]) -> tuple[A
     return _result_metas(operator, result)
 
 
-def _result_metas(operator: Operator, result: Any) -> tuple[Any, ...]:
+def _result_metas(operator: OperatorSchema, result: Any) -> tuple[Any, ...]:
     return tuple(map(_to_meta, (result,) if len(operator.returns) == 1 else result))
 
 
@@ -238,7 +240,7 @@ def _trial_device(layout: Layout) -> torch.device:
     return torch.device("cpu" if layout.mesh.device_type == "meta" else layout.mesh.device_type)
 
 
-def _call_without_outs(operator: Operator, bound: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+def _call_without_outs(operator: OperatorSchema, bound: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     result = operator.call(bound, operator.func.overloadpacket)
     return result if isinstance(result, tuple) else (result,)
 
@@ -250,7 +252,7 @@ def _outs_fit(results: tuple[torch.Tensor, ...], outs: list[Layout], shape_depen
 
 
 def _collect_layouts(arguments: dict[str, Any]) -> list[Layout]:
-    return [x for value in arguments.values() for x in listed(value) if isinstance(x, Layout)]
+    return [x for value in arguments.values() for x in as_sequence(value) if isinstance(x, Layout)]
 
 
 def _make_trial_value(value: Any, device: torch.device) -> Any:
@@ -279,18 +281,18 @@ class _FakeModes(threading.local):
 _FAKE_MODES = _FakeModes()
 
 
-def _run_inference(operator: Operator, bound: dict[str, Any], arguments: dict[str, Any]) -> tuple[Any, ...]:
+def _run_inference(operator: OperatorSchema, bound: dict[str, Any], arguments: dict[str, Any]) -> tuple[Any, ...]:
     outs = [name for name in operator.outs if isinstance(bound.get(name), torch.Tensor)] if operator.outs else ()
     out_shapes = {name: bound[name].shape for name in outs} if outs else None
     try:
         result = _call_inference_function(operator, bound, arguments)
     except (NotImplementedError, UnsupportedFakeTensorException, ZeroDivisionError) as error:
-        raise NotInferable(str(error)) from error  # ZeroDivisionError: torch's decompositions of empty means
+        raise ShapeInferenceError(str(error)) from error  # ZeroDivisionError: torch's decompositions of empty means
     except (AssertionError, KeyError) as error:
         raise RuntimeError(f"{operator.name}: {error}") from error  # the kernels raise this class
     except RuntimeError as error:
         if "meta" in str(error).lower():
-            raise NotInferable(str(error)) from error
+            raise ShapeInferenceError(str(error)) from error
         if "zero-size dimension" in str(error) and bound.get("dim") not in (None, [], ()):
             raise IndexError(f"{operator.name}: {error}") from error  # the kernels raise this class
         raise
@@ -306,7 +308,7 @@ def _run_inference(operator: Operator, bound: dict[str, Any], arguments: dict[st
 
 
 def _use_strides_of_new_results(
-    operator: Operator, bound: dict[str, Any], metas: tuple[Any, ...], resized: list[bool]
+    operator: OperatorSchema, bound: dict[str, Any], metas: tuple[Any, ...], resized: list[bool]
 ) -> tuple[Any, ...]:
     """Return the metas with the strides of new results for ``out=`` tensors that are resized: kernels lay both out alike."""
     try:
@@ -322,7 +324,7 @@ def _use_strides_of_new_results(
     )
 
 
-def _apply_stride_function(operator: Operator, metas: tuple[Any, ...], arguments: dict[str, Any]) -> tuple[Any, ...]:
+def _apply_stride_function(operator: OperatorSchema, metas: tuple[Any, ...], arguments: dict[str, Any]) -> tuple[Any, ...]:
     """Return the metas with the strides that the kernel gives to new results."""
     stride_function = operator.facts.strides
     if stride_function is None:
@@ -330,13 +332,13 @@ def _apply_stride_function(operator: Operator, metas: tuple[Any, ...], arguments
     owners_and_metas = zip(operator.returns, metas, strict=True)
     return tuple(
         [
-            Meta(x.shape, sizes(stride_function(x, arguments)), x.dtype) if own is None and isinstance(x, Meta) else x
+            Meta(x.shape, hashable_sizes(stride_function(x, arguments)), x.dtype) if own is None and isinstance(x, Meta) else x
             for own, x in owners_and_metas
         ]
     )
 
 
-def _call_inference_function(operator: Operator, bound: dict[str, Any], arguments: dict[str, Any]) -> Any:
+def _call_inference_function(operator: OperatorSchema, bound: dict[str, Any], arguments: dict[str, Any]) -> Any:
     infer = operator.facts.infer
     try:
         if infer is None:
@@ -362,8 +364,8 @@ def _to_meta_tensors(value: Any, device: torch.device | None = META) -> Any:
 
 def _to_meta(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        storage_offset_bytes = size_of(value.storage_offset() * value.itemsize)
-        return Meta(sizes(value.shape), sizes(value.stride()), value.dtype, storage_offset_bytes)
+        storage_offset_bytes = hashable_size(value.storage_offset() * value.itemsize)
+        return Meta(hashable_sizes(value.shape), hashable_sizes(value.stride()), value.dtype, storage_offset_bytes)
     if isinstance(value, (list, tuple)):
         return [_to_meta(item) for item in value]
     return None

@@ -12,34 +12,46 @@ from typing import Any
 
 import torch
 
-from ..base.caches import Bounded
+from ..base.caches import BoundedDict
 from ..layout.layout import Layout
 from ..layout.splits import Split
 from ..placement import Monoid, Partial, Placement, Replicate, Shard
 from ..rules.call import Call, NumberKind
-from ..rules.disjoint_partial import Left
-from ..rules.rule import ANY_PARTIAL, Along, Choice, Dims, Factors, Partials, R, Row, Spec, candidates, find_dim
+from ..rules.disjoint_partial import DisjointResult
+from ..rules.rule import (
+    ANY_PARTIAL,
+    Along,
+    Dims,
+    Factors,
+    Partials,
+    R,
+    Spec,
+    Strategy,
+    StrategyChoice,
+    find_dim,
+    strategies_of_factors,
+)
 
-Where = int | Placement  # a tensor dim, or Replicate / Partial
+DimPlacement = int | Placement  # a tensor dim, or Replicate / Partial
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class BoundStrategy:
     """A strategy bound to tensor dims: placements of operands and results, None for an operand that is never redistributed."""
 
     order: int
-    row: Row
-    operands: tuple[Where | None, ...]
-    results: tuple[Where, ...]
+    row: Strategy
+    operands: tuple[DimPlacement | None, ...]
+    results: tuple[DimPlacement, ...]
     kernel: bool  # it runs the kernel of the call's factors, which the table does not store
 
     def __str__(self) -> str:
         """Return the notation of partial rules with the sharded tensor dims: ``S(0),R -> S(0)``, ``sum,R -> sum``."""
-        operands = [word(R if where is None else where) for where in self.operands]
+        operands = [format_placement(R if where is None else where) for where in self.operands]
         owners = " by owners" if self.row.parted is not None else ""
-        return f"{','.join(operands)} -> {','.join(map(word, self.results))}{owners}"
+        return f"{','.join(operands)} -> {','.join(map(format_placement, self.results))}{owners}"
 
-    def row_for(self, factors: Factors) -> Row:
+    def row_for(self, factors: Factors) -> Strategy:
         """Return the strategy with the kernel that the call's factors have for it."""
         strategy = self.row
         return replace(strategy, kernel=factors.kernels[strategy.factor]) if self.kernel and strategy.factor else strategy
@@ -63,13 +75,13 @@ class StrategyTable:
     ``by_numbers``: other kinds of numbers may have other strategies.
     """
 
-    lines: tuple[Line, ...]
-    free: Mapping[tuple[Where | None, ...], tuple[Line, ...]]
+    lines: tuple[BoundStrategy, ...]
+    free: Mapping[tuple[DimPlacement | None, ...], tuple[BoundStrategy, ...]]
     by_numbers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class StrategySelection:
     """The selected strategies of a call with the layouts that follow from them.
 
     Attributes:
@@ -78,12 +90,12 @@ class Chosen:
         left: the results that are known to have disjoint rows.
     """
 
-    choice: Choice
+    choice: StrategyChoice
     operands: tuple[Layout, ...]
     results: tuple[Layout | None, ...]
-    kernel_row: Row | None = None
+    kernel_row: Strategy | None = None
     by_numbers: bool = False
-    left: tuple[Left, ...] = ()
+    left: tuple[DisjointResult, ...] = ()
 
     @property
     def kernel_splits(self) -> dict[str, Split]:
@@ -92,9 +104,9 @@ class Chosen:
         return {name: split for name, split in self.choice.splits.items() if name in names}
 
 
-def by_text(lines: Sequence[Line]) -> dict[str, Line]:
+def strategies_by_text(lines: Sequence[BoundStrategy]) -> dict[str, BoundStrategy]:
     """Return the strategies by their text. Equal texts are numbered."""
-    by_name: dict[str, Line] = {}
+    by_name: dict[str, BoundStrategy] = {}
     for line in lines:
         name, count = str(line), 1
         while name in by_name:
@@ -104,18 +116,18 @@ def by_text(lines: Sequence[Line]) -> dict[str, Line]:
     return by_name
 
 
-def texts_of(strategies: Sequence[Row], lines: Sequence[Line], factors: Factors) -> tuple[str, ...]:
+def texts_of_strategies(strategies: Sequence[Strategy], lines: Sequence[BoundStrategy], factors: Factors) -> tuple[str, ...]:
     """Return the text of each selected strategy among the bound ones."""
-    names = {line.row_for(factors): text for text, line in by_text(lines).items()}
+    names = {line.row_for(factors): text for text, line in strategies_by_text(lines).items()}
     return tuple([names[strategy] for strategy in strategies])
 
 
-def word(where: Where) -> str:
+def format_placement(where: DimPlacement) -> str:
     """Return ``S(0)``, ``sum`` or ``R``."""
     return str(where.reduce_op) if isinstance(where, Partial) else f"S({where})" if isinstance(where, int) else str(where)
 
 
-_TABLE_CACHE: Bounded[Any, StrategyTable] = Bounded(2048, "prices.tables")
+_TABLE_CACHE: BoundedDict[Any, StrategyTable] = BoundedDict(2048, "prices.tables")
 
 
 def get_or_build_table(factors: Factors, partials: Partials, call: Call) -> StrategyTable:
@@ -147,10 +159,10 @@ def get_or_build_table(factors: Factors, partials: Partials, call: Call) -> Stra
 def _build_table(
     factors: Factors, partials: Partials, call: Call, fixed: frozenset[int], dtypes: tuple[torch.dtype, ...]
 ) -> StrategyTable:
-    lines: list[Line] = []
+    lines: list[BoundStrategy] = []
     by_numbers = False
-    free: dict[tuple[Where | None, ...], list[Line]] = {}
-    for strategy in candidates(factors, partials):
+    free: dict[tuple[DimPlacement | None, ...], list[BoundStrategy]] = {}
+    for strategy in strategies_of_factors(factors, partials):
         if not all(isinstance(strategy.operands[i], Replicate) for i in fixed) or not _keeps_dtype_algebra(
             strategy, call, dtypes
         ):
@@ -160,29 +172,29 @@ def _build_table(
             continue
         uses_call_kernel = strategy.kernel is not None and strategy.kernel is factors.kernels.get(strategy.factor or "")
         if uses_call_kernel:
-            strategy = Row(strategy.operands, strategy.results, strategy.factor)
+            strategy = Strategy(strategy.operands, strategy.results, strategy.factor)
         operands = tuple(
             None if i in fixed else bind_spec(spec, dims)
             for i, (spec, dims) in enumerate(zip(strategy.operands, factors.operands, strict=True))
         )
         results = tuple(bind_spec(spec, dims) for spec, dims in zip(strategy.results, factors.results, strict=False))
-        lines.append(bound := Line(len(lines), strategy, operands, results, uses_call_kernel))
+        lines.append(bound := BoundStrategy(len(lines), strategy, operands, results, uses_call_kernel))
         if not (uses_call_kernel or bound.introduces_sharding) and (strategy.kernel is None or strategy.kernel.collectives == 0):
             free.setdefault(operands, []).append(bound)
     return StrategyTable(tuple(lines), {operands: tuple(group) for operands, group in free.items()}, by_numbers)
 
 
-def _monoid_strategies(factors: Factors, monoids: tuple[Monoid, ...], partials: Partials) -> Iterator[Row]:
+def _monoid_strategies(factors: Factors, monoids: tuple[Monoid, ...], partials: Partials) -> Iterator[Strategy]:
     """Yield strategies that pass partial values of a user's monoid: it acts on single elements and has no final step.
 
     They exist only where partial values of any built-in reduction pass.
     """
     for op in monoids if set(ANY_PARTIAL) <= set(partials) else ():
         if op.elementwise and op.finalize is None:
-            yield Row((Partial(op),) * len(factors.operands), (Partial(op),) * len(factors.results))
+            yield Strategy((Partial(op),) * len(factors.operands), (Partial(op),) * len(factors.results))
 
 
-def _keeps_dtype_algebra(strategy: Row, call: Call, results: tuple[torch.dtype, ...]) -> bool:
+def _keeps_dtype_algebra(strategy: Strategy, call: Call, results: tuple[torch.dtype, ...]) -> bool:
     """Return True if a strategy for partial values is valid for the dtypes.
 
     Sums and products of integers wrap in their own dtype, and bools add by ``or``. So addends may not change dtype first, except
@@ -204,13 +216,13 @@ def _keeps_dtype_algebra(strategy: Row, call: Call, results: tuple[torch.dtype, 
     return True
 
 
-def _needs_number_kinds(strategy: Row, call: Call) -> bool:
+def _needs_number_kinds(strategy: Strategy, call: Call) -> bool:
     """Return True if :func:`_is_valid_for_numbers` reads the kinds of numbers for this strategy."""
     of_operands = any(where == i for where, _ in call.number_kinds for i, _ in strategy.needs)
     return of_operands or (_leaves_partial_sum(strategy) and any(isinstance(where, str) for where, _ in call.number_kinds))
 
 
-def _is_valid_for_numbers(strategy: Row, call: Call, results: tuple[torch.dtype, ...]) -> bool:
+def _is_valid_for_numbers(strategy: Strategy, call: Call, results: tuple[torch.dtype, ...]) -> bool:
     """Return True if multipliers and divisors of partial values are known to be finite, or non-zero.
 
     Numbers that are no operands scale an addend (``alpha``) or have no influence. They must be finite in all dtypes of the call.
@@ -228,7 +240,7 @@ def _is_valid_for_numbers(strategy: Row, call: Call, results: tuple[torch.dtype,
     )
 
 
-def _leaves_partial_sum(strategy: Row) -> bool:
+def _leaves_partial_sum(strategy: Strategy) -> bool:
     return any(isinstance(spec, Partial) and spec.reduce_op in ("sum", "avg") for spec in strategy.results)
 
 
@@ -261,7 +273,7 @@ def _conversion_keeps_order(source: torch.dtype, target: torch.dtype) -> bool:
     return bool(new.min <= old.min and old.max <= new.max)
 
 
-def bind_spec(spec: Spec, dims: Dims) -> Where:
+def bind_spec(spec: Spec, dims: Dims) -> DimPlacement:
     """Return the tensor dim along which the spec shards a tensor with these factors, or its placement."""
     if isinstance(spec, Along):
         dim = find_dim(dims, spec.factor)
@@ -269,7 +281,7 @@ def bind_spec(spec: Spec, dims: Dims) -> Where:
     return spec
 
 
-def spelled(spec: Spec, dims: Dims) -> Placement:
+def spec_to_placement(spec: Spec, dims: Dims) -> Placement:
     """Return the placement that a spec gives to a tensor with these factors."""
     where = bind_spec(spec, dims)
     return Shard(where) if isinstance(where, int) else where

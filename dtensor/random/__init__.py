@@ -2,7 +2,7 @@
 with the same seed.
 """
 
-from .draw import DRAWING, block_of, draw, draw_counted, synchronize
+from .draw import RANDOM_MODE, clone_block, draw, draw_counted, synchronize
 from .seed import manual_seed, random_mode
 
-__all__ = ["DRAWING", "block_of", "draw", "draw_counted", "manual_seed", "random_mode", "synchronize"]
+__all__ = ["RANDOM_MODE", "clone_block", "draw", "draw_counted", "manual_seed", "random_mode", "synchronize"]

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import torch
 
-from ..base.mode_stack import entering
+from ..base.mode_stack import mode_context
 from ..comm import communicator_of
-from ..comm.cross_rank_check import told_by_all
+from ..comm.cross_rank_check import gather_summaries
 from ..errors import MeshError
 from ..mesh.device_mesh import DeviceMesh, as_mesh
-from .draw import DRAWING, MODE_NAMES
+from .draw import MODE_NAMES, RANDOM_MODE
 
 
 def manual_seed(seed: int, device_mesh: DeviceMesh | None = None, *, mode: str | None = None) -> None:
@@ -37,7 +37,7 @@ def manual_seed(seed: int, device_mesh: DeviceMesh | None = None, *, mode: str |
     """
     mesh = None if device_mesh is None else as_mesh(device_mesh)
     if mode is not None:
-        DRAWING.set_mode(_check_mode(mode))
+        RANDOM_MODE.set_mode(_check_mode(mode))
     torch.manual_seed(seed)
     if mesh is not None:
         _check_seeds_agree(seed, mesh)
@@ -47,7 +47,7 @@ def _check_seeds_agree(seed: int, mesh: DeviceMesh) -> None:
     comm = communicator_of(mesh)
     if not comm.talks:
         return
-    if not told_by_all(mesh, repr(seed)).same:
+    if not gather_summaries(mesh, repr(seed)).same:
         seeds = comm.all_gather_object(seed, tuple(range(mesh.ndim)))
         raise MeshError(
             f"manual_seed: ranks of {mesh!r} passed different seeds, {seeds}: pass the same seed on all "
@@ -56,7 +56,7 @@ def _check_seeds_agree(seed: int, mesh: DeviceMesh) -> None:
     mesh._root.seeded = set(mesh.group_id(range(mesh.ndim)))  # copies of a submesh may have different seeds
 
 
-@entering
+@mode_context
 def random_mode(mode: str) -> Iterator[None]:
     """Set how random numbers are generated inside of a block. All ranks must enter it together. Neither mode communicates.
 
@@ -79,7 +79,7 @@ def random_mode(mode: str) -> Iterator[None]:
     Raises:
         ValueError: ``mode`` is another word.
     """
-    with DRAWING.blocks.entered(_check_mode(mode)):
+    with RANDOM_MODE.blocks.entered(_check_mode(mode)):
         yield
 
 

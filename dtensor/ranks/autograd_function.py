@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import FunctionMeta
 
-from ..base.patches import changed, restored
+from ..base.patches import patch_applied, patch_removed
 from ..base.torch_internals import DisableTorchFunctionSubclass, TensorBase
 from ..errors import LayoutError
 from .joint_functions import flatten_ranks, join_values, merge_grads
@@ -262,14 +262,14 @@ def patch_functions() -> None:
     """Patch ``Function.apply`` so that it takes ``PerRank`` arguments, also in methods that a program has read before."""
     if "__getattribute__" not in vars(FunctionMeta):
         FunctionMeta.__getattribute__ = _getattribute  # type: ignore[method-assign]  # see [Note: Patch of Function.apply]
-        changed(_PATCHED_NAME)
+        patch_applied(_PATCHED_NAME)
 
 
 def unpatch_functions() -> None:
     """Restore torch's own classes."""
     if "__getattribute__" in vars(FunctionMeta):
         del FunctionMeta.__getattribute__
-        restored(_PATCHED_NAME)
+        patch_removed(_PATCHED_NAME)
 
 
 class _ApplyState(local):

@@ -26,7 +26,7 @@ class SplitRanks(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.kind = type(seen(inputs[0]))
+        ctx.kind = type(unwrap_functorch(inputs[0]))
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor) -> Any:
@@ -72,22 +72,22 @@ class JoinRanks(torch.autograd.Function):
         return None, *SplitRanks.apply(grad)
 
 
-def seen(x: Any) -> Any:
+def unwrap_functorch(x: Any) -> Any:
     """Return ``x`` without the wrappers of ``torch.func`` transforms."""
     while is_functorch_wrapped(x):
         x = functorch_unwrapped(x)
     return x
 
 
-def each_rank(x: Any) -> Any:
+def split_ranks(x: Any) -> Any:
     """Return ``x``, as a ``PerRank`` of wrapped tensors if transforms have wrapped a ``PerRank``."""
     if not is_functorch_wrapped(x):
         return x
-    inner = seen(x)
+    inner = unwrap_functorch(x)
     return type(inner)(SplitRanks.apply(x)) if hasattr(inner, "shards") else x
 
 
-def as_one(shards: Sequence[Tensor], kind: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
+def join_ranks(shards: Sequence[Tensor], kind: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
     """Return the ranks' tensors as one tensor of ``kind``. Under transforms it is below their wrappers, since they search results
     for wrapped tensors.
 

@@ -15,12 +15,12 @@ import torch.utils.module_tracker
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from ..base.generators import default_generator, go_to, state_now
-from ..base.patches import changed, restored
+from ..base.generators import default_generator, get_generator_state, set_generator_state
+from ..base.patches import patch_applied, patch_removed
 from ..base.torch_internals import DisableTorchFunctionSubclass, TensorBase, custom_function_call, functorch_active, make_dual
 from .functorch import SplitRanks
 from .per_rank import JOINT_FUNCTIONS, SETUP_HOOKS, PerRank, over_ranks, split_arguments
-from .rank_values import RankValues, agreed, one_or_each
+from .rank_values import RankValues, collapse_if_equal, require_equal
 
 
 # --- autograd passes: one pass for all ranks, since their graphs may meet in a collective or in a shared tensor ------------
@@ -115,15 +115,15 @@ def _run_random(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if generator is None:
         x = next((x for x in (*args, *kwargs.values()) if isinstance(x, PerRank)), None)
         generator = default_generator(torch.device("cpu") if x is None else x.shards[0].device)
-    state_before: Tensor = state_now(generator)
+    state_before: Tensor = get_generator_state(generator)
     states_after: list[Tensor] = []
 
     def run_rank(*own: Any, **named: Any) -> Any:
         if states_after:
-            go_to(generator, state_before)
+            set_generator_state(generator, state_before)
         result = func(*own, **named)
         if not states_after:
-            states_after.append(state_now(generator))
+            states_after.append(get_generator_state(generator))
         return result
 
     run_rank.__name__ = func.__name__
@@ -131,7 +131,7 @@ def _run_random(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return over_ranks(run_rank, args, kwargs)
     finally:
         if states_after:
-            go_to(generator, states_after[0])
+            set_generator_state(generator, states_after[0])
 
 
 _RANDOM_FUNCTIONS = """
@@ -165,10 +165,10 @@ def _joint_sizes(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if all(value == first for value in sizes):
         return first
     if all(isinstance(value, int) for value in sizes):
-        return one_or_each(sizes)
+        return collapse_if_equal(sizes)
     if len({len(value) for value in sizes}) > 1:
         return over_ranks(func, args, kwargs)  # raises LayoutError: the numbers of dims differ between ranks
-    return tuple(map(one_or_each, zip(*sizes, strict=True)))
+    return tuple(map(collapse_if_equal, zip(*sizes, strict=True)))
 
 
 _SIZE_FUNCTIONS = (vars(TensorBase)["shape"].__get__, Tensor.size, Tensor.stride, Tensor.numel, Tensor.nelement, torch.numel)
@@ -200,15 +200,15 @@ def join_values(values: Sequence[Any], name: str) -> Any:
     if all(isinstance(value, Tensor) for value in values):
         return PerRank(values)
     if all(type(value) is int for value in values):
-        return one_or_each(values)
+        return collapse_if_equal(values)
     if all(isinstance(value, tuple) for value in values):
         is_one_length = len({len(value) for value in values}) == 1
         return tuple(join_values(column, name) for column in zip(*values, strict=True)) if is_one_length else RankValues(values)
     kinds = {type(value) for value in values}
-    return agreed(list(values), f"`{name}` of a node of each rank") if len(kinds) == 1 else RankValues(values)
+    return require_equal(list(values), f"`{name}` of a node of each rank") if len(kinds) == 1 else RankValues(values)
 
 
-def multi_grad_hook(tensors: Sequence[Any], fn: Callable[..., Any], *, mode: str = "all") -> Any:
+def register_joint_multi_grad_hook(tensors: Sequence[Any], fn: Callable[..., Any], *, mode: str = "all") -> Any:
     """Register ``fn`` once for all ranks: it gets the gradients of all ranks together."""
     if not any(isinstance(x, PerRank) for x in tensors):
         return _TORCH_MULTI_GRAD_HOOK(tensors, fn, mode=mode)  # type: ignore[arg-type]  # torch's stub lists the modes
@@ -229,16 +229,16 @@ def patch_hooks() -> None:
     """Patch ``register_multi_grad_hook`` so that it takes ``PerRank`` tensors, also when ``ModuleTracker`` calls it."""
     for module in _HOOK_MODULES:
         if module.register_multi_grad_hook is _TORCH_MULTI_GRAD_HOOK:
-            module.register_multi_grad_hook = multi_grad_hook
-            changed(f"{module.__name__}.register_multi_grad_hook")
+            module.register_multi_grad_hook = register_joint_multi_grad_hook
+            patch_applied(f"{module.__name__}.register_multi_grad_hook")
 
 
 def unpatch_hooks() -> None:
     """Restore torch's own ``register_multi_grad_hook``."""
     for module in _HOOK_MODULES:
-        if module.register_multi_grad_hook is multi_grad_hook:
+        if module.register_multi_grad_hook is register_joint_multi_grad_hook:
             module.register_multi_grad_hook = _TORCH_MULTI_GRAD_HOOK
-            restored(f"{module.__name__}.register_multi_grad_hook")
+            patch_removed(f"{module.__name__}.register_multi_grad_hook")
 
 
 SETUP_HOOKS.append(patch_hooks)

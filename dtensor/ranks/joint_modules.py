@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.patches import changed, restored
+from ..base.patches import patch_applied, patch_removed
 from ..errors import LayoutError
 from .per_rank import SETUP_HOOKS, PerRank, over_ranks
 
@@ -66,7 +66,7 @@ def patch_modules() -> None:
     for kind, joint_forward in _JOINT_FORWARDS.items():
         if not hasattr(kind.forward, "__wrapped__"):
             kind.forward = _wrap_forward(kind.forward, joint_forward)
-            changed(_patched_name(kind))
+            patch_applied(_patched_name(kind))
 
 
 def unpatch_modules() -> None:
@@ -74,7 +74,7 @@ def unpatch_modules() -> None:
     for kind in _JOINT_FORWARDS:
         if hasattr(kind.forward, "__wrapped__"):
             kind.forward = kind.forward.__wrapped__
-            restored(_patched_name(kind))
+            patch_removed(_patched_name(kind))
 
 
 def _wrap_forward(forward: Forward, joint_forward: Callable[..., Any]) -> Forward:

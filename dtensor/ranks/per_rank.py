@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ..base import torch_internals
-from ..base.late_binding import in_use
-from ..base.reenable_autograd import seen_by_autograd
-from ..base.tensor_tree import leaves, like
+from ..base.late_binding import run_first_use_hooks
+from ..base.reenable_autograd import reenable_autograd
+from ..base.tensor_tree import iter_tree_leaves, rebuild_sequence
 from ..base.torch_internals import OpOverload, functorch_active, make_wrapper_subclass
 from ..errors import LayoutError, MeshError, MixedTensorError, PlacementError
-from .functorch import each_rank
-from .rank_values import RUN_PER_RANK, RankNumber, RankValues, agreed
+from .functorch import split_ranks
+from .rank_values import RUN_PER_RANK, RankNumber, RankValues, require_equal
 from .run_mode import NOT_COMPILED
-from .write_result import ReplicateToRanks, check_no_dtensor_written, list_written_tensors, write_equal_shards
+from .shared_tensors import ReplicateToRanks, check_no_dtensor_written, list_written_tensors, write_equal_shards
 
 
 class PerRank(Tensor):
@@ -54,7 +54,7 @@ class PerRank(Tensor):
         if not shards or any(not isinstance(shard, Tensor) or isinstance(shard, PerRank) for shard in shards):
             raise PlacementError("per_rank takes one plain tensor per rank: per_rank([tensor_of_rank_0, tensor_of_rank_1, ...])")
         x = _make_per_rank(shards)
-        return handed_out(x) if any(shard.requires_grad for shard in shards) else x
+        return prepare_for_program(x) if any(shard.requires_grad for shard in shards) else x
 
     def __init__(self, shards: Iterable[Tensor]) -> None:
         pass
@@ -117,10 +117,10 @@ def per_rank(tensors: Sequence[Tensor]) -> PerRank:
     >>> (per_rank([torch.tensor([0.0, 1.0]), torch.tensor([2.0])]) + 1).shards[1]
     tensor([3.])
     """
-    return handed_out(PerRank(tensors))
+    return prepare_for_program(PerRank(tensors))
 
 
-def handed_out(local: Any) -> Any:
+def prepare_for_program(local: Any) -> Any:
     """Return ``local``, a local value that the program gets. If it is a ``PerRank``, prepare torch for it first."""
     if type(local) is PerRank:
         prepare_torch()
@@ -139,7 +139,7 @@ def rerun_with_autograd(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     Under a torch.func transform a hidden ``PerRank`` reaches this point below autograd, which saw no graph: the ranks' tensors
     have the graphs.
     """
-    with seen_by_autograd():
+    with reenable_autograd():
         return over_ranks(func, args, kwargs)
 
 
@@ -170,7 +170,7 @@ def over_ranks(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
         for x, copies in targets:
             write_equal_shards(x, copies.shards)
         written = [(copies.shards[0], x) for x, copies in targets]
-        if any(item is own for item in leaves(results[0]) for own, _ in written):
+        if any(item is own for item in iter_tree_leaves(results[0]) for own, _ in written):
             return _replace_items(results[0], written)  # the function returns the plain tensors to which it wrote
     if isinstance(results[0], Tensor):
         if hasattr(results[0], "_layout"):
@@ -179,7 +179,7 @@ def over_ranks(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
         for arg in (*args[:1], *kwargs.values()):
             if isinstance(arg, PerRank) and results[0] is arg.shards[0] and all(map(operator.is_, results, arg.shards)):
                 return arg
-    return merge_results(results, lambda values: agreed(values, _describe_function(func)), ragged=False)
+    return merge_results(results, lambda values: require_equal(values, _describe_function(func)), ragged=False)
 
 
 def _arguments_by_rank(args: Sequence[Any]) -> Sequence[Sequence[Any]] | None:
@@ -218,7 +218,7 @@ def _own_copies(values: Sequence[Any], count: int) -> list[Any]:
 def _own_copy(value: Any, count: int) -> Any:
     """Return ``value``, with each plain tensor that records gradients as a ``PerRank`` of copies, see ``ReplicateToRanks``."""
     kind = type(value)
-    if kind is Tensor and functorch_active() and isinstance(value := each_rank(value), PerRank):
+    if kind is Tensor and functorch_active() and isinstance(value := split_ranks(value), PerRank):
         return value
     if (kind is Tensor or kind is nn.Parameter) and value.requires_grad and torch.is_grad_enabled():
         return PerRank(ReplicateToRanks.apply(value, count))
@@ -237,12 +237,14 @@ def _replace_items(value: Any, targets: Sequence[tuple[Any, Any]]) -> Any:
             return new
     if isinstance(value, dict):
         return {name: _replace_items(item, targets) for name, item in value.items()}
-    return like(value, [_replace_items(item, targets) for item in value]) if isinstance(value, (list, tuple)) else value
+    return (
+        rebuild_sequence(value, [_replace_items(item, targets) for item in value]) if isinstance(value, (list, tuple)) else value
+    )
 
 
 _SHARED_TYPES = frozenset((int, float, bool, complex, type(None), torch.dtype))
 _LIST_TYPES = (list, tuple)
-ALONE = _SHARED_TYPES | {Tensor, OpOverload, str}  # types of values that contain no ``PerRank``
+TYPES_WITHOUT_RANKS = _SHARED_TYPES | {Tensor, OpOverload, str}  # types of values that contain no ``PerRank``
 
 
 def _make_per_rank(shards: tuple[Tensor, ...]) -> PerRank:
@@ -327,7 +329,7 @@ def select_rank(value: Any, rank: int) -> Any:
         return value
     if isinstance(value, dict):
         return dict(zip(value, selected, strict=True))
-    return slice(*selected) if isinstance(value, slice) else like(value, selected)
+    return slice(*selected) if isinstance(value, slice) else rebuild_sequence(value, selected)
 
 
 def merge_results(results: list[Any], leaf: Callable[[list[Any]], Any], ragged: bool = True) -> Any:
@@ -344,7 +346,7 @@ def merge_results(results: list[Any], leaf: Callable[[list[Any]], Any], ragged: 
     if isinstance(first, (list, tuple)) and any(_contains_tensor(result) for result in results):
         if len({(type(result), len(result)) for result in results}) == 1:
             columns = zip(*results, strict=True)
-            return like(first, [merge_results(list(column), leaf, ragged) for column in columns])
+            return rebuild_sequence(first, [merge_results(list(column), leaf, ragged) for column in columns])
         if not ragged:
             raise LayoutError(
                 f"the results of the ranks have different lengths, {[len(result) for result in results]}, and "
@@ -360,7 +362,7 @@ def _contains_tensor(value: Any) -> bool:
 
 JOINT_FUNCTIONS: dict[Any, Callable[..., Any]] = {}  # functions that run once for all ranks, see ``joint_functions.py``
 # Called before a program gets its first ``PerRank`` tensor: they patch torch, see ``autograd_function.py``.
-SETUP_HOOKS: list[Callable[[], None]] = [in_use]
+SETUP_HOOKS: list[Callable[[], None]] = [run_first_use_hooks]
 RUN_PER_RANK.append(PerRank.__torch_function__)
 
 

@@ -27,8 +27,8 @@ from torch.autograd import Function
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointFunction
 
-from ..base.generators import default_generator, go_to, state_now
-from ..base.tensor_tree import leaves, like, mapped
+from ..base.generators import default_generator, get_generator_state, set_generator_state
+from ..base.tensor_tree import iter_tree_leaves, map_tensors, rebuild_sequence
 from ..base.torch_internals import (
     AccumulateGrad,
     DisableFuncTorch,
@@ -40,7 +40,7 @@ from ..errors import LayoutError
 from .per_rank import PerRank, shards_of
 from .rank_values import RankValues
 from .run_mode import RunMode
-from .write_result import ReplicateToRanks, is_plain, list_written_statistics, list_written_tensors
+from .shared_tensors import ReplicateToRanks, is_plain, list_written_statistics, list_written_tensors
 
 _BACKWARD_FUNCTIONS = (Tensor.backward, torch.autograd.backward)
 _OBJECT_FUNCTIONS = (  # functions of the tensor object itself, which compute nothing from its values
@@ -94,7 +94,7 @@ class RankRuns:
             shared = [_is_shared(x, shards[:k] + shards[k + 1 :]) for k, x in enumerate(shards)]
             return PerRank(self._cloned(k, x) if shared[k] else x for k, x in enumerate(shards)) if any(shared) else value
         if isinstance(value, (list, tuple)) and not isinstance(value, RankValues):
-            return like(value, [self.separated(item) for item in value])
+            return rebuild_sequence(value, [self.separated(item) for item in value])
         return value
 
     def _cloned(self, rank: int, x: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class RankRuns:
         Raises:
             LayoutError: it uses a tensor to which another rank's run wrote, or writes to a tensor of another rank's run.
         """
-        values = [*leaves((args, kwargs))]
+        values = [*iter_tree_leaves((args, kwargs))]
         for value in values:
             if isinstance(value, torch.Generator):
                 self._watch_generator(value)
@@ -120,7 +120,7 @@ class RankRuns:
         targets, statistics = list_written_tensors(func, args, kwargs), list_written_statistics(func, args, kwargs)
         is_accessor = getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
         if torch.is_grad_enabled() and func not in _OBJECT_FUNCTIONS and (not is_accessor or func in _COMPUTED_ATTRIBUTES):
-            args, kwargs = mapped(lambda x: x if _is_among(x, targets) else self.own_copy(rank, x), (args, kwargs))
+            args, kwargs = map_tensors(lambda x: x if _is_among(x, targets) else self.own_copy(rank, x), (args, kwargs))
         result = func(*args, **kwargs)
         for x, storages, state in zip(used, storages_of_used, states, strict=True):
             if _write_state(x) != state or _is_among(x, statistics) or (x.is_inference() and _is_among(x, targets)):
@@ -128,7 +128,7 @@ class RankRuns:
                     self._add_write(rank, storage)
         if not is_accessor:
             known_keys = {_storage_key(x) for x in _concat_lists(storages_of_used)}
-            for x in _concat_lists(map(_storage_tensors, _list_tensors(leaves(result)))):
+            for x in _concat_lists(map(_storage_tensors, _list_tensors(iter_tree_leaves(result)))):
                 if _storage_key(x) not in known_keys:
                     self._add_made(rank, x)
         return result
@@ -136,7 +136,9 @@ class RankRuns:
     def _watch_generator(self, generator: torch.Generator) -> None:
         """Make the runs of later ranks start from the present state of ``generator``."""
         if generator not in self._streams:
-            self._streams[generator] = _RandomStream(lambda: state_now(generator), lambda state: go_to(generator, state))
+            self._streams[generator] = _RandomStream(
+                lambda: get_generator_state(generator), lambda state: set_generator_state(generator, state)
+            )
 
     def _check_use(self, rank: int, x: Tensor) -> None:
         """Raise LayoutError if the run of another rank wrote to ``x``, unless this rank's run made ``x``."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..base.tensor_tree import leaves
+from ..base.tensor_tree import iter_tree_leaves
 from ..errors import LayoutError, MeshError, MixedTensorError
 
 RUN_PER_RANK: list[
@@ -92,7 +92,7 @@ class RankNumber:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(hasattr(type(value), "device_mesh") for value in leaves((args, kwargs or {}))):
+        if any(hasattr(type(value), "device_mesh") for value in iter_tree_leaves((args, kwargs or {}))):
             raise MixedTensorError(
                 "a DTensor has one value for all ranks and cannot be combined with a Python number that differs between ranks. "
                 "Use the number with local tensors, in dtensor.map_ranks or dtensor.local_map, and make a "
@@ -152,13 +152,13 @@ def _is_zero(value: object) -> bool:
     return isinstance(value, Number) and not value
 
 
-def one_or_each(values: Sequence[Any]) -> Any:
+def collapse_if_equal(values: Sequence[Any]) -> Any:
     """Return the number that all ranks have, else a ``RankNumber``."""
     first = values[0]
     return first if all(_is_identical(first, value) for value in values[1:]) else RankNumber(values)
 
 
-def rank_of_all(ranks: Sequence[int]) -> Any:
+def make_rank_indices(ranks: Sequence[int]) -> Any:
     """Return what ``get_rank()`` returns in a process with all ranks."""
     return RankIndices(ranks) if len(ranks) > 1 else ranks[0]
 
@@ -175,7 +175,7 @@ def _map_operator(fn: Callable[..., Any]) -> Callable[..., Any]:
         if any(len(column) != len(self.values) for column in columns):
             counts = " and one of ".join(f"{len(column)} ranks" for column in columns)
             raise MeshError(f"a number of {counts} cannot be combined: they belong to different meshes")
-        return one_or_each(list(map(fn, *columns)))
+        return collapse_if_equal(list(map(fn, *columns)))
 
     return method
 
@@ -191,7 +191,7 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "
 _COMPARED_TYPES = (bool, int, float, complex, str, list, tuple)
 
 
-def agreed(values: list[Any], what: str) -> Any:
+def require_equal(values: list[Any], what: str) -> Any:
     """Return the value that all ranks have, bit for bit; ``RankValues`` for objects that have no value to compare.
 
     Raises:

@@ -16,20 +16,20 @@ from typing import Any
 
 import numpy as np
 
-from ..base.caches import remembered
+from ..base.caches import memoize
 from ..base.units import bytes_text, seconds_text
 from ..comm import Pending, communicator_of
-from ..comm.backend_base import Run
-from ..comm.pack import Box, Route, Transfer
-from ..cost.link import link_of, local_seconds
+from ..comm.communicator import BoundCollective
+from ..comm.pack import Box, SendRecvPlan, Transfer
+from ..cost.link import get_link, local_seconds
 from ..errors import MeshError
 from ..layout.layout import Layout
 from ..mesh.coordinate_tables import Table
 from ..placement import Monoid, Partial, Placement, Replicate, Shard
 from .executor import LocalValue, execute
-from .intervals import blocks
+from .intervals import block_intervals
 from .planner import plan
-from .step import Plan, described, place
+from .step import Plan, layout_text, placements_text
 
 
 @dataclass(eq=False)
@@ -47,7 +47,7 @@ class CrossMeshExchange:
     def ranks(self) -> tuple[int, ...]:
         return tuple(sorted({*self.before.mesh.ranks, *self.after.mesh.ranks}))
 
-    def route_of(self, position: int) -> Route:
+    def route_of(self, position: int) -> SendRecvPlan:
         """Return what the rank at ``position`` sends, receives and keeps."""
         return self._routes[position]
 
@@ -65,25 +65,27 @@ class CrossMeshExchange:
 
     @cached_property
     def seconds(self) -> float:
-        rate = link_of(self.after.mesh).exchange
+        rate = get_link(self.after.mesh).exchange
         return rate.seconds(len(self.ranks), max(self.bytes, *self.sent)) + local_seconds(
             self.after.mesh, self.after.max_local_nbytes
         )
 
     @cached_property
-    def bound(self) -> Run:
+    def bound(self) -> BoundCollective:
         """Return the transfer, bound for this process."""
-        transfer = Transfer(self.route_of, self.before.dtype, said=f"{place(self.before)} -> {place(self.after)}")
+        transfer = Transfer(
+            self.route_of, self.before.dtype, said=f"{placements_text(self.before)} -> {placements_text(self.after)}"
+        )
         return communicator_of(self.before.mesh).bind_transfer_to(self.after.mesh, self.ranks, transfer)
 
     def __str__(self) -> str:
         return (
-            f"exchange among {len(self.ranks)} ranks: {place(self.before)} -> {place(self.after)}, "
+            f"exchange among {len(self.ranks)} ranks: {placements_text(self.before)} -> {placements_text(self.after)}, "
             f"{bytes_text(self.bytes)}/rank, {seconds_text(self.seconds)}"
         )
 
     @cached_property
-    def _routes(self) -> list[Route]:
+    def _routes(self) -> list[SendRecvPlan]:
         count = len(self.ranks)
         sends: list[list[Box | None]] = [[None] * count for _ in range(count)]
         receives: list[list[Box | None]] = [[None] * count for _ in range(count)]
@@ -95,11 +97,11 @@ class CrossMeshExchange:
                 sends[sender][receiver], receives[receiver][sender] = old, new
         shapes = [_local_shapes(layout, self.ranks) for layout in (self.before, self.after)]
         rows = zip(*shapes, map(tuple, sends), map(tuple, receives), kept, strict=True)
-        return [Route(*row) for row in rows]
+        return [SendRecvPlan(*row) for row in rows]
 
     def _parts(self) -> Iterator[tuple[int, int, Box, Box]]:
         """Yield every transferred part: sender, receiver, its box in the old block and its box in the new block."""
-        (lo, size), (new_lo, new_size) = blocks(self.before), blocks(self.after)
+        (lo, size), (new_lo, new_size) = block_intervals(self.before), block_intervals(self.after)
         members, holders = _distinct_blocks(self.before, self.ranks)
         load = [0] * len(self.ranks)
         for member, rank in enumerate(self.after.mesh.ranks):
@@ -116,14 +118,14 @@ class CrossMeshExchange:
 
 
 def _local_shapes(layout: Layout, ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
-    sizes = blocks(layout)[1].tolist()
+    sizes = block_intervals(layout)[1].tolist()
     shapes = {rank: tuple(size) for rank, size in zip(layout.mesh.ranks, sizes, strict=True)}
     return [shapes.get(rank, layout.local_shape(None)) for rank in ranks]
 
 
 def _distinct_blocks(layout: Layout, ranks: tuple[int, ...]) -> tuple[Table, list[list[int]]]:
     """Return one member for each distinct block that is not empty, and the positions of all ranks that have the block."""
-    offsets, sizes = blocks(layout)
+    offsets, sizes = block_intervals(layout)
     blocks_found: dict[Any, tuple[int, list[int]]] = {}
     for member, rank in enumerate(layout.mesh.ranks):
         if (sizes[member] > 0).all():
@@ -156,13 +158,13 @@ class Transit:
     def __str__(self) -> str:
         steps = [*self.leaving.steps, self.crossing, *self.entering.steps]
         cost = f"{bytes_text(self.bytes)} received per rank, {seconds_text(self.cost)}"
-        head = f"{described(self.src)} -> {place(self.dst)}, another mesh: {cost}"
+        head = f"{layout_text(self.src)} -> {placements_text(self.dst)}, another mesh: {cost}"
         return "\n".join([head, *(f"  {k}. {step}" for k, step in enumerate(steps, 1))])
 
     __repr__ = __str__
 
 
-@remembered(4096)
+@memoize(4096)
 def plan_between(src: Layout, dst: Layout) -> Transit:
     """Return the cached plan from ``src`` to ``dst``, layouts on different meshes.
 

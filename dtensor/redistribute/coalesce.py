@@ -15,17 +15,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.caches import remembered
+from ..base.caches import memoize
 from ..comm import Communicator, Pending, communicator_of, shards_of
-from ..comm.checked_collectives import counted_with
-from ..comm.events import because
-from ..comm.flat_rows import flat_bytes, from_bytes, joined
-from ..comm.local_reduce import divided
-from ..comm.pack import Box, region
+from ..comm.checked_collectives import count_as_operation
+from ..comm.events import issue_for_cause
+from ..comm.flat_rows import concat_to_row, flatten_to_bytes, tensor_from_bytes
+from ..comm.local_reduce import divide_in_place
+from ..comm.pack import Box, view_region
 from ..cost.link import collective_seconds, local_seconds
 from ..placement import Monoid
-from .executor import Bound, LocalValue, bound_of, route_of_step
-from .flat_buffer import Rows, align_bytes
+from .executor import BoundStep, LocalValue, get_or_bind_steps, route_of_step
+from .flat_buffer import FlatRows, align_bytes
 from .step import AllGather, AllReduce, Exchange, Plan, ReduceScatter, Step
 
 Merged = Pending[list[LocalValue]]
@@ -60,10 +60,10 @@ class _Round(NamedTuple):
     groups: tuple[tuple[tuple[int, ...], MergedStart, tuple[bool, ...]], ...]
 
 
-@remembered(512)
+@memoize(512)
 def _make_rounds(plans: tuple[Plan, ...], large_alone: bool) -> tuple[_Round, ...]:
     """Return all rounds. The last round has only local steps."""
-    remaining = [list(itertools.zip_longest(plan.steps, bound)) if (bound := bound_of(plan)) else [] for plan in plans]
+    remaining = [list(itertools.zip_longest(plan.steps, bound)) if (bound := get_or_bind_steps(plan)) else [] for plan in plans]
     rounds: list[_Round] = []
     while not rounds or rounds[-1].groups:
         local: list[tuple[int, Callable[[LocalValue], LocalValue]]] = []
@@ -82,10 +82,10 @@ def _make_rounds(plans: tuple[Plan, ...], large_alone: bool) -> tuple[_Round, ..
     return tuple(rounds)
 
 
-def _merge_start(steps: Sequence[tuple[Step, Bound]]) -> MergedStart:
+def _merge_start(steps: Sequence[tuple[Step, BoundStep]]) -> MergedStart:
     if len(steps) > 1:
         kinds = tuple([step for step, _ in steps])
-        return because(kinds, _bind_merged(kinds))
+        return issue_for_cause(kinds, _bind_merged(kinds))
     start = steps[0][1].start
     assert start is not None
     return lambda values, out: start(values[0]).then(lambda value: [value])
@@ -130,14 +130,14 @@ def _without_divisor(step: Any) -> Any:
     return dataclasses.replace(step, divisor=1) if isinstance(step, (AllReduce, ReduceScatter)) else step
 
 
-def as_one(steps: Sequence[Step]) -> Callable[..., Merged]:
+def merged_collective(steps: Sequence[Step]) -> Callable[..., Merged]:
     """Return a function that issues steps of one kind as one collective, given local values. Averages are not divided."""
     undivided = tuple(map(_without_divisor, steps))
     at_once = communicator_of(steps[0].before.mesh).talks and not isinstance(steps[0], AllReduce)
-    return _as_recorded_op(because(undivided, _bind_merged(undivided)), steps[0].verb, at_once)
+    return _as_recorded_op(issue_for_cause(undivided, _bind_merged(undivided)), steps[0].verb, at_once)
 
 
-def reduced_as_one(comm: Communicator, mesh_dims: Sequence[int], op: Any, dtype: torch.dtype) -> Callable[..., Merged]:
+def merged_all_reduce(comm: Communicator, mesh_dims: Sequence[int], op: Any, dtype: torch.dtype) -> Callable[..., Merged]:
     """Return a function that issues several all-reduces over ``mesh_dims`` as one, given a local value for each."""
     return _as_recorded_op(_bind_flat_all_reduce(comm, mesh_dims, op, dtype, 1), "all_reduce", False)
 
@@ -146,7 +146,7 @@ def _as_recorded_op(merged: MergedStart, name: str, at_once: bool) -> Callable[.
     """Wrap ``together`` for separate local values. Results share no memory, because a receiver may write to one.
 
     Args:
-        at_once: as in :class:`..comm.backend_base.Reduction`.
+        at_once: as in :class:`..comm.backend_base.BoundReduction`.
     """
 
     def issue(*values: LocalValue) -> Merged:
@@ -174,7 +174,7 @@ def _merge_key(step: Step, index: int) -> Hashable:
             return over
 
 
-@remembered(512)
+@memoize(512)
 def _bind_merged(steps: tuple[Any, ...]) -> MergedStart:
     """Bind steps of one kind as one collective. Regions and groups are computed once."""
     match steps[0]:
@@ -186,7 +186,7 @@ def _bind_merged(steps: tuple[Any, ...]) -> MergedStart:
             start = _bind_all_gather(steps)
         case _:
             start = _bind_exchange(steps)
-    return counted_with([step.before for step in steps], steps[0].mesh_dims, type(steps[0]).__name__, start)
+    return count_as_operation([step.before for step in steps], steps[0].mesh_dims, type(steps[0]).__name__, start)
 
 
 # --- reductions: the elements of all tensors in one flat row --------------------------------------------------------------
@@ -200,7 +200,7 @@ def _bind_flat_all_reduce(comm: Communicator, mesh_dims: Sequence[int], op: Any,
     bound = reduction.taking or reduction.run
 
     def unpack_rows(member: int, reduced: Tensor, *parts: Tensor) -> list[Tensor]:
-        rows = (divided(reduced, divisor) if divisor > 1 else reduced).split([part.numel() for part in parts])
+        rows = (divide_in_place(reduced, divisor) if divisor > 1 else reduced).split([part.numel() for part in parts])
         return [row.view(part.shape) for row, part in zip(rows, parts, strict=True)]
 
     def start(values: list[LocalValue], out: list[LocalValue | None]) -> Merged:
@@ -219,7 +219,7 @@ def _bind_reduce_scatter(steps: tuple[Any, ...]) -> MergedStart:
         return rows[member].terms(every, parts, dtype, parts[0].device)
 
     def unpack_rows(member: int, reduced: Tensor) -> list[Tensor]:
-        return rows[member].split(every, divided(reduced, divisor) if divisor > 1 else reduced)[:-1]
+        return rows[member].split(every, divide_in_place(reduced, divisor) if divisor > 1 else reduced)[:-1]
 
     return lambda values, out: bound(comm.map(terms, *values)).then(lambda reduced: comm.map(unpack_rows, reduced))
 
@@ -240,7 +240,7 @@ def _bind_all_gather(steps: tuple[Any, ...]) -> MergedStart:
         return made
 
     def start(values: list[LocalValue], out: list[LocalValue | None]) -> Merged:
-        row = comm.map(lambda member, *parts: rows[member].pack(parts, joined), *values)
+        row = comm.map(lambda member, *parts: rows[member].pack(parts, concat_to_row), *values)
         return bound(row).then(lambda arrived: settled(comm.map(unpacked, arrived, *out), out))
 
     def settled(made: list[LocalValue], out: list[LocalValue | None]) -> list[LocalValue]:
@@ -254,24 +254,26 @@ def broadcast_many(comm: Communicator, values: Sequence[LocalValue], mesh_dims: 
     order = sorted(range(len(values)), key=lambda i: -values[i].dtype.itemsize)
 
     def packed(member: int, *parts: Tensor) -> Tensor:
-        return torch.cat([flat_bytes(x) for x in parts])
+        return torch.cat([flatten_to_bytes(x) for x in parts])
 
     def unpack_rows(member: int, row: Tensor, *parts: Tensor) -> list[Tensor]:
         pieces = row.split([x.numel() * x.itemsize for x in parts])
-        return [torch.empty_like(x).copy_(from_bytes(piece, x.shape, x.dtype)) for x, piece in zip(parts, pieces, strict=True)]
+        return [
+            torch.empty_like(x).copy_(tensor_from_bytes(piece, x.shape, x.dtype)) for x, piece in zip(parts, pieces, strict=True)
+        ]
 
     sent = [values[i] for i in order]
     arrived = comm.map(unpack_rows, comm.broadcast(comm.map(packed, *sent), mesh_dims).wait(), *sent)
     return [arrived[order.index(i)] for i in range(len(values))]
 
 
-def _flat_rows(steps: tuple[Any, ...]) -> dict[int, Rows]:
+def _flat_rows(steps: tuple[Any, ...]) -> dict[int, FlatRows]:
     """Return the flat rows of gather steps, or (mirrored) of reduction steps, for each member in this process."""
     gathers, mesh, mesh_dims = isinstance(steps[0], AllGather), steps[0].before.mesh, steps[0].mesh_dims
     pairs = [(step.before, step.after) if gathers else (step.after, step.before) for step in steps]
     dtypes, cut = [step.before.dtype for step in steps], [True] * len(steps)
     members = communicator_of(mesh).held
-    return {member: Rows.of(pairs, dtypes, cut, member, mesh.members_of(mesh_dims, member)) for member in members}
+    return {member: FlatRows.of(pairs, dtypes, cut, member, mesh.members_of(mesh_dims, member)) for member in members}
 
 
 def _bind_exchange(steps: tuple[Any, ...]) -> MergedStart:
@@ -289,7 +291,7 @@ def _bind_exchange(steps: tuple[Any, ...]) -> MergedStart:
 
     def sent(member: int, *parts: Tensor) -> Tensor:
         pairs = [pair for own in boxes(member, "sends") for pair in zip(parts, own, strict=True)]
-        row = [flat_bytes(region(part, box)) for part, box in pairs if box is not None]
+        row = [flatten_to_bytes(view_region(part, box)) for part, box in pairs if box is not None]
         return torch.cat(row) if row else parts[0].new_empty(0, dtype=torch.uint8)
 
     def placed(member: int, arrived: Tensor, *parts: Tensor) -> list[Tensor]:
@@ -298,11 +300,11 @@ def _bind_exchange(steps: tuple[Any, ...]) -> MergedStart:
         for part, own in zip(parts, (route_of_step(step, member) for step in steps), strict=True):
             results.append(part.new_empty(own.new))
             if own.kept is not None:
-                region(results[-1], own.kept[1]).copy_(region(part.detach(), own.kept[0]))
+                view_region(results[-1], own.kept[1]).copy_(view_region(part.detach(), own.kept[0]))
         for each in boxes(member, "receives"):
             for result, box, piece in zip(results, each, pieces, strict=False):
                 if box is not None:
-                    region(result, box).copy_(align_bytes(piece, result.itemsize).view(result.dtype).view(box.size))
+                    view_region(result, box).copy_(align_bytes(piece, result.itemsize).view(result.dtype).view(box.size))
         return results
 
     def total(side: str) -> Callable[[int], list[int]]:

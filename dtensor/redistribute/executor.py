@@ -13,20 +13,33 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..base.caches import remembered
-from ..base.memory_order import outermost_first
+from ..base.caches import memoize
+from ..base.memory_order import dims_outermost_first
 from ..comm import Communicator, Pending, communicator_of
-from ..comm.backend_base import Run
-from ..comm.checked_collectives import counted_with
-from ..comm.events import because
-from ..comm.local_reduce import divided, identity
-from ..comm.pack import Box, Route, Scatter, Transfer, region
+from ..comm.checked_collectives import count_as_operation
+from ..comm.communicator import BoundCollective
+from ..comm.events import issue_for_cause
+from ..comm.local_reduce import divide_in_place, reduction_identity
+from ..comm.pack import Box, Scatter, SendRecvPlan, Transfer, view_region
 from ..layout.layout import Layout
 from ..placement import Monoid
 from .partial_algebra import IDEMPOTENT_OPS
 from .planner import plan as plan_of
 from .send_recv_plan import exchange_route, exchange_traffic, gather_route, gather_traffic
-from .step import AllGather, AllReduce, Exchange, Once, Plan, ReduceScatter, Repeat, Slice, Spread, Step, described, place
+from .step import (
+    AllGather,
+    AllReduce,
+    Exchange,
+    Once,
+    Plan,
+    ReduceScatter,
+    Repeat,
+    Slice,
+    Spread,
+    Step,
+    layout_text,
+    placements_text,
+)
 
 LocalValue = Any  # local value: a torch.Tensor, or a PerRank of all ranks (docs/architecture.md)
 
@@ -44,10 +57,10 @@ def redistribute_local(local: LocalValue, src: Layout, dst: Layout) -> LocalValu
 
 def execute(plan: Plan, local: LocalValue) -> LocalValue:
     """Return the local value after ``plan``; the source is never modified. A rank outside the mesh gets ``local`` back."""
-    return _run_steps(bound_of(plan), local)
+    return _run_steps(get_or_bind_steps(plan), local)
 
 
-def _run_steps(steps: Sequence[Bound], local: LocalValue) -> LocalValue:
+def _run_steps(steps: Sequence[BoundStep], local: LocalValue) -> LocalValue:
     for step in steps:
         local = step.run(local)
     return local
@@ -72,7 +85,7 @@ def start(plan: Plan, local: LocalValue) -> Pending[LocalValue]:
 
     All ranks must wait in the same order.
     """
-    bound = bound_of(plan)
+    bound = get_or_bind_steps(plan)
     for k, step in enumerate(bound):
         if step.start is not None:
             return step.start(local).then(functools.partial(_run_steps, bound[k + 1 :]))
@@ -80,42 +93,44 @@ def start(plan: Plan, local: LocalValue) -> Pending[LocalValue]:
     return Pending.of(local)
 
 
-class Bound(NamedTuple):
+class BoundStep(NamedTuple):
     """Step that is bound for this process and needs only the local value. ``start`` is set if the step communicates."""
 
     run: Callable[[LocalValue], LocalValue]
     start: Callable[[LocalValue], Pending[LocalValue]] | None = None
 
 
-def bound_of(plan: Plan) -> tuple[Bound, ...]:
+def get_or_bind_steps(plan: Plan) -> tuple[BoundStep, ...]:
     """Return the bound steps of ``plan`` for this process, with regions and groups computed once; () outside of its mesh."""
-    bound: tuple[Bound, ...] | None = plan.bound
+    bound: tuple[BoundStep, ...] | None = plan.bound
     if bound is None:
         bound = plan.bound = _bind_steps(plan)
     return bound
 
 
-def _bind_steps(plan: Plan) -> tuple[Bound, ...]:
+def _bind_steps(plan: Plan) -> tuple[BoundStep, ...]:
     comm = communicator_of(plan.src.mesh)
     if not plan.steps or not comm.held:
         return ()
     bound = tuple(_bind_step(comm, step) for step in plan.steps)
     if plan.dst.dense or not plan.communicates:
         return bound
-    return (*bound, Bound(lambda x: comm.map(in_order, x, plan.dst)))
+    return (*bound, BoundStep(lambda x: comm.map(in_memory_order, x, plan.dst)))
 
 
-def _bind_step(comm: Communicator, step: Step) -> Bound:
+def _bind_step(comm: Communicator, step: Step) -> BoundStep:
     before, after, mesh_dims = step.before, step.after, step.mesh_dims
     match step:
         case Slice():
-            return Bound(lambda x: comm.map(lambda member, part: region(part, inside(before, member, after, member)), x))
+            return BoundStep(
+                lambda x: comm.map(lambda member, part: view_region(part, box_inside(before, member, after, member)), x)
+            )
         case Once(dims=dims):
-            return Bound(lambda x: comm.map(lambda _, part: _first_along(part, dims), x))
+            return BoundStep(lambda x: comm.map(lambda _, part: _first_along(part, dims), x))
         case Repeat():
-            return Bound(lambda x: comm.map(lambda member, part: part.expand(after.shape_of(member)), x))
+            return BoundStep(lambda x: comm.map(lambda member, part: part.expand(after.shape_of(member)), x))
         case Spread():
-            return Bound(lambda x: comm.map(_spread_local, x, step))
+            return BoundStep(lambda x: comm.map(_spread_local, x, step))
         case AllReduce(op=op):
             unfinished = dataclasses.replace(op, finalize=None) if isinstance(op, Monoid) else op
             return _bind_collective(comm, lambda x: comm.all_reduce(x, mesh_dims, unfinished), step)
@@ -123,7 +138,7 @@ def _bind_step(comm: Communicator, step: Step) -> Bound:
 
             def chunks_of(member: int) -> tuple[Box, ...]:
                 group = before.mesh.members_of(mesh_dims, member)
-                return tuple(inside(before, member, after, other) for other in group)
+                return tuple(box_inside(before, member, after, other) for other in group)
 
             scatter = Scatter(
                 chunks_of,
@@ -140,11 +155,11 @@ def _bind_step(comm: Communicator, step: Step) -> Bound:
             raise TypeError(f"{step} is not a step of a redistribution plan")
 
 
-def _bind_transfer(comm: Communicator, step: AllGather | Exchange) -> Run:
+def _bind_transfer(comm: Communicator, step: AllGather | Exchange) -> BoundCollective:
     """Return a transfer that is bound at its first use. If several plans advance together it is merged instead, and never
     bound.
     """
-    bound: list[Run] = []
+    bound: list[BoundCollective] = []
 
     def issue(x: LocalValue) -> Pending[LocalValue]:
         if not bound:
@@ -159,29 +174,29 @@ def _bind_transfer(comm: Communicator, step: AllGather | Exchange) -> Run:
     return issue
 
 
-def _tag_step(step: Step, issue: Run) -> Run:
+def _tag_step(step: Step, issue: BoundCollective) -> BoundCollective:
     """Tag ``issue`` with its step, so that a recorder can identify it."""
     setattr(issue, "step", step)  # noqa: B010  no attribute of functions that types know
     return issue
 
 
 def _step_text(step: Step) -> str:
-    return f"{described(step.before)} -> {place(step.after)}"
+    return f"{layout_text(step.before)} -> {placements_text(step.after)}"
 
 
-def route_of_step(step: AllGather | Exchange, member: int) -> Route:
+def route_of_step(step: AllGather | Exchange, member: int) -> SendRecvPlan:
     """Return a member's part in a transfer step."""
     find = gather_route if isinstance(step, AllGather) else exchange_route
     return find(step.before, step.after, step.mesh_dims, member)
 
 
-def _bind_collective(comm: Communicator, issue: Run, step: Step) -> Bound:
+def _bind_collective(comm: Communicator, issue: BoundCollective, step: Step) -> BoundStep:
     """Bind a collective step: ``issue``, then the operations on its result."""
-    checked = counted_with([step.before], step.mesh_dims, _step_text(step), issue)
-    start, finish = because((step,), checked), _finisher_of(comm, step)
+    checked = count_as_operation([step.before], step.mesh_dims, _step_text(step), issue)
+    start, finish = issue_for_cause((step,), checked), _finisher_of(comm, step)
     if finish is None:
-        return Bound(lambda x: start(x).wait(), start)
-    return Bound(lambda x: finish(start(x).wait()), lambda x: start(x).then(finish))
+        return BoundStep(lambda x: start(x).wait(), start)
+    return BoundStep(lambda x: finish(start(x).wait()), lambda x: start(x).then(finish))
 
 
 def _finisher_of(comm: Communicator, step: Step) -> Callable[[LocalValue], LocalValue] | None:
@@ -189,19 +204,19 @@ def _finisher_of(comm: Communicator, step: Step) -> Callable[[LocalValue], Local
         case AllReduce(op=Monoid(finalize=finalize), finish=True) if finalize is not None:
             return lambda result: comm.map(lambda _, value: finalize(value), result)
         case AllReduce(divisor=divisor) | ReduceScatter(divisor=divisor) if divisor > 1:
-            return lambda result: comm.map(lambda _, value: divided(value, divisor), result)
+            return lambda result: comm.map(lambda _, value: divide_in_place(value, divisor), result)
         case _:
             return None
 
 
 # --- work of one member: coordinates and regions are integer arithmetic -----------------------------------------
-def in_order(member: int, x: torch.Tensor, layout: Layout) -> torch.Tensor:
+def in_memory_order(member: int, x: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Return ``x`` with dims in the memory order of the global tensor, so that views of the global tensor are views of it too."""
     major_first = sorted((d for d, step in enumerate(layout.stride) if step and x.shape[d] > 1), key=lambda d: -layout.stride[d])
     strides = [x.stride(d) for d in major_first]
     if strides == sorted(strides, reverse=True):
         return x
-    return layout.block_beside(x, member).copy_(x)
+    return layout.new_local_like(x, member).copy_(x)
 
 
 def _first_along(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
@@ -211,8 +226,8 @@ def _first_along(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
     return x
 
 
-@remembered(8192)
-def inside(outer: Layout, holder: int, inner: Layout, member: int) -> Box:
+@memoize(8192)
+def box_inside(outer: Layout, holder: int, inner: Layout, member: int) -> Box:
     """Return the box of the block of ``member`` under ``inner`` in the block of ``holder`` under ``outer``, which contains it."""
     coordinates = outer.mesh.coordinates
     origin, offset = outer.local_offset(coordinates[holder]), inner.local_offset(coordinates[member])
@@ -226,10 +241,10 @@ def _spread_local(member: int, x: torch.Tensor, step: Spread) -> torch.Tensor:
     new_partial_dims = [i for i, op in enumerate(after.partials) if op != before.partials[i] and i not in split]
     keeps_value = step.op in IDEMPOTENT_OPS or all(coordinate[i] == 0 for i in new_partial_dims)
     if before.splits == after.splits:
-        return x if keeps_value else identity(step.op, x)
-    shape, order = after.local_shape(coordinate), outermost_first(after.stride)
+        return x if keeps_value else reduction_identity(step.op, x)
+    shape, order = after.local_shape(coordinate), dims_outermost_first(after.stride)
     expanded = x.new_empty(()).expand([shape[d] for d in order])  # the shape of a block, without its memory
-    result = identity(step.op, expanded).permute([order.index(d) for d in range(after.ndim)])
+    result = reduction_identity(step.op, expanded).permute([order.index(d) for d in range(after.ndim)])
     if keeps_value:
-        region(result, inside(after, member, before, member)).copy_(x)
+        view_region(result, box_inside(after, member, before, member)).copy_(x)
     return result

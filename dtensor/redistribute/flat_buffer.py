@@ -17,17 +17,17 @@ from torch import Tensor
 from ..base.memory_order import contiguous_stride
 from ..base.torch_internals import BelowAutograd, count_dispatch_modes
 from ..base.tracing import is_traced
-from ..comm.flat_rows import flat
+from ..comm.flat_rows import flatten_to_row
 from ..comm.pack import Box
 from ..layout.layout import Layout
-from .executor import inside
+from .executor import box_inside
 
 Join = Callable[[list[Tensor]], Tensor]
 Ranges = tuple[tuple[int, int, int], ...]  # (tensor dim, start, length) of each dim of which a block is a part
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class FlatRows:
     """Flat rows that one member of a group sends and receives if blocks of many tensors are gathered, or full tensors
     reduce-scattered.
 
@@ -76,11 +76,11 @@ class Rows:
         member: int,
         group: Sequence[int],
         alignment: int = 1,
-    ) -> Rows:
+    ) -> FlatRows:
         """Return the flat rows of tensors by their (sharded, gathered) layouts. Rows are padded to ``alignment`` bytes."""
         shapes = tuple(whole.shape_of(member) for _, whole in pairs)
-        boxes = [[inside(whole, member, part, other) for part, whole in pairs] for other in group]
-        return Rows.of_blocks(shapes, boxes, dtypes, cut, list(group).index(member), alignment)
+        boxes = [[box_inside(whole, member, part, other) for part, whole in pairs] for other in group]
+        return FlatRows.of_blocks(shapes, boxes, dtypes, cut, list(group).index(member), alignment)
 
     @staticmethod
     def of_blocks(
@@ -90,7 +90,7 @@ class Rows:
         cut: Sequence[bool],
         mine: int,
         alignment: int = 1,
-    ) -> Rows:
+    ) -> FlatRows:
         """Return the flat rows of tensors by their gathered shapes and, by position and tensor, the box of each block."""
         shapes = tuple(shapes)
         sizes = tuple(tuple(box.size for box in each) for each in boxes)
@@ -115,7 +115,7 @@ class Rows:
         computed = (tuple(lengths), tuple(pieces), tuple(blocks), padding, even)
         uncut = tuple(i for i, is_cut in enumerate(cut) if not is_cut)
         strides = tuple(map(contiguous_stride, sizes[mine]))
-        return Rows(tuple(cut), uncut, tuple(dtypes), shapes, sizes, numels, narrowed, mine, strides, seen, *computed)
+        return FlatRows(tuple(cut), uncut, tuple(dtypes), shapes, sizes, numels, narrowed, mine, strides, seen, *computed)
 
     # --- gather ------------------------------------------------------------------------------------------------------
     def pack(self, locals_: Sequence[Tensor], join: Join = torch.cat) -> Tensor:
@@ -129,7 +129,7 @@ class Rows:
         with _below_autograd():
             pairs = [(x, dtype) for x, cut, dtype in zip(locals_, self.cut, self.dtypes, strict=True) if cut]
             blocks = [x if x.dtype is dtype else x.to(dtype) for x, dtype in pairs]
-            return [x.reshape(-1) if x.dtype is self.seen else flat(x).view(self.seen) for x in blocks]
+            return [x.reshape(-1) if x.dtype is self.seen else flatten_to_row(x).view(self.seen) for x in blocks]
 
     def row(self, parts: Sequence[Tensor], device: str | torch.device, join: Join = torch.cat) -> Tensor:
         """Concatenate parts into a row. ``join`` returns memory that is not written to later."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..base.caches import remembered
+from ..base.caches import memoize
 from ..layout.layout import Layout
 from ..layout.splits import Split, chunk_sizes
 from ..mesh.coordinate_tables import Table, block_indices
@@ -20,11 +20,11 @@ from ..mesh.device_mesh import DeviceMesh
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 
-@remembered(8192)
-def blocks(layout: Layout) -> tuple[Table, Table]:
+@memoize(8192)
+def block_intervals(layout: Layout) -> tuple[Table, Table]:
     """Return offsets and sizes of every member's block, each of shape (members, tensor dims)."""
     members = len(layout.mesh.members)
-    kind = object if layout.sized else np.int64
+    kind = object if layout.has_symbols else np.int64
     offsets = np.zeros((members, layout.ndim), dtype=kind, order="F")  # read by columns
     sizes = np.empty((members, layout.ndim), dtype=kind, order="F")
     sizes[:] = layout.shape
@@ -38,17 +38,17 @@ def blocks(layout: Layout) -> tuple[Table, Table]:
 
 def block_numels(layout: Layout) -> Table:
     """Return the number of elements of every member's block."""
-    return _row_products(blocks(layout)[1], len(layout.mesh.members))
+    return _row_products(block_intervals(layout)[1], len(layout.mesh.members))
 
 
-def missing(before: Layout, after: Layout) -> Table:
+def missing_numels(before: Layout, after: Layout) -> Table:
     """Return for every member the number of elements of its block under ``after`` that it does not have under ``before``."""
-    (lo, size), (new_lo, new_size) = blocks(before), blocks(after)
+    (lo, size), (new_lo, new_size) = block_intervals(before), block_intervals(after)
     common = np.minimum(lo + size, new_lo + new_size) - np.maximum(lo, new_lo)
     return block_numels(after) - _row_products(np.maximum(common, 0), len(before.mesh.members))
 
 
-def largest(table: Table) -> int:
+def table_max(table: Table) -> int:
     """Return the greatest element, which may be a symbol."""
     greatest: int = table.max() if table.dtype == object else int(table.max())
     return greatest
@@ -63,7 +63,7 @@ def _row_products(table: Table, rows: int) -> Table:
 
 
 # --- nested splits -----------------------------------------------------------------------------------------------
-@remembered(8192)
+@memoize(8192)
 def prefix_sizes(mesh: DeviceMesh, split: Split, count: int) -> tuple[int, ...]:
     """Return the sizes of the blocks into which the ``count`` outermost mesh dims of ``split`` shard the tensor dim.
 
@@ -74,7 +74,7 @@ def prefix_sizes(mesh: DeviceMesh, split: Split, count: int) -> tuple[int, ...]:
     return tuple(sum(split.sizes[k : k + inner]) for k in range(0, len(split.sizes), inner))
 
 
-@remembered(8192)
+@memoize(8192)
 def common_prefix(mesh: DeviceMesh, a: Split | None, b: Split | None) -> int:
     """Return how many outermost mesh dims shard into the same blocks in both splits."""
     if a is None or b is None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ..base.caches import remembered
+from ..base.caches import memoize
 from ..cost.link import collective_seconds, local_seconds
 from ..layout.layout import Layout
 from ..placement import Monoid
-from .intervals import common_prefix, largest, missing, split_depth
+from .intervals import common_prefix, missing_numels, split_depth, table_max
 from .partial_algebra import Reduction
 from .send_recv_plan import max_sent_numel
 from .step import AllGather, AllReduce, Exchange, ReduceScatter, Slice, Spread, Step
@@ -14,7 +14,7 @@ from .step import AllGather, AllReduce, Exchange, ReduceScatter, Slice, Spread, 
 EXACT_PAIRS = 1 << 12  # with more pairs of ranks, sending is assumed to be as balanced as receiving
 
 
-@remembered(8192)
+@memoize(8192)
 def reduce_step(before: Layout, after: Layout, reduction: Reduction) -> Step:
     """Return the all-reduce if blocks stay as they are, else the reduce-scatter."""
     mesh, dims = before.mesh, reduction.mesh_dims
@@ -41,7 +41,7 @@ def spread_step(before: Layout, after: Layout, mesh_dims: tuple[int, ...]) -> St
     return Spread(before, after, (), 0, 0.0 if free else local_seconds(before.mesh, after.max_local_nbytes), op)
 
 
-@remembered(8192)
+@memoize(8192)
 def move_step(before: Layout, after: Layout) -> Step:
     """Return the slice, all-gather or exchange that changes the blocks. Partial values stay partial."""
     itemsize = before.dtype.itemsize
@@ -68,7 +68,7 @@ def _max_missing(before: Layout, after: Layout, gathers: bool) -> int:
     """Return the greatest number of elements of a new block that its member does not have yet."""
     if gathers and _is_even(before) and _is_even(after):
         return (after.max_local_nbytes - before.max_local_nbytes) // before.dtype.itemsize
-    return largest(missing(before, after))
+    return table_max(missing_numels(before, after))
 
 
 def _is_even(layout: Layout) -> bool:

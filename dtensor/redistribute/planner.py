@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ..base.caches import Bounded
+from ..base.caches import BoundedDict
 from ..errors import LayoutError
 from ..layout.expanded_storage import first_along_dims, repeated_dims
 from ..layout.layout import Layout
@@ -29,7 +29,7 @@ from .make_step import move_step, reduce_step, spread_step
 from .partial_algebra import PartialChanges, Reduction, may_pad, partial_changes
 from .step import Once, Plan, Repeat, Step
 
-_PLANS: Bounded[tuple[Layout, Layout], Plan] = Bounded(4096, "redistributions")
+_PLANS: BoundedDict[tuple[Layout, Layout], Plan] = BoundedDict(4096, "redistributions")
 
 
 def plan(src: Layout, dst: Layout) -> Plan:
@@ -43,7 +43,7 @@ def plan(src: Layout, dst: Layout) -> Plan:
     result = _PLANS.get((src, dst))
     if result is None:
         _check_comparable(src, dst)
-        result = _PLANS.keep((src, dst), Plan(src, dst, () if src.same_data(dst) else _plan_stored_elements(src, dst)))
+        result = _PLANS.keep((src, dst), Plan(src, dst, () if src.has_same_blocks(dst) else _plan_stored_elements(src, dst)))
     return result
 
 
@@ -208,9 +208,9 @@ def _is_paddable(dst: Layout, mesh_dim: int, kept: list[str | Monoid | None]) ->
 def _move_steps(src: Layout, dst: Layout) -> Iterator[Step]:
     """Yield a slice without communication if there is one, then at most one more step."""
     at = _slice_towards(src, dst)
-    if not at.same_data(src):
+    if not at.has_same_blocks(src):
         yield move_step(src, at)
-    if not at.same_data(dst):
+    if not at.has_same_blocks(dst):
         yield move_step(at, dst)
 
 

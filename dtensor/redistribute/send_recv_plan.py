@@ -10,15 +10,15 @@ import math
 
 import numpy as np
 
-from ..base.caches import remembered
-from ..comm.pack import Box, Route, Traffic
+from ..base.caches import memoize
+from ..comm.pack import Box, SendRecvPlan, Traffic
 from ..layout.layout import Layout
 from ..mesh.coordinate_tables import Table, block_indices, group_members
-from .intervals import Mask, blocks, largest
+from .intervals import Mask, block_intervals, table_max
 
 
-@remembered(4096)
-def exchange_route(before: Layout, after: Layout, mesh_dims: tuple[int, ...], member: int) -> Route:
+@memoize(4096)
+def exchange_route(before: Layout, after: Layout, mesh_dims: tuple[int, ...], member: int) -> SendRecvPlan:
     """Return what ``member`` sends, receives and keeps.
 
     >>> mesh = dt.DeviceMesh("cpu", 2)
@@ -27,7 +27,7 @@ def exchange_route(before: Layout, after: Layout, mesh_dims: tuple[int, ...], me
     (Box(start=(0, 0), size=(2, 3)), None)
     """
     group = np.asarray(before.mesh.members_of(mesh_dims, member), dtype=np.int64)
-    (lo, size), (new_lo, new_size) = blocks(before), blocks(after)
+    (lo, size), (new_lo, new_size) = block_intervals(before), block_intervals(after)
     mine = int(np.flatnonzero(group == member)[0])
     to, come = _partner_masks(before, after, mesh_dims, group, mine)
 
@@ -42,11 +42,11 @@ def exchange_route(before: Layout, after: Layout, mesh_dims: tuple[int, ...], me
     receives = _make_boxes(start - new_lo[member], length, come)
     new = _make_boxes((start - new_lo[member])[here], length[here], here >= 0)[0]
     shapes = tuple(size[member].tolist()), tuple(new_size[member].tolist())
-    return Route(*shapes, sends, receives, None if old is None or new is None else (old, new))
+    return SendRecvPlan(*shapes, sends, receives, None if old is None or new is None else (old, new))
 
 
-@remembered(4096)
-def gather_route(before: Layout, after: Layout, mesh_dims: tuple[int, ...], member: int) -> Route:
+@memoize(4096)
+def gather_route(before: Layout, after: Layout, mesh_dims: tuple[int, ...], member: int) -> SendRecvPlan:
     """Return the route of ``member`` in a gather: every member has another part of the one new block of the group, and sends it
     to all others.
     """
@@ -61,7 +61,7 @@ def gather_route(before: Layout, after: Layout, mesh_dims: tuple[int, ...], memb
     parts[position] = None
     whole = None if own is None else Box((0,) * len(old), old)
     sends = tuple([None if k == position else whole for k in range(len(group))])
-    return Route(old, new, sends, tuple(parts), None if own is None or whole is None else (whole, own))
+    return SendRecvPlan(old, new, sends, tuple(parts), None if own is None or whole is None else (whole, own))
 
 
 def gather_traffic(before: Layout, after: Layout, mesh_dims: tuple[int, ...], member: int) -> Traffic | None:
@@ -88,8 +88,8 @@ def exchange_traffic(before: Layout, after: Layout, mesh_dims: tuple[int, ...], 
         common[position, position] = 0
     else:
         common[_sender_positions(before, after, mesh_dims, members) != position[:, None]] = 0
-    sizes = blocks(before)[1][group]
-    return Traffic(largest(common), -(-int((common > 0).sum()) // len(group)), bool((sizes == sizes[0]).all()))
+    sizes = block_intervals(before)[1][group]
+    return Traffic(table_max(common), -(-int((common > 0).sum()) // len(group)), bool((sizes == sizes[0]).all()))
 
 
 def _has_no_replicas(before: Layout, mesh_dims: tuple[int, ...]) -> bool:
@@ -114,7 +114,7 @@ def _partner_masks(before: Layout, after: Layout, mesh_dims: tuple[int, ...], gr
     return owner[mine] == mine, owner[:, mine] == np.arange(len(group))
 
 
-@remembered(512)
+@memoize(512)
 def _sender_positions(before: Layout, after: Layout, mesh_dims: tuple[int, ...], group: tuple[int, ...]) -> Table:
     """Return for position ``s`` (and its replicas) and receiver ``r`` the position that sends their common part to ``r``; -1
     for none.
@@ -151,7 +151,7 @@ def _overlap_numels(before: Layout, after: Layout, senders: Table, receivers: Ta
     """Return the number of common elements of old block ``s`` and new block ``r`` within each group: (groups, senders,
     receivers).
     """
-    (lo, size), (new_lo, new_size) = blocks(before), blocks(after)
+    (lo, size), (new_lo, new_size) = block_intervals(before), block_intervals(after)
     total: Table = np.ones((len(senders), senders.shape[1], receivers.shape[1]), dtype=np.result_type(lo, new_lo))
     for dim in range(before.ndim):
         start, new_start = lo[:, dim][senders], new_lo[:, dim][receivers]
@@ -168,4 +168,4 @@ def max_sent_numel(before: Layout, after: Layout, mesh_dims: tuple[int, ...]) ->
     sender = owner + np.arange(len(table))[:, None, None] * table.shape[1]
     chosen, lengths = owner >= 0, np.zeros(table.size, dtype=common.dtype)
     np.add.at(lengths, sender[chosen], common[chosen])
-    return largest(lengths)
+    return table_max(lengths)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..base.caches import remembered
+from ..base.caches import memoize
 from ..placement import Monoid
 from .call import Call
-from .notation import EACH, Pattern, Term, argument_of, is_group, is_picked
+from .notation import EACH, Pattern, Term, argument_of, is_group, is_selected
 from .rule import Declaration, Dims, Factors, Shapes
 
 Reduction = str | Monoid
@@ -45,7 +45,7 @@ class PatternMatch:
     products: bool
 
 
-@remembered(4096)
+@memoize(4096)
 def match_pattern(
     pattern: Pattern,
     names: tuple[str, ...],
@@ -101,7 +101,7 @@ class PatternBinder:
         self.whole = {word.strip("@!*.") for word in pattern.whole}
 
     def bind(self, operands: Sequence[tuple[Term, int]], results: Sequence[tuple[Term, int]]) -> PatternMatch:
-        for term, ndim in sorted((*operands, *results), key=lambda item: not any(map(is_picked, item[0].dims))):
+        for term, ndim in sorted((*operands, *results), key=lambda item: not any(map(is_selected, item[0].dims))):
             self.measure_groups(term, ndim)
         operand_dims = tuple([self.name_dims(term, ndim, ()) for term, ndim in operands])
         operand_factors = frozenset(name for dims in operand_dims for dim in dims for name in dim)
@@ -130,7 +130,7 @@ class PatternBinder:
     def measure_groups(self, term: Term, ndim: int) -> None:
         """Record the number of dims of a term's groups, if the term determines them."""
         groups = [k for k, dim in enumerate(term.dims) if is_group(dim)]
-        picking = next((k for k, dim in enumerate(term.dims) if is_picked(dim)), None)
+        picking = next((k for k, dim in enumerate(term.dims) if is_selected(dim)), None)
         if picking is not None:
             start, stop, picked = self.selected_region(term, picking, ndim)
             rest, first = stop - start - len(picked), min(picked, default=stop)
@@ -157,10 +157,10 @@ class PatternBinder:
     def find_kept_dims(self, term: Term, ndim: int, operands: Sequence[tuple[Term, int]]) -> tuple[Term, int, tuple[int, ...]]:
         """Return a result term with its number of dims, and the dims of size one that ``keepdim`` keeps."""
         picked: tuple[int, ...] = ()
-        if not any(map(is_picked, term.dims)) and not term.additive:
-            operand = next(((t, n) for t, n in operands if any(map(is_picked, t.dims))), None)
+        if not any(map(is_selected, term.dims)) and not term.additive:
+            operand = next(((t, n) for t, n in operands if any(map(is_selected, t.dims))), None)
             if operand is not None:
-                selected = self.selected_places(next(argument_of(dim) for dim in operand[0].dims if is_picked(dim)), operand[1])
+                selected = self.selected_places(next(argument_of(dim) for dim in operand[0].dims if is_selected(dim)), operand[1])
                 own_ndim = sum(self.lengths.get(dim[0], 0) if is_group(dim) else 1 for dim in term.dims)
                 if selected and own_ndim + len(selected) == ndim:
                     picked = selected
@@ -171,7 +171,7 @@ class PatternBinder:
         dims = term.dims
         if term.additive and not any(map(is_group, dims)):
             dims = dims[-ndim:] if 0 < ndim < len(dims) else () if not ndim else dims
-        picking = next((k for k, dim in enumerate(dims) if is_picked(dim)), None)
+        picking = next((k for k, dim in enumerate(dims) if is_selected(dim)), None)
         names = list(
             self.name_around_selected(term, picking, ndim) if picking is not None else self.name_in_order(dims, ndim - len(kept))
         )
@@ -359,7 +359,7 @@ class ShapesOf(Declaration):
         return tuple([tuple([sizes[dim[0]] if dim else 1 for dim in dims]) for dims in recipe.results])
 
 
-@remembered(4096)
+@memoize(4096)
 def _match_forward(
     pattern: Pattern,
     names: tuple[str, ...],
@@ -376,17 +376,17 @@ def _match_forward(
         return None
     binder = PatternBinder(pattern, dict(picked))
     operand_terms = [(pattern.operands[k], ndim) for k, ndim in zip(terms, ndims, strict=True) if k != NUMBER_TERM]
-    for term, ndim in sorted(operand_terms, key=lambda item: not any(map(is_picked, item[0].dims))):
+    for term, ndim in sorted(operand_terms, key=lambda item: not any(map(is_selected, item[0].dims))):
         binder.measure_groups(term, ndim)
     letters = {name for dims in operands.operands for dim in dims for name in dim}
     gone = {name: sum(notation_label(letter) == name.rstrip("!") for letter in letters) for name, _ in picked}
     ndims_out = []
     for k in outs:
         dims = pattern.results[k].dims
-        if any(not dim or (is_picked(dim) and not any(dim in term.dims for term, _ in operand_terms)) for dim in dims):
+        if any(not dim or (is_selected(dim) and not any(dim in term.dims for term, _ in operand_terms)) for dim in dims):
             return None  # the dim has a size of its own
         own = sum(
-            binder.lengths.get(dim[0], 0) if is_group(dim) else gone[argument_of(dim)] if is_picked(dim) else 1 for dim in dims
+            binder.lengths.get(dim[0], 0) if is_group(dim) else gone[argument_of(dim)] if is_selected(dim) else 1 for dim in dims
         )
-        ndims_out.append(own + (sum(gone.values()) if keepdim and not any(map(is_picked, dims)) else 0))
+        ndims_out.append(own + (sum(gone.values()) if keepdim and not any(map(is_selected, dims)) else 0))
     return match_pattern(pattern, names, fixed, ndims, tuple(ndims_out), picked)

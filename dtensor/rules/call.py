@@ -14,7 +14,7 @@ from ..errors import RuleError
 from ..layout.layout import Layout
 from ..layout.splits import Split
 from ..mesh.device_mesh import DeviceMesh
-from .disjoint_partial import Known, Parted
+from .disjoint_partial import DisjointSplit, OperandFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,14 @@ class NumberKind(IntEnum):
     ANY = 3
 
 
-def kind_of(number: complex) -> NumberKind:
+def classify_number(number: complex) -> NumberKind:
     """Return the kind of a number: for a complex number the less specific kind of its two parts.
 
-    >>> kind_of(0.5), kind_of(1e30), kind_of(float("nan"))
+    >>> classify_number(0.5), classify_number(1e30), classify_number(float("nan"))
     (<NumberKind.HALF: 1>, <NumberKind.WIDE: 2>, <NumberKind.ANY: 3>)
     """
     if isinstance(number, complex):
-        return max(kind_of(number.real), kind_of(number.imag))
+        return max(classify_number(number.real), classify_number(number.imag))
     magnitude = abs(number)
     if magnitude == 0:
         return NumberKind.ZERO
@@ -79,10 +79,10 @@ class Call:
     plain: frozenset[int] = field(default_factory=frozenset)
     scalars: frozenset[str] = frozenset()
     stale: frozenset[str] = frozenset()
-    known: tuple[Known | None, ...] = ()
+    known: tuple[OperandFacts | None, ...] = ()
 
     @property
-    def parted(self) -> tuple[Parted | None, ...]:
+    def parted(self) -> tuple[DisjointSplit | None, ...]:
         """The disjoint rows of each operand, or () if no operand has any."""
         disjoint = tuple([None if each is None else each.parted for each in self.known])
         return disjoint if any(disjoint) else ()
@@ -127,10 +127,10 @@ class Call:
         kinds: list[tuple[int | str, NumberKind]] = []
         for i in sorted(self.plain):
             if isinstance(number := self.arguments[self.names[i]], (int, float, complex)):
-                kinds.append((i, kind_of(number)))
+                kinds.append((i, classify_number(number)))
         for name in sorted(self.scalars):
             if isinstance(number := self.arguments.get(name), (int, float, complex)):
-                kinds.append((name, kind_of(number)))
+                kinds.append((name, classify_number(number)))
         return tuple(kinds)
 
     def __getitem__(self, name: str) -> Any:

@@ -30,11 +30,11 @@ from .bind_notation import Reduction, ShapesOf, Sizes
 from .bind_notation import bind as bind
 from .call import Call
 from .folds import DtypeRestrictedKernel, Fold
-from .notation import Pattern, parse
+from .notation import Pattern, parse_notation
 from .notation_rules import Notation, ReduceChoice, by, fitting
-from .partial_rules import rows
+from .partial_rules import combine_partials
 from .registry import register, register_tagged
-from .rule import ANY_PARTIAL, Declaration, Factors, Kernel, LocalView, Rule, labels
+from .rule import ANY_PARTIAL, Declaration, Factors, Kernel, LocalView, Rule, parse_labels
 
 MakeKernel = Callable[[Call], Kernel | None]
 
@@ -44,8 +44,8 @@ def _parse_patterns(text: str | Pattern | by | fitting) -> Pattern | by | fittin
     if isinstance(text, (Pattern, fitting)):
         return text
     if isinstance(text, by):
-        return by(text.argument, {value: parse(one) for value, one in text.table.items()})
-    return fitting(tuple(map(parse, text.split("|")))) if "|" in text else parse(text)
+        return by(text.argument, {value: parse_notation(one) for value, one in text.table.items()})
+    return fitting(tuple(map(parse_notation, text.split("|")))) if "|" in text else parse_notation(text)
 
 
 def einsum(
@@ -55,10 +55,10 @@ def einsum(
 
     ``linear``: linear in each operand. Letters absent on the right are summed, and partial sums pass beside finite operands.
     """
-    parsed = parse(pattern)
+    parsed = parse_notation(pattern)
     factors = Notation(parsed, {"*": "sum"} if linear else {}, sizes=sizes or {})
     options.setdefault("shapes", ShapesOf((parsed,)))
-    passing = rows(partials, _multilinear_partials(parsed) if linear else ())
+    passing = combine_partials(partials, _multilinear_partials(parsed) if linear else ())
     return register(names, Rule(factors, passing, kind="einsum", **options))
 
 
@@ -92,7 +92,7 @@ def by_pattern(
         shapes: True if each letter has one size in operands and results, whatever other arguments say.
     """
     reduce_ops = sums if not isinstance(sums, str) else {sums: reduce} if sums else {}
-    left = {label: op for words, op in reduce_ops.items() for label in labels(words) or {"*"}}
+    left = {label: op for words, op in reduce_ops.items() for label in parse_labels(words) or {"*"}}
     if refuses_nothing:
         options.setdefault("nonempty", "reduced")
     parsed = _parse_patterns(pattern)
@@ -101,7 +101,7 @@ def by_pattern(
         options["shapes"] = ShapesOf(parsed.patterns if isinstance(parsed, fitting) else (parsed,))
     kernel_of_pattern = kernel.kernel(parsed) if isinstance(kernel, Fold) else kernel
     factors = Notation(parsed, left, refuses_nothing, kernel_of_pattern, kernels or {}, sizes or {})
-    return Rule(factors, rows(partials), kind=kind, **options)
+    return Rule(factors, combine_partials(partials), kind=kind, **options)
 
 
 def reduce(names: str, op: ReduceChoice, dim: str = "dim", *, kernel: Kernel | MakeKernel | None = None, **options: Any) -> Rule:
@@ -176,10 +176,10 @@ def pointwise(names: str, *, partials: Any = (), **options: Any) -> Rule:
 
 
 def _make_pointwise_rule(partials: Any = (), **options: Any) -> Rule:
-    return Rule(POINTWISE, rows(partials), shapes=ONE_SHAPE, kind="pointwise", **options)
+    return Rule(POINTWISE, combine_partials(partials), shapes=ONE_SHAPE, kind="pointwise", **options)
 
 
-_BROADCAST = parse("each: s* -> each: s*")
+_BROADCAST = parse_notation("each: s* -> each: s*")
 POINTWISE = Notation(_BROADCAST)
 ONE_SHAPE = ShapesOf((_BROADCAST,))
 register_tagged(torch.Tag.pointwise, _make_pointwise_rule())
@@ -188,7 +188,7 @@ register_tagged(torch.Tag.pointwise, _make_pointwise_rule())
 # --- functions of the call ----------------------------------------------------------------------------------------------
 def view(names: str, factors: str | Callable[[Call], Factors | None], **options: Any) -> Rule:
     """Declare operators that only rename, split, merge, drop or repeat dims. Partial values of any kind pass."""
-    options["partials"] = rows(options.pop("partials", ANY_PARTIAL))
+    options["partials"] = combine_partials(options.pop("partials", ANY_PARTIAL))
     sizes = options.pop("sizes", {})
     factors_of_call = Notation(_parse_patterns(factors), sizes=sizes) if isinstance(factors, str) else factors
     return register(names, Rule(factors_of_call, kind="view", **options))
@@ -198,7 +198,7 @@ def kernel_rule(names: str, factors: Callable[[Call], Factors | None], *, partia
     """Declare a rule with a function of the call that returns the factors and their kernels."""
     if not callable(factors):
         raise RuleError(f"kernel_rule({names!r}) needs a function of the call")
-    return register(names, Rule(factors, rows(partials), kind="kernel", **options))
+    return register(names, Rule(factors, combine_partials(partials), kind="kernel", **options))
 
 
 def composed(names: str, function: Callable[..., Any], plain: tuple[str, ...] = ()) -> Rule:

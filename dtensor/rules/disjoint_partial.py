@@ -18,7 +18,7 @@ from ..layout.splits import Split
 
 
 @dataclass(frozen=True, slots=True)
-class Parted:
+class DisjointSplit:
     """The disjoint rows of one partial operand.
 
     Attributes:
@@ -35,7 +35,7 @@ class Parted:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class OperandFacts:
     """The facts of one operand beside its layout.
 
     Attributes:
@@ -46,18 +46,18 @@ class Known:
         wanted: the preferred layout: an operator redistributed the operand to it.
     """
 
-    parted: Parted | None = None
+    parted: DisjointSplit | None = None
     sums: frozenset[tuple[int, int | None]] = frozenset()
     passed: frozenset[int] = frozenset()
     names: Split | None = None
     wanted: Layout | None = None
 
 
-NO_FACTS: Mapping[Any, Known] = MappingProxyType({})  # by argument and position in its list
+NO_FACTS: Mapping[Any, OperandFacts] = MappingProxyType({})  # by argument and position in its list
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class DisjointResult:
     """A result with disjoint rows.
 
     Attributes:

@@ -16,8 +16,8 @@ import torch
 from ..cost.device import Device
 from ..placement import Shard
 from .call import Call
-from .op_traits import shows_memory
-from .rule import Along, Factors, Row, Rule, Spec
+from .op_traits import returns_view
+from .rule import Along, Factors, Rule, Spec, Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def work_of(rule: Rule | None, factors: Factors | None, call: Call) -> Work:
     operands = tuple([layout.nbytes for layout in call.operands])
     results = tuple(call.result_bytes())
     dtype = call.operands[0].dtype if call.operands else torch.float32
-    if shows_memory(call.func) or torch.Tag.inplace_view in call.func.tags:
+    if returns_view(call.func) or torch.Tag.inplace_view in call.func.tags:
         return Work(0, operands, results, dtype, {}, free=True)
     if factors is None:
         return Work(0 if rule is None or rule.flops is None else rule.flops(call), operands, results, dtype, {})
@@ -91,7 +91,7 @@ def _contraction_factors(factors: Factors) -> dict[str, int] | None:
 
 
 # --- work on one mesh dim -------------------------------------------------------------------------------------------------
-def share(size: int, ranks: int) -> float:
+def largest_fraction(size: int, ranks: int) -> float:
     """Return the largest fraction of a factor on one of ``ranks`` ranks: of 8 heads on 512 ranks an eighth, not a 512th."""
     return -(-size // ranks) / size if size else 1.0
 
@@ -112,7 +112,7 @@ def divide_by_other_mesh_dims(work: Work, call: Call, mesh_dim: int) -> Work:
 
 
 def strategy_seconds(
-    device: Device, work: Work, row: Row, ranks: int, sizes: Mapping[str, int], min_fraction: float = 0.0
+    device: Device, work: Work, row: Strategy, ranks: int, sizes: Mapping[str, int], min_fraction: float = 0.0
 ) -> float:
     """Return the seconds of one rank's part of ``work`` on a mesh dim of ``ranks`` ranks with this strategy.
 
@@ -130,7 +130,7 @@ def strategy_seconds(
     if name is None:
         return device.seconds(work.flops, work.nbytes, work.dtype)
     fraction = max(
-        min_fraction, share(sizes[name], ranks) if name in sizes else 1 / ranks
+        min_fraction, largest_fraction(sizes[name], ranks) if name in sizes else 1 / ranks
     )  # a factor of a user's table has no size
     nbytes = _bytes_per_rank(work.operands, row.operands, fraction) + _bytes_per_rank(work.results, row.results, fraction)
     return device.seconds(work.flops * fraction if name in work.sizes else work.flops, nbytes, work.dtype)

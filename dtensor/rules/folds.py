@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.symbolic_sizes import as_torch_has_them
-from ..comm.local_reduce import identity, in_pairs
+from ..base.symbolic_sizes import to_torch_symbols
+from ..comm.local_reduce import reduce_pairwise, reduction_identity
 from ..layout.layout import Layout
 from ..placement import Monoid, Partial
 from .bind_notation import Reduction, bind
@@ -39,7 +39,7 @@ class InPairs:
     combine: Callable[[Tensor, Tensor], Tensor]
 
     def __call__(self, stack: Tensor) -> Tensor:
-        return in_pairs(self.combine, stack.movedim(0, 1), 1)
+        return reduce_pairwise(self.combine, stack.movedim(0, 1), 1)
 
 
 class FoldContext:
@@ -63,7 +63,7 @@ class FoldContext:
     @property
     def shape(self) -> tuple[int, ...]:
         """The global shape of operand 0, as numbers that tensors can be multiplied by."""
-        return tuple(as_torch_has_them(self._plan.folded.shape))
+        return tuple(to_torch_symbols(self._plan.folded.shape))
 
     @property
     def count(self) -> int:
@@ -74,7 +74,7 @@ class FoldContext:
     def offsets(self) -> tuple[int, ...]:
         """The global position of the first element of operand 0's block, as numbers that tensors can be added to."""
         layout = self._plan.folded
-        return tuple(as_torch_has_them(layout.local_offset(layout.mesh.coordinates[self._member])))
+        return tuple(to_torch_symbols(layout.local_offset(layout.mesh.coordinates[self._member])))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class Fold(Declaration):
             return state
         shape = plan.state_shape(first)
         shape = shape if self.numbers == 1 else [self.numbers, *shape]
-        return identity(plan.monoid, first.new_empty(shape, dtype=plan.dtype))
+        return reduction_identity(plan.monoid, first.new_empty(shape, dtype=plan.dtype))
 
     def embedded_functions(self) -> tuple[Any, ...]:
         return ()  # mathematics on plain tensors

@@ -22,14 +22,14 @@ from .partial_rules import one_of
 from .registry import register
 from .rule import (
     Along,
-    Choice,
     Declaration,
     Dims,
     Factors,
     Kernel,
     R,
-    Row,
     Rule,
+    Strategy,
+    StrategyChoice,
     all_unsharded,
     factors_of_first_operand,
     name_dims,
@@ -127,7 +127,7 @@ class WritePartials(Declaration):
         )
 
 
-def allows_zero_fill(choice: Choice) -> bool:
+def allows_zero_fill(choice: StrategyChoice) -> bool:
     """Return True if no kernel that fills with zeros meets a partial value of a user's monoid, which zeros may change."""
     return all(strategy.kernel is None for strategy in choice.rows) or not any(
         isinstance(spec, Partial) and isinstance(spec.reduce_op, Monoid) for strategy in choice.rows for spec in strategy.operands
@@ -238,7 +238,7 @@ class IndexingFactors(Declaration):
         sizes: Mapping[str, int],
         index_factors: tuple[str, ...],
         indexed_dims: Sequence[int],
-    ) -> tuple[Row, ...]:
+    ) -> tuple[Strategy, ...]:
         """Return strategies with operand 0 sharded along an indexed dim, and the indexed elements sharded along the first index
         dim."""
         count = len(_index_operands(call))
@@ -258,12 +258,12 @@ class IndexingFactors(Declaration):
                 and call.local_index_split(1 + k) is not None
             ):
                 index_specs = tuple([elements if (index_factors[0],) in dims else R for dims in dims_of_indices])
-                strategies.append(Row((along, *index_specs, *source_specs), result, along.factor, self.local_kernel))
+                strategies.append(Strategy((along, *index_specs, *source_specs), result, along.factor, self.local_kernel))
             if _is_worth_exchanging(call, dims_of_indices, index_factors[0], sizes[index_factors[0]]):
-                strategies.append(Row((along, *(R,) * count, *source_specs), result, along.factor, self.exchange_kernel))
+                strategies.append(Strategy((along, *(R,) * count, *source_specs), result, along.factor, self.exchange_kernel))
         return tuple(strategies)
 
-    def are_indices_local(self, choice: Choice) -> bool:
+    def are_indices_local(self, choice: StrategyChoice) -> bool:
         """Return True if indices that are marked as local are local in this choice: they and the source have the same splits as
         when marked."""
         call, operands = choice.call, choice.factors.operands
@@ -284,9 +284,9 @@ class IndexingCondition(Declaration):
     """The ``when`` of a rule, together with the check that local indices are local."""
 
     factors: IndexingFactors
-    rule: Callable[[Choice], bool] | None = None
+    rule: Callable[[StrategyChoice], bool] | None = None
 
-    def __call__(self, choice: Choice) -> bool:
+    def __call__(self, choice: StrategyChoice) -> bool:
         return self.factors.are_indices_local(choice) and (self.rule is None or self.rule(choice))
 
     def embedded_functions(self) -> tuple[Any, ...]:

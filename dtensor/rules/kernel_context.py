@@ -17,15 +17,15 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ..base.recorder_hooks import ACTIVE, site
-from ..base.symbolic_sizes import sizes
+from ..base.recorder_hooks import ACTIVE_RECORDERS, recorded_op
+from ..base.symbolic_sizes import hashable_sizes
 from ..base.torch_internals import assert_async, nn_functions
 from ..comm import communicator_of
-from ..comm.backend_base import Reduction
+from ..comm.communicator import BoundReduction
 from ..layout.layout import Layout
 from ..layout.splits import Split, offsets_of
 from ..placement import Monoid
-from ..ranks.per_rank import ALONE, count_ranks, over_ranks, shards_of
+from ..ranks.per_rank import TYPES_WITHOUT_RANKS, count_ranks, over_ranks, shards_of
 from .call import Call
 from .rule import Dims
 
@@ -43,7 +43,7 @@ class At:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class DataDependentResult:
     """A kernel result with a size that data decide.
 
     Attributes:
@@ -94,12 +94,12 @@ class KernelContext:
         ``spent``: ``x`` is row-major memory of the kernel that it needs no more, and that the result may reuse.
         """
         key = factors, op, x.dtype
-        bound_reduction: Reduction | None = self.known.get(key)
-        if bound_reduction is None or ACTIVE:
+        bound_reduction: BoundReduction | None = self.known.get(key)
+        if bound_reduction is None or ACTIVE_RECORDERS:
             mesh_dims = self.mesh_dims if factors is None else self._mesh_dims_of(factors)
             if factors is not None and not mesh_dims:
                 return x
-            if ACTIVE:  # a recorder records the method
+            if ACTIVE_RECORDERS:  # a recorder records the method
                 return self.comm.all_reduce(x, mesh_dims, op).wait()
             bound_reduction = self.known[key] = self.comm.bind_all_reduce(mesh_dims, op, x.dtype)
         return (bound_reduction.taking if spent and bound_reduction.taking is not None else bound_reduction.run)(x).wait()
@@ -112,7 +112,7 @@ class KernelContext:
         """Return ``x`` of every group position. ``shape_of(member)`` returns their shapes; None if the shapes of one group are
         equal."""
         if shape_of is None:
-            shapes = dict(zip(self.comm.held, [sizes(own.shape) for own in shards_of(x)], strict=False))
+            shapes = dict(zip(self.comm.held, [hashable_sizes(own.shape) for own in shards_of(x)], strict=False))
             alike = next(iter(shapes.values()))  # a process that has one rank only asks for ranks of its group
             shape_of = lambda member: shapes.get(member, alike)  # noqa: E731
         return list(self.comm.all_gather(x, self.mesh_dims, shape_of).wait())
@@ -188,7 +188,9 @@ def on_each_rank(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def run_on_each_rank(*args: Any, **kwargs: Any) -> Any:
-        if ALONE.issuperset(map(type, args)) and not (kwargs and not ALONE.issuperset(map(type, kwargs.values()))):
+        if TYPES_WITHOUT_RANKS.issuperset(map(type, args)) and not (
+            kwargs and not TYPES_WITHOUT_RANKS.issuperset(map(type, kwargs.values()))
+        ):
             return function(*args, **kwargs)
         return over_ranks(function, args, kwargs) if count_ranks((args, kwargs)) else function(*args, **kwargs)
 
@@ -222,7 +224,7 @@ def statistics_bytes(call: Call, count: int) -> int:
     return count * torch.promote_types(call.operands[0].dtype, torch.float32).itemsize
 
 
-@site  # values decide, so each replay checks its own
+@recorded_op  # values decide, so each replay checks its own
 def check_range(index: Tensor, legal: range, ignored: int | None, make_error: Callable[[int], Exception]) -> None:
     """Raise ``make_error(element)`` if an element of ``index`` is neither in ``legal`` nor ``ignored``. On a device it is
     asserted."""

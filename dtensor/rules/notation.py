@@ -19,9 +19,9 @@ the right is reduced.
 ``m n -> n m | s* -> s*`` the first that has as many dims as the tensors of the call
 ======================= =====================================================================================================
 
->>> parse("+m n, m k, k n -> m n").operands[1].dims
+>>> parse_notation("+m n, m k, k n -> m n").operands[1].dims
 (('m',), ('k',))
->>> parse("a* [@dim] b* -> a* b*").whole
+>>> parse_notation("a* [@dim] b* -> a* b*").whole
 frozenset({'@dim'})
 """
 
@@ -30,7 +30,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ..base.caches import remembered
+from ..base.caches import memoize
 from ..errors import RuleError
 
 Dim = tuple[str, ...]  # the factors of one tensor dim, major first; () if it has none
@@ -76,7 +76,7 @@ def is_group(dim: Dim) -> bool:
     return len(dim) == 1 and dim[0][-1] in "*."
 
 
-def is_picked(dim: Dim) -> bool:
+def is_selected(dim: Dim) -> bool:
     """Return True if an argument selects the dims."""
     return len(dim) == 1 and dim[0][0] == "@"
 
@@ -86,8 +86,8 @@ def argument_of(dim: Dim) -> str:
     return dim[0][1:]
 
 
-@remembered(8192)
-def parse(text: str) -> Pattern:
+@memoize(8192)
+def parse_notation(text: str) -> Pattern:
     """Return the pattern that ``text`` denotes.
 
     Raises:
@@ -105,7 +105,7 @@ def parse(text: str) -> Pattern:
     unknown = {name for term in results for dim in term.dims for name in dim if name[0] != "@"} - operand_factors
     if unknown:
         raise RuleError(f"pattern {text!r}: {sorted(unknown)} appear only on the right of '->'")
-    picking = dict.fromkeys(argument_of(dim) for term in (*operands, *results) for dim in term.dims if is_picked(dim))
+    picking = dict.fromkeys(argument_of(dim) for term in (*operands, *results) for dim in term.dims if is_selected(dim))
     return Pattern(text, operands, results, frozenset(unsharded), tuple(picking))
 
 
@@ -131,6 +131,6 @@ def _parse_term(part: str, text: str, unsharded: set[str]) -> Term:
             dims.append(tuple(token[1:-1].replace("[", "").replace("]", "").split()))
         else:
             dims.append((token,))
-    if sum(map(is_picked, dims)) > 1:
+    if sum(map(is_selected, dims)) > 1:
         raise RuleError(f"pattern {text!r}: at most one argument selects dims of a tensor")
     return Term(tuple(dims), additive, name.group(1) if name else "")

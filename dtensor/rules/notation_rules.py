@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ..base.caches import remembered
-from ..base.tensor_tree import tensors
-from ..comm.local_reduce import identity
+from ..base.caches import memoize
+from ..base.tensor_tree import tensor_leaves
+from ..comm.local_reduce import reduction_identity
 from ..layout.splits import Split
 from ..placement import Monoid, Partial
 from .bind_notation import Bound, Sizes, bind_call, notation_label
@@ -186,7 +186,7 @@ def block_fractions(at: KernelContext, member: int) -> list[float]:
 
 def device_of(args: Any) -> torch.device:
     """Return the device of the first tensor among the arguments."""
-    device: torch.device = tensors(args)[0].device
+    device: torch.device = tensor_leaves(args)[0].device
     return device
 
 
@@ -202,12 +202,12 @@ class OperatorOrIdentity(Declaration):
         layouts = [layout for layout in at.results if layout is not None]
 
         def reduce_block(here: At, args: Any, kwargs: Any) -> Any:
-            blocks = tensors(args)
+            blocks = tensor_leaves(args)
             if all(block.numel() for block in blocks):
                 return op(*args, **kwargs)
             shapes = [layout.shape_of(here.member) for layout in layouts]
             empty = [blocks[0].new_empty(shape, dtype=layout.dtype) for shape, layout in zip(shapes, layouts, strict=True)]
-            values = tuple(identity(op, like) for op, like in zip(self.ops, empty, strict=True))
+            values = tuple(reduction_identity(op, like) for op, like in zip(self.ops, empty, strict=True))
             return values if len(values) > 1 else values[0]
 
         return at.map(reduce_block, args, kwargs)
@@ -216,7 +216,7 @@ class OperatorOrIdentity(Declaration):
 WEIGHTED_MEANS = Kernel(WeightedMeans(), Partial("sum"), joint=True, orderless=True)
 
 
-@remembered(256)
+@memoize(256)
 def make_identity_kernel(op: Reduced) -> Kernel:
     """Return the kernel of a reduction with an operator that refuses empty blocks (cached)."""
     ops = op if isinstance(op, tuple) else (op,)

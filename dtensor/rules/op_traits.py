@@ -1,6 +1,6 @@
 """Operator traits: facts of operators beside their rules, such as strides and refusals that torch's inference does not know.
 
-``rules/aten/`` declares them with :func:`declare_traits`, by operator names. The engine reads them with :func:`facts_of`, and
+``rules/aten/`` declares them with :func:`declare_traits`, by operator names. The engine reads them with :func:`traits_of`, and
 knows no operator by name.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from ..base.caches import remembered
+from ..base.caches import memoize
 from ..errors import RuleError
 from .call import Meta
 from .registry import read_all
@@ -89,20 +89,20 @@ def declare_list_prefix(prefix: str) -> None:
     _LIST_PREFIXES.append(prefix)
 
 
-def list_forms(name: str) -> list[str]:
+def list_operator_names(name: str) -> list[str]:
     """Return the names that list variants of ``"mul"`` may have."""
     read_all()
     return [prefix + name for prefix in _LIST_PREFIXES]
 
 
-def rule_of_each(func: Any) -> Rule | None:
+def element_rule_of(func: Any) -> Rule | None:
     """Return the rule that each element of a list operator follows, or None."""
-    each = facts_of(func).each
+    each = traits_of(func).each
     return None if each is None else read_all().get(each)
 
 
-@remembered(8192)
-def facts_of(func: Any) -> OperatorTraits:
+@memoize(8192)
+def traits_of(func: Any) -> OperatorTraits:
     """Return the traits of an overload, merged with those of its operator and of the operator of which it is the in-place
     variant."""
     read_all()
@@ -117,13 +117,13 @@ def facts_of(func: Any) -> OperatorTraits:
     return declared[0] if len(declared) == 1 else _merge_traits(declared) if declared else _NO_TRAITS
 
 
-@remembered(8192)
-def shows_memory(func: Any) -> bool:
+@memoize(8192)
+def returns_view(func: Any) -> bool:
     """Return True if some result of an overload is a view of an argument and is not written to."""
     schema = func._schema
     mutates = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
     aliases = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-    return aliases or (facts_of(func).is_view and not mutates)
+    return aliases or (traits_of(func).is_view and not mutates)
 
 
 def _merge_traits(traits: list[OperatorTraits]) -> OperatorTraits:

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from ..base.caches import remembered
+from ..base.caches import memoize
 from ..placement import REDUCE_OPS
 from .call import Call
-from .rule import ANY_PARTIAL, Declaration, Partials, Row
+from .rule import ANY_PARTIAL, Declaration, Partials, Strategy
 
 monotone = ("max -> max", "min -> min")
 falling = ("max -> min", "min -> max")
@@ -55,7 +55,7 @@ class ByNames(_PartialDeclaration):
         raise NotImplementedError
 
 
-@remembered(4096)
+@memoize(4096)
 def _strategies_by_names(word: ByNames, names: tuple[str, ...], plain: frozenset[int], results: int) -> tuple[str, ...]:
     return tuple(word._iter_strategies(names, plain, results))
 
@@ -133,13 +133,13 @@ def _format_strategy(operands: Iterable[str], result: str, results: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class together(Declaration):  # noqa: N801
+class CombinedPartials(Declaration):
     """The strategies of several declarations and texts."""
 
     parts: tuple[Any, ...]
 
-    def __call__(self, call: Call) -> tuple[str | Row, ...]:
-        strategies: list[str | Row] = []
+    def __call__(self, call: Call) -> tuple[str | Strategy, ...]:
+        strategies: list[str | Strategy] = []
         for part in self.parts:
             strategies += (part(call) or ()) if callable(part) else (part,)
         return tuple(strategies)
@@ -148,31 +148,31 @@ class together(Declaration):  # noqa: N801
         return tuple(part for part in self.parts if callable(part) and not isinstance(part, Declaration))
 
 
-def rows(*parts: Any) -> Any:
+def combine_partials(*parts: Any) -> Any:
     """Return strategies given as texts, declarations and tuples of these: a tuple if no call is needed, else a declaration."""
     flat: list[Any] = []
     for part in parts:
         flat += part if isinstance(part, tuple) else [part]
-    partials: Partials | Declaration = together(tuple(flat)) if any(map(callable, flat)) else tuple(flat)
+    partials: Partials | Declaration = CombinedPartials(tuple(flat)) if any(map(callable, flat)) else tuple(flat)
     return partials
 
 
 # --- inspection of declared strategies ----------------------------------------------------------------------------------
-def written(partials: Any) -> tuple[str | Row, ...]:
+def listed_strategies(partials: Any) -> tuple[str | Strategy, ...]:
     """Return the strategies that a rule lists as they are, without those that a function makes for a call."""
-    parts = partials.parts if isinstance(partials, together) else () if callable(partials) else partials
+    parts = partials.parts if isinstance(partials, CombinedPartials) else () if callable(partials) else partials
     return tuple(part for part in parts if not callable(part))
 
 
-def reductions(partials: Any) -> frozenset[str]:
+def named_reductions(partials: Any) -> frozenset[str]:
     """Return the reductions that texts and declarations name. Those of a function are not known."""
     names: set[str] = set()
     for part in (partials,) if callable(partials) else partials:
         match part:
             case str():
                 names.update(word.strip().removesuffix("...") for side in part.split("->") for word in side.split(","))
-            case together(parts=parts) | on_floats(given=parts) | on_bools(given=parts):
-                names |= reductions(parts)
+            case CombinedPartials(parts=parts) | on_floats(given=parts) | on_bools(given=parts):
+                names |= named_reductions(parts)
             case one_of() | _Forgets():
                 names.update(REDUCE_OPS)
             case linear():

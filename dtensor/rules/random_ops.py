@@ -13,12 +13,12 @@ from torch import Tensor
 
 from ..layout.layout import Layout
 from ..random.distributions import Sampler, sampler_of
-from ..random.draw import DRAWING, as_one_step, draw, draw_counted, from_one_state, own_block_of, place_in
+from ..random.draw import RANDOM_MODE, as_graph_op, draw, draw_counted, map_from_one_state, take_block, view_block
 from .call import Call
 from .kernel_context import KernelContext
-from .notation import parse
+from .notation import parse_notation
 from .notation_rules import Notation
-from .partial_rules import rows
+from .partial_rules import combine_partials
 from .registry import register
 from .rule import Declaration, Rule
 
@@ -33,7 +33,7 @@ class DrawLike(Declaration):
 
         def generate(layouts: Sequence[Layout], args: Any, kwargs: Any) -> Any:
             result_layout, operand_layout = layouts
-            if sampler is not None and DRAWING.mode == "counter":
+            if sampler is not None and RANDOM_MODE.mode == "counter":
                 named = _arguments_of(func, args, kwargs)
                 return draw_counted(result_layout, sampler, named, named.get("generator"))
             return draw(result_layout, lambda device: run_operator(result_layout, operand_layout, device, args, kwargs))
@@ -44,7 +44,7 @@ class DrawLike(Declaration):
             result_tensor: Tensor = func(operand_layout, *args, **kwargs, **into)
             return result_tensor
 
-        return as_one_step((result, at.operands[0]), generate, args, kwargs)
+        return as_graph_op((result, at.operands[0]), generate, args, kwargs)
 
 
 def allocate_global(layout: Layout, device: torch.device) -> Tensor:
@@ -93,12 +93,12 @@ class DrawAround(Declaration):
             for layout, i in zip(layouts[1:], places, strict=True):
                 embedded[i] = embed_block(values[i], layout, member, self.other)
             into = {"out": allocate_global(layouts[0], values[places[0]].device)} if has_out else {}
-            return own_block_of(op(*embedded, generator=generator, **into), layouts[0], member)
+            return take_block(op(*embedded, generator=generator, **into), layouts[0], member)
 
         def generate(layouts: Sequence[Layout], *args: Any) -> Any:
-            return from_one_state(mesh, generator, partial(generate_block, layouts), *args)
+            return map_from_one_state(mesh, generator, partial(generate_block, layouts), *args)
 
-        return as_one_step((result, *layouts), generate, *args)
+        return as_graph_op((result, *layouts), generate, *args)
 
 
 def embed_block(block: Tensor, layout: Layout, member: int | None, fill_value: float) -> Tensor:
@@ -111,7 +111,7 @@ def embed_block(block: Tensor, layout: Layout, member: int | None, fill_value: f
     stride = torch.empty_like(torch.empty_strided(layout.shape, layout.stride, device="meta")).stride()
     embedded = torch.empty_strided(layout.shape, stride, dtype=block.dtype, device=block.device).fill_(fill_value)
     if member is not None:
-        place_in(embedded, layout, layout.mesh.coordinates[member]).copy_(block)
+        view_block(embedded, layout, layout.mesh.coordinates[member]).copy_(block)
     return embedded
 
 
@@ -129,4 +129,6 @@ def drawn(
     ``around``: the value beside a rank's block if values decide what is generated. ``run``: another kernel.
     """
     kernel = run or (DrawLike() if around is None else DrawAround(around))
-    return register(names, Rule(factors or Notation(parse(pattern)), rows(partials), run=kernel, kind="random"))
+    return register(
+        names, Rule(factors or Notation(parse_notation(pattern)), combine_partials(partials), run=kernel, kind="random")
+    )

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..base.caches import remembered
+from ..base.caches import memoize
 from ..errors import RuleError
 from .rule import Rule
 
@@ -25,7 +25,7 @@ _READ_LOCK = RLock()
 _UNREAD_MODULES: list[str] = []  # modules that declare rules
 
 
-def read_from(module: str) -> None:
+def register_declaring_module(module: str) -> None:
     """Register a module that declares rules when it is imported."""
     _UNREAD_MODULES.append(module)
 
@@ -95,7 +95,7 @@ def lookup(func: Any) -> Rule | None:
     """
     registered = read_all() if _UNREAD_MODULES else _RULES
     name = func._schema.name
-    rule = registered.get(f"{name}.{overload_served(func) or 'default'}")
+    rule = registered.get(f"{name}.{overload_without_out(func) or 'default'}")
     if rule is not None:
         return rule
     rule = registered.get(name)
@@ -109,8 +109,8 @@ def lookup(func: Any) -> Rule | None:
     return rule
 
 
-@remembered(8192)
-def overload_served(func: Any) -> str:
+@memoize(8192)
+def overload_without_out(func: Any) -> str:
     """Return the overload's name. For an ``out=`` overload, that of the overload with the same arguments without ``out=``."""
     name = str(func._schema.overload_name)
     packet = getattr(func, "overloadpacket", None)

@@ -1,8 +1,8 @@
 """Rules: data that states which placements an operator keeps, on ONE mesh dim.
 
 ``Factors`` is a rule applied to one call: every tensor dim is a product of factors. Sharding a factor shards every tensor dim
-that it leads. A factor that a result lacks leaves the result ``Partial``. ``candidates`` makes the strategies from the factors
-and the rule's partial strategies: the ways in which the local operator computes the right blocks.
+that it leads. A factor that a result lacks leaves the result ``Partial``. ``strategies_of_factors`` makes the strategies from
+the factors and the rule's partial strategies: the ways in which the local operator computes the right blocks.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from ..base.caches import remembered
-from ..comm.local_reduce import identity
+from ..base.caches import memoize
+from ..comm.local_reduce import reduction_identity
 from ..errors import RuleError
 from ..layout.layout import Layout
 from ..layout.splits import Split
 from ..placement import REDUCE_OPS, Monoid, Partial, Replicate
 from .call import Call, Meta
-from .disjoint_partial import Parted
+from .disjoint_partial import DisjointSplit
 
 Dims = tuple[tuple[str, ...], ...]  # for each tensor dim its factors, major first; () cannot be sharded
 Shapes = tuple[tuple[int, ...], ...]
@@ -100,14 +100,14 @@ class Factors:
     reduced: Mapping[str, Reduced] = field(default_factory=dict)
     additive: frozenset[int] = frozenset()
     kernels: Mapping[str, Kernel] = field(default_factory=dict)
-    rows: tuple[Row, ...] = ()
+    rows: tuple[Strategy, ...] = ()
     windows: Mapping[tuple[str, int, str], range] = field(default_factory=dict)
     groups: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     orderless: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Strategy:
     """A strategy: placements of operands and results on one mesh dim with which the local operator is right.
 
     ``parted``: the disjoint rows of the operands that it is for.
@@ -118,19 +118,19 @@ class Row:
     factor: str | None = None
     kernel: Kernel | None = None
     needs: tuple[tuple[int, str], ...] = ()  # operands that must be "finite" or "nonzero"
-    parted: Parted | None = None
+    parted: DisjointSplit | None = None
 
 
-Partials = tuple[str | Row, ...]
+Partials = tuple[str | Strategy, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class StrategyChoice:
     """A strategy for each mesh dim, with the resulting splits of factors."""
 
     call: Call
     factors: Factors
-    rows: tuple[Row, ...]
+    rows: tuple[Strategy, ...]
     splits: Mapping[str, Split]
 
     def sizes(self, factor: str) -> tuple[int, ...]:
@@ -187,7 +187,7 @@ class Rule:
         decompose: the operator in terms of others, called with DTensors. It comes before ``factors``, for the calls that
             ``decomposes`` selects (default all).
         measured: result shapes depend on data. Factors have no results. Results are replicated, except
-            :class:`~dtensor.rules.kernel_context.Measured` ones of a kernel.
+            :class:`~dtensor.rules.kernel_context.DataDependentResult` ones of a kernel.
         writes: arguments that a call writes to though its schema does not state it (running statistics).
         plain: arguments that may be plain tensors, equal on all ranks, beside DTensors (tables of indices, class weights).
         floats_matter: the plan depends on the values of Python floats (an output size), so they are part of the cache key.
@@ -199,7 +199,7 @@ class Rule:
 
     factors: Callable[[Call], Factors | None]
     partials: Partials | Callable[[Call], Partials] = ()
-    when: Callable[[Choice], bool] | None = None
+    when: Callable[[StrategyChoice], bool] | None = None
     nonempty: str = ""
     local_args: Callable[[Call, LocalView], dict[str, Any]] | None = None
     local: Callable[..., Any] | None = None
@@ -219,7 +219,7 @@ class Rule:
     kind: str = "rule"
     samples: tuple[Any, ...] = ()
 
-    def allows(self, choice: Choice) -> bool:
+    def allows(self, choice: StrategyChoice) -> bool:
         """Return True if the local operators compute the right blocks. A mean of means is the mean only if all blocks have one
         size."""
         reduced = choice.factors.reduced
@@ -237,18 +237,18 @@ class Rule:
             case "reduced":
                 return factor in reduced and not has_zero_identity(reduced[factor])
             case _:
-                return factor.partition(".")[0] in labels(self.nonempty)
+                return factor.partition(".")[0] in parse_labels(self.nonempty)
 
 
 def has_zero_identity(op: Any) -> bool:
     """Return True if the reduction of nothing is 0, which operators return that refuse other empty reductions."""
-    return not isinstance(op, tuple) and not identity(op, torch.empty((), device="cpu")).item()
+    return not isinstance(op, tuple) and not reduction_identity(op, torch.empty((), device="cpu")).item()
 
 
-def labels(words: str) -> frozenset[str]:
+def parse_labels(words: str) -> frozenset[str]:
     """Return the letters, groups and selected dims that ``words`` name.
 
-    >>> sorted(labels("m s* @dim"))
+    >>> sorted(parse_labels("m s* @dim"))
     ['dim', 'm', 's']
     """
     return frozenset(word.strip("@!*.") for word in words.split() if word != "*")
@@ -276,12 +276,12 @@ def find_dim(dims: Dims, factor: str) -> int | None:
     return next((d for d, names in enumerate(dims) if factor in names), None)
 
 
-def alone(dims: Dims, names: tuple[str, ...]) -> int | None:
+def find_exact_dim(dims: Dims, names: tuple[str, ...]) -> int | None:
     """Return the tensor dim that consists of exactly these factors, or None."""
     return dims.index(names) if names in dims else None
 
 
-def candidates(factors: Factors, partials: Partials) -> list[Row]:
+def strategies_of_factors(factors: Factors, partials: Partials) -> list[Strategy]:
     """Return all strategies, those that shard a factor first. The order of declaration breaks ties."""
     strategies = [*factors.rows]
     names = dict.fromkeys(name for dims in (*factors.operands, *factors.results) for dim in dims for name in dim)
@@ -289,14 +289,14 @@ def candidates(factors: Factors, partials: Partials) -> list[Row]:
         if name[0] != "@" and name not in factors.whole and (strategy := _strategy_of_factor(factors, name)) is not None:
             strategies.append(strategy)
     for text in partials:
-        strategy = text if isinstance(text, Row) else parse_partial(text, len(factors.operands), len(factors.results))
+        strategy = text if isinstance(text, Strategy) else parse_partial(text, len(factors.operands), len(factors.results))
         if strategy is not None:
             strategies.append(strategy)
-    strategies.append(Row((R,) * len(factors.operands), (R,) * len(factors.results)))
+    strategies.append(Strategy((R,) * len(factors.operands), (R,) * len(factors.results)))
     return strategies
 
 
-def orderless(rule: Rule, factors: Factors, factor: str) -> bool:
+def is_order_invariant(rule: Rule, factors: Factors, factor: str) -> bool:
     """Return True if no computation depends on where blocks along ``factor`` begin, so that blocks may be any slices of the dim.
 
     This holds for a single factor without a kernel that needs the position, with at most a reduction over it.
@@ -304,13 +304,13 @@ def orderless(rule: Rule, factors: Factors, factor: str) -> bool:
     """
     if rule.run is not None or factor in factors.orderless:
         return factor in factors.orderless
-    rows = [] if factors.rows else [row for row in candidates(factors, ()) if row.factor == factor]
+    rows = [] if factors.rows else [row for row in strategies_of_factors(factors, ()) if row.factor == factor]
     monoids = [spec for row in rows for spec in row.results if isinstance(spec, Partial) and not isinstance(spec.reduce_op, str)]
     windowed = any(key[2] == factor for key in factors.windows)
     return bool(rows) and not monoids and not windowed and (rows[0].kernel is None or rows[0].kernel.orderless)
 
 
-def _strategy_of_factor(factors: Factors, name: str) -> Row | None:
+def _strategy_of_factor(factors: Factors, name: str) -> Strategy | None:
     """Return the strategy that shards a factor, or None if there is none."""
     operand_dims = [find_dim(dims, name) for dims in factors.operands]
     result_dims = [find_dim(dims, name) for dims in factors.results]
@@ -330,7 +330,7 @@ def _strategy_of_factor(factors: Factors, name: str) -> Row | None:
     if not any(isinstance(spec, Along) for spec in operands):
         return None
     results = tuple(spec if d is None else Along(name) for d, spec in zip(result_dims, each, strict=True))
-    return Row(operands, results, name, kernel)
+    return Strategy(operands, results, name, kernel)
 
 
 def _missing_factor_spec(op: Reduced | None) -> Spec | tuple[Spec, ...]:
@@ -340,8 +340,8 @@ def _missing_factor_spec(op: Reduced | None) -> Spec | tuple[Spec, ...]:
     return R if op is None or op == "R" else Partial(op)
 
 
-@remembered(4096)
-def parse_partial(text: str, operand_count: int, result_count: int) -> Row | None:
+@memoize(4096)
+def parse_partial(text: str, operand_count: int, result_count: int) -> Strategy | None:
     """Return the strategy that ``"sum,R -> sum"`` denotes, or None if the counts of operands and results do not fit.
 
     ``"sum... -> sum"`` repeats for all operands. ``finite`` and ``nonzero`` are ``R`` for operands that are known to be so.
@@ -359,7 +359,7 @@ def parse_partial(text: str, operand_count: int, result_count: int) -> Row | Non
     if operands is None or results is None:
         return None
     needs = [(i, word) for i, word in enumerate(map(str.strip, left.split(","))) if word in KNOWN_VALUES]
-    return Row(operands, results, needs=tuple(needs))
+    return Strategy(operands, results, needs=tuple(needs))
 
 
 def _parse_specs(text: str, count: int) -> tuple[Spec, ...] | None:

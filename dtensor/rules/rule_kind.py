@@ -11,7 +11,7 @@ from .rule import Declaration, Kernel, Rule
 _LANGUAGE = __name__.rpartition(".")[0]
 
 
-def served_by(rule: Rule) -> str:
+def classify_rule(rule: Rule) -> str:
     """Return ``"notation"``, ``"combinators"``, ``"answers"``, ``"decompositions"`` or ``"functions"``.
 
     ``"notation"``: factors are a declaration, and the operator runs on local tensors. ``"combinators"``: declarations (folds,

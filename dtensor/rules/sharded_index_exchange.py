@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.recorder_hooks import ACTIVE
-from ..base.tracing import under_way
+from ..base.recorder_hooks import ACTIVE_RECORDERS
+from ..base.tracing import is_tracing
 from ..layout.layout import Layout
 from ..ranks.per_rank import shards_of
 from .kernel_context import At, KernelContext, make_index_tensor
@@ -151,7 +151,7 @@ class _IndexExchange:
         (factor,) = at.splits
         self.dim, self.ndim = int(factor[1:]), at.once(count_index_dims)
         self.first = self.dim if address.form == "elements" else 0
-        self.has_no_values = bool(ACTIVE) or under_way() or any(x.is_meta for x in shards_of(args[0]))
+        self.has_no_values = bool(ACTIVE_RECORDERS) or is_tracing() or any(x.is_meta for x in shards_of(args[0]))
         self.ends = list(accumulate(at.sizes))
         starts = [span.start for span in self._spans_of(at.comm.held[0])]
         self.in_order = starts == sorted(starts)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.local_reduce import nothing
+from ..comm.local_reduce import sum_identity
 from ..layout.layout import Layout
 from .call import Call
 from .kernel_context import At, KernelContext, check_range, functional_operator
@@ -81,7 +81,7 @@ def read_local_masked(address: Address, op: Any, at: KernelContext, *args: Any, 
         if (trailing_dims := elements.ndim - lead - inside.ndim) > 0:
             inside = inside.reshape((*inside.shape, *(1,) * trailing_dims))
         return torch.where(
-            inside, elements, elements.new_full((), nothing(elements.dtype)), out=elements
+            inside, elements, elements.new_full((), sum_identity(elements.dtype)), out=elements
         )  # works for every dtype
 
     return at.map(read_block, *args)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..base.tensor_tree import leaves, like
+from ..base.tensor_tree import iter_tree_leaves, rebuild_sequence
 from ..comm import communicator_of
 from ..errors import PlacementError, UnsupportedOperationError
 from ..layout.layout import Layout
@@ -189,7 +189,7 @@ class ScatteredTensor:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         name = getattr(func, "__name__", "").partition(".")[0]  # without the name of an overload
-        out = any(isinstance(item, ScatteredTensor) for item in leaves((kwargs or {}).get("out")))
+        out = any(isinstance(item, ScatteredTensor) for item in iter_tree_leaves((kwargs or {}).get("out")))
         if out or (name.endswith("_") and not name.endswith("__")):
             raise UnsupportedOperationError(
                 f"{name} would change a tensor of scattered blocks in place; reshard it first: x = x.reshard(spec)"
@@ -211,7 +211,7 @@ def _to_dtensors(value: Any) -> Any:
     """Return ``value`` (also nested in lists and tuples) with the ordinary DTensors of scattered tensors."""
     if isinstance(value, ScatteredTensor):
         return value.to_dtensor()
-    return like(value, [_to_dtensors(item) for item in value]) if isinstance(value, (list, tuple)) else value
+    return rebuild_sequence(value, [_to_dtensors(item) for item in value]) if isinstance(value, (list, tuple)) else value
 
 
 def _make_operator(name: str) -> Any:

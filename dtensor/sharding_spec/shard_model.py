@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..base.tensor_tree import like
+from ..base.tensor_tree import rebuild_sequence
 from ..comm import PerRank, communicator_of, shards_of
 from ..errors import MeshError, PlacementError
 from ..layout.layout import Layout
@@ -18,9 +18,9 @@ from ..parallel import ParallelStyle, parallelize_module
 from ..placement import Placement, Replicate
 from ..tensor.distribute import distribute_at, own_tensors
 from ..tensor.dtensor import DTensor
-from ..tensor.materialize import check_initialisers
+from ..tensor.materialize import check_initializers
 from ..tensor.materialize import materialize as give_values
-from ..tensor.stale_params import replacing
+from ..tensor.stale_params import replacing_params
 from .composite import Composite, as_spec, is_prefix_match
 from .rank_device import Place, common_device_type, mesh_ranks_of
 from .specs import Spec, Whole
@@ -71,10 +71,10 @@ def shard_model(
     common_mesh = as_mesh(mesh) if mesh is not None else _common_mesh(requested)
     meshes = {id(sub): _submodule_mesh(requested[name], common_mesh) for name, sub in module.named_modules()}
     if materialize and init_fn is None:
-        check_initialisers(module)
+        check_initializers(module)
     unset = {id(sub) for sub in module.modules() if any(x.is_meta for _, _, x in own_tensors(sub))}
     shared: dict[int, Any] = {}
-    with replacing(module.modules(), "shard_model"):
+    with replacing_params(module.modules(), "shard_model"):
         for name, sub in module.named_modules():
             _shard_submodule(sub, requested[name], meshes[id(sub)], src_rank, shared)
     if materialize:
@@ -239,7 +239,7 @@ def _move_to_mesh(value: Any, mesh: DeviceMesh) -> Any:
         return DTensor.from_local(value, mesh, shape=value.shape, stride=value.stride())
     if isinstance(value, Mapping):
         return type(value)((key, _move_to_mesh(item, mesh)) for key, item in value.items())  # type: ignore[call-arg]  # as of dict
-    return like(value, [_move_to_mesh(item, mesh) for item in value]) if isinstance(value, (list, tuple)) else value
+    return rebuild_sequence(value, [_move_to_mesh(item, mesh) for item in value]) if isinstance(value, (list, tuple)) else value
 
 
 # --- state dict ------------------------------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ def _collect_value(value: Any, rank: int) -> tuple[Any, bool]:
         case Mapping():
             return {key: _collect_value(item, rank)[0] for key, item in value.items()}, here
         case list() | tuple() if not isinstance(value, torch.Size):
-            return like(value, [_collect_value(item, rank)[0] for item in value]), here
+            return rebuild_sequence(value, [_collect_value(item, rank)[0] for item in value]), here
         case torch.Tensor():
             return value.detach(), here
     return value, here

@@ -9,7 +9,7 @@ import torch
 
 from ..base.torch_internals import make_wrapper_subclass
 from ..comm import Pending
-from ..dispatch.version_counters import SHARED, shared
+from ..dispatch.version_counters import SHARED, memory_state_of
 from ..dispatch.wrap import SHOWN, install_pending
 from ..layout.layout import Layout
 from .compile_protocol import FlattenMethod, GraphConstants, flatten_dtensor, unflatten_dtensor
@@ -42,7 +42,7 @@ class AsyncCollectiveTensor(DTensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's stub
         if func is _DETACH and type(args[0]) is AsyncCollectiveTensor:  # the result shares the memory, and is pending too
             result = _make_pending(args[0]._pending, args[0]._layout, args[0])
-            result.__dict__[SHARED], result._compared = shared(args[0]), args[0]._compared
+            result.__dict__[SHARED], result._compared = memory_state_of(args[0]), args[0]._compared
             if (waiting := args[0].__dict__.get(SHOWN)) is not None:
                 result.__dict__[SHOWN] = waiting
                 waiting.append(weakref.ref(result))

@@ -23,25 +23,32 @@ from typing import Any, cast
 
 import torch
 
-from ..base.caches import remembered
+from ..base.caches import memoize
 from ..base.selective_checkpoint import policy_mode
 from ..base.torch_internals import forward_ad, functorch_active
-from ..base.tracing import not_in_graph
+from ..base.tracing import check_not_in_graph
 from ..comm import PerRank, communicator_of, shards_of
-from ..dispatch.announced import move_under_policy
-from ..dispatch.functorch import Transformed, alone, is_wrapped, layout_of, recorded, transformed
-from ..dispatch.grad_redistribute import brought
-from ..dispatch.output_aliasing import apart, memory_of, unwritten
+from ..dispatch.announced_collectives import redistribute_under_policy
+from ..dispatch.functorch import (
+    FunctorchFunction,
+    detach_any,
+    is_inside_transform,
+    is_wrapped_by_transform,
+    layout_of,
+    make_apply,
+)
+from ..dispatch.grad_redistribute import redistribute_grad_unless_planned
+from ..dispatch.output_aliasing import check_unwritten, clone_if_aliased, storage_addresses
 from ..dispatch.wrap import wrap_local, wrap_pending
 from ..errors import UnsupportedOperationError
 from ..layout.layout import Layout
 from ..placement import Partial, Placement, Replicate
-from ..ranks.functorch import as_one
+from ..ranks.functorch import join_ranks
 from ..redistribute import execute, move_between, plan, start
-from .observers import notify_local_read, notify_redistributed, observed
+from .observers import ACTIVE_OBSERVERS, notify_local_read, notify_redistributed
 from .replica_gradients import compare_replicas, find_use
 
-OWN_USES = "_own_uses"
+BATCH_GRAD_PLACEMENTS = "_own_uses"
 """Attribute of a parameter of a data-parallel unit: mesh dim that shards the batch -> the Partial of its local gradients."""
 
 
@@ -56,22 +63,22 @@ def grad_layout(layout: Layout, placements: Sequence[Placement] | None) -> Layou
 def local_grad_layout(x: Any, layout: Layout, placements: Sequence[Placement] | None) -> Layout:
     """Return the layout of the gradient of local tensors of ``x``, which have ``layout``.
 
-    As :func:`grad_layout`, except for parameters of data-parallel units (``OWN_USES``): along mesh dims that shard the batch,
-    ranks compute different gradients of equal values, so there the gradient is partial.
+    As :func:`grad_layout`, except for parameters of data-parallel units (``BATCH_GRAD_PLACEMENTS``): along mesh dims that shard
+    the batch, ranks compute different gradients of equal values, so there the gradient is partial.
     """
-    batch_placements = x.__dict__.get(OWN_USES) if placements is None else None
+    batch_placements = x.__dict__.get(BATCH_GRAD_PLACEMENTS) if placements is None else None
     if batch_placements:
         reduced = _without_partials(layout).placements
         placements = [batch_placements.get(i, p) if isinstance(p, Replicate) else p for i, p in enumerate(reduced)]
     return grad_layout(layout, placements)
 
 
-@remembered(4096)
+@memoize(4096)
 def _without_partials(layout: Layout) -> Layout:
     return layout.reduced()
 
 
-def move(x: Any, target: Layout) -> Any:
+def redistribute_no_grad(x: Any, target: Layout) -> Any:
     """Return the DTensor ``x`` with the placements of ``target``.
 
     No gradient is recorded, and the result may share memory with ``x``.
@@ -85,12 +92,12 @@ def empty_local(local: torch.Tensor, layout: Layout) -> torch.Tensor:
     return local.detach().new_zeros(layout.local_shape(None))
 
 
-class _DTensorFunction(Transformed):
+class _DTensorFunction(FunctorchFunction):
     """An autograd function of DTensors that also runs under ``torch.func`` transforms."""
 
     @staticmethod
     def lay(x: Any, placements: Sequence[Placement]) -> Any:
-        return laid(x, placements)
+        return redistribute_if_needed(x, placements)
 
 
 class FromLocal(_DTensorFunction):
@@ -115,7 +122,7 @@ class FromLocal(_DTensorFunction):
         like = next(tangent for tangent in tangents if tangent is not None)
         tangent_locals = [like.new_zeros(shape) if t is None else t for t, shape in zip(tangents[3:], ctx.shapes, strict=True)]
         tangent_locals = copies_for_ranks(tangent_locals[0], ctx.layout) if ctx.copied else tangent_locals
-        return from_pieces(ctx.layout, ctx.target, ctx.copied, *tangent_locals)
+        return from_local_recorded(ctx.layout, ctx.target, ctx.copied, *tangent_locals)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -148,13 +155,13 @@ class ToLocal(_DTensorFunction):
     @staticmethod
     def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
         tangent = to_dtensor_grad(tangent, ctx.source)
-        return to_local_recorded(laid(tangent, ctx.source.placements), ctx.source, ctx.target)
+        return to_local_recorded(redistribute_if_needed(tangent, ctx.source.placements), ctx.source, ctx.target)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         layout, local_grads = ctx.target, list(map(to_plain_grad, grads))
         compare_replicas(layout, local_grads, ctx.use)
-        return from_pieces(layout, grad_layout(layout, None), False, *map(_make_writable, local_grads)), None, None
+        return from_local_recorded(layout, grad_layout(layout, None), False, *map(_make_writable, local_grads)), None, None
 
 
 def get_replica(x: Any, shared: bool) -> torch.Tensor:
@@ -182,23 +189,27 @@ class FullTensor(_DTensorFunction):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         layout, copied, grad = ctx.target, communicator_of(ctx.target.mesh).holds_all, to_plain_grad(grad)
         compare_replicas(layout, [grad], ctx.use)
-        return from_pieces(layout, grad_layout(layout, None), copied, *copies_for_ranks(_make_writable(grad), layout)), None, None
+        return (
+            from_local_recorded(layout, grad_layout(layout, None), copied, *copies_for_ranks(_make_writable(grad), layout)),
+            None,
+            None,
+        )
 
 
 def redistribute_to_copy(x: Any, target: Layout, async_op: bool = False) -> Any:
     """Return the DTensor ``x`` with the layout ``target``, in memory of its own. No gradient is recorded."""
-    not_in_graph(x, "redistribute()")
+    check_not_in_graph(x, "redistribute()")
     steps = None if x._layout.mesh != target.mesh else plan(x._layout, target)
     if policy_mode() is not None:
-        result = move_under_policy(x, target, steps)
-        return notify_redistributed(x, result) if observed else result
+        result = redistribute_under_policy(x, target, steps)
+        return notify_redistributed(x, result) if ACTIVE_OBSERVERS else result
     if steps is not None and not (async_op and steps.communicates):
         local = execute(steps, x._local)
-        result = wrap_local(local if steps.communicates else apart(local, memory_of(x._local)), target)
+        result = wrap_local(local if steps.communicates else clone_if_aliased(local, storage_addresses(x._local)), target)
     else:
         pending = move_between(x._local, x._layout, target) if steps is None else start(steps, x._local)
-        result = wrap_pending(unwritten(pending, [x]), target, x._local) if async_op else wrap_local(pending.wait(), target)
-    return notify_redistributed(x, result) if observed else result
+        result = wrap_pending(check_unwritten(pending, [x]), target, x._local) if async_op else wrap_local(pending.wait(), target)
+    return notify_redistributed(x, result) if ACTIVE_OBSERVERS else result
 
 
 class Redistribute(_DTensorFunction):
@@ -228,11 +239,15 @@ class Redistribute(_DTensorFunction):
         if ctx.backward_dtype is not None:
             grad = grad.to(ctx.backward_dtype)
         redistribute_back = partial(_redistribute_like, grad, grad_layout(ctx.source, None))
-        source_grad = brought(grad, redistribute_back) if layout_of(grad).mesh is ctx.source.mesh else redistribute_back()
+        source_grad = (
+            redistribute_grad_unless_planned(grad, redistribute_back)
+            if layout_of(grad).mesh is ctx.source.mesh
+            else redistribute_back()
+        )
         return (source_grad if source_grad.dtype == ctx.source.dtype else source_grad.to(ctx.source.dtype)), None, None, None
 
 
-def laid(x: Any, placements: Sequence[Placement]) -> Any:
+def redistribute_if_needed(x: Any, placements: Sequence[Placement]) -> Any:
     """Return the DTensor ``x`` with other placements; ``x`` itself if it has them. Differentiable, also under ``torch.func``."""
     layout = layout_of(x)
     target = layout.replace(placements=placements)
@@ -247,12 +262,12 @@ def _redistribute_like(x: Any, like: Layout) -> Any:
     """Return ``x`` on the mesh and with the placements of ``like``."""
     layout = layout_of(x)
     if layout.mesh is like.mesh:
-        return laid(x, like.placements)
+        return redistribute_if_needed(x, like.placements)
     return redistribute_recorded(x, Layout.of(like.mesh, like.placements, layout.shape, layout.stride, layout.dtype), False, None)
 
 
-from_pieces, full_tensor_recorded = recorded(FromLocal), recorded(FullTensor)
-to_local_recorded, redistribute_recorded = recorded(ToLocal), recorded(Redistribute)
+from_local_recorded, full_tensor_recorded = make_apply(FromLocal), make_apply(FullTensor)
+to_local_recorded, redistribute_recorded = make_apply(ToLocal), make_apply(Redistribute)
 
 
 def is_recorded(x: torch.Tensor) -> bool:
@@ -261,8 +276,8 @@ def is_recorded(x: torch.Tensor) -> bool:
     Below transforms (in code that runs under their interpreter) it is False.
     """
     if functorch_active():
-        return transformed()
-    return (x.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0 or is_wrapped(x)
+        return is_inside_transform()
+    return (x.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0 or is_wrapped_by_transform(x)
 
 
 def to_full_tensor(x: Any, grad_placements: Sequence[Placement] | None) -> torch.Tensor:
@@ -271,7 +286,7 @@ def to_full_tensor(x: Any, grad_placements: Sequence[Placement] | None) -> torch
     if grad_placements is not None:
         grad_layout(layout, grad_placements)  # wrong placements raise before any communication
     mesh, target = layout.mesh, layout.replace(placements=[Replicate()] * layout.mesh.ndim)
-    not_in_graph(x, "full_tensor()")
+    check_not_in_graph(x, "full_tensor()")
     is_replicated = target is layout
     replicated = x if is_replicated else _redistribute(x, target)
     has_partial_grad = (
@@ -279,22 +294,22 @@ def to_full_tensor(x: Any, grad_placements: Sequence[Placement] | None) -> torch
     )
     # each rank has a gradient, or a value, of its own
     if communicator_of(mesh).holds_all and (has_partial_grad or not mesh.spans_root):
-        locals_ = as_local(replicated, local_grad_layout(x, target, grad_placements).placements)
+        locals_ = to_local_tensor(replicated, local_grad_layout(x, target, grad_placements).placements)
         return locals_.clone() if is_replicated else locals_
     if is_recorded(replicated):
         return cast(torch.Tensor, full_tensor_recorded(replicated, local_grad_layout(x, target, grad_placements), is_replicated))
     return get_replica(replicated, is_replicated)
 
 
-def as_local(
+def to_local_tensor(
     x: Any, grad_placements: Sequence[Placement] | None = None, give: Callable[..., Any] = to_local_recorded
 ) -> torch.Tensor:
     """Return the local tensors of a DTensor, with a gradient that ``give`` records; see ``DTensor.to_local``."""
-    if observed and hasattr(x, "_layout"):
+    if ACTIVE_OBSERVERS and hasattr(x, "_layout"):
         notify_local_read(x)
     layout = layout_of(x)
     locals_ = give(x, layout, local_grad_layout(x, layout, grad_placements))
-    return as_one(locals_, PerRank) if type(locals_) is tuple else locals_
+    return join_ranks(locals_, PerRank) if type(locals_) is tuple else locals_
 
 
 def to_plain_grad(grad: Any) -> Any:
@@ -321,7 +336,9 @@ def to_dtensor_grad(grad: Any, like: Layout, placements: Sequence[Placement] | N
     layout = Layout.replicated(like.mesh, grad.shape, grad.stride(), grad.dtype)
     target = layout if placements is None else layout.replace(placements=placements)
     if communicator_of(like.mesh).holds_all or is_recorded(grad):
-        return laid(from_pieces(layout, layout, True, *copies_for_ranks(grad, layout)), target.placements)
+        return redistribute_if_needed(
+            from_local_recorded(layout, layout, True, *copies_for_ranks(grad, layout)), target.placements
+        )
     local = execute(plan(layout, target), grad.detach())
     return wrap_local(local.clone(), target)  # the user may write to it, and efficient zeros have no memory
 
@@ -356,7 +373,7 @@ def copies_for_ranks(value: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     replicated_dims = [i for i, p in enumerate(layout.placements) if isinstance(p, Replicate)]
     copies = []
     for coordinate in mesh.coordinates:
-        copies.append(alone(value) if coordinate in coordinates or any(coordinate[i] for i in replicated_dims) else value)
+        copies.append(detach_any(value) if coordinate in coordinates or any(coordinate[i] for i in replicated_dims) else value)
         coordinates.add(coordinate)
     return copies
 

@@ -18,16 +18,16 @@ from torch.compiler import is_exporting
 from torch.nn import Parameter
 
 from ..base import torch_internals
-from ..base.memory_order import dense_in
+from ..base.memory_order import dense_stride
 from ..base.modes import EXPLICIT, IMPLICIT_REPLICATION
-from ..base.symbolic_sizes import for_one_size, only_told, sizes, still_open
+from ..base.symbolic_sizes import hashable_sizes, recompile_for_sizes, recompile_if_specialized, recompile_unless_derivable
 from ..base.torch_internals import FakeTensor, graph_task
-from ..base.tracing import counted_before, has_no_values, is_counted, is_written, kept
+from ..base.tracing import has_data_mutation, has_no_values, is_analysis_local, register_object, swap_analysis_local
 from ..dispatch import wrap
 from ..dispatch.wrap import wrap_local
 from ..errors import DTensorError, UnsupportedOperationError
 from ..layout.layout import Layout
-from .autograd import grad_layout, move, to_dtensor_grad, to_full_tensor
+from .autograd import grad_layout, redistribute_no_grad, to_dtensor_grad, to_full_tensor
 
 
 class FlattenMethod:
@@ -114,12 +114,12 @@ def flatten_dtensor(x: Any) -> tuple[list[str], GraphConstants]:
     """
     layout, local = x._layout, x._local
     local_attributes = vars(local)
-    if layout.sized:
-        still_open((*layout.shape, *layout.stride))
+    if layout.has_symbols:
+        recompile_if_specialized((*layout.shape, *layout.stride))
         if type(local) is FakeTensor and x._base is not None:
-            only_told((*layout.shape, *layout.stride), (*local.shape, *local.stride(), local.storage_offset()))
-        if x.requires_grad and _IS_PROGRAM_INPUT in local_attributes and is_written(local):
-            for_one_size((*layout.shape, *layout.stride))  # torch 2.13 ignores the symbols of such a result
+            recompile_unless_derivable((*layout.shape, *layout.stride), (*local.shape, *local.stride(), local.storage_offset()))
+        if x.requires_grad and _IS_PROGRAM_INPUT in local_attributes and has_data_mutation(local):
+            recompile_for_sizes((*layout.shape, *layout.stride))  # torch 2.13 ignores the symbols of such a result
     if "_dynamo_dynamic_indices" in local_attributes:  # torch marks inner tensors, too: see DynamicMarks
         _add_weak_marks(local, local_attributes.pop("_dynamo_dynamic_indices"))
     if (task := graph_task()) >= 0:
@@ -128,8 +128,8 @@ def flatten_dtensor(x: Any) -> tuple[list[str], GraphConstants]:
     if "_dynamo_static_indices" not in local_attributes and isinstance(x, Parameter):
         local._dynamo_static_indices = set(range(local.ndim))
     if EXPLICIT.held or IMPLICIT_REPLICATION.held:
-        return ["_local"], (layout.manner, bool(EXPLICIT), bool(IMPLICIT_REPLICATION), x.requires_grad)
-    return ["_local"], (layout.manner, False, False, x.requires_grad)
+        return ["_local"], (layout.sizeless_key, bool(EXPLICIT), bool(IMPLICIT_REPLICATION), x.requires_grad)
+    return ["_local"], (layout.sizeless_key, False, False, x.requires_grad)
 
 
 def unflatten_dtensor(
@@ -141,12 +141,12 @@ def unflatten_dtensor(
     """
     local, (mesh, placements, dtype, _) = inner_tensors["_local"], constants[0]
     layout = Layout.of(mesh, placements, size, stride, dtype)
-    if constants[3] and is_counted(local):
-        previous_local = counted_before(local)
+    if constants[3] and is_analysis_local(local):
+        previous_local = swap_analysis_local(local)
         vars(local)[_IS_PROGRAM_INPUT] = True
-        if previous_local is not None and is_written(previous_local):
+        if previous_local is not None and has_data_mutation(previous_local):
             local.requires_grad_()  # then torch counts it among the results, like the DTensor
-    if has_no_values(local) and not _matches_local_shape(layout, sizes(local.shape)):
+    if has_no_values(local) and not _matches_local_shape(layout, hashable_sizes(local.shape)):
         raise DTensorError(f"a local tensor of shape {tuple(local.shape)} does not fit {layout!r}")
     return wrap_local(local if (task := graph_task()) < 0 else _unshare_gradient(local, task), layout)
 
@@ -199,7 +199,7 @@ _BACKWARD = threading.local()
 def to_tangent_layout(x: Any) -> Any:
     """Return a result in the layout that its gradient is expected to have, while the backward pass is traced."""
     layout = grad_layout(x._layout, None)
-    return x if layout is x._layout else move(x, layout)
+    return x if layout is x._layout else redistribute_no_grad(x, layout)
 
 
 def to_expected_tangent(x: Any, constants: GraphConstants | None, expected: type | None = None) -> Any:
@@ -212,14 +212,16 @@ def to_expected_tangent(x: Any, constants: GraphConstants | None, expected: type
     if "_origin" in vars(x):
         x = wrap_local(x._local, x._layout)
     mesh, placements, dtype, order = constants[0]
-    stride = x._layout.stride if order is None else dense_in(x._layout.shape, order)
+    stride = x._layout.stride if order is None else dense_stride(x._layout.shape, order)
     layout = Layout.of(mesh, placements, x._layout.shape, stride, dtype)
     if x._layout is layout:
         return x
-    redistributed = move(x, layout)
+    redistributed = redistribute_no_grad(x, layout)
     if redistributed._layout.stride == layout.stride:
         return redistributed
-    return wrap_local(layout.block_beside(redistributed._local, layout.mesh.current_member()).copy_(redistributed._local), layout)
+    return wrap_local(
+        layout.new_local_like(redistributed._local, layout.mesh.current_member()).copy_(redistributed._local), layout
+    )
 
 
 def plain_to_expected_tangent(x: Any, constants: GraphConstants | None, expected: type | None = None) -> Any:
@@ -239,4 +241,5 @@ def make_cache_text(x: Any) -> str:
     It names this process, because a program of another process refers to process groups that do not exist here.
     """
     local, layout = x._local, x._layout
-    return f"{kept(layout.manner)} {tuple(layout.shape)} {layout.stride} {tuple(local.shape)} {local.stride()} {x.requires_grad}"
+    sizes = f"{tuple(layout.shape)} {layout.stride} {tuple(local.shape)} {local.stride()}"
+    return f"{register_object(layout.sizeless_key)} {sizes} {x.requires_grad}"

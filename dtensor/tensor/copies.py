@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..base.mode_stack import Scoped
-from ..base.patches import changed
+from ..base.mode_stack import ModeStack
+from ..base.patches import patch_applied
 from ..comm import PerRank, communicator_of, per_rank
 from ..dispatch.functorch import below_transforms
 from ..dispatch.tensor_state import NOT_COPIED
@@ -20,7 +20,7 @@ from ..layout.layout import Layout, restore_layout
 from ..mesh.device_mesh import restore_mesh
 from ..placement import Partial, Replicate, Shard
 
-_AS_RANK_SHARDS: Scoped[None] = Scoped("pieces_while_loading")
+_AS_RANK_SHARDS: ModeStack[None] = ModeStack("pieces_while_loading")
 
 
 def shallow_copy(x: Any) -> Any:
@@ -52,7 +52,7 @@ def deep_copy(x: Any, memo: dict[int, Any]) -> Any:
 def dense_copy(x: Any) -> Any:
     """Return a copy with local tensors that have the strides of the layout."""
     layout = x._layout
-    local = communicator_of(layout.mesh).map(lambda member, shard: layout.block_beside(shard, member).copy_(shard), x._local)
+    local = communicator_of(layout.mesh).map(lambda member, shard: layout.new_local_like(shard, member).copy_(shard), x._local)
     return wrap_local(local, layout)
 
 
@@ -72,7 +72,7 @@ def reduce_for_pickle(x: Any, protocol: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class RankPiece:
+class RankShards:
     """The local tensors of a DTensor in a file, without a process group.
 
     Attributes:
@@ -84,8 +84,8 @@ class RankPiece:
     locals: tuple[tuple[int, torch.Tensor], ...]
 
 
-def pieces_while_loading() -> AbstractContextManager[None]:
-    """Return a context in which unpickled DTensors become :class:`RankPiece` values."""
+def load_as_rank_shards() -> AbstractContextManager[None]:
+    """Return a context in which unpickled DTensors become :class:`RankShards` values."""
     return _AS_RANK_SHARDS.entered(None)
 
 
@@ -98,7 +98,7 @@ def restore_tensor(
     """
     if _AS_RANK_SHARDS:
         indexed = enumerate(local.shards) if isinstance(local, PerRank) else [(member, local)] if member is not None else []
-        return RankPiece(layout, tuple(indexed))
+        return RankShards(layout, tuple(indexed))
     comm = communicator_of(layout.mesh)
     if isinstance(local, PerRank) != comm.holds_all:
         content = "the local tensors of all ranks" if isinstance(local, PerRank) else "one rank's local tensor"
@@ -144,4 +144,4 @@ def user_attributes(x: Any) -> dict[str, Any]:
 
 # A saved DTensor consists of values only, so that torch.load(weights_only=True) reads it.
 torch.serialization.add_safe_globals([restore_tensor, restore_layout, restore_mesh, per_rank, Shard, Replicate, Partial])
-changed("torch._weights_only_unpickler._marked_safe_globals_set")
+patch_applied("torch._weights_only_unpickler._marked_safe_globals_set")

@@ -13,15 +13,15 @@ from typing import Any, TypedDict, Unpack, cast
 import torch
 
 from ..base.torch_internals import functorch_active
-from ..base.validation import sizes_of
+from ..base.validation import check_sizes
 from ..comm import communicator_of
-from ..dispatch.functorch import below_transforms, within_transforms
+from ..dispatch.functorch import as_writable_in_transform, below_transforms
 from ..errors import ArgumentError, PlacementError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import as_mesh
 from ..placement import Placement
 from ..random.distributions import SAMPLERS
-from ..random.draw import DRAWING, as_one_step, block_of, draw, draw_counted
+from ..random.draw import RANDOM_MODE, as_graph_op, clone_block, draw, draw_counted
 from ..redistribute import redistribute_local
 from .dtensor import DTensor, wrap
 
@@ -184,7 +184,7 @@ def _make_spaced(space: Any, start: Any, end: Any, steps: int, **options: Unpack
         return cast(torch.Tensor, space(start, end, *size, **kind))
 
     def make_blocks(layout: Layout, **kind: Any) -> Callable[[int | None], torch.Tensor]:
-        return partial(block_of, fill(layout.shape, **kind), layout)
+        return partial(clone_block, fill(layout.shape, **kind), layout)
 
     return _make_by_blocks(make_blocks, fill, (steps,), **options)
 
@@ -214,14 +214,14 @@ def _make_random(
 
     def make_block(layouts: Sequence[Layout]) -> Any:
         (layout_to_draw,) = layouts
-        if DRAWING.mode == "counter":
+        if RANDOM_MODE.mode == "counter":
             return draw_counted(layout_to_draw, SAMPLERS["uniform" if fill is torch.rand else "normal"], {})
         return draw(layout_to_draw, lambda device: fill(tuple(layout_to_draw.shape), dtype=layout_to_draw.dtype, device=device))
 
     if functorch_active():
         torch.empty(0, device="cpu").uniform_()  # torch's own error if vmap's randomness is not set
     with below_transforms():
-        local = as_one_step((reduced,), make_block)
+        local = as_graph_op((reduced,), make_block)
     return _wrap_result(local, layout, reduced, requires_grad)
 
 
@@ -230,7 +230,7 @@ def _parse_options(
 ) -> tuple[Layout, Layout, bool]:
     """Return the layout, the layout with Partial replaced by Replicate, and ``requires_grad``."""
     mesh = as_mesh(device_mesh)
-    shape = sizes_of(size[0] if len(size) == 1 and isinstance(size[0], Iterable) else size, "the size of a tensor")
+    shape = check_sizes(size[0] if len(size) == 1 and isinstance(size[0], Iterable) else size, "the size of a tensor")
     requires_grad = bool(options.pop("requires_grad", False))
     if options.pop("layout", torch.strided) != torch.strided:
         raise PlacementError("only layout=torch.strided is supported for DTensors; leave layout= out")
@@ -250,5 +250,5 @@ def _wrap_result(local: Any, layout: Layout, reduced: Layout, requires_grad: boo
     """Return the DTensor of local tensors under ``reduced``, redistributed to ``layout``."""
     with below_transforms():
         result = wrap(local if reduced is layout else redistribute_local(local, reduced, layout), layout)
-    result = within_transforms(result)
+    result = as_writable_in_transform(result)
     return result.requires_grad_() if requires_grad else result

@@ -12,29 +12,29 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from ..base.caches import remembered
-from ..base.recorder_hooks import current
+from ..base.caches import memoize
+from ..base.recorder_hooks import current_recorder
 from ..base.torch_internals import functorch_active, is_traceable_wrapper_subclass
-from ..base.tracing import under_way
-from ..base.validation import strided, whole
-from ..base.wrapper_subclass import part_by_part
+from ..base.tracing import is_tracing
+from ..base.validation import check_int, check_strided
+from ..base.wrapper_subclass import map_inner_tensors
 from ..comm import PerRank, communicator_of, shards_of
-from ..comm.backend_base import Run
-from ..comm.cross_rank_check import alike, room
-from ..comm.flat_rows import content, from_bytes
-from ..comm.pack import Box, Route, Traffic, Transfer
-from ..dispatch.functorch import below_transforms, constant, has_tangent, layout_of, within_transforms
+from ..comm.communicator import BoundCollective
+from ..comm.cross_rank_check import check_identical, payload_bytes
+from ..comm.flat_rows import content_bytes, tensor_from_bytes
+from ..comm.pack import Box, SendRecvPlan, Traffic, Transfer
+from ..dispatch.functorch import as_writable_in_transform, below_transforms, has_tangent, layout_of, unwrap_constant
 from ..errors import ArgumentError, LayoutError, MeshError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Placement, Replicate
-from ..random.draw import as_one_step, block_of
+from ..random.draw import as_graph_op, clone_block
 from ..redistribute import redistribute_local
-from ..redistribute.executor import in_order, inside
-from ..redistribute.step import described, place
-from .autograd import laid
+from ..redistribute.executor import box_inside, in_memory_order
+from ..redistribute.step import layout_text, placements_text
+from .autograd import redistribute_if_needed
 from .dtensor import DTensor, wrap
-from .stale_params import Attributes, replacing
+from .stale_params import ParamAttributes, replacing_params
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -76,13 +76,13 @@ def distribute_tensor(
                 f"distribute_tensor: the DTensor is on {layout.mesh!r}, not on {mesh!r}; call x.redistribute(mesh, placements)"
             )
         if not isinstance(tensor, DTensor):
-            return cast(DTensor, laid(tensor, layout.whole().placements if placements is None else placements))
+            return cast(DTensor, redistribute_if_needed(tensor, layout.whole().placements if placements is None else placements))
         return tensor.redistribute(placements=placements)
     if functorch_active():
-        tensor = constant(tensor)
+        tensor = unwrap_constant(tensor)
     with below_transforms():
         result = _distribute_plain(tensor, mesh, placements, src_data_rank)
-    return within_transforms(result)
+    return as_writable_in_transform(result)
 
 
 def _distribute_plain(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, src_data_rank: int | None) -> DTensor:
@@ -90,7 +90,7 @@ def _distribute_plain(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, s
     received = None
     if src_data_rank is None:
         layout = _make_layout(tensor, mesh, placements)
-    elif under_way() and mesh.kind == "process_group":  # one operator of the graph does the rest
+    elif is_tracing() and mesh.kind == "process_group":  # one operator of the graph does the rest
         return _distribute_in_graph(tensor, _make_layout(tensor, mesh, placements), placements, src_data_rank)
     else:
         layout, received = _agree_on_layout(tensor, mesh, placements, src_data_rank)
@@ -109,30 +109,30 @@ def _agree_on_layout(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, so
 
     A small tensor is included in the comparison. Else the second result is None.
     """
-    is_recorded = current() is not None  # then the broadcast is a recorded step, which is replayed
+    is_recorded = current_recorder() is not None  # then the broadcast is a recorded step, which is replayed
 
     def find_layout() -> tuple[Layout, int, bool, list[str]]:
         layout = _make_layout(tensor, mesh, placements)
-        position, is_source = _find_source(mesh, whole(source, "src_data_rank"))
+        position, is_source = _find_source(mesh, check_int(source, "src_data_rank"))
         is_wrapper = is_traceable_wrapper_subclass(tensor)
         differences = (("recorded", is_recorded), ("no data", tensor.is_meta), (type(tensor).__name__, is_wrapper))
         return layout, position, is_source, [word for word, holds in differences if holds]
 
     def describe(find_layout: tuple[Layout, int, bool, list[str]]) -> tuple[Any, tuple[int, ...], bytes]:
         layout, position, is_source, special = find_layout
-        payload = content(tensor) if is_source and not special and layout.nbytes <= room(mesh) else b""
+        payload = content_bytes(tensor) if is_source and not special and layout.nbytes <= payload_bytes(mesh) else b""
         return (layout, position, tensor.requires_grad, *special), layout.stride, payload
 
-    (layout, position, _, special), by_rank = alike(mesh, "distribute_tensor", find_layout, describe)
+    (layout, position, _, special), by_rank = check_identical(mesh, "distribute_tensor", find_layout, describe)
     if by_rank is None:
         return layout, None
     layout = layout.replace(stride=by_rank.numbers[position])  # this rank's tensor may have other strides
-    if special or layout.nbytes > room(mesh):
+    if special or layout.nbytes > payload_bytes(mesh):
         return layout, None
-    return layout, from_bytes(by_rank.loads[position, : layout.nbytes], layout.shape, layout.dtype)
+    return layout, tensor_from_bytes(by_rank.loads[position, : layout.nbytes], layout.shape, layout.dtype)
 
 
-@remembered(1024)
+@memoize(1024)
 def _find_source(mesh: DeviceMesh, source: int) -> tuple[int, bool]:
     """Return the source's position in the mesh, and whether this rank is the source."""
     return _source_position(mesh, source), mesh.coordinate_of(mesh.current_member()) == (source,) * mesh.ndim
@@ -151,7 +151,7 @@ def _distribute_in_graph(tensor: torch.Tensor, layout: Layout, placements: Any, 
             )
         return result._local
 
-    return wrap(as_one_step((layout,), distribute, tensor.detach()), layout)
+    return wrap(as_graph_op((layout,), distribute, tensor.detach()), layout)
 
 
 def _make_layout(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> Layout:
@@ -160,7 +160,7 @@ def _make_layout(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> Lay
     Raises:
         LayoutError: the tensor is not a leaf, or has a forward-mode tangent.
     """
-    if not strided(tensor, "distribute_tensor").is_leaf or has_tangent(tensor):
+    if not check_strided(tensor, "distribute_tensor").is_leaf or has_tangent(tensor):
         raise LayoutError(
             "distribute_tensor takes leaf tensors; for a computed tensor use DTensor.from_local(value, mesh, placements)"
         )
@@ -179,13 +179,13 @@ def _scatter_from_source(tensor: torch.Tensor, layout: Layout, source: int | Non
     if not comm.held:
         return torch.zeros(layout.local_shape(None), dtype=layout.dtype, device=tensor.device)
     if tensor.is_meta or mesh.kind == "dry_run":
-        return comm.map(lambda member: layout.block_beside(torch.empty(0, device="meta"), member))
+        return comm.map(lambda member: layout.new_local_like(torch.empty(0, device="meta"), member))
     if position is None or mesh.size() == 1 or (comm.holds_all and not isinstance(tensor, PerRank)):
-        return comm.map(lambda member, full: block_of(full, layout, member), tensor)
+        return comm.map(lambda member, full: clone_block(full, layout, member), tensor)
     if is_traceable_wrapper_subclass(tensor):  # broadcast to every rank, because a subclass shards itself
-        tensor = part_by_part(lambda part: comm.broadcast(part, range(mesh.ndim), position).wait(), tensor)
-        return comm.map(lambda member, full: block_of(full, layout, member), tensor)
-    return comm.map(in_order, _bind_scatter(layout, position)(tensor).wait(), layout)
+        tensor = map_inner_tensors(lambda part: comm.broadcast(part, range(mesh.ndim), position).wait(), tensor)
+        return comm.map(lambda member, full: clone_block(full, layout, member), tensor)
+    return comm.map(in_memory_order, _bind_scatter(layout, position)(tensor).wait(), layout)
 
 
 def _shard_received(received: torch.Tensor, layout: Layout, source: int) -> Any:
@@ -197,10 +197,10 @@ def _shard_received(received: torch.Tensor, layout: Layout, source: int) -> Any:
     comm.report(
         _collective_name(layout), range(layout.mesh.ndim), lambda: _received_nbytes(layout, _source_position(layout.mesh, source))
     )
-    return comm.map(lambda member: in_order(member, block_of(received, layout, member), layout))
+    return comm.map(lambda member: in_memory_order(member, clone_block(received, layout, member), layout))
 
 
-@remembered(1024)
+@memoize(1024)
 def _received_nbytes(layout: Layout, position: int) -> int:
     """Return the bytes that a rank receives from the rank at ``position``, the maximum over ranks."""
     mesh = layout.mesh
@@ -213,8 +213,8 @@ def _collective_name(layout: Layout) -> str:
     return "scatter" if any(layout.splits) else "broadcast"
 
 
-@remembered(1024)
-def _bind_scatter(layout: Layout, position: int) -> Run:
+@memoize(1024)
+def _bind_scatter(layout: Layout, position: int) -> BoundCollective:
     """Return the bound collective that sends each rank its shard of the tensor of the rank at ``position``.
 
     If nothing is sharded, it is a broadcast.
@@ -223,20 +223,20 @@ def _bind_scatter(layout: Layout, position: int) -> Run:
     full = Layout.replicated(mesh, layout.shape, layout.stride, layout.dtype)
 
     @functools.cache
-    def route_of(member: int) -> Route:
+    def route_of(member: int) -> SendRecvPlan:
         group = mesh.members_of(mesh_dims, member)
         shape, size = tuple(layout.shape), layout.local_shape(mesh.coordinates[member])
         own_index, no_boxes = group.index(member), (None,) * len(group)
         own_box = Box((0,) * len(size), size)
         if own_index == position:
-            boxes = [inside(full, member, layout, other) for other in group]
+            boxes = [box_inside(full, member, layout, other) for other in group]
             sends = tuple(None if k == own_index or not box.numel else box for k, box in enumerate(boxes))
-            return Route(shape, size, sends, no_boxes, (boxes[own_index], own_box) if own_box.numel else None)
+            return SendRecvPlan(shape, size, sends, no_boxes, (boxes[own_index], own_box) if own_box.numel else None)
         received = tuple(own_box if k == position and own_box.numel else None for k in range(len(group)))
-        return Route(shape, size, no_boxes, received, None)
+        return SendRecvPlan(shape, size, no_boxes, received, None)
 
     traffic = Traffic(layout.max_local_nbytes // layout.dtype.itemsize, 1, True)
-    text = f"{described(full)} from {position} -> {place(layout)}"
+    text = f"{layout_text(full)} from {position} -> {placements_text(layout)}"
     return communicator_of(mesh).bind_transfer(
         mesh_dims, Transfer(route_of, layout.dtype, _collective_name(layout), lambda _: traffic, text)
     )
@@ -248,7 +248,7 @@ def _source_position(mesh: DeviceMesh, source: int) -> int:
     Raises:
         MeshError: there is no such rank.
     """
-    source = whole(source, "src_data_rank")
+    source = check_int(source, "src_data_rank")
     if any(not 0 <= source < size for size in mesh.shape):
         raise MeshError(
             f"src_data_rank={source} is not an index along every dim of {mesh!r}; use 0, or None to shard each rank's own copy"
@@ -294,11 +294,11 @@ def distribute_module(
             raise ArgumentError(f"distribute_module: {name_} takes a function, got {function!r}")
     wrapped_input_fn = None if input_fn is None else _accept_old_signature(input_fn, "input_fn")
     wrapped_output_fn = None if output_fn is None else _accept_old_signature(output_fn, "output_fn")
-    with replacing(module.modules(), "distribute_module"):
+    with replacing_params(module.modules(), "distribute_module"):
         for name, submodule in list(module.named_modules()):
             if partition_fn is not None:
                 partition_fn(name, submodule, mesh)
-            replicate_own(submodule, mesh)
+            replicate_own_tensors(submodule, mesh)
     if wrapped_input_fn is not None:
         module.register_forward_pre_hook(lambda mod, inputs: wrapped_input_fn(mod, inputs, mesh))
     if wrapped_output_fn is not None:
@@ -341,10 +341,10 @@ def distribute_at(
     distributed = distribute_tensor(old.detach(), mesh, placements, src_data_rank=source)
     is_parameter = isinstance(old, nn.Parameter)
     held[name] = nn.Parameter(distributed, old.requires_grad) if is_parameter else distributed.requires_grad_(old.requires_grad)
-    Attributes.of(old).set_on(held[name])
+    ParamAttributes.of(old).set_on(held[name])
 
 
-def replicate_own(module: nn.Module, mesh: DeviceMesh, source: int | None = 0) -> None:
+def replicate_own_tensors(module: nn.Module, mesh: DeviceMesh, source: int | None = 0) -> None:
     """Replicate the parameters and buffers of ``module`` itself that are still plain."""
     for holder, name, x in own_tensors(module):
         if not isinstance(x, DTensor):

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import torch
 
-from ..base.late_binding import pictured, provided
-from ..base.patches import changed
-from ..base.recorder_hooks import ACTIVE
+from ..base.late_binding import html_repr, resolve_late
+from ..base.patches import patch_applied
+from ..base.recorder_hooks import ACTIVE_RECORDERS
 from ..base.torch_internals import (
     count_dispatch_modes,
     count_function_modes,
@@ -21,25 +21,25 @@ from ..base.torch_internals import (
 )
 from ..base.torch_internals import foreach_supported_types as _foreach_types
 from ..base.torch_internals import optimizer_supported_types as _optimizer_types
-from ..base.tracing import not_in_graph
-from ..base.validation import element_type, strided
+from ..base.tracing import check_not_in_graph
+from ..base.validation import check_dtype, check_strided
 from ..comm import PerRank, communicator_of
 from ..dispatch.dispatcher import dispatch
-from ..dispatch.plain_tensor_args import laid_out_alike
-from ..dispatch.version_counters import SHARED, counted_together, users
-from ..dispatch.wrap import install, wrap_local
+from ..dispatch.plain_tensor_args import distribute_like
+from ..dispatch.version_counters import SHARED, join_alias_groups, mark_local_exposed
+from ..dispatch.wrap import install_tensor_class, wrap_local
 from ..errors import DTensorError, LayoutError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Placement, Replicate
-from ..ranks.functorch import as_one, each_rank, seen
-from ..ranks.per_rank import handed_out
+from ..ranks.functorch import join_ranks, split_ranks, unwrap_functorch
+from ..ranks.per_rank import prepare_for_program
 from ..redistribute import Plan, Transit, plan, plan_between
 from . import compile_protocol, copies, host_access
 from .autograd import (
     copies_for_ranks,
     empty_local,
-    from_pieces,
+    from_local_recorded,
     grad_layout,
     is_recorded,
     local_grad_layout,
@@ -51,7 +51,7 @@ from .autograd import (
 from .leaf_gradients import grad_placements_of as grad_placements_of  # placements of a leaf's gradient
 from .leaf_gradients import install_grad_hook, note_layout_change
 from .local_layout import layout_of_locals
-from .observers import expose_local, notify_local_read, observed
+from .observers import ACTIVE_OBSERVERS, expose_local, notify_local_read
 from .printing import format_local_tensors
 from .storage import storage_of
 
@@ -101,7 +101,7 @@ class DTensor(torch.Tensor):
     @property
     def placements(self) -> tuple[Placement, ...]:
         """Return one placement per mesh dim."""
-        if observed:
+        if ACTIVE_OBSERVERS:
             notify_local_read(self)
         return self._layout.placements
 
@@ -126,7 +126,7 @@ class DTensor(torch.Tensor):
     @property
     def _local_tensor(self) -> torch.Tensor:
         """Return this rank's local tensor without gradients (those of all ranks if they are in this process)."""
-        return cast(torch.Tensor, handed_out(expose_local(self)._local))
+        return cast(torch.Tensor, prepare_for_program(expose_local(self)._local))
 
     # --- between local and global -------------------------------------------------------------------------------
     @staticmethod
@@ -158,19 +158,21 @@ class DTensor(torch.Tensor):
             LayoutError: the local tensors do not fit together. PlacementError, MeshError: see :class:`Layout`.
         """
         mesh = as_mesh(device_mesh)
-        if isinstance(seen(local_tensor), DTensor):
+        if isinstance(unwrap_functorch(local_tensor), DTensor):
             raise LayoutError(
                 "from_local takes this rank's plain tensor, got a DTensor; use x.redistribute(...) or x.to_local() first"
             )
-        plain = strided(local_tensor, "from_local").resolve_neg()  # below __torch_dispatch__ it is not negated
-        local_tensor, comm = each_rank(plain), communicator_of(mesh)
+        plain = check_strided(local_tensor, "from_local").resolve_neg()  # below __torch_dispatch__ it is not negated
+        local_tensor, comm = split_ranks(plain), communicator_of(mesh)
         layout = layout_of_locals(local_tensor, mesh, placements, shape, stride, check=run_check)
         backward = grad_layout(layout, grad_placements)
         if isinstance(local_tensor, PerRank):
-            return users(from_pieces(layout, backward, False, *local_tensor.shards))
+            return mark_local_exposed(from_local_recorded(layout, backward, False, *local_tensor.shards))
         if comm.holds_all or is_recorded(local_tensor):
-            return users(from_pieces(layout, backward, comm.holds_all, *copies_for_ranks(local_tensor, layout)))
-        return users(wrap(local_tensor.detach() if comm.held else empty_local(local_tensor, layout), layout))
+            return mark_local_exposed(
+                from_local_recorded(layout, backward, comm.holds_all, *copies_for_ranks(local_tensor, layout))
+            )
+        return mark_local_exposed(wrap(local_tensor.detach() if comm.held else empty_local(local_tensor, layout), layout))
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return this rank's local tensor; differentiable, no communication.
@@ -186,19 +188,19 @@ class DTensor(torch.Tensor):
                 Replicate. For parameters of data-parallel units it is Partial along mesh dims that shard the unit's batch. Pass
                 ``[Partial()]`` if each rank uses a replicated local tensor differently, which raises ``LayoutError`` otherwise.
         """
-        if observed:
+        if ACTIVE_OBSERVERS:
             notify_local_read(self)
-        not_in_graph(self, "to_local()")
-        users(self)
+        check_not_in_graph(self, "to_local()")
+        mark_local_exposed(self)
         if not (self.requires_grad and _grad_enabled()) and forward_ad._current_level < 0:
             # no gradient is recorded; for torch.func transforms it is a constant
             if grad_placements is not None:
                 grad_layout(self._layout, grad_placements)  # wrong placements raise also without a gradient
             # detach(): `requires_grad_` of the result must not change self._local. A recorder identifies it by identity.
-            local = self._local if ACTIVE else self._local.detach()
-            return handed_out(local) if type(local) is PerRank else local
+            local = self._local if ACTIVE_RECORDERS else self._local.detach()
+            return prepare_for_program(local) if type(local) is PerRank else local
         locals_ = to_local_recorded(self, self._layout, local_grad_layout(self, self._layout, grad_placements))
-        return as_one(locals_, PerRank) if type(locals_) is tuple else locals_
+        return join_ranks(locals_, PerRank) if type(locals_) is tuple else locals_
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the global value as a plain tensor on every rank, with memory of its own; differentiable.
@@ -232,7 +234,7 @@ class DTensor(torch.Tensor):
         """
         for dtype in (forward_dtype, backward_dtype):
             if dtype is not None:
-                element_type(dtype)
+                check_dtype(dtype)
         source: Any = self if forward_dtype is None or forward_dtype == self.dtype else self.to(forward_dtype)
         target = _target_layout(source._layout, device_mesh, placements)
         if target is source._layout and source is not self and backward_dtype is None:
@@ -261,7 +263,7 @@ class DTensor(torch.Tensor):
 
         All ranks of both call it.
         """
-        return provided("reshard")(self, sharding_spec)
+        return resolve_late("reshard")(self, sharding_spec)
 
     def local_shard(self) -> torch.Tensor:
         """Return :meth:`to_local`, under the name of sharded tensors."""
@@ -269,7 +271,7 @@ class DTensor(torch.Tensor):
 
     def sharding_metadata(self) -> Any:
         """Return sizes, offsets, rank and device of every shard; no communication."""
-        return provided("sharding_metadata")(self)
+        return resolve_late("sharding_metadata")(self)
 
     # --- autograd: gradients of leaves arrive in the layout of the leaf -----------------------------------------
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:
@@ -321,19 +323,19 @@ class DTensor(torch.Tensor):
 
         Autograd does not see writes to it, but views of this tensor do.
         """
-        return cast(DTensor, users(self)._get_data_alias()).detach()
+        return cast(DTensor, mark_local_exposed(self)._get_data_alias()).detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        other = value if isinstance(value, DTensor) else laid_out_alike(value, self)
+        other = value if isinstance(value, DTensor) else distribute_like(value, self)
         root = self if self._base is None else self._base
         root.__dict__["_left"] = True  # the base and its views no longer share memory, as autograd assumes
         self._adopt_memory(other)
-        counted_together(self, other)
+        join_alias_groups(self, other)
 
     def _adopt_memory(self, other: DTensor) -> None:
         """Replace the memory and the shape by those of ``other``. The version counter and autograd's base stay."""
-        users(self)
+        mark_local_exposed(self)
         torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
         other._assign_memory_to(self)
         note_layout_change(self)
@@ -348,7 +350,7 @@ class DTensor(torch.Tensor):
         if alias is None or alias._local is not self._local:
             alias = self.__dict__["_apart"] = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]  # torch's stub
             alias.__dict__.pop(SHARED, None)  # a detached tensor has its own version counter
-            counted_together(alias, self)
+            join_alias_groups(alias, self)
         return cast(DTensor, alias)
 
     # --- protocol of torch.compile: see :mod:`.compile_protocol` ---------------------------------------------------------
@@ -364,13 +366,13 @@ class DTensor(torch.Tensor):
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         """Return the items that ``torch.distributed.checkpoint`` writes; see :mod:`dtensor.interop.dcp_protocol`."""
-        return provided("write_items")(self, fqn)
+        return resolve_late("write_items")(self, fqn)
 
     def __create_chunk_list__(self) -> list[Any]:
-        return provided("chunks")(self)
+        return resolve_late("chunks")(self)
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        return provided("shard_at")(self, index)
+        return resolve_late("shard_at")(self, index)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's code names it so, its stub does not
         tail = ", requires_grad=True" if self.requires_grad else ""
@@ -378,7 +380,7 @@ class DTensor(torch.Tensor):
             tail = f", grad_fn=<{type(self.grad_fn).__name__}>"
         return f"DTensor({self._layout!r}{tail}{format_local_tensors(self)})"
 
-    _repr_html_ = pictured
+    _repr_html_ = html_repr
 
     tolist, numpy, __array__, __dlpack__, __format__ = (
         host_access.to_list,
@@ -408,10 +410,10 @@ def _target_layout(layout: Layout, device_mesh: Any, placements: Sequence[Placem
     return Layout.of(mesh, placements, layout.shape, layout.stride, layout.dtype)
 
 
-install(DTensor)
+install_tensor_class(DTensor)
 wrap: Callable[[Any, Layout], DTensor] = wrap_local
 # Foreach operators have rules, so torch may use them for DTensors (clip_grad_norm_, optimizers).
 _optimizer_types.append(DTensor)
-changed("torch.optim.optimizer._foreach_supported_types")
+patch_applied("torch.optim.optimizer._foreach_supported_types")
 _foreach_types.append(DTensor)
-changed("torch.utils._foreach_utils._foreach_supported_types")
+patch_applied("torch.utils._foreach_utils._foreach_supported_types")

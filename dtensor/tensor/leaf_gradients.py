@@ -16,18 +16,18 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from ..base.torch_internals import autograd_node, engine, graph_task
-from ..base.tracing import under_way
+from ..base.tracing import is_tracing
 from ..comm import Pending, shards_of
 from ..comm.events import CAUSES, listeners
-from ..dispatch.functorch import is_wrapped
-from ..dispatch.output_aliasing import unwritten
+from ..dispatch.functorch import is_wrapped_by_transform
+from ..dispatch.output_aliasing import check_unwritten
 from ..dispatch.wrap import SHOWN, wrap_pending
 from ..errors import DTensorError
 from ..layout.layout import Layout
 from ..placement import Placement
 from ..redistribute import Plan, execute_many, plan
-from .autograd import grad_layout, is_recorded, laid, to_dtensor_grad
-from .observers import notify_gradient, observed
+from .autograd import grad_layout, is_recorded, redistribute_if_needed, to_dtensor_grad
+from .observers import ACTIVE_OBSERVERS, notify_gradient
 
 BATCH_NBYTES = 25 << 20  # bytes of the largest local tensors, equal on all ranks
 
@@ -49,10 +49,10 @@ def install_grad_hook(leaf: Any) -> None:
             layout_cell.pop().copies.clear()
         if grad is None:
             return None
-        if observed:
+        if ACTIVE_OBSERVERS:
             notify_gradient(grad, layout_cell)
         has_layout = type(grad) is leaf_class and grad._layout is layout is grad_layout(layout, None)
-        if has_layout or is_wrapped(grad):
+        if has_layout or is_wrapped_by_transform(grad):
             return None
         placements, mesh = grad_layout(layout, None).placements, layout.mesh
         if not hasattr(grad, "_layout"):  # the user passed it to backward()
@@ -78,7 +78,7 @@ def note_layout_change(leaf: Any) -> None:
         current[0] = leaf._layout
 
 
-def is_told_to_nobody(leaf: Any) -> bool:
+def has_no_other_hooks(leaf: Any) -> bool:
     """Return True if a leaf has no gradient hooks, except that of :func:`install_grad_hook`."""
     hooks = leaf._backward_hooks
     return not leaf._post_accumulate_grad_hooks and (not hooks or (len(hooks) == 1 and "_grad_layout" in leaf.__dict__))
@@ -104,8 +104,8 @@ def _redistribute_in_batch(grad: Any, target: Layout) -> Any:
     It is redistributed at once if that needs no communication, or if autograd, an observer or a compiler must see the step.
     """
     steps = plan(grad._layout, target)
-    if not steps.communicates or is_recorded(grad) or observed or graph_task() == -1 or under_way():
-        return laid(grad, target.placements)
+    if not steps.communicates or is_recorded(grad) or ACTIVE_OBSERVERS or graph_task() == -1 or is_tracing():
+        return redistribute_if_needed(grad, target.placements)
     batch = _current_batch()
     return _wrap_arriving(batch.add(grad, steps), batch.waiting, target, grad._local)
 
@@ -122,7 +122,7 @@ def _wrap_arriving(pending: Pending[Any], waiting: list[weakref.ref[Any]], targe
     return result
 
 
-class Departure(NamedTuple):
+class GradBatchCause(NamedTuple):
     """Reason of a batch of redistributions, for listeners: the autograd node that computed the first gradient."""
 
     node: Any
@@ -137,7 +137,7 @@ class _GradBatch:
         self.entries: list[tuple[Any, Any, list[int]]] = []  # gradient, local tensor, version counters when it was added
         self.pending: Pending[Any] | None = None
         self.waiting: list[weakref.ref[Any]] = []  # the pending gradients of this batch
-        self.cause = Departure(autograd_node()) if listeners else None
+        self.cause = GradBatchCause(autograd_node()) if listeners else None
 
     def add(self, grad: Any, steps: Plan) -> Pending[Any]:
         """Add a gradient to the batch. Return its pending local tensor."""
@@ -160,7 +160,7 @@ class _GradBatch:
             )
         grads, locals_ = [grad for grad, _, _ in self.entries], [local for _, local, _ in self.entries]
         with nullcontext() if self.cause is None else CAUSES.entered(self.cause):
-            self.pending = unwritten(execute_many(self.plans, locals_), grads)
+            self.pending = check_unwritten(execute_many(self.plans, locals_), grads)
         self.entries, previous, self.previous = [], self.previous, None
         if previous is not None:
             previous.wait()

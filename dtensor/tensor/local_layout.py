@@ -9,21 +9,21 @@ from typing import Any
 
 import torch
 
-from ..base.caches import Bounded
+from ..base.caches import BoundedDict
 from ..base.memory_order import stride_like
-from ..base.recorder_hooks import aside
-from ..base.symbolic_sizes import sizes
-from ..base.tracing import is_traced, kept
-from ..base.validation import sizes_of
+from ..base.recorder_hooks import untracked
+from ..base.symbolic_sizes import hashable_sizes
+from ..base.tracing import is_traced, register_object
+from ..base.validation import check_sizes
 from ..comm import PerRank, communicator_of, shards_of
-from ..comm.cross_rank_check import compared, told_by_all, words_compared
-from ..comm.custom_ops import in_graph
-from ..comm.flat_rows import content
+from ..comm.cross_rank_check import check_texts_equal, exchange_and_compare_texts, gather_summaries
+from ..comm.flat_rows import content_bytes
+from ..comm.traced_collectives import call_in_graph
 from ..errors import LayoutError, PlacementError
 from ..layout.layout import Layout
 from ..layout.splits import Split
 from ..mesh.device_mesh import DeviceMesh
-from ..placement import Partial, Placement, Replicate, Shard, normalize
+from ..placement import Partial, Placement, Replicate, Shard, normalize_placements
 
 
 def layout_of_locals(
@@ -58,13 +58,13 @@ def layout_of_locals(
             else "has its ranks in other processes: pass the local tensor of this rank"
         )
         raise LayoutError(f"per_rank with {len(locals_)} tensors for {mesh!r}, which {problem}")
-    shape = None if shape is None else sizes_of(shape, "from_local(shape=)")
-    stride = None if stride is None else sizes_of(stride, "from_local(stride=)")
+    shape = None if shape is None else check_sizes(shape, "from_local(shape=)")
+    stride = None if stride is None else check_sizes(stride, "from_local(stride=)")
     ndim = locals_[0].ndim if mesh.current_member() is not None or shape is None else len(shape)
     if mesh.kind == "dry_run":
         check = False
     try:
-        normalized = normalize(placements, mesh.ndim, ndim)
+        normalized = normalize_placements(placements, mesh.ndim, ndim)
     except PlacementError as error:
         if shape is None and (check or exchanges_sizes(mesh, placements)):
             _gather_shapes(mesh, locals_, str(error))  # only this rank may lack the dim, and the others wait for its sizes
@@ -103,7 +103,7 @@ def _layout_of_unsized(
 
     Ranks exchange the shapes of their local tensors if a tensor dim is sharded without given sizes, or if ``check`` is set.
     """
-    shape, local_stride = list(sizes(locals_[0].shape)), sizes(locals_[0].stride())
+    shape, local_stride = list(hashable_sizes(locals_[0].shape)), hashable_sizes(locals_[0].stride())
     if check or exchanges_sizes(mesh, placements):
         shapes, strides = _gather_shapes(mesh, locals_, str(placements))
         key = (mesh, placements, shapes, strides if stride is None else stride, dtype)
@@ -120,7 +120,7 @@ def _layout_of_unsized(
     return layout
 
 
-_LAYOUTS: Bounded[Any, Layout] = Bounded(4096, "local_layout.known")
+_LAYOUTS: BoundedDict[Any, Layout] = BoundedDict(4096, "local_layout.known")
 
 
 def _layout_from_shapes(
@@ -188,7 +188,7 @@ _MAX_DIMS = 32
 _IntRows = tuple[tuple[int, ...], ...]
 
 
-@aside
+@untracked
 def _gather_shapes(mesh: DeviceMesh, locals_: Sequence[torch.Tensor], description: str) -> tuple[_IntRows, _IntRows]:
     """Return the shapes and the strides of the local tensors of all ranks, by position in the mesh.
 
@@ -196,26 +196,31 @@ def _gather_shapes(mesh: DeviceMesh, locals_: Sequence[torch.Tensor], descriptio
 
     ``description`` must be equal on all ranks.
     """
-    shape, stride = sizes(locals_[0].shape), sizes(locals_[0].stride())
+    shape, stride = hashable_sizes(locals_[0].shape), hashable_sizes(locals_[0].stride())
     if is_traced(locals_[0]) and mesh.kind == "process_group":
-        in_graph("check", locals_[0].new_empty(0), kept(EqualLocalsCheck(mesh, locals_[0].dtype, description)), [*shape, *stride])
+        call_in_graph(
+            "check",
+            locals_[0].new_empty(0),
+            register_object(EqualLocalsCheck(mesh, locals_[0].dtype, description)),
+            [*shape, *stride],
+        )
         return (shape,) * mesh.size(), (stride,) * mesh.size()
     if len(locals_) > 1:
         ordered = [locals_[m] for m in mesh.members_of(range(mesh.ndim), 0)]
         shapes = tuple(tuple(local.shape) for local in ordered)
         _check_equal_ndim(shapes)
-        compared(mesh, "from_local", [str(local.dtype) for local in ordered])
+        check_texts_equal(mesh, "from_local", [str(local.dtype) for local in ordered])
         return shapes, tuple(local.stride() for local in ordered)
     if not communicator_of(mesh).talks:
         return (shape,) * mesh.size(), (stride,) * mesh.size()
     if len(shape) > _MAX_DIMS:
         raise LayoutError(f"from_local without shape= supports up to {_MAX_DIMS} dims, got {len(shape)}; pass shape=")
     text = f"{locals_[0].dtype} under {description}"
-    is_equal, rows, _ = told_by_all(mesh, text, (*shape, *stride))
+    is_equal, rows, _ = gather_summaries(mesh, text, (*shape, *stride))
     shapes, strides = (tuple(row[: len(row) // 2] for row in rows), tuple(row[len(row) // 2 :] for row in rows))
     _check_equal_ndim(shapes)
     if not is_equal:
-        words_compared(mesh, "from_local", text)
+        exchange_and_compare_texts(mesh, "from_local", text)
     return shapes, strides
 
 
@@ -322,7 +327,7 @@ def _describe_local(local: torch.Tensor) -> tuple[str, tuple[int, ...], tuple[in
     The text must be equal on all ranks, the hash on replicas.
     """
     kind = f"{local.dtype}{', requiring gradients' if local.requires_grad else ''}"
-    return kind, tuple(local.shape), local.stride(), hashlib.sha256(content(local)).digest()
+    return kind, tuple(local.shape), local.stride(), hashlib.sha256(content_bytes(local)).digest()
 
 
 def _describe_order(stride: Sequence[int], dims: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ from torch import nn
 from ..base.torch_internals import tree_flatten, tree_unflatten
 from ..errors import ContradictionError, PlacementError
 from ..mesh.device_mesh import DeviceMesh, as_mesh
-from ..placement import Placement, normalize
+from ..placement import Placement, normalize_placements
 from .distribute import own_tensors
 from .dtensor import DTensor
 
@@ -144,7 +144,7 @@ def _localize(value: DTensor, position: int, wanted: Placements, grad: Placement
         PlacementError: it has other placements.
     """
     if wanted is not None:
-        expected = normalize(wanted, value.device_mesh.ndim, value.ndim)
+        expected = normalize_placements(wanted, value.device_mesh.ndim, value.ndim)
         if value.placements != expected:
             if not redistribute:
                 raise PlacementError(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..errors import DTensorError
 from .distribute import distribute_at, own_tensors
 from .dtensor import DTensor
-from .stale_params import replacing
+from .stale_params import replacing_params
 
 M = TypeVar("M", bound=nn.Module)
 _INITIALIZERS = ("reset_parameters", "_reset_parameters")  # torch's own modules have one of them
@@ -58,11 +58,11 @@ def materialize(module: M, *, init: Callable[[nn.Module], object] | None = None,
     (True, True)
     """
     if init is None:
-        check_initialisers(module)
+        check_initializers(module)
     old_places = [(holder, name, x) for submodule in module.modules() for holder, name, x in own_tensors(submodule)]
     new_by_id: dict[int, tuple[Tensor, Any]] = {}  # id of the old tensor -> (old, new); the old one keeps its id in use
     device = torch.device(device) if device is not None else _default_device(module)
-    with torch.no_grad(), replacing(module.modules(), "materialize"):
+    with torch.no_grad(), replacing_params(module.modules(), "materialize"):
         for submodule in _modules_on_meta(module):
             _allocate_tensors(submodule, device, new_by_id)
             if init is not None:
@@ -106,7 +106,7 @@ def _modules_on_meta(module: nn.Module) -> list[nn.Module]:
     return [inner for inner in inners if any(x.is_meta for part in inner.modules() for _, _, x in own_tensors(part))]
 
 
-def check_initialisers(module: nn.Module) -> None:
+def check_initializers(module: nn.Module) -> None:
     """Raise DTensorError, with their names, if tensors on meta have no module that initializes them, or two."""
     module_names = {submodule: name for name, submodule in module.named_modules()}
     unset: list[str] = []

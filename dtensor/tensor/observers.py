@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from ..base.mode_stack import Scoped
-from ..dispatch.version_counters import users
+from ..base.mode_stack import ModeStack
+from ..dispatch.version_counters import mark_local_exposed
 from ..layout.layout import Layout
 
 
@@ -28,8 +28,8 @@ class Observer(Protocol):
         """Handle that the program reads the local tensors of ``x``."""
 
 
-OBSERVERS: Scoped[Observer] = Scoped("observers")
-observed = OBSERVERS.held  # empty: no observer in any thread
+OBSERVERS: ModeStack[Observer] = ModeStack("observers")
+ACTIVE_OBSERVERS = OBSERVERS.held  # empty: no observer in any thread
 
 
 def notify_redistributed(x: Any, made: Any) -> Any:
@@ -54,6 +54,6 @@ def notify_local_read(x: Any) -> None:
 
 def expose_local(x: Any) -> Any:
     """Return ``x``, marked as exposed: the user gets its local tensors and may write to them."""
-    if observed:
+    if ACTIVE_OBSERVERS:
         notify_local_read(x)
-    return users(x)
+    return mark_local_exposed(x)

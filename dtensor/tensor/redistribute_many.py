@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..dispatch.output_aliasing import apart, memory_of, unwritten
+from ..dispatch.output_aliasing import check_unwritten, clone_if_aliased, storage_addresses
 from ..dispatch.wrap import wrap_local, wrap_pending
 from ..errors import LayoutError, PlacementError
 from ..layout.layout import Layout
@@ -84,13 +84,13 @@ class RedistributeMany(torch.autograd.Function):
         def own_memory(values: list[Any]) -> list[Any]:
             # each result has memory of its own, as in Redistribute
             return [
-                value if steps.communicates else apart(value, memory_of(x._local))
+                value if steps.communicates else clone_if_aliased(value, storage_addresses(x._local))
                 for value, steps, x in zip(values, plans, xs, strict=True)
             ]
 
         if not async_op:
             return tuple(map(wrap_local, own_memory(pending_values.wait()), targets))
-        all_pending = unwritten(pending_values.then(own_memory), xs)
+        all_pending = check_unwritten(pending_values.then(own_memory), xs)
         pending_by_tensor = [all_pending.then(operator.itemgetter(i)) for i in range(len(xs))]
         return tuple(
             wrap_pending(pending, target, x._local) for pending, target, x in zip(pending_by_tensor, targets, xs, strict=True)

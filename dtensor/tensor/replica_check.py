@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from ..base.generators import default_generator, state_now
-from ..base.recorder_hooks import aside
+from ..base.generators import default_generator, get_generator_state
+from ..base.recorder_hooks import untracked
 from ..comm import communicator_of
-from ..comm.flat_rows import flat_bytes
+from ..comm.flat_rows import flatten_to_bytes
 from ..mesh.device_mesh import DeviceMesh
-from ..watchdog.collective_hooks import parted
+from ..watchdog.collective_hooks import raise_replicas_differ
 from ..watchdog.flight_recorder import fingerprint
-from ..watchdog.levels import Level
+from ..watchdog.levels import CheckLevel
 from .dtensor import DTensor
 
 ReplicaChecksums = dict[tuple[DeviceMesh, tuple[int, ...]], dict[str, int]]
@@ -35,7 +35,7 @@ def _update_hook() -> None:
     if _StepHook.handle is not None:
         _StepHook.handle.remove()
         _StepHook.handle = None
-    if Level.replicas:
+    if CheckLevel.replicas:
         _StepHook.steps = torch.utils.weak.WeakIdKeyDictionary()
         _StepHook.handle = register_optimizer_step_post_hook(_on_step)
 
@@ -43,11 +43,11 @@ def _update_hook() -> None:
 def _on_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Check the replicas of an optimizer if its step number is a multiple of K."""
     step = _StepHook.steps[optimizer] = _StepHook.steps.get(optimizer, 0) + 1
-    if step % Level.replicas == 0:
+    if step % CheckLevel.replicas == 0:
         check_optimizer_replicas(optimizer, step)
 
 
-@aside
+@untracked
 @torch.no_grad()
 def check_optimizer_replicas(optimizer: Optimizer, step: int) -> None:
     """Check that ranks hold the same copies of an optimizer's parameters and state, and the same random state.
@@ -67,7 +67,9 @@ def check_optimizer_replicas(optimizer: Optimizer, step: int) -> None:
             continue
         sums_by_rank = comm.all_gather_object(sums, dims)
         ranks = [mesh.ranks[member] for member in mesh.members_of(dims, comm.held[0])]
-        parted(step, repr(mesh.named(range(mesh.ndim))), _find_difference(dict(zip(ranks, sums_by_rank, strict=True))))
+        raise_replicas_differ(
+            step, repr(mesh.named(range(mesh.ndim))), _find_difference(dict(zip(ranks, sums_by_rank, strict=True)))
+        )
 
 
 def _find_difference(sums_by_rank: dict[int, dict[str, int]]) -> dict[int, tuple[int, str]]:
@@ -92,7 +94,7 @@ def _replica_checksums(optimizer: Optimizer) -> ReplicaChecksums:
             checksums.setdefault((mesh, dims), {})[name] = local_checksum(local)
     for mesh, dims in list(checksums):
         if mesh._root.seeded.issuperset(mesh.group_id(dims)):  # a random operator has synchronized the seed
-            state = state_now(default_generator(torch.device(mesh.device_type)))
+            state = get_generator_state(default_generator(torch.device(mesh.device_type)))
             checksums[mesh, dims]["the state of the default generator"] = fingerprint(state.numpy().tobytes())
     return checksums
 
@@ -112,7 +114,7 @@ def _named_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Any, DTensor]]:
 
 def local_checksum(local: torch.Tensor) -> int:
     """Return 64 bits: the exclusive or of the tensor's words, which does not depend on an order of addition."""
-    data = flat_bytes(local)
+    data = flatten_to_bytes(local)
     aligned = data.numel() // 8 * 8
     words = data[:aligned].view(torch.int64)
     result = int(torch.hash_tensor(words)) if aligned else 0
@@ -121,5 +123,5 @@ def local_checksum(local: torch.Tensor) -> int:
 
 def follow_check_level() -> None:
     """Check replicas as ``check_ranks(replicas=)`` says, from now on."""
-    Level.changed.append(_update_hook)
+    CheckLevel.changed.append(_update_hook)
     _update_hook()  # the environment may have set a level

@@ -15,19 +15,19 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from ..base.caches import Bounded
-from ..base.recorder_hooks import aside
+from ..base.caches import BoundedDict
+from ..base.recorder_hooks import untracked
 from ..base.torch_internals import graph_task, is_legacy_batched
 from ..base.tracing import has_no_values
-from ..base.user_frames import users_frame
+from ..base.user_frames import find_user_frame
 from ..comm import communicator_of
-from ..comm.cross_rank_check import room, told_by_all
+from ..comm.cross_rank_check import gather_summaries, payload_bytes
 from ..errors import LayoutError
 from ..layout.layout import Layout
 from ..placement import Replicate
-from ..ranks.functorch import seen
-from ..ranks.write_result import compare, differing
-from ..watchdog.levels import Level
+from ..ranks.functorch import unwrap_functorch
+from ..ranks.shared_tensors import compare, differing
+from ..watchdog.levels import CheckLevel
 
 LocalUse = tuple[str, int, Layout]
 
@@ -40,19 +40,21 @@ class _BackwardPass(threading.local):
 
 
 _PASS = _BackwardPass()
-_PASSES: Bounded[tuple[LocalUse, int], int] = Bounded(4096, "replica_gradients.passes")  # (use, count in its pass) -> passes
+_PASSES: BoundedDict[tuple[LocalUse, int], int] = BoundedDict(
+    4096, "replica_gradients.passes"
+)  # (use, count in its pass) -> passes
 
 
 def find_use(layout: Layout) -> LocalUse | None:
     """Return the line that uses local tensors of ``layout`` now; None if ranks have nothing to exchange."""
     if (
-        Level.now == "off"
+        CheckLevel.now == "off"
         or not _replicated_dims(layout)
         or not communicator_of(layout.mesh).talks
         or layout.mesh.current_member() is None
     ):
         return None
-    frame = users_frame(sys._getframe(1))
+    frame = find_user_frame(sys._getframe(1))
     return None if frame is None else (frame.f_code.co_filename, frame.f_lineno, layout)
 
 
@@ -70,9 +72,9 @@ def compare_replicas(layout: Layout, grads: Sequence[torch.Tensor], use: LocalUs
         return
     if len(grads) > 1:
         for members in {layout.mesh.members_of(dims, member) for member in layout.mesh.members}:
-            compare(*[seen(grads[member].detach()) for member in members])
+            compare(*[unwrap_functorch(grads[member].detach()) for member in members])
     elif use is not None:
-        grad = seen(grads[0].detach())
+        grad = unwrap_functorch(grads[0].detach())
         if not has_no_values(grad) and _is_due(use):
             _compare_on_processes(layout, dims, grad)
 
@@ -92,14 +94,17 @@ def _is_due(use: LocalUse) -> bool:
     return passes & (passes - 1) == 0
 
 
-@aside
+@untracked
 def _compare_on_processes(layout: Layout, dims: Sequence[int], grad: torch.Tensor) -> None:
     """Compare a summary of ``grad`` on all ranks of the mesh, so that all of them raise."""
-    mesh, size = layout.mesh, room(layout.mesh)
+    mesh, size = layout.mesh, payload_bytes(layout.mesh)
     numbers, scale = _summarize(grad, size // 8 - 2)
     payload = torch.cat([numbers.new_tensor([len(numbers), scale]), numbers]).numpy().tobytes()
     rows = (
-        told_by_all(mesh, "the gradient of a replicated tensor", (), payload, size).loads.cpu().contiguous().view(torch.float64)
+        gather_summaries(mesh, "the gradient of a replicated tensor", (), payload, size)
+        .loads.cpu()
+        .contiguous()
+        .view(torch.float64)
     )
     order = mesh.members_of(range(mesh.ndim), mesh.current_member() or 0)
     tolerance = torch.finfo(grad.dtype).eps ** 0.5

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..base.patches import changed
+from ..base.patches import patch_applied
 from ..errors import DTensorError, UnitError
 from .copies import user_attributes
 
@@ -38,7 +38,7 @@ class Replacement:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Attributes:
+class ParamAttributes:
     """Attributes that programs set on a parameter (``weight.no_decay = True``), and its ``grad_dtype``.
 
     Attributes:
@@ -50,10 +50,10 @@ class Attributes:
     grad_dtype: tuple[torch.dtype | None, ...]  # empty or one element
 
     @staticmethod
-    def of(x: Tensor) -> Attributes:
+    def of(x: Tensor) -> ParamAttributes:
         """Return the attributes of ``x``."""
         changed_dtype = x.is_leaf and x.grad_dtype != x.dtype
-        return Attributes(user_attributes(x), (x.grad_dtype,) if changed_dtype else ())
+        return ParamAttributes(user_attributes(x), (x.grad_dtype,) if changed_dtype else ())
 
     def set_on(self, replacement: Tensor) -> None:
         """Set the attributes on the replacement, unless it has them."""
@@ -78,13 +78,13 @@ def note_replaced(parameter: Tensor, by: str, what: Any = None) -> None:
     """Note that another parameter has replaced ``parameter``. From the first call on, optimizer steps are checked."""
     if not _replacement_count[0]:
         register_optimizer_step_pre_hook(_check_optimizer)
-        changed("torch.optim.optimizer._global_optimizer_pre_hooks")
+        patch_applied("torch.optim.optimizer._global_optimizer_pre_hooks")
     _replacement_count[0] += 1
     _REPLACEMENTS[parameter] = Replacement(by, what)
 
 
 @contextmanager
-def replacing(modules: Iterable[nn.Module], by: str) -> Iterator[None]:
+def replacing_params(modules: Iterable[nn.Module], by: str) -> Iterator[None]:
     """Note the parameters of ``modules`` that ``by`` replaces inside this context, and copy their attributes to the replacements.
 
     A parameter of several modules gets its first replacement in all of them. Other old parameters are not kept alive, because
@@ -99,10 +99,10 @@ def replacing(modules: Iterable[nn.Module], by: str) -> Iterator[None]:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 if (earlier := replacement_of(parameter)) is not None:
-                    raise UnitError(not_alone(module, name, by, earlier))
+                    raise UnitError(shared_param_error(module, name, by, earlier))
                 places_by_id.setdefault(id(parameter), []).append((module, name))
     old = [
-        (weakref.ref(_param_at(param_places[0])), Attributes.of(_param_at(param_places[0])), param_places)
+        (weakref.ref(_param_at(param_places[0])), ParamAttributes.of(_param_at(param_places[0])), param_places)
         for param_places in places_by_id.values()
     ]
     shared_params = [_param_at(param_places[0]) for param_places in places_by_id.values() if len(param_places) > 1]
@@ -131,7 +131,7 @@ def _param_at(place: ParamPlace) -> Any:
     return module._parameters.get(name)
 
 
-def not_alone(module: nn.Module, name: str, by: str, was: Replacement | None) -> str:
+def shared_param_error(module: nn.Module, name: str, by: str, was: Replacement | None) -> str:
     """Return the message that ``by`` cannot take the parameter ``name`` of ``module``.
 
     ``was``: the record of its earlier replacement. None: the parameter belongs to a data-parallel unit already.

@@ -13,7 +13,7 @@ from ..comm import communicator_of
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Placement
 from ..tensor.dtensor import DTensor
-from .scatter import piece
+from .scatter import local_block
 
 # (relative, absolute) tolerance: reassociation changes floating results
 TOLERANCE: dict[torch.dtype, tuple[float, float]] = {
@@ -30,7 +30,7 @@ _WIDER: dict[torch.dtype, torch.dtype] = {torch.complex32: torch.complex64, **di
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class CompareOptions:
     """Options of a comparison; see ``oracle.compare``."""
 
     values: bool = True
@@ -49,9 +49,9 @@ def gather_problems(problems: list[str], mesh: DeviceMesh) -> list[str]:
     return list(dict.fromkeys(problem for of_rank in gathered for problem in of_rank))
 
 
-def differences(got: Any, expected: Any, options: Options | None = None) -> list[str]:
+def find_differences(got: Any, expected: Any, options: CompareOptions | None = None) -> list[str]:
     """Return the differences between a result and the plain result, one line each; [] if there are none."""
-    options = options or Options()
+    options = options or CompareOptions()
     if not isinstance(expected, torch.Tensor):
         return [] if not options.values or _same_value(got, expected) else [f"{got!r}, not {expected!r}"]
     if not isinstance(got, torch.Tensor):
@@ -73,11 +73,11 @@ def differences(got: Any, expected: Any, options: Options | None = None) -> list
     if isinstance(got, DTensor):
         return problems + _shard_differences(got, expected, options)
     return problems + (
-        [] if not options.values or close(got.detach(), expected, options.tolerance) else [_difference_text(got, expected)]
+        [] if not options.values or is_close(got.detach(), expected, options.tolerance) else [_difference_text(got, expected)]
     )
 
 
-def _shard_differences(got: DTensor, expected: torch.Tensor, options: Options) -> list[str]:
+def _shard_differences(got: DTensor, expected: torch.Tensor, options: CompareOptions) -> list[str]:
     layout = got.layout
     problems: list[str] = []
     if (got.shape, got.stride(), got.dtype) != (layout.shape, layout.stride, layout.dtype):
@@ -90,8 +90,8 @@ def _shard_differences(got: DTensor, expected: torch.Tensor, options: Options) -
         assert isinstance(detached, DTensor)
         reduced = detached.redistribute(placements=layout.reduced().placements)
     for member, local in communicator_of(layout.mesh).pieces(reduced._local).items():
-        expected_block = piece(expected, reduced.layout, member)
-        if not close(local, expected_block, options.tolerance):
+        expected_block = local_block(expected, reduced.layout, member)
+        if not is_close(local, expected_block, options.tolerance):
             where = f"rank {layout.mesh.ranks[member]} at {layout.mesh.coordinates[member]} of {layout!r}"
             problems.append(f"{where}: {_difference_text(local, expected_block)}")
     return problems
@@ -108,13 +108,13 @@ def _shard_shape_problems(got: DTensor) -> list[str]:
     return problems
 
 
-def close(got: torch.Tensor, expected: torch.Tensor, tolerance: tuple[float, float] | None = None) -> bool:
+def is_close(got: torch.Tensor, expected: torch.Tensor, tolerance: tuple[float, float] | None = None) -> bool:
     """Return True if the tensors are equal; floating values up to reassociation, NaN equal to NaN."""
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return False
     wider = _WIDER.get(expected.dtype)
     if wider is not None:
-        return close(got.to(wider), expected.to(wider), tolerance or (3e-2, 2e-2))
+        return is_close(got.to(wider), expected.to(wider), tolerance or (3e-2, 2e-2))
     if expected.dtype not in TOLERANCE:
         return bool(torch.equal(got, expected))
     rtol, atol = tolerance or TOLERANCE[expected.dtype]

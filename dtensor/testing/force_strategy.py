@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from ..base.tensor_tree import tensors
+from ..base.tensor_tree import tensor_leaves
 from ..base.torch_internals import TorchDispatchMode, resolve_packet
-from ..dispatch.dispatcher import run_chosen
+from ..dispatch.dispatcher import run_with_strategies
 from ..dispatch.operand_layouts import plan_for
-from ..plan.graph import Asked
-from ..propagation.op_schema import Operator, operator_of
-from ..propagation.propagate import composite
-from ..propagation.select_strategy import Chooser, declared, realized
-from ..propagation.strategy_table import Chosen, Where, by_text
+from ..plan.graph import RuleQuery
+from ..propagation.op_schema import OperatorSchema, operator_schema_of
+from ..propagation.propagate import is_composite
+from ..propagation.select_strategy import StrategySelector, bound_strategies_of, realize_selection
+from ..propagation.strategy_table import DimPlacement, StrategySelection, strategies_by_text
 from ..rules.call import Call
 from ..rules.rule import Factors, Rule
 from ..tensor.dtensor import DTensor
@@ -59,16 +59,16 @@ def forced(op: Any, *rows: str) -> Callable[..., Any]:
     return run_forced
 
 
-def run_with_chooser(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], choose: Chooser) -> Any:
+def run_with_chooser(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], choose: StrategySelector) -> Any:
     """Return the results of an operator with the strategies that ``choose`` selects.
 
     ``op`` may be a packet; then the overload for these arguments runs.
     """
-    if not any(isinstance(x, DTensor) for x in tensors((args, kwargs))):
+    if not any(isinstance(x, DTensor) for x in tensor_leaves((args, kwargs))):
         return op(*args, **kwargs)
     overload = overload_for(op, args, kwargs)
-    if composite(operator_of(overload)):
-        return run_chosen(overload, args, kwargs, choose)  # torch would call its decomposition
+    if is_composite(operator_schema_of(overload)):
+        return run_with_strategies(overload, args, kwargs, choose)  # torch would call its decomposition
     with _ForceFirstCall(overload, choose) as forcing:
         result = overload(*args, **kwargs)
     if not forcing.was_called:
@@ -86,7 +86,7 @@ def overload_for(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 class _ForceFirstCall(TorchDispatchMode):
     """Dispatch mode that runs the first call of an overload with the strategies that ``choose`` selects."""
 
-    def __init__(self, overload: Any, choose: Chooser) -> None:
+    def __init__(self, overload: Any, choose: StrategySelector) -> None:
         super().__init__()
         self.overload, self.choose = overload, choose
         self.was_called = False
@@ -95,17 +95,19 @@ class _ForceFirstCall(TorchDispatchMode):
         if self.was_called or func is not self.overload:
             return func(*args, **(kwargs or {}))
         self.was_called = True
-        return run_chosen(func, args, kwargs or {}, self.choose)
+        return run_with_strategies(func, args, kwargs or {}, self.choose)
 
 
 def _choose_strategies(
     strategies: Sequence[str], rule: Rule, factors: Factors, call: Call, inplace_results: Mapping[int, int]
-) -> Chosen:
-    declared_lines = by_text(declared(rule, factors, call).lines)
+) -> StrategySelection:
+    declared_lines = strategies_by_text(bound_strategies_of(rule, factors, call).lines)
     for text in strategies:
         if text not in declared_lines:
             raise Undeclared(f"{call.func} has no strategy {text!r} for this call; it has {list(declared_lines)}")
-    chosen = realized(rule, tuple([declared_lines[text].row_for(factors) for text in strategies]), factors, call, inplace_results)
+    chosen = realize_selection(
+        rule, tuple([declared_lines[text].row_for(factors) for text in strategies]), factors, call, inplace_results
+    )
     if chosen is None:
         raise Undeclared(f"the rule of {call.func} does not allow {' & '.join(strategies)} for this call")
     return chosen
@@ -122,37 +124,37 @@ class DeclaredStrategies:
     """
 
     rule: Rule
-    targets: Mapping[str, tuple[Where | None, ...]]
+    targets: Mapping[str, tuple[DimPlacement | None, ...]]
     tensor_counts: tuple[int, int]  # operands, results
 
 
-def query_rule(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Asked | None:
+def query_rule(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RuleQuery | None:
     """Return the query of the rule for this call on DTensors, without running it; None if no rule with strategies applies."""
-    queries: list[Asked] = []
+    queries: list[RuleQuery] = []
 
     def record_query(rule: Rule, factors: Factors, call: Call, inplace_results: Mapping[int, int]) -> None:
-        queries.append(Asked(rule, factors, call, inplace_results, None))
+        queries.append(RuleQuery(rule, factors, call, inplace_results, None))
 
     with suppress(Exception):  # calls that plain torch rejects too
-        plan_for(operator_of(overload_for(op, args, kwargs)), args, kwargs, record_query)
+        plan_for(operator_schema_of(overload_for(op, args, kwargs)), args, kwargs, record_query)
     return queries[0] if queries else None
 
 
-def rows_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DeclaredStrategies | None:
+def declared_strategies(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DeclaredStrategies | None:
     """Return the strategies that are declared for this call on DTensors; None if no rule with strategies applies."""
     query = query_rule(op, args, kwargs)
     if query is None:
         return None
-    operator = operator_of(overload_for(op, args, kwargs))
-    indices = _operand_indices(operator, operator.bind(args, kwargs), query.call, tensors((args, kwargs)))
+    operator = operator_schema_of(overload_for(op, args, kwargs))
+    indices = _operand_indices(operator, operator.bind(args, kwargs), query.call, tensor_leaves((args, kwargs)))
     targets = {
         text: tuple(None if index is None else line.operands[index] for index in indices)
-        for text, line in by_text(query.lines).items()
+        for text, line in strategies_by_text(query.lines).items()
     }
     return DeclaredStrategies(query.rule, targets, (len(query.factors.operands), len(query.factors.results)))
 
 
-def _operand_indices(operator: Operator, bound: dict[str, Any], call: Call, xs: Sequence[torch.Tensor]) -> list[int | None]:
+def _operand_indices(operator: OperatorSchema, bound: dict[str, Any], call: Call, xs: Sequence[torch.Tensor]) -> list[int | None]:
     """Return the index of the operand for each tensor of the call; None for tensors that are not operands.
 
     In a list operator that works element by element, all elements have the index of the first.

@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-from ..base.tensor_tree import mapped, tensors
+from ..base.tensor_tree import map_tensors, tensor_leaves
 from ..base.torch_internals import TorchDispatchMode
 from ..dispatch.operand_layouts import plan_for
 from ..errors import DTensorError
 from ..placement import Placement
-from ..plan.graph_recorder import Listening
-from ..propagation.op_schema import operator_of
-from ..propagation.propagate import composite
-from ..propagation.strategy_table import texts_of
+from ..plan.graph_recorder import QueryRecorder
+from ..propagation.op_schema import operator_schema_of
+from ..propagation.propagate import is_composite
+from ..propagation.strategy_table import texts_of_strategies
 from ..tensor.dtensor import DTensor
-from .compare import Options, differences
+from .compare import CompareOptions, find_differences
 from .force_strategy import Undeclared, forced, overload_for
 from .oracle import Outcome, compare
 from .placements import Combination
@@ -81,7 +81,7 @@ class Trial:
         sample = self.case.variant.sample
         if not (sample.gradients and self.case.strategies):
             return sample.gradients
-        return not composite(operator_of(overload_for(self.case.variant.call, sample.args, sample.kwargs)))
+        return not is_composite(operator_schema_of(overload_for(self.case.variant.call, sample.args, sample.kwargs)))
 
     def run(self) -> Outcome:
         case, sample = self.case, self.case.variant.sample
@@ -150,10 +150,10 @@ class _CompareEachOperator(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        is_done = self.found is not None or operator_of(func).seeded
-        if is_done or not any(isinstance(x, DTensor) for x in tensors((args, kwargs))):
+        is_done = self.found is not None or operator_schema_of(func).seeded
+        if is_done or not any(isinstance(x, DTensor) for x in tensor_leaves((args, kwargs))):
             return func(*args, **kwargs)
-        plain, keywords = mapped(_full_value, (args, kwargs))
+        plain, keywords = map_tensors(_full_value, (args, kwargs))
         strategies = _chosen_strategies(func, args, kwargs)
         result = func(*args, **kwargs)
         if strategies is not None and _has_difference(func, result, plain, keywords):
@@ -168,21 +168,21 @@ def _full_value(x: torch.Tensor) -> torch.Tensor:
 
 def _has_difference(func: Any, result: Any, args: Any, kwargs: Any) -> bool:
     try:
-        expected = tensors(func(*args, **kwargs))
+        expected = tensor_leaves(func(*args, **kwargs))
     except RuntimeError:  # a view op cannot run on the clone
         return False
-    pairs = zip(tensors(result), expected, strict=False)
-    return any(differences(got, want, Options(strides=False)) for got, want in pairs)
+    pairs = zip(tensor_leaves(result), expected, strict=False)
+    return any(find_differences(got, want, CompareOptions(strides=False)) for got, want in pairs)
 
 
 def _chosen_strategies(func: Any, args: Any, kwargs: Any) -> tuple[str, ...] | None:
     """Return the strategies that dispatch chooses for a call; None if it chooses none."""
-    recorder = Listening()
+    recorder = QueryRecorder()
     try:
-        plan_for(operator_of(func), args, kwargs, choose=recorder)
+        plan_for(operator_schema_of(func), args, kwargs, choose=recorder)
     except (DTensorError, RuntimeError):
         return None
     for query in recorder.calls:
         if query.chosen is not None:
-            return texts_of(query.chosen.choice.rows, query.lines, query.factors)
+            return texts_of_strategies(query.chosen.choice.rows, query.lines, query.factors)
     return None

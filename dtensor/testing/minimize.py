@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..base.tensor_tree import filled, tensors
+from ..base.tensor_tree import fill_tensors, tensor_leaves
 from ..placement import Placement, Shard
 from .locate_fault import Fault, Trial, find_faulty_operator, is_backward, shows_fault
 from .oracle import Outcome
@@ -74,11 +74,11 @@ def _draw_smaller_trial(draw: Callable[[Any], Any], trial: Trial) -> Trial:
     if len(mesh_shape) == 1 and mesh_shape[0] > 2:
         mesh_shape = (draw(st.sampled_from([2, mesh_shape[0]])),)
     sample = trial.case.variant.sample
-    xs = tensors(sample.arguments)
+    xs = tensor_leaves(sample.arguments)
     sizes = {size: draw(st.integers(min(size, 1), size)) for size in sorted({size for x in xs for size in x.shape})}
     narrowed = [_narrow_dims(x, sizes) for x in xs]
     kinds = [draw(st.sampled_from(["small", "rounded", "given"])) for _ in narrowed]
-    arguments = filled(sample.arguments, [_draw_values(draw, x, kind) for x, kind in zip(narrowed, kinds, strict=True)])
+    arguments = fill_tensors(sample.arguments, [_draw_values(draw, x, kind) for x, kind in zip(narrowed, kinds, strict=True)])
     variant = replace(trial.case.variant, sample=sample.with_arguments(arguments))
     placements = tuple(
         _fit_placements(of_tensor, x, mesh_shape) for of_tensor, x in zip(trial.case.placements, narrowed, strict=True)

@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..base.tensor_tree import filled, mapped, tensors
+from ..base.tensor_tree import fill_tensors, map_tensors, tensor_leaves
 from ..comm import shards_of
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import REDUCE_OPS, Partial, Placement, Replicate, Shard
-from .compare import close
+from .compare import is_close
 from .oracle import compare
-from .placements import Combination, combinations
+from .placements import Combination, placement_combinations
 from .reproduction import placement_text
 from .samples import Sample
 from .scatter import can_be_partial, scatter
@@ -42,7 +42,7 @@ _COMBINE: dict[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class MissingStrategy:
     """Missing strategy: the operator communicates under ``operands``, but on local shards it computes ``results`` without."""
 
     name: str
@@ -55,7 +55,7 @@ class Gap:
 
 def find_missing_strategies(
     name: str, samples: Sequence[Sample], limit: int, rng: random.Random, ops: Sequence[str] = REDUCE_OPS
-) -> list[Gap]:
+) -> list[MissingStrategy]:
     """Return the missing strategies that all samples show, on meshes of 2, 3 and 4 ranks.
 
     A single sample may show one by chance.
@@ -63,17 +63,19 @@ def find_missing_strategies(
     Args:
         ops: the reductions of partial operands to try.
     """
-    if is_accepted(Gap(name, ("*",), ("*",))):
+    if is_accepted(MissingStrategy(name, ("*",), ("*",))):
         return []  # every strategy that could be found is accepted
     return _run_in_fork(lambda: _search_samples(name, samples, limit, rng, ops), [])
 
 
-def _search_samples(name: str, samples: Sequence[Sample], limit: int, rng: random.Random, ops: Sequence[str]) -> list[Gap]:
+def _search_samples(
+    name: str, samples: Sequence[Sample], limit: int, rng: random.Random, ops: Sequence[str]
+) -> list[MissingStrategy]:
     by_operands: dict[tuple[str, ...], set[tuple[Placement, ...]]] = {}
     for sample in samples:
         for operands, results in _missing_for_sample(Variant(name.replace("::", "."), sample, False), limit, rng, ops):
             by_operands[operands] = by_operands[operands] & results if operands in by_operands else results
-    return [Gap(name, operands, _preferred_results(results)) for operands, results in by_operands.items() if results]
+    return [MissingStrategy(name, operands, _preferred_results(results)) for operands, results in by_operands.items() if results]
 
 
 def _preferred_results(results: set[tuple[Placement, ...]]) -> tuple[str, ...]:
@@ -84,11 +86,11 @@ def _missing_for_sample(
     variant: Variant, limit: int, rng: random.Random, ops: Sequence[str]
 ) -> Iterator[tuple[tuple[str, ...], set[tuple[Placement, ...]]]]:
     """Yield operands for which the rule communicates, with all placements of the results that local shards give."""
-    xs = tensors(variant.sample.arguments)
+    xs = tensor_leaves(variant.sample.arguments)
     if not variant.sample.values or not any(x.numel() > 1 for x in xs):
         return
     meshes = [variant.mesh((ranks,)) for ranks in _RANKS]
-    for placements in combinations(xs, (2,), ops, limit, rng, ragged=False):
+    for placements in placement_combinations(xs, (2,), ops, limit, rng, ragged=False):
         if _has_partial_indices(xs, placements):
             continue
         results: set[tuple[Placement, ...]] | None = None
@@ -123,7 +125,7 @@ def _with_special_values(sample: Sample, placements: Combination, seed: int) -> 
         flat[at % flat.numel()], flat[(at + 1) % flat.numel()] = 0.0, (-1) ** seed * float("inf")
         return torch.empty_like(x).copy_(flat.view(x.shape))
 
-    return sample.with_arguments(mapped(put_special_values, sample.arguments))
+    return sample.with_arguments(map_tensors(put_special_values, sample.arguments))
 
 
 def _has_partial_indices(xs: Sequence[torch.Tensor], placements: Combination) -> bool:
@@ -145,12 +147,14 @@ def _has_collectives(variant: Variant, mesh: DeviceMesh, placements: Combination
 def _right_results(variant: Variant, mesh: DeviceMesh, placements: Combination, seed: int) -> set[tuple[Placement, ...]]:
     """Return the placements under which the operator on local shards computes the plain results."""
     given = variant.sample.arguments
-    args, kwargs = mapped(torch.clone, given)
-    scattered = [scatter(x, mesh, at, seed=seed + i) for i, (x, at) in enumerate(zip(tensors(given), placements, strict=True))]
+    args, kwargs = map_tensors(torch.clone, given)
+    scattered = [
+        scatter(x, mesh, at, seed=seed + i) for i, (x, at) in enumerate(zip(tensor_leaves(given), placements, strict=True))
+    ]
     local_tensors = [shards_of(x._local) for x in scattered]
     try:
         torch.manual_seed(seed)
-        expected = tensors(variant.call(*args, **kwargs))
+        expected = tensor_leaves(variant.call(*args, **kwargs))
         per_rank = [_run_on_shards(variant, [shards[member] for shards in local_tensors]) for member in mesh.members]
     except Exception:  # any error: the operator does not run on local shards alone
         return set()
@@ -165,22 +169,22 @@ def _right_results(variant: Variant, mesh: DeviceMesh, placements: Combination, 
 
 def _run_on_shards(variant: Variant, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the results of the operator on the shards of one rank."""
-    args, kwargs = filled(variant.sample.arguments, map(torch.clone, shards))
-    return tensors(variant.call(*args, **kwargs))
+    args, kwargs = fill_tensors(variant.sample.arguments, map(torch.clone, shards))
+    return tensor_leaves(variant.call(*args, **kwargs))
 
 
 def _placements_of(shards: list[torch.Tensor], full: torch.Tensor) -> Iterator[Placement]:
-    if all(close(shard, full) for shard in shards):
+    if all(is_close(shard, full) for shard in shards):
         yield Replicate()
         return
     for dim in range(full.ndim):
         others = [size for d, size in enumerate(full.shape) if d != dim]
         fits = all(p.ndim == full.ndim and [s for d, s in enumerate(p.shape) if d != dim] == others for p in shards)
-        if fits and close(torch.cat(shards, dim), full):
+        if fits and is_close(torch.cat(shards, dim), full):
             yield Shard(dim)
     if all(shard.shape == full.shape and shard.dtype == full.dtype for shard in shards):
         for op, combine in _COMBINE.items():
-            if can_be_partial(full.dtype, op) and full.dtype is not torch.bool and close(combine(shards), full):
+            if can_be_partial(full.dtype, op) and full.dtype is not torch.bool and is_close(combine(shards), full):
                 yield Partial(op)
 
 
@@ -223,6 +227,6 @@ def accepted_patterns() -> tuple[tuple[str, str], ...]:
     return tuple((name, strategy) for name, strategy, _ in parts)
 
 
-def is_accepted(gap: Gap) -> bool:
+def is_accepted(gap: MissingStrategy) -> bool:
     strategy = str(gap).partition("|")[2].strip()
     return any(fnmatch(gap.name, name) and fnmatch(strategy, pattern) for name, pattern in accepted_patterns())

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..base.generators import default_generator
-from ..base.tensor_tree import filled, leaves, tensors
+from ..base.tensor_tree import fill_tensors, iter_tree_leaves, tensor_leaves
 from ..comm import events
 from ..errors import PlacementError
 from ..layout.layout import Layout
@@ -23,7 +23,7 @@ from ..mesh.device_mesh import DeviceMesh
 from ..placement import Partial, Placement, Replicate
 from ..tensor.dtensor import DTensor, grad_placements_of
 from .compare import TOLERANCE as TOLERANCE  # imported by tests that scale it
-from .compare import Options, differences, gather_problems
+from .compare import CompareOptions, find_differences, gather_problems
 from .scatter import can_be_partial, scatter
 
 Placements = Sequence[Placement] | None
@@ -131,10 +131,10 @@ def compare(
     []
     """
     arguments = (tuple(args), dict(kwargs or {}))
-    inputs = [x.detach() for x in tensors(arguments)]  # leaves are made from them below
+    inputs = [x.detach() for x in tensor_leaves(arguments)]  # leaves are made from them below
     if len(inputs) != len(placements):
         raise ValueError(f"{len(placements)} placements for {len(inputs)} tensors: give one entry per tensor (None: stays plain)")
-    compare_options = Options(values, strides, tolerance, cotangents, seed)
+    compare_options = CompareOptions(values, strides, tolerance, cotangents, seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # gather warnings, and those of plain torch
         plain = _Run(
@@ -168,14 +168,14 @@ class _Run:
         self.results: list[Any] = []
         self.error: Exception | None = None
         self.arguments = [leaf.clone() for leaf in run_leaves] if cloned else run_leaves
-        args, kwargs = filled(call_arguments, self.arguments)
+        args, kwargs = fill_tensors(call_arguments, self.arguments)
         for generator in (
             torch.default_generator,
             default_generator(run_leaves[0].device if run_leaves else torch.device("cpu")),
         ):
             generator.manual_seed(seed)  # torch.manual_seed formats a stack each time
         try:
-            self.results = list(leaves(fn(*args, **kwargs)))
+            self.results = list(iter_tree_leaves(fn(*args, **kwargs)))
         except Exception as error:  # compared with the error of the other run
             self.error = error
 
@@ -197,18 +197,18 @@ def _plain_leaf(x: torch.Tensor, placements: Placements, gradients: bool) -> tor
     return copied.requires_grad_(differentiable)
 
 
-def _compare_runs(outcome: Outcome, plain: _Run, run: _Run, mesh: DeviceMesh, options: Options) -> None:
+def _compare_runs(outcome: Outcome, plain: _Run, run: _Run, mesh: DeviceMesh, options: CompareOptions) -> None:
     if _errors_differ(outcome, plain, run, "forward", mesh) or plain.error is not None:
         return
     if len(plain.results) != len(run.results):
         outcome.problems.append(f"{len(run.results)} results, not {len(plain.results)}")
         return
     for i, (expected, got) in enumerate(zip(plain.results, run.results, strict=True)):
-        outcome.problems += [f"result {i}: {problem}" for problem in differences(got, expected, options)]
+        outcome.problems += [f"result {i}: {problem}" for problem in find_differences(got, expected, options)]
         if isinstance(got, DTensor):
             outcome.layouts.append(got.layout)
     for i, (wrote, own) in enumerate(zip(plain.arguments, run.arguments, strict=True)):
-        outcome.problems += [f"argument {i} afterwards: {problem}" for problem in differences(own, wrote, options)]
+        outcome.problems += [f"argument {i} afterwards: {problem}" for problem in find_differences(own, wrote, options)]
     positions = plain.differentiable_results()
     if positions != run.differentiable_results():
         outcome.problems.append(f"results {run.differentiable_results()} require grad, not {positions}")
@@ -218,7 +218,7 @@ def _compare_runs(outcome: Outcome, plain: _Run, run: _Run, mesh: DeviceMesh, op
     _compare_gradients(outcome, plain, run, mesh, options)
 
 
-def _compare_gradients(outcome: Outcome, plain: _Run, run: _Run, mesh: DeviceMesh, options: Options) -> None:
+def _compare_gradients(outcome: Outcome, plain: _Run, run: _Run, mesh: DeviceMesh, options: CompareOptions) -> None:
     generator = torch.Generator().manual_seed(options.seed)
     cotangents = []
     for i in plain.differentiable_results():
@@ -244,11 +244,11 @@ def _compare_gradients(outcome: Outcome, plain: _Run, run: _Run, mesh: DeviceMes
         if (expected.grad is None) != (leaf.grad is None):
             outcome.problems.append(f"gradient {i}: {leaf.grad!r}, not {expected.grad!r}")
         elif expected.grad is not None:
-            loose = Options(options.values, strides=False, tolerance=options.tolerance)
+            loose = CompareOptions(options.values, strides=False, tolerance=options.tolerance)
             expected_grad = (
                 expected.grad.to_dense() if expected.grad.is_sparse else expected.grad
             )  # gradients of DTensors are dense
-            outcome.problems += [f"gradient {i}: {problem}" for problem in differences(leaf.grad, expected_grad, loose)]
+            outcome.problems += [f"gradient {i}: {problem}" for problem in find_differences(leaf.grad, expected_grad, loose)]
             if isinstance(leaf, DTensor) and isinstance(leaf.grad, DTensor) and leaf.grad.placements != grad_placements_of(leaf):
                 outcome.problems.append(f"gradient {i} has placements {leaf.grad.placements}, the leaf {leaf.placements}")
 

@@ -13,13 +13,13 @@ import torch
 from ..layout.splits import chunk_sizes
 from ..mesh.device_mesh import DeviceMesh, init_device_mesh
 from ..placement import Partial, Placement, Replicate, Shard
-from ..rules.partial_rules import reductions
+from ..rules.partial_rules import named_reductions
 from ..rules.rule import Rule
 from .scatter import can_be_partial
 
 
 @cache
-def mesh_of(shape: tuple[int, ...], device_type: str = "cpu") -> DeviceMesh:
+def get_or_make_mesh(shape: tuple[int, ...], device_type: str = "cpu") -> DeviceMesh:
     """Return the mesh of this shape. Meshes are cached, because on process groups new groups take time."""
     return init_device_mesh(device_type, shape)
 
@@ -38,7 +38,7 @@ def placement_options(x: torch.Tensor, ranks: int, ops: Sequence[str], ragged: b
     return placements + [Partial(op) for op in ops if can_be_partial(x.dtype, op)]
 
 
-def kinds(shape: Sequence[int], reductions: Sequence[str]) -> list[list[Placement]]:
+def placement_kinds(shape: Sequence[int], reductions: Sequence[str]) -> list[list[Placement]]:
     """Return the placements of a tensor of this shape, by kind: replicated, sharded, partial."""
     by_kind: list[list[Placement]] = [
         [Replicate()],
@@ -48,7 +48,7 @@ def kinds(shape: Sequence[int], reductions: Sequence[str]) -> list[list[Placemen
     return [kind for kind in by_kind if kind]
 
 
-def drawn(
+def choose_placements(
     shape: Sequence[int],
     mesh_shape: Sequence[int],
     choices: Sequence[Sequence[Placement]],
@@ -97,11 +97,11 @@ def ragged_shard(dim: int, size: int, ranks: int) -> Shard:
 
 def reductions_to_try(rule: Rule | None) -> list[str]:
     """Return the reductions to try: sum, avg, max and those that the rule declares."""
-    declared = reductions(() if rule is None else rule.partials)
+    declared = named_reductions(() if rule is None else rule.partials)
     return ["sum", "avg", "max", *sorted(declared.difference(("sum", "avg", "max")))]
 
 
-def combinations(
+def placement_combinations(
     xs: Sequence[torch.Tensor], mesh_shape: Sequence[int], ops: Sequence[str], limit: int, rng: random.Random, ragged: bool = True
 ) -> list[Combination]:
     """Return combinations of placements for tensors: all of them if there are at most ``limit``.

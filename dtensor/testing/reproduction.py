@@ -21,15 +21,16 @@ from dtensor.testing import FARTHEST, check, forced
 
 def oracle_program(fn: str, args: Sequence[Any], mesh: DeviceMesh, placements: Sequence[Any], options: dict[str, Any]) -> str:
     """Return a program that calls the oracle."""
-    given = ", ".join([fn, *(source_of(arg) for arg in args)])
-    further = "".join(f", {name}={source_of(value)}" for name, value in options.items())
+    given = ", ".join([fn, *(python_source(arg) for arg in args)])
+    further = "".join(f", {name}={python_source(value)}" for name, value in options.items())
     return (
         f"{HEADER}check({given},\n"
-        f'      mesh=dt.init_device_mesh("{mesh.device_type}", {mesh.shape}), placements={source_of(list(placements))}{further})'
+        f'      mesh=dt.init_device_mesh("{mesh.device_type}", {mesh.shape}), '
+        f"placements={python_source(list(placements))}{further})"
     )
 
 
-def source_of(value: Any) -> str:
+def python_source(value: Any) -> str:
     """Return a Python expression for ``value``."""
     match value:
         case torch.Tensor():
@@ -39,11 +40,11 @@ def source_of(value: Any) -> str:
         case Shard() | Replicate():
             return repr(value)
         case list():
-            return f"[{', '.join(map(source_of, value))}]"
+            return f"[{', '.join(map(python_source, value))}]"
         case tuple():
-            return f"({', '.join(map(source_of, value))}{',' if len(value) == 1 else ''})"
+            return f"({', '.join(map(python_source, value))}{',' if len(value) == 1 else ''})"
         case dict():
-            return "{" + ", ".join(f"{key!r}: {source_of(item)}" for key, item in value.items()) + "}"
+            return "{" + ", ".join(f"{key!r}: {python_source(item)}" for key, item in value.items()) + "}"
         case _:
             return (
                 repr(value).replace("nan", "float('nan')").replace("inf", "float('inf')")

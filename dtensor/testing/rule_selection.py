@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RuleError
-from ..propagation.op_schema import overload_of
+from ..propagation.op_schema import resolve_overload
 from ..rules import rules
 from .samples import full_name
-from .variants import exists
+from .variants import operator_exists
 
 
 def rule_name(op: Any) -> str:
@@ -32,13 +32,13 @@ def rule_name(op: Any) -> str:
         if name in known or f"{name}.default" in known:
             return name if name in known else f"{name}.default"
     for name in spellings:
-        if exists(name.replace("::", ".")):
+        if operator_exists(name.replace("::", ".")):
             return name
     raise RuleError(f"torch has no operator {full_name(op)!r}, and no rule has that name{_suggestion_text(op)}")
 
 
 def _name_of_operator(op: Any) -> str:
-    overload, known = overload_of(op), rules()
+    overload, known = resolve_overload(op), rules()
     if overload is None:
         return str(op._qualified_op_name)
     name, which = overload._schema.name, overload._schema.overload_name
@@ -53,7 +53,7 @@ def _suggestion_text(word: str) -> str:
     return f"; did you mean {', '.join(names)}?" if names else ""
 
 
-def rules_asked(words: Iterable[str]) -> list[str]:
+def select_rules(words: Iterable[str]) -> list[str]:
     """Return the names of the rules that the words of a command line select, in order.
 
     A word is a pattern as in ``fnmatch`` (``"mm"``, ``"*softmax*"``, ``"acme::*"``). Or it is the name of a module or of a

@@ -33,13 +33,13 @@ def scatter(
     """
     stride = torch.empty_like(value, device="meta").stride()
     layout = Layout.of(mesh, placements, value.shape, stride, value.dtype)
-    addends = terms_of(value.detach(), layout, seed)
+    addends = make_addends(value.detach(), layout, seed)
 
     def make_shard(member: int | None) -> torch.Tensor:
         return (
             value.new_zeros(layout.local_shape(None))
             if member is None
-            else piece(terms_at(addends, layout, member), layout, member)
+            else local_block(addend_at(addends, layout, member), layout, member)
         )
 
     result = DTensor.from_local(
@@ -48,7 +48,7 @@ def scatter(
     return result.requires_grad_(requires_grad)
 
 
-def piece(value: torch.Tensor, layout: Layout, member: int) -> torch.Tensor:
+def local_block(value: torch.Tensor, layout: Layout, member: int) -> torch.Tensor:
     """Return a copy of the block of ``value`` at one member of the mesh, with the strides of the layout."""
     coordinate = layout.mesh.coordinates[member]
     for dim, (start, size) in enumerate(zip(layout.local_offset(coordinate), layout.local_shape(coordinate), strict=True)):
@@ -56,7 +56,7 @@ def piece(value: torch.Tensor, layout: Layout, member: int) -> torch.Tensor:
     return torch.empty_strided(value.shape, layout.local_stride(coordinate), dtype=value.dtype, device=value.device).copy_(value)
 
 
-def terms_of(value: torch.Tensor, layout: Layout, seed: int) -> torch.Tensor:
+def make_addends(value: torch.Tensor, layout: Layout, seed: int) -> torch.Tensor:
     """Return addends that reduce to ``value``, the last mesh dim first.
 
     The shape is that of ``value`` after one dim for each partial mesh dim.
@@ -70,7 +70,7 @@ def terms_of(value: torch.Tensor, layout: Layout, seed: int) -> torch.Tensor:
     return addends
 
 
-def terms_at(addends: torch.Tensor, layout: Layout, member: int) -> torch.Tensor:
+def addend_at(addends: torch.Tensor, layout: Layout, member: int) -> torch.Tensor:
     """Return the addend of one member of the mesh."""
     for mesh_dim, op in enumerate(layout.partials):
         if op is not None:

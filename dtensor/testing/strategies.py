@@ -23,8 +23,8 @@ from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, init_device_mesh
 from ..placement import Placement
 from ..tensor.dtensor import DTensor
-from .placements import drawn, kinds
-from .samples.of_schema import tensor
+from .placements import choose_placements, placement_kinds
+from .samples.of_schema import make_tensor
 from .scatter import can_be_partial, scatter
 
 __all__ = ["dtensors", "layouts", "meshes", "placements", "plain_tensors", "shapes"]
@@ -63,7 +63,9 @@ def placements(
         reordered: also shard orders other than that of the mesh dims.
     """
     rng = draw(st.randoms(use_true_random=False))  # shrinks as what is drawn from it
-    return drawn(shape, mesh.shape, kinds(shape, partials), rng, ragged=0.5 * ragged, reordered=0.5 * reordered)
+    return choose_placements(
+        shape, mesh.shape, placement_kinds(shape, partials), rng, ragged=0.5 * ragged, reordered=0.5 * reordered
+    )
 
 
 @st.composite
@@ -86,7 +88,7 @@ def layouts(
 @st.composite
 def plain_tensors(draw: st.DrawFn, shape: Sequence[int] | None = None, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """Draw tensors of small values with few binary digits, so that sums are equal in any order."""
-    return tensor(draw(shapes()) if shape is None else tuple(shape), dtype, draw(st.integers(0, 1000)))
+    return make_tensor(draw(shapes()) if shape is None else tuple(shape), dtype, draw(st.integers(0, 1000)))
 
 
 @st.composite
@@ -95,5 +97,5 @@ def dtensors(
 ) -> tuple[DTensor, torch.Tensor]:
     """Draw a DTensor with any layout, with nontrivial partial addends, and the plain tensor with its global value."""
     layout = draw(layouts(mesh, shape, dtype))
-    value = tensor(tuple(layout.shape), dtype, draw(st.integers(0, 1000)))
+    value = make_tensor(tuple(layout.shape), dtype, draw(st.integers(0, 1000)))
     return scatter(value, layout.mesh, layout.placements, seed=draw(st.integers(0, 1000))), value

@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 
-from ..base.tensor_tree import filled, tensors
+from ..base.tensor_tree import fill_tensors, tensor_leaves
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Partial, Placement, Replicate, Shard
-from ..propagation.strategy_table import Where, word
-from ..rules.partial_rules import written
+from ..propagation.strategy_table import DimPlacement, format_placement
+from ..rules.partial_rules import listed_strategies
 from ..rules.rule import Rule, parse_partial
-from .force_strategy import DeclaredStrategies, rows_of
+from .force_strategy import DeclaredStrategies, declared_strategies
 from .placements import Combination, ragged_shard
 from .scatter import FARTHEST, can_be_partial, scatter
 from .variants import Variant, resolve_overload
 
-TargetPlacements = tuple[Where | None, ...]
+TargetPlacements = tuple[DimPlacement | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Coverage:
         """Return partial strategies that a rule lists and that no tried call has."""
         missing = []
         for rule, counts in self.rules.values():
-            for text in written(rule.partials):
+            for text in listed_strategies(rule.partials):
                 strategies = [text if not isinstance(text, str) else parse_partial(text, *count) for count in counts]
                 if not any(strategy is not None and _strategy_text(strategy) in self.declared for strategy in strategies):
                     missing.append(str(text))
@@ -79,7 +79,7 @@ class Coverage:
 
 
 def _strategy_text(strategy: Any) -> str:
-    return " -> ".join(",".join(map(word, side)) for side in (strategy.operands, strategy.results))
+    return " -> ".join(",".join(map(format_placement, side)) for side in (strategy.operands, strategy.results))
 
 
 def make_cases(variant: Variant, mesh_shape: tuple[int, ...], coverage: Coverage, rng: random.Random) -> Iterator[Case]:
@@ -98,7 +98,7 @@ def _cases_on_one_dim(variant: Variant, mesh_shape: tuple[int, ...], coverage: C
     Every layout that a strategy needs is tried. The call on operands in that layout may have other strategies, because rules read
     the layouts; these are tried too.
     """
-    mesh, xs = variant.mesh(mesh_shape), tensors(variant.sample.arguments)
+    mesh, xs = variant.mesh(mesh_shape), tensor_leaves(variant.sample.arguments)
     replicated: Combination = tuple((Replicate(),) for _ in xs)
     pending = [replicated, *_monoid_layouts(xs)]
     known_layouts, redistributed = set(pending), []
@@ -124,7 +124,7 @@ def _cases_on_one_dim(variant: Variant, mesh_shape: tuple[int, ...], coverage: C
 
 def _cases_on_two_dims(variant: Variant, mesh_shape: tuple[int, ...], coverage: Coverage, rng: random.Random) -> Iterator[Case]:
     """Yield cases on two mesh dims: each strategy alone on one of them, then pairs."""
-    mesh, xs = variant.mesh(mesh_shape), tensors(variant.sample.arguments)
+    mesh, xs = variant.mesh(mesh_shape), tensor_leaves(variant.sample.arguments)
     declared = _query_strategies(variant, mesh, tuple((Replicate(),) * len(mesh_shape) for _ in xs))
     if declared is None:
         return
@@ -148,9 +148,9 @@ def _pair_strategies(strategies: list[str], count: int, rng: random.Random) -> l
 
 def _query_strategies(variant: Variant, mesh: DeviceMesh, placements: Combination) -> DeclaredStrategies | None:
     arguments = variant.sample.arguments
-    pairs = zip(tensors(arguments), placements, strict=True)
-    args, kwargs = filled(arguments, [scatter(x, mesh, of_tensor) for x, of_tensor in pairs])
-    return rows_of(variant.call, args, kwargs)
+    pairs = zip(tensor_leaves(arguments), placements, strict=True)
+    args, kwargs = fill_tensors(arguments, [scatter(x, mesh, of_tensor) for x, of_tensor in pairs])
+    return declared_strategies(variant.call, args, kwargs)
 
 
 def _monoid_layouts(xs: Sequence[torch.Tensor]) -> Iterator[Combination]:
@@ -166,7 +166,7 @@ def _matches_all(placements: Combination, targets: TargetPlacements) -> bool:
     return all(spec is None or _matches_spec(of_tensor[0], spec) for of_tensor, spec in zip(placements, targets, strict=True))
 
 
-def _matches_spec(placement: Placement, spec: Where) -> bool:
+def _matches_spec(placement: Placement, spec: DimPlacement) -> bool:
     return getattr(placement, "dim", None) == spec if isinstance(spec, int) else placement == spec
 
 
@@ -181,7 +181,7 @@ def _target_layouts(xs: Sequence[torch.Tensor], targets: TargetPlacements, ranks
         )
 
 
-def _as_placement(spec: Where | None) -> Placement:
+def _as_placement(spec: DimPlacement | None) -> Placement:
     return Replicate() if spec is None else Shard(spec) if isinstance(spec, int) else spec
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ..base.tensor_tree import tensors
+from ..base.tensor_tree import tensor_leaves
 from ..base.torch_internals import resolve_packet
 from ..mesh.device_mesh import DeviceMesh
-from ..rules.op_traits import list_forms
-from .placements import mesh_of
+from ..rules.op_traits import list_operator_names
+from .placements import get_or_make_mesh
 from .samples import Sample
 from .samples.of_schema import error_in_plain_torch, run_plain
 
@@ -37,8 +37,8 @@ class Variant:
 
     def mesh(self, shape: tuple[int, ...]) -> DeviceMesh:
         """Return a mesh on the device of the sample's tensors."""
-        device_type = next((x.device.type for x in tensors(self.sample.arguments)), "cpu")
-        return mesh_of(shape, device_type)
+        device_type = next((x.device.type for x in tensor_leaves(self.sample.arguments)), "cpu")
+        return get_or_make_mesh(shape, device_type)
 
 
 def resolve_overload(variant: Variant) -> Variant:
@@ -61,7 +61,7 @@ def get_operator(name: str) -> Callable[..., Any]:
     return operator
 
 
-def exists(name: str) -> bool:
+def operator_exists(name: str) -> bool:
     try:
         get_operator(name)
     except (AttributeError, RuntimeError):
@@ -69,18 +69,18 @@ def exists(name: str) -> bool:
     return True
 
 
-def variants(rule_name: str, sample: Sample) -> Iterator[Variant]:
+def make_variants(rule_name: str, sample: Sample) -> Iterator[Variant]:
     """Yield the operator, and its other variants that plain torch accepts for this sample."""
     name = rule_name.replace("::", ".")
     namespace, base = name.split(".")[:2]
-    if exists(name):
+    if operator_exists(name):
         yield Variant(name, sample, _is_mutating(name))
-    if not base.endswith("_") and exists(inplace := f"{namespace}.{base}_"):
+    if not base.endswith("_") and operator_exists(inplace := f"{namespace}.{base}_"):
         yield Variant(inplace, sample, True)
     if "out" not in sample.kwargs and (out_sample := _make_out_sample(f"{namespace}.{base}", sample)) is not None:
         yield Variant(f"{namespace}.{base}", out_sample, True)
-    for list_operator in (f"{namespace}.{form}" for form in list_forms(base)):
-        if exists(list_operator) and (list_sample := _make_list_sample(list_operator, sample)) is not None:
+    for list_operator in (f"{namespace}.{form}" for form in list_operator_names(base)):
+        if operator_exists(list_operator) and (list_sample := _make_list_sample(list_operator, sample)) is not None:
             yield Variant(list_operator, list_sample, False)
 
 
@@ -91,7 +91,7 @@ def _is_mutating(name: str) -> bool:
 
 
 def _make_out_sample(name: str, sample: Sample) -> Sample | None:
-    operator: Any = get_operator(name) if exists(name) else None
+    operator: Any = get_operator(name) if operator_exists(name) else None
     if operator is None or not any(a.name == "out" for o in operator.overloads() for a in getattr(operator, o)._schema.arguments):
         return None
     try:
@@ -109,7 +109,7 @@ def _make_out_sample(name: str, sample: Sample) -> Sample | None:
 
 def _make_list_sample(name: str, sample: Sample) -> Sample | None:
     """Return a sample with each tensor twice in a list; None if the list operator does not accept it."""
-    if not tensors(sample.args) or any(isinstance(value, (list, tuple)) for value in sample.args):
+    if not tensor_leaves(sample.args) or any(isinstance(value, (list, tuple)) for value in sample.args):
         return None
     list_sample = replace(sample, args=tuple([x, x] if isinstance(x, torch.Tensor) else x for x in sample.args), note="lists")
     return list_sample if error_in_plain_torch(get_operator(name), list_sample) is None else None

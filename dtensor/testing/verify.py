@@ -19,23 +19,23 @@ from typing import Any
 
 import torch
 
-from ..base.tensor_tree import mapped, tensors
+from ..base.tensor_tree import map_tensors, tensor_leaves
 from ..errors import RuleError
 from ..placement import REDUCE_OPS, Partial
-from ..propagation.op_schema import operator_of
-from ..propagation.propagate import composite
+from ..propagation.op_schema import operator_schema_of
+from ..propagation.propagate import is_composite
 from ..rules import rules
 from ..rules.registry import lookup
 from .locate_fault import Fault, Trial, is_undeclared
 from .minimize import minimize_fault
-from .missing_strategies import Gap, find_missing_strategies, is_accepted
-from .placements import combinations, reductions_to_try
+from .missing_strategies import MissingStrategy, find_missing_strategies, is_accepted
+from .placements import placement_combinations, reductions_to_try
 from .rule_selection import rule_name
 from .samples import Sample, samples_of
 from .samples import full_name as full_name
 from .samples.of_schema import error_in_plain_torch
 from .strategy_cases import Case, Coverage, make_cases
-from .variants import exists, get_operator, variants
+from .variants import get_operator, make_variants, operator_exists
 
 MESHES = ((2,), (3,), (4,), (2, 2))
 _MOST_RANKS = 8
@@ -65,7 +65,7 @@ class Report:
     raised: int = 0
     rows: Coverage = field(default_factory=Coverage)
     wrong: list[Fault] = field(default_factory=list)
-    missing: list[Gap] = field(default_factory=list)
+    missing: list[MissingStrategy] = field(default_factory=list)
     nothing_forced: bool = False
 
     def __bool__(self) -> bool:
@@ -127,7 +127,7 @@ def verify_rule(
     prepared = [_prepare_sample(sample, plant, device) for sample in _samples_to_try(name, samples, device)]
     report, rng = Report(name), random.Random(zlib.crc32(name.encode()) + seed)
     part_budget = budget if budget is None or rows_only else max(1, budget // 2)
-    placement_cases = () if rows_only else placed(name, prepared, meshes, limit, part_budget, rng)
+    placement_cases = () if rows_only else placed_cases(name, prepared, meshes, limit, part_budget, rng)
     even_cases = _even_cases(name, prepared, report.rows, rng) if part_budget is None else ()
     for case in chain(_forced_cases(name, prepared, meshes, report.rows, limit, part_budget, rng), even_cases, placement_cases):
         _run_case(report, case, seed)
@@ -147,7 +147,7 @@ def _has_own_strategies(name: str) -> bool:
     operator: Any = get_operator(name.replace("::", "."))
     overload = operator if hasattr(operator, "_schema") else getattr(operator, operator.overloads()[0])
     rule = rules().get(name) or lookup(overload)
-    return not composite(operator_of(overload)) if rule is None else rule.decompose is None and rule.answer is None
+    return not is_composite(operator_schema_of(overload)) if rule is None else rule.decompose is None and rule.answer is None
 
 
 def _samples_to_try(name: str, samples: Sequence[Sample] | None, device: str) -> list[Sample]:
@@ -155,7 +155,7 @@ def _samples_to_try(name: str, samples: Sequence[Sample] | None, device: str) ->
 
     On an accelerator these are only samples that the CPU accepts, because a device-side assertion ends the process.
     """
-    if not exists(name.replace("::", ".")):
+    if not operator_exists(name.replace("::", ".")):
         raise RuleError(f"verify_rule: torch has no operator {name!r}; register it first, or name it as in 'mylib::op'")
     if samples is None and (built_in := samples_of(name)):
         op = get_operator(name.replace("::", "."))
@@ -186,7 +186,7 @@ def _prepare_sample(sample: Sample, plant: Sequence[float], device: str) -> Samp
             planted[torch.unravel_index(place, x.shape)] = value
         return planted
 
-    return sample.with_arguments(mapped(prepare_tensor, sample.arguments))
+    return sample.with_arguments(map_tensors(prepare_tensor, sample.arguments))
 
 
 def _forced_cases(
@@ -204,7 +204,7 @@ def _forced_cases(
         rng.shuffle(settings)
     remaining = budget
     for sample, shape in settings:
-        for variant in variants(name, sample):
+        for variant in make_variants(name, sample):
             cases = make_cases(variant, shape, coverage, rng)
             if remaining is None:
                 yield from islice(cases, limit)
@@ -219,14 +219,14 @@ def _forced_cases(
 def _even_cases(name: str, samples: Sequence[Sample], coverage: Coverage, rng: random.Random) -> Iterator[Case]:
     """Yield cases with even shards for strategies that were not allowed or not reached: one rank per element of a dim."""
     for sample in samples:
-        for ranks in sorted({n for x in tensors(sample.arguments) for n in x.shape if 1 < n <= _MOST_RANKS}):
-            for variant in islice(variants(name, sample), 1 if coverage.refused else 0):
+        for ranks in sorted({n for x in tensor_leaves(sample.arguments) for n in x.shape if 1 < n <= _MOST_RANKS}):
+            for variant in islice(make_variants(name, sample), 1 if coverage.refused else 0):
                 yield from (
                     case for case in make_cases(variant, (ranks,), coverage, rng) if coverage.refused.issuperset(case.strategies)
                 )
 
 
-def placed(
+def placed_cases(
     name: str, samples: Sequence[Sample], meshes: Sequence[tuple[int, ...]], limit: int, budget: int | None, rng: random.Random
 ) -> Iterator[Case]:
     """Yield cases with many placements, for which dispatch chooses the strategies."""
@@ -237,9 +237,9 @@ def placed(
         limit = min(limit, max(2, budget // max(1, 3 * len(settings))))
     remaining = budget
     for sample, shape in settings:
-        for variant in variants(name, sample):
-            xs = tensors(variant.sample.arguments)
-            for placements in combinations(xs, shape, ops, limit, rng):
+        for variant in make_variants(name, sample):
+            xs = tensor_leaves(variant.sample.arguments)
+            for placements in placement_combinations(xs, shape, ops, limit, rng):
                 if remaining is not None:
                     if remaining == 0:
                         return

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..base import torch_internals
-from ..base.caches import remembered
+from ..base.caches import memoize
 from . import source_location
 
 _COLLECTIVES = frozenset(
@@ -131,7 +131,7 @@ def _find_awaited_work(frame: Any) -> Any:
     return value if isinstance(value, dist.Work) else None
 
 
-@remembered(256)
+@memoize(256)
 def _find_awaited_variable(code: CodeType, offset: int) -> str:
     """Return the variable whose method ``wait`` the instruction at ``offset`` calls; empty if it does something else."""
     *before, call = takewhile(lambda instruction: instruction.offset <= offset, dis.get_instructions(code))

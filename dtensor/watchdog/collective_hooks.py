@@ -24,18 +24,18 @@ from .collective_log import CollectiveLog, CollectiveRecord
 from .deadlock import explain_broken_connection, explain_missing_rank, has_issued, has_reached
 from .diagnosis import (
     SAME_REPLICAS,
+    Diagnosis,
     RankReport,
-    Verdict,
     diagnose_difference,
     diagnose_lost_rank,
     diagnose_own_error,
     find_event,
     format_difference,
-    named,
+    format_ranks,
 )
-from .flight_recorder import FAILED, LAST_INTERRUPTED, LAST_ISSUED, LOG_SLOTS, Ring, fingerprint
-from .host_state import HostState, error_of, has_rank_ended
-from .levels import Level, enable_comparison, operation_records_of
+from .flight_recorder import FAILED_MARK, LAST_INTERRUPTED, LAST_ISSUED, LOG_SLOTS, EventLog, fingerprint
+from .host_state import HostState, has_rank_ended, make_diagnosis_error
+from .levels import CheckLevel, enable_comparison, operation_records_of
 from .watchdog import Watchdog
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ class _ActiveWatchdog:
 def _mark_forked() -> None:
     """Set the level "forked" in a forked child, which has the process groups of its parent and is not a rank."""
     if _ActiveWatchdog.watchdog is not None:
-        Level.now = "forked"
+        CheckLevel.now = "forked"
 
 
 os.register_at_fork(after_in_child=_mark_forked)
@@ -74,7 +74,7 @@ def _publish_exit_without_mesh() -> None:
     """Publish the end of a rank that ends before it has made a mesh: other ranks may wait for it in theirs."""
     if _ActiveWatchdog.watchdog is None and dist.is_initialized() and dist.get_world_size() > 1:
         with suppress(Exception):  # the process that serves the store may be gone
-            if dist.get_backend() not in _UNWATCHED_BACKENDS and Level.now in ("watch", "strict"):
+            if dist.get_backend() not in _UNWATCHED_BACKENDS and CheckLevel.now in ("watch", "strict"):
                 HostState(dist.group.WORLD).mark_ended()
 
 
@@ -110,9 +110,9 @@ def wait_for_group_members(ranks: list[int], backend: str) -> None:
     counts = _GROUP_COUNTS.setdefault(dist.group.WORLD, Counter())
     counts[members] += 1
     key = f"dtensor/unwatched/{members}/{counts[members]}"
-    if Level.now == "off" and not {dist.get_backend(), backend} & _UNWATCHED_BACKENDS:
+    if CheckLevel.now == "off" and not {dist.get_backend(), backend} & _UNWATCHED_BACKENDS:
         default_store().set(f"{key}/{dist.get_rank()}", "")  # ranks that compare would wait for this one here
-    log = None if Level.now == "off" else get_or_make_log(ranks, None, backend)
+    log = None if CheckLevel.now == "off" else get_or_make_log(ranks, None, backend)
     if log is None:
         return
     text = f"a process group of ranks {', '.join(map(str, log.ranks))} is made"
@@ -129,7 +129,8 @@ def wait_for_group_members(ranks: list[int], backend: str) -> None:
     def check_levels() -> None:
         for rank in log.ranks:
             if not has_logged_same(rank) and host_state.has_store_key(f"{key}/{rank}"):
-                needed = f"{named([host_state.rank])} is under {Level.now!r}: all ranks must call check_ranks with one level"
+                own = f"{format_ranks([host_state.rank])} is under {CheckLevel.now!r}"
+                needed = f"{own}: all ranks must call check_ranks with one level"
                 reason = "compares nothing, under check_ranks('off')"
                 raise make_divergence_error(log, diagnose_lost_rank(host_state, rank, needed, reason))
 
@@ -154,7 +155,7 @@ def wait_for_group_members(ranks: list[int], backend: str) -> None:
 
 def start_watchdog() -> None:
     """Start the watchdog of this world, and publish this rank's state file."""
-    if dist.get_backend() not in _UNWATCHED_BACKENDS and Level.now != "off":
+    if dist.get_backend() not in _UNWATCHED_BACKENDS and CheckLevel.now != "off":
         with _LOCK:
             _get_or_make_watchdog()
         enable_comparison()
@@ -171,13 +172,13 @@ def _wait_for_hosts(host_state: HostState, ranks: Iterable[int]) -> bool:
         while host_state.host_of(rank) is None:
             file = host_state.rank_file(rank)
             if (diagnosis := host_state.find_diagnosis()) is not None:
-                raise error_of(diagnosis)
+                raise make_diagnosis_error(diagnosis)
             reason = explain_missing_rank(host_state, rank)
             if time.monotonic() > deadline:
                 reason = f"has not come to a collective for {host_state.timeout_s:.0f} s"
             if reason or (file is not None and has_rank_ended(file)):
-                needed = f"{named([host_state.rank])} needs it"
-                raise error_of(host_state.publish_diagnosis(diagnose_lost_rank(host_state, rank, needed, reason)))
+                needed = f"{format_ranks([host_state.rank])} needs it"
+                raise make_diagnosis_error(host_state.publish_diagnosis(diagnose_lost_rank(host_state, rank, needed, reason)))
             time.sleep(0.005)
     return len({host_state.host_of(rank) for rank in ranks}) > 1
 
@@ -195,26 +196,26 @@ def _get_or_make_watchdog() -> Watchdog:
 def _log_level_change() -> None:
     """Log a change of the level in each group, so that ranks with another level are found before their hashes differ."""
     watchdog = _ActiveWatchdog.watchdog
-    if watchdog is None or watchdog.level == Level.now or not watchdog.host_state.is_current:
+    if watchdog is None or watchdog.level == CheckLevel.now or not watchdog.host_state.is_current:
         return
     if os.getpid() != watchdog.host_state.pid:
         return
-    watchdog.level = Level.now
+    watchdog.level = CheckLevel.now
     for log in [log for log in list(watchdog.logs.values()) if log.count and watchdog.host_state.diagnosis is None]:
-        _log_event(log, f"check_ranks({Level.now!r})")
+        _log_event(log, f"check_ranks({CheckLevel.now!r})")
 
 
-Level.changed.append(_log_level_change)
+CheckLevel.changed.append(_log_level_change)
 
 
-def agree(ranks: Iterable[int], text: str) -> None:
+def log_event(ranks: Iterable[int], text: str) -> None:
     """Log the begin of something that these ranks do together and that is no collective, in the log of their group, if any.
 
     No rank waits. A rank that logs something else under this number is found by the rank that comes later. Calls of other threads
     than the main one have no order, so they log nothing.
     """
     watchdog = _ActiveWatchdog.watchdog
-    if watchdog is None or Level.now not in ("watch", "strict") or threading.current_thread() is not threading.main_thread():
+    if watchdog is None or CheckLevel.now not in ("watch", "strict") or threading.current_thread() is not threading.main_thread():
         return
     log = watchdog.logs.get(tuple(sorted(ranks)))
     if log is not None and watchdog.host_state.is_current:
@@ -227,7 +228,7 @@ def _log_event(log: CollectiveLog, text: str) -> None:
     log.slots[LAST_ISSUED] = log.count
 
 
-def operations_among(world: Any, ranks: frozenset[int]) -> Ring | None:
+def get_or_make_operation_log(world: Any, ranks: frozenset[int]) -> EventLog | None:
     """Return the log of the operations that these ranks of ``world`` do together.
 
     None if there are no ranks, if the world has ended, and if its ranks are not processes.
@@ -239,30 +240,30 @@ def operations_among(world: Any, ranks: frozenset[int]) -> Ring | None:
     if log is None:
         with _LOCK:
             host_state, key = _get_or_make_watchdog().host_state, fingerprint(repr(sorted(ranks)))
-            log = logs[ranks] = Ring(host_state.create_file(f"operations-{key:016x}-{host_state.rank}", LOG_SLOTS))
+            log = logs[ranks] = EventLog(host_state.create_file(f"operations-{key:016x}-{host_state.rank}", LOG_SLOTS))
             host_state.operations.append(key)
     return log
 
 
-def note(error: BaseException) -> None:
+def note_error(error: BaseException) -> None:
     """Record an error of an operation in this rank's state, for ranks on which the operation did not fail."""
     watchdog = _ActiveWatchdog.watchdog
-    if watchdog is not None and Level.now in ("watch", "strict") and not isinstance(error, DivergenceError):
+    if watchdog is not None and CheckLevel.now in ("watch", "strict") and not isinstance(error, DivergenceError):
         watchdog.host_state.record_error(error)
 
 
-def make_divergence_error(log: CollectiveLog, diagnosis: Verdict | None = None) -> Exception:
+def make_divergence_error(log: CollectiveLog, diagnosis: Diagnosis | None = None) -> Exception:
     """Return the error of a rank that logged another collective than other ranks; publish its diagnosis unless there is one."""
     host_state = log.host_state
     published = host_state.find_diagnosis() or host_state.publish_diagnosis(
         diagnosis or diagnose_difference(host_state, log.key, log.ranks, log.count)
     )
-    return error_of(published)
+    return make_diagnosis_error(published)
 
 
 def make_issue_error(log: CollectiveLog, number: int, error: BaseException) -> BaseException:
     """Return the error to raise when this rank could not issue a collective that it logged, and mark it as skipped."""
-    note(error)
+    note_error(error)
     log.mark_skipped(number)
     return explain_error(log, number, error)
 
@@ -293,7 +294,7 @@ def wait_after_skip(log: CollectiveLog) -> None:
     log.skipped = 0
 
 
-def parted(step: int, mesh_dims: str, states: dict[int, tuple[int, str]]) -> NoReturn:
+def raise_replicas_differ(step: int, mesh_dims: str, states: dict[int, tuple[int, str]]) -> NoReturn:
     """Raise DivergenceError on all ranks: replicas differ.
 
     Args:
@@ -303,7 +304,7 @@ def parted(step: int, mesh_dims: str, states: dict[int, tuple[int, str]]) -> NoR
     reports = {rank: RankReport(hashed, mesh_dims, f"{text}   {line}") for rank, (hashed, text) in states.items()}
     host_state = _get_or_make_watchdog().host_state
     diagnosis = format_difference(step, reports, SAME_REPLICAS)
-    raise error_of(host_state.find_diagnosis() or host_state.publish_diagnosis(diagnosis))
+    raise make_diagnosis_error(host_state.find_diagnosis() or host_state.publish_diagnosis(diagnosis))
 
 
 def run_wait(log: CollectiveLog, number: int, wait: Callable[[], T]) -> T:
@@ -312,7 +313,7 @@ def run_wait(log: CollectiveLog, number: int, wait: Callable[[], T]) -> T:
     try:
         return wait()
     except Exception as error:
-        log.mix(FAILED)  # the wait may have succeeded on other ranks
+        log.mix(FAILED_MARK)  # the wait may have succeeded on other ranks
         raise explain_error(log, number, error) from error
     except BaseException:  # an interrupt: other ranks may wait for messages that this rank has not sent
         log.slots[LAST_INTERRUPTED] = number
@@ -324,7 +325,7 @@ def run_wait(log: CollectiveLog, number: int, wait: Callable[[], T]) -> T:
 def wait_abandonably(works: list[Any], handle: Any) -> None:
     """Wait for work handles of a group in a helper thread, so that a diagnosis can end the wait of this thread."""
     watchdog = _ActiveWatchdog.watchdog
-    if watchdog is not None and Level.now in ("watch", "strict") and not all(work.is_completed() for work in works):
+    if watchdog is not None and CheckLevel.now in ("watch", "strict") and not all(work.is_completed() for work in works):
         watchdog.wait_threads.wait_for(works, handle)
     while works:
         works.pop(0).wait()
@@ -336,32 +337,32 @@ def explain_error(log: CollectiveLog, number: int, error: BaseException) -> Base
         return error
     host_state = log.host_state
 
-    def find() -> Verdict | None:
+    def find() -> Diagnosis | None:
         diagnosis = explain_broken_connection(host_state, log.ranks, log.key, number)
         return None if diagnosis is None else host_state.publish_diagnosis(diagnosis)
 
     diagnosis = _poll_diagnosis(host_state, find)
-    return error if diagnosis is None else error_of(diagnosis)
+    return error if diagnosis is None else make_diagnosis_error(diagnosis)
 
 
-def why_lost(ranks: Iterable[int]) -> Verdict | None:
+def diagnose_lost_ranks(ranks: Iterable[int]) -> Diagnosis | None:
     """Return the published diagnosis, or one for the first of ``ranks`` that has ended; None if nothing is known.
 
     Call it when messages with these ranks broke.
     """
     watchdog = _ActiveWatchdog.watchdog
-    if watchdog is None or Level.now not in ("watch", "strict"):
+    if watchdog is None or CheckLevel.now not in ("watch", "strict"):
         return None
     host_state = watchdog.host_state
 
-    def find() -> Verdict | None:
+    def find() -> Diagnosis | None:
         ended = next((rank for rank in ranks if host_state.has_ended(rank)), None)
         return None if ended is None else diagnose_lost_rank(host_state, ended, "others need it")
 
     return _poll_diagnosis(host_state, find)
 
 
-def _poll_diagnosis(host_state: HostState, find: Callable[[], Verdict | None]) -> Verdict | None:
+def _poll_diagnosis(host_state: HostState, find: Callable[[], Diagnosis | None]) -> Diagnosis | None:
     """Return the published diagnosis or that of ``find()``, as soon as there is one; None after ``_DIAGNOSIS_TIMEOUT_S``."""
     deadline = time.monotonic() + _DIAGNOSIS_TIMEOUT_S
     while time.monotonic() < deadline:

@@ -15,16 +15,16 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..base.user_frames import users_frame
+from ..base.user_frames import find_user_frame
 from . import source_location
 from .flight_recorder import (
-    FAILED,
+    FAILED_MARK,
     HASH,
     LAST_INTERRUPTED,
     LENGTHS,
     LOG_SLOTS,
+    EventLog,
     LoggedEvent,
-    Ring,
     StateFile,
     fingerprint,
     mix_hash,
@@ -80,7 +80,7 @@ def parse_lengths(text: str) -> Lengths:
     return send_lengths, recv_lengths
 
 
-class CollectiveLog(Ring):
+class CollectiveLog(EventLog):
     """The collectives of the processes ``ranks``, in order, as this rank issues them.
 
     Attributes:
@@ -117,7 +117,7 @@ class CollectiveLog(Ring):
         """Log the next collective. Return True if it matches that of all ranks that have logged the same number."""
         self.host_state.raise_diagnosis()
         operations, last_operation = self._mix_logged_operations(), self._mix_operation_hashes()
-        frame = users_frame(sys._getframe(2))
+        frame = find_user_frame(sys._getframe(2))
         line = "" if frame is None else source_location.format_line(frame.f_code.co_filename, frame.f_lineno)
         at = self.add(record.hash, record.text, record.mesh_dims, line, operations, record.lengths, last_operation)
         number, hashed = self.count, self.hash
@@ -138,7 +138,7 @@ class CollectiveLog(Ring):
     def mark_skipped(self, number: int) -> None:
         """Record that this rank did not issue a collective that it logged."""
         self.skipped = self.slots[LAST_INTERRUPTED] = number
-        self.mix(FAILED)
+        self.mix(FAILED_MARK)
 
     def last_event(self) -> LoggedEvent:
         """Return the last collective that this rank logged."""

@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 from .blocked_call import C10dCall, is_behind, is_disconnected
 from .diagnosis import (
-    Verdict,
+    Diagnosis,
     diagnose_deadlock,
     diagnose_difference,
     diagnose_lost_rank,
     find_event,
     format_event,
-    named,
+    format_ranks,
 )
 from .flight_recorder import StateFile, last_completed
 from .host_state import (
@@ -74,7 +74,7 @@ class Wait(NamedTuple):
     started: str = ""
 
 
-def explain_wait(host_state: HostState, ranks: tuple[int, ...], key: int, number: int) -> Verdict | None:
+def explain_wait(host_state: HostState, ranks: tuple[int, ...], key: int, number: int) -> Diagnosis | None:
     """Return why the wait of these ranks in collective ``number`` cannot end; None if it may end."""
     events = {rank: find_event(host_state, key, rank, number) for rank in ranks}
     if len({event.hash for event in events.values() if event is not None}) > 1:
@@ -86,12 +86,12 @@ def explain_wait(host_state: HostState, ranks: tuple[int, ...], key: int, number
         reason = explain_missing_rank(host_state, rank)
         if reason or _is_lost(host_state, rank, has_come=not missing):
             waiting = [other for other in ranks if other not in missing and other != rank]
-            needed = f"{named(waiting)} {'needs' if len(waiting) == 1 else 'need'} it for {text}"
+            needed = f"{format_ranks(waiting)} {'needs' if len(waiting) == 1 else 'need'} it for {text}"
             return diagnose_lost_rank(host_state, rank, needed, reason)
     return _diagnose_cycle(host_state)
 
 
-def explain_c10d_wait(host_state: HostState) -> Verdict | None:
+def explain_c10d_wait(host_state: HostState) -> Diagnosis | None:
     """Return why the wait of this rank in a function of torch.distributed cannot end; None if it may end.
 
     Either a rank that it needs has ended, or is part of a deadlock.
@@ -106,10 +106,12 @@ def explain_c10d_wait(host_state: HostState) -> Verdict | None:
     time.sleep(_CONFIRM_S)  # messages that the ended rank sent arrive meanwhile
     if wait != _current_wait(host_state, host_state.rank):
         return None
-    return diagnose_lost_rank(host_state, ended, f"{named([host_state.rank])} needs it for {_format_wait(host_state, wait)}")
+    return diagnose_lost_rank(
+        host_state, ended, f"{format_ranks([host_state.rank])} needs it for {_format_wait(host_state, wait)}"
+    )
 
 
-def find_failed_rank(host_state: HostState) -> Verdict | None:
+def find_failed_rank(host_state: HostState) -> Diagnosis | None:
     """Return the diagnosis for a rank that has failed while this rank stays at one line of user code; None if there is none.
 
     This rank may wait for a message in a way that the watchdog does not recognize.
@@ -120,7 +122,7 @@ def find_failed_rank(host_state: HostState) -> Verdict | None:
         file = host_state.rank_file(rank)
         if rank != host_state.rank and file is not None and file.slots[STATE] == FAILED:
             line = host_state.file.read_text(host_state.slots[LOCATION])
-            return diagnose_lost_rank(host_state, rank, f"{named([host_state.rank])} is at {line}")
+            return diagnose_lost_rank(host_state, rank, f"{format_ranks([host_state.rank])} is at {line}")
     return None
 
 
@@ -129,7 +131,7 @@ def ranks_awaited_in_c10d(host_state: HostState) -> Sequence[int]:
     return C10dCall.read(host_state.file.read_text(host_state.slots[C10D_CALL])).ranks
 
 
-def explain_broken_connection(host_state: HostState, ranks: tuple[int, ...], key: int, number: int) -> Verdict | None:
+def explain_broken_connection(host_state: HostState, ranks: tuple[int, ...], key: int, number: int) -> Diagnosis | None:
     """Return why a connection broke in collective ``number``; None if nothing is known.
 
     In contrast to :func:`explain_wait`, a rank that has come to the collective and has ended since counts as lost.
@@ -139,7 +141,7 @@ def explain_broken_connection(host_state: HostState, ranks: tuple[int, ...], key
         is_silent = is_remote and host_state.remote_states.silent_s(rank) > _SILENT_AFTER_BREAK_S
         if rank != host_state.rank and (host_state.has_ended(rank) or is_silent):
             text = format_event(host_state, key, host_state.rank, number)
-            return diagnose_lost_rank(host_state, rank, f"{named([host_state.rank])} needs it for {text}")
+            return diagnose_lost_rank(host_state, rank, f"{format_ranks([host_state.rank])} needs it for {text}")
     return explain_wait(host_state, ranks, key, number)
 
 
@@ -196,7 +198,7 @@ def _has_given_up(host_state: HostState, file: StateFile) -> bool:
 
 
 # --- deadlocks -----------------------------------------------------------------------------------------------------------
-def _diagnose_cycle(host_state: HostState) -> Verdict | None:
+def _diagnose_cycle(host_state: HostState) -> Diagnosis | None:
     """Return the diagnosis for a set of ranks that wait for each other, if it is the same as in an earlier call; else None."""
     waits, now = _find_cycle(host_state), time.monotonic()
     if waits is None or host_state.cycle_candidate is None or host_state.cycle_candidate[1] != waits:

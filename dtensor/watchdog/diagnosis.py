@@ -11,15 +11,15 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..base.group_by import by_key
+from ..base.group_by import group_by_key
 from .collective_log import Lengths, find_length_mismatches, read_lengths
 from .flight_recorder import MAX_EVENTS, LoggedEvent, StateFile, read_event
 from .host_state import ERROR, ERROR_LINE, ERROR_WAIT_COUNT, EXITED, FAILED, STATE, WAIT_COUNT, HostState, open_log
-from .levels import Level
+from .levels import CheckLevel
 
 # "kind": "differs" (DivergenceError), "lost" (RankLostError) or "error" (the error of one rank, by module and class name in
 # "error"); "words": the text.
-Verdict = dict[str, Any]
+Diagnosis = dict[str, Any]
 
 SAME_CALLS = (
     "All ranks of a group must run the same operations in the same order: move the call out of any branch that depends on the "
@@ -45,7 +45,7 @@ _BEFORE_COLLECTIVE = {
 _GATHERING_S = 1.0  # time to wait for ranks that are about to log the same number, so that the text covers all ranks
 
 
-def diagnose_difference(host_state: HostState, key: int, ranks: Sequence[int], number: int) -> Verdict:
+def diagnose_difference(host_state: HostState, key: int, ranks: Sequence[int], number: int) -> Diagnosis:
     """Return the diagnosis for ranks that logged different collectives under one number, or diverged in an operation before
     it.
     """
@@ -94,7 +94,7 @@ def _find_first_difference(host_state: HostState, events: dict[int, LoggedEvent]
 
 def _diagnose_lengths(
     host_state: HostState, key: int, ranks: Sequence[int], number: int, events: dict[int, LoggedEvent]
-) -> Verdict:
+) -> Diagnosis:
     """Return the diagnosis for ranks that logged one collective with message lengths that do not match."""
     files = {rank: open_log(host_state, "log", key, rank) for rank in events}
     logged = {rank: read_lengths(file, number) for rank, file in files.items() if file is not None}
@@ -105,7 +105,7 @@ def _diagnose_lengths(
 
 def format_length_mismatch(
     ranks: Sequence[int], number: int, lengths: dict[int, Lengths], reports: dict[int, RankReport]
-) -> Verdict:
+) -> Diagnosis:
     """Return the diagnosis for the lengths that each rank sends and expects."""
     mismatches = find_length_mismatches(ranks, lengths)
     parts = [
@@ -117,12 +117,12 @@ def format_length_mismatch(
     return {"kind": "differs", "words": "\n".join([head, *table, _SAME_LENGTHS])}
 
 
-def format_difference(number: int, reports: dict[int, RankReport], advice: str = SAME_CALLS) -> Verdict:
+def format_difference(number: int, reports: dict[int, RankReport], advice: str = SAME_CALLS) -> Diagnosis:
     """Return the diagnosis for reports with different hashes, with one line for each group of ranks that agree."""
-    groups = by_key((report.hash, rank) for rank, report in sorted(reports.items()))
+    groups = group_by_key((report.hash, rank) for rank, report in sorted(reports.items()))
     by_size = sorted(groups.values(), key=lambda members: (-len(members), members))
     texts = {tuple(members): reports[members[0]].text for members in by_size}
-    before = _BEFORE_COLLECTIVE.get(Level.now, "") if len(by_size) > 1 and len(set(texts.values())) == 1 else ""
+    before = _BEFORE_COLLECTIVE.get(CheckLevel.now, "") if len(by_size) > 1 and len(set(texts.values())) == 1 else ""
     head = f"{_format_step(number, reports)}: {_format_minority(by_size)}{before}"
     return {"kind": "differs", "words": "\n".join([head, *_format_table(texts), advice])}
 
@@ -138,7 +138,7 @@ def _format_table(texts: dict[tuple[int, ...], str]) -> list[str]:
     return [f"  {_join_ranks(members) + ':':<{width}} {text}" for members, text in texts.items()]
 
 
-def diagnose_lost_rank(host_state: HostState, rank: int, needed: str, reason: str = "") -> Verdict:
+def diagnose_lost_rank(host_state: HostState, rank: int, needed: str, reason: str = "") -> Diagnosis:
     """Return the diagnosis for a rank that others need and that has failed, ended or died.
 
     Args:
@@ -164,7 +164,7 @@ def diagnose_lost_rank(host_state: HostState, rank: int, needed: str, reason: st
     return {"kind": "lost", "words": f"rank {rank} {reason}{at}{_format_last_event(host_state, rank)}; {needed}"}
 
 
-def _diagnose_error(rank: int, error: str, line: str, at: str, needed: str) -> Verdict:
+def _diagnose_error(rank: int, error: str, line: str, at: str, needed: str) -> Diagnosis:
     """Return the diagnosis for an error of one rank; ``error`` as :func:`.host_state.encode_error` gives it."""
     module, name, message = json.loads(error or '["", "an error", ""]')
     if name == "KeyboardInterrupt":
@@ -172,7 +172,7 @@ def _diagnose_error(rank: int, error: str, line: str, at: str, needed: str) -> V
     return {"kind": "error", "error": [module, name], "words": f"{message} (on rank {rank}{line and ', at '}{line})"}
 
 
-def diagnose_own_error(host_state: HostState) -> Verdict:
+def diagnose_own_error(host_state: HostState) -> Diagnosis:
     """Return the diagnosis for an error of this rank that other ranks did not have."""
     file = host_state.file
     error, line = file.read_text(file.slots[ERROR]), file.read_text(file.slots[ERROR_LINE])
@@ -184,10 +184,10 @@ def _ended_with_error(file: StateFile) -> bool:
     return bool(file.slots[ERROR]) and file.slots[WAIT_COUNT] == file.slots[ERROR_WAIT_COUNT]
 
 
-def diagnose_deadlock(waits: dict[int, str]) -> Verdict:
+def diagnose_deadlock(waits: dict[int, str]) -> Diagnosis:
     """Return the diagnosis for ranks that wait for each other; ``waits`` says where each one waits."""
     lines = ["deadlock, no rank can go on: each rank waits for one that waits in another call"]
-    groups = by_key((text, rank) for rank, text in sorted(waits.items()))
+    groups = group_by_key((text, rank) for rank, text in sorted(waits.items()))
     lines += _format_table({tuple(members): text for text, members in groups.items()})
     return {"kind": "differs", "words": "\n".join([*lines, SAME_CALLS])}
 
@@ -208,7 +208,7 @@ def find_event(host_state: HostState, key: int, rank: int, number: int) -> Logge
     return LoggedEvent.from_store(*log[2:]) if log is not None and log[0] == number else None
 
 
-def named(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Return "rank 2" or "ranks 0, 1"."""
     return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
 
@@ -222,11 +222,11 @@ def _format_minority(by_size: list[list[int]]) -> str:
     """Return which ranks differ from the largest group; ``by_size`` are the groups that agree, largest first."""
     first, *others = by_size
     if not others:
-        return f"only {named(first)} made this call"
+        return f"only {format_ranks(first)} made this call"
     minority = [rank for members in others for rank in members]
     if len(first) == len(others[0]):
-        return " and ".join(map(named, by_size)) + " differ"
-    return f"{named(sorted(minority))} {'differs' if len(minority) == 1 else 'differ'} from {named(first)}"
+        return " and ".join(map(format_ranks, by_size)) + " differ"
+    return f"{format_ranks(sorted(minority))} {'differs' if len(minority) == 1 else 'differ'} from {format_ranks(first)}"
 
 
 def _join_ranks(ranks: Sequence[int]) -> str:

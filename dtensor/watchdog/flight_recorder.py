@@ -103,7 +103,7 @@ SLOTS_PER_EVENT = 9
 HEADER_SLOTS = 4  # slot 0 holds the number of events
 LAST_ISSUED, LAST_INTERRUPTED = 1, 2  # header slots: the last collective that was issued, and the last with an interrupted wait
 _HASH_MULTIPLIER, _UINT64_MASK = 0x9E3779B97F4A7C15, 2**64 - 1
-FAILED = 0x6661696C6564  # mixed into the hash when an operation or a wait raises an error
+FAILED_MARK = 0x6661696C6564  # mixed into the hash when an operation or a wait raises an error
 _UNORDERED_MARK = 0x756E6F726465  # mixed into the hash for each event without an order
 LOG_SLOTS = HEADER_SLOTS + MAX_EVENTS * SLOTS_PER_EVENT
 _MARSHAL_HEADER_BYTES = 5  # bytes before the elements of a marshalled list
@@ -125,7 +125,7 @@ def slot_of(number: int) -> int:
     return HEADER_SLOTS + (number & (MAX_EVENTS - 1)) * SLOTS_PER_EVENT
 
 
-class Ring:
+class EventLog:
     """The log of events of one kind of this rank.
 
     Attributes:
@@ -179,7 +179,7 @@ class Ring:
         self.hash = mix_hash(self.hash, value, self.count)
 
 
-class Trail:
+class OperationHash:
     """A rolling hash of the operations of a set of ranks, which are not logged one by one.
 
     Attributes:
@@ -204,7 +204,7 @@ class Trail:
 
     def fail(self, text: str) -> None:
         """Record that an operation raised an error, so that ranks on which it did not raise have another hash."""
-        self.hash, self.raised = hash((self.hash, FAILED)), text
+        self.hash, self.raised = hash((self.hash, FAILED_MARK)), text
 
     def settle(self) -> int:
         """Return a hash of all operations and numbers, 0 if there were none. It does not depend on earlier calls of this

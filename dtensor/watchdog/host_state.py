@@ -271,7 +271,7 @@ class HostState:
     def raise_diagnosis(self) -> None:
         """Raise the diagnosis if this rank knows one. Each further collective raises it, also on the rank that published it."""
         if self.diagnosis is not None:
-            raise error_of(self.diagnosis)
+            raise make_diagnosis_error(self.diagnosis)
 
     def record_error(self, error: BaseException) -> None:
         """Write an error of an operation to this rank's state. The program may catch it and go on."""
@@ -356,7 +356,7 @@ class HostState:
         return ("", 0.0) if remote is None else (remote.location, remote.location_s + self.remote_states.silent_s(rank))
 
 
-def error_of(diagnosis: dict[str, Any]) -> Exception:
+def make_diagnosis_error(diagnosis: dict[str, Any]) -> Exception:
     """Return the error that all ranks raise for a diagnosis.
 
     For an error of one rank it has the class of that error, if the class exists here, takes a text as its only argument, and is

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from ..errors import ArgumentError, DTensorError
-from .flight_recorder import Ring, Trail
+from .flight_recorder import EventLog, OperationHash
 
 LEVELS = ("off", "watch", "strict")
 VARIABLE = "DTENSOR_CHECK_RANKS"
@@ -29,12 +29,12 @@ class OperationRecords:
     """
 
     def __init__(self) -> None:
-        self.logs: dict[frozenset[int], Ring] = {}
-        self.hashes: dict[frozenset[int], Trail] = {}
+        self.logs: dict[frozenset[int], EventLog] = {}
+        self.hashes: dict[frozenset[int], OperationHash] = {}
 
-    def trail_of(self, ranks: frozenset[int]) -> Trail:
+    def trail_of(self, ranks: frozenset[int]) -> OperationHash:
         """Return the rolling hash of the operations of these ranks."""
-        return self.hashes.get(ranks) or self.hashes.setdefault(ranks, Trail(ranks))
+        return self.hashes.get(ranks) or self.hashes.setdefault(ranks, OperationHash(ranks))
 
     def reset(self) -> None:
         """Forget all operations. The hashes are emptied and kept, since cached plans refer to them."""
@@ -43,7 +43,7 @@ class OperationRecords:
             trail.reset()
 
 
-class Level:
+class CheckLevel:
     """The level of ``check_ranks`` in this process.
 
     Attributes:
@@ -86,26 +86,26 @@ def check_ranks(level: str, *, replicas: int = 0) -> None:
         raise ArgumentError(f"check_ranks takes one of {LEVELS}, got {level!r}")
     if type(replicas) is not int or replicas < 0 or (replicas and level == "off"):
         raise ArgumentError(f"check_ranks takes replicas= as a number of steps, and 0 with 'off'; got {replicas!r}")
-    before = Level.now, Level.replicas
-    Level.now, Level.replicas = level, replicas
+    before = CheckLevel.now, CheckLevel.replicas
+    CheckLevel.now, CheckLevel.replicas = level, replicas
     if before != (level, replicas):
-        for records in list(Level.computed.values()):
+        for records in list(CheckLevel.computed.values()):
             records.reset()
-        for callback in Level.changed:
+        for callback in CheckLevel.changed:
             callback()
 
 
 def enable_comparison() -> None:
     """Enable the comparison of operations: this process is one of several ranks."""
-    if not Level.armed:
-        Level.armed = True
-        for callback in Level.changed:
+    if not CheckLevel.armed:
+        CheckLevel.armed = True
+        for callback in CheckLevel.changed:
             callback()
 
 
 def operation_records_of(world: Any) -> OperationRecords:
     """Return the operations of the world of this default process group."""
-    return Level.computed.get(world) or Level.computed.setdefault(world, OperationRecords())
+    return CheckLevel.computed.get(world) or CheckLevel.computed.setdefault(world, OperationRecords())
 
 
 def raise_in_forked_child() -> None:

@@ -27,7 +27,7 @@ from .host_state import (
 _STATES = {RUNNING: "runs", WAITING: "waits", FAILED: "has failed", EXITED: "has ended"}
 
 
-def told(folder: Path | None = None, last: int = 20) -> str:
+def format_rank_logs(folder: Path | None = None, last: int = 20) -> str:
     """Return the last events that each rank of a job logged, as text, oldest first.
 
     Args:

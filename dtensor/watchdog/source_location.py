@@ -12,28 +12,28 @@ from operator import attrgetter, call, truth
 from types import CodeType, FrameType, TracebackType
 from typing import Any, TypeVar
 
-from ..base.caches import remembered
-from ..base.user_frames import Place, is_library, users_frame
+from ..base.caches import memoize
+from ..base.user_frames import SourceLine, find_user_frame, is_library_file
 
 T = TypeVar("T")
 
 _CODE_AND_LINE: Callable[[FrameType], tuple[CodeType, int]] = attrgetter("f_code", "f_lineno")
 
 
-@remembered(10_000)
+@memoize(10_000)
 def format_line(filename: str, number: int) -> str:
     """Return file, line number and source text: ``train.py:41  loss = h.sum(0)``."""
-    return Place(filename, number).line
+    return SourceLine(filename, number).line
 
 
 def current_line(depth: int = 1) -> str:
     """Return the line of the user's program that runs, as seen from the frame ``depth`` levels above this function."""
-    return at(sys._getframe(depth))
+    return line_of_frame(sys._getframe(depth))
 
 
-def at(frame: FrameType | None) -> str:
+def line_of_frame(frame: FrameType | None) -> str:
     """Return the line of the innermost user frame that called ``frame``; empty if there is none."""
-    user_frame = users_frame(frame)
+    user_frame = find_user_frame(frame)
     return "" if user_frame is None else format_line(user_frame.f_code.co_filename, user_frame.f_lineno)
 
 
@@ -42,7 +42,7 @@ def line_of_error(traceback: TracebackType | None) -> str:
     line = ""
     while traceback is not None:
         filename = traceback.tb_frame.f_code.co_filename
-        if not is_library(filename):
+        if not is_library_file(filename):
             line = format_line(filename, traceback.tb_lineno)
         traceback = traceback.tb_next
     return line
@@ -83,4 +83,4 @@ def main_thread_locations() -> list[tuple[CodeType, int]]:
 
 def innermost_user_line(locations: list[tuple[CodeType, int]]) -> str:
     """Return the first of ``locations`` (innermost first) that is in user code, as text; empty if there is none."""
-    return next((format_line(code.co_filename, line) for code, line in locations if not is_library(code.co_filename)), "")
+    return next((format_line(code.co_filename, line) for code, line in locations if not is_library_file(code.co_filename)), "")

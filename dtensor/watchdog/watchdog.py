@@ -20,7 +20,7 @@ from . import source_location
 from .blocked_call import count_started, find_c10d_call, list_user_groups, start_unmatched_recv
 from .collective_log import CollectiveLog
 from .deadlock import explain_c10d_wait, explain_wait, find_failed_rank, has_reached, ranks_awaited_in_c10d
-from .diagnosis import Verdict, diagnose_lost_rank, named
+from .diagnosis import Diagnosis, diagnose_lost_rank, format_ranks
 from .host_state import (
     C10D_CALL,
     C10D_CALL_SINCE,
@@ -38,10 +38,10 @@ from .host_state import (
     WAIT_SINCE,
     WAITING,
     HostState,
-    error_of,
+    make_diagnosis_error,
     process_state,
 )
-from .levels import Level
+from .levels import CheckLevel
 
 _PERIOD_S = 0.1  # interval between two looks
 _MIN_WAIT_S = 0.3  # shorter waits are not examined
@@ -149,7 +149,7 @@ class Watchdog:
     def __init__(self, host_state: HostState) -> None:
         self.host_state = host_state
         self.logs: dict[tuple[int, ...], CollectiveLog] = {}
-        self.wait_threads, self.level = WaitThreads(), Level.now
+        self.wait_threads, self.level = WaitThreads(), CheckLevel.now
         self._stopped = threading.Event()
         self._next_warning_s, self._call, self._location, self._started = _FIRST_WARNING_S, (0, ""), "-", "-"
         self._stopped_looks: dict[int, int] = {}  # by rank: number of consecutive looks at which a signal had stopped it
@@ -210,10 +210,10 @@ class Watchdog:
             _LOG.error("%s", diagnosis["words"])
         if not self._stopped.wait(_PERIOD_S):  # other ranks read the diagnosis before their connections break
             self._end_waits()
-            self.wait_threads.abandon(lambda: error_of(diagnosis))
+            self.wait_threads.abandon(lambda: make_diagnosis_error(diagnosis))
         return True
 
-    def _find_stopped_rank(self, ranks: Sequence[int]) -> Verdict | None:
+    def _find_stopped_rank(self, ranks: Sequence[int]) -> Diagnosis | None:
         """Return the diagnosis for a rank that a signal has stopped for ``_STOPPED_PATIENCE_S``; None if there is none.
 
         The looks of this thread are counted instead of the time: this process may have been stopped together with the rank.
@@ -223,7 +223,7 @@ class Watchdog:
             is_stopped = file is not None and process_state(file.slots[PID]) == "T"
             self._stopped_looks[rank] = self._stopped_looks.get(rank, 0) + 1 if is_stopped else 0
             if self._stopped_looks[rank] * _PERIOD_S > _STOPPED_PATIENCE_S:
-                needed = f"{named([self.host_state.rank])} needs it"
+                needed = f"{format_ranks([self.host_state.rank])} needs it"
                 return diagnose_lost_rank(self.host_state, rank, needed, "is stopped by a signal")
         return None
 

@@ -17,7 +17,7 @@ import dtensor as dt
 from dtensor import DTensor
 from dtensor.capture import capture
 from dtensor.errors import CaptureError
-from dtensor.testing.placements import mesh_of
+from dtensor.testing.placements import get_or_make_mesh
 
 START = int(os.environ.get("DTENSOR_SEED", "0"))
 BLOCK = 8
@@ -46,7 +46,7 @@ def trail(run: Any, program: Program, mesh: Any, placements: Any, call: int, roo
 def differs(seed: int, length: int = 6) -> str | None:
     """How one program's replays differ from it; None if they do not, ``"refused"`` where it cannot be captured."""
     program, mesh_shape, placements = random_case(seed, length)
-    mesh = mesh_of(mesh_shape)
+    mesh = get_or_make_mesh(mesh_shape)
     captured = capture(lambda *values: program(*values))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -98,7 +98,7 @@ def stepping(program: Program, mesh: Any, placements: Any) -> tuple[Any, list[DT
 def step_differs(seed: int, length: int = 6) -> str | None:
     """The same of a whole step."""
     program, mesh_shape, placements = random_case(seed, length)
-    mesh = mesh_of(mesh_shape)
+    mesh = get_or_make_mesh(mesh_shape)
     (step, given), (same, same_given) = stepping(program, mesh, placements), stepping(program, mesh, placements)
     captured = capture(same)
     with warnings.catch_warnings():

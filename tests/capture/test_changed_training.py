@@ -19,10 +19,10 @@ from torch.nn.utils import parametrize
 
 import dtensor as dt
 from dtensor.errors import CaptureError
-from dtensor.testing.placements import mesh_of
+from dtensor.testing.placements import get_or_make_mesh
 
 START = int(os.environ.get("DTENSOR_SEED", "0"))
-MESH = mesh_of(2)
+MESH = get_or_make_mesh(2)
 SCALE = 1.0
 
 

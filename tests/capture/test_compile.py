@@ -16,9 +16,9 @@ import dtensor as dt
 from dtensor import DTensor, Replicate, Shard
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
 from dtensor.tensor import compile_protocol
-from dtensor.testing.placements import mesh_of
+from dtensor.testing.placements import get_or_make_mesh
 
-LINE, SQUARE = mesh_of((4,)), mesh_of((2, 2))
+LINE, SQUARE = get_or_make_mesh((4,)), get_or_make_mesh((2, 2))
 X, W = torch.arange(30.0).reshape(5, 6) / 16, torch.arange(42.0).reshape(6, 7) / 64
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dynamo tells where the graph breaks
 

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 import dtensor as dt
 from dtensor import Shard
 from dtensor.testing import check
-from dtensor.testing.placements import mesh_of
+from dtensor.testing.placements import get_or_make_mesh
 
-LINE = mesh_of((4,))
+LINE = get_or_make_mesh((4,))
 X = (torch.arange(30.0).reshape(5, 6) - 7) / 4
 ROWS = torch.tensor([0, 4, 2, 2, 1])
 

@@ -26,7 +26,7 @@ from dtensor.errors import LayoutError, MeshError, MixedTensorError, PlacementEr
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module, replicate
 from dtensor.rules import rules
 from dtensor.testing import check, scatter, verify_rule
-from dtensor.testing.placements import mesh_of
+from dtensor.testing.placements import get_or_make_mesh
 from dtensor.testing.samples import samples_of
 from dtensor.watchdog.collective_hooks import get_or_make_log
 
@@ -104,7 +104,7 @@ def non_contiguous_tensors_keep_their_strides_on_every_rank() -> None:
 
 @case
 def the_source_rank_decides() -> None:
-    mesh = mesh_of((4,))
+    mesh = get_or_make_mesh((4,))
     for source in (0, 3):
         for placements in ([R], [Shard(0)], [Shard(1)], [Partial()]):
             made = dt.distribute_tensor(by_rank(lambda rank: value(5, 6, seed=rank)), mesh, placements, src_data_rank=source)
@@ -121,7 +121,7 @@ def tensors_without_elements_are_distributed() -> None:
 @case
 def each_rank_cuts_its_own_without_a_source() -> None:
     made = dt.distribute_tensor(
-        by_rank(lambda rank: torch.full((4,), float(rank))), mesh_of((4,)), [Shard(0)], src_data_rank=None
+        by_rank(lambda rank: torch.full((4,), float(rank))), get_or_make_mesh((4,)), [Shard(0)], src_data_rank=None
     )
     equal(made, torch.arange(4.0))
 
@@ -130,7 +130,7 @@ def each_rank_cuts_its_own_without_a_source() -> None:
 def ragged_pieces_find_their_global_shape() -> None:
     sizes = (3, 0, 1, 2)
     whole = value(6, 5)
-    made = DTensor.from_local(by_rank(lambda rank: whole.split(sizes)[rank]), mesh_of((4,)), [Shard(0)])
+    made = DTensor.from_local(by_rank(lambda rank: whole.split(sizes)[rank]), get_or_make_mesh((4,)), [Shard(0)])
     assert made.placements == (Shard(0, sizes=sizes),)
     equal(made, whole)
     equal((made * 2).sum(0), whole.sum(0) * 2)
@@ -138,7 +138,7 @@ def ragged_pieces_find_their_global_shape() -> None:
 
 @case
 def wrong_pieces_raise_on_every_rank_and_name_the_rank() -> None:
-    mesh = mesh_of((4,))
+    mesh = get_or_make_mesh((4,))
     odd = by_rank(lambda rank: torch.ones(2, 4 if rank == 2 else 3))
     raises(LayoutError, "rank 2", lambda: DTensor.from_local(odd, mesh, [Shard(0)]))
     raises(LayoutError, "rank 2", lambda: DTensor.from_local(odd, mesh, [R], run_check=True))
@@ -166,7 +166,7 @@ def wrong_pieces_raise_on_every_rank_and_name_the_rank() -> None:
 def ranks_that_give_different_arguments_all_raise_and_go_on() -> None:
     if not dist.is_initialized():
         return
-    mesh, odd = mesh_of((4,)), dist.get_rank() == 2
+    mesh, odd = get_or_make_mesh((4,)), dist.get_rank() == 2
     whole = torch.ones(4, 3)
     for make in (
         lambda: dt.distribute_tensor(torch.ones(3, 4) if odd else whole, mesh, [R]),
@@ -189,7 +189,7 @@ def ranks_that_give_different_arguments_all_raise_and_go_on() -> None:
 def the_source_rank_says_how_a_tensor_lies_in_memory() -> None:
     if dist.is_initialized():
         mine = value(6, 5).t() if dist.get_rank() == 0 else torch.empty(5, 6, dtype=torch.float64)
-        x = dt.distribute_tensor(mine, mesh_of((4,)), [Shard(0)])
+        x = dt.distribute_tensor(mine, get_or_make_mesh((4,)), [Shard(0)])
         assert x.stride() == (1, 5)
         equal(x, value(6, 5).t())
         assert x.t().view(-1).shape == (30,)
@@ -201,7 +201,7 @@ def pieces_of_one_element_say_nothing_about_memory() -> None:
     whole = value(5, 3)
     pieces = by_rank(lambda rank: whole.chunk(4)[rank].t().contiguous() if rank < 3 else torch.empty(3, 0, dtype=whole.dtype))
     for placements in ([Shard(1)], [Shard(1, sizes=(2, 2, 1, 0))]):
-        x = DTensor.from_local(pieces, mesh_of((4,)), placements)
+        x = DTensor.from_local(pieces, get_or_make_mesh((4,)), placements)
         assert x.stride() == (5, 1)
         equal(x.view(-1), whole.t().reshape(-1))
 
@@ -318,7 +318,7 @@ def the_gradient_of_a_piece() -> None:
         leaves = by_rank(lambda rank: torch.ones(2, dtype=torch.float64))
         pieces = [piece.requires_grad_() for piece in held(leaves).values()]
         local = dt.per_rank(pieces) if len(pieces) > 1 else pieces[0]
-        total = (DTensor.from_local(local, mesh_of((4,)), placements) * 3).sum().full_tensor()
+        total = (DTensor.from_local(local, get_or_make_mesh((4,)), placements) * 3).sum().full_tensor()
         (total.shards[0] if isinstance(total, dt.PerRank) else total).backward()
         for piece in pieces:
             assert piece.grad.tolist() == [3 * share] * 2, placements
@@ -326,7 +326,7 @@ def the_gradient_of_a_piece() -> None:
 
 @case
 def pieces_used_differently() -> None:
-    x = dt.distribute_tensor(torch.ones(3), mesh_of((4,)), [R]).requires_grad_()
+    x = dt.distribute_tensor(torch.ones(3), get_or_make_mesh((4,)), [R]).requires_grad_()
     weights = by_rank(lambda rank: torch.tensor(10.0**rank))
     (x.to_local(grad_placements=[Partial()]) * weights).sum().backward()
     equal(x.grad, torch.full((3,), 1111.0))
@@ -335,7 +335,7 @@ def pieces_used_differently() -> None:
 
 @case
 def functions_of_one_rank_are_as_independent_as_processes() -> None:
-    mesh, w = mesh_of((4,)), torch.ones(3, requires_grad=True)
+    mesh, w = get_or_make_mesh((4,)), torch.ones(3, requires_grad=True)
     dt.map_ranks(lambda at, x: (x * w).sum(), by_rank(lambda rank: torch.arange(3.0)), mesh=mesh).backward()
     assert w.grad is not None
     assert w.grad.tolist() == [0.0, 1.0, 2.0]
@@ -354,7 +354,7 @@ DIFFERING = r"the gradient of a tensor of shape \(4,\) that all ranks have diffe
 def the_gradient_of_a_full_tensor_used_differently() -> None:
     weights = by_rank(lambda rank: torch.full((4,), 10.0**rank))
     for placements in ([Shard(0)], [R]):
-        x = dt.distribute_tensor(torch.ones(4), mesh_of((4,)), placements).requires_grad_()
+        x = dt.distribute_tensor(torch.ones(4), get_or_make_mesh((4,)), placements).requires_grad_()
         (x.full_tensor(grad_placements=[Partial()]) * weights).sum().backward()
         equal(x.grad, torch.full((4,), 1111.0))
         x.full_tensor(grad_placements=[Partial()]).sum().backward()
@@ -369,14 +369,14 @@ def gradients_that_differ_between_ranks_are_refused() -> None:
     uses = (
         lambda x: x.to_local() * weights,
         lambda x: x.full_tensor() * weights,
-        lambda x: multiply(x, DTensor.from_local(weights, mesh_of((4,)), [Shard(0)], shape=(16,))).to_local(),
+        lambda x: multiply(x, DTensor.from_local(weights, get_or_make_mesh((4,)), [Shard(0)], shape=(16,))).to_local(),
     )
     for use in uses:
-        x = dt.distribute_tensor(torch.ones(4), mesh_of((4,)), [R]).requires_grad_()
+        x = dt.distribute_tensor(torch.ones(4), get_or_make_mesh((4,)), [R]).requires_grad_()
         raises(LayoutError, DIFFERING, lambda: use(x).sum().backward())  # noqa: B023 - called at once
-    x = dt.distribute_tensor(torch.ones(1 << 17), mesh_of((4,)), [R]).requires_grad_()
+    x = dt.distribute_tensor(torch.ones(1 << 17), get_or_make_mesh((4,)), [R]).requires_grad_()
     raises(LayoutError, "differs between ranks", lambda: (x.to_local() * many).sum().backward())
-    x = dt.distribute_tensor(torch.ones(6, 4), mesh_of((2, 2)), [Shard(0), R]).requires_grad_()
+    x = dt.distribute_tensor(torch.ones(6, 4), get_or_make_mesh((2, 2)), [Shard(0), R]).requires_grad_()
     other = by_rank(lambda rank: torch.ones(3, 4) * (2 if rank == 3 else 1))  # one group of replicas agrees, the other does not
     raises(LayoutError, r"of shape \(3, 4\)", lambda: (x.to_local() * other).sum().backward())
 
@@ -386,11 +386,11 @@ def gradients_that_ranks_find_alike_are_taken() -> None:
     noise = by_rank(lambda rank: torch.full((4,), 1.0 + 1e-6 * rank))  # as by other orders of summation
     many = by_rank(lambda rank: torch.ones(3 << 16) * (1 + 1e-6 * rank))
     for values in (noise, many):
-        x = dt.distribute_tensor(torch.ones(values.shape), mesh_of((4,)), [R]).requires_grad_()
+        x = dt.distribute_tensor(torch.ones(values.shape), get_or_make_mesh((4,)), [R]).requires_grad_()
         for _ in range(2):
             (x.to_local() * values).sum().backward()
             (x.full_tensor() * values.sign()).sum().backward()
-    x = dt.distribute_tensor(torch.ones(4), mesh_of((4,)), [Shard(0)]).requires_grad_()
+    x = dt.distribute_tensor(torch.ones(4), get_or_make_mesh((4,)), [Shard(0)]).requires_grad_()
     (x.to_local() * by_rank(lambda rank: torch.tensor([1.0 + rank]))).sum().backward()
     equal(x.grad, torch.arange(1.0, 5.0))
 
@@ -594,7 +594,7 @@ def what_data_decide_is_not_known_outside_a_mesh() -> None:
 @case
 def a_single_element_is_folded_by_a_monoid() -> None:
     whole = value(5, 1)
-    for mesh, placements in ((mesh_of((4,)), [Shard(0)]), (square(), [Shard(0), R])):
+    for mesh, placements in ((get_or_make_mesh((4,)), [Shard(0)]), (square(), [Shard(0), R])):
         x = dt.distribute_tensor(whole, mesh, placements)
         equal(torch.linalg.vector_norm(x, dim=0), torch.linalg.vector_norm(whole, dim=0))
         equal(torch.renorm(x, 2, 1, 1.0), torch.renorm(whole, 2, 1, 1.0))
@@ -619,14 +619,14 @@ def shapes_change_on_ranks_outside_a_mesh_too() -> None:
             change(changed)
         assert changed.shape == shape
         expected = value(1, 5).reshape(shape) if shape != (4, 5) else value(4, 5) + 1
-        equal(changed.redistribute(mesh_of((4,)), [R]), expected)
+        equal(changed.redistribute(get_or_make_mesh((4,)), [R]), expected)
 
 
 @case
 def functional_collectives_of_torch_take_a_mesh() -> None:
     if dist.is_initialized():
         rank = torch.tensor([float(dist.get_rank())])
-        assert functional.all_reduce(rank, "sum", mesh_of((4,))).tolist() == [6.0]
+        assert functional.all_reduce(rank, "sum", get_or_make_mesh((4,))).tolist() == [6.0]
         assert functional.all_reduce(rank, "max", (square(), 0)).tolist() == [rank.item() % 2 + 2]
         assert functional.all_reduce(rank, "max", square()["tp"]).tolist() == [rank.item() // 2 * 2 + 1]
 
@@ -636,10 +636,10 @@ def functional_collectives_of_torch_are_counted() -> None:
     if dist.is_initialized():
         with CommDebugMode() as outer:
             with CommDebugMode() as comm, torch.inference_mode():
-                functional.all_reduce(torch.ones(3), "sum", mesh_of((4,))).tolist()
+                functional.all_reduce(torch.ones(3), "sum", get_or_make_mesh((4,))).tolist()
                 functional.reduce_scatter_tensor(torch.ones(4), "sum", 0, (square(), 1)).tolist()
-            functional.all_reduce(torch.ones(3), "sum", mesh_of((4,))).tolist()
-        functional.all_reduce(torch.ones(3), "sum", mesh_of((4,))).tolist()
+            functional.all_reduce(torch.ones(3), "sum", get_or_make_mesh((4,))).tolist()
+        functional.all_reduce(torch.ones(3), "sum", get_or_make_mesh((4,))).tolist()
         assert comm.get_comm_counts() == {"all_reduce": 1, "reduce_scatter": 1}
         assert comm.get_comm_bytes() == {"all_reduce": 18, "reduce_scatter": 8}
         assert outer.get_total_counts() == 3
@@ -725,7 +725,7 @@ def a_mesh_is_made_of_the_first_ranks_of_a_larger_world() -> None:
 
 @case
 def meta_pieces_have_sizes_too() -> None:
-    x = DTensor.from_local(torch.empty(2, 3, device="meta"), mesh_of((4,)), [Shard(0)])
+    x = DTensor.from_local(torch.empty(2, 3, device="meta"), get_or_make_mesh((4,)), [Shard(0)])
     assert x.shape == (8, 3)
     made = torch.empty_like(x, device="cpu").fill_(2.0)
     equal(made, torch.full((8, 3), 2.0))
@@ -734,14 +734,18 @@ def meta_pieces_have_sizes_too() -> None:
 @case
 def errors_are_raised_by_every_rank() -> None:
     x = dt.distribute_tensor(value(5, 6), square(), [Shard(0), R])
-    other = dt.distribute_tensor(value(5, 6), mesh_of((4,)), [Shard(0)])
+    other = dt.distribute_tensor(value(5, 6), get_or_make_mesh((4,)), [Shard(0)])
     raises(MeshError, "different meshes", lambda: x + other)
     raises(MixedTensorError, "implicit_replication", lambda: x + value(5, 6))
     raises(PlacementError, "out of range", lambda: x.redistribute(placements=[Shard(2), R]))
     raises(RuntimeError, "must match the size", lambda: x + x[:, :4])
     gradient = value(5, 6).requires_grad_(not dist.is_initialized() or dist.get_rank() != 1)
     if dist.is_initialized():
-        raises(ValueError, "requiring gradients", lambda: DTensor.from_local(gradient, mesh_of((4,)), [Shard(0)], run_check=True))
+        raises(
+            ValueError,
+            "requiring gradients",
+            lambda: DTensor.from_local(gradient, get_or_make_mesh((4,)), [Shard(0)], run_check=True),
+        )
     raises(RuntimeError, "7, 7", lambda: x.view(7, 7))
 
 

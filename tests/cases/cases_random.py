@@ -166,7 +166,7 @@ def initialised_on_meta_first() -> None:
             m.reset_parameters()
         seen.append([whole(p) for p in module.parameters()])
     assert all(torch.equal(a, b) for other in seen[1:] for a, b in zip(seen[0], other, strict=True))
-    if dt.random.DRAWING.mode == "exact":
+    if dt.random.RANDOM_MODE.mode == "exact":
         torch.manual_seed(0)
         expected = [p.detach() for p in nn.Sequential(nn.Linear(6, 5), nn.Embedding(7, 3)).parameters()]
         assert all(torch.equal(a, b) for a, b in zip(seen[0], expected, strict=True))

@@ -543,6 +543,6 @@ def _groups_that_the_world_makes_together() -> None:
     try:
         mesh = DeviceMesh("cpu", [[0, 3], [1, 2]])
         run_case("all_gather_of_ragged_pieces", mesh)
-        assert process_groups.group_of(mesh, (0,)).handle is not dist.group.WORLD
+        assert process_groups.get_group(mesh, (0,)).handle is not dist.group.WORLD
     finally:
         process_groups._splits_world = splits

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import unpad_sequence
 
 import dtensor as dt
 from dtensor import Partial
-from dtensor.dispatch.plain_tensor_args import FUNCTIONS
+from dtensor.dispatch.plain_tensor_args import CONSTANT_MAKERS
 from dtensor.errors import MixedTensorError
 from dtensor.testing import check
 
@@ -50,7 +50,7 @@ def check_module(module: nn.Module, x: torch.Tensor, placements: Any, mesh: dt.D
 
 @case
 def every_declared_function_is_one_of_torch() -> None:
-    for module, qualified_name in FUNCTIONS:
+    for module, qualified_name in CONSTANT_MAKERS:
         found: Any = import_module(module)
         for name in qualified_name.split("."):
             found = getattr(found, name)

@@ -19,10 +19,10 @@ from op_database import Setting, draw_placements, exact, rng_of
 from torch import nn
 
 import dtensor as dt
-from dtensor.base.tensor_tree import filled, tensors
+from dtensor.base.tensor_tree import fill_tensors, tensor_leaves
 from dtensor.placement import Partial, Replicate
 from dtensor.testing import scatter
-from dtensor.testing.compare import Options, differences
+from dtensor.testing.compare import CompareOptions, find_differences
 
 # What torch's own modules do that no distributed tensor can follow, with the reason.
 ACCEPTED: dict[str, str] = {}
@@ -70,7 +70,7 @@ def problems_of(case: Case, setting: Setting) -> list[str]:
             plain(*given[0], **given[1])  # lazy modules take their shapes from the first input
         rng = rng_of(case.name, setting, case.position, case.training)
         mesh = dt.init_device_mesh("cpu", setting.mesh)
-        inputs = tensors(given)
+        inputs = tensor_leaves(given)
         where = [draw_placements(x, setting, rng) for x in inputs]
         inputs = [exact(x.detach(), each) for x, each in zip(inputs, where, strict=True)]
         made = [scatter(x, mesh, each, seed=k) for k, (x, each) in enumerate(zip(inputs, where, strict=True))]
@@ -102,12 +102,12 @@ class _Run:
         for x in self.leaves:
             if x.is_floating_point():
                 x.requires_grad_()
-        args, kwargs = filled(given, self.leaves)
+        args, kwargs = fill_tensors(given, self.leaves)
         self.results: list[torch.Tensor] = []
         self.error: Exception | None = None
         torch.default_generator.manual_seed(seed)
         try:
-            self.results = tensors(_plain_structure(module(*args, **kwargs)))
+            self.results = tensor_leaves(_plain_structure(module(*args, **kwargs)))
         except Exception as error:  # compared with the other run's
             self.error = error
 
@@ -144,7 +144,7 @@ def _compare(plain: _Run, own: _Run, mesh: dt.DeviceMesh) -> list[str]:
         return [f"{len(own.results)} results, not {len(plain.results)}"]
     found = []
     for i, (got, expected) in enumerate(zip(own.results, plain.results, strict=True)):
-        found += [f"result {i}: {problem}" for problem in differences(got, expected)]
+        found += [f"result {i}: {problem}" for problem in find_differences(got, expected)]
     if found:
         return found
     plain.backward(mesh)
@@ -156,7 +156,7 @@ def _compare(plain: _Run, own: _Run, mesh: dt.DeviceMesh) -> list[str]:
         if expected is None or got is None:
             found += [] if expected is got else [f"{name}: {got!r}, not {expected!r}"]
         else:
-            found += [f"{name}: {problem}" for problem in differences(got, expected, Options(strides=False))]
+            found += [f"{name}: {problem}" for problem in find_differences(got, expected, CompareOptions(strides=False))]
     return found + _misplaced(own.module)
 
 

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 import dtensor as dt
-from dtensor.base.tensor_tree import filled, leaves, mapped, tensors
+from dtensor.base.tensor_tree import fill_tensors, iter_tree_leaves, map_tensors, tensor_leaves
 from dtensor.dispatch import dispatcher as dispatch
 from dtensor.errors import DTensorError
 from dtensor.placement import Partial, Placement, Replicate, Shard
 from dtensor.testing.oracle import TOLERANCE, Outcome, compare
-from dtensor.testing.placements import drawn, kinds
+from dtensor.testing.placements import choose_placements, placement_kinds
 from dtensor.testing.scatter import can_be_partial
 
 MESHES: tuple[tuple[int, ...], ...] = ((4,), (2, 2))
@@ -144,12 +144,12 @@ def _as_variant(entry: Any, sample: Any, setting: Setting) -> Sample | None:
 def _with_out(entry: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: bool) -> Sample | None:
     try:
         with quiet():
-            expected = entry.op(*mapped(torch.clone, args), **mapped(torch.clone, kwargs))
+            expected = entry.op(*map_tensors(torch.clone, args), **map_tensors(torch.clone, kwargs))
     except Exception:  # the function variant reports it
         return None
-    if not all(isinstance(leaf, torch.Tensor) for leaf in leaves(expected)):
+    if not all(isinstance(leaf, torch.Tensor) for leaf in iter_tree_leaves(expected)):
         return None
-    out = mapped(torch.zeros_like, expected)
+    out = map_tensors(torch.zeros_like, expected)
     plain_tuple = tuple(out) if isinstance(out, (tuple, list)) else out
     return Sample(entry.op, args, kwargs | {"out": plain_tuple}, writes=True, values=values, gradients=False)
 
@@ -166,11 +166,11 @@ def draw_placements(x: torch.Tensor, setting: Setting, rng: random.Random) -> tu
         where = rng.randrange(len(mesh))
         return tuple(Shard(rng.randrange(x.ndim)) if i == where and x.ndim else Replicate() for i in range(len(mesh)))
     terms = [op for op in ("sum", "sum", "avg", "max", "min", "product") if _splits_exactly(x.dtype, op)]
-    whole, *others = kinds(x.shape, terms)
+    whole, *others = placement_kinds(x.shape, terms)
     choices = {"replicate": [whole], "partial": others[-1:] if terms else [whole]}.get(
         setting.draw, [whole, *others, *others[:1]]
     )
-    return drawn(x.shape, mesh, choices, rng, ragged=0.2, reordered=0.3)
+    return choose_placements(x.shape, mesh, choices, rng, ragged=0.2, reordered=0.3)
 
 
 def _splits_exactly(dtype: torch.dtype, op: str) -> bool:
@@ -212,7 +212,7 @@ Draw = Callable[[torch.Tensor, Setting, random.Random], tuple[Placement, ...] | 
 def run_case(name: str, setting: Setting, position: int, sample: Sample, draw: Draw = draw_placements) -> Case:
     """One sample under the placements that the setting's seed gives (by ``draw``; None leaves a tensor plain)."""
     case = Case(name, setting, position)
-    given = tensors(sample.given)
+    given = tensor_leaves(sample.given)
     if any(x.layout is not torch.strided or x.is_quantized for x in given):
         case.status, case.problem = "void", "sparse or quantized arguments"
         return case
@@ -232,7 +232,7 @@ def run_case(name: str, setting: Setting, position: int, sample: Sample, draw: D
         case.status == "wrong"
         and min((x.dtype.itemsize for x in given if x.dtype.is_floating_point), default=8) < 8
         # rounding, if the same values in double are right and the difference is a few times the tolerance
-        and compared(name, setting, sample.of(mapped(in_double, sample.given)), placements, cotangents)[0] == "pass"
+        and compared(name, setting, sample.of(map_tensors(in_double, sample.given)), placements, cotangents)[0] == "pass"
         and compared(name, setting, sample, placements, cotangents, LEEWAY)[0] == "pass"
     ):
         case.status, case.problem = "accepted", f"right in double; {case.problem}"
@@ -243,8 +243,8 @@ def compared(
     name: str, setting: Setting, sample: Sample, placements: Sequence[Any], cotangents: Sequence[Placement], leeway: float = 1
 ) -> tuple[str, str]:
     """(status, problem) of a sample under these placements; ``leeway``: times the usual tolerance."""
-    given = tensors(sample.given)
-    args, kwargs = filled(sample.given, [exact(x, where or ()) for x, where in zip(given, placements, strict=True)])
+    given = tensor_leaves(sample.given)
+    args, kwargs = fill_tensors(sample.given, [exact(x, where or ()) for x, where in zip(given, placements, strict=True)])
     usual = coarsest(given)
     with quiet():
         try:

@@ -16,9 +16,9 @@ import op_database as db
 import torch
 from op_database_wrong import READ_BESIDE
 
-from dtensor.base.tensor_tree import filled, mapped, tensors
+from dtensor.base.tensor_tree import fill_tensors, map_tensors, tensor_leaves
 from dtensor.placement import Placement, Shard
-from dtensor.testing.compare import close
+from dtensor.testing.compare import is_close
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -30,7 +30,7 @@ def cases_of(entry: Any, setting: db.Setting) -> Iterator[db.Case]:
 
 def run_case(name: str, setting: db.Setting, position: int, sample: db.Sample) -> db.Case | None:
     """The sample as :func:`odd` changes it; None for arguments that have no order in memory."""
-    if any(x.layout is not torch.strided or x.is_quantized for x in tensors(sample.given)):
+    if any(x.layout is not torch.strided or x.is_quantized for x in tensor_leaves(sample.given)):
         return None
     try:
         changed = odd(sample, db.rng_of(name, setting, position, "odd"))
@@ -47,12 +47,12 @@ def run_case(name: str, setting: db.Setting, position: int, sample: db.Sample) -
 
 def plainly(sample: db.Sample) -> Any:
     """What plain torch gives for clones of the arguments."""
-    args, kwargs = mapped(torch.clone, sample.given)
+    args, kwargs = map_tensors(torch.clone, sample.given)
     return sample.fn(*args, **kwargs)
 
 
 def shapes_of(sample: db.Sample) -> list[torch.Size]:
-    return [x.shape for x in tensors(sample.given)]
+    return [x.shape for x in tensor_leaves(sample.given)]
 
 
 def consistent(changed: db.Sample, setting: db.Setting) -> bool:
@@ -61,7 +61,13 @@ def consistent(changed: db.Sample, setting: db.Setting) -> bool:
     made = plainly(changed)
     torch.default_generator.manual_seed(setting.seed)
     expected = changed.fn(*changed.args, **{name: value for name, value in changed.kwargs.items() if name != "out"})
-    return all(map(close, tensors(made), [x.to(y.dtype) for x, y in zip(tensors(expected), tensors(made), strict=True)]))
+    return all(
+        map(
+            is_close,
+            tensor_leaves(made),
+            [x.to(y.dtype) for x, y in zip(tensor_leaves(expected), tensor_leaves(made), strict=True)],
+        )
+    )
 
 
 def odd(sample: db.Sample, rng: random.Random) -> db.Sample:
@@ -69,9 +75,9 @@ def odd(sample: db.Sample, rng: random.Random) -> db.Sample:
     args, kwargs = sample.given
     for probability, change in ((0.25, resized(rng)), (0.15, one_element(rng)), (0.8, reordered(rng))):
         if rng.random() < probability:
-            args, kwargs = mapped(change, (args, kwargs))
+            args, kwargs = map_tensors(change, (args, kwargs))
     if "out" in kwargs:  # many kernels of torch take out= for row-major, and write beside it
-        kwargs = kwargs | {"out": mapped(torch.Tensor.contiguous, kwargs["out"])}
+        kwargs = kwargs | {"out": map_tensors(torch.Tensor.contiguous, kwargs["out"])}
     changed = sample.of((args, kwargs))
     if rng.random() < 0.3:
         changed = shared(changed)
@@ -129,14 +135,14 @@ def one_element(rng: random.Random) -> Change:
 
 def shared(sample: db.Sample) -> db.Sample:
     """Arguments of one shape and dtype are one tensor."""
-    given = tensors(sample.given)
+    given = tensor_leaves(sample.given)
     first = [next(i for i, y in enumerate(given) if y.shape == x.shape and y.dtype == x.dtype) for x in given]
     if sample.writes or first == list(range(len(given))):
         return sample
 
     def fn(*args: Any, **kwargs: Any) -> Any:
-        own = tensors((args, kwargs))
-        args, kwargs = filled((args, kwargs), [own[i] for i in first])
+        own = tensor_leaves((args, kwargs))
+        args, kwargs = fill_tensors((args, kwargs), [own[i] for i in first])
         return sample.fn(*args, **kwargs)
 
     return replace(sample, fn=fn)
@@ -144,11 +150,11 @@ def shared(sample: db.Sample) -> db.Sample:
 
 def partly_detached(sample: db.Sample, rng: random.Random) -> db.Sample:
     """Some arguments require no gradient."""
-    detached = [rng.random() < 0.5 for _ in tensors(sample.given)]
+    detached = [rng.random() < 0.5 for _ in tensor_leaves(sample.given)]
 
     def fn(*args: Any, **kwargs: Any) -> Any:
-        own = tensors((args, kwargs))
-        args, kwargs = filled((args, kwargs), [x.detach() if off else x for x, off in zip(own, detached, strict=True)])
+        own = tensor_leaves((args, kwargs))
+        args, kwargs = fill_tensors((args, kwargs), [x.detach() if off else x for x, off in zip(own, detached, strict=True)])
         return sample.fn(*args, **kwargs)
 
     return replace(sample, fn=fn)

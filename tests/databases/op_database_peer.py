@@ -20,11 +20,11 @@ from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dtensor as dt
-from dtensor.base.tensor_tree import filled, leaves, tensors
+from dtensor.base.tensor_tree import fill_tensors, iter_tree_leaves, tensor_leaves
 from dtensor.layout.layout import Layout
 from dtensor.placement import Partial, Placement, Shard
-from dtensor.testing.compare import close
-from dtensor.testing.scatter import piece, terms_at, terms_of
+from dtensor.testing.compare import is_close
+from dtensor.testing.scatter import addend_at, local_block, make_addends
 
 REFUSALS = ("sharding strategy", "not supported", "not support", "unsupported", "not yet implemented", "got mixed")
 
@@ -51,8 +51,8 @@ def spread(x: torch.Tensor, where: tuple[Placement, ...], shape: tuple[int, ...]
     """``x`` with these placements, made of the same pieces and terms as on our side."""
     words = in_its_words(where)
     layout = Layout.of(dt.init_device_mesh("meta", shape), words, x.shape, x.stride(), x.dtype)
-    terms = terms_of(x, layout, seed)
-    local = LocalTensor({rank: piece(terms_at(terms, layout, rank), layout, rank) for rank in range(4)})
+    terms = make_addends(x, layout, seed)
+    local = LocalTensor({rank: local_block(addend_at(terms, layout, rank), layout, rank) for rank in range(4)})
     return peer.DTensor.from_local(
         local, mesh_of(shape), [translated(p) for p in words], run_check=False, shape=x.shape, stride=x.stride()
     ).detach()
@@ -83,7 +83,7 @@ def run_case(name: str, setting: db.Setting, position: int, sample: db.Sample) -
 
 def run(name: str, setting: db.Setting, position: int, sample: db.Sample, case: db.Case) -> tuple[str, str]:
     """(status, problem) of one sample."""
-    given = tensors(sample.given)
+    given = tensor_leaves(sample.given)
     if any(x.layout is not torch.strided or x.is_quantized for x in given):
         return "void", "sparse or quantized arguments"
     rng = db.rng_of(name, setting, position)
@@ -112,11 +112,11 @@ def run(name: str, setting: db.Setting, position: int, sample: db.Sample, case: 
 def outcome(made: list[Any], sample: db.Sample, setting: db.Setting) -> tuple[list[Any], list[Any]]:
     """(results, gradients of the arguments), all of them whole."""
     differentiable = [x.requires_grad_(sample.gradients and (x.dtype.is_floating_point or x.dtype.is_complex)) for x in made]
-    args, kwargs = filled(sample.given, [x.clone() for x in differentiable] if sample.writes else differentiable)
+    args, kwargs = fill_tensors(sample.given, [x.clone() for x in differentiable] if sample.writes else differentiable)
     torch.manual_seed(setting.seed)
-    results = list(leaves(sample.fn(*args, **kwargs)))
+    results = list(iter_tree_leaves(sample.fn(*args, **kwargs)))
     if sample.invariant is not None and len(results) == 1 and not isinstance(results[0], torch.Tensor):
-        results = list(leaves(sample.invariant(results[0])))
+        results = list(iter_tree_leaves(sample.invariant(results[0])))
     outputs = [x for x in results if isinstance(x, torch.Tensor) and x.requires_grad]
     if outputs:
         random.seed(setting.seed)
@@ -136,6 +136,6 @@ def compared(got: Any, expected: Any, sample: db.Sample, given: list[torch.Tenso
                 continue
             if x.shape != y.shape or x.dtype != y.dtype:
                 return "wrong", f"{kind} {i}: {x.dtype}{tuple(x.shape)}, not {y.dtype}{tuple(y.shape)}"
-            if sample.values and not close(x.detach(), y.detach(), tolerance):
+            if sample.values and not is_close(x.detach(), y.detach(), tolerance):
                 return "wrong", f"{kind} {i} differs"
     return "pass", ""

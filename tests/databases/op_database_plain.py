@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import dtensor as dt
-from dtensor.base.tensor_tree import mapped, tensors
+from dtensor.base.tensor_tree import map_tensors, tensor_leaves
 from dtensor.dispatch.plain_tensor_args import is_number
 from dtensor.placement import Placement
 
@@ -33,7 +33,7 @@ NOT_JOINED = {
 def cases_of(entry: Any, setting: db.Setting) -> Iterator[db.Case]:
     """Every sample with each of its tensors plain, the others distributed."""
     for position, sample in db.samples_of(entry, setting):
-        count = len(tensors(sample.given))
+        count = len(tensor_leaves(sample.given))
         for place in range(count if count > 1 else 0):
             yield db.run_case(entry.formatted_name, setting, position, sample, plain_at(place))
 
@@ -61,7 +61,7 @@ def on_processes(pattern: str, samples: int) -> list[str]:
     problems = []
     for entry in db.entries(pattern):
         for position, sample in db.samples_of(entry, setting):
-            given = tensors(sample.given)
+            given = tensor_leaves(sample.given)
             for place, x in enumerate(given if len(given) > 1 else ()):
                 if can_differ(x):
                     told = with_own(sample, place, setting)
@@ -93,7 +93,7 @@ def with_own(sample: db.Sample, place: int, setting: db.Setting) -> str | None:
 
     try:
         with db.quiet():
-            args, kwargs = mapped(made, sample.given)
+            args, kwargs = map_tensors(made, sample.given)
             sample.fn(*args, **kwargs)
     except Exception as error:
         return f"{type(error).__name__}: {error}"

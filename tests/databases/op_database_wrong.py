@@ -13,7 +13,7 @@ from typing import Any
 import op_database as db
 import torch
 
-from dtensor.base.tensor_tree import mapped, tensors
+from dtensor.base.tensor_tree import map_tensors, tensor_leaves
 
 DTYPES = (torch.float64, torch.float32, torch.int64, torch.bool, torch.complex128, torch.float16, torch.uint8, torch.int32)
 INTEGERS = (-1, 0, 1, 2, -2, 7, -7, 100)
@@ -43,7 +43,7 @@ def cases_of(entry: Any, setting: db.Setting) -> Iterator[db.Case]:
 
 def run_case(name: str, setting: db.Setting, position: int, sample: db.Sample) -> db.Case | None:
     """The sample as :func:`wrong` changes it; None for arguments that cannot be distributed."""
-    if any(x.layout is not torch.strided or x.is_quantized for x in tensors(sample.given)):
+    if any(x.layout is not torch.strided or x.is_quantized for x in tensor_leaves(sample.given)):
         return None
     with db.quiet():
         changed = wrong(sample, db.rng_of(name, setting, position, "wrong"))
@@ -54,11 +54,11 @@ def wrong(sample: db.Sample, rng: random.Random) -> db.Sample:
     """The sample with one or two of its arguments changed; gradients are not asked for."""
     given: Any = sample.given
     for _ in range(rng.choice((1, 1, 2))):
-        numbers, count = list(paths_of_numbers(given)), len(tensors(given))
+        numbers, count = list(paths_of_numbers(given)), len(tensor_leaves(given))
         if numbers and (not count or rng.random() < 0.4):
             given = put(given, rng.choice(numbers), rng)
         elif count:
-            given = mapped(changing(rng.randrange(count), rng), given)
+            given = map_tensors(changing(rng.randrange(count), rng), given)
     return replace(sample.of(given), gradients=False)
 
 

@@ -22,7 +22,7 @@ from torch import nn
 
 import dtensor as dt
 from dtensor.placement import Partial, Replicate
-from dtensor.testing.compare import Options, differences
+from dtensor.testing.compare import CompareOptions, find_differences
 
 SHAPES: tuple[tuple[int, ...], ...] = ((5, 7), (6,), (3, 4, 2), (1,), (2, 9))
 STEPS, RELOAD_AFTER = 5, 3
@@ -97,9 +97,11 @@ def problems_of(case: Case) -> list[str]:
     expected, got = runs
     if isinstance(expected, Exception) or isinstance(got, Exception):
         return [] if type(expected) is type(got) else [f"{got!r}, plain torch: {expected!r}"]
-    options = Options(tolerance=TOLERANCES.get(case.optimizer.__name__), strides=False)
+    options = CompareOptions(tolerance=TOLERANCES.get(case.optimizer.__name__), strides=False)
     found = [] if expected.keys() == got.keys() else [f"{got.keys() ^ expected.keys()}"]
-    return found + [f"{name}: {problem}" for name, x in expected.items() for problem in differences(got.get(name), x, options)]
+    return found + [
+        f"{name}: {problem}" for name, x in expected.items() for problem in find_differences(got.get(name), x, options)
+    ]
 
 
 def _placed(x: torch.Tensor, mesh: tuple[int, ...], seed: int, rng: random.Random) -> dt.DTensor:
@@ -163,6 +165,6 @@ def differentiable_problems(info: Any, mesh: tuple[int, ...], seed: int) -> list
             info.optim_cls([parameter], **(copy.deepcopy(given.kwargs) | {"differentiable": True})).step()
             parameter.square().sum().backward()
         for name, x, expected in zip(("parameter", "gradient"), own, plain, strict=True):
-            problems = differences(x.grad, expected.grad, Options(strides=False))
+            problems = find_differences(x.grad, expected.grad, CompareOptions(strides=False))
             found += [f"{info.optim_cls.__name__} ({given.desc}), {name}: {problem}" for problem in problems]
     return found

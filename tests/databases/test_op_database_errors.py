@@ -12,7 +12,7 @@ import torch
 from halves import some
 
 import dtensor as dt
-from dtensor.base.tensor_tree import filled, tensors
+from dtensor.base.tensor_tree import fill_tensors, tensor_leaves
 
 SEED = int(os.environ.get("OP_DATABASE_SEED", "0"))
 PARTS = 6
@@ -39,13 +39,13 @@ def raised(fn: Any, args: Any, kwargs: Any) -> Exception | None:
 def differing(entry: Any, mesh_shape: tuple[int, ...]) -> Iterator[str]:
     mesh, setting = dt.init_device_mesh("cpu", mesh_shape), db.Setting(mesh_shape, seed=SEED)
     for i, (fn, args, kwargs) in enumerate(wrong_calls(entry)):
-        given, expected = tensors((args, kwargs)), raised(fn, args, kwargs)
+        given, expected = tensor_leaves((args, kwargs)), raised(fn, args, kwargs)
         usable = all(x.layout is torch.strided and x.device.type == "cpu" for x in given)
         if expected is None or not given or not usable or OWN_MEMORY in str(expected):
             continue
         rng = db.rng_of(entry.formatted_name, setting, i)
         made = [dt.distribute_tensor(x, mesh, db.draw_placements(x, setting, rng)) for x in given]
-        got = raised(fn, *filled((args, kwargs), made))
+        got = raised(fn, *fill_tensors((args, kwargs), made))
         if not isinstance(got, type(expected)):
             yield f"{entry.formatted_name} error input {i}: {got!r}, not {expected!r}"
 

@@ -16,7 +16,7 @@ from units import WIDTH, Blocks, nothing
 
 from dtensor import DTensor, Partial
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from dtensor.watchdog.levels import Level
+from dtensor.watchdog.levels import CheckLevel
 
 Deed = Callable[[Scene], Any]
 
@@ -126,7 +126,7 @@ def _distributed(**options: Any) -> Deed:
 def _levels(level: str | None, when: int = 1) -> Deed:
     def run(at: Scene) -> Any:
 
-        was = Level.now
+        was = CheckLevel.now
         found = 0.0
         try:
             for number in range(2):
@@ -134,8 +134,8 @@ def _levels(level: str | None, when: int = 1) -> Deed:
                     dt.check_ranks(level)
                 found += float(at.x.sum())
         finally:
-            if Level.now != was:
-                Level.now = was
+            if CheckLevel.now != was:
+                CheckLevel.now = was
         return found
 
     return run

@@ -15,7 +15,7 @@ from torch import nn
 
 from dtensor import checkpoint
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module, replicate
-from dtensor.watchdog.levels import Level
+from dtensor.watchdog.levels import CheckLevel
 
 Act = Callable[[str], None]
 STAGES = ("before forward", "inside forward", "before backward", "inside backward", "before optimizer", "inside optimizer")
@@ -135,7 +135,7 @@ def _saved(at: Scene) -> Any:
 
 def _drifting(at: Scene, of: str, ranks: tuple[int, ...] = (1,)) -> Any:
     """Copies are compared after each step; on one rank something changes that no collective sees."""
-    dt.check_ranks(Level.now, replicas=1)
+    dt.check_ranks(CheckLevel.now, replicas=1)
     try:
         torch.manual_seed(0)
         w = nn.Parameter(dt.distribute_tensor(torch.rand(5, 3), at.mesh, [dt.Replicate()], src_data_rank=None))
@@ -147,7 +147,7 @@ def _drifting(at: Scene, of: str, ranks: tuple[int, ...] = (1,)) -> Any:
                 _change(of, w, optimizer)
         return float(w.detach().sum())
     finally:
-        dt.check_ranks(Level.now)
+        dt.check_ranks(CheckLevel.now)
 
 
 def _change(of: str, w: Any, optimizer: torch.optim.Optimizer) -> None:

@@ -17,7 +17,7 @@ from dtensor import Shard
 from dtensor.debug import CommDebugMode
 from dtensor.errors import LayoutError, MeshError, UnsupportedOperationError
 from dtensor.experimental import context_parallel, context_parallel_unshard
-from dtensor.parallel.tensor.cp_sequence_order import Order
+from dtensor.parallel.tensor.cp_sequence_order import SequenceOrder
 from dtensor.rules.aten.attention import blocks
 
 
@@ -102,7 +102,7 @@ def test_half_precision_is_summed_in_single() -> None:
 
 
 def test_what_each_rank_holds_and_computes_is_the_same_for_all() -> None:
-    order = Order(24, 4, True)
+    order = SequenceOrder(24, 4, True)
     seen = [sum(sum(j <= i for j in range(24)) for piece in order.position_ranges(rank) for i in piece) for rank in range(4)]
     assert order.shard_sizes == (6,) * 4
     assert len(set(seen)) == 1  # pairs of query and key under a causal mask

@@ -32,7 +32,7 @@ from dtensor.parallel import (
     share_comm_ctx,
 )
 from dtensor.parallel.data.unit import unit_of
-from dtensor.redistribute.flat_buffer import Rows
+from dtensor.redistribute.flat_buffer import FlatRows
 
 X = torch.randn(24, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -260,7 +260,7 @@ def test_a_later_step_finds_no_regions_and_binds_no_collective(way: str, monkeyp
 
     made: list[str] = []
     train()  # then nothing is new
-    for at, name in ((InProcess, "_transfer"), (InProcess, "_reduce_scatter"), (InProcess, "_all_reduce"), (Rows, "of")):
+    for at, name in ((InProcess, "_transfer"), (InProcess, "_reduce_scatter"), (InProcess, "_all_reduce"), (FlatRows, "of")):
         monkeypatch.setattr(at, name, lambda *args, name=name: made.append(name))
     train()
     assert not made

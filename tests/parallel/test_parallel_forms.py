@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import dtensor as dt
 from dtensor.comm import Communicator, Pending
-from dtensor.comm.backend_base import Reduction
+from dtensor.comm.communicator import BoundReduction
 from dtensor.errors import MeshError
 from dtensor.parallel import RowwiseParallel, fully_shard, parallelize_module, replicate
 
@@ -246,7 +246,7 @@ def _all_reduces_and_backwards(layers: int = 4) -> list[str]:
     found: list[str] = []
     plain = Communicator.bind_all_reduce
 
-    def bind_all_reduce(self: Any, mesh_dims: Any, op: Any, dtype: Any) -> Reduction:
+    def bind_all_reduce(self: Any, mesh_dims: Any, op: Any, dtype: Any) -> BoundReduction:
         run = plain(self, mesh_dims, op, dtype).run
 
         def told(x: Any) -> Pending[Any]:
@@ -260,7 +260,7 @@ def _all_reduces_and_backwards(layers: int = 4) -> list[str]:
 
             return Pending(wait)
 
-        return Reduction(told)
+        return BoundReduction(told)
 
     x = dt.map_ranks(lambda at: torch.ones(2, 4, dtype=torch.float64, requires_grad=True), mesh=mesh)
     for k, layer in enumerate(model):  # seen when their gradients are asked for, the last one first

@@ -14,7 +14,7 @@ from dtensor.debug import CommDebugMode
 from dtensor.plan.api import make_plan, run_and_plan
 from dtensor.plan.graph_recorder import record_graph
 from dtensor.plan.plan_executor import PlanExecutor
-from dtensor.plan.program_plan import ProgramPlan, placements_of, spelled
+from dtensor.plan.program_plan import ProgramPlan, placement_texts, placements_of
 from dtensor.plan.solver import PlanningProblem
 from dtensor.plan.strategy_options import list_options, make_classes, recorded_options
 
@@ -205,7 +205,7 @@ def test_plans_go_through_json(tmp_path: Any) -> None:
 
 def test_placements_are_read_as_they_are_written() -> None:
     placements = (S(0, level=1), S(2, sizes=(3, 0, 2)), dt.Partial("max"), R, S(1, sizes=(2, 2), level=0))
-    assert placements_of(spelled(placements)) == placements
+    assert placements_of(placement_texts(placements)) == placements
     with pytest.raises(dt.errors.ArgumentError, match="where a placement is expected"):
         placements_of(["T(0)"])
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import dtensor as dt
 from dtensor import Replicate, Shard
-from dtensor.propagation.disjoint_partial_strategies import find_single_owner
+from dtensor.propagation.owner_strategies import find_single_owner
 
 STACK = (3, 5, 7)
 

@@ -13,7 +13,7 @@ import torch
 
 import dtensor
 from dtensor.errors import RuleError
-from dtensor.rules.op_traits import declare_traits, facts_of
+from dtensor.rules.op_traits import declare_traits, traits_of
 from dtensor.testing.oracle import check, compare
 
 aten = torch.ops.aten
@@ -22,17 +22,17 @@ ENGINE = ("base", "comm", "cost", "layout", "mesh", "propagation", "dispatch", "
 
 
 def test_an_overload_adds_to_what_is_known_of_its_operator() -> None:
-    assert facts_of(aten.normal.Tensor_Tensor).strides is not None
-    assert facts_of(aten.normal.Tensor_Tensor).spelled is None
-    assert facts_of(aten.div.Tensor_mode).strides is not None
-    assert facts_of(aten.div.Tensor).strides is None
-    assert facts_of(aten.view.default).shows == "all"
-    assert facts_of(aten.view.dtype).shows is None
-    assert facts_of(aten.view.dtype).needs_strides
+    assert traits_of(aten.normal.Tensor_Tensor).strides is not None
+    assert traits_of(aten.normal.Tensor_Tensor).spelled is None
+    assert traits_of(aten.div.Tensor_mode).strides is not None
+    assert traits_of(aten.div.Tensor).strides is None
+    assert traits_of(aten.view.default).shows == "all"
+    assert traits_of(aten.view.dtype).shows is None
+    assert traits_of(aten.view.dtype).needs_strides
 
 
 def test_a_form_in_place_refuses_what_its_operator_does() -> None:
-    assert facts_of(aten.index_fill_.int_Scalar).refuses == facts_of(aten.index_fill.int_Scalar).refuses != ()
+    assert traits_of(aten.index_fill_.int_Scalar).refuses == traits_of(aten.index_fill.int_Scalar).refuses != ()
 
 
 def test_a_fact_stands_in_one_place() -> None:

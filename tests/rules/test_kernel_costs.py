@@ -15,18 +15,18 @@ import torch
 
 import dtensor as dt
 from dtensor import Replicate, Shard
-from dtensor.base.tensor_tree import filled, tensors
+from dtensor.base.tensor_tree import fill_tensors, tensor_leaves
 from dtensor.comm import events
 from dtensor.dispatch import local_call
 from dtensor.errors import RuleError
-from dtensor.propagation.propagate import Plan
+from dtensor.propagation.propagate import CallPlan
 from dtensor.rules import register, rules, unregister
 from dtensor.rules.kernel_context import KernelContext
 from dtensor.rules.rule import Factors, Kernel, Rule
 from dtensor.testing import scatter
-from dtensor.testing.placements import mesh_of
+from dtensor.testing.placements import get_or_make_mesh
 from dtensor.testing.samples import Sample, samples_of
-from dtensor.testing.variants import Variant, exists
+from dtensor.testing.variants import Variant, operator_exists
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 
@@ -58,11 +58,11 @@ class Seen:
     """Wraps the kernels of plans: what each issued, beside what it declares."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.runs: list[tuple[Plan, Kernel, list[events.Event]]] = []
+        self.runs: list[tuple[CallPlan, Kernel, list[events.Event]]] = []
         bound = local_call.bind_kernel
         monkeypatch.setattr(local_call, "bind_kernel", lambda plan: self._watched(plan, bound(plan)))
 
-    def _watched(self, plan: Plan, run: Callable[..., Any]) -> Callable[..., Any]:
+    def _watched(self, plan: CallPlan, run: Callable[..., Any]) -> Callable[..., Any]:
         row = None if plan.chosen is None else plan.chosen.kernel_row
         if row is None or row.kernel is None:
             return run
@@ -80,7 +80,7 @@ class Seen:
 
 def _placed(sample: Sample) -> Iterator[list[Any]]:
     """Each tensor's dims sharded alone, then all tensors' alike, counted from either end."""
-    xs = tensors(sample.arguments)
+    xs = tensor_leaves(sample.arguments)
     seen: list[list[Any]] = []
     for d in range(max((x.ndim for x in xs), default=0)):
         alone = [[Shard(d) if i == k else Replicate() for i in range(len(xs))] for k, x in enumerate(xs) if d < x.ndim]
@@ -93,10 +93,10 @@ def _placed(sample: Sample) -> Iterator[list[Any]]:
 
 def _run(name: str, sample: Sample, placements: list[Any]) -> None:
     """The operator, if it runs at all."""
-    mesh = mesh_of((RANKS,))
-    given = zip(tensors(sample.arguments), placements, strict=True)
+    mesh = get_or_make_mesh((RANKS,))
+    given = zip(tensor_leaves(sample.arguments), placements, strict=True)
     try:
-        args, kwargs = filled(sample.arguments, [scatter(x.clone(), mesh, [p], seed=1) for x, p in given])
+        args, kwargs = fill_tensors(sample.arguments, [scatter(x.clone(), mesh, [p], seed=1) for x, p in given])
         torch.default_generator.manual_seed(0)
         with torch.no_grad():
             Variant(name.replace("::", "."), sample, False).call(*args, **kwargs)
@@ -105,7 +105,9 @@ def _run(name: str, sample: Sample, placements: list[Any]) -> None:
 
 
 WITHOUT = {"pointwise", "random", "decomposition", "answer"}
-WITH_KERNELS = [name for name, rule in sorted(rules().items()) if rule.kind not in WITHOUT and exists(name.replace("::", "."))]
+WITH_KERNELS = [
+    name for name, rule in sorted(rules().items()) if rule.kind not in WITHOUT and operator_exists(name.replace("::", "."))
+]
 
 
 @pytest.mark.slow
@@ -126,7 +128,7 @@ def test_kernels_issue_what_they_declare(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(counted) > 50, len(counted)
 
 
-def _problems(plan: Plan, kernel: Kernel, issued: list[events.Event]) -> Iterator[str]:
+def _problems(plan: CallPlan, kernel: Kernel, issued: list[events.Event]) -> Iterator[str]:
     name = plan.call.func._schema.name
     of_count, of_bytes = DATA_DECIDE.get(name, (EXACTLY, EXACTLY))
     declared, received = kernel.nbytes(plan.call), sum(event.bytes for event in issued)
@@ -150,7 +152,7 @@ def test_the_call_that_a_kernel_sees_tells_no_number_of_another_call() -> None:
         return x * at.call["by"] if rounds == 1 else x * by * at.call["rounds"]
 
     register("kernelcosts::scaled", Rule(lambda call: Factors(((("n",),),), ((("n",),),), {"n": 4}), run=kernel))
-    mesh = mesh_of((RANKS,))
+    mesh = get_or_make_mesh((RANKS,))
     x = scatter(torch.arange(4.0), mesh, [Shard(0)], seed=0)
     try:
         for by in (2.0, 3.0):

@@ -10,24 +10,24 @@ import torch
 import dtensor as dt
 from dtensor.errors import RuleError
 from dtensor.propagation.make_call import make_call
-from dtensor.propagation.op_schema import operator_of
+from dtensor.propagation.op_schema import operator_schema_of
 from dtensor.rules import rules
 from dtensor.rules.bind_notation import bind
 from dtensor.rules.call import Call, Meta
 from dtensor.rules.folds import Fold
-from dtensor.rules.notation import is_picked, parse
+from dtensor.rules.notation import is_selected, parse_notation
 from dtensor.rules.notation_rules import Notation, by, fitting
-from dtensor.rules.partial_rules import copies, forgets, linear, monotone, one_of, together
-from dtensor.rules.partial_rules import rows as rows_of
+from dtensor.rules.partial_rules import CombinedPartials, copies, forgets, linear, monotone, one_of
+from dtensor.rules.partial_rules import combine_partials as rows_of
 from dtensor.rules.rule import Kernel, Rule
-from dtensor.rules.rule_kind import served_by
+from dtensor.rules.rule_kind import classify_rule
 
 aten = torch.ops.aten
 
 
 def call_of(op: Any, results: list[tuple[int, ...]], **arguments: Any) -> Call:
     """A call on one mesh dim of two ranks, shapes in the place of tensors."""
-    operator, mesh = operator_of(op), dt.init_device_mesh("cpu", (2,))
+    operator, mesh = operator_schema_of(op), dt.init_device_mesh("cpu", (2,))
 
     def layout(value: Any) -> Any:
         if isinstance(value, torch.Size):
@@ -46,7 +46,7 @@ def size(*shape: int) -> torch.Size:
 
 def read(text: str, call: Call, **options: Any) -> str:
     """Factors as text, dims joined by spaces."""
-    factors = bind(parse(text), call, **options)
+    factors = bind(parse_notation(text), call, **options)
     if factors is None:
         return "none"
 
@@ -92,7 +92,9 @@ def test_what_is_picked_so_is_whole_in_brackets() -> None:
 
 @pytest.mark.parametrize(("shape", "expected"), [((5, 6), "m n -> n m"), ((5,), "s* -> s*"), ((5, 6, 7), "s* -> s*")])
 def test_of_several_patterns_the_first_that_fits_holds(shape: tuple[int, ...], expected: str) -> None:
-    chosen = fitting((parse("m n -> n m"), parse("s* -> s*")))(call_of(aten.neg.default, [shape[::-1]], self=size(*shape)))
+    chosen = fitting((parse_notation("m n -> n m"), parse_notation("s* -> s*")))(
+        call_of(aten.neg.default, [shape[::-1]], self=size(*shape))
+    )
     assert chosen.text == expected
 
 
@@ -146,10 +148,10 @@ def test_a_pattern_binds_to_a_call(what: str) -> None:
 
 def test_sizes_inside_of_a_product_come_from_an_argument_or_from_what_is_left() -> None:
     call = call_of(aten.pixel_shuffle.default, [(5, 6, 8)], self=size(20, 3, 4), upscale_factor=2)
-    factors = bind(parse("(c r s) h w -> c (h r) (w s)"), call, None, {"r": "upscale_factor", "s": "upscale_factor"})
+    factors = bind(parse_notation("(c r s) h w -> c (h r) (w s)"), call, None, {"r": "upscale_factor", "s": "upscale_factor"})
     assert dict(factors.sizes) == {"h": 3, "w": 4, "r": 2, "s": 2, "c": 5}
     odd = call_of(aten.pixel_shuffle.default, [(5, 6, 8)], self=size(21, 3, 4), upscale_factor=2)
-    assert bind(parse("(c r s) h w -> c (h r) (w s)"), odd, None, {"r": "upscale_factor", "s": "upscale_factor"}) is None
+    assert bind(parse_notation("(c r s) h w -> c (h r) (w s)"), odd, None, {"r": "upscale_factor", "s": "upscale_factor"}) is None
 
 
 @pytest.mark.parametrize(
@@ -164,7 +166,7 @@ def test_sizes_inside_of_a_product_come_from_an_argument_or_from_what_is_left() 
 )
 def test_what_is_no_pattern_is_refused(text: str, message: str) -> None:
     with pytest.raises(RuleError, match=message):
-        parse(text)
+        parse_notation(text)
 
 
 def test_rows_in_words() -> None:
@@ -192,7 +194,7 @@ def _words_in(word: Any) -> list[set[str]]:
     match word:
         case linear() | one_of():
             return [set(word.given)]
-        case together():
+        case CombinedPartials():
             return [names for part in word.parts for names in _words_in(part)]
         case by():
             return [{word.argument}, *(names for part in word.table.values() for names in _words_in(part))]
@@ -200,7 +202,7 @@ def _words_in(word: Any) -> list[set[str]]:
             several = isinstance(word.pattern, (by, fitting))
             patterns = [*word.pattern.table.values()] if several else [word.pattern]
             terms = [term for pattern in patterns for term in pattern.operands]
-            picked = [{dim[0].strip("@!")} for term in terms for dim in term.dims if is_picked(dim)]
+            picked = [{dim[0].strip("@!")} for term in terms for dim in term.dims if is_selected(dim)]
             sizes = [{size} for size in word.sizes.values() if isinstance(size, str)]
             named = {term.name for term in terms} - {"", "each"}
             return [named, *picked, *sizes, *(names for left in word.left.values() for names in _words_in(left))]
@@ -230,10 +232,10 @@ def test_how_a_rule_is_served_follows_from_what_was_handed_to_its_words() -> Non
         "sort": "functions",
         "renorm": "decompositions",
     }
-    assert {name: served_by(rules()[f"aten::{name}"]) for name in known} == known
-    pattern = parse("[s*] -> [s*]")
-    assert served_by(Rule(Notation(pattern))) == "notation"
-    assert served_by(Rule(Notation(pattern, kernel=Fold(lambda part, x: x, "sum").kernel(pattern)))) == "combinators"
+    assert {name: classify_rule(rules()[f"aten::{name}"]) for name in known} == known
+    pattern = parse_notation("[s*] -> [s*]")
+    assert classify_rule(Rule(Notation(pattern))) == "notation"
+    assert classify_rule(Rule(Notation(pattern, kernel=Fold(lambda part, x: x, "sum").kernel(pattern)))) == "combinators"
     for own in (
         Rule(Notation(pattern, kernel=Kernel(lambda at, x: x))),
         Rule(Notation(pattern, kernel=lambda call: None)),
@@ -242,9 +244,9 @@ def test_how_a_rule_is_served_follows_from_what_was_handed_to_its_words() -> Non
         Rule(Notation(pattern), run=lambda at, x: x),
         Rule(lambda call: None),
     ):
-        assert served_by(own) == "functions"
+        assert classify_rule(own) == "functions"
 
 
 def test_most_operators_are_served_by_the_language_alone() -> None:
     library = [rule for name, rule in rules().items() if name.startswith("aten::")]
-    assert sum(served_by(rule) in ("notation", "combinators") for rule in library) >= 400
+    assert sum(classify_rule(rule) in ("notation", "combinators") for rule in library) >= 400

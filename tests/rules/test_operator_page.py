@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtensor.debug.ops_page import entry_of, measured_in, page
+from dtensor.debug.ops_page import entry_of, make_page, read_measurements
 from dtensor.rules import rules
 
 ROOT = Path(__file__).parents[2]
@@ -37,4 +37,4 @@ def test_what_the_page_says_of_an_operator_holds(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not SAME_TORCH, reason="the page is for one version of torch")
 def test_the_page_is_up_to_date() -> None:
-    assert page(measured_in(ROOT / "benchmarks" / "gather_share.json")) == PAGE, "run `make docs`"
+    assert make_page(read_measurements(ROOT / "benchmarks" / "gather_share.json")) == PAGE, "run `make docs`"

@@ -18,7 +18,7 @@ from gloo import run_gloo
 from rule_tables import Case, try_all
 
 import dtensor as dt
-from dtensor.propagation import strategy_cost
+from dtensor.propagation import cost_model
 from dtensor.testing import check
 
 pytestmark = pytest.mark.gloo
@@ -91,7 +91,7 @@ def test_rows_by_cut_places() -> None:
 
 def _what_data_decide() -> None:
     torch.set_num_threads(1)
-    strategy_cost.kernel_seconds = lambda *_: -1e-4  # rows as small as these travel too
+    cost_model.kernel_seconds = lambda *_: -1e-4  # rows as small as these travel too
     x, i, v = test_data_decides.floats(7, 3), test_data_decides.integers(9, low=0, high=7), test_data_decides.floats(9, 3, seed=1)
     mask = x[:, 0] > 0
     for mesh_shape in ((4,), (2, 2)):

@@ -14,7 +14,7 @@ from halves import diagonals
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
 from dtensor.testing import check, scatter
-from dtensor.testing.force_strategy import rows_of
+from dtensor.testing.force_strategy import declared_strategies
 
 R, S0, S1, S2, SUM = Replicate(), Shard(0), Shard(1), Shard(2), Partial()
 MESHES = {shape: dt.init_device_mesh("cpu", shape) for shape in ((2,), (3,), (2, 2))}
@@ -173,7 +173,7 @@ def test_gradients_of_a_layer_norm_whose_statistics_are_cut_out_of_whole_ones() 
 @pytest.mark.parametrize(("groups", "inside"), [(1, True), (2, False)])
 def test_channels_inside_of_several_groups_are_not_sharded_beside_the_groups(groups: int, inside: bool) -> None:
     given = [scatter(x(*shape), MESHES[2, 2], [R, R]) for shape in ((5, 6, 3), (6,), (6,))]
-    rows = rows_of(torch.ops.aten.native_group_norm.default, (*given, 5, 6, 3, groups, 1e-5), {})
+    rows = declared_strategies(torch.ops.aten.native_group_norm.default, (*given, 5, 6, 3, groups, 1e-5), {})
     assert ("S(1),S(0),S(0) -> S(1),R,R" in rows.targets) is inside
     own = dict.fromkeys(("S(0),R,R -> S(0),S(0),S(0)", "S(2),R,R -> S(2),R,R"))
     assert own.keys() <= rows.targets.keys()

@@ -11,7 +11,7 @@ import torch
 import dtensor as dt
 from dtensor.placement import Partial, Placement, Replicate, Shard
 from dtensor.testing import check
-from dtensor.testing.placements import mesh_of
+from dtensor.testing.placements import get_or_make_mesh
 
 NAN, INF = float("nan"), float("inf")
 
@@ -28,7 +28,9 @@ def spread(x: torch.Tensor, ranks: int = 3) -> list[tuple[Placement, ...]]:
 def test_a_norm_is_nan_where_one_block_has_nan_and_another_infinity(order: float) -> None:
     x = torch.tensor([[INF, 1.0, 2.0, NAN], [NAN, 1.0, 2.0, INF], [INF, 1.0, 2.0, -INF]], dtype=torch.float64)
     for where in spread(x):
-        check(lambda x: torch.linalg.vector_norm(x, order, -1), x, mesh=mesh_of((3,)), placements=[where], gradients=False)
+        check(
+            lambda x: torch.linalg.vector_norm(x, order, -1), x, mesh=get_or_make_mesh((3,)), placements=[where], gradients=False
+        )
 
 
 def test_the_total_norm_of_gradients_is_nan_where_one_is() -> None:
@@ -71,7 +73,9 @@ def test_what_plain_torch_refuses_is_refused(call: Callable[..., Any], x: torch.
 def test_norms_along_a_dim_of_no_slices(order: float) -> None:
     x = torch.ones(0, 6, dtype=torch.float64)
     for where in [*spread(x), (Replicate(),), (Partial("avg"),)]:
-        check(lambda x: torch.linalg.vector_norm(x, order, -1), x, mesh=mesh_of((3,)), placements=[where], gradients=False)
+        check(
+            lambda x: torch.linalg.vector_norm(x, order, -1), x, mesh=get_or_make_mesh((3,)), placements=[where], gradients=False
+        )
 
 
 def test_the_mean_of_infinite_complex_terms_is_infinite() -> None:
@@ -79,7 +83,7 @@ def test_the_mean_of_infinite_complex_terms_is_infinite() -> None:
     outcome = check(
         lambda x: torch.nn.functional.pad(x, (1, 0), value=-INF),
         x,
-        mesh=mesh_of((3,)),
+        mesh=get_or_make_mesh((3,)),
         placements=[[Partial("avg")]],
         gradients=False,
     )
@@ -92,7 +96,7 @@ def test_the_mean_of_infinite_complex_terms_is_infinite() -> None:
 def test_the_gradient_of_empty_eigenvectors() -> None:
     x = torch.zeros(1, 1, 0, 0, dtype=torch.float64)
     for dim in (0, 1):
-        check(torch.linalg.eig, x, mesh=mesh_of((4,)), placements=[[Shard(dim)]])
+        check(torch.linalg.eig, x, mesh=get_or_make_mesh((4,)), placements=[[Shard(dim)]])
 
 
 SPECIAL = torch.tensor(
@@ -123,7 +127,7 @@ CHOICES: dict[str, Callable[[torch.Tensor], Any]] = {
 def test_choices_among_equal_and_special_values(name: str) -> None:
     for x in (SPECIAL, TIES):
         for where in spread(x):
-            check(CHOICES[name], x, mesh=mesh_of((3,)), placements=[where], gradients=False)
+            check(CHOICES[name], x, mesh=get_or_make_mesh((3,)), placements=[where], gradients=False)
 
 
 def test_masks_filled_with_the_least_number_do_not_overflow_as_means() -> None:
@@ -228,21 +232,36 @@ def test_what_torchs_inference_lets_pass_is_refused(name: str) -> None:
     fn, given = REFUSED[name]
     for where in (Replicate(), Shard(0), Partial("max")):
         placed = [(where if i == 0 else Replicate(),) for i, _ in enumerate(given)]
-        assert check(fn, *given, mesh=mesh_of((3,)), placements=placed, gradients=False).same_error
+        assert check(fn, *given, mesh=get_or_make_mesh((3,)), placements=placed, gradients=False).same_error
 
 
 def test_nothing_is_joined_with_nothing_along_any_dim() -> None:
     for dim in (-7, 0, 3):
-        check(lambda x, y: torch.cat([x, y], dim), *[torch.zeros(0)] * 2, mesh=mesh_of((3,)), placements=[[Shard(0)]] * 2)  # noqa: B023
+        mesh, placements = get_or_make_mesh((3,)), [[Shard(0)]] * 2
+        check(lambda x, y: torch.cat([x, y], dim), *[torch.zeros(0)] * 2, mesh=mesh, placements=placements)  # noqa: B023
 
 
 def test_what_is_scattered_by_a_mask_lies_row_major() -> None:
     x, mask = torch.randn(4, 3, dtype=torch.float64).t(), torch.tensor([[True, False, True, False]] * 3)
     for where in (Replicate(), Shard(0), Shard(1), Partial()):
         for source in (torch.ones(3, 4, dtype=torch.float64), x.clone()):
-            check(torch.masked_scatter, x, mask, source, mesh=mesh_of((2,)), placements=[[where], [Shard(0)], [Replicate()]])
+            check(
+                torch.masked_scatter,
+                x,
+                mask,
+                source,
+                mesh=get_or_make_mesh((2,)),
+                placements=[[where], [Shard(0)], [Replicate()]],
+            )
     nothing = torch.zeros(0, dtype=torch.float64)
-    check(torch.masked_scatter, x[0], mask & False, nothing, mesh=mesh_of((2,)), placements=[[Shard(0)], [Shard(0)], [Shard(0)]])
+    check(
+        torch.masked_scatter,
+        x[0],
+        mask & False,
+        nothing,
+        mesh=get_or_make_mesh((2,)),
+        placements=[[Shard(0)], [Shard(0)], [Shard(0)]],
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
@@ -250,7 +269,7 @@ def test_running_sums_of_complex_numbers_keep_the_part_that_is_finite(ranks: int
     x = torch.tensor([1 + 2j, complex(INF), 1j, -1, complex(0, INF), 3j], dtype=torch.complex128)
     whole = x.cumsum(0)
     for where in spread(x, ranks):
-        found = dt.distribute_tensor(x, mesh_of((ranks,)), where).cumsum(0).full_tensor()
+        found = dt.distribute_tensor(x, get_or_make_mesh((ranks,)), where).cumsum(0).full_tensor()
         torch.testing.assert_close(torch.view_as_real(found), torch.view_as_real(whole), equal_nan=True)
 
 
@@ -275,6 +294,6 @@ def test_a_zero_keeps_its_sign_where_its_terms_are_one_value_and_nothing(name: s
     x = torch.where(torch.arange(30).view(6, 5) % 3 == 0, -0.0, 0.0).to(dtype)
     x, i = (torch.complex(x.real, -x.real.roll(1)) if x.is_complex() else x), torch.tensor([0, 4, 2, 5])
     for where in (Shard(0), Shard(1), Replicate(), Partial(), Partial("avg")):
-        mesh = mesh_of((3,))
+        mesh = get_or_make_mesh((3,))
         given = dt.distribute_tensor(x, mesh, [where]), dt.distribute_tensor(i, mesh, [Replicate()])
         assert torch.equal(signs(SIGNS[name](*given).full_tensor()), signs(SIGNS[name](x, i)))

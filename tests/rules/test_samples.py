@@ -10,12 +10,14 @@ import torch
 
 import dtensor as dt
 from dtensor.testing import Sample, verify_rule
-from dtensor.testing.samples import samples_of, without_sample
-from dtensor.testing.samples.sample_syntax import table
+from dtensor.testing.samples import rules_without_sample, samples_of
+from dtensor.testing.samples.sample_syntax import sample_table
 
 
 def made(text: str, **words: object) -> dict[str, list[Sample]]:
-    return {name: [b if isinstance(b, Sample) else b() for b in builders] for name, builders in table(text, **words).items()}
+    return {
+        name: [b if isinstance(b, Sample) else b() for b in builders] for name, builders in sample_table(text, **words).items()
+    }
 
 
 def test_a_line_names_operators_and_their_calls() -> None:
@@ -129,4 +131,4 @@ def test_a_false_notation_is_found_without_samples(declared: Callable[..., str])
 def test_what_its_notation_does_not_fit_has_no_samples(declared: Callable[..., str]) -> None:
     name = declared("unwritten::weighted", "a b, c d -> a d")
     assert samples_of(name) == []
-    assert name in without_sample()
+    assert name in rules_without_sample()

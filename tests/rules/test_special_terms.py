@@ -16,13 +16,13 @@ from torch_versions import needing_whole
 
 import dtensor as dt
 from dtensor import DTensor, Partial, Replicate
-from dtensor.base.tensor_tree import filled, mapped, tensors
+from dtensor.base.tensor_tree import fill_tensors, map_tensors, tensor_leaves
 from dtensor.comm import per_rank
 from dtensor.rules import rules
-from dtensor.testing.compare import close
-from dtensor.testing.placements import mesh_of
+from dtensor.testing.compare import is_close
+from dtensor.testing.placements import get_or_make_mesh
 from dtensor.testing.samples import samples_of
-from dtensor.testing.variants import Variant, variants
+from dtensor.testing.variants import Variant, make_variants
 
 NAN, INF = float("nan"), float("inf")
 SPECIAL = torch.tensor([0.0, -0.0, INF, -INF, NAN])
@@ -50,11 +50,11 @@ def drawn(like: Tensor, share: float, generator: torch.Generator) -> Tensor:
 def in_terms(like: Tensor, op: str, share: float, generator: torch.Generator) -> DTensor:
     """A value whose terms, one on each rank, are drawn."""
     terms = per_rank([drawn(like, share, generator) for _ in range(RANKS)])
-    return DTensor.from_local(terms, mesh_of((RANKS,)), [Partial(op)])
+    return DTensor.from_local(terms, get_or_make_mesh((RANKS,)), [Partial(op)])
 
 
 def whole(like: Tensor, share: float, generator: torch.Generator) -> DTensor:
-    return dt.distribute_tensor(drawn(like, share, generator), mesh_of((RANKS,)), [Replicate()])
+    return dt.distribute_tensor(drawn(like, share, generator), get_or_make_mesh((RANKS,)), [Replicate()])
 
 
 def choices(xs: list[Tensor]) -> list[tuple[str | None, ...]]:
@@ -66,7 +66,7 @@ def choices(xs: list[Tensor]) -> list[tuple[str | None, ...]]:
 
 def same_outcome(call: Callable[..., Any], args: Any, kwargs: Any, written: bool) -> str | None:
     """What differs between ``call`` on DTensors and on their values; None where plain torch refuses them."""
-    plain_args, plain_kwargs = mapped(lambda x: x.full_tensor().clone() if isinstance(x, DTensor) else x, (args, kwargs))
+    plain_args, plain_kwargs = map_tensors(lambda x: x.full_tensor().clone() if isinstance(x, DTensor) else x, (args, kwargs))
     torch.default_generator.manual_seed(0)
     try:
         expected = call(*plain_args, **plain_kwargs)
@@ -76,15 +76,15 @@ def same_outcome(call: Callable[..., Any], args: Any, kwargs: Any, written: bool
     got = call(*args, **kwargs)
     pairs = list(
         zip(
-            tensors((got, args, kwargs) if written else got),
-            tensors((expected, plain_args, plain_kwargs) if written else expected),
+            tensor_leaves((got, args, kwargs) if written else got),
+            tensor_leaves((expected, plain_args, plain_kwargs) if written else expected),
             strict=True,
         )
     )
     for mine, right in pairs:
         value = mine.full_tensor() if isinstance(mine, DTensor) else mine
         parts = [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in (value, right)]  # inf + 0j is no number
-        if not close(*parts):
+        if not is_close(*parts):
             return f"{value.tolist()}, not {right.tolist()}"
     return None
 
@@ -96,7 +96,7 @@ def report(variant: Variant, ops: tuple[str | None, ...], share: float, seed: in
         return whole(x, share, generator) if op is None else in_terms(x, op, share, generator)
 
     given = variant.sample.arguments
-    args, kwargs = filled(given, map(place, tensors(given), ops))
+    args, kwargs = fill_tensors(given, map(place, tensor_leaves(given), ops))
     found = same_outcome(variant.call, args, kwargs, variant.writes)
     return found and f"{variant.name} {variant.sample.note} under {ops}, {args}, {kwargs} seed {seed}: {found}"
 
@@ -107,8 +107,8 @@ def cases(name: str, limit: int) -> Iterator[tuple[Variant, tuple[str | None, ..
         (variant, ops, share)
         for sample in samples_of(name)
         if sample.values
-        for variant in variants(name, sample)
-        for ops in choices(tensors(variant.sample.arguments))
+        for variant in make_variants(name, sample)
+        for ops in choices(tensor_leaves(variant.sample.arguments))
         for share in (0.05, 0.4)
     ]
     for variant, ops, share in rng.sample(every, min(limit, len(every))):
@@ -150,7 +150,7 @@ def test_numbers_are_looked_at_again(name: str, dtype: torch.dtype) -> None:
     if name == "mul complex" and dtype is torch.float16:
         dtype = torch.float64
     for op in OPS:
-        x = DTensor.from_local(per_rank([term.to(dtype) for term in TERMS]), mesh_of((3,)), [Partial(op)])
+        x = DTensor.from_local(per_rank([term.to(dtype) for term in TERMS]), get_or_make_mesh((3,)), [Partial(op)])
         for number in (2.0, *NUMBERS, 1e5, 0.5, 1e-6, 2.0, INF):
             if dtype is torch.float16 and number in (1e300, 1e5) and name in ("addcmul", "lerp", "add", "sub", "rsub"):
                 continue  # torch refuses numbers that the dtype does not have
@@ -159,22 +159,22 @@ def test_numbers_are_looked_at_again(name: str, dtype: torch.dtype) -> None:
 
 
 def test_terms_pass_usual_numbers_and_no_others() -> None:
-    x = DTensor.from_local(per_rank(TERMS), mesh_of((3,)), [Partial()])
+    x = DTensor.from_local(per_rank(TERMS), get_or_make_mesh((3,)), [Partial()])
     for number, placement in ((2.0, Partial()), (INF, Replicate()), (0.5, Partial()), (0.0, Partial()), (1e39, Replicate())):
         assert (x * number).placements == (placement,)
     for number, placement in ((0.0, Replicate()), (2.0, Partial()), (-0.0, Replicate()), (1e-40, Replicate())):
         assert (x / number).placements == (placement,)
     assert (x * True).placements == (Partial(),)
-    mask = dt.distribute_tensor(torch.tensor([True, False, True, True]), mesh_of((3,)), [Replicate()])
+    mask = dt.distribute_tensor(torch.tensor([True, False, True, True]), get_or_make_mesh((3,)), [Replicate()])
     assert (x * mask).placements == (Partial(),)
 
 
 def test_the_issue() -> None:
     """A mean over counts of which some are zero."""
-    x = DTensor.from_local(per_rank(TERMS), mesh_of((3,)), [Partial()])
-    counts = dt.distribute_tensor(torch.tensor([0.0, 0.0, 0.0, 1.0]), mesh_of((3,)), [Replicate()])
+    x = DTensor.from_local(per_rank(TERMS), get_or_make_mesh((3,)), [Partial()])
+    counts = dt.distribute_tensor(torch.tensor([0.0, 0.0, 0.0, 1.0]), get_or_make_mesh((3,)), [Replicate()])
     assert (x / counts).full_tensor().tolist() == [INF, INF, pytest.approx(NAN, nan_ok=True), INF]
-    weights = dt.distribute_tensor(torch.tensor([[INF], [1.0], [1.0], [1.0]]), mesh_of((3,)), [Replicate()])
+    weights = dt.distribute_tensor(torch.tensor([[INF], [1.0], [1.0], [1.0]]), get_or_make_mesh((3,)), [Replicate()])
     assert (x @ weights).full_tensor().tolist() == [INF]
 
 
@@ -235,6 +235,6 @@ def test_gradients_in_terms_meet_infinite_derivatives(name: str) -> None:
             generator = torch.Generator().manual_seed(seed)
             terms = in_terms(x, "sum" if seed else "avg", 0.2, generator)
             terms = terms if STEEP[name](x).shape == x.shape else terms.sum()
-            placed = dt.distribute_tensor(x, mesh_of((RANKS,)), [Replicate()])
+            placed = dt.distribute_tensor(x, get_or_make_mesh((RANKS,)), [Replicate()])
             found = same_outcome(pulled, (placed, terms), {}, False)
             assert found is None, (values, seed, found)

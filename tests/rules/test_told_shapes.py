@@ -12,8 +12,8 @@ import torch
 import dtensor as dt
 from dtensor.layout.layout import Layout
 from dtensor.propagation.make_call import make_call
-from dtensor.propagation.op_schema import operator_of
-from dtensor.propagation.shape_inference import infer_from_operator, results_of
+from dtensor.propagation.op_schema import operator_schema_of
+from dtensor.propagation.shape_inference import infer_from_operator, infer_results
 from dtensor.rules.call import Call
 from dtensor.rules.registry import lookup
 
@@ -32,16 +32,16 @@ def _orders(letters: str, sizes: dict[str, int]) -> Iterator[Layout]:
 
 def _calls(op: Any, operands: dict[str, str], **others: Any) -> Iterator[Call]:
     """For every order in memory a call of each of the sizes."""
-    operator = operator_of(op)
+    operator = operator_schema_of(op)
     for sizes in SIZES:
         for layouts in itertools.product(*(_orders(letters, sizes) for letters in operands.values())):
             yield make_call(operator, MESH, dict(zip(operands, layouts, strict=True)) | others)[0]
 
 
 def _as_it_says(op: Any, operands: dict[str, str], **others: Any) -> bool:
-    operator, rule = operator_of(op), lookup(op)
+    operator, rule = operator_schema_of(op), lookup(op)
     return all(
-        results_of(operator, rule, call) == infer_from_operator(operator, call.arguments)
+        infer_results(operator, rule, call) == infer_from_operator(operator, call.arguments)
         for call in _calls(op, operands, **others)
     )
 
@@ -62,12 +62,12 @@ def test_gradients_that_are_asked_for(shapes: tuple[str, str], mask: list[bool])
 
 
 def test_sizes_that_do_not_fit_are_refused_as_ever() -> None:
-    operator, rule = operator_of(aten.matmul.default), lookup(aten.matmul.default)
+    operator, rule = operator_schema_of(aten.matmul.default), lookup(aten.matmul.default)
     for k in (4, 3):
         x, y = Layout.replicated(MESH, (2, 4), None, torch.float32), Layout.replicated(MESH, (k, 5), None, torch.float32)
         call, _ = make_call(operator, MESH, {"self": x, "other": y})
         if k == 4:
-            assert results_of(operator, rule, call) == infer_from_operator(operator, call.arguments)
+            assert infer_results(operator, rule, call) == infer_from_operator(operator, call.arguments)
         else:
             with pytest.raises(RuntimeError, match=r"mat1 and mat2|must match|size"):
-                results_of(operator, rule, call)
+                infer_results(operator, rule, call)

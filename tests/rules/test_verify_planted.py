@@ -18,7 +18,7 @@ from dtensor.rules.call import Call
 from dtensor.rules.declare import einsum, kernel_rule, pointwise, view
 from dtensor.rules.kernel_context import KernelContext
 from dtensor.rules.registry import lookup
-from dtensor.rules.rule import Choice, Factors, Kernel, Row
+from dtensor.rules.rule import Factors, Kernel, Strategy, StrategyChoice
 from dtensor.testing import Report, Sample, check, forced, verify_rule
 
 Tensor = torch.Tensor
@@ -75,7 +75,7 @@ def over_total(at: KernelContext, x: Any) -> Any:
     return at.all_reduce(at.map(lambda _, block: scale * block.sum() / whole, x), "sum")
 
 
-def below_three(choice: Choice) -> bool:
+def below_three(choice: StrategyChoice) -> bool:
     """Too wide: the largest of two sums is not their sum either."""
     return all(len(split.sizes) < 3 for split in choice.splits.values())
 
@@ -138,7 +138,7 @@ PLANTED = {
         lambda n: view(n, lambda call: Factors(((("a",), ("b",)),), ((("a",), ("b",)),), {"a": 5, "b": 6})),
     ),
     "another result": unary(
-        torch.neg, {"sum -> avg"}, lambda n: pointwise(n, partials=(Row((Partial("sum"),), (Partial("avg"),)),))
+        torch.neg, {"sum -> avg"}, lambda n: pointwise(n, partials=(Strategy((Partial("sum"),), (Partial("avg"),)),))
     ),
     "the wrong dim whole": unary(lambda x: x.cumsum(1), {"S(1) -> S(1)"}, lambda n: einsum(n, "[a] b -> [a] b", linear=False)),
 }

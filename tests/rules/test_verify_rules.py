@@ -14,13 +14,15 @@ from dtensor.placement import Partial, Replicate, Shard
 from dtensor.rules import register, rules, unregister
 from dtensor.rules.declare import einsum, pointwise
 from dtensor.testing import Sample, verify_rule
-from dtensor.testing.missing_strategies import Gap, is_accepted
-from dtensor.testing.samples import ELSEWHERE, without_sample
+from dtensor.testing.missing_strategies import MissingStrategy, is_accepted
+from dtensor.testing.samples import ELSEWHERE, rules_without_sample
 from dtensor.testing.samples.layers import ATTENTION, CONVOLUTIONS, NORMS
 from dtensor.testing.samples.products import FFT, LINALG, PRODUCTS
-from dtensor.testing.variants import exists
+from dtensor.testing.variants import operator_exists
 
-RULES = sorted(name for name in rules() if name.removeprefix("aten::") not in ELSEWHERE and exists(name.replace("::", ".")))
+RULES = sorted(
+    name for name in rules() if name.removeprefix("aten::") not in ELSEWHERE and operator_exists(name.replace("::", "."))
+)
 CASES_PER_RULE = 5
 MORE_CASES = {
     name: count
@@ -33,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*has no sharding rule.*:UserWar
 
 
 def test_every_rule_has_a_sample() -> None:
-    own = [name for name in without_sample() if name in RULES]  # not those that other tests have registered since
+    own = [name for name in rules_without_sample() if name in RULES]  # not those that other tests have registered since
     assert own == [], "write samples in dtensor/testing/samples/<family>.py"
 
 
@@ -156,7 +158,7 @@ def test_a_rule_that_always_gathers_is_missing_its_shards(op: str) -> None:
 
 
 def test_gaps_are_accepted_by_pattern() -> None:
-    assert not is_accepted(Gap("aten::no_such_operator", ("S(0)",), ("S(0)",)))
+    assert not is_accepted(MissingStrategy("aten::no_such_operator", ("S(0)",), ("S(0)",)))
 
 
 def test_registering_twice_is_refused() -> None:

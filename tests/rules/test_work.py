@@ -10,15 +10,15 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 import dtensor as dt
-from dtensor.base.tensor_tree import mapped
+from dtensor.base.tensor_tree import map_tensors
 from dtensor.cost.device import DEVICES, Device
 from dtensor.layout.layout import Layout
 from dtensor.propagation.make_call import make_call
-from dtensor.propagation.op_schema import operator_of
+from dtensor.propagation.op_schema import operator_schema_of
 from dtensor.rules.call import Call, Meta
 from dtensor.rules.flops import Work, divide_by_other_mesh_dims, strategy_seconds, work_of
 from dtensor.rules.registry import lookup
-from dtensor.rules.rule import Along, Row, candidates
+from dtensor.rules.rule import Along, Strategy, strategies_of_factors
 
 aten = torch.ops.aten
 R = dt.Replicate()
@@ -32,12 +32,12 @@ def f(*shape: int) -> torch.Tensor:
 
 
 def call_of(op: Any, *args: Any, mesh: dt.DeviceMesh = MESH, placements: Any = None, **given: Any) -> Call:
-    operator = operator_of(op)
+    operator = operator_schema_of(op)
     metas = [op(*args, **given)]
     wanted = placements or [R] * mesh.ndim
 
     def laid(x: Any) -> Any:
-        return mapped(lambda t: Layout.of(mesh, wanted, tuple(t.shape), dtype=t.dtype), x)
+        return map_tensors(lambda t: Layout.of(mesh, wanted, tuple(t.shape), dtype=t.dtype), x)
 
     bound = {name: laid(value) for name, value in operator.bind(args, given).items()}
     call, _ = make_call(operator, mesh, bound)
@@ -158,7 +158,7 @@ def test_bytes_are_read_and_written_once_and_views_are_free() -> None:
     ):
         found = work(call_of(op, *args))
         assert found.free
-        assert strategy_seconds(DEVICES["CPU"], found, Row((R,), (R,)), 4, {}) == 0
+        assert strategy_seconds(DEVICES["CPU"], found, Strategy((R,), (R,)), 4, {}) == 0
 
 
 def rows_of(call: Call) -> dict[str, float]:
@@ -172,8 +172,8 @@ def rows_of(call: Call) -> dict[str, float]:
         row.factor or ",".join(map(str, row.operands)): strategy_seconds(
             UNIT, divide_by_other_mesh_dims(done, call, 0), row, call.mesh.shape[0], factors.sizes
         )
-        / strategy_seconds(UNIT, done, Row((R, R), (R,)), 1, factors.sizes)
-        for row in candidates(factors, partials)
+        / strategy_seconds(UNIT, done, Strategy((R, R), (R,)), 1, factors.sizes)
+        for row in strategies_of_factors(factors, partials)
     }
 
 
@@ -204,7 +204,7 @@ def test_what_other_mesh_dims_cut_is_not_divided_again() -> None:
 
 def test_bytes_of_the_tensors_that_have_the_factor_are_divided() -> None:
     call = call_of(aten.mm.default, f(16, 8), f(8, 4))
-    row = Row((Along("m"), R), (Along("m"),), "m")
+    row = Strategy((Along("m"), R), (Along("m"),), "m")
     assert strategy_seconds(MEMORY, work(call), row, 4, {"m": 16, "k": 8, "n": 4}) == 4 * (16 * 8 / 4 + 8 * 4 + 16 * 4 / 4)
 
 

@@ -16,7 +16,7 @@ from gloo import run_gloo
 import dtensor as dt
 from dtensor import DTensor, Partial, Replicate, Shard
 from dtensor.testing import check
-from dtensor.testing.placements import mesh_of
+from dtensor.testing.placements import get_or_make_mesh
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
@@ -112,11 +112,11 @@ def _run(module: str, *args: Any) -> list[str]:
 
 # --- what cases are written with -----------------------------------------------------------------------------------------
 def line() -> dt.DeviceMesh:
-    return mesh_of((4,))
+    return get_or_make_mesh((4,))
 
 
 def square() -> dt.DeviceMesh:
-    return mesh_of((2, 2))
+    return get_or_make_mesh((2, 2))
 
 
 def value(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:

@@ -24,13 +24,13 @@ from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import dtensor as dt
-from dtensor.base.tensor_tree import tensors
+from dtensor.base.tensor_tree import tensor_leaves
 from dtensor.placement import Placement
 from dtensor.rules import rules
 from dtensor.testing.placements import Combination
 from dtensor.testing.samples import samples_of
 from dtensor.testing.variants import Variant
-from dtensor.testing.verify import MESHES, placed
+from dtensor.testing.verify import MESHES, placed_cases
 
 DEVICE = "pretended"
 # Where torch's inference on such a device raises and its kernels do not: interpolation of empty tensors; a view of a term whose
@@ -58,7 +58,7 @@ def devices(x: torch.Tensor) -> set[str]:
 def problems(name: str, cases: int) -> Iterator[str]:
     """What goes wrong in some cases of a rule."""
     rng = random.Random(zlib.crc32(name.encode()))
-    for case in placed(name, samples_of(name), MESHES, 200, cases, rng):
+    for case in placed_cases(name, samples_of(name), MESHES, 200, cases, rng):
         variant, shape, placements = case.variant, case.mesh_shape, case.placements
         mesh = dt.init_device_mesh(DEVICE, shape)
         for on_cpu in (None, *range(1, len(placements))):
@@ -74,7 +74,7 @@ def _problems_of(variant: Variant, mesh: dt.DeviceMesh, placements: Combination,
         with FakeTensorMode():
             count = itertools.count()
             args, kwargs = tree_map(lambda x: on_device(x, "cpu" if is_at(x, count, on_cpu) else DEVICE), given)
-            expected = [devices(result) for result in tensors(variant.call(*args, **kwargs))]
+            expected = [devices(result) for result in tensor_leaves(variant.call(*args, **kwargs))]
         args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, given)
         variant.call(*args, **kwargs)
     except Exception:  # torch refuses it, or cannot pretend
@@ -83,7 +83,7 @@ def _problems_of(variant: Variant, mesh: dt.DeviceMesh, placements: Combination,
     try:
         with FakeTensorMode(), dt.implicit_replication():
             args, kwargs = tree_map(lambda x: placed_of(x, mesh, where, is_at(x, count, on_cpu)), given)
-            where_they_are = [devices(result) for result in tensors(variant.call(*args, **kwargs))]
+            where_they_are = [devices(result) for result in tensor_leaves(variant.call(*args, **kwargs))]
         if where_they_are != expected and any(found != {DEVICE} for found in where_they_are):
             yield f"{variant.name} {mesh.shape} {placements}: results on {where_they_are}"
     except (DataDependentOutputException, DynamicOutputShapeException):

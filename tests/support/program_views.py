@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from program_lines import Make, Scope, broadcastable
 
-from dtensor.base.memory_order import memory_order, overlaps
+from dtensor.base.memory_order import has_overlap, memory_order
 
 _OTHER_DTYPES = {
     torch.float64: ("int64", "int32", "float32", "complex64", "complex128"),
@@ -108,7 +108,7 @@ def _operand(s: Scope, x: str) -> str:
 def written(s: Scope) -> str | None:
     """A write element by element, or of a reduction."""
     x = _any(s)
-    if not x or overlaps(s.values[x].shape, s.values[x].stride()):
+    if not x or has_overlap(s.values[x].shape, s.values[x].stride()):
         return None
     y, value = _operand(s, x), s.values[x]
     forms = [f"{x}.add_({y})", f"{x}.mul_({y})", f"{x}.sub_({y})", f"{x}.zero_()", f"{x}.fill_(3)", f"{x}.neg_()", f"{x}.mul_(2)"]
@@ -146,7 +146,7 @@ def written(s: Scope) -> str | None:
 def assigned(s: Scope) -> str | None:
     """``x[...] = value``."""
     x = s.pick(floating=None, least=1)
-    if not x or not s.values[x].numel() or overlaps(s.values[x].shape, s.values[x].stride()):
+    if not x or not s.values[x].numel() or has_overlap(s.values[x].shape, s.values[x].stride()):
         return None
     value = s.values[x]
     d = s.rng.randrange(value.ndim)

@@ -20,9 +20,9 @@ from program_views import VIEW_MAKERS, seen_anew
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Placement, Replicate, Shard
 from dtensor.testing.oracle import Outcome, compare
-from dtensor.testing.placements import drawn, kinds, mesh_of
-from dtensor.testing.reproduction import source_of
-from dtensor.testing.samples.of_schema import tensor
+from dtensor.testing.placements import choose_placements, get_or_make_mesh, placement_kinds
+from dtensor.testing.reproduction import python_source
+from dtensor.testing.samples.of_schema import make_tensor
 
 INPUTS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "a": ((5, 6), torch.float64),
@@ -58,7 +58,7 @@ class Program:
 
     def values(self) -> list[torch.Tensor]:
         """The inputs' values."""
-        return [tensor(*_given(name), seed=self.seed + k) for k, name in enumerate(self.inputs)]
+        return [make_tensor(*_given(name), seed=self.seed + k) for k, name in enumerate(self.inputs)]
 
     def __call__(self, *values: Any) -> list[Any]:
         """All values after the last line."""
@@ -188,8 +188,8 @@ def random_placements(program: Program, mesh_shape: Sequence[int], rng: random.R
 
 def _placements(x: torch.Tensor, mesh_shape: Sequence[int], rng: random.Random, exact: bool) -> tuple[Placement, ...]:
     terms = ("sum",) if not x.is_floating_point() else ("sum", "max", "min") if exact else ("sum", "avg", "max", "min")
-    whole, *others = kinds(x.shape, terms)
-    return drawn(x.shape, mesh_shape, [whole, *others, others[0]], rng)  # shards, which come first, twice as often
+    whole, *others = placement_kinds(x.shape, terms)
+    return choose_placements(x.shape, mesh_shape, [whole, *others, others[0]], rng)  # shards, which come first, twice as often
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,7 @@ class Failure:
         return (
             "from dtensor import Partial, Replicate, Shard\n"
             "from programs import Program, compare_program\n"
-            f"print(compare_program({made},\n    {self.mesh_shape}, {source_of(list(self.placements))}).problems)"
+            f"print(compare_program({made},\n    {self.mesh_shape}, {python_source(list(self.placements))}).problems)"
         )
 
 
@@ -219,7 +219,7 @@ def compare_program(
     program: Program, mesh_shape: Sequence[int], placements: Sequence[Sequence[Placement]], mesh: DeviceMesh | None = None
 ) -> Outcome:
     """What differs between the program on plain and on distributed tensors."""
-    mesh = mesh or mesh_of(tuple(mesh_shape))
+    mesh = mesh or get_or_make_mesh(tuple(mesh_shape))
     single = any(".float()" in line for line in program.lines)
     tolerance = (1e-3, 1e-4) if single else None
     return compare(program, program.values(), mesh, list(placements), seed=0, tolerance=tolerance, gradients=program.gradients)

@@ -11,7 +11,7 @@ import torch
 
 from dtensor import Placement, init_device_mesh
 from dtensor.testing import Outcome, check
-from dtensor.testing.placements import combinations
+from dtensor.testing.placements import placement_combinations
 
 MESHES = ((3,), (2, 2), (2,))  # three ranks have uneven blocks, two dims even ones
 
@@ -30,7 +30,7 @@ class Case:
 def try_all(case: Case, mesh_shape: tuple[int, ...], limit: int = 16) -> None:
     """The case gives what plain torch gives, under ``limit`` placements."""
     mesh = init_device_mesh("cpu", mesh_shape)
-    for placements in combinations(case.tensors, mesh_shape, case.ops, limit, random.Random(str(mesh_shape))):
+    for placements in placement_combinations(case.tensors, mesh_shape, case.ops, limit, random.Random(str(mesh_shape))):
         check(case.fn, *case.tensors, mesh=mesh, placements=placements, cloned=case.written, gradients=case.gradients)
 
 

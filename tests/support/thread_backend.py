@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from dtensor.comm import BACKENDS, Communicator, Pending, fold
-from dtensor.comm.backend_base import Dims, Reduction, Run
-from dtensor.comm.pack import Box, Route, Scatter, Transfer, region
-from dtensor.mesh.current_rank import running_as
+from dtensor.comm.communicator import BoundCollective, BoundReduction, Dims
+from dtensor.comm.pack import Box, Scatter, SendRecvPlan, Transfer, view_region
+from dtensor.mesh.current_rank import run_as_member
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.mesh.root import Root
 
@@ -53,21 +53,21 @@ class Threads(Communicator):
     def map(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return fn(self.me, *args, **kwargs)
 
-    def _transfer(self, dims: Dims, transfer: Transfer) -> Run:
+    def _transfer(self, dims: Dims, transfer: Transfer) -> BoundCollective:
         return self._routed(self.mesh.members_of(dims, self.me), self.me, transfer.route_of(self.me))
 
-    def _transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> Run:
+    def _transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> BoundCollective:
         position = ranks.index(self.mesh.ranks[self.me])
         return self._routed(tuple(range(len(ranks))), position, transfer.route_of(position))
 
-    def _all_reduce(self, dims: Dims, op: Any, dtype: torch.dtype) -> Reduction:
+    def _all_reduce(self, dims: Dims, op: Any, dtype: torch.dtype) -> BoundReduction:
         def run(x: Tensor) -> Pending[Tensor]:
             receive = self._sent(dims, [x.detach().clone()] * self.group_size(dims))
             return Pending(lambda: fold(receive(), op))
 
-        return Reduction(run)
+        return BoundReduction(run)
 
-    def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> Run:
+    def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> BoundCollective:
         def run(x: Tensor) -> Pending[Tensor]:
             receive = self._sent(dims, _cut(x, scatter.chunks_of(self.me)))
             return Pending(lambda: fold(receive(), scatter.op))
@@ -80,17 +80,17 @@ class Threads(Communicator):
     def _sent(self, dims: Dims, letters: Sequence[Any]) -> Callable[[], list[Any]]:
         return self.post.exchange(self.mesh.members_of(dims, self.me), self.me, letters)
 
-    def _routed(self, group: Dims, me: int, route: Route) -> Run:
+    def _routed(self, group: Dims, me: int, route: SendRecvPlan) -> BoundCollective:
         def run(x: Tensor) -> Pending[Tensor]:
             result = x.new_empty(route.new)
             receive = self.post.exchange(group, me, _cut(x, route.sends))
             if route.kept is not None:
-                region(result, route.kept[1]).copy_(region(x.detach(), route.kept[0]))
+                view_region(result, route.kept[1]).copy_(view_region(x.detach(), route.kept[0]))
 
             def finish() -> Tensor:
                 for box, letter in zip(route.receives, receive(), strict=True):
                     if box is not None:
-                        region(result, box).copy_(letter)
+                        view_region(result, box).copy_(letter)
                 return result
 
             return Pending(finish)
@@ -99,7 +99,7 @@ class Threads(Communicator):
 
 
 def _cut(x: Tensor, boxes: Sequence[Box | None]) -> list[Tensor | None]:
-    return [None if box is None else region(x.detach(), box).clone() for box in boxes]
+    return [None if box is None else view_region(x.detach(), box).clone() for box in boxes]
 
 
 def on_threads(monkeypatch: pytest.MonkeyPatch, ranks: int, program: Callable[[Callable[..., DeviceMesh]], Any]) -> list[Any]:
@@ -111,7 +111,7 @@ def on_threads(monkeypatch: pytest.MonkeyPatch, ranks: int, program: Callable[[C
         return DeviceMesh("cpu", None, _root=root, _dims=tuple((dim,) for dim in range(len(shape))))
 
     def one(rank: int) -> Any:
-        with running_as(mesh_of(ranks)._root, rank):
+        with run_as_member(mesh_of(ranks)._root, rank):
             return program(mesh_of)
 
     with ThreadPoolExecutor(ranks) as pool:

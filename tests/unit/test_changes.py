@@ -10,7 +10,7 @@ import pytest
 
 import dtensor
 from dtensor.interop.dynamo import INLINED_MODULES
-from dtensor.interop.patch_catalog import CHANGES
+from dtensor.interop.patch_catalog import PATCHES
 
 LOOK = """
 import gc, math, os, sys, types, warnings
@@ -97,7 +97,7 @@ dt.parallel.fully_shard(torch.nn.Linear(3, 2), mesh=dt.init_device_mesh("cpu", (
 @pytest.fixture(scope="module")
 def found_after() -> dict[str, tuple[set[str], set[str]]]:
     """By stage what of torch is ours once it has run, and those before it; and what is said to be."""
-    told = "*sorted(ours()), '', *dtensor.base.patches.IN_FORCE"
+    told = "*sorted(ours()), '', *dtensor.base.patches.APPLIED_PATCHES"
     program = LOOK + "".join(STAGES[stage] + f"\nprint({stage!r}, {told}, sep=';')\n" for stage in STAGES)
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
@@ -109,7 +109,7 @@ def found_after() -> dict[str, tuple[set[str], set[str]]]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_torch_is_as_it_was_but_for_the_list(stage: str, found_after: dict[str, tuple[set[str], set[str]]]) -> None:
     found, said = found_after[stage]
-    assert said <= {change.where for change in CHANGES}
+    assert said <= {change.where for change in PATCHES}
     beyond = {name for name in found if not any(name == known or name.startswith(known + ".") for known in said)}
     # torch's own DTensor has other names for the same two lists
     assert beyond <= {
@@ -130,8 +130,8 @@ def test_torch_is_as_it_was_but_for_the_list(stage: str, found_after: dict[str, 
 
 
 def test_every_change_says_why_and_how_it_is_undone() -> None:
-    assert all(change.why and change.undone and change.since.startswith("2.") for change in CHANGES)
-    assert len({change.where for change in CHANGES}) == len(CHANGES)
+    assert all(change.why and change.undone and change.since.startswith("2.") for change in PATCHES)
+    assert len({change.where for change in PATCHES}) == len(PATCHES)
 
 
 def test_modules_that_dynamo_inlines_exist() -> None:

@@ -16,7 +16,7 @@ from halves import diagonals
 from thread_backend import on_threads
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dtensor.comm import PerRank, RankValues, communicator_of, custom_ops, events, map_ranks, per_rank
+from dtensor.comm import PerRank, RankValues, communicator_of, events, map_ranks, per_rank, traced_collectives
 from dtensor.comm.local_reduce import fold
 from dtensor.debug import CommDebugMode
 from dtensor.errors import LayoutError, MeshError
@@ -180,11 +180,13 @@ def test_operators_of_graphs_bind_a_group_once_and_anew_where_it_is_remade() -> 
         try:
             world = dist.group.WORLD
             assert world is not None
-            known = {*custom_ops._BOUND_COLLECTIVES}
+            known = {*traced_collectives._BOUND_COLLECTIVES}
             for _ in range(2):
-                custom_ops.TracedCollective("reduce", world.group_name, 4, "all_reduce(sum)", dist.ReduceOp.SUM).of(torch.ones(3))
-            (key,) = {*custom_ops._BOUND_COLLECTIVES} - known or known
-            assert custom_ops._BOUND_COLLECTIVES[key][0] is world
+                traced_collectives.TracedCollective("reduce", world.group_name, 4, "all_reduce(sum)", dist.ReduceOp.SUM).of(
+                    torch.ones(3)
+                )
+            (key,) = {*traced_collectives._BOUND_COLLECTIVES} - known or known
+            assert traced_collectives._BOUND_COLLECTIVES[key][0] is world
         finally:
             dist.destroy_process_group()
 

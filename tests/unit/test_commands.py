@@ -22,11 +22,11 @@ from trace_format import events_in
 
 import dtensor as dt
 from dtensor.__main__ import main
-from dtensor.base.spawn_ranks import on_ranks
+from dtensor.base.spawn_ranks import spawn_ranks
 from dtensor.debug import bench, doctor
 from dtensor.debug.trace import COMMUNICATION
 from dtensor.errors import DTensorError
-from dtensor.interop.patch_catalog import CHANGES
+from dtensor.interop.patch_catalog import PATCHES
 
 VERBS = ("explain", "trace", "plan", "bench", "doctor", "ranks", "verify", "calibrate", "ops")
 
@@ -239,7 +239,7 @@ def test_an_error_of_the_script_keeps_its_traceback(verb: str, tmp_path: Path) -
 def test_an_uncalibrated_machine_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    row = bench.Moved((2,), "S0->R", (5, 7), 1, 70, 140, 1e-4, 2e-4)
+    row = bench.RedistributionTiming((2,), "S0->R", (5, 7), 1, 70, 140, 1e-4, 2e-4)
     monkeypatch.setattr("dtensor.__main__.on_ranks", lambda *given: iter([row]))
     profile = tmp_path / "profile.json"
     monkeypatch.setenv("DTENSOR_PROFILE", str(profile))
@@ -257,9 +257,12 @@ def test_plots_have_a_title_and_the_fastest_row_on_top(tmp_path: Path, monkeypat
     figure = pytest.importorskip("matplotlib.figure").Figure
     drawn: list[Any] = []
     monkeypatch.setattr(figure, "savefig", lambda self, path, **given: drawn.append(self))
-    rows = [bench.Moved((2,), f"S{k}->R", (5, 7), 1, 70, 140, 1e-4, seconds) for k, seconds in enumerate((3e-4, 1e-4, 2e-4))]
-    bench.plot(rows, tmp_path / "moved.png")
-    bench.plot([bench.Called("add", 2e-6, 5e-6), bench.Called("mm", 1e-6, 4e-6)], tmp_path / "called.png")
+    rows = [
+        bench.RedistributionTiming((2,), f"S{k}->R", (5, 7), 1, 70, 140, 1e-4, seconds)
+        for k, seconds in enumerate((3e-4, 1e-4, 2e-4))
+    ]
+    bench.draw_plot(rows, tmp_path / "moved.png")
+    bench.draw_plot([bench.OperatorTiming("add", 2e-6, 5e-6), bench.OperatorTiming("mm", 1e-6, 4e-6)], tmp_path / "called.png")
     for shown, best in zip(drawn, ("S1->R 5x7", "mm"), strict=True):
         (axes,) = shown.axes
         assert axes.get_title()
@@ -272,13 +275,13 @@ def test_plots_have_a_title_and_the_fastest_row_on_top(tmp_path: Path, monkeypat
 
 def test_sides_pairs_and_sizes_are_read() -> None:
     R, P = dt.Replicate(), dt.Partial()
-    assert bench.pair_of("P(max),S(1) -> R", (2, 3), 2) == ((dt.Partial("max"), dt.Shard(1)), (R, R))
-    assert bench.shape_of("64 KiB") == (128, 128)
-    assert bench.shape_of("0.5GB") == (11585, 11585)
-    assert "P,P->S0,S0" in bench.usual_pairs((2, 2))
-    assert len(bench.usual_pairs((4,))) == 5
-    assert all(bench.pair_of(pair, (2, 2), 2) for pair in bench.usual_pairs((2, 2)))
-    assert bench.pair_of("R->P", (2,), 2)[1] == (P,)
+    assert bench.parse_pair("P(max),S(1) -> R", (2, 3), 2) == ((dt.Partial("max"), dt.Shard(1)), (R, R))
+    assert bench.parse_shape("64 KiB") == (128, 128)
+    assert bench.parse_shape("0.5GB") == (11585, 11585)
+    assert "P,P->S0,S0" in bench.default_pairs((2, 2))
+    assert len(bench.default_pairs((4,))) == 5
+    assert all(bench.parse_pair(pair, (2, 2), 2) for pair in bench.default_pairs((2, 2)))
+    assert bench.parse_pair("R->P", (2,), 2)[1] == (P,)
 
 
 @pytest.mark.gloo
@@ -307,16 +310,16 @@ def failing(how: str) -> Iterator[int]:
 @pytest.mark.gloo
 def test_processes_that_fail_are_named() -> None:
     for how, told in (("raises", "ValueError: seventeen"), ("dies", "exit code 3")):
-        rows = on_ranks(2, failing, how)
+        rows = spawn_ranks(2, failing, how)
         with pytest.raises(DTensorError, match=told):
             list(rows)
 
 
 def test_the_doctor_names_what_is_there() -> None:
-    said = "\n".join(doctor.report())
+    said = "\n".join(doctor.report_lines())
     assert "torch 2." in said
     assert "gloo" in said
-    for change in CHANGES:
+    for change in PATCHES:
         assert (f"  {change.where}: {change.why}" in said) is change.in_force
     assert "  torch.optim.optimizer._foreach_supported_types: " in said
 

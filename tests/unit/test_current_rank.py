@@ -17,7 +17,7 @@ import dtensor as dt
 from dtensor import Partial, Replicate, Shard
 from dtensor.comm import PerRank, RankNumber
 from dtensor.errors import DTensorError, LayoutError, MeshError
-from dtensor.mesh.current_rank import running_as
+from dtensor.mesh.current_rank import run_as_member
 from dtensor.mesh.device_mesh import DeviceMesh, as_mesh, init_device_mesh
 
 SQUARE = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -289,7 +289,7 @@ def test_threads_run_for_ranks_of_their_own() -> None:
         return dt.map_ranks(told, mesh=SQUARE)
 
     def shifted() -> Any:
-        with running_as(SQUARE._root, 3):
+        with run_as_member(SQUARE._root, 3):
             meet.wait(10)
             own = [SQUARE.get_rank()]
             for _ in range(3):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import dtensor as dt
-from dtensor.base.caches import Bounded
+from dtensor.base.caches import BoundedDict
 from dtensor.dispatch import dispatcher as dispatching
 from dtensor.layout import layout
 from dtensor.propagation import shape_inference as infer
@@ -65,7 +65,7 @@ def test_changing_shapes_keep_the_plans_of_all_operators_together_bounded(monkey
         ("redistribute.planner._PLANS", 99),
         ("propagation.strategy_table._TABLES", 99),
     ):
-        monkeypatch.setattr(f"dtensor.{name}", Bounded(limit))
+        monkeypatch.setattr(f"dtensor.{name}", BoundedDict(limit))
     dispatching.clear_plans()
     held = dt.zeros(77, device_mesh=MESH, placements=[dt.Shard(0)])
     twin = held.cos()

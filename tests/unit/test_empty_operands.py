@@ -13,7 +13,7 @@ from halves import some
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
-from dtensor.testing.placements import mesh_of
+from dtensor.testing.placements import get_or_make_mesh
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no sharding rule for:UserWarning")  # to gather nothing costs nothing
 
@@ -65,7 +65,7 @@ def _outcome(run: Callable[[], torch.Tensor]) -> Any:
 def test_as_plain_torch(name: str, fn: Program, ndim: int, gradient: bool) -> None:
     for shape in SHAPES[ndim]:
         for placement in (Replicate(), Partial(), *map(Shard, range(ndim))):
-            _compared(fn, shape, mesh_of((3,)), placement, gradient)
+            _compared(fn, shape, get_or_make_mesh((3,)), placement, gradient)
 
 
 def _compared(fn: Program, shape: tuple[int, ...], mesh: dt.DeviceMesh, placement: Any, gradient: bool) -> None:
@@ -138,7 +138,7 @@ def test_a_kernel_is_not_started_for_nothing() -> None:
     twofold.register_fake(lambda x: (torch.empty_like(x), x.new_empty(x.shape[0])))
     dt.register_sharding(twofold._opoverload)(lambda x: [([Shard(0), Shard(0)], [Shard(0)])])
     x = torch.randn(5, 3).t().contiguous().t()
-    rows, sums = twofold(dt.distribute_tensor(x, mesh_of((4,)), [Shard(0)]))
+    rows, sums = twofold(dt.distribute_tensor(x, get_or_make_mesh((4,)), [Shard(0)]))
     assert [piece.shape for piece in rows._local.shards] == [(2, 3), (2, 3), (1, 3), (0, 3)]
     assert torch.equal(rows.full_tensor(), x + 1)
     assert torch.equal(sums.full_tensor(), x.sum(1))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from gloo import run_gloo
 
 import dtensor as dt
-from dtensor.mesh.process_groups import beside, group_of
+from dtensor.mesh.process_groups import get_group, library_group
 
 pytestmark = pytest.mark.gloo
 
@@ -19,15 +19,18 @@ pytestmark = pytest.mark.gloo
 def _twins() -> list[bool]:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     given = dt.DeviceMesh.from_group([mesh.get_group("dp"), mesh.get_group("tp")], "cpu", mesh.mesh, mesh_dim_names=("dp", "tp"))
-    ours, theirs = group_of(mesh["tp"], (0,)).handle, mesh.get_group("tp")
-    whole = group_of(mesh, (0, 1)).handle
+    ours, theirs = get_group(mesh["tp"], (0,)).handle, mesh.get_group("tp")
+    whole = get_group(mesh, (0, 1)).handle
     return [
         ours is not theirs,
-        ours is group_of(mesh, (1,)).handle is group_of(given, (1,)).handle,
+        ours is get_group(mesh, (1,)).handle is get_group(given, (1,)).handle,
         dist.get_process_group_ranks(ours) == dist.get_process_group_ranks(theirs),
-        whole is group_of(mesh.flatten("all"), (0,)).handle is beside(dist.group.WORLD, "cpu") is beside(whole, "cpu"),
+        whole
+        is get_group(mesh.flatten("all"), (0,)).handle
+        is library_group(dist.group.WORLD, "cpu")
+        is library_group(whole, "cpu"),
         mesh.get_group("tp") is theirs and mesh.flatten("all").get_group() is dist.group.WORLD,
-        group_of(dt.DeviceMesh("cpu", [dist.get_rank()]), (0,)).size == 1,
+        get_group(dt.DeviceMesh("cpu", [dist.get_rank()]), (0,)).size == 1,
     ]
 
 
@@ -67,8 +70,8 @@ def _made_again(store: str) -> list[Any]:
         dist.init_process_group("gloo", init_method=f"file://{store}-{world}", rank=rank, world_size=size)
         mesh = dt.init_device_mesh("cpu", (2,))
         x = dt.distribute_tensor(torch.arange(6.0).reshape(2, 3), mesh, [dt.Shard(0)], src_data_rank=None)
-        found += [step(x).to_local().tolist(), float(x.sum()), beside(dist.group.WORLD, "cpu") is not before]
-        before = beside(dist.group.WORLD, "cpu")
+        found += [step(x).to_local().tolist(), float(x.sum()), library_group(dist.group.WORLD, "cpu") is not before]
+        before = library_group(dist.group.WORLD, "cpu")
         if not world:
             dist.destroy_process_group()
     return found

@@ -12,9 +12,9 @@ from torch import nn
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
 from dtensor.testing import scatter
-from dtensor.testing.placements import mesh_of
+from dtensor.testing.placements import get_or_make_mesh
 
-LINE = mesh_of((4,))
+LINE = get_or_make_mesh((4,))
 X = torch.arange(30.0).reshape(5, 6)
 EVERYWHERE = pytest.mark.parametrize("where", [Shard(0), Shard(1), Replicate(), Partial()], ids=str)
 

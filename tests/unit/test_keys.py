@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from dtensor.dispatch.cache_key import static_list
+from dtensor.dispatch.cache_key import append_list_to_key
 
 
 def _key(values: list[Any]) -> Any:
     key: list[Any] = []
-    assert [*static_list(values, key, False)] == values
+    assert [*append_list_to_key(values, key, False)] == values
     return tuple(key)
 
 
@@ -32,5 +32,5 @@ def test_step_counts_are_told_apart_by_dtype_and_how_many_not_by_value() -> None
 def test_a_number_that_is_sparse_is_no_step_count() -> None:
     dense, sparse = torch.tensor(1.0), torch.tensor(1.0).to_sparse()
     key: list[Any] = []
-    static_list([sparse, sparse], key, False)
+    append_list_to_key([sparse, sparse], key, False)
     assert tuple(key) != _key([dense, dense])

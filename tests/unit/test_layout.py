@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import dtensor as dt
 from dtensor.base.memory_order import contiguous_stride, stride_like
-from dtensor.base.symbolic_sizes import size_of
+from dtensor.base.symbolic_sizes import hashable_size
 from dtensor.errors import LayoutError, PlacementError
 from dtensor.layout.layout import Layout
 from dtensor.layout.splits import Split, chunk_sizes, offsets_of
@@ -57,9 +57,9 @@ def test_blocks_lie_inside_the_tensor(layout: Layout) -> None:
 @given(strategies.layouts())
 def test_canonical_spelling_gives_the_same_layout(layout: Layout) -> None:
     assert Layout.of(layout.mesh, layout.placements, layout.shape, layout.stride, layout.dtype) is layout
-    assert Layout.from_splits(layout.mesh, layout.splits, layout.partials, layout.shape, layout.stride, layout.dtype).same_data(
-        layout
-    )
+    assert Layout.from_splits(
+        layout.mesh, layout.splits, layout.partials, layout.shape, layout.stride, layout.dtype
+    ).has_same_blocks(layout)
 
 
 @given(strategies.layouts())
@@ -204,7 +204,7 @@ def test_mesh_dims_of_size_one_do_nothing() -> None:
     mesh = DeviceMesh("cpu", [[0], [1]])
     for idle in (R, Shard(0), Partial()):
         layout = Layout.of(mesh, [Shard(1), idle], (5, 3))
-        assert layout.same_data(Layout.of(mesh, [Shard(1), R], (5, 3)))
+        assert layout.has_same_blocks(Layout.of(mesh, [Shard(1), R], (5, 3)))
         assert layout.splits == (None, Split((0,), (2, 1)))
         assert layout.partials == (None, None)
         assert layout.placements[1] == idle
@@ -292,7 +292,7 @@ def test_a_dim_of_a_number_has_blocks_of_numbers() -> None:
     """Blocks that an operand with symbols told are no part of a layout that is everybody's from now on."""
     env = ShapeEnv()
     symbol = env.create_symbol(4, ConstantSource("size"), dynamic_dim=DimDynamic.DYNAMIC)
-    block = size_of(env.create_symintnode(symbol, hint=4))
+    block = hashable_size(env.create_symintnode(symbol, hint=4))
     layout = Layout.from_splits(DeviceMesh("cpu", 2), [Split((0,), (block, block))], [None], (8,))
     assert [type(size) for size in layout.splits[0].sizes] == [int, int]
     assert layout.local_shape((1,)) == (4,)

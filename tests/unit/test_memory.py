@@ -13,7 +13,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import dtensor as dt
-from dtensor.mesh.create import dry_run_of
+from dtensor.mesh.create import dry_run_of_mesh
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module, replicate
 
 
@@ -120,7 +120,7 @@ def _on_processes() -> list[list[tuple[dict[int, int], int]]]:
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_peaks_are_those_that_are_measured_on_processes() -> None:
-    dry = [dt.memory(program, dry_run_of(dt.init_device_mesh("cpu", (2,)))).peak for program in PROGRAMS]
+    dry = [dt.memory(program, dry_run_of_mesh(dt.init_device_mesh("cpu", (2,)))).peak for program in PROGRAMS]
     ranks = run_gloo(_on_processes, 2)
     for program, foreseen, *runs in zip(PROGRAMS, dry, *ranks, strict=True):
         for rank, found in enumerate(runs):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
 from dtensor.testing import scatter
-from dtensor.testing.placements import mesh_of
+from dtensor.testing.placements import get_or_make_mesh
 
 aten = torch.ops.aten
 TARGET = torch.randint(0, 5, (4, 6, 3), generator=torch.Generator().manual_seed(0))
@@ -29,7 +29,7 @@ def channels_last(x: torch.Tensor) -> torch.Tensor:
 
 
 def put(x: torch.Tensor, ranks: int, placement: Any, order: Callable[[torch.Tensor], torch.Tensor]) -> dt.DTensor:
-    mesh = mesh_of((ranks,))
+    mesh = get_or_make_mesh((ranks,))
     pieces: Any = scatter(x, mesh, [placement], seed=1)._local
     held = dt.per_rank([order(piece) for piece in pieces.shards])
     return dt.DTensor.from_local(held, mesh, [placement], shape=tuple(x.shape), stride=x.stride())

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import dtensor as dt
 from dtensor.errors import MeshError
-from dtensor.mesh.current_rank import running_as
+from dtensor.mesh.current_rank import run_as_member
 from dtensor.mesh.device_mesh import DeviceMesh, as_mesh, init_device_mesh
-from dtensor.mesh.submesh import on_one_root
+from dtensor.mesh.submesh import unify_roots
 
 CUBE = init_device_mesh("cpu", (2, 3, 2), mesh_dim_names=("dp", "pp", "tp"))
 
@@ -82,7 +82,7 @@ def test_the_same_slice_is_the_same_object() -> None:
 
 
 def test_each_member_sees_its_own_slice() -> None:
-    with running_as(CUBE._root, 9):
+    with run_as_member(CUBE._root, 9):
         assert CUBE["tp"].mesh.tolist() == [8, 9]
         assert CUBE["dp"].mesh.tolist() == [3, 9]
         assert CUBE["tp"].get_local_rank() == 1
@@ -172,12 +172,12 @@ def test_meshes_that_were_unflattened_from_one_are_put_together() -> None:
 def test_meshes_on_one_root_have_their_ranks(splits: list[list[int]]) -> None:
     world = init_device_mesh("cpu", (12,))
     meshes = [world.unflatten(0, sizes) for sizes in splits]
-    found = on_one_root(meshes)
+    found = unify_roots(meshes)
     assert len({mesh._root.key for mesh in found}) in (1, len({mesh._root.key for mesh in meshes}))
     for mesh, other in zip(meshes, found, strict=True):
         assert (mesh.shape, mesh.mesh.tolist()) == (other.shape, other.mesh.tolist())
         assert all(mesh.members_of((d,), m) == other.members_of((d,), m) for d in range(5) for m in range(12))
-    assert on_one_root([*found, *meshes]) == [*found, *found]
+    assert unify_roots([*found, *meshes]) == [*found, *found]
 
 
 def test_a_flattened_name_is_looked_up_from_every_slice() -> None:
@@ -186,9 +186,9 @@ def test_a_flattened_name_is_looked_up_from_every_slice() -> None:
     mesh["tp", "dp"].flatten("turned")
     for asked in (mesh, mesh["tp"], mesh["pp", "dp"], mesh["dp_tp"]):
         assert asked.size("dp_tp") == 4
-        with running_as(mesh._root, 7):
+        with run_as_member(mesh._root, 7):
             assert (asked.get_local_rank("dp_tp"), asked.get_local_rank("turned")) == (3, 3)
-        with running_as(mesh._root, 6):
+        with run_as_member(mesh._root, 6):
             assert (asked.get_local_rank("dp_tp"), asked.get_local_rank("turned")) == (2, 1)
         with pytest.raises(MeshError, match="process"):
             asked.get_group("dp_tp")

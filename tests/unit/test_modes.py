@@ -45,7 +45,7 @@ def _implicit() -> bool:
 
 
 def _counted() -> bool:
-    return dt.random.DRAWING.mode == "counter"
+    return dt.random.RANDOM_MODE.mode == "counter"
 
 
 def _in_mesh() -> bool:

@@ -11,7 +11,7 @@ import torch
 
 import dtensor as dt
 from dtensor.errors import PlacementError
-from dtensor.placement import Monoid, Partial, Placement, Replicate, Shard, normalize
+from dtensor.placement import Monoid, Partial, Placement, Replicate, Shard, normalize_placements
 
 ALL = [Shard(0), Shard(-1), Shard(1, sizes=(2, 3)), Shard(0, level=1), Replicate(), Partial(), Partial("max")]
 
@@ -107,10 +107,10 @@ def test_errors_are_the_builtins_of_plain_torch_too() -> None:
 
 
 def test_normalize_fills_in_and_counts() -> None:
-    assert normalize(None, 2, 3) == (Replicate(), Replicate())
-    assert normalize(Shard(-1), 1, 3) == (Shard(2),)
-    assert normalize([Shard(-3), Partial()], 2, 3) == (Shard(0), Partial())
-    assert normalize([Shard(-1, sizes=(1, 2))], 1, 2) == (Shard(1, sizes=(1, 2)),)
+    assert normalize_placements(None, 2, 3) == (Replicate(), Replicate())
+    assert normalize_placements(Shard(-1), 1, 3) == (Shard(2),)
+    assert normalize_placements([Shard(-3), Partial()], 2, 3) == (Shard(0), Partial())
+    assert normalize_placements([Shard(-1, sizes=(1, 2))], 1, 2) == (Shard(1, sizes=(1, 2)),)
 
 
 def test_a_monoid_is_a_reduction() -> None:

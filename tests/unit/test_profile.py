@@ -16,7 +16,7 @@ from dtensor.__main__ import main
 from dtensor.cost import calibrate
 from dtensor.cost import profile as profiles
 from dtensor.cost.device import DEVICES
-from dtensor.cost.link import device_of
+from dtensor.cost.link import get_device
 from dtensor.cost.profile import BUILT_IN_PROFILE, MEASURED_COLLECTIVES, Link, Profile, Rate, profile_path, read_profile
 from dtensor.layout.layout import Layout
 from dtensor.mesh.device_mesh import DeviceMesh
@@ -46,12 +46,12 @@ def test_what_was_measured_of_computing_is_kept_and_an_old_file_has_none() -> No
 
 def test_computing_takes_what_was_measured_or_what_the_kind_of_device_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = [70, 71]  # of meshes that nothing is remembered of
-    assert device_of(DeviceMesh("cpu", ranks)) == DEVICES["CPU"]
-    assert device_of(DeviceMesh("meta", ranks)) == DEVICES["H100"]
+    assert get_device(DeviceMesh("cpu", ranks)) == DEVICES["CPU"]
+    assert get_device(DeviceMesh("meta", ranks)) == DEVICES["H100"]
     mine = replace(DEVICES["CPU"], name="mine")
     monkeypatch.setattr(profiles, "_process_profile", lambda: Profile(devices={"cpu": mine}))
-    assert device_of(DeviceMesh("cpu", [72, 73])) == mine
-    assert device_of(DeviceMesh("meta", [72, 73])) == DEVICES["H100"]
+    assert get_device(DeviceMesh("cpu", [72, 73])) == mine
+    assert get_device(DeviceMesh("meta", [72, 73])) == DEVICES["H100"]
 
 
 BROKEN = {

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from dtensor.base import progress as module
-from dtensor.base.progress import iterate_with_progress, reporting
+from dtensor.base.progress import iterate_with_progress, report_periodically
 
 
 class Lines:
@@ -48,7 +48,7 @@ def test_short_work_reports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     stderr = Lines()
     monkeypatch.setattr(sys, "stderr", stderr)
     assert list(iterate_with_progress(range(3), 3, "verifying")) == [0, 1, 2]
-    with pytest.raises(ZeroDivisionError), reporting(lambda: "planning"):
+    with pytest.raises(ZeroDivisionError), report_periodically(lambda: "planning"):
         _ = 1 / 0
     assert stderr.text == ""
     assert not [thread for thread in threading.enumerate() if thread.name == "dtensor-progress"]

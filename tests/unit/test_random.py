@@ -14,7 +14,7 @@ import dtensor as dt
 from dtensor import Shard
 from dtensor.debug import CommDebugMode
 from dtensor.random.philox import philox
-from dtensor.testing.placements import mesh_of
+from dtensor.testing.placements import get_or_make_mesh
 
 test_case_in_one_process, test_all_cases_on_four_processes = here_and_on_four(cases_random, gather=True)
 
@@ -42,7 +42,7 @@ SIZE = (40, 1003)
 
 def drawn(fill: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     """Values as float64, drawn over four ranks."""
-    x = dt.zeros(SIZE, device_mesh=mesh_of((2, 2)), placements=[Shard(0), Shard(1)], dtype=dtype)
+    x = dt.zeros(SIZE, device_mesh=get_or_make_mesh((2, 2)), placements=[Shard(0), Shard(1)], dtype=dtype)
     with dt.random_mode("counter"):
         dt.manual_seed(seed)
         return fill(x).full_tensor().double()
@@ -112,7 +112,7 @@ def test_narrow_uniforms_stay_below_one(dtype: torch.dtype) -> None:
 
 def test_complex_normals_have_unit_variance() -> None:
     with dt.random_mode("counter"):
-        x = dt.randn(300, 70, device_mesh=mesh_of((4,)), placements=[Shard(1)], dtype=torch.complex64).full_tensor()
+        x = dt.randn(300, 70, device_mesh=get_or_make_mesh((4,)), placements=[Shard(1)], dtype=torch.complex64).full_tensor()
     assert abs(x.abs().square().mean().item() - 1) < 0.05
     assert abs(x.mean().abs().item()) < 0.05
 
@@ -125,7 +125,7 @@ def test_integers_cover_their_dtype() -> None:
 
 
 def test_calls_differ_and_nothing_is_communicated() -> None:
-    x = dt.zeros(7, 5, device_mesh=mesh_of((4,)), placements=[Shard(0)])
+    x = dt.zeros(7, 5, device_mesh=get_or_make_mesh((4,)), placements=[Shard(0)])
     with dt.random_mode("counter"), CommDebugMode() as comm:
         first, second = torch.rand_like(x), torch.rand_like(x)
     assert not comm.get_total_counts()
@@ -139,7 +139,7 @@ def test_blocks_anywhere_are_parts_of_the_whole() -> None:
             seen = []
             for mesh, placements in (((1,), [Shard(-1)]), ((4,), [Shard(-1)]), ((3,), [Shard(0)])):
                 where = placements if shape else [dt.Replicate()]
-                x = dt.zeros(shape, device_mesh=mesh_of(mesh), placements=where, dtype=dtype)
+                x = dt.zeros(shape, device_mesh=get_or_make_mesh(mesh), placements=where, dtype=dtype)
                 with dt.random_mode("counter"):
                     dt.manual_seed(0)
                     seen.append(x.random_(0, 2**33).full_tensor())
@@ -151,8 +151,8 @@ def test_unknown_modes_are_refused() -> None:
         dt.manual_seed(0, mode="fast")
     with dt.random_mode("exact"):
         dt.manual_seed(0, mode="counter")
-        assert dt.random.DRAWING.mode == "counter"
-    assert dt.random.DRAWING.mode == "exact"
+        assert dt.random.RANDOM_MODE.mode == "counter"
+    assert dt.random.RANDOM_MODE.mode == "exact"
 
 
 def test_noise_that_torch_draws_into_plain_tensors_is_refused_or_that_of_one_device() -> None:

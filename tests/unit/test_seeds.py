@@ -9,7 +9,7 @@ from torch import nn
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
-from dtensor.mesh.current_rank import running_as
+from dtensor.mesh.current_rank import run_as_member
 
 TP = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("TP",))
 R = Replicate()
@@ -84,7 +84,7 @@ CUBE = dt.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("DDP", "FSDP", "TP"
 def test_slices_of_a_mesh_of_three_dims() -> None:
     assert CUBE["TP"].mesh.tolist() == [0, 1]
     assert CUBE["DDP", "FSDP"].mesh.tolist() == [[0, 2], [4, 6]]
-    with running_as(CUBE._root, 5):
+    with run_as_member(CUBE._root, 5):
         assert CUBE["TP"].mesh.tolist() == [4, 5]
 
 

@@ -13,9 +13,9 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequen
 import dtensor as dt
 from dtensor import DTensor, Partial, Replicate, Shard
 from dtensor.testing import check, scatter
-from dtensor.testing.placements import mesh_of
+from dtensor.testing.placements import get_or_make_mesh
 
-LINE, SQUARE = mesh_of((4,)), mesh_of((2, 2))
+LINE, SQUARE = get_or_make_mesh((4,)), get_or_make_mesh((2, 2))
 X = torch.randn(3, 5, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 LENGTHS = torch.tensor([5, 4, 2])
 WHERE = pytest.mark.parametrize("where", [Shard(0), Shard(1), Replicate(), Partial()], ids=str)

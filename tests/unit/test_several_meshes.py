@@ -14,10 +14,10 @@ import dtensor as dt
 from dtensor import Partial, Replicate, Shard
 from dtensor.errors import ImplicitCommunicationError, MeshError, MixedTensorError
 from dtensor.testing import scatter
-from dtensor.testing.placements import mesh_of
+from dtensor.testing.placements import get_or_make_mesh
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
-LINE, SQUARE = mesh_of((4,)), mesh_of((2, 2))
+LINE, SQUARE = get_or_make_mesh((4,)), get_or_make_mesh((2, 2))
 X, Y = torch.arange(30.0).reshape(5, 6), torch.arange(12.0).reshape(4, 3)
 
 

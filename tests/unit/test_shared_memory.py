@@ -12,7 +12,7 @@ from gloo import run_gloo
 
 import dtensor as dt
 from dtensor import DTensor, Partial, Replicate, Shard
-from dtensor.dispatch.version_counters import stamp
+from dtensor.dispatch.version_counters import take_snapshot
 from dtensor.ranks.per_rank import shards_of
 
 VALUE = torch.arange(15.0).view(5, 3)
@@ -135,8 +135,8 @@ def test_no_rank_refuses_what_one_without_elements_lets_through(placement: dt.Pl
 def test_a_stamp_is_not_that_of_other_memory_at_the_same_address(placement: dt.Placement) -> None:
     """What is named by where it is has to stay there."""
     x = made(placement)
-    of_x, seen = stamp(x), [weakref.ref(shard) for shard in shards_of(x._local)]
-    assert stamp(x) == of_x
-    assert stamp(made(placement)) != of_x
+    of_x, seen = take_snapshot(x), [weakref.ref(shard) for shard in shards_of(x._local)]
+    assert take_snapshot(x) == of_x
+    assert take_snapshot(made(placement)) != of_x
     del x
     assert all(shard() is not None for shard in seen)

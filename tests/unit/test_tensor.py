@@ -18,7 +18,7 @@ from torch import nn
 import dtensor as dt
 from dtensor import DTensor, Partial, Replicate, Shard
 from dtensor.errors import LayoutError, MixedTensorError, UnsupportedOperationError
-from dtensor.propagation.op_schema import operator_of
+from dtensor.propagation.op_schema import operator_schema_of
 from dtensor.testing import check, scatter
 
 pytestmark = pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
@@ -323,7 +323,7 @@ def test_nor_is_there_one_of_what_an_operation_was_given(make: Callable[[Any], A
 
 def test_a_call_that_does_without_some_tensor_has_its_gradient() -> None:
     """Attention on accelerators is given no lengths of sequences, which its schema demands."""
-    attention = operator_of(torch.ops.aten._scaled_dot_product_flash_attention_backward.default)
+    attention = operator_schema_of(torch.ops.aten._scaled_dot_product_flash_attention_backward.default)
     bound = attention.bind([torch.ones(1), *[torch.ones(1)] * 5, None, None, 8, 8, 0.0, False, None, None], {})
     assert not attention.lacks(bound)
     assert attention.lacks({**bound, "grad_out": None})

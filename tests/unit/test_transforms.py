@@ -16,8 +16,8 @@ import dtensor as dt
 from dtensor import Partial, Placement, Replicate, Shard
 from dtensor.comm import shards_of
 from dtensor.dispatch.functorch import layout_of
-from dtensor.ranks.functorch import each_rank
-from dtensor.tensor.autograd import as_local, from_pieces, to_full_tensor
+from dtensor.ranks.functorch import split_ranks
+from dtensor.tensor.autograd import from_local_recorded, to_full_tensor, to_local_tensor
 from dtensor.testing import scatter
 
 X = (torch.arange(20.0, dtype=torch.float64).reshape(4, 5) % 7) - 2.5
@@ -155,7 +155,7 @@ def gathered(x: Any) -> Any:
 def by_pieces(x: Any) -> Any:
     squares = x**2
     layout = layout_of(squares)
-    return from_pieces(layout, layout, False, *shards_of(each_rank(as_local(squares) * 2))).sin()
+    return from_local_recorded(layout, layout, False, *shards_of(split_ranks(to_local_tensor(squares) * 2))).sin()
 
 
 def squared(x: Any, scale: int = 1) -> Any:

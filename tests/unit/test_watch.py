@@ -26,9 +26,9 @@ from dtensor.errors import ArgumentError, DivergenceError, LayoutError, RankLost
 from dtensor.watchdog import post_mortem, source_location
 from dtensor.watchdog.collective_hooks import _ActiveWatchdog, wait_abandonably
 from dtensor.watchdog.diagnosis import SAME_CALLS, RankReport, format_difference
-from dtensor.watchdog.flight_recorder import LOG_SLOTS, Ring, StateFile, Trail, fingerprint, read_event
-from dtensor.watchdog.host_state import encode_error, error_of, is_process_alive, process_state, remove_stale_folders
-from dtensor.watchdog.levels import Level
+from dtensor.watchdog.flight_recorder import LOG_SLOTS, EventLog, OperationHash, StateFile, fingerprint, read_event
+from dtensor.watchdog.host_state import encode_error, is_process_alive, make_diagnosis_error, process_state, remove_stale_folders
+from dtensor.watchdog.levels import CheckLevel
 from dtensor.watchdog.watchdog import WaitThreads
 
 
@@ -134,7 +134,7 @@ def test_the_words_name_the_few() -> None:
         f"  0,1,3: a   x.py:1\n  2:     b   x.py:3\n{SAME_CALLS}"
     )
     assert "rank 0 and rank 1 differ" in format_difference(1, {0: RankReport(1, "", "a"), 1: RankReport(2, "", "b")})["words"]
-    assert isinstance(error_of(verdict), DivergenceError)
+    assert isinstance(make_diagnosis_error(verdict), DivergenceError)
 
 
 class _Wordless(Exception):
@@ -156,7 +156,7 @@ class _Wordless(Exception):
     ],
 )
 def test_a_ranks_error_is_that_of_all(module: str, name: str, expected: type) -> None:
-    error = error_of({"kind": "error", "error": [module, name], "words": "no (on rank 1)"})
+    error = make_diagnosis_error({"kind": "error", "error": [module, name], "words": "no (on rank 1)"})
     assert type(error) is expected
     assert str(error) == ("no (on rank 1)" if expected is not RankLostError else f"{name}: no (on rank 1)")
 
@@ -196,7 +196,7 @@ os.kill(os.getpid(), signal.{signal})
     script.write_text(program)
     killed = subprocess.run([sys.executable, script], check=False, capture_output=True, text=True)
     assert killed.returncode < 0
-    said = post_mortem.told(Path(killed.stdout.strip()), 9000)
+    said = post_mortem.format_rank_logs(Path(killed.stdout.strip()), 9000)
     *_, before, last = said.splitlines()
     assert "rank 0 was killed" in said
     assert "aten.sum.dim_IntList(dim=0)  float32[6, 5] (S(0))   program.py:10  x.sum(dim=0)" in before
@@ -209,11 +209,11 @@ os.kill(os.getpid(), signal.{signal})
 
 
 def test_levels_are_these() -> None:
-    before = Level.now
+    before = CheckLevel.now
     try:
         for level in ("off", "strict", "watch"):
             dt.check_ranks(level)
-            assert Level.now == level
+            assert CheckLevel.now == level
         with pytest.raises(ArgumentError, match="takes one of"):
             dt.check_ranks("loud")
     finally:
@@ -232,7 +232,7 @@ def test_processes_that_are_gone_are_known() -> None:
 
 
 def test_a_thing_that_is_being_written_down_is_not_read() -> None:
-    ring = Ring(StateFile(None, LOG_SLOTS, writable=True))
+    ring = EventLog(StateFile(None, LOG_SLOTS, writable=True))
     at, text = ring.add(1, "all_reduce(sum)", "", "train.py:1"), ring.file.read_text
     ring.slots[at] = 0
 
@@ -245,7 +245,7 @@ def test_a_thing_that_is_being_written_down_is_not_read() -> None:
 
 
 def trail_of(numbers: list[Any], stops: tuple[int, ...] = ()) -> int:
-    trail = Trail(frozenset({0, 1}))
+    trail = OperationHash(frozenset({0, 1}))
     for place, number in enumerate(numbers):
         trail.numbers.append(number)
         if place in stops:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
-from ...base.caches import remembered
+from ...base.caches import memoize
 
 _ANY_VARIABLE = frozenset({"globals", "eval", "exec", "__globals__", "f_globals"})  # give access to all variables of a module
 _ANY_ATTRIBUTE = _ANY_VARIABLE | {"vars", "dir", "attrgetter", "methodcaller", "__dict__", "__getattribute__"}
@@ -45,7 +45,7 @@ class CodeNames(NamedTuple):
     codes: frozenset[CodeType]
 
 
-@remembered(4096)
+@memoize(4096)
 def read_code_names(code: CodeType) -> CodeNames:
     """Return the names that ``code`` looks up."""
     variables: dict[str, None] = {}

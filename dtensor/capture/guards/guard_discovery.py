@@ -33,7 +33,7 @@ from typing import Any, cast
 
 import torch
 
-from ...base.recorder_hooks import Between
+from ...base.recorder_hooks import CrossCallState
 from ...base.torch_internals import PRINT_OPTS
 from ...errors import CaptureError
 from ...tensor.dtensor import DTensor
@@ -200,7 +200,7 @@ class _Discovery:
 
     def _look_into(self, value: Any, path: str) -> None:
         """Guard the content of an object and visit its children."""
-        if isinstance(value, Between):
+        if isinstance(value, CrossCallState):
             self.guards.library_states.append(value)
             return
         if isinstance(value, (dict, list, tuple, deque, set, frozenset)):

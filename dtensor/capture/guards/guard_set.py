@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ...base.group_by import by_key
-from ...base.recorder_hooks import Between
+from ...base.group_by import group_by_key
+from ...base.recorder_hooks import CrossCallState
 from .container_guards import ContainerGuards
 
 
@@ -64,7 +64,7 @@ class GuardSet:
         self.paths: list[str] = []
         self.floats: dict[int, tuple[dict[Any, Any], Any]] = {}
         self.compiled_callables: list[Any] = []
-        self.library_states: list[Between] = []
+        self.library_states: list[CrossCallState] = []
         self.codes: set[CodeType] = set()
         self.containers = ContainerGuards()
         self.unchanged = self.containers.unchanged  # bound here, because each call of a captured function calls it
@@ -113,7 +113,7 @@ class GuardSet:
         """Return True if only floats have changed; the key then has their present values."""
         changed = self.containers.take_changed_entries()
         # One float may be found by several paths.
-        places_of = by_key(((id(mapping), key), place) for place, (mapping, key) in self.floats.items())
+        places_of = group_by_key(((id(mapping), key), place) for place, (mapping, key) in self.floats.items())
         if changed is None or any(entry not in places_of for entry in changed):
             return False
         places = [place for entry in changed for place in places_of[entry]]

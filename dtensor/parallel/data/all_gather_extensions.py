@@ -26,10 +26,10 @@ from ...base.torch_internals import is_traceable_wrapper_subclass
 from ...comm import Communicator, communicator_of
 from ...comm.pack import Box
 from ...errors import LayoutError, UnsupportedOperationError
-from ...mesh.submesh import picked
-from ...redistribute.executor import inside
-from ...redistribute.flat_buffer import Rows
-from ...tensor.views.block_owners import locals_of
+from ...mesh.submesh import select_dims
+from ...redistribute.executor import box_inside
+from ...redistribute.flat_buffer import FlatRows
+from ...tensor.views.block_owners import local_tensors_of
 from .dp_modes import MeshAxes
 from .fsdp_param import EXTENSION_METHODS, FSDPParam, is_extended
 from .policy import MixedPrecisionPolicy
@@ -48,8 +48,8 @@ class AllGatherExtensions:
         self, fsdp_params: Sequence[FSDPParam], axes: MeshAxes, policy: MixedPrecisionPolicy, dtypes: Sequence[torch.dtype]
     ) -> None:
         self._fsdp_params, self._axes, self._policy, self._dtypes = list(fsdp_params), axes, policy, list(dtypes)
-        self._is_extended = [any(map(is_extended, locals_of(fsdp_param.parameter))) for fsdp_param in fsdp_params]
-        self._mesh = axes.mesh._derive(*picked(axes.mesh, axes.shard))
+        self._is_extended = [any(map(is_extended, local_tensors_of(fsdp_param.parameter))) for fsdp_param in fsdp_params]
+        self._mesh = axes.mesh._derive(*select_dims(axes.mesh, axes.shard))
         self._specs: dict[int, list[InputSpecs]] = {}  # by member: dtypes and shapes of each parameter's inputs
         self._order: list[tuple[int, int]] = []  # entries: parameter and number of the input, wider dtypes first
         self._entries: list[list[int]] = []  # by parameter: its entries
@@ -149,14 +149,14 @@ class AllGatherExtensions:
         dim = fsdp_param.shard_dim
         return dim if dim is not None and len(shape) == len(fsdp_param.stored_layout.shape) else 0
 
-    def make_rows(self, member: int, alignment: int) -> Rows:
+    def make_rows(self, member: int, alignment: int) -> FlatRows:
         """Return the offsets of the entries in what is gathered, for one member."""
         group = self._axes.mesh.members_of(self._axes.shard, member)
         entry_boxes = [self._entry_boxes(i, k, member, group) for i, k in self._order]
         boxes = [[each[position] for _, each in entry_boxes] for position in range(len(group))]
         is_sharded = [self._fsdp_params[i].shard_dim is not None for i, _ in self._order]
         dtypes = [self._entry_dtype(i, k) for i, k in self._order]
-        return Rows.of_blocks(
+        return FlatRows.of_blocks(
             [shape for shape, _ in entry_boxes], boxes, dtypes, is_sharded, list(group).index(member), alignment
         )
 
@@ -164,7 +164,7 @@ class AllGatherExtensions:
         fsdp_param = self._fsdp_params[i]
         if not self._is_extended[i]:
             layout = fsdp_param.unsharded_layout
-            return layout.shape_of(member), [inside(layout, member, fsdp_param.stored_layout, other) for other in group]
+            return layout.shape_of(member), [box_inside(layout, member, fsdp_param.stored_layout, other) for other in group]
         if fsdp_param.shard_dim is None:
             shape = self._specs[member][i][k][1]
             return shape, [Box((0,) * len(shape), shape)] * len(group)
@@ -220,7 +220,7 @@ class AllGatherExtensions:
 
 
 def _first_locals(fsdp_params: Sequence[FSDPParam]) -> list[Tensor]:
-    return [x for fsdp_param in fsdp_params for x in locals_of(fsdp_param.parameter)[:1]]
+    return [x for fsdp_param in fsdp_params for x in local_tensors_of(fsdp_param.parameter)[:1]]
 
 
 def _pre_all_gather_parameters(mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> None:

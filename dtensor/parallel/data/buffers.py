@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...comm import PerRank, communicator_of
-from ...dispatch.version_counters import Stamp, stamp
+from ...dispatch.version_counters import VersionSnapshot, take_snapshot
 from ...layout.layout import Layout
 from ...redistribute.coalesce import broadcast_many
 from ...tensor.dtensor import DTensor, wrap
@@ -31,7 +31,7 @@ class ModuleBuffers:
     def __init__(self, modules: Sequence[nn.Module], axes: MeshAxes, shared: bool = True) -> None:
         self.axes = axes
         self.locations: list[tuple[nn.Module, str, Layout | None]] = []  # and the layout on the tensor-parallel mesh
-        self._in_use: list[tuple[nn.Module, str, DTensor, Any, Stamp]] = []
+        self._in_use: list[tuple[nn.Module, str, DTensor, Any, VersionSnapshot]] = []
         found = [(module, name, x) for module in modules for name, x in module._buffers.items() if x is not None]
         new = {id(x): x for _, _, x in found if not getattr(x, "_data_parallel", False)}
         made = {key: _copy_for_ranks(x.detach(), axes) for key, x in new.items() if not shared and not isinstance(x, DTensor)}
@@ -58,7 +58,7 @@ class ModuleBuffers:
             if not isinstance(buffer, DTensor):
                 continue
             value = buffer._local if tp_layout is None else wrap(buffer._local, tp_layout)
-            self._in_use.append((module, name, buffer, value, stamp(buffer)))
+            self._in_use.append((module, name, buffer, value, take_snapshot(buffer)))
             module._buffers[name] = value
 
     def restore_dtensors(self, synchronize: bool = True) -> None:
@@ -70,7 +70,7 @@ class ModuleBuffers:
                 with torch.inference_mode(False), torch.no_grad():  # later passes, which may train, read this tensor
                     source = current._local if isinstance(current, DTensor) else current
                     buffer._local = torch.empty_like(buffer._local).copy_(source)
-            if current is not value or stamp(buffer) != version:
+            if current is not value or take_snapshot(buffer) != version:
                 written.add(module)
             module._buffers[name] = buffer
         changed = [buffer for module, _, buffer, _, _ in self._in_use if module in written and module.training]

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...comm import Communicator, Pending, communicator_of, shards_of
-from ...comm.backend_base import Lengths
 from ...comm.backends import all_gather_single, reduce_scatter_single
-from ...comm.events import Event, issuing, listeners, reporting
-from ...comm.flat_rows import joined
-from ...mesh.process_groups import program_group_of
+from ...comm.communicator import Lengths
+from ...comm.events import Event, listeners, mark_reported, report_events
+from ...comm.flat_rows import concat_to_row
+from ...mesh.process_groups import get_program_group
 from .dp_modes import MeshAxes
 
 
@@ -159,7 +159,7 @@ def gather_rows(axes: MeshAxes, custom: AllGather, lengths_of: Lengths, row: Any
 
     def take_rows(member: int, got: Tensor) -> Tensor:
         lengths, flat = lengths_of(member), got.view(-1)
-        return joined([flat.narrow(0, order[k] * max(lengths), n) for k, n in enumerate(lengths)])
+        return concat_to_row([flat.narrow(0, order[k] * max(lengths), n) for k, n in enumerate(lengths)])
 
     nbytes = max(max(lengths_of(member)) for member in axes.mesh.members) * dtype.itemsize
     return _run_custom("all_gather", axes, custom, comm.map(fill_input, row), comm.map(allocate_output), take_rows, nbytes)
@@ -200,7 +200,7 @@ def _run_custom(
 
     def issue() -> Pending[Any]:
         group_handle, _ = _process_group_of(axes)
-        work = issuing(custom)(output_tensor=output, input_tensor=source, group=group_handle, async_op=True, **options)
+        work = mark_reported(custom)(output_tensor=output, input_tensor=source, group=group_handle, async_op=True, **options)
 
         def wait() -> Any:
             if work is not None:
@@ -212,7 +212,7 @@ def _run_custom(
     if not listeners:
         return issue()
     groups = dict.fromkeys(tuple(mesh.ranks[k] for k in mesh.members_of(axes.shard, member)) for member in comm.held)
-    return reporting(Event(kind, axes.shard, size, (size - 1) * nbytes, mesh, groups=tuple(groups)), issue)
+    return report_events(Event(kind, axes.shard, size, (size - 1) * nbytes, mesh, groups=tuple(groups)), issue)
 
 
 def _fill_padded(buffer: Tensor, parts: Sequence[Tensor], part_size: int) -> Tensor:
@@ -227,7 +227,7 @@ def _process_group_of(axes: MeshAxes) -> tuple[Any, list[int]]:
     """Return the process group that shards parameters (None in process), and torch's rank in it of each group position."""
     if axes.mesh.kind != "process_group":
         return None, list(range(axes.mesh.size_of(axes.shard)))
-    group = program_group_of(axes.mesh, axes.shard)
+    group = get_program_group(axes.mesh, axes.shard)
     return group.handle, list(range(group.size)) if group.order is None else list(group.order)
 
 

@@ -28,7 +28,7 @@ class DataParallelMode(NamedTuple):
     state: str
 
 
-WAYS = {
+DP_MODES = {
     "FSDP": DataParallelMode("S", "R", "S", "S"),
     "HSDP": DataParallelMode("RS", "R", "RS", "RS"),
     "DDP": DataParallelMode("R", "R", "R", "R"),
@@ -97,7 +97,7 @@ def make_sharding_axes(mesh: Any, dims: DataParallelMeshDims | None, offload: Of
             raise MeshError(f"dp_mesh_dims of fully_shard needs shard=, replicate= or both, got {dims}")
         if not shard:
             return make_replicating_axes(mesh, dims, offload)
-        return MeshAxes(mesh[(*replicate, *shard)], WAYS["HSDP" if replicate else "FSDP"], len(replicate), host)
+        return MeshAxes(mesh[(*replicate, *shard)], DP_MODES["HSDP" if replicate else "FSDP"], len(replicate), host)
     return make_axes_of_mesh(mesh, host)
 
 
@@ -112,7 +112,7 @@ def make_axes_of_mesh(mesh: DeviceMesh, offload: HostOffload | None) -> MeshAxes
             "data parallelism takes a mesh of one dim (sharded), or of two (replicated over the first, "
             f"sharded over the second), got {mesh!r}; slice the data-parallel dims from it"
         )
-    return MeshAxes(mesh, WAYS["HSDP" if mesh.ndim == 2 else "FSDP"], mesh.ndim - 1, offload)
+    return MeshAxes(mesh, DP_MODES["HSDP" if mesh.ndim == 2 else "FSDP"], mesh.ndim - 1, offload)
 
 
 def make_replicating_axes(mesh: Any, dims: DataParallelMeshDims | None, offload: OffloadPolicy) -> MeshAxes:
@@ -127,4 +127,4 @@ def make_replicating_axes(mesh: Any, dims: DataParallelMeshDims | None, offload:
         if dims.shard or not names:
             raise MeshError(f"dp_mesh_dims of replicate needs replicate= and no shard=, got {dims}; see fully_shard()")
         mesh = mesh[names]
-    return MeshAxes(mesh, WAYS["DDP"], 0, HostOffload.from_policy(offload, mesh.device_type))
+    return MeshAxes(mesh, DP_MODES["DDP"], 0, HostOffload.from_policy(offload, mesh.device_type))

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ...comm import communicator_of
-from ...dispatch.version_counters import stamp
+from ...dispatch.version_counters import take_snapshot
 from ...errors import DTensorError, UnsupportedOperationError
-from ...mesh.create import with_groups_of_its_own
+from ...mesh.create import copy_with_new_group
 from .custom_collectives import AllGather, GroupMemoryAllGather, GroupMemoryReduceScatter, ReduceScatter, allocating_backend
 from .dp_modes import MeshAxes
 from .grad_accumulation import clear_pending
@@ -325,7 +325,7 @@ class FSDPModule:
                 continue
             key = axes.mesh, axes.shard
             if key not in comms:
-                comms[key] = settings.reduce_scatter_comm or communicator_of(with_groups_of_its_own(axes.mesh, axes.shard))
+                comms[key] = settings.reduce_scatter_comm or communicator_of(copy_with_new_group(axes.mesh, axes.shard))
             settings.reduce_scatter_comm = comms[key]
 
 
@@ -352,7 +352,7 @@ class UnshardHandle:
         self._unit.unshard()
         self._unit.put_unsharded_values()
         for fsdp_param in self._unit.fsdp_params():
-            fsdp_param.unshard_version = stamp(fsdp_param.module_value)
+            fsdp_param.unshard_version = take_snapshot(fsdp_param.module_value)
 
 
 class UnitState(NamedTuple):

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from ...comm import communicator_of, shards_of
 from ...dispatch.functorch import has_tangent
-from ...dispatch.version_counters import Stamp, stamp
+from ...dispatch.version_counters import VersionSnapshot, take_snapshot
 from ...errors import DTensorError, MeshError, UnsupportedOperationError
 from ...layout.layout import Layout
 from ...tensor.dtensor import DTensor, wrap
-from ...tensor.views.block_owners import locals_of
+from ...tensor.views.block_owners import local_tensors_of
 from .dp_modes import MeshAxes
 
 EXTENSION_METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
@@ -49,7 +49,7 @@ class FSDPParam:
     param_group: Any = None
     module_value: Any = None
     tp_grads_checked: bool = False
-    unshard_version: Stamp | None = None
+    unshard_version: VersionSnapshot | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDPParam:
         locations = [(copy.deepcopy(module, memo), name) for module, name in self.locations]
@@ -131,7 +131,7 @@ class FSDPParam:
         """Redistribute a value that was assigned with other placements (``torch.nn.utils.vector_to_parameters`` does so)."""
         layout = self.parameter._layout  # type: ignore[attr-defined]  # a DTensor
         self._check_layout(layout)
-        if not layout.same_data(self.stored_layout):
+        if not layout.has_same_blocks(self.stored_layout):
             placements = self.stored_layout.placements
             with torch.inference_mode(False), torch.no_grad():
                 self.parameter.data = self.parameter.data.redistribute(placements=placements)  # type: ignore[attr-defined]
@@ -155,13 +155,13 @@ class FSDPParam:
             DTensorError: the value has another dtype or shape than the parameter, or ``fsdp_post_all_gather`` made it.
         """
         value, version, self.unshard_version = self.module_value, self.unshard_version, None
-        if stamp(value) == version:
+        if take_snapshot(value) == version:
             return
         local, layout = value._local if isinstance(value, DTensor) else value, self.unsharded_layout
         members = communicator_of(layout.mesh).held  # none on a rank outside the mesh, which has an empty local tensor
         pairs = zip(members, shards_of(local), strict=False)
         fits = all(x.shape == layout.shape_of(member) and x.dtype is layout.dtype for member, x in pairs)
-        if not fits or any(map(is_extended, locals_of(self.parameter))):
+        if not fits or any(map(is_extended, local_tensors_of(self.parameter))):
             raise DTensorError(
                 f"{self.describe()} was written to while it was unsharded, and the sharded one cannot keep that: it is "
                 f"{self.stored_layout!r}, and was gathered in another dtype (param_dtype, fsdp_pre_all_gather), or assigned "

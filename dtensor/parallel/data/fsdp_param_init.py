@@ -14,19 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
-from ...base.group_by import by_key
+from ...base.group_by import group_by_key
 from ...base.torch_internals import is_traceable_wrapper_subclass
-from ...base.wrapper_subclass import part_by_part
+from ...base.wrapper_subclass import map_inner_tensors
 from ...comm import Communicator, PerRank, communicator_of
 from ...errors import ContradictionError, MeshError, PlacementError, UnitError
 from ...layout.layout import Layout
-from ...layout.on_other_mesh import cut_by, spelled_on
+from ...layout.on_other_mesh import layout_on_larger_mesh, shard_further
 from ...mesh.device_mesh import DeviceMesh, as_mesh
-from ...mesh.submesh import joined, on_one_root, picked, same_root
+from ...mesh.submesh import have_same_root, join_dims, select_dims, unify_roots
 from ...placement import Shard
 from ...tensor.dtensor import DTensor, wrap
-from ...tensor.stale_params import Attributes, not_alone, note_replaced, replacement_of
-from ...tensor.views.block_owners import locals_of
+from ...tensor.stale_params import ParamAttributes, note_replaced, replacement_of, shared_param_error
+from ...tensor.views.block_owners import local_tensors_of
 from .dp_modes import MeshAxes, make_axes_of_mesh
 from .fsdp_param import FSDPParam, is_extended
 from .policy import ShardPlacementResult
@@ -69,7 +69,7 @@ def make_fsdp_params(
     ]
     new = {id(parameter): parameter for _, _, parameter, shared in found if shared is None}
     layouts = {key: _param_layouts(parameter, axes, placement_fn) for key, parameter in new.items()}  # raises before any change
-    by_mesh = by_key((layouts[key][-1].mesh, parameter) for key, parameter in new.items())
+    by_mesh = group_by_key((layouts[key][-1].mesh, parameter) for key, parameter in new.items())
     with_values = [p for mesh, own in by_mesh.items() for p in tensors_with_values(communicator_of(mesh), range(mesh.ndim), own)]
     ids_with_values = set(map(id, with_values))
     made: dict[int, FSDPParam] = {}
@@ -123,14 +123,14 @@ def _find_shared_param(
         return shared
     if replacement is None and not getattr(parameter, "_data_parallel", False):
         return None
-    raise UnitError(not_alone(module, name, by, replacement))
+    raise UnitError(shared_param_error(module, name, by, replacement))
 
 
 # --- layouts ---------------------------------------------------------------------------------------------------------
 def axes_on_common_root(axes: MeshAxes, modules: Sequence[nn.Module]) -> MeshAxes:
     """Return ``axes`` on a mesh that has the root of the meshes of the modules' DTensor parameters, if there is one."""
     meshes = dict.fromkeys(p.device_mesh for module in modules for p in module.parameters() if isinstance(p, DTensor))
-    return dataclasses.replace(axes, mesh=on_one_root([axes.mesh, *meshes])[0])
+    return dataclasses.replace(axes, mesh=unify_roots([axes.mesh, *meshes])[0])
 
 
 def _param_layouts(parameter: nn.Parameter, axes: MeshAxes, placement_fn: ShardPlacementFn | None) -> ParamLayouts:
@@ -142,7 +142,7 @@ def _param_layouts(parameter: nn.Parameter, axes: MeshAxes, placement_fn: ShardP
     if shard_dim is None:
         return unsharded, unsharded, tp_layout, None, axes
     dp_dims = [unsharded.mesh._dims.index(axes.mesh._dims[i]) for i in axes.shard]
-    stored = unsharded.replace(placements=cut_by(unsharded, shard_dim, dp_dims))
+    stored = unsharded.replace(placements=shard_further(unsharded, shard_dim, dp_dims))
     return stored, unsharded, tp_layout, shard_dim, axes
 
 
@@ -177,9 +177,9 @@ def make_unsharded_layout(axes: MeshAxes, x: Tensor, tp_layout: Layout | None) -
     """
     if tp_layout is None:
         return axes, Layout.of(axes.mesh, None, x.shape, None, x.dtype)
-    dp_mesh, tp_mesh = on_one_root([axes.mesh, tp_layout.mesh])
+    dp_mesh, tp_mesh = unify_roots([axes.mesh, tp_layout.mesh])
     on_root = Layout.of(tp_mesh, tp_layout.placements, tp_layout.shape, None, tp_layout.dtype)
-    return dataclasses.replace(axes, mesh=dp_mesh), spelled_on(_join_meshes(dp_mesh, tp_mesh), on_root)
+    return dataclasses.replace(axes, mesh=dp_mesh), layout_on_larger_mesh(_join_meshes(dp_mesh, tp_mesh), on_root)
 
 
 def _layout_off_dp_mesh(layout: Layout, dp_mesh: DeviceMesh) -> Layout | None:
@@ -189,7 +189,7 @@ def _layout_off_dp_mesh(layout: Layout, dp_mesh: DeviceMesh) -> Layout | None:
         MeshError: it is not replicated over the data-parallel dims.
     """
     mesh = layout.mesh
-    rest = [i for i, dims in enumerate(mesh._dims) if not (same_root(mesh, dp_mesh) and dims in dp_mesh._dims)]
+    rest = [i for i, dims in enumerate(mesh._dims) if not (have_same_root(mesh, dp_mesh) and dims in dp_mesh._dims)]
     if any(not placement.is_replicate() for i, placement in enumerate(layout.placements) if i not in rest):
         raise MeshError(
             f"a parameter is already distributed over the data-parallel mesh {dp_mesh!r}: {layout!r}; parallelize "
@@ -199,19 +199,19 @@ def _layout_off_dp_mesh(layout: Layout, dp_mesh: DeviceMesh) -> Layout | None:
         return layout
     if not rest:
         return None
-    submesh = mesh._derive(*picked(mesh, rest))
+    submesh = mesh._derive(*select_dims(mesh, rest))
     return Layout.of(submesh, [layout.placements[i] for i in rest], layout.shape, None, layout.dtype)
 
 
 def _join_meshes(dp_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh over the dims of both meshes, in the order of their root mesh."""
-    if not same_root(dp_mesh, tp_mesh):
+    if not have_same_root(dp_mesh, tp_mesh):
         raise MeshError(
             f"a parameter is on {tp_mesh!r}, which is not a submesh of the same mesh as {dp_mesh!r}; slice both from "
             "one: mesh = init_device_mesh(device_type, (2, 2), mesh_dim_names=('dp', 'tp')), then mesh['dp'] "
             "and mesh['tp']"
         )
-    return dp_mesh._derive(*joined(dp_mesh, tp_mesh))
+    return dp_mesh._derive(*join_dims(dp_mesh, tp_mesh))
 
 
 # --- values ----------------------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def _make_fsdp_param(parameter: nn.Parameter, layouts: ParamLayouts, has_values:
     stored, unsharded, *_, axes = layouts
     local = _own_shard(parameter, axes, unsharded, stored, has_values)
     made = nn.Parameter(wrap(local, stored), requires_grad=parameter.requires_grad)
-    Attributes.of(parameter).set_on(made)
+    ParamAttributes.of(parameter).set_on(made)
     made._data_parallel = axes.storage_device  # type: ignore[attr-defined]  # a mark on the tensor, which copies keep
     return FSDPParam([], made, *layouts)
 
@@ -236,7 +236,7 @@ def tensors_with_values(comm: Communicator, mesh_dims: Sequence[int], tensors: S
 
 def _is_composed(x: Tensor) -> bool:
     """Return True if ``x`` has an all-gather extension or is made of several tensors: each rank keeps its own value."""
-    return any(is_extended(part) or is_traceable_wrapper_subclass(part) for part in locals_of(x))
+    return any(is_extended(part) or is_traceable_wrapper_subclass(part) for part in local_tensors_of(x))
 
 
 def broadcast_from_first(comm: Communicator, local: Any, mesh_dims: Sequence[int]) -> Any:
@@ -245,9 +245,9 @@ def broadcast_from_first(comm: Communicator, local: Any, mesh_dims: Sequence[int
         local = torch.empty_like(local, device=comm.mesh.device_type)
 
     def send(part: Any) -> Any:
-        return part if any(map(is_extended, locals_of(part))) else comm.broadcast(part, mesh_dims).wait()
+        return part if any(map(is_extended, local_tensors_of(part))) else comm.broadcast(part, mesh_dims).wait()
 
-    return part_by_part(send, local)
+    return map_inner_tensors(send, local)
 
 
 def _own_shard(parameter: Any, axes: MeshAxes, unsharded: Layout, stored: Layout, has_values: bool) -> Any:
@@ -282,7 +282,9 @@ def move_to_common_mesh(fsdp_params: Sequence[FSDPParam], dp_mesh: DeviceMesh) -
     Then all parameters of a model are on one mesh, and norms over them and operations on lists of them need no other layout.
     """
     meshes = dict.fromkeys(
-        x.unsharded_layout.mesh for x in fsdp_params if x.tp_layout is not None and same_root(x.unsharded_layout.mesh, dp_mesh)
+        x.unsharded_layout.mesh
+        for x in fsdp_params
+        if x.tp_layout is not None and have_same_root(x.unsharded_layout.mesh, dp_mesh)
     )
     common = dp_mesh
     for mesh in meshes:
@@ -306,10 +308,10 @@ def _replicate_on(fsdp_param: FSDPParam, mesh: DeviceMesh) -> None:
     comm = communicator_of(mesh)
     if tensors_with_values(comm, new_dims, [old]):
         local = broadcast_from_first(comm, local, new_dims)
-    fsdp_param.stored_layout = spelled_on(mesh, layout)
-    fsdp_param.unsharded_layout = spelled_on(mesh, fsdp_param.unsharded_layout)
+    fsdp_param.stored_layout = layout_on_larger_mesh(mesh, layout)
+    fsdp_param.unsharded_layout = layout_on_larger_mesh(mesh, fsdp_param.unsharded_layout)
     fsdp_param.parameter = nn.Parameter(wrap(local, fsdp_param.stored_layout), requires_grad=old.requires_grad)
-    Attributes.of(old).set_on(fsdp_param.parameter)
+    ParamAttributes.of(old).set_on(fsdp_param.parameter)
     fsdp_param.parameter._data_parallel = old._data_parallel  # type: ignore[attr-defined]
     fsdp_param.put_value(fsdp_param.parameter)
     note_replaced(old, "fully_shard", fsdp_param)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ...base.group_by import by_key
+from ...base.group_by import group_by_key
 from ...errors import ContradictionError, UnitError
 from .buffers import ModuleBuffers
 from .dp_modes import MeshAxes, make_sharding_axes
@@ -100,7 +100,7 @@ def _make_unit(
     axes = axes_on_common_root(axes, modules)
     fsdp_params = make_fsdp_params(modules, axes, ignored, "fully_shard", placement_fn)
     buffers = ModuleBuffers([below for one in modules for below in one.modules()], axes)
-    by_axes: dict[MeshAxes, list[FSDPParam]] = {axes: []} | by_key((x.axes, x) for x in fsdp_params)
+    by_axes: dict[MeshAxes, list[FSDPParam]] = {axes: []} | group_by_key((x.axes, x) for x in fsdp_params)
     unit = FSDPUnit(modules, [ParamGroup(own, each, policy) for each, own in by_axes.items()], buffers, axes, policy)
     for group in unit.groups:
         group.reshard_group = make_reshard_group(group.axes, reshard_after_forward)

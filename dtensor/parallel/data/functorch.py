@@ -12,11 +12,11 @@ from typing import Any
 
 from ...base.torch_internals import tree_map
 from ...comm import PerRank, shards_of
-from ...dispatch.functorch import placed_of
+from ...dispatch.functorch import mesh_and_placements_of
 from ...errors import MeshError, UnsupportedOperationError
 from ...placement import Partial
-from ...ranks.functorch import as_one, each_rank, seen
-from ...tensor.autograd import as_local, from_pieces, laid
+from ...ranks.functorch import join_ranks, split_ranks, unwrap_functorch
+from ...tensor.autograd import from_local_recorded, redistribute_if_needed, to_local_tensor
 from ...tensor.dtensor import DTensor
 from .all_gather_extensions import AllGatherExtensions
 from .fsdp_param import FSDPParam
@@ -38,7 +38,7 @@ def wrap_ranks_as_one(output: Any) -> Any:
     """Return a module's output with each ``PerRank`` as one tensor: transforms do not know ``PerRank``."""
 
     def wrap_one(x: Any) -> Any:
-        return as_one(x.shards, PerRank) if isinstance(x, PerRank) else x
+        return join_ranks(x.shards, PerRank) if isinstance(x, PerRank) else x
 
     return tree_map(wrap_one, output, is_leaf=lambda x: isinstance(x, PerRank))
 
@@ -53,16 +53,16 @@ def _unshard_differentiably(group: ParamGroup, fsdp_param: FSDPParam, has_distri
     if axes.offload is not None:
         x = x.to(axes.mesh.device_type)
     dtype, layout, dp_dims = group.compute_dtype(fsdp_param), fsdp_param.unsharded_layout, axes.mesh._dims
-    unsharded = laid(x.to(dtype), layout.placements)
+    unsharded = redistribute_if_needed(x.to(dtype), layout.placements)
     if has_distributed_batch:
         return unsharded
     pairs = zip(layout.placements, layout.mesh._dims, strict=True)
     grad_placements = [Partial("avg") if dims in dp_dims else placement for placement, dims in pairs]
-    local = each_rank(as_local(unsharded, grad_placements))
+    local = split_ranks(to_local_tensor(unsharded, grad_placements))
     if fsdp_param.tp_layout is None:
         return local
     tp_layout = fsdp_param.tp_layout.replace(dtype=dtype)
-    return from_pieces(tp_layout, tp_layout, False, *shards_of(local))
+    return from_local_recorded(tp_layout, tp_layout, False, *shards_of(local))
 
 
 def _differentiated_value(fsdp_param: FSDPParam) -> Any:
@@ -73,8 +73,8 @@ def _differentiated_value(fsdp_param: FSDPParam) -> Any:
     """
     module, name = fsdp_param.locations[0]
     value: Any = module._parameters[name]
-    unwrapped, stored = seen(value), fsdp_param.stored_layout
-    if not isinstance(unwrapped, DTensor) or placed_of(value)[1] != stored.placements or value.shape != stored.shape:
+    unwrapped, stored = unwrap_functorch(value), fsdp_param.stored_layout
+    if not isinstance(unwrapped, DTensor) or mesh_and_placements_of(value)[1] != stored.placements or value.shape != stored.shape:
         raise MeshError(
             f"{fsdp_param.describe()} was replaced by a {type(unwrapped).__name__} of {value.shape}; it was {stored!r}"
         )

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from ...base.patches import changed
+from ...base.patches import patch_applied
 from ...base.torch_internals import DisableTorchFunctionSubclass
 from ...comm import shards_of
 from ...errors import UnsupportedOperationError
 from ...tensor.dtensor import wrap
-from ...tensor.leaf_gradients import is_told_to_nobody
+from ...tensor.leaf_gradients import has_no_other_hooks
 from .fsdp_param import FSDPParam
 from .grad_reduction import GradReduction, defer_hooks, start_reductions
 from .param_group import Column, ParamGroup
@@ -191,7 +191,7 @@ class GradAccumulation:
 
 def _has_hooks(group: ParamGroup) -> bool:
     with DisableTorchFunctionSubclass():  # attribute reads take half the time
-        return not all(is_told_to_nobody(x.parameter) for x in group.fsdp_params)
+        return not all(has_no_other_hooks(x.parameter) for x in group.fsdp_params)
 
 
 # --- columns: unsharded gradients of one parameter, by local member --------------------------------------------------
@@ -261,7 +261,7 @@ def _patch_zero_grad() -> None:
             clear_pending({id(parameter) for group in self.param_groups for parameter in group["params"]}, set_to_none)
 
     Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]  # see interop.patch_catalog
-    changed("torch.optim.optimizer.Optimizer.zero_grad")
+    patch_applied("torch.optim.optimizer.Optimizer.zero_grad")
 
 
 def clear_pending(parameter_ids: Container[int], to_none: bool) -> None:

@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...base.recorder_hooks import aside
+from ...base.recorder_hooks import untracked
 from ...base.torch_internals import DisableTorchFunctionSubclass
 from ...comm import Pending, shards_of
-from ...comm.checked_collectives import says
-from ...comm.events import because
-from ...dispatch.version_counters import stamp
+from ...comm.checked_collectives import compare_text
+from ...comm.events import issue_for_cause
+from ...dispatch.version_counters import take_snapshot
 from ...errors import DTensorError
 from ...layout.layout import Layout
 from ...tensor.dtensor import wrap
-from ...tensor.leaf_gradients import is_told_to_nobody
-from ...tensor.observers import observed
+from ...tensor.leaf_gradients import has_no_other_hooks
+from ...tensor.observers import ACTIVE_OBSERVERS
 from .custom_collectives import CommHookReducer
 from .param_group import Column, ParamGroup
 from .policy import HostOffload
@@ -66,7 +66,7 @@ class GradReduction:
                 )
         self._op = "avg" if average and self._divide_factor is None else "sum"
         if self._divide_factor is not None:
-            says(group.axes.mesh, f"gradients divided by {self._divide_factor}")
+            compare_text(group.axes.mesh, f"gradients divided by {self._divide_factor}")
         self._buckets: dict[int, list[Tensor]] | None = None  # by member: buffers of unsharded gradients, which are used again
         self._keeps_grads_in_buckets = False
         self._flat: Any = None  # the reduced gradients and flags
@@ -74,7 +74,7 @@ class GradReduction:
         self._host_copy_waits: list[Callable[[], Any]] = []
         self._first_round = self._issue([gradients[i] for i in self.indices])
 
-    @partial(because, "reduce gradients")
+    @partial(issue_for_cause, "reduce gradients")
     def _issue(self, columns: Sequence[Column]) -> Pending[Tensor]:
         group, comm, axes, dtype = self.group, self.group.comm, self.group.axes, self._dtype
         device, in_process = torch.device(axes.mesh.device_type), comm.holds_all
@@ -230,7 +230,7 @@ class GradReduction:
         return [*blocks, flags]
 
 
-@aside
+@untracked
 def _read_flags(flags: Any) -> list[list[float]]:
     """Return the flags of all local members. They depend only on what the ranks' programs did, so a replay may reuse them."""
     return [shard.tolist() for shard in shards_of(flags)]
@@ -270,7 +270,9 @@ def start_reductions(
 def accumulate_grads(grads: Sequence[tuple[Any, Any]]) -> None:
     """Do for each pair of parameter and gradient what autograd does for leaves: hooks, ``.grad``, and the hooks after that."""
     with DisableTorchFunctionSubclass():  # attribute reads and writes take half the time
-        if not observed and all(p.grad is None and p._layout is grad._layout and is_told_to_nobody(p) for p, grad in grads):
+        if not ACTIVE_OBSERVERS and all(
+            p.grad is None and p._layout is grad._layout and has_no_other_hooks(p) for p, grad in grads
+        ):
             for parameter, grad in grads:
                 parameter.grad = grad
             return
@@ -289,7 +291,7 @@ def accumulate_grads(grads: Sequence[tuple[Any, Any]]) -> None:
 def defer_hooks(parameters: Sequence[nn.Parameter]) -> None:
     """Make the hooks of these leaves ignore autograd's next visit, which has no gradient: :func:`accumulate_grads` calls them."""
     with DisableTorchFunctionSubclass():
-        hooked = [p for p in parameters if not is_told_to_nobody(p)]
+        hooked = [p for p in parameters if not has_no_other_hooks(p)]
     for parameter in hooked:
         grad_hooks: Any = parameter._backward_hooks or {}
         for key, hook in grad_hooks.items():
@@ -323,4 +325,4 @@ class _SkipUnchanged:
 
 def _grad_version(parameter: nn.Parameter) -> Any:
     grad = parameter.grad
-    return None if grad is None else stamp(grad)
+    return None if grad is None else take_snapshot(grad)

@@ -16,19 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...base.recorder_hooks import ACTIVE, Between, current
+from ...base.recorder_hooks import ACTIVE_RECORDERS, CrossCallState, current_recorder
 from ...base.selective_checkpoint import hides_from_policies
 from ...comm import Communicator, Pending, communicator_of, each_shard, expect_locals, shards_of
-from ...comm.backend_base import Run
-from ...comm.events import because
-from ...dispatch.version_counters import Stamp, stamp
+from ...comm.communicator import BoundCollective
+from ...comm.events import issue_for_cause
+from ...dispatch.version_counters import VersionSnapshot, take_snapshot
 from ...errors import DTensorError, UnitError
 from ...layout.layout import Layout
-from ...layout.on_other_mesh import within
+from ...layout.on_other_mesh import layout_on_smaller_mesh
 from ...mesh.device_mesh import DeviceMesh
-from ...redistribute.flat_buffer import Rows
+from ...redistribute.flat_buffer import FlatRows
 from ...tensor.dtensor import wrap
-from ...tensor.views.block_owners import locals_of
+from ...tensor.views.block_owners import local_tensors_of
 from .all_gather_extensions import AllGatherExtensions
 from .custom_collectives import CommSettings, gather_rows, scatter_row
 from .dp_modes import MeshAxes
@@ -65,13 +65,13 @@ class ParamGroup:
     """
 
     def __init__(self, fsdp_params: Sequence[FSDPParam], axes: MeshAxes, policy: MixedPrecisionPolicy, name: str = "") -> None:
-        self.name = name or f"unit {axes.mesh._root.next_unit(axes.mesh._dims)}"
+        self.name = name or f"unit {axes.mesh._root.count_unit(axes.mesh._dims)}"
         self.axes, self.policy, self.settings = axes, policy, CommSettings()
         self.fsdp_params: list[FSDPParam] = []
         self.live_uses, self.has_values_in_modules, self.num_pending_uses = dict[Any, int](), False, 0
         self.reshard_group: ReshardGroup | None = None
-        self.accumulated_grads: dict[int, Any] = Between()
-        self.scattered_grads: dict[Any, Any] = Between()
+        self.accumulated_grads: dict[int, Any] = CrossCallState()
+        self.scattered_grads: dict[Any, Any] = CrossCallState()
         self.unsharded = UnshardedState()
         expect_locals(axes.mesh)
         self.add_params(fsdp_params)
@@ -107,11 +107,11 @@ class ParamGroup:
     def clear_derived_state(self) -> None:
         """Drop the buffer and everything that was computed from the list of parameters."""
         self.unsharded = UnshardedState(version=self.unsharded.version)
-        self._param_rows: dict[int, Rows] = {}
-        self._extension_rows: dict[int, Rows] = {}
+        self._param_rows: dict[int, FlatRows] = {}
+        self._extension_rows: dict[int, FlatRows] = {}
         self._extension_inputs: list[Any] = []  # inputs of the all-gather in flight, if a parameter has an extension
         self._row_views = RowViewCache()
-        self._bound_collectives: dict[Any, Run] = {}
+        self._bound_collectives: dict[Any, BoundCollective] = {}
         self._layouts_in_use: dict[DeviceMesh | None, list[Layout | None]] = {}
         self._owner_indices: dict[DeviceMesh | None, list[int]] = {}
         self.declared_use: Any = None
@@ -147,7 +147,7 @@ class ParamGroup:
         elif fsdp_param.tp_layout is not None:
             layout = fsdp_param.unsharded_layout
         else:
-            layout = within(fsdp_param.unsharded_layout, batch_mesh)
+            layout = layout_on_smaller_mesh(fsdp_param.unsharded_layout, batch_mesh)
         return None if layout is None else layout.replace(dtype=self.compute_dtype(fsdp_param), stride=None)
 
     def _get_layouts_in_use(self, batch_mesh: DeviceMesh | None) -> list[Layout | None]:
@@ -192,13 +192,13 @@ class ParamGroup:
             self.has_values_in_modules = False
 
     # --- unshard and reshard -----------------------------------------------------------------------------------------
-    def _refresh_params(self) -> Stamp:
+    def _refresh_params(self) -> VersionSnapshot:
         """Take over what programs did to the parameters, and return their version snapshot."""
         if sum(map(FSDPParam.refresh, self.fsdp_params)):
             self.declared_use = None
-        return stamp(*[x.parameter for x in self.fsdp_params])
+        return take_snapshot(*[x.parameter for x in self.fsdp_params])
 
-    def check_unchanged(self, version: Stamp | None) -> Stamp:
+    def check_unchanged(self, version: VersionSnapshot | None) -> VersionSnapshot:
         """Return the version snapshot of the parameters. Backward needs the values of forward, which had ``version``.
 
         Raises:
@@ -214,7 +214,7 @@ class ParamGroup:
         return current_version
 
     @hides_from_policies
-    def start_unshard(self, version: Stamp | None = None) -> None:
+    def start_unshard(self, version: VersionSnapshot | None = None) -> None:
         """Issue the all-gather, unless the gathered values are up to date.
 
         Args:
@@ -222,7 +222,7 @@ class ParamGroup:
         """
         if not self.fsdp_params:
             return
-        if ACTIVE and (recorder := current()) is not None:
+        if ACTIVE_RECORDERS and (recorder := current_recorder()) is not None:
             recorder.apart(self, {"unsharded": UnshardedState()})
         version = self._refresh_params() if version is None else version
         state = self.unsharded
@@ -250,7 +250,7 @@ class ParamGroup:
         else:
             state.pending = self._issue_all_gather(locals_, version)
 
-    def _issue_all_gather(self, locals_: list[Any], version: Stamp) -> Pending[Any]:
+    def _issue_all_gather(self, locals_: list[Any], version: VersionSnapshot) -> Pending[Any]:
         device, offload = self.axes.mesh.device_type, self.axes.offload
         concatenate: Callable[[list[Tensor]], Tensor] = torch.cat if offload is None else offload.concatenate
         if self._extensions is not None:
@@ -266,7 +266,7 @@ class ParamGroup:
             row = self.comm.map(lambda _, x: x.to(device, non_blocking=True), row)
         return self._get_or_bind(self.settings.all_gather, self._bind_all_gather)(row)
 
-    def _bind_all_gather(self) -> Run:
+    def _bind_all_gather(self) -> BoundCollective:
         """Return a function that gathers the rows of all members of a rank's group."""
         custom, receive_dtype = self.settings.all_gather, self._gathered_rows(self.comm.held[0]).seen
         if custom is not None:
@@ -275,29 +275,29 @@ class ParamGroup:
             self.axes.shard, lambda member: self._gathered_rows(member).lengths, receive_dtype, self.name
         )
 
-    def bind_reduce_scatter(self, indices: Sequence[int], dtype: torch.dtype, op: str) -> Run:
+    def bind_reduce_scatter(self, indices: Sequence[int], dtype: torch.dtype, op: str) -> BoundCollective:
         """Return a function that reduce-scatters the gradients of the parameters at ``indices``, followed by a flag for each."""
         custom, comm = self.settings.reduce_scatter, self.settings.reduce_scatter_comm or self.comm
 
         def part_lengths(member: int) -> list[int]:
             return self.param_rows(member).parts(indices, len(indices))
 
-        def bind() -> Run:
+        def bind() -> BoundCollective:
             if custom is not None:
                 return functools.partial(scatter_row, self.axes, custom, op, part_lengths)
             return comm.bind_scatter(self.axes.reduce_scatter, part_lengths, op, dtype, self.name)
 
         return self._get_or_bind((tuple(indices), dtype, op, custom, comm), bind)
 
-    def _get_or_bind(self, key: Any, bind: Callable[[], Run]) -> Run:
+    def _get_or_bind(self, key: Any, bind: Callable[[], BoundCollective]) -> BoundCollective:
         run = self._bound_collectives.get(key)
         if run is None:
             run = self._bound_collectives[key] = bind()
         return run
 
     @hides_from_policies
-    @functools.partial(because, "gather parameters")
-    def unshard(self, version: Stamp | None = None) -> None:
+    @functools.partial(issue_for_cause, "gather parameters")
+    def unshard(self, version: VersionSnapshot | None = None) -> None:
         """Fill the buffer with the unsharded values; ``version``: see :meth:`start_unshard`."""
         self.start_unshard(version)
         state = self.unsharded
@@ -375,7 +375,7 @@ class ParamGroup:
         all-gather extension or of a recorder are not counted: the program has no access to them.
         """
         state = self.unsharded
-        if state.is_recorded or self.needs_no_gather or not state.is_filled or self._extensions is not None or ACTIVE:
+        if state.is_recorded or self.needs_no_gather or not state.is_filled or self._extensions is not None or ACTIVE_RECORDERS:
             return False
         return state.storage.has_other_uses()
 
@@ -391,7 +391,7 @@ class ParamGroup:
             addresses = [range(x.data_ptr(), x.data_ptr() + x.nbytes) for x in shards_of(value)]
             for module in modules:
                 for name, x in [*module._parameters.items(), *module._buffers.items()]:
-                    shards = [] if x is None else locals_of(x)
+                    shards = [] if x is None else local_tensors_of(x)
                     pairs = zip(shards, addresses, strict=False)
                     if any(shard in storage and shard.data_ptr() in address for shard, address in pairs):
                         raise UnitError(
@@ -402,7 +402,7 @@ class ParamGroup:
                         )
 
     # --- rows --------------------------------------------------------------------------------------------------------
-    def _gathered_rows(self, member: int) -> Rows:
+    def _gathered_rows(self, member: int) -> FlatRows:
         """Return the offsets of what is gathered, for one member: parameters, or the inputs of all-gather extensions."""
         if self._extensions is None:
             return self.param_rows(member)
@@ -410,11 +410,11 @@ class ParamGroup:
             self._extension_rows[member] = self._extensions.make_rows(member, _ALIGNMENT)
         return self._extension_rows[member]
 
-    def param_rows(self, member: int) -> Rows:
+    def param_rows(self, member: int) -> FlatRows:
         """Return the offsets of the parameters' shards, for one member."""
         if member not in self._param_rows:
             group = self.axes.mesh.members_of(self.axes.shard, member)
             layouts = [(x.stored_layout, x.unsharded_layout) for x in self.fsdp_params]
             is_sharded = [x.shard_dim is not None for x in self.fsdp_params]
-            self._param_rows[member] = Rows.of(layouts, self.dtypes, is_sharded, member, group, _ALIGNMENT)
+            self._param_rows[member] = FlatRows.of(layouts, self.dtypes, is_sharded, member, group, _ALIGNMENT)
         return self._param_rows[member]

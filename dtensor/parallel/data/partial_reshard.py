@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...comm import communicator_of, reordered
-from ...comm.backend_base import Run
+from ...comm.communicator import BoundCollective
 from ...errors import UnsupportedOperationError
 from .dp_modes import MeshAxes
 
@@ -50,7 +50,7 @@ class ReshardGroup:
         with torch.no_grad():
             return communicator_of(self.axes.mesh).map(own_part, buffer)
 
-    def bind_all_gather(self, numel_of: Callable[[int], int]) -> Run:
+    def bind_all_gather(self, numel_of: Callable[[int], int]) -> BoundCollective:
         """Return a function that gathers the parts to full buffers. ``numel_of(member)``: bytes of a full buffer."""
 
         def part_lengths(k: int) -> list[int]:

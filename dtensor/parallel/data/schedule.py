@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ...base.recorder_hooks import ACTIVE, current
+from ...base.recorder_hooks import ACTIVE_RECORDERS, current_recorder
 from ...base.torch_internals import engine, graph_task
 from ...comm import communicator_of
 from ...errors import DivergenceError, UnitError
@@ -79,7 +79,7 @@ class Schedule:
 
     def begin_forward(self, batch: Sequence[DTensor]) -> None:
         """Start a forward pass. ``batch``: the inputs that are DTensors over the data-parallel mesh dims."""
-        if ACTIVE and (recorder := current()) is not None:
+        if ACTIVE_RECORDERS and (recorder := current_recorder()) is not None:
             recorder.undo(self.reset)
         self.batch_mesh, self._is_end_queued = batch[0].device_mesh if batch else None, False
         pairs = [pair for x in batch for pair in zip(x.device_mesh._dims, x._layout.placements, strict=True)]

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ...base.group_by import by_key
-from ...base.recorder_hooks import aside
+from ...base.group_by import group_by_key
+from ...base.recorder_hooks import untracked
 from ...base.tracing import has_no_values
 from ...comm import communicator_of, shards_of
 from ...errors import PlacementError
@@ -27,7 +27,7 @@ _SAMPLE_SIZE = 64  # elements of a gradient that are compared
 _RELATIVE_NOISE = 2**-16
 
 
-@aside
+@untracked
 def check_tp_replicated_grads(group: ParamGroup, gradients: Mapping[int, Column]) -> None:
     """Compare the first gradients of parameters without tensor parallelism over all tensor-parallel ranks.
 
@@ -43,7 +43,7 @@ def check_tp_replicated_grads(group: ParamGroup, gradients: Mapping[int, Column]
         if x.tp_layout is None and not x.tp_grads_checked and x.stored_layout.mesh != x.axes.mesh
     ]
     if group.axes.mesh.device_type != "meta":
-        for mesh, pairs_here in by_key((pair[0].stored_layout.mesh, pair) for pair in unchecked).items():
+        for mesh, pairs_here in group_by_key((pair[0].stored_layout.mesh, pair) for pair in unchecked).items():
             _compare_over_tp(group, mesh, pairs_here)
 
 

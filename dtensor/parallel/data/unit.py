@@ -17,13 +17,13 @@ from torch.autograd.function import BackwardCFunction
 
 from ...base.torch_internals import engine_runs, functorch_active, graph_stays, graph_task
 from ...comm import shards_of
-from ...dispatch.version_counters import Stamp
+from ...dispatch.version_counters import VersionSnapshot
 from ...errors import DTensorError, UnsupportedOperationError
 from ...mesh.device_mesh import DeviceMesh
-from ...mesh.submesh import same_root
+from ...mesh.submesh import have_same_root
 from ...placement import Partial
-from ...ranks.functorch import seen
-from ...tensor.autograd import move
+from ...ranks.functorch import unwrap_functorch
+from ...tensor.autograd import redistribute_no_grad
 from ...tensor.dtensor import DTensor
 from ...tensor.materialize import check_values
 from .buffers import ModuleBuffers
@@ -146,7 +146,7 @@ class FSDPUnit:
         is_outermost = schedule.depth == 0 and not schedule.is_in_backward()
         schedule.depth += 1  # before anything that may raise: after_forward is always called
         if is_outermost:
-            inputs = map(seen, tensors_in((args, kwargs)))
+            inputs = map(unwrap_functorch, tensors_in((args, kwargs)))
             schedule.begin_forward([x for x in inputs if isinstance(x, DTensor) and self._is_over_dp_mesh(x)])
             if self.post_optim_event is not None:
                 event, self.post_optim_event = self.post_optim_event, None
@@ -209,7 +209,7 @@ class FSDPUnit:
     def _is_over_dp_mesh(self, x: DTensor) -> bool:
         """Return True if the mesh of ``x`` contains all data-parallel mesh dims."""
         mesh = x.device_mesh
-        return same_root(mesh, self.axes.mesh) and set(self.axes.mesh._dims) <= set(mesh._dims)
+        return have_same_root(mesh, self.axes.mesh) and set(self.axes.mesh._dims) <= set(mesh._dims)
 
     def _hook_outputs(self, outputs: Sequence[Tensor], views: UnshardedViews) -> bool:
         """Have :meth:`before_backward` called when a gradient of an output arrives.
@@ -247,7 +247,7 @@ class FSDPUnit:
         for group in self.groups:
             group.start_unshard()
 
-    def unshard(self, versions: Mapping[ParamGroup, Stamp] | None = None) -> None:
+    def unshard(self, versions: Mapping[ParamGroup, VersionSnapshot] | None = None) -> None:
         """Unshard all groups. ``versions``: version snapshots of groups that the caller has refreshed already."""
         for group in self.groups:
             group.unshard(None if versions is None else versions.get(group))
@@ -510,4 +510,4 @@ def _column_of(group: ParamGroup, fsdp_param: FSDPParam, grads: Sequence[Tensor 
             )
         placements = list(fsdp_param.tp_layout.placements)
     target = grad._layout.replace(placements=placements)
-    return shards_of((grad if target is grad._layout else move(grad, target))._local)
+    return shards_of((grad if target is grad._layout else redistribute_no_grad(grad, target))._local)

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ...base.tensor_tree import leaves
+from ...base.tensor_tree import iter_tree_leaves
 from ...base.torch_internals import is_traceable_wrapper_subclass, tree_leaves, tree_map
 from ...comm import PerRank, shards_of
-from ...dispatch.version_counters import Stamp
+from ...dispatch.version_counters import VersionSnapshot
 from ...errors import DTensorError
 from ...placement import Partial
-from ...tensor.autograd import OWN_USES
-from ...tensor.views.block_owners import locals_of
-from ...tensor.views.lazy_view import RemoteView
+from ...tensor.autograd import BATCH_GRAD_PLACEMENTS
+from ...tensor.views.block_owners import local_tensors_of
+from ...tensor.views.lazy_view import LazyView
 from .param_group import ParamGroup
 from .unsharded_storage import UnshardedStorage
 
@@ -97,7 +97,7 @@ class ForwardUse:
     """
 
     group: ParamGroup
-    version: Stamp | None
+    version: VersionSnapshot | None
     input_grads: InputGradients
     has_run: bool = False
     is_complete: bool = False
@@ -145,7 +145,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     found: list[Tensor] = []
-    for x in leaves(value):
+    for x in iter_tree_leaves(value):
         if isinstance(x, Tensor):
             found.append(x)
         elif type(x) not in _LEAVES_WITHOUT_TENSORS:
@@ -193,14 +193,14 @@ def _unsharded_storages(groups: Sequence[ParamGroup]) -> list[UnshardedStorage]:
 
 def _is_in(storages: Sequence[UnshardedStorage], x: Any) -> bool:
     """Return True if a local tensor of ``x`` is in one of the storages."""
-    while isinstance(x, RemoteView):  # its local tensors are computed when they are read
+    while isinstance(x, LazyView):  # its local tensors are computed when they are read
         x = x._origin.base
     return any(part in storage for part in _plain_parts(x) for storage in storages)
 
 
 def _plain_parts(x: Any) -> Iterator[Tensor]:
     """Yield the plain tensors of which the local tensors of ``x`` are made."""
-    for shard in locals_of(x):
+    for shard in local_tensors_of(x):
         if is_traceable_wrapper_subclass(shard):
             for name in shard.__tensor_flatten__()[0]:  # type: ignore[attr-defined]  # a traceable subclass has it
                 yield from _plain_parts(getattr(shard, name))
@@ -221,7 +221,7 @@ def declare_partial_use(parameters: Iterable[Any], batch_dims: Set[tuple[int, ..
         uses = by_mesh.get(id(mesh))
         if uses is None:
             uses = by_mesh[id(mesh)] = {i: Partial(op) for i, dims in enumerate(mesh._dims) if dims in batch_dims}
-        x.__dict__[OWN_USES] = uses
+        x.__dict__[BATCH_GRAD_PLACEMENTS] = uses
 
 
 def declare_outside_use(groups: Iterable[ParamGroup], schedule: Any) -> None:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from ...base.recorder_hooks import ACTIVE, effect
+from ...base.recorder_hooks import ACTIVE_RECORDERS, recorded_mutation
 from ...base.torch_internals import set_version_counter, storage_use_count
 from ...comm import shards_of
-from ...dispatch.version_counters import Stamp
+from ...dispatch.version_counters import VersionSnapshot
 
 
 class UnshardedStorage:
@@ -54,7 +54,7 @@ class UnshardedStorage:
             _resize_storage(x, 0)
 
 
-@effect
+@recorded_mutation
 def _resize_storage(x: Tensor, nbytes: int) -> None:
     x.untyped_storage().resize_(nbytes)
 
@@ -64,17 +64,17 @@ class RowViewCache:
 
     def __init__(self) -> None:
         self._views: list[Any] = []
-        self._version: Stamp | None = None
+        self._version: VersionSnapshot | None = None
 
-    def get_or_make(self, locals_: Sequence[Any], version: Stamp, make: Callable[[], list[Any]]) -> list[Any]:
+    def get_or_make(self, locals_: Sequence[Any], version: VersionSnapshot, make: Callable[[], list[Any]]) -> list[Any]:
         """Return ``make()`` or its cached result. ``version``: the version snapshot of ``locals_``.
 
         Results in other memory than that of ``locals_`` are copies, which are not cached.
         """
-        if self._version is not None and self._version.lies_as(version) and not ACTIVE:
+        if self._version is not None and self._version.has_same_memory(version) and not ACTIVE_RECORDERS:
             return self._views
         views, storage = make(), UnshardedStorage(x for local in locals_ for x in shards_of(local))
-        if not ACTIVE and all(x in storage for local in views for x in shards_of(local)):
+        if not ACTIVE_RECORDERS and all(x in storage for local in views for x in shards_of(local)):
             self._views, self._version = views, version
         return views
 
@@ -137,7 +137,7 @@ class UnshardedState:
     """
 
     is_filled: bool = False
-    version: Stamp | None = None
+    version: VersionSnapshot | None = None
     pending: Any = None
     resharded_part: Any = None
     buffer: Any = None
@@ -165,7 +165,7 @@ class SendBufferPool:
 
         Return None if the caller should allocate: on devices other than the CPU, and while a recorder is active.
         """
-        if device.type != "cpu" or ACTIVE:
+        if device.type != "cpu" or ACTIVE_RECORDERS:
             return None
         sizes = list(map(Tensor.numel, self._free))
         fitting = [size for size in sizes if size >= nbytes]
@@ -177,9 +177,9 @@ class SendBufferPool:
     def get_or_make_ones(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a tensor of ``count`` ones, which callers must not write. It is made on ``device``: a copy would block."""
         key = count, dtype, device
-        if ACTIVE or key not in self._ones:
+        if ACTIVE_RECORDERS or key not in self._ones:
             made = torch.ones(count, dtype=dtype, device=device)
-            return made if ACTIVE else self._ones.setdefault(key, made)
+            return made if ACTIVE_RECORDERS else self._ones.setdefault(key, made)
         return self._ones[key]
 
     def give_back(self, buffer: Tensor) -> None:

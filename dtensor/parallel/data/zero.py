@@ -16,20 +16,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...base.group_by import by_key
-from ...base.recorder_hooks import ACTIVE, current
-from ...base.tensor_tree import mapped
+from ...base.group_by import group_by_key
+from ...base.recorder_hooks import ACTIVE_RECORDERS, current_recorder
+from ...base.tensor_tree import map_tensors
 from ...comm import communicator_of, shards_of
-from ...comm.flat_rows import apart
-from ...dispatch.version_counters import Stamp, stamp
+from ...comm.flat_rows import split_row
+from ...dispatch.version_counters import VersionSnapshot, take_snapshot
 from ...errors import MeshError, UnsupportedOperationError
 from ...layout.layout import Layout
 from ...mesh.device_mesh import DeviceMesh, as_mesh
-from ...mesh.submesh import same_root
+from ...mesh.submesh import have_same_root
 from ...placement import Placement, Replicate, Shard
 from ...redistribute import execute_many, plan, redistribute_local
 from ...tensor.dtensor import DTensor, wrap
-from .dp_modes import WAYS, MeshAxes
+from .dp_modes import DP_MODES, MeshAxes
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -97,10 +97,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         if process_group is not None:
             mesh = DeviceMesh.from_group(process_group, groups[0]["params"][0].device.type)
         self.mesh = _find_mesh(groups, mesh)
-        self._axes = MeshAxes(self.mesh, WAYS["ZeRO-1"])
+        self._axes = MeshAxes(self.mesh, DP_MODES["ZeRO-1"])
         self._consolidated: dict[str, Any] | None = None
         self._sharded_params: list[_ShardedParam] = []
-        self._param_versions: dict[int, Stamp] = {}  # by index: version of the parameter when its shard was equal
+        self._param_versions: dict[int, VersionSnapshot] = {}  # by index: version of the parameter when its shard was equal
         inner_groups = [{**group, "params": self._shard_params(group["params"])} for group in groups]
         self.inner = optimizer_class(inner_groups, **defaults)
         super().__init__(groups, self.inner.defaults)
@@ -126,13 +126,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if ACTIVE and (recorder := current()) is not None:  # replays do not check versions, and set no options
+        if ACTIVE_RECORDERS and (recorder := current_recorder()) is not None:  # replays do not check versions, and set no options
             recorder.apart(self, {"_param_versions": dict.fromkeys(self._param_versions)})
             recorder.apart(self.inner, {"param_groups": [dict(group) for group in self.inner.param_groups]})
         self._pass_options()
         with torch.no_grad():
             for k, x in enumerate(self._sharded_params):
-                if self._param_versions[k] != stamp(x.parameter):  # written to or loaded since the last step
+                if self._param_versions[k] != take_snapshot(x.parameter):  # written to or loaded since the last step
                     x.shard._local.copy_(self._own_shard(x.parameter.detach(), x.state))
                 grad = x.parameter.grad
                 x.shard.grad = None if grad is None else wrap(self._own_shard(grad, x.state), x.state)
@@ -140,7 +140,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             self._gather_params([x for x in self._sharded_params if x.shard.grad is not None])
             for k, x in enumerate(self._sharded_params):
                 x.shard.grad = None
-                self._param_versions[k] = stamp(x.parameter)
+                self._param_versions[k] = take_snapshot(x.parameter)
         return loss
 
     def _pass_options(self) -> None:
@@ -155,7 +155,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         added = self._sharded_params[len(self._sharded_params) - len(made) :]
         distributed = [x for x in added if x.state is not x.stored and not x.shard.is_meta]
         sharded = [x for x in distributed if all(local.is_contiguous() for local in shards_of(x.shard._local))]
-        for (mesh, _), shards in by_key(((x.state.mesh, x.state.dtype), x.shard) for x in sharded).items():
+        for (mesh, _), shards in group_by_key(((x.state.mesh, x.state.dtype), x.shard) for x in sharded).items():
             comm = communicator_of(mesh)
             if comm.held:
                 joined = comm.map(_concatenate, *[shard._local for shard in shards])
@@ -168,7 +168,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         state = self._state_layout(stored)
         with torch.no_grad():
             made = nn.Parameter(wrap(self._own_shard(p.detach(), state), state))
-        self._param_versions[len(self._sharded_params)] = stamp(p)
+        self._param_versions[len(self._sharded_params)] = take_snapshot(p)
         self._sharded_params.append(_ShardedParam(p, made, stored, state))
         return made
 
@@ -177,7 +177,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
         One tensor dim is sharded, evenly if possible.
         """
-        is_own_root = same_root(stored.mesh, self.mesh)
+        is_own_root = have_same_root(stored.mesh, self.mesh)
         shard_mesh_dims = {self.mesh._dims[i] for i in self._axes.dims_with(self._axes.mode.state, "S")} if is_own_root else set()
         mesh_dims = [
             i for i, old in enumerate(stored.placements) if old.is_replicate() and stored.mesh._dims[i] in shard_mesh_dims
@@ -239,7 +239,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     def consolidated_state_dict(self) -> dict[str, Any]:
         """Return the state dict of the plain optimizer, with full plain tensors, on every rank."""
         self._pass_options()
-        return mapped(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, self.inner.state_dict())
+        return map_tensors(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, self.inner.state_dict())
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Make :meth:`state_dict` return :meth:`consolidated_state_dict` until the next step, on all ranks, not only ``to``."""
@@ -267,7 +267,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
 
 def _concatenate(member: int, *shards: Tensor) -> list[Tensor]:
-    return apart(torch.cat([shard.reshape(-1) for shard in shards]), [shard.shape for shard in shards])
+    return split_row(torch.cat([shard.reshape(-1) for shard in shards]), [shard.shape for shard in shards])
 
 
 def _on_all_ranks(value: Tensor, mesh: DeviceMesh) -> Any:

@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 from torch import nn
 
-from ...base.validation import whole
+from ...base.validation import check_int
 from ...errors import StyleError
 from ...mesh.device_mesh import DeviceMesh, as_mesh
 from ...placement import Placement, Replicate, Shard
-from ...tensor.distribute import replicate_own
+from ...tensor.distribute import replicate_own_tensors
 from ...tensor.dtensor import DTensor
 from .fused_weights import distribute_fused_parameter
 from .style import (
@@ -198,7 +198,7 @@ class ColwiseParallel(_MatrixParallel):
         parts: int = 1,
     ) -> None:
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
-        if (count := whole(parts, "ColwiseParallel(parts=)")) < 1:
+        if (count := check_int(parts, "ColwiseParallel(parts=)")) < 1:
             raise StyleError(f"ColwiseParallel(parts=) takes the number of fused matrices, at least 1, got {count}")
         if count > 1 and self._prepare_output_fn is not _MatrixParallel._prepare_output_fn:
             raise StyleError(
@@ -300,7 +300,7 @@ class SequenceParallel(ParallelStyle):
     # --- named and called as in PyTorch, for subclasses --------------------------------------------------------------
     def _replicate_module_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         """Replicate the parameters and buffers of ``module``."""
-        replicate_own(module, device_mesh, self.src_data_rank)
+        replicate_own_tensors(module, device_mesh, self.src_data_rank)
 
     @staticmethod
     def _prepare_input_fn(sequence_sharding: Sequence[Placement], mod: nn.Module, inputs: Any, device_mesh: Any) -> Any:

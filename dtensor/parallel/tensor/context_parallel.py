@@ -22,13 +22,13 @@ from torch.utils import swap_tensors
 
 from ...base.torch_internals import tree_leaves
 from ...comm import PerRank, communicator_of, shards_of
-from ...comm.checked_collectives import says
+from ...comm.checked_collectives import compare_text
 from ...errors import LayoutError, MeshError, UnsupportedOperationError
 from ...mesh.device_mesh import DeviceMesh, as_mesh
 from ...placement import Shard
-from ...rules.aten.attention.ring import Ring, attend, attend_backward
+from ...rules.aten.attention.ring import Ring, attend_on_ring, attend_on_ring_backward
 from ...tensor.dtensor import DTensor
-from .cp_sequence_order import Order
+from .cp_sequence_order import SequenceOrder
 
 __all__ = ["context_parallel", "context_parallel_unshard"]
 
@@ -77,7 +77,7 @@ def context_parallel(
     """
     mesh, buffers, dims = _as_flat_mesh(mesh), list(buffers or ()), list(buffer_seq_dims or ())
     not_restored = [id(buffer) for buffer in no_restore_buffers or ()]
-    order = Order(_sequence_length(buffers, dims, not_restored), mesh.size(), load_balance)
+    order = SequenceOrder(_sequence_length(buffers, dims, not_restored), mesh.size(), load_balance)
     if mesh.size() == 1:
         yield
         return
@@ -87,7 +87,7 @@ def context_parallel(
             undo = _swap_buffer(buffer, order.shard_of(mesh, full, dim))
             if id(buffer) not in not_restored:
                 stack.callback(undo)
-        stack.enter_context(AroundTheRing(mesh, order))
+        stack.enter_context(RingAttentionMode(mesh, order))
         yield
 
 
@@ -120,7 +120,7 @@ def context_parallel_unshard(
     for buffer, dim in zip(buffers, seq_dims, strict=True):
         dim %= buffer.ndim
         whole = DTensor.from_local(buffer, mesh, [Shard(dim)])
-        order = Order(whole.shape[dim], mesh.size(), load_balance)
+        order = SequenceOrder(whole.shape[dim], mesh.size(), load_balance)
         split = whole.layout.splits[dim]
         if mesh.size() > 1 and (split is None or split.sizes != order.shard_sizes):
             raise LayoutError(
@@ -192,7 +192,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, value: Any, ring: Ring) -> Any:
-        out, sums = attend(ring, query, key, value)
+        out, sums = attend_on_ring(ring, query, key, value)
         ctx.ring = ring
         ctx.save_for_backward(query, key, value, out, sums)
         return out
@@ -200,7 +200,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Any) -> Any:
-        return *attend_backward(ctx.ring, grad, *ctx.saved_tensors), None
+        return *attend_on_ring_backward(ctx.ring, grad, *ctx.saved_tensors), None
 
 
 _BACKWARD_FUNCTIONS = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
@@ -208,10 +208,10 @@ _BACKWARD_FUNCTIONS = (Tensor.backward, torch.autograd.backward, torch.autograd.
 _FUSED_ATTENTION = ("multi_head_attention_forward", "_native_multi_head_attention", "_transformer_encoder_layer_fwd")
 
 
-class AroundTheRing(TorchFunctionMode):
+class RingAttentionMode(TorchFunctionMode):
     """Replace attention of local tensors by ring attention over the full sequence."""
 
-    def __init__(self, mesh: DeviceMesh, order: Order) -> None:
+    def __init__(self, mesh: DeviceMesh, order: SequenceOrder) -> None:
         super().__init__()
         self.mesh, self.order = mesh, order
 
@@ -275,7 +275,7 @@ class AroundTheRing(TorchFunctionMode):
         if width != value_width:  # the block operator has one width: zeros do not change a product
             scale = width**-0.5 if scale is None else scale
             query, key, value = (F.pad(x, (0, max(width, value_width) - x.size(-1))) for x in (query, key, value))
-        says(self.mesh, f"attention of parts of a sequence, is_causal={is_causal}, scale={scale}")
+        compare_text(self.mesh, f"attention of parts of a sequence, is_causal={is_causal}, scale={scale}")
         ring = self.order.make_ring(self.mesh, key, value, is_causal, scale)
         out: Tensor = _RingAttention.apply(query, key, value, ring)[..., :value_width]
         match operands[0].ndim:

@@ -11,10 +11,10 @@ from torch import Tensor
 from ...comm import communicator_of
 from ...layout.splits import chunk_sizes, offsets_of
 from ...mesh.device_mesh import DeviceMesh
-from ...rules.aten.attention.ring import Pieces, Ring
+from ...rules.aten.attention.ring import Ring, SequencePieces
 
 
-class Order(NamedTuple):
+class SequenceOrder(NamedTuple):
     """Assignment of the positions of a sequence to ranks.
 
     Attributes:
@@ -22,7 +22,8 @@ class Order(NamedTuple):
         ranks: number of ranks.
         balanced: a rank holds an early and a late block instead of one contiguous block.
 
-    >>> Order(8, 2, True).position_ranges(0), Order(8, 2, True).position_ranges(1), Order(7, 2, False).position_ranges(1)
+    >>> balanced = SequenceOrder(8, 2, True)
+    >>> balanced.position_ranges(0), balanced.position_ranges(1), SequenceOrder(7, 2, False).position_ranges(1)
     ((range(0, 2), range(6, 8)), (range(2, 4), range(4, 6)), (range(4, 7),))
     """
 
@@ -35,7 +36,7 @@ class Order(NamedTuple):
         """Return the number of positions of each rank, equal to the sizes of a ``Shard``."""
         return chunk_sizes(self.length, (self.ranks,))
 
-    def position_ranges(self, index: int) -> Pieces:
+    def position_ranges(self, index: int) -> SequencePieces:
         """Return the ranges of positions that the rank at ``index`` holds."""
         early = [size - size // 2 if self.balanced else size for size in self.shard_sizes]
         late = [size // 2 for size in reversed(self.shard_sizes)] if self.balanced else []
@@ -63,7 +64,7 @@ class Order(NamedTuple):
         """Return the ring around which the ranks send ``key`` and ``value``."""
         around = [(x.size(0), x.size(1), x.size(3)) for x in (key, value)]
 
-        def own_positions(member: int) -> Pieces:
+        def own_positions(member: int) -> SequencePieces:
             return self.position_ranges(mesh.coordinates[member][0])
 
         def local_shapes(member: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from ...base.modes import implicit_replication
 from ...mesh.device_mesh import DeviceMesh
 from ...placement import Partial, Replicate
-from ...ranks.functorch import seen
+from ...ranks.functorch import unwrap_functorch
 from ...tensor.dtensor import DTensor
 from .style import ParallelStyle, as_dtensor, hook_first_output, redistribute_over, require_one_dim, to_local_if
 
@@ -61,7 +61,7 @@ class ShardedExperts(ParallelStyle):
         def enter_module(
             running_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            has_dtensors = any(isinstance(seen(x), DTensor) for x in (*args, *kwargs.values()))
+            has_dtensors = any(isinstance(unwrap_functorch(x), DTensor) for x in (*args, *kwargs.values()))
             sharded_stacks = None if has_dtensors else _sharded_stacks_of(running_module, mesh)
             stack = ExitStack()
             running.append((stack, sharded_stacks is not None))
@@ -90,7 +90,7 @@ class DividedInput(ParallelStyle):
         ranks = require_one_dim(device_mesh, self).size()
 
         def enter_module(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return args if isinstance(seen(args[0]), DTensor) else (args[0] / ranks, *args[1:])
+            return args if isinstance(unwrap_functorch(args[0]), DTensor) else (args[0] / ranks, *args[1:])
 
         module.register_forward_pre_hook(enter_module)
         return module

@@ -21,7 +21,7 @@ from ...placement import Shard
 from ...tensor.distribute import distribute_at, distribute_tensor
 from ...tensor.dtensor import DTensor
 from ...tensor.overrides.table import install_stack_overrides
-from ...tensor.stale_params import Attributes, note_replaced
+from ...tensor.stale_params import ParamAttributes, note_replaced
 
 
 class _StackParametrization(nn.Module):
@@ -60,7 +60,7 @@ def distribute_fused_parameter(module: nn.Module, name: str, mesh: DeviceMesh, d
     install_stack_overrides()
     value = nn.Parameter(parameter.detach(), parameter.requires_grad)  # register_parametrization sets its data to the stack
     module._parameters[name] = value
-    Attributes.of(parameter).set_on(value)
+    ParamAttributes.of(parameter).set_on(value)
     register_parametrization(module, name, _StackParametrization(dim, parts))
     parametrization: Any = module.parametrizations[name]  # type: ignore[index]  # a dict of modules
     distribute_at(parametrization._parameters, "original", mesh, [Shard(dim + 1)], source)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base.group_by import by_key
+from ...base.group_by import group_by_key
 from ...errors import PlacementError
 from ...mesh.device_mesh import DeviceMesh
 from ...placement import Partial, Replicate, Shard
@@ -166,7 +166,7 @@ def mark_styled(module: nn.Module) -> None:
 def hook_modules_with_shared_parameters(root: nn.Module, mesh: DeviceMesh) -> None:
     """Make modules without a style that share a parameter with a styled module take and return replicated tensors."""
     parameters = [(parameter, module) for module in root.modules() for parameter in module._parameters.values()]
-    for modules in by_key(pair for pair in parameters if isinstance(pair[0], DTensor)).values():
+    for modules in group_by_key(pair for pair in parameters if isinstance(pair[0], DTensor)).values():
         unstyled = [module for module in modules if "_replicated_input_hooks" not in module.__dict__]
         for module in unstyled if len(unstyled) < len(modules) else ():
             module.__dict__["_replicated_input_hooks"] = ReplicatedInputs.register_hooks(module, mesh)

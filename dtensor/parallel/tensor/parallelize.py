@@ -12,7 +12,7 @@ from torch import nn
 from ...comm import expect_locals
 from ...errors import PlacementError
 from ...mesh.device_mesh import DeviceMesh, as_mesh
-from ...tensor.stale_params import replacing
+from ...tensor.stale_params import replacing_params
 from .hf_styles import distribute_by_style_name, hook_modules_with_shared_parameters, make_style, mark_styled
 from .shared_input import share_inputs_within
 from .style import ParallelStyle
@@ -61,7 +61,7 @@ def parallelize_module(
                 "RowwiseParallel()})"
             )
     expect_locals(mesh)
-    with replacing(module.modules(), "parallelize_module"):
+    with replacing_params(module.modules(), "parallelize_module"):
         parallelized = _apply_plan(module, mesh, parallelize_plan, src_data_rank, module)
     if mesh.ndim == 1:
         hook_modules_with_shared_parameters(parallelized, mesh)

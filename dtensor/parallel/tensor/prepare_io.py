@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base.tensor_tree import like
+from ...base.tensor_tree import rebuild_sequence
 from ...errors import ContradictionError, PlacementError
 from ...mesh.device_mesh import DeviceMesh, as_mesh
 from ...placement import Placement
@@ -151,7 +151,7 @@ class PrepareModuleOutput(ParallelStyle):
         _check_same_count(values, self.output_layouts, f"outputs of a module with {self!r}", "output")
         pairs = zip(values, self.output_layouts, self.desired_output_layouts, strict=True)
         moved = [_map_nested(x, device_mesh, current, desired, prepare) for x, current, desired in pairs]
-        return moved[0] if single else like(outputs, moved)
+        return moved[0] if single else rebuild_sequence(outputs, moved)
 
 
 class PrepareModuleInputOutput(ParallelStyle):
@@ -215,7 +215,7 @@ def _map_nested(
         named = {
             key: _map_nested(value, mesh, current.get(key), _nested_entry(desired, key), prepare) for key, value in x.items()
         }
-        return named if type(x) is dict else like(x, named)
+        return named if type(x) is dict else rebuild_sequence(x, named)
     if not isinstance(current, Placement):
         if not isinstance(x, (tuple, list)):
             raise PlacementError(f"layouts for {len(current)} values, but the argument is {_describe_type(x)}")
@@ -224,7 +224,7 @@ def _map_nested(
             _map_nested(item, mesh, one, _nested_entry(desired, k), prepare)
             for k, (item, one) in enumerate(zip(x, current, strict=True))
         ]
-        return like(x, moved)
+        return rebuild_sequence(x, moved)
     if not isinstance(x, torch.Tensor):
         raise PlacementError(
             f"the layout {current} is given for {_describe_type(x)}, which is not a tensor; pass None for it, or nested layouts"

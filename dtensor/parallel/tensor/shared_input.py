@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base.mode_stack import Block, Scoped
+from ...base.mode_stack import ModeBlock, ModeStack
 from ...base.selective_checkpoint import policy_mode
 from ...base.torch_internals import forward_ad, functorch_active
-from ...base.tracing import under_way
+from ...base.tracing import is_tracing
 from ...comm import PerRank
-from ...dispatch.functorch import recorded
-from ...dispatch.version_counters import stamp
+from ...dispatch.functorch import make_apply
+from ...dispatch.version_counters import take_snapshot
 from ...layout.layout import Layout
-from ...tensor.autograd import ToLocal, as_local
+from ...tensor.autograd import ToLocal, to_local_tensor
 
 
 class SharedInput:
@@ -45,22 +45,22 @@ class SharedInput:
 
     def get_or_make(self, x: torch.Tensor, key: Hashable, make: Callable[[], Any]) -> Any:
         """Return the cached result for ``x`` and ``key``, or call ``make()`` if there is none or a tensor was written since."""
-        version = x.requires_grad, stamp(x)
+        version = x.requires_grad, take_snapshot(x)
         if self.value is not x or self.version != version:
             self.value, self.version, self.results = x, version, {}
         entry = self.results.get(key)
-        if entry is None or entry[1] != stamp(entry[0]):
+        if entry is None or entry[1] != take_snapshot(entry[0]):
             result = make()
-            entry = self.results[key] = result, stamp(result)
+            entry = self.results[key] = result, take_snapshot(result)
         return entry[0]
 
 
-_ACTIVE_INPUTS: Scoped[SharedInput] = Scoped("shared input")
+_ACTIVE_INPUTS: ModeStack[SharedInput] = ModeStack("shared input")
 
 
 def share_input(x: Any, key: Hashable, make: Callable[[], Any]) -> Any:
     """Return ``make()``, which converts ``x`` as ``key`` describes, or the cached result of an earlier module's equal request."""
-    if torch.compiler.is_compiling() or under_way():  # a traced graph must not depend on a cached value
+    if torch.compiler.is_compiling() or is_tracing():  # a traced graph must not depend on a cached value
         return make()
     active = _ACTIVE_INPUTS.last(None)
     if active is None or not isinstance(x, torch.Tensor) or functorch_active():
@@ -77,15 +77,15 @@ def share_inputs_within(module: nn.Module) -> None:
     if getattr(module, "_shares_inputs", False):
         return
     module._shares_inputs = True  # type: ignore[assignment]
-    entered: list[Block[SharedInput]] = []
+    entered: list[ModeBlock[SharedInput]] = []
 
     def open_cache(*_: Any) -> None:
-        if not (torch.compiler.is_compiling() or under_way()):
+        if not (torch.compiler.is_compiling() or is_tracing()):
             entered.append(_ACTIVE_INPUTS.enter(SharedInput()))
 
     def close_cache(*_: Any) -> None:
         if entered:
-            _ACTIVE_INPUTS.leave_one(entered)
+            _ACTIVE_INPUTS.leave_last(entered)
 
     module.register_forward_pre_hook(open_cache)
     module.register_forward_hook(close_cache, always_call=True)
@@ -100,7 +100,7 @@ class _DetachedToLocal(ToLocal):
         return tuple(piece.detach() for piece in local.shards) if isinstance(local, PerRank) else local.detach()
 
 
-_detached_to_local = recorded(_DetachedToLocal)
+_detached_to_local = make_apply(_DetachedToLocal)
 
 
 def donate_local(x: Any) -> torch.Tensor:
@@ -108,5 +108,5 @@ def donate_local(x: Any) -> torch.Tensor:
 
     No other code may use ``x``, and autograd must not have saved it.
     """
-    traced = torch.compiler.is_compiling() or under_way() or functorch_active() or forward_ad._current_level >= 0
-    return as_local(x) if traced else as_local(x, give=_detached_to_local)
+    traced = torch.compiler.is_compiling() or is_tracing() or functorch_active() or forward_ad._current_level >= 0
+    return to_local_tensor(x) if traced else to_local_tensor(x, give=_detached_to_local)

@@ -14,17 +14,17 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.hooks import RemovableHandle
 
-from ...base.tensor_tree import like
+from ...base.tensor_tree import rebuild_sequence
 from ...comm import shards_of
-from ...dispatch.functorch import layout_of, placed_of
+from ...dispatch.functorch import layout_of, mesh_and_placements_of
 from ...errors import MeshError, PlacementError
-from ...layout.on_other_mesh import cut_by, spelled_on
+from ...layout.on_other_mesh import layout_on_larger_mesh, shard_further
 from ...mesh.device_mesh import DeviceMesh
-from ...mesh.submesh import joined, picked, same_root
+from ...mesh.submesh import have_same_root, join_dims, select_dims
 from ...placement import Placement, Replicate, Shard
-from ...ranks.functorch import each_rank, seen
-from ...tensor.autograd import as_local, laid
-from ...tensor.distribute import distribute_at, replicate_own
+from ...ranks.functorch import split_ranks, unwrap_functorch
+from ...tensor.autograd import redistribute_if_needed, to_local_tensor
+from ...tensor.distribute import distribute_at, replicate_own_tensors
 from ...tensor.dtensor import DTensor
 from .shared_input import donate_local, share_input
 
@@ -156,7 +156,7 @@ def _has_dim(parameter: torch.Tensor, target: torch.Tensor | None, placement: Pl
 def replicate_rest(module: nn.Module, mesh: DeviceMesh, source: int | None) -> None:
     """Replicate the plain parameters and buffers of ``module`` and all its submodules."""
     for submodule in module.modules():
-        replicate_own(submodule, mesh, source)
+        replicate_own_tensors(submodule, mesh, source)
 
 
 # --- values that cross a module's boundary ---------------------------------------------------------------------------
@@ -169,12 +169,12 @@ def redistribute_over(x: DTensor, mesh: DeviceMesh, placement: Placement) -> DTe
     Raises:
         MeshError: the mesh of ``x`` does not have that dim.
     """
-    own_mesh, placements = placed_of(x)
+    own_mesh, placements = mesh_and_placements_of(x)
     if own_mesh == mesh:
         desired: tuple[Placement, ...] = (placement,)
     else:
         desired = tuple(placement if i == mesh_dim_of(own_mesh, mesh) else p for i, p in enumerate(placements))
-    return laid(x, desired)
+    return redistribute_if_needed(x, desired)
 
 
 def make_shared_input(
@@ -193,7 +193,7 @@ def make_shared_input(
 
 def mesh_dim_of(mesh: DeviceMesh, submesh: DeviceMesh) -> int:
     """Return the index in ``mesh`` of the one dim of ``submesh``."""
-    if same_root(mesh, submesh) and submesh._dims[0] in mesh._dims:
+    if have_same_root(mesh, submesh) and submesh._dims[0] in mesh._dims:
         return mesh._dims.index(submesh._dims[0])
     raise MeshError(f"a module that is parallel over {submesh!r} got a tensor on {mesh!r}, which does not have that mesh dim")
 
@@ -204,12 +204,12 @@ def as_dtensor(x: Any, mesh: DeviceMesh, placement: Placement, global_size: int 
     Args:
         global_size: the global size of the dim that ``placement`` shards, if known; otherwise ranks exchange their sizes.
     """
-    if isinstance(seen(x), DTensor):  # a transform of torch.func may wrap a DTensor
+    if isinstance(unwrap_functorch(x), DTensor):  # a transform of torch.func may wrap a DTensor
         return _extend_to_mesh(x, mesh, placement, global_size)
     shape = None
     dim = getattr(placement, "dim", None)
     if global_size is not None and dim is not None:
-        x = each_rank(x)
+        x = split_ranks(x)
         shape = list(shards_of(x)[0].shape)
         shape[dim] = global_size
     return DTensor.from_local(x, mesh, [placement], shape=shape)
@@ -220,21 +220,21 @@ def _extend_to_mesh(x: Any, mesh: DeviceMesh, placement: Placement, global_size:
 
     Return ``x`` if it is on that mesh dim already.
     """
-    own_mesh, mesh_dim = placed_of(x)[0], mesh._dims[0]
+    own_mesh, mesh_dim = mesh_and_placements_of(x)[0], mesh._dims[0]
     used = {d for dims in own_mesh._dims for d in dims}
-    if mesh_dim in own_mesh._dims or not same_root(own_mesh, mesh) or used & set(mesh_dim):
+    if mesh_dim in own_mesh._dims or not have_same_root(own_mesh, mesh) or used & set(mesh_dim):
         return x
     layout = layout_of(x)
-    combined = spelled_on(own_mesh._derive(*joined(own_mesh, mesh)), layout)
+    combined = layout_on_larger_mesh(own_mesh._derive(*join_dims(own_mesh, mesh)), layout)
     at, shape = combined.mesh._dims.index(mesh_dim), None
     placements = list(combined.placements)
     if isinstance(placement, Shard):
         dim = placement.dim % len(layout.shape)
-        placements = cut_by(combined, dim, [at])
+        placements = shard_further(combined, dim, [at])
         shape = None if global_size is None else [global_size if d == dim else n for d, n in enumerate(layout.shape)]
     else:
         placements[at], shape = placement, list(layout.shape)
-    return DTensor.from_local(as_local(x), combined.mesh, placements, shape=shape)
+    return DTensor.from_local(to_local_tensor(x), combined.mesh, placements, shape=shape)
 
 
 def to_local_if(x: Any, use_local: bool, mesh: DeviceMesh, new: bool = False) -> Any:
@@ -245,14 +245,14 @@ def to_local_if(x: Any, use_local: bool, mesh: DeviceMesh, new: bool = False) ->
     Args:
         new: no other code uses the memory of ``x``, and autograd did not save it.
     """
-    if not use_local or not isinstance(seen(x), DTensor):
+    if not use_local or not isinstance(unwrap_functorch(x), DTensor):
         return x
-    own_mesh, local = placed_of(x)[0], donate_local(x) if new else as_local(x)
+    own_mesh, local = mesh_and_placements_of(x)[0], donate_local(x) if new else to_local_tensor(x)
     other_dims = [i for i, dims in enumerate(own_mesh._dims) if dims not in mesh._dims]
     if not other_dims:
         return local
     layout = layout_of(x)
-    outer = own_mesh._derive(*picked(own_mesh, other_dims))
+    outer = own_mesh._derive(*select_dims(own_mesh, other_dims))
     shard_kinds = {d: {i in other_dims for i in split.mesh_dims} for d, split in enumerate(layout.splits) if split is not None}
     is_mixed = any(len(kinds) > 1 for kinds in shard_kinds.values())  # the local tensors have the sizes
     sizes = shards_of(local)[0].shape
@@ -288,7 +288,7 @@ def hook_first_output(module: nn.Module, prepare: Callable[[Any], Any]) -> Remov
 
     def hook(_: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, tuple) and output:
-            return like(output, (prepare(_require_tensor(output[0])), *output[1:]))
+            return rebuild_sequence(output, (prepare(_require_tensor(output[0])), *output[1:]))
         return prepare(_require_tensor(output))
 
     return module.register_forward_hook(hook)

@@ -161,7 +161,7 @@ def batch_norm_in_evaluation(at: KernelContext, *args: Any, **kwargs: Any) -> An
         if x.numel():
             return op(x, *rest, **named)
         if not x.shape[1]:
-            return tuple(like and like.block_beside(x, here.member) for like in results)
+            return tuple(like and like.new_local_like(x, here.member) for like in results)
         _, *saved = op(x.new_zeros([size or 1 for size in x.shape]), *rest, **named)
         return x.clone(), *saved
 

@@ -18,7 +18,7 @@ from ..call import Call
 from ..declare import blockwise, kernel_rule, view
 from ..kernel_context import At, KernelContext
 from ..op_traits import declare_traits
-from ..rule import ANY_PARTIAL, LINEAR_PARTIAL, Choice, Dims, Factors, Kernel, LocalView, Shapes, factors_of_first_operand
+from ..rule import ANY_PARTIAL, LINEAR_PARTIAL, Dims, Factors, Kernel, LocalView, Shapes, StrategyChoice, factors_of_first_operand
 from .slices import ZERO_FILL_PARTIALS, PositionFactors
 
 
@@ -129,7 +129,7 @@ view("repeat", repeat_factors)
 view("roll", "a* [@dims] b* -> a* [@dims] b*")
 
 
-def is_block_flippable(choice: Choice) -> bool:
+def is_block_flippable(choice: StrategyChoice) -> bool:
     """Return True if torch flips blocks of the dtype in any shape. Of other dtypes it flips only rows of several elements."""
     return not choice.splits or choice.call.operands[0].dtype in FLIPPABLE_DTYPES
 

@@ -14,11 +14,11 @@ import torch
 from ..call import Call
 from ..declare import bind, blockwise, einsum, kernel_rule
 from ..kernel_context import KernelContext, on_contiguous, on_each_rank
-from ..notation import parse
+from ..notation import parse_notation
 from ..op_traits import declare_traits
 from ..partial_rules import linear
 from ..registry import register
-from ..rule import Choice, Dims, Factors, Kernel, LocalView, Rule
+from ..rule import Dims, Factors, Kernel, LocalView, Rule, StrategyChoice
 
 einsum("mm", "m k, k n -> m n")
 einsum("bmm", "b m k, b k n -> b m n")
@@ -27,7 +27,7 @@ einsum("dot vdot", "k, k ->")
 einsum("ger outer", "m, n -> m n")
 
 
-def allows_fractional_scale(choice: Choice) -> bool:
+def allows_fractional_scale(choice: StrategyChoice) -> bool:
     """Return True unless a block is empty beside a fractional scale of integers, which torch truncates and then refuses."""
     call = choice.call
     result = call.results[0]
@@ -42,7 +42,7 @@ einsum("addbmm", "+m n, b m k, b k n -> m n", when=allows_fractional_scale)
 einsum("addr", "+m n, m, n -> m n")
 
 
-def allows_expanded_addend(choice: Choice) -> bool:
+def allows_expanded_addend(choice: StrategyChoice) -> bool:
     """Return True unless ``addmv`` has an empty block: torch then returns its first operand without expanding it."""
     result = choice.call.results[0]
     return min(*choice.sizes("m"), *choice.sizes("k")) > 0 or (result is not None and choice.call.shape(0) == result.shape)
@@ -144,7 +144,7 @@ def einsum_factors(call: Call) -> Factors | None:
         right = "..." * ("..." in left) + "".join(once)
     if any(term.count(letter) > 1 for term in left.split(",") for letter in term if letter.isalpha()):
         return None
-    return bind(parse(f"{_lowercase_letters(left)} -> {_lowercase_letters(right)}"), call)
+    return bind(parse_notation(f"{_lowercase_letters(left)} -> {_lowercase_letters(right)}"), call)
 
 
 def _lowercase_letters(terms: str) -> str:
@@ -169,7 +169,7 @@ def trilinear_factors(call: Call) -> Factors | None:
     ``sumdim``."""
     dims = range(len(call.shape(0)) + len(call["expand1"]))
     terms = [" ".join(f"d{d}" for d in dims if d not in call[name]) for name in ("expand1", "expand2", "expand3", "sumdim")]
-    return bind(parse(f"{', '.join(terms[:3])} -> {terms[3]}"), call)
+    return bind(parse_notation(f"{', '.join(terms[:3])} -> {terms[3]}"), call)
 
 
 register("_trilinear", Rule(trilinear_factors, linear("i1", "i2", "i3"), kind="einsum"))
@@ -191,7 +191,7 @@ def distances_of_coordinates(at: KernelContext, x: Any, y: Any, p: float, mode: 
 def distance_factors(call: Call) -> Factors | None:
     """Return factors with partial distances of coordinates: sums (p = 1, and counts of differences, p = 0), the largest (p =
     inf)."""
-    factors, p = bind(parse("... p m, ... r m -> ... p r"), call, None), call["p"]
+    factors, p = bind(parse_notation("... p m, ... r m -> ... p r"), call, None), call["p"]
     if factors is None:
         return None
     if p in (0, 1):
@@ -214,7 +214,7 @@ blockwise("_pdist_backward", "[p], [p] m, [p] -> [p] m", local=on_contiguous(tor
 
 
 # --- low precision --------------------------------------------------------------------------------------------------
-def has_cuda_block_sizes(choice: Choice) -> bool:
+def has_cuda_block_sizes(choice: StrategyChoice) -> bool:
     """Return True if every block has the sizes that the CUDA kernels of 8-bit products require."""
     if choice.call.mesh.device_type != "cuda":
         return True

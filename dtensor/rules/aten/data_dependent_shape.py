@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...base.recorder_hooks import ACTIVE
-from ...base.tracing import under_way
+from ...base.recorder_hooks import ACTIVE_RECORDERS
+from ...base.tracing import is_tracing
 from ...layout.layout import Layout
 from ...layout.splits import Split
 from ...placement import Replicate
 from ...ranks.per_rank import shards_of
 from ..call import Call
 from ..declare import blockwise, kernel_rule
-from ..kernel_context import At, KernelContext, Measured, make_index_tensor
+from ..kernel_context import At, DataDependentResult, KernelContext, make_index_tensor
 from ..notation_rules import by
 from ..rule import Dims, Factors, Kernel, all_unsharded
 
@@ -89,7 +89,7 @@ def nonzero_of_blocks(at: KernelContext, x: Any) -> Any:
         return torch.empty_like(rows.t().contiguous()).t().copy_(rows[flat.argsort()])  # the strides of torch's result
 
     rows = at.map(nonzero_of_block, x)
-    kept_mesh_dims = () if ACTIVE or under_way() else row_major_mesh_dims(layout)
+    kept_mesh_dims = () if ACTIVE_RECORDERS or is_tracing() else row_major_mesh_dims(layout)
     if gathered_mesh_dims := tuple([mesh_dim for mesh_dim in at.mesh_dims if mesh_dim not in kept_mesh_dims]):
         gather_context = replace(at, mesh_dims=gathered_mesh_dims)
         rows = at.map(sort_rows, all_gather_rows(gather_context, rows))
@@ -99,7 +99,7 @@ def nonzero_of_blocks(at: KernelContext, x: Any) -> Any:
     index_splits = tuple(
         [split if split is not None and set(kept_mesh_dims).issuperset(split.mesh_dims) else None for split in layout.splits]
     )
-    return Measured(rows, Split(kept_mesh_dims, lengths), (1, sum(lengths)), index_splits)
+    return DataDependentResult(rows, Split(kept_mesh_dims, lengths), (1, sum(lengths)), index_splits)
 
 
 blockwise("nonzero", "[s*] ->", kernel=Kernel(nonzero_of_blocks, collectives=1, joint=True), measured=True)

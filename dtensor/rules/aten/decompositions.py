@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...base.memory_order import contiguous_stride, memory_order, outermost_first
+from ...base.memory_order import contiguous_stride, dims_outermost_first, memory_order
 from ...base.torch_internals import assert_async
 from ...errors import UnsupportedOperationError
 from ..declare import composed
@@ -136,9 +136,9 @@ def resize_decomposition(x: Tensor, size: Sequence[int], *, memory_format: torch
             f"resize_: a view of shape {tuple(x.shape)} cannot grow to {tuple(size)}, beyond its elements in "
             "the storage of its base; resize the base, or a clone"
         )
-    flat, total = x.permute(outermost_first(x.stride())).reshape(-1), target.numel()
+    flat, total = x.permute(dims_outermost_first(x.stride())).reshape(-1), target.numel()
     flat = flat[:total] if total <= flat.shape[0] else F.pad(flat, (0, total - flat.shape[0]))
-    order = outermost_first(target.stride())
+    order = dims_outermost_first(target.stride())
     return flat.view([target.shape[dim] for dim in order]).permute([order.index(dim) for dim in range(target.ndim)])
 
 

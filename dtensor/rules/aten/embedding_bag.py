@@ -12,13 +12,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ...base.recorder_hooks import site
+from ...base.recorder_hooks import recorded_op
 from ...placement import Partial
 from ..call import Call
 from ..declare import blockwise, kernel_rule
 from ..kernel_context import At, KernelContext, functional_overload, on_contiguous
 from ..notation_rules import by
-from ..rule import Along, Choice, Dims, Factors, Kernel, R, Row
+from ..rule import Along, Dims, Factors, Kernel, R, Strategy, StrategyChoice
 
 aten = torch.ops.aten
 INDEX_ARGUMENTS = ("indices", "per_sample_weights")
@@ -45,7 +45,7 @@ def index_range_of_bags(bags: range, count: int, indices: Tensor, offsets: Tenso
     return slice(start, end if bags.stop == count else stop)
 
 
-@site  # the bounds decide, so each replay reads its own
+@recorded_op  # the bounds decide, so each replay reads its own
 def look_up_bags(op: Any, bags: range, count: int, weight: Tensor, **settings: Any) -> tuple[Tensor, ...]:
     """Return the results of these bags, and of all bags what is kept replicated."""
     if not weight.shape[1]:  # a CUDA kernel does not start without columns, and then leaves the bag sizes unset
@@ -101,7 +101,7 @@ def _all_gather_indices(at: KernelContext, name: str, x: Any) -> Any:
     return at.map(lambda here, *parts: torch.cat(parts), *blocks)
 
 
-@site
+@recorded_op
 def gradient_of_bags(op: Any, bags: range, count: int, grad: Tensor, **given: Any) -> Tensor:
     """Return the gradient that these bags give: for the table, or for each index with zeros for other bags."""
     indices, offsets = given["indices"], given["offsets"]
@@ -164,7 +164,7 @@ def embedding_bag_factors(call: Call) -> Factors | None:
     dims: dict[str, Dims] = {"weight": ((), ("e",)), "offsets": ((),), **dict.fromkeys(INDEX_ARGUMENTS, (("i",),))}
     gathered = sum(name in call.names for name in INDEX_ARGUMENTS)
     kernel = Kernel(embedding_bag_of_blocks, collectives=gathered, nbytes=_index_bytes, joint=True)
-    shard_bags = Row(
+    shard_bags = Strategy(
         tuple(Along("i") if name in INDEX_ARGUMENTS else R for name in call.names),
         tuple(Along("b") if len(meta.shape) > 1 else R for meta in results),
         "b",
@@ -195,7 +195,7 @@ kernel_rule(
 )
 
 
-def has_dense_gradient(choice: Choice) -> bool:
+def has_dense_gradient(choice: StrategyChoice) -> bool:
     return not choice.call.get("sparse")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...comm.local_reduce import bounds
+from ...comm.local_reduce import max_min_identities
 from ...placement import Monoid
 from ..call import Call
 from ..declare import fold, reduce
@@ -76,7 +76,7 @@ class _WorstPair:
 
     def __call__(self, like: Tensor) -> Tensor:
         dtype = torch.float64 if self.is_float else torch.int64
-        worst = torch.full(like.shape[1:], bounds(dtype)[self.op == "min"], dtype=dtype, device=like.device)
+        worst = torch.full(like.shape[1:], max_min_identities(dtype)[self.op == "min"], dtype=dtype, device=like.device)
         return torch.stack([to_int64_bits(worst), torch.full_like(like[1], torch.iinfo(torch.int64).max)])
 
 

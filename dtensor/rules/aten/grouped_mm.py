@@ -20,7 +20,7 @@ from ..call import Call, Meta
 from ..declare import by_pattern
 from ..kernel_context import At, KernelContext
 from ..registry import register
-from ..rule import Along, Declaration, Factors, R, Row
+from ..rule import Along, Declaration, Factors, R, Strategy
 
 # numbers of dims of the operands -> names of all dims ("r" is ragged, "g" counts groups)
 _DIM_NAMES: dict[tuple[int, int], tuple[str, str, str]] = {
@@ -165,7 +165,7 @@ class RaggedFactors(Declaration):
         left, _, result = _dim_names(call)
         if result != "gmn" or "r" not in left:
             return replace(factors, groups={"r": ("g", "offs")})
-        by_group = Row((R,) * len(factors.operands), (Along("g"),), "g")
+        by_group = Strategy((R,) * len(factors.operands), (Along("g"),), "g")
         results = ((("g",), *factors.results[0][1:]),)
         sizes = {**factors.sizes, "g": _group_count(call)}
         return replace(factors, results=results, sizes=sizes, rows=(by_group,), groups={"r": ("g", "offs")})

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...base.memory_order import contiguous_stride, dense_in
+from ...base.memory_order import contiguous_stride, dense_stride
 from ..call import Call, Meta
 from ..declare import along, bind, blockwise, kernel_rule
 from ..kernel_context import At, KernelContext
-from ..notation import parse
+from ..notation import parse_notation
 from ..notation_rules import by
 from ..partial_rules import linear
 from ..rule import Factors, Kernel
@@ -53,7 +53,7 @@ def householder_metas(call: Call) -> tuple[Meta, ...]:
     """Return the metadata of ``geqrf``: matrices by columns, as in LAPACK. Torch has no meta kernel."""
     *stack, m, n = shape = call.shape(0)
     dtype, least, rows = call.operands[0].dtype, (*stack, min(m, n)), len(stack)
-    factors = Meta(tuple(shape), dense_in(shape, [*range(rows), rows + 1, rows]), dtype)
+    factors = Meta(tuple(shape), dense_stride(shape, [*range(rows), rows + 1, rows]), dtype)
     return factors, Meta(least, contiguous_stride(least), dtype)
 
 
@@ -96,7 +96,7 @@ def solve_factors(call: Call) -> Factors | None:
     a, b = call.shape(0), call.shape(1)
     vector = len(b) == 1 or (len(b) == len(a) - 1 and b == a[:-1])
     right = "... [j]" if vector else "... [j] k" if call["left"] else "... k [j]"
-    factors = bind(parse(f"... [i] [j], {right} -> {right}, ... [i] [j], ... [i], ..."), call, None)
+    factors = bind(parse_notation(f"... [i] [j], {right} -> {right}, ... [i] [j], ... [i], ..."), call, None)
     if factors is None:
         return None
     missing = {name for name in factors.sizes if any((name,) not in dims for dims in factors.results)} - factors.whole

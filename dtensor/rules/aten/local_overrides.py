@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ...base.caches import remembered
-from ...base.symbolic_sizes import sizes
+from ...base.caches import memoize
+from ...base.symbolic_sizes import hashable_sizes
 from ..op_traits import declare_list_prefix, declare_traits
 
 
@@ -17,10 +17,10 @@ def _slice(x: torch.Tensor, dim: int = 0, start: int | None = None, end: int | N
         return x[start:end:step]
     if dim == 1:
         return x[:, start:end:step]
-    return x[_sliced(dim % x.ndim, *sizes((start, end, step)))]
+    return x[_sliced(dim % x.ndim, *hashable_sizes((start, end, step)))]
 
 
-@remembered(4096)
+@memoize(4096)
 def _sliced(dim: int, start: int | None, end: int | None, step: int) -> tuple[slice, ...]:
     return (*(slice(None),) * dim, slice(start, end, step))
 

@@ -22,7 +22,7 @@ from ..call import Call
 from ..declare import along, blockwise, by_pattern, kernel_rule
 from ..kernel_context import At, KernelContext, check_range, on_each_rank, statistics_bytes
 from ..notation_rules import by
-from ..rule import Along, Dims, Factors, Kernel, Partials, R, Row
+from ..rule import Along, Dims, Factors, Kernel, Partials, R, Strategy
 
 NONE, MEAN, SUM = 0, 1, 2  # the values of argument ``reduction``
 PARTIAL_SUM = Partial("sum")
@@ -298,11 +298,11 @@ def nll_gradient_strategies(call: Call) -> Partials:
     if call["reduction"] == MEAN or factors is None:
         return ()
     weights = ",finite" * (len(call.operands) - 4)
-    strategies: list[str | Row] = [f"{op},R,R{weights},R -> {op}" for op in ("sum", "avg")]
+    strategies: list[str | Strategy] = [f"{op},R,R{weights},R -> {op}" for op in ("sum", "avg")]
     for name in factors.sizes:
         if name != "c":
             operands = [Along(name) if any(name in dim for dim in d) else R for d in factors.operands[:-1]]
-            strategies.append(Row((*operands, PARTIAL_SUM), (Along(name),), name))
+            strategies.append(Strategy((*operands, PARTIAL_SUM), (Along(name),), name))
     return tuple(strategies)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..call import Call
 from ..declare import blockwise
 from ..kernel_context import on_each_rank
-from ..rule import Choice
+from ..rule import StrategyChoice
 
 aten = torch.ops.aten
 
@@ -46,7 +46,7 @@ def run_layer_gradients(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
     return gradients
 
 
-def is_unpacked(choice: Choice) -> bool:
+def is_unpacked(choice: StrategyChoice) -> bool:
     """Return True if the sequences are not packed, or nothing is sharded. Packed sequences end one after another."""
     return not choice.call["batch_sizes"] or not choice.splits
 

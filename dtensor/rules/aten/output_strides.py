@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ...base.memory_order import dense_in, outermost_first
+from ...base.memory_order import dense_stride, dims_outermost_first
 from ...base.torch_internals import suggest_memory_format
 from ..call import Meta
 from ..op_traits import MetaArguments, StrideFunction, declare_traits
@@ -54,11 +54,11 @@ def fft_strides(name: str) -> StrideFunction:
             return result.stride
         strides = x.stride()
         if name == "_fft_c2c":
-            return _batched_strides(result.shape, strides, outermost_first(strides, dims))
+            return _batched_strides(result.shape, strides, dims_outermost_first(strides, dims))
         if name == "_fft_r2c":
-            return _batched_strides(result.shape, strides, [*outermost_first(strides, dims[:-1]), dims[-1]])
+            return _batched_strides(result.shape, strides, [*dims_outermost_first(strides, dims[:-1]), dims[-1]])
         if len(dims) > 1:  # the other dims are transformed first, as complex numbers
-            strides = _batched_strides(x.shape, strides, outermost_first(strides, dims[:-1]))
+            strides = _batched_strides(x.shape, strides, dims_outermost_first(strides, dims[:-1]))
         return _batched_strides(result.shape, strides, dims[-1:])
 
     return strides_of
@@ -66,7 +66,7 @@ def fft_strides(name: str) -> StrideFunction:
 
 def _batched_strides(shape: tuple[int, ...], strides: tuple[int, ...], signal: list[int]) -> tuple[int, ...]:
     """Return dense strides of a result with signals along the dims ``signal``, one after the other."""
-    return dense_in(shape, [*outermost_first(strides, [d for d in range(len(shape)) if d not in signal]), *signal])
+    return dense_stride(shape, [*dims_outermost_first(strides, [d for d in range(len(shape)) if d not in signal]), *signal])
 
 
 def as_if_empty_like(name: str) -> StrideFunction:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...base.memory_order import contiguous_stride
 from ...layout.layout import Layout
 from ...random.distributions import SAMPLERS
-from ...random.draw import DRAWING, as_one_step, draw, draw_counted, from_one_state, own_block_of, place_in
+from ...random.draw import RANDOM_MODE, as_graph_op, draw, draw_counted, map_from_one_state, take_block, view_block
 from ..call import Call
 from ..declare import POINTWISE
 from ..kernel_context import KernelContext
@@ -65,10 +65,10 @@ def dropout_of_blocks(at: KernelContext, x: Any, p: float, train: bool | None) -
             ones = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=device).fill_(1)
             return torch.native_dropout(ones, p, train)[1]
 
-        counted = DRAWING.mode == "counter" and train is not False
+        counted = RANDOM_MODE.mode == "counter" and train is not False
         return draw_counted(drawn, SAMPLERS["bernoulli"], {"p": 1 - p}) if counted else draw(drawn, sample_mask)
 
-    mask = as_one_step((mask_layout, layout), generate_mask)
+    mask = as_graph_op((mask_layout, layout), generate_mask)
     scale = 1.0 if train is False or p == 1 else 1 / (1 - p)
     return at.map(
         lambda _, block, generate_mask: block * generate_mask * scale if train is not False else block.clone(), x, mask
@@ -106,15 +106,15 @@ def rrelu_of_blocks(
         signs_of_all = torch.empty(layout.shape, dtype=own.dtype, device=own.device)
         group = mesh.members_of(sharded_mesh_dims, member) if sharded_mesh_dims else (member,)
         for peer, negative in zip(group, parts, strict=True):
-            place_in(signs_of_all, layout, coordinates[peer]).fill_(1).masked_fill_(negative, -1)
+            view_block(signs_of_all, layout, coordinates[peer]).fill_(1).masked_fill_(negative, -1)
         noise_of_all = torch.empty_like(signs_of_all)
         torch.ops.aten.rrelu_with_noise(signs_of_all, noise_of_all, lower, upper, True, generator)
-        return own_block_of(noise_of_all, layout, member)
+        return take_block(noise_of_all, layout, member)
 
     def generate_slopes(layouts: Sequence[Layout], *given: Any) -> Any:
-        return from_one_state(mesh, generator, partial(slopes_of_rank, layouts[0]), *given)
+        return map_from_one_state(mesh, generator, partial(slopes_of_rank, layouts[0]), *given)
 
-    drawn = as_one_step((layout,), generate_slopes, noise, masks)
+    drawn = as_graph_op((layout,), generate_slopes, noise, masks)
     return at.map(lambda _, block, own, slope: block * own.copy_(slope), x, noise, drawn)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...base.caches import remembered
+from ...base.caches import memoize
 from ...placement import Monoid
 from ..call import Call
 from ..declare import blockwise, fold, reduce
@@ -103,7 +103,7 @@ class _EmptyNorm:
         return torch.full_like(like, _empty_norm(self.p), memory_format=torch.contiguous_format)
 
 
-@remembered(256)
+@memoize(256)
 def p_norm(p: float) -> str | Monoid:
     """Return the reduction that combines p-norms of blocks."""
     if p == math.inf:

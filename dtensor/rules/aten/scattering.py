@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..call import Call
 from ..indexing import CONSTANT_REDUCTIONS, accumulate_if_asked, adds, combine_by_reduce, combine_on_owner, replaces, writes
-from ..rule import Choice, Factors, factors_of_first_operand
+from ..rule import Factors, StrategyChoice, factors_of_first_operand
 from ..sharded_index_local import ELEMENTS, FLAT, PLACES, ROWS, TABLE, has_mask
 from .indexing import masks_to_indices
 
@@ -33,7 +33,7 @@ writes(
 writes("embedding_renorm_", TABLE, combine_on_owner, whole="d1")  # the norm needs unsharded rows
 
 
-def allows_half_precision_product(choice: Choice) -> bool:
+def allows_half_precision_product(choice: StrategyChoice) -> bool:
     """Return True unless torch would multiply rows of one element in half precision, which it cannot, because of small blocks."""
     call = choice.call
     if call["reduce"] != "prod" or call.operands[0].dtype not in (torch.float16, torch.bfloat16) or not choice.splits:

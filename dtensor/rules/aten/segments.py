@@ -14,7 +14,7 @@ from ...placement import Partial
 from ..call import Call
 from ..declare import blockwise
 from ..kernel_context import At, KernelContext, check_range
-from ..rule import Choice, Kernel
+from ..rule import Kernel, StrategyChoice
 
 aten = torch.ops.aten
 _REDUCE_OPS = {"sum": "sum", "mean": "sum", "prod": "product", "max": "max", "amax": "max", "min": "min", "amin": "min"}
@@ -98,7 +98,7 @@ def segment_gradient_kernel(call: Call) -> Kernel | None:
     return Kernel(spread_gradients) if call["axis"] == 0 and call["reduce"] in ("sum", "mean") else None
 
 
-def has_no_empty_stack(choice: Choice) -> bool:
+def has_no_empty_stack(choice: StrategyChoice) -> bool:
     """Return True if no block of leading dims is empty. Torch reads the smallest length, which must exist."""
     return all(min(choice.sizes(name)) > 0 for name in choice.splits if name.startswith("a."))
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...base.symbolic_sizes import has_symbols
-from ...comm.local_reduce import nothing
+from ...base.symbolic_sizes import contains_symbols
+from ...comm.local_reduce import sum_identity
 from ...placement import REDUCE_OPS, Partial
 from ..call import Call
 from ..declare import local_size, view
@@ -176,7 +176,7 @@ class PositionFactors(Declaration):
             positions = {int(place or 0): call["index"] if call["index"] >= 0 else call["index"] + full[d]}
         carrier_dim, position_dims = next((k for k, size in enumerate(full) if k != d and size > 1), None), list(dims)
         kernels, windows = {f"d{d}": self.number} if self.number else {}, {}
-        if carrier_dim is not None and not has_symbols(tuple(positions.values())):
+        if carrier_dim is not None and not contains_symbols(tuple(positions.values())):
             position_dims[carrier_dim] = (f"d{d}", f"d{carrier_dim}")
             kernels, windows = {}, {(side, k, f"d{d}"): range(at, at + 1) for k, at in positions.items()}
         del position_dims[d]
@@ -224,7 +224,7 @@ def select_number(at: KernelContext, x: Any, dim: int, index: int) -> Any:
     def select_from_block(here: At, block: Tensor) -> Tensor:
         if here.offset <= index < here.offset + here.size:
             return block.select(dim, index - here.offset).clone()
-        return block.new_full((*block.shape[:dim], *block.shape[dim + 1 :]), nothing(block.dtype))
+        return block.new_full((*block.shape[:dim], *block.shape[dim + 1 :]), sum_identity(block.dtype))
 
     return at.map(select_from_block, x)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..views.flattened_sharded_dims import find_flattened_dim
-from ..views.lazy_view import RemoteView
+from ..views.lazy_view import LazyView
 
 
 def _stack_positions(x: Any, dim: int, ends: Sequence[int]) -> tuple[int, int, list[int]] | None:
@@ -40,7 +40,7 @@ def _flattened_positions(stack: Any, dim: int, start: int, end: int) -> Any:
 
 def split_with_sizes(x: Any, sizes: Sequence[int], dim: int = 0) -> Any:
     """Split the flattened dim into stack positions. Returns NotImplemented for all other splits."""
-    positions = _stack_positions(x, dim, ends := [0, *accumulate(sizes)]) if type(x) is RemoteView else None
+    positions = _stack_positions(x, dim, ends := [0, *accumulate(sizes)]) if type(x) is LazyView else None
     if positions is None or len(sizes) < 2 or min(sizes) < 1 or ends[-1] != x.shape[dim]:
         return NotImplemented
     dim, position_size, ends = positions
@@ -53,7 +53,7 @@ def split_with_sizes(x: Any, sizes: Sequence[int], dim: int = 0) -> Any:
 
 def split(x: Any, size: int, dim: int = 0) -> Any:
     """Split the flattened dim into parts of one size; see :func:`split_with_sizes`."""
-    if type(x) is not RemoteView or not -x.ndim <= dim < x.ndim or size < 1:
+    if type(x) is not LazyView or not -x.ndim <= dim < x.ndim or size < 1:
         return NotImplemented
     total = x.shape[dim]
     return split_with_sizes(x, [min(size, total - start) for start in range(0, total, size)], dim)
@@ -72,7 +72,7 @@ def _stack_behind(x: Any, dim: int) -> tuple[int, Any] | None:
 
 def slice_of(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
     """Slice stack positions, or a dim before the flattened one. Returns NotImplemented for all other slices."""
-    if type(x) is not RemoteView or not all(bound is None or type(bound) is int for bound in (start, end)):
+    if type(x) is not LazyView or not all(bound is None or type(bound) is int for bound in (start, end)):
         return NotImplemented
     if (behind := _stack_behind(x, dim)) is not None:
         at, stack = behind

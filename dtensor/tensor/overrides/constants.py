@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...base.caches import remembered
+from ...base.caches import memoize
 from ...comm import PerRank
-from ...comm.cross_rank_check import same_on_all
-from ...dispatch.plain_tensor_args import is_number, replicated
+from ...comm.cross_rank_check import check_same_on_all_ranks
+from ...dispatch.plain_tensor_args import is_number, replicate_plain
 from ...mesh.device_mesh import DeviceMesh
 from ...placement import Replicate, Shard
 from ..dtensor import DTensor
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 def constant(value: Tensor, like: Any) -> Any:
     """Return ``value``, equal on all ranks, as a replicated DTensor on the mesh of ``like``."""
-    return replicated(value, like._layout.mesh)
+    return replicate_plain(value, like._layout.mesh)
 
 
 def checked_constant(value: Any, like: Any, operator: str) -> Any:
@@ -42,14 +42,14 @@ def checked_constant(value: Any, like: Any, operator: str) -> Any:
     return constant(value, like)
 
 
-@remembered(1024)
+@memoize(1024)
 def _make_check(mesh: DeviceMesh, operator: str, shape: torch.Size, dtype: torch.dtype) -> Any:
     """Return a function that compares its first argument between ranks at its first call, and does nothing later."""
     unchecked = [True]
 
     def check(value: Tensor) -> None:
         if unchecked:
-            same_on_all(mesh, value, operator)
+            check_same_on_all_ranks(mesh, value, operator)
             unchecked.clear()
 
     return check

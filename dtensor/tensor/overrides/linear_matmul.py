@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...base.torch_internals import DispatchKey, DispatchKeySet, forward_ad, functorch_active
-from ...base.tracing import only_looked_at, under_way
+from ...base.tracing import has_only_observers, is_tracing
 from ..dtensor import DTensor
 from .register import KEYS_BELOW, register_kernel
 
@@ -28,7 +28,7 @@ def _needs_decomposition() -> bool:
 
     Such modes know the operators of torch's decomposition, and only those have forward-mode derivatives.
     """
-    return forward_ad._current_level >= 0 or not only_looked_at(of_dtensors=True)
+    return forward_ad._current_level >= 0 or not has_only_observers(of_dtensors=True)
 
 
 def _saves_no_extra_activation(x: Tensor, y: Tensor, *_: Tensor | None) -> bool:
@@ -46,7 +46,7 @@ def _needs_one_node(x: Tensor, *others: Tensor | None) -> bool:
 
     A checkpointed block may run without a dispatch mode and be recomputed inside one. Torch compares what both runs save.
     """
-    if not torch.is_grad_enabled() or forward_ad._current_level >= 0 or functorch_active() or under_way():
+    if not torch.is_grad_enabled() or forward_ad._current_level >= 0 or functorch_active() or is_tracing():
         return False
     return any(other is not None and other.requires_grad for other in (x, *others))
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ...base.torch_internals import assert_async, forward_ad
 from ...comm import communicator_of
-from ...dispatch.plain_tensor_args import replicated
+from ...dispatch.plain_tensor_args import replicate_plain
 from ..dtensor import DTensor
 from .register import overload_named
 
@@ -140,7 +140,7 @@ def matrix_rank_out(*args: Any, out: Tensor, **kwargs: Any) -> Tensor:
     """Write matrix ranks into ``out``, which torch ignores if the matrix is a tensor subclass."""
     ranks = torch.ops.aten.linalg_matrix_rank(*args, **kwargs)
     if isinstance(out, DTensor) and not isinstance(ranks, DTensor):  # for matrices without elements torch makes plain zeros
-        ranks = replicated(ranks, out._layout.mesh)
+        ranks = replicate_plain(ranks, out._layout.mesh)
     return torch.sum(ranks.unsqueeze(-1), -1, out=out)
 
 
@@ -160,7 +160,7 @@ def one_hot(x: Any, num_classes: int = -1) -> Any:
         communicator_of(reduced.mesh).map(_check_labels, x._local, num_classes)
     class_count = num_classes if num_classes > 0 else int(x.max()) + 1
     classes = torch.arange(class_count, dtype=x.dtype, device=x.device)
-    return (x.unsqueeze(-1) == replicated(classes, reduced.mesh)).long()
+    return (x.unsqueeze(-1) == replicate_plain(classes, reduced.mesh)).long()
 
 
 def _check_labels(member: int, labels: Tensor, num_classes: int) -> None:

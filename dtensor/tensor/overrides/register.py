@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...base.caches import remembered
-from ...base.patches import changed
-from ...base.tensor_tree import leaves, tensors
+from ...base.caches import memoize
+from ...base.patches import patch_applied
+from ...base.tensor_tree import iter_tree_leaves, tensor_leaves
 from ...base.torch_internals import (
     DispatchKey,
     DispatchKeySet,
@@ -37,7 +37,7 @@ HAS_REDISPATCH = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 """Whether an operator that is not a composite can be redispatched from a kernel of this key (torch 2.13 and later)."""
 
 
-@remembered(1024)
+@memoize(1024)
 def overload_named(name: str) -> Any:
     """Return the operator overload of a full name, for example ``"aten::lstm.input"``."""
     namespace, _, full = name.partition("::")
@@ -51,7 +51,7 @@ def register_kernel(name: str, kernel: Callable[..., Any]) -> None:
     library = torch.library.Library(namespace, "IMPL")
     library.impl(full, kernel, _KEY, with_keyset=True)
     _LIBRARIES.append(library)
-    changed("dispatch key PythonTLSSnapshot")
+    patch_applied("dispatch key PythonTLSSnapshot")
 
 
 def register_override(name: str, function: Callable[..., Any]) -> None:
@@ -61,7 +61,9 @@ def register_override(name: str, function: Callable[..., Any]) -> None:
     """
 
     def kernel(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        if (args and type(args[0]) is DTensor) or any(isinstance(x, DTensor) for x in leaves([*args, *kwargs.values()])):
+        if (args and type(args[0]) is DTensor) or any(
+            isinstance(x, DTensor) for x in iter_tree_leaves([*args, *kwargs.values()])
+        ):
             result = function(*args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -120,7 +122,7 @@ def call_with_snapshot(function: Callable[..., Any], *args: Any, **kwargs: Any) 
     kernel that stores it. So the function runs inside another operator, ``dtensor::enter``, which stores it.
     """
     has_mode, own = count_dispatch_modes() > 0, Tensor.__torch_dispatch__
-    python_tensor = next((x for x in tensors([args, kwargs]) if has_mode or type(x).__torch_dispatch__ is not own), None)
+    python_tensor = next((x for x in tensor_leaves([args, kwargs]) if has_mode or type(x).__torch_dispatch__ is not own), None)
     if python_tensor is None:
         return function(*args, **kwargs)
     if not _ENTER:
@@ -129,7 +131,7 @@ def call_with_snapshot(function: Callable[..., Any], *args: Any, **kwargs: Any) 
         for key in ("CompositeImplicitAutograd", "Python"):  # "Python": in inference mode
             library.impl("enter", _run_pending_call, key)
         _ENTER.append(library)
-        changed("torch.ops.dtensor")
+        patch_applied("torch.ops.dtensor")
     _PENDING.calls.append(partial(function, *args, **kwargs))
     torch.ops.dtensor.enter(python_tensor)
     return _PENDING.results.pop()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...comm.cross_rank_check import same_on_all
+from ...comm.cross_rank_check import check_same_on_all_ranks
 from ..dtensor import DTensor
 from ..host_access import full_value
 
@@ -39,7 +39,7 @@ def pack_padded(x: Any, lengths: Tensor, batch_first: bool) -> Any:
     batch, steps = (x.shape[:2] if batch_first else x.shape[1::-1]) if x.ndim > 1 else (0, 0)
     if lengths.shape != (batch,) or lengths.dtype != torch.int64:
         return NotImplemented
-    same_on_all(x.device_mesh, lengths, "pack_padded_sequence")
+    check_same_on_all_ranks(x.device_mesh, lengths, "pack_padded_sequence")
     sizes = lengths.tolist()
     if not sizes or sizes != sorted(sizes, reverse=True) or not 0 < sizes[-1] <= sizes[0] <= steps:
         return NotImplemented

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...base.modes import MODES
-from ...base.tensor_tree import mapped
+from ...base.tensor_tree import map_tensors
 from ...errors import ImplicitCommunicationError
 from ...placement import Replicate
 from ..dtensor import DTensor
@@ -56,7 +56,7 @@ def of_full_tensors(name: str) -> Callable[..., Tensor]:
             )
         return x.full_tensor()
 
-    return lambda *args, **kwargs: overload(*mapped(gather, args), **mapped(gather, kwargs))
+    return lambda *args, **kwargs: overload(*map_tensors(gather, args), **map_tensors(gather, kwargs))
 
 
 def embedding_bag_with_dense_gradient(name: str) -> Callable[..., Any]:

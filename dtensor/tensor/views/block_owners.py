@@ -12,7 +12,7 @@ import torch
 from ...comm import PerRank, communicator_of, shards_of
 from ...errors import CheckpointError
 from ...layout.layout import Layout
-from ...redistribute.intervals import blocks
+from ...redistribute.intervals import block_intervals
 from ..dtensor import DTensor
 from .flattened_sharded_dims import find_flattened_dim
 
@@ -21,13 +21,13 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LocalBlock:
     """A block of a tensor that this process holds.
 
     Attributes:
         member: the position in the mesh of the rank that holds it; None for a plain tensor.
         answers: of all replicas, this one is written.
-        part: the index along the stacked dim of the local tensor, if that has one (:class:`Stacked`).
+        part: the index along the stacked dim of the local tensor, if that has one (:class:`StackedLayout`).
     """
 
     member: int | None
@@ -38,7 +38,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Stacked:
+class StackedLayout:
     """Layout of a tensor with dim ``dim`` flattened from a stack of ``parts`` parts of one size, each of which is sharded.
 
     A local tensor has a block of each part.
@@ -67,17 +67,17 @@ class Stacked:
             yield (*offset[:dim], start, *offset[dim + 2 :]), (*shape[:dim], *shape[dim + 1 :])
 
 
-def locals_of(x: Any) -> tuple[torch.Tensor, ...]:
+def local_tensors_of(x: Any) -> tuple[torch.Tensor, ...]:
     """Return the local tensors of ``x`` in this process. A plain tensor is its own local tensor."""
     return shards_of(x._local if isinstance(x, DTensor) else x)
 
 
-def stack_of(x: Any) -> tuple[DTensor, Stacked] | None:
+def stack_of(x: Any) -> tuple[DTensor, StackedLayout] | None:
     """Return the stack that ``x`` is a view of, and its stacked layout; None if ``x`` is no view of a stack."""
     flattened = find_flattened_dim(x)
     if flattened is None or len(flattened[1]) != 2 or flattened[2][0] is not None or type(stack := x._origin.base) is not DTensor:
         return None
-    return stack, Stacked(stack._layout, flattened[0])
+    return stack, StackedLayout(stack._layout, flattened[0])
 
 
 def distinct_blocks(layout: Layout) -> dict[tuple[Offset, Shape], list[int]]:
@@ -85,7 +85,7 @@ def distinct_blocks(layout: Layout) -> dict[tuple[Offset, Shape], list[int]]:
 
     All ranks of the root mesh count.
     """
-    offsets, sizes = blocks(layout.reduced())
+    offsets, sizes = block_intervals(layout.reduced())
     members_by_block: dict[tuple[Offset, Shape], list[int]] = {}
     for member, (offset, size) in enumerate(zip(offsets.tolist(), sizes.tolist(), strict=True)):
         if all(size):
@@ -98,12 +98,14 @@ def members_here(layout: Layout) -> list[int]:
     return list(communicator_of(layout.mesh).held)
 
 
-def held_here(tensors: Mapping[str, Any], rank: int, among: Collection[int] | None = None) -> Iterator[tuple[str, list[Held]]]:
+def blocks_here(
+    tensors: Mapping[str, Any], rank: int, among: Collection[int] | None = None
+) -> Iterator[tuple[str, list[LocalBlock]]]:
     """Yield for each name the blocks of its tensor that this process holds.
 
     Args:
-        tensors: name -> tensor, or layout (:class:`Stacked` too), or plain shape. The ranks with replicas take turns in writing,
-            so that each rank writes about as many bytes. Of a plain tensor the value of the first rank is written.
+        tensors: name -> tensor, or layout (:class:`StackedLayout` too), or plain shape. The ranks with replicas take turns in
+        writing, so that each rank writes about as many bytes. Of a plain tensor the value of the first rank is written.
         rank: the position of this process among those that make the checkpoint.
         among: the world's ranks that make the checkpoint; None: all. Other ranks do not write.
 
@@ -113,13 +115,13 @@ def held_here(tensors: Mapping[str, Any], rank: int, among: Collection[int] | No
     bytes_by_rank: dict[int, int] = {}
     for name, tensor in tensors.items():
         view_of_stack = stack_of(tensor)
-        stacked = tensor if isinstance(tensor, Stacked) else None if view_of_stack is None else view_of_stack[1]
+        stacked = tensor if isinstance(tensor, StackedLayout) else None if view_of_stack is None else view_of_stack[1]
         layout = tensor._layout if isinstance(tensor, DTensor) else tensor
         if stacked is not None:
             layout = stacked.layout
         if not isinstance(layout, Layout):
             shape = _plain_shape(name, tensor)
-            yield name, [Held(None, (0,) * len(shape), shape, rank == 0)] if 0 not in shape else []
+            yield name, [LocalBlock(None, (0,) * len(shape), shape, rank == 0)] if 0 not in shape else []
             continue
         members, held_blocks = members_here(layout), []
         for (offset, shape), holders in distinct_blocks(layout).items():
@@ -137,10 +139,10 @@ def held_here(tensors: Mapping[str, Any], rank: int, among: Collection[int] | No
                 if member not in members:
                     continue
                 if stacked is None:
-                    held_blocks.append(Held(member, offset, shape, member == writer))
+                    held_blocks.append(LocalBlock(member, offset, shape, member == writer))
                 else:
                     parts = enumerate(stacked.blocks(offset, shape))
-                    held_blocks += [Held(member, start, size, member == writer, part) for part, (start, size) in parts]
+                    held_blocks += [LocalBlock(member, start, size, member == writer, part) for part, (start, size) in parts]
         yield name, held_blocks
 
 
@@ -153,7 +155,7 @@ def _plain_shape(name: str, tensor: Any) -> Shape:
     return tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else tuple(tensor)
 
 
-def piece_of(tensor: Any, held: Held) -> torch.Tensor:
+def block_tensor(tensor: Any, held: LocalBlock) -> torch.Tensor:
     """Return the block itself, which is in this process: a region of a local tensor, or a plain tensor."""
     if held.member is None:
         return tensor

@@ -6,14 +6,14 @@ import math
 import operator
 from itertools import accumulate, pairwise, product, zip_longest
 
-from ...base.caches import remembered
+from ...base.caches import memoize
 from ...layout.layout import Layout
 from ...layout.splits import Split
 
 DimSplits = tuple[Split | None, ...]  # the splits of the dims that are flattened
 
 
-@remembered(4096)
+@memoize(4096)
 def merged_layout(layout: Layout, at: int, sizes: tuple[int, ...], dim_splits: DimSplits) -> tuple[Layout, Layout]:
     """Return the layout of a stack with its flattened dims split by ``dim_splits``, and that of the flattened tensor."""
     split_layout, end = _with_splits(layout, at, dim_splits), at + len(sizes)
@@ -23,7 +23,7 @@ def merged_layout(layout: Layout, at: int, sizes: tuple[int, ...], dim_splits: D
     return split_layout, Layout.from_splits(split_layout.mesh, splits, split_layout.partials, shape, stride, split_layout.dtype)
 
 
-@remembered(4096)
+@memoize(4096)
 def stack_layout(layout: Layout, dim: int, sizes: tuple[int, ...], dim_splits: DimSplits) -> tuple[Layout, Layout]:
     """Return the layout of a flattened tensor with ``dim`` in the order of ranks, and the layout of the stack."""
     flat_layout = _with_splits(layout, dim, (_merge_splits(sizes, dim_splits),))
@@ -34,7 +34,7 @@ def stack_layout(layout: Layout, dim: int, sizes: tuple[int, ...], dim_splits: D
     return flat_layout, Layout.from_splits(flat_layout.mesh, splits, flat_layout.partials, shape, stride, flat_layout.dtype)
 
 
-@remembered(4096)
+@memoize(4096)
 def find_stack_shape(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...] | None:
     """Return the shape of an intermediate local view, of which one dim of ``shape`` is flattened.
 
@@ -64,7 +64,7 @@ def find_stack_shape(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...] 
     return tuple(stack_shape) if flattened_count == 1 and tuple(stack_shape) != layout.shape else None
 
 
-@remembered(4096)
+@memoize(4096)
 def find_merged_dim(before: tuple[int, ...], after: tuple[int, ...]) -> int | None:
     """Return the first of several dims that become one dim, if all others are unchanged; else None.
 
@@ -78,7 +78,7 @@ def find_merged_dim(before: tuple[int, ...], after: tuple[int, ...]) -> int | No
     return at if (*before[:at], math.prod(before[at : at + count]), *before[at + count :]) == after else None
 
 
-@remembered(4096)
+@memoize(4096)
 def find_kept_dim(before: tuple[int, ...], dim: int, after: tuple[int, ...]) -> int | None:
     """Return the dim of a view of shape ``after`` that is dim ``dim`` of its base of shape ``before``; None if there is none.
 

@@ -19,24 +19,24 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from ...base.caches import Bounded, nested_key
+from ...base.caches import BoundedDict, nested_key
 from ...comm import communicator_of
 from ...dispatch.cross_mesh import meshes_of
 from ...dispatch.dispatcher import dispatch
-from ...dispatch.operand_layouts import laid_out
-from ...dispatch.plain_tensor_args import replicated, taken_as_replicated, with_constants
+from ...dispatch.operand_layouts import layouts_of_arguments
+from ...dispatch.plain_tensor_args import counts_as_replicated, make_constants_runner, replicate_plain
 from ...layout.layout import Layout
 from ...propagation.make_call import make_call
-from ...propagation.op_schema import Operator, operator_of
-from ...propagation.propagate import Plan
-from ...propagation.shape_inference import NotInferable, results_of
+from ...propagation.op_schema import OperatorSchema, operator_schema_of
+from ...propagation.propagate import CallPlan
+from ...propagation.shape_inference import ShapeInferenceError, infer_results
 from ...redistribute import redistribute_local
 from ...rules import lookup
 from ...rules.call import Meta
-from ...rules.rule import alone, orderless
+from ...rules.rule import find_exact_dim, is_order_invariant
 from ..dtensor import DTensor, wrap
 from .flattened_layouts import DimSplits, find_kept_dim, find_merged_dim, merged_layout, stack_layout
-from .lazy_view import Origin, RemoteView, is_local, plan_of
+from .lazy_view import LazyView, Origin, is_local, plan_of
 
 _aten = torch.ops.aten
 
@@ -63,7 +63,7 @@ class _Flattened(NamedTuple):
         return self.stack._layout.splits[self.at : self.at + len(self.sizes)]
 
 
-def run_on_stack(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_on_stack(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``operator`` on the stacks of flattened operands, if it does not depend on the order along the flattened dim.
 
     Returns NotImplemented for all other calls.
@@ -85,11 +85,13 @@ def run_on_stack(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, An
         return _TensorMark(len(tensors) - 1)
 
     marked = _map_arguments(args, kwargs, mark)
-    flattened_by_tensor = [_find_flattened(x) if type(x) is RemoteView else None for x in tensors]
+    flattened_by_tensor = [_find_flattened(x) if type(x) is LazyView else None for x in tensors]
     leader = max((x for x in flattened_by_tensor if x is not None), key=lambda x: math.prod(x.stack._layout.shape), default=None)
     if leader is None:
         return NotImplemented
-    constants = None if all(isinstance(x, DTensor) for x in tensors) else with_constants(operator, operator.bind(args, kwargs))
+    constants = (
+        None if all(isinstance(x, DTensor) for x in tensors) else make_constants_runner(operator, operator.bind(args, kwargs))
+    )
     if constants is not None:
         return constants(args, kwargs)
     dims = _get_or_find_dims(operator, marked, tensors, flattened_by_tensor)
@@ -100,9 +102,9 @@ def run_on_stack(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, An
     operands = []
     for x, flattened, dim in zip(tensors, flattened_by_tensor, dims[0], strict=True):
         if dim is not None and not isinstance(x, DTensor):
-            if not taken_as_replicated(x):
+            if not counts_as_replicated(x):
                 return NotImplemented
-            x = replicated(x, leader.stack._layout.mesh)
+            x = replicate_plain(x, leader.stack._layout.mesh)
         operands.append(x if dim is None else _flatten_operand(x, flattened, dim, leader))
     if key is not None:
         _cache_call(key, dims, flattened_by_tensor, leader)
@@ -143,16 +145,16 @@ class _CachedCall(NamedTuple):
     cuts: DimSplits
 
 
-_CACHED_CALLS: Bounded[Any, _CachedCall] = Bounded(4096, "folded.placed")
-_VIEW_SHAPES: Bounded[Any, list[list[int]]] = Bounded(4096, "folded.shapes")
+_CACHED_CALLS: BoundedDict[Any, _CachedCall] = BoundedDict(4096, "folded.placed")
+_VIEW_SHAPES: BoundedDict[Any, list[list[int]]] = BoundedDict(4096, "folded.shapes")
 
 
-def _call_key(operator: Operator, args: tuple[Any, ...]) -> Any:
+def _call_key(operator: OperatorSchema, args: tuple[Any, ...]) -> Any:
     """Return the cache key of a call with tensors only; None for other calls."""
     key: list[Any] = [id(operator.func)]
     for x in args:
-        if type(x) is RemoteView and x._origin.shows == "all" and not x._origin.pinned:
-            key += RemoteView, x._origin.base._layout, x._layout
+        if type(x) is LazyView and x._origin.shows == "all" and not x._origin.pinned:
+            key += LazyView, x._origin.base._layout, x._layout
         elif type(x) is DTensor:
             key.append(x._layout)
         else:
@@ -177,7 +179,7 @@ def _cache_call(key: Any, dims: FlattenedDims, flattened_by_tensor: Sequence[_Fl
         _CACHED_CALLS.keep(key, _CachedCall(tuple(blocks), dims[1][0], leader.sizes, leader.cuts))
 
 
-def _run_cached_call(cached: _CachedCall, operator: Operator, args: tuple[Any, ...]) -> Any:
+def _run_cached_call(cached: _CachedCall, operator: OperatorSchema, args: tuple[Any, ...]) -> Any:
     """Run a call that is in the cache."""
     operands = [
         x if block is None else _flatten_shards(x._origin.base, *block) for x, block in zip(args, cached.blocks, strict=True)
@@ -191,7 +193,7 @@ def _flatten_shards(stack: DTensor, first: int, last: int, merged: Layout) -> DT
     return wrap(communicator_of(merged.mesh).map(lambda _, shard: shard.flatten(first, last), stack._local), merged)
 
 
-def _view_stack(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _view_stack(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return a view of a flattened dim in another shape as a view of the stack; NotImplemented if there is none."""
     tensor_key = None if kwargs or len(args) != 2 else _call_key(operator, args[:1])
     key = None if tensor_key is None else (*tensor_key, nested_key(args[1]))
@@ -216,7 +218,7 @@ def _view_stack(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _is_local_view(stack: DTensor, shape: list[int]) -> bool:
     """Return True if shards of the stack, viewed in that shape, are shards of the result."""
-    return is_local(plan_of(operator_of(_aten.view.default), (stack, shape), {}))
+    return is_local(plan_of(operator_schema_of(_aten.view.default), (stack, shape), {}))
 
 
 def _view_in_steps(stack: DTensor, shapes: list[list[int]]) -> Any:
@@ -229,7 +231,7 @@ def _view_in_steps(stack: DTensor, shapes: list[list[int]]) -> Any:
     return result
 
 
-def _permute_stack(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _permute_stack(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the flattened tensor with permuted dims, as a view of the stack with permuted dims."""
     flattened = _find_flattened(args[0])
     plan = None if flattened is None or flattened.after else plan_of(operator, args, kwargs)
@@ -256,7 +258,7 @@ def find_flattened_dim(x: Any) -> tuple[int, tuple[int, ...], DimSplits] | None:
 
 def _find_flattened(x: Any) -> _Flattened | None:
     """Return a lazy view as views of a stack; None if no dim of it is flattened."""
-    if not isinstance(x, RemoteView) or x._origin.pinned or x._layout.dtype.is_complex or 0 in x._layout.shape:
+    if not isinstance(x, LazyView) or x._origin.pinned or x._layout.dtype.is_complex or 0 in x._layout.shape:
         return None
     origin = x._origin
     base, shape = origin.base, x._layout.shape
@@ -270,21 +272,21 @@ def _find_flattened(x: Any) -> _Flattened | None:
     return _Flattened(inner.stack, inner.at, inner.sizes, (*inner.after, (origin, x._place)), dim)
 
 
-def _map_dim(plan: Plan, dim: int, place: int) -> int | None:
+def _map_dim(plan: CallPlan, dim: int, place: int) -> int | None:
     """Return the dim of a view's result that shows dim ``dim`` of its base; None if there is none."""
     factors = None if plan.chosen is None else plan.chosen.choice.factors
     if factors is None or not factors.operands[0][dim] or place >= len(factors.results):
         return None
-    return alone(factors.results[place], factors.operands[0][dim])
+    return find_exact_dim(factors.results[place], factors.operands[0][dim])
 
 
 # --- dependence on the order along the dim ---------------------------------------------------------------------------------
 FlattenedDims = tuple[tuple[int | None, ...], tuple[int | None, ...]]  # the flattened dim of each operand, and of each result
-_FLATTENED_DIMS: Bounded[Any, FlattenedDims | None] = Bounded(4096, "folded.places")
+_FLATTENED_DIMS: BoundedDict[Any, FlattenedDims | None] = BoundedDict(4096, "folded.places")
 
 
 def _get_or_find_dims(
-    operator: Operator, marked: tuple[Any, Any], tensors: Sequence[Any], flattened_by_tensor: Sequence[_Flattened | None]
+    operator: OperatorSchema, marked: tuple[Any, Any], tensors: Sequence[Any], flattened_by_tensor: Sequence[_Flattened | None]
 ) -> FlattenedDims | None:
     """Return the flattened dims of operands and results, cached; see :func:`_find_dims`."""
     layouts = [(x._layout,) if isinstance(x, DTensor) else (tuple(x.shape), x.stride(), x.dtype) for x in tensors]
@@ -295,7 +297,7 @@ def _get_or_find_dims(
 
 
 def _find_dims(
-    operator: Operator, marked: tuple[Any, Any], tensors: Sequence[Any], dims: tuple[int | None, ...]
+    operator: OperatorSchema, marked: tuple[Any, Any], tensors: Sequence[Any], dims: tuple[int | None, ...]
 ) -> FlattenedDims | None:
     """Return the position of the flattened dim in each operand and result; None if the operator depends on the order along it."""
     bound, rule = operator.bind(*_map_arguments(*marked, lambda mark: tensors[mark.place], _TensorMark)), lookup(operator.func)
@@ -304,12 +306,12 @@ def _find_dims(
         return None
     if rule.answer or rule.decompose or rule.local_args:  # these may use the offset of a shard
         return None
-    call, slots = make_call(operator, meshes[0], laid_out(operator, bound, meshes[0]))
+    call, slots = make_call(operator, meshes[0], layouts_of_arguments(operator, bound, meshes[0]))
     if rule.writes is not None and rule.writes(call):  # writes must reach the operand, not a tensor that is made for this call
         return None
     try:
-        metas = rule.metas(call) if rule.metas is not None else results_of(operator, rule, call)
-    except NotInferable:
+        metas = rule.metas(call) if rule.metas is not None else infer_results(operator, rule, call)
+    except ShapeInferenceError:
         return None
     call.results = metas
     factors = None if any(not isinstance(meta, Meta | None) for meta in metas) else rule.factors(call)
@@ -328,13 +330,15 @@ def _find_dims(
         len(factors_of_dim) != 1
         or len(lengths) != 1
         or len(name := factors_of_dim.pop()) != 1
-        or not orderless(rule, factors, name[0])
+        or not is_order_invariant(rule, factors, name[0])
     ):
         return None
     for tensor in (*operands, *factors.results):
         if [each for each in tensor if name[0] in each] not in ([], [name]):  # the factor is part of a dim, or of several dims
             return None
-    return tuple(alone(operand, name) for operand in operands), tuple(alone(result, name) for result in factors.results)
+    return tuple(find_exact_dim(operand, name) for operand in operands), tuple(
+        find_exact_dim(result, name) for result in factors.results
+    )
 
 
 # --- flatten and unflatten shards ------------------------------------------------------------------------------------------

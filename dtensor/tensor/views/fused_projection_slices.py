@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...base.caches import Bounded, nested_key
-from ...base.tensor_tree import listed
+from ...base.caches import BoundedDict, nested_key
+from ...base.tensor_tree import as_sequence
 from ...dispatch.dispatcher import dispatch
 from ...layout.layout import Layout
-from ...propagation.op_schema import Operator, operator_of
+from ...propagation.op_schema import OperatorSchema, operator_schema_of
 from ..dtensor import DTensor
-from .lazy_view import Origin, RemoteView, changes_values, is_local, plan_of, trace_to_base
+from .lazy_view import LazyView, Origin, changes_values, is_local, plan_of, trace_to_base
 
 _aten = torch.ops.aten
 _SINGLE_RESULT = {_aten.select.int, _aten.slice.Tensor}
@@ -38,13 +38,13 @@ class _BasePart(NamedTuple):
     order: tuple[int, ...]
 
 
-_BASE_PARTS: Bounded[Any, tuple[_BasePart, ...]] = Bounded(4096, "parts.of_views")
+_BASE_PARTS: BoundedDict[Any, tuple[_BasePart, ...]] = BoundedDict(4096, "parts.of_views")
 
 
-def slice_of_base(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def slice_of_base(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return parts of a lazy view as views of slices of its base, if these are local; else NotImplemented."""
     x = args[0] if args else None
-    if operator.func not in _PART_OPERATORS or type(x) is not RemoteView or x._layout.sized:
+    if operator.func not in _PART_OPERATORS or type(x) is not LazyView or x._layout.has_symbols:
         return NotImplemented
     base, links = trace_to_base(x)
     if base._layout.dtype.is_complex or any(origin.pinned or changes_values(origin.plan) for origin, _ in links):
@@ -63,7 +63,11 @@ def slice_of_base(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _find_parts(
-    layout: Layout, links: Sequence[tuple[Origin, int]], operator: Operator, static_args: tuple[Any, ...], kwargs: dict[str, Any]
+    layout: Layout,
+    links: Sequence[tuple[Origin, int]],
+    operator: OperatorSchema,
+    static_args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[_BasePart, ...]:
     """Return the position in the base of each part that an operation picks of a view; () if one has none."""
     base = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
@@ -74,7 +78,7 @@ def _find_parts(
         if view.dtype is not layout.dtype:  # complex numbers may be conjugated lazily
             return ()
     picked = operator.func(view, *static_args, **kwargs)
-    parts = [_find_part(base, each) for each in listed(picked)]
+    parts = [_find_part(base, each) for each in as_sequence(picked)]
     return tuple([part for part in parts if part is not None]) if None not in parts else ()
 
 
@@ -104,7 +108,7 @@ def _find_part(base: torch.Tensor, part_view: torch.Tensor) -> _BasePart | None:
 def _is_local_part(base: DTensor, part: _BasePart) -> bool:
     """Return True if shards of the slice, viewed in the shape of the part, are shards of the part."""
     base_slice = _slice_base(base, part)
-    return type(base_slice) is DTensor and is_local(plan_of(operator_of(_VIEW), (base_slice, list(part.shape)), {}))
+    return type(base_slice) is DTensor and is_local(plan_of(operator_schema_of(_VIEW), (base_slice, list(part.shape)), {}))
 
 
 def _make_part_view(base: DTensor, part: _BasePart, counted: Any) -> Any:

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from ...base.recorder_hooks import ACTIVE
+from ...base.recorder_hooks import ACTIVE_RECORDERS
 from ...base.torch_internals import CreationMeta, creation_meta, swap_impl
 from ...dispatch.tensor_state import OF_MEMORY
-from ...dispatch.version_counters import pass_version_on
+from ...dispatch.version_counters import move_memory_state
 from ...errors import UnsupportedOperationError
 from ..dtensor import DTensor, wrap
-from .lazy_view import RemoteView, copy_view
+from .lazy_view import LazyView, copy_view
 
 _INPLACE_METHODS = ("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_")
 
@@ -47,7 +47,7 @@ def _may_become_a_view(x: DTensor) -> bool:
 
     Leaves may not, because gradients arrive in them. Tensors that torch refuses to change may not either: torch raises.
     """
-    if ACTIVE or x.is_inference() or torch.is_inference_mode_enabled() or torch.compiler.is_compiling():
+    if ACTIVE_RECORDERS or x.is_inference() or torch.is_inference_mode_enabled() or torch.compiler.is_compiling():
         return False
     if not x.requires_grad:
         return x.grad is None
@@ -73,14 +73,14 @@ def _become_view(x: DTensor, view: DTensor) -> None:
 
     The old tensor moves to the other Python object, with all views of it.
     """
-    old = copy_view(x) if isinstance(x, RemoteView) else wrap(x._local, x._layout)
+    old = copy_view(x) if isinstance(x, LazyView) else wrap(x._local, x._layout)
     swap_impl(x, view)
     view._assign_memory_to(x)
     old._assign_memory_to(view)
     for name in OF_MEMORY:
         if name in x.__dict__:
             view.__dict__[name] = x.__dict__.pop(name)
-    pass_version_on(x, view)
+    move_memory_state(x, view)
 
 
 def install_inplace_view_methods() -> None:

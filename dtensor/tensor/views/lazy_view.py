@@ -2,7 +2,7 @@
 
 They follow the rules of views of plain tensors: a write to the view changes the base, and the view shows a change of the base. If
 the local tensor of a view is a view of the base's local tensor, torch ensures both. All other views are lazy
-(:class:`RemoteView`): they store the base and the operation. A lazy view is computed when it is first read, and again if the base
+(:class:`LazyView`): they store the base and the operation. A lazy view is computed when it is first read, and again if the base
 has changed since. Autograd keeps one version counter for a base and all its views. For writes see ``view_writeback.py``.
 """
 
@@ -15,25 +15,25 @@ from typing import Any, cast
 
 import torch
 
-from ...base.caches import Bounded, nested_key
+from ...base.caches import BoundedDict, nested_key
 from ...base.modes import MODES
-from ...base.symbolic_sizes import settled
+from ...base.symbolic_sizes import specialize_symbols
 from ...base.torch_internals import make_wrapper_subclass
-from ...base.tracing import REFUSED
-from ...dispatch.cache_key import settle
-from ...dispatch.dispatcher import dispatch, install_views
+from ...base.tracing import KERNEL_ERRORS
+from ...dispatch.cache_key import specialize_sizes
+from ...dispatch.dispatcher import dispatch, install_view_runners
 from ...dispatch.frame import Runner
 from ...dispatch.operand_layouts import plan_for
 from ...dispatch.program import bind_program, runner_of
-from ...dispatch.steps import aliases_unseen
-from ...dispatch.version_counters import counted_together, counting, share_versions, shown_in, versions_of
-from ...dispatch.wrap import begins_after
+from ...dispatch.steps import is_unrecorded_alias
+from ...dispatch.version_counters import join_alias_groups, named_version_owner, share_versions, versions_of, view_in_plain_torch
+from ...dispatch.wrap import storage_offset_of_view
 from ...errors import LayoutError
 from ...layout.layout import Layout
-from ...propagation.op_schema import Operator, operator_of
-from ...propagation.propagate import Plan
+from ...propagation.op_schema import OperatorSchema, operator_schema_of
+from ...propagation.propagate import CallPlan
 from ...rules.aten.views import check_memory, own_strides
-from ...rules.op_traits import facts_of
+from ...rules.op_traits import traits_of
 from ..autograd import grad_layout
 from ..compile_protocol import FlattenMethod
 from ..copies import dense_copy
@@ -44,7 +44,7 @@ _make: Any = make_wrapper_subclass  # the documented function for wrapper subcla
 _DISPATCH_VIEW: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]  # set by the package root
 
 
-def install_operations(operate: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+def install_view_dispatch(operate: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
     """Set the function that ``__torch_dispatch__`` of lazy views calls."""
     global _DISPATCH_VIEW
     _DISPATCH_VIEW = operate
@@ -65,10 +65,10 @@ class Origin:
     """
 
     viewed: DTensor
-    operator: Operator
+    operator: OperatorSchema
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    plan: Plan
+    plan: CallPlan
     memory: Any = field(init=False)
     layout: Layout = field(init=False)
     results: list[DTensor] | None = None
@@ -98,7 +98,7 @@ class Origin:
 
     def current_versions(self) -> tuple[int, ...] | None:
         """Return the version counts of the base and of the bases of lazy bases; None if writes are not counted."""
-        counted = counting(self.viewed)
+        counted = named_version_owner(self.viewed)
         counts = None if counted is None else versions_of(counted)
         if counts is None or isinstance(self.memory, _LocalRef):
             return counts
@@ -119,7 +119,7 @@ class Origin:
         """Return the results of the operation as plain DTensors."""
         try:
             return [wrap(_resolve_conj(view._local), view._layout) for view in self.run_on(base)]
-        except REFUSED:
+        except KERNEL_ERRORS:
             if not is_local(self.plan):
                 raise
             return self.run_on(dense_copy(base))  # the strides of a shard do not allow the view
@@ -137,7 +137,7 @@ class Origin:
     @property
     def shows(self) -> str | None:
         """Return the trait ``OperatorTraits.shows`` of the operator (``dtensor.rules.op_traits``)."""
-        return facts_of(self.operator.func).shows
+        return traits_of(self.operator.func).shows
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -154,7 +154,7 @@ class _LocalRef:
 
 def _memory_of(x: DTensor) -> Any:
     """Return the memory of a DTensor: its local tensor, or for a lazy view the origin and the index of the result."""
-    return (x._origin, x._place) if isinstance(x, RemoteView) else _LocalRef(x._local)
+    return (x._origin, x._place) if isinstance(x, LazyView) else _LocalRef(x._local)
 
 
 # --- protocol of torch.compile: see ``tensor/compile_protocol.py`` ---------------------------------------------------------
@@ -162,7 +162,7 @@ with torch.inference_mode():
     _UNCOUNTED = torch.empty(0, device="cpu")  # a tensor of inference mode has no version counter
 
 
-def _flatten_view(view: RemoteView) -> tuple[list[str], tuple[Any, ...]]:
+def _flatten_view(view: LazyView) -> tuple[list[str], tuple[Any, ...]]:
     """Return the name of the inner tensor (the local tensor of the base), and the constants on which graphs are guarded."""
     root, links = trace_to_base(view)
     view_calls = tuple((o.operator.func, tuple(o.args[1:]), tuple(o.kwargs.items()), place) for o, place in links)
@@ -174,19 +174,19 @@ def _unflatten_view(inner_tensors: dict[str, torch.Tensor], constants: tuple[Any
     view = wrap(inner_tensors["_root"], constants[3])
     view.__dict__["_counted"] = _UNCOUNTED  # other tensors may share this memory: the view is computed at each read
     for func, static_args, options, place in constants[4]:
-        operator, args, kwargs = operator_of(func), (view, *static_args), dict(options)
+        operator, args, kwargs = operator_schema_of(func), (view, *static_args), dict(options)
         views = make_views(Origin(view, operator, args, kwargs, plan_of(operator, args, kwargs)))
         view = views[place] if isinstance(views, list) else views
     return view
 
 
-def _view_to_tangent_layout(view: RemoteView) -> DTensor:
+def _view_to_tangent_layout(view: LazyView) -> DTensor:
     """Return an uninitialized plain DTensor in the layout of a gradient: a gradient is no view."""
     layout = grad_layout(view._layout, None)
-    return wrap(layout.block_beside(view._root, layout.mesh.current_member()), layout)
+    return wrap(layout.new_local_like(view._root, layout.mesh.current_member()), layout)
 
 
-class RemoteView(DTensor):
+class LazyView(DTensor):
     """A lazy view: a DTensor that is computed when it is read. Writes to it are written to its base."""
 
     _origin: Origin
@@ -216,16 +216,16 @@ class RemoteView(DTensor):
 
     def _get_data_alias(self) -> DTensor:
         alias = copy_view(self)
-        counted_together(alias, self)
+        join_alias_groups(alias, self)
         return alias
 
     def _assign_memory_to(self, target: Any) -> None:
         origin, place, layout = self._origin, self._place, self._layout
-        target.__class__, target._begins = RemoteView, self._begins
+        target.__class__, target._begins = LazyView, self._begins
         target._layout, target._origin, target._place = layout, origin, place
 
 
-def make_view_runners(plan: Plan, operator: Operator) -> tuple[Runner | None, Runner | None]:
+def make_view_runners(plan: CallPlan, operator: OperatorSchema) -> tuple[Runner | None, Runner | None]:
     """Return two runners of a view operator: one replaces the local call, one runs if that refuses the strides.
 
     The first is None if local results are views of local tensors. The second is None for operators that accept all strides.
@@ -236,12 +236,12 @@ def make_view_runners(plan: Plan, operator: Operator) -> tuple[Runner | None, Ru
         return _make_inplace_runner(operator.out_of_place), None
     if operator.func is _AS_STRIDED or not is_local(plan) or changes_values(plan) or (plan.rule is not None and plan.rule.run):
         return make_lazy_runner(operator, plan), None
-    return None, make_lazy_runner(operator, plan) if facts_of(operator.func).needs_strides else None
+    return None, make_lazy_runner(operator, plan) if traits_of(operator.func).needs_strides else None
 
 
-def make_lazy_runner(operator: Operator, plan: Plan) -> Runner:
+def make_lazy_runner(operator: OperatorSchema, plan: CallPlan) -> Runner:
     """Return the runner that makes lazy views. Symbolic sizes are specialized first."""
-    if any(layout.sized for layout in plan.call.operands):
+    if any(layout.has_symbols for layout in plan.call.operands):
         return partial(_run_with_ints, operator)
     if operator.func is _AS_STRIDED:
         return _make_as_strided_runner(operator, plan)
@@ -251,16 +251,16 @@ def make_lazy_runner(operator: Operator, plan: Plan) -> Runner:
     def run(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         if stack_shape is not None and type(args[0]) is DTensor:
             return _view_through_stack(args[0], operator, stack_shape, args[1])
-        static_args = (args[0], *settled(args[1:]))  # a compiled program with the view as an input makes it again
-        views = make_views(Origin(args[0], operator, static_args, settled(kwargs) if kwargs else kwargs, plan))
-        if aliases_unseen(operator):
+        static_args = (args[0], *specialize_symbols(args[1:]))  # a compiled program with the view as an input makes it again
+        views = make_views(Origin(args[0], operator, static_args, specialize_symbols(kwargs) if kwargs else kwargs, plan))
+        if is_unrecorded_alias(operator):
             share_versions(views, args[0])
         return views
 
     return run
 
 
-def _view_through_stack(x: DTensor, operator: Operator, stack_shape: tuple[int, ...], shape: Any) -> Any:
+def _view_through_stack(x: DTensor, operator: OperatorSchema, stack_shape: tuple[int, ...], shape: Any) -> Any:
     """Return a view in two steps: a local view of shape ``stack_shape``, and a lazy view of that.
 
     Only the dim that is flattened of several remains lazy; see ``flattened_sharded_dims.py``.
@@ -270,10 +270,10 @@ def _view_through_stack(x: DTensor, operator: Operator, stack_shape: tuple[int, 
     return make_views(Origin(stack, operator, (stack, shape), {}, plan_of(operator, (stack, shape), {})))
 
 
-def _run_with_ints(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> Any:
+def _run_with_ints(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> Any:
     """Run the operation with symbolic sizes specialized to integers."""
-    settle(operator.bind(args, kwargs).values())
-    return dispatch(DTensor, operator.func, (), tuple(settled(args)), settled(kwargs))
+    specialize_sizes(operator.bind(args, kwargs).values())
+    return dispatch(DTensor, operator.func, (), tuple(specialize_symbols(args)), specialize_symbols(kwargs))
 
 
 def _make_inplace_runner(out_of_place: Any) -> Runner:
@@ -289,14 +289,14 @@ def _make_inplace_runner(out_of_place: Any) -> Runner:
     return run
 
 
-def _make_as_strided_runner(operator: Operator, plan: Plan) -> Runner:
+def _make_as_strided_runner(operator: OperatorSchema, plan: CallPlan) -> Runner:
     """Return the runner of ``as_strided``. It counts from the start of the memory, which a view shares with its base."""
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         bound = operator.bind(args, kwargs)
         x, size, stride, offset = (bound[name] for name in operator.names)
         root = x._base
-        local_view = shown_in(root, x) if isinstance(root, DTensor) else None
+        local_view = view_in_plain_torch(root, x) if isinstance(root, DTensor) else None
         if local_view is None:
             as_strided_plan, args = plan, (x, size, stride, None if offset is None else offset - x._begins)
             if offset is not None and x._begins:
@@ -325,20 +325,20 @@ _AS_STRIDED = torch.ops.aten.as_strided.default
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _VIEW_OPERATORS = {torch.ops.aten.view.default, _UNSAFE_VIEW}
 
-install_views(make_view_runners)
+install_view_runners(make_view_runners)
 
 
-def is_local(plan: Plan) -> bool:
+def is_local(plan: CallPlan) -> bool:
     """Return True if the plan computes the result from the base's local tensor only, without redistribution or kernel."""
     return not plan.moves and (plan.chosen is None or plan.chosen.kernel_row is None)
 
 
-def changes_values(plan: Plan) -> bool:
+def changes_values(plan: CallPlan) -> bool:
     """Return True if the values of the view differ from those of its base (``_neg_view``). Its local tensors are copies."""
     return plan.rule is not None and plan.rule.kind == "pointwise" and plan.rule.local is not None
 
 
-def copy_view(view: RemoteView) -> RemoteView:
+def copy_view(view: LazyView) -> LazyView:
     """Return another lazy view of the same elements."""
     return _make_view(view._origin, view._layout, view._place)
 
@@ -348,29 +348,29 @@ def make_views(origin: Origin) -> Any:
     layouts = origin.plan.results[0]
     if isinstance(layouts, Layout):
         view = _make_view(origin, layouts, 0)
-        if origin.operator.func is _UNSAFE_VIEW and (counted := counting(origin.viewed)) is not None:
-            counted_together(view, counted)  # autograd has another version counter for this memory
+        if origin.operator.func is _UNSAFE_VIEW and (counted := named_version_owner(origin.viewed)) is not None:
+            join_alias_groups(view, counted)  # autograd has another version counter for this memory
         return view
     return [_make_view(origin, layout, place) for place, layout in enumerate(layouts)]
 
 
-def trace_to_base(view: RemoteView) -> tuple[DTensor, list[tuple[Origin, int]]]:
+def trace_to_base(view: LazyView) -> tuple[DTensor, list[tuple[Origin, int]]]:
     """Return the first base that is no lazy view, and the operations from it to ``view``, each with the index of its result."""
     links: list[tuple[Origin, int]] = []
     x: DTensor = view
-    while isinstance(x, RemoteView):
+    while isinstance(x, LazyView):
         links.insert(0, (x._origin, x._place))
         x = x._origin.base
     return x, links
 
 
-def _make_view(origin: Origin, layout: Layout, place: int) -> RemoteView:
+def _make_view(origin: Origin, layout: Layout, place: int) -> LazyView:
     """Make a lazy view: a wrapper with the layout of result ``place`` of the operation."""
     viewed, starts = origin.viewed, origin.plan.starts
-    storage_offset = begins_after(viewed, layout, starts[place]) if starts else 0
-    view = _make(RemoteView, layout.shape, layout.stride, storage_offset, dtype=layout.dtype, device=viewed.device)
+    storage_offset = storage_offset_of_view(viewed, layout, starts[place]) if starts else 0
+    view = _make(LazyView, layout.shape, layout.stride, storage_offset, dtype=layout.dtype, device=viewed.device)
     view._layout, view._origin, view._place, view._begins = layout, origin, place, storage_offset
-    return cast(RemoteView, view)
+    return cast(LazyView, view)
 
 
 def _resolve_conj(local: Any) -> Any:
@@ -378,10 +378,10 @@ def _resolve_conj(local: Any) -> Any:
     return local.resolve_conj() if local.is_complex() else local
 
 
-_VIEW_PLANS: Bounded[Any, Plan] = Bounded(4096, "remote_view.plans")
+_VIEW_PLANS: BoundedDict[Any, CallPlan] = BoundedDict(4096, "remote_view.plans")
 
 
-def plan_of(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+def plan_of(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
     """Return the plan of a view operation, cached by its arguments."""
     key = (operator.func, args[0]._layout, nested_key(args[1:]), nested_key(kwargs))
     cached = _VIEW_PLANS.get(key)

@@ -13,24 +13,24 @@ from typing import Any
 
 import torch
 
-from ...base.memory_order import overlaps
-from ...base.symbolic_sizes import settled
-from ...base.tensor_tree import listed
-from ...base.tracing import REFUSED, is_argument, under_way
+from ...base.memory_order import has_overlap
+from ...base.symbolic_sizes import specialize_symbols
+from ...base.tensor_tree import as_sequence
+from ...base.tracing import KERNEL_ERRORS, is_program_argument, is_tracing
 from ...comm import communicator_of
 from ...dispatch.dispatcher import dispatch
-from ...dispatch.list_ops import in_one_memory, in_turn
-from ...dispatch.redistribution_cache import NESTED
+from ...dispatch.list_ops import has_aliased_elements, run_per_element
+from ...dispatch.redistribution_cache import IN_DECOMPOSITION
 from ...errors import UnsupportedOperationError
-from ...propagation.op_schema import Operator, operator_of
-from ...ranks.write_result import assign as assign_local
+from ...propagation.op_schema import OperatorSchema, operator_schema_of
+from ...ranks.shared_tensors import write_value as assign_local
 from ...redistribute import redistribute_local
 from ...rules import lookup
 from ..copies import dense_copy
 from ..dtensor import DTensor, wrap
 from .flattened_sharded_dims import run_on_stack
 from .fused_projection_slices import slice_of_base
-from .lazy_view import Origin, RemoteView, changes_values, copy_view, is_local, make_lazy_runner, plan_of, trace_to_base
+from .lazy_view import LazyView, Origin, changes_values, copy_view, is_local, make_lazy_runner, plan_of, trace_to_base
 
 _aten = torch.ops.aten
 
@@ -38,31 +38,31 @@ Writer = Callable[[DTensor, Callable[[Any], Any]], Any]  # writes to the first a
 Region = tuple[DTensor, tuple[int, ...]]  # a slice, and the dims of it that the view has; the others have one element
 
 
-def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation with lazy views: ``__torch_dispatch__`` of :class:`RemoteView`."""
-    operator = operator_of(func)
+def dispatch_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation with lazy views: ``__torch_dispatch__`` of :class:`LazyView`."""
+    operator = operator_schema_of(func)
     if operator.is_view:  # views are made for one size
-        args, kwargs = (args[0], *settled(args[1:])), settled(kwargs)
+        args, kwargs = (args[0], *specialize_symbols(args[1:])), specialize_symbols(kwargs)
     written_views = []
     if operator.mutated:
         bound = operator.bind(args, kwargs)
         written_views = [x for name in operator.mutated for x in _lazy_views_in(bound.get(name))]
     if written_views and operator.reshapes and plan_of(operator, args, kwargs).how != "decompose":
         # t_: the view gets another shape
-        args[0]._adopt_memory(operate(operator.out_of_place, (copy_view(args[0]), *args[1:]), kwargs))
+        args[0]._adopt_memory(dispatch_view(operator.out_of_place, (copy_view(args[0]), *args[1:]), kwargs))
         return args[0]
     if written_views and all(view._origin.pinned for view in written_views):
         # inside a write: this is the value, which is written back later
         return dispatch(DTensor, func, (), args, kwargs)
-    if written_views and under_way() and is_argument(written_views[0]._root):
+    if written_views and is_tracing() and is_program_argument(written_views[0]._root):
         raise UnsupportedOperationError(
             "torch.compile: the function writes to an argument that is a view with elements on other ranks "
             f"({operator.name} of {written_views[0]._layout!r}): pass the base, or write to a clone"
         )
     if written_views and not operator.reshapes:
-        if operator.facts.per_element and in_one_memory(operator, args, kwargs):
-            return in_turn(operator, args, kwargs)
-        with NESTED:
+        if operator.facts.per_element and has_aliased_elements(operator, args, kwargs):
+            return run_per_element(operator, args, kwargs)
+        with IN_DECOMPOSITION:
             if _is_elementwise_write(operator, args, kwargs):
                 return _write_elementwise(operator, args, kwargs)
             return _write_through_value(operator, args, kwargs, written_views)
@@ -71,24 +71,24 @@ def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = slice_of_base(operator, args, kwargs)
     if result is not NotImplemented:
         return result
-    if operator.is_view and isinstance(args[0], RemoteView):
+    if operator.is_view and isinstance(args[0], LazyView):
         if torch.is_inference_mode_enabled() and not args[0].is_inference():
             with torch.inference_mode(False):  # as in dispatch
-                return operate(func, args, kwargs)
+                return dispatch_view(func, args, kwargs)
         plan = plan_of(operator, args, kwargs)
         if plan.how not in ("answer", "decompose") and plan.results:  # without results the operator raises
             return make_lazy_runner(operator, plan)(args, kwargs, [], {})
     return dispatch(DTensor, func, (), args, kwargs)
 
 
-def _lazy_views_in(value: Any) -> Iterator[RemoteView]:
+def _lazy_views_in(value: Any) -> Iterator[LazyView]:
     """Yield the lazy views in an argument: a tensor or a list."""
-    for item in listed(value):
-        if isinstance(item, RemoteView):
+    for item in as_sequence(value):
+        if isinstance(item, LazyView):
             yield item
 
 
-def _write_through_value(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[RemoteView]) -> Any:
+def _write_through_value(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[LazyView]) -> Any:
     """Run any operation on the value of the views, and write that value into their bases."""
     origins = [view._origin for view in written]
     for origin in origins:
@@ -97,7 +97,7 @@ def _write_through_value(operator: Operator, args: tuple[Any, ...], kwargs: dict
     try:
         result = dispatch(DTensor, operator.func, (), args, kwargs)
         for view in written:
-            if isinstance(view, RemoteView):  # resize_ makes it a plain DTensor
+            if isinstance(view, LazyView):  # resize_ makes it a plain DTensor
                 _write_to_base(view, _make_copy_writer(wrap(view._local, view._layout)))
     finally:
         for origin in origins:
@@ -106,7 +106,7 @@ def _write_through_value(operator: Operator, args: tuple[Any, ...], kwargs: dict
     return result
 
 
-def _is_elementwise_write(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_elementwise_write(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return True if the operation writes its first argument only, each element from the elements of the others at that index."""
     if any(changes_values(origin.plan) for origin, _ in trace_to_base(args[0])[1]):
         return False  # on the base it would be another operation
@@ -117,7 +117,7 @@ def _is_elementwise_write(operator: Operator, args: tuple[Any, ...], kwargs: dic
     return all(isinstance(x, DTensor) or x.ndim == 0 for x in others)
 
 
-def _write_elementwise(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _write_elementwise(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an elementwise operation on the elements of the base, without reading the view."""
     view, func, shape = args[0], operator.func, list(args[0].shape)
     if func is _aten.copy_.default and _show_same_elements(view, args[1]):
@@ -139,7 +139,7 @@ def _write_elementwise(operator: Operator, args: tuple[Any, ...], kwargs: dict[s
 
 def _show_same_elements(a: Any, b: Any) -> bool:
     """Return True if two views show the same elements. ``x[0] += 1`` makes two equal views, one to read and one to write."""
-    if a is b or not (isinstance(a, RemoteView) and isinstance(b, RemoteView)):
+    if a is b or not (isinstance(a, LazyView) and isinstance(b, LazyView)):
         return a is b
     first, second = a._origin, b._origin
     same_operation = (
@@ -157,15 +157,15 @@ def _make_copy_writer(value: Any) -> Writer:
 
 
 # --- writing into the base ---
-def _write_to_base(view: RemoteView, assign: Writer) -> None:
+def _write_to_base(view: LazyView, assign: Writer) -> None:
     """Write to the elements of the base that ``view`` shows, and from there to the base of the base."""
     origin, base = view._origin, view._origin.base
     region = _find_region(view)
     if region is not None:
         _write_region(*region, assign)
-    elif not isinstance(base, RemoteView):
+    elif not isinstance(base, LazyView):
         _write_elements_of(origin, view._place, base, assign)
-    elif overlaps(base.shape, base.stride()):  # several elements of the base share memory
+    elif has_overlap(base.shape, base.stride()):  # several elements of the base share memory
         root, links = trace_to_base(view)
         _write_gathered(links, root, assign)
     else:
@@ -181,7 +181,7 @@ def _write_to_base(view: RemoteView, assign: Writer) -> None:
 
 def _find_region(view: DTensor) -> Region | None:
     """Return a lazy view as a slice of a DTensor that is no lazy view; None if it is not the result of slices and rows."""
-    if not isinstance(view, RemoteView):
+    if not isinstance(view, LazyView):
         return view, tuple(range(view.ndim))
     base_region = _find_region(view._origin.base) if view._origin.shows == "slice" else None
     return None if base_region is None else _narrow_region(view._origin, view._place, *base_region)
@@ -232,7 +232,7 @@ def _write_local(origin: Origin, place: int, base: DTensor, assign: Writer) -> N
     if not base._local.is_conj() and (origin.plan.rule is None or origin.plan.rule.run is None):
         try:
             view = origin.run_on(base)[place]
-        except REFUSED:
+        except KERNEL_ERRORS:
             pass
         else:
             assign(view, lambda value: value)
@@ -255,7 +255,7 @@ def _write_gathered(links: list[tuple[Origin, int]], base: DTensor, assign: Writ
     links = [link for link in links if link[0] not in value_changes]
     assign(_view_of_gathered(links, dense_value), lambda value: value)
     value = reduce(_apply_mirror, value_changes, dense_value)
-    if overlaps(layout.shape, layout.stride):
+    if has_overlap(layout.shape, layout.stride):
         marks = wrap(communicator_of(layout.mesh).map(lambda _, block: torch.zeros_like(block), dense_value._local), replicated)
         dispatch(DTensor, _aten.fill_.Scalar, (), (_view_of_gathered(links, marks), 1))
         value = _merge_overlapping(base, value, marks)

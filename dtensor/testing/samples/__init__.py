@@ -13,7 +13,7 @@ from ...rules import rules
 from .of_notation import samples_by_notation
 from .sample import Builder, Sample, Samples
 
-__all__ = ["ELSEWHERE", "Builder", "Sample", "Samples", "samples_of", "without_sample"]
+__all__ = ["ELSEWHERE", "Builder", "Sample", "Samples", "rules_without_sample", "samples_of"]
 
 # Operators without samples: other tests check them, or they have no CPU kernel.
 ELSEWHERE = {
@@ -78,7 +78,7 @@ def _derived_samples(name: str) -> list[Sample]:
     return list(samples_by_notation(overloads, rules()[name]))
 
 
-def without_sample() -> list[str]:
+def rules_without_sample() -> list[str]:
     """Return registered rules without samples, except those that no CPU kernel can run."""
     unwritten = [name for name in rules() if not any(True for _ in _written_samples(name))]  # only the first is made
     return sorted(name for name in unwritten if name.removeprefix("aten::") not in ELSEWHERE and not _derived_samples(name))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from .sample import Samples
-from .sample_syntax import table
+from .sample_syntax import sample_table
 
-VIEWS = table("""
+VIEWS = sample_table("""
 view _unsafe_view: {f/i/b/c}[5, 6], [30] | f[5, 6], {[30]/[5, 2, 3]/[5, 1, 6, 1]} | f[30], [5, 6] | f[2, 3, 7], [6, 7]
  | f[4, 6], [6, 4] | f[4, 6, 5], [8, 15] | f[1, 5], [5] | f[5, 1, 6], [30] | f[0, 4], [4, 0] | f[3, 0], [3, 0, 2] | f[1], []
  | f[()], [1, 1]
@@ -29,7 +29,7 @@ is_same_size _has_same_storage_numel: f[5, 7], f[{5, 7/7}]
 _has_same_storage_numel: f[3, 5], f[5, 3]
 """)
 
-PARTS = table("""
+PARTS = sample_table("""
 slice: {f/i/b/c}[7, 5], 0, 1, 6, 2 | f[7, 5]
  | f[5, 6], {0, 1, 4/1, -4, -1/0, None, 3/-1, 2/0, 4, 2/0, 9, 12/0, -9, 2/1, 0, 6} | f[7], 0, 1, 7, 3 | f[0, 3], 0, 0, 2
 split unsafe_split: {f/i/b/c}[7, 5], 3 | f[5, 6], {4, 1/5/1, -1} | f[0, 3], 2
@@ -49,7 +49,7 @@ diagonal_backward: {f/i/b/c}[4], [5, 6], 2, 0, 1 | f[6, 5], [5, 6, 7], -1, 2, 0 
 unfold_backward: f[3, 5, 3], [7, 5], 0, 3, 2 | f[5, 3, 2], [5, 6], -1, 2, 2
 """)
 
-JOINED = table("""
+JOINED = sample_table("""
 cat: [f[5, 6], f[3, 6]] | [f[5, 6], f[5, 2], f[5, 7]], 1 | [i[5, 6], i[1, 6]], -2 | [f[5, 6], i[2, 6]] | [f[4], f[0], f[3]]
  | [f[2, 3], f[0], f[5, 3]] | [f[5, 6]]
 stack: [f[5, 6], f[5, 6]] | [f[5, 6], f[5, 6], f[5, 6]], -1 | [i[5, 6], i[5, 6]], 1 | [f[()], f[()]]

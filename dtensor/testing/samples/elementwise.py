@@ -10,7 +10,7 @@ import torch
 from ...rules import rules
 from .of_schema import DTYPES, samples_by_schema
 from .sample import Samples
-from .sample_syntax import table
+from .sample_syntax import sample_table
 
 # Operators with operands between 0.1 and 0.9.
 _INSIDE = """
@@ -43,7 +43,7 @@ ADAM: dict[str, Any] = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 
 SGD = {"weight_decay": 0.1, "momentum": 0.9, "lr": 0.1, "dampening": 0.0, "nesterov": False, "maximize": False}
 ADAGRAD = {"lr": 0.1, "lr_decay": 0.0, "weight_decay": 0.1, "eps": 1e-8, "maximize": False}
 
-MORE = table(
+MORE = sample_table(
     """
 add: f[5, 7], f[5, 7], alpha=-2 | f[5, 7], 3, alpha=-1 | BYTES, BYTES.flip(0)
 sub: f[5, 7], f[5, 7], alpha=-2 | u[5, 7], u[5, 7] | BYTES, BYTES.flip(0)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from .of_schema import tensor
+from .of_schema import make_tensor
 from .sample import Samples
-from .sample_syntax import RandomIntegers, distinct_integers, table
+from .sample_syntax import RandomIntegers, distinct_integers, sample_table
 
 ROWS = torch.stack([distinct_integers(5, 3) for _ in range(6)], 1)
 MASK = torch.tensor([True, False, True, True, False])
 SORTED = torch.tensor([-1.5, -0.5, 0.0, 0.5, 0.5, 1.0, 2.0], dtype=torch.float64)
 
-INDEXING = table(
+INDEXING = sample_table(
     """
 embedding: f[7, 3], {below(7)[5, 2]/below(7)[()]/below(7)[5, 0]/t([0, 7])/below(7)[5].int()} | f[7, 3], below(7)[5], padding_idx=2
  | f[7, 3], below(7)[5, 4], scale_grad_by_freq=True
@@ -77,11 +77,11 @@ IDS, OFFSETS, PLACES = RandomIntegers(6)[9], torch.tensor([0, 2, 2, 6]), torch.t
 
 def bag_results(mode: int) -> tuple[torch.Tensor, ...]:
     """Return the results of a forward pass over embedding bags that the backward pass reads."""
-    _, bags, sizes, places = torch.ops.aten._embedding_bag(tensor((6, 7)), IDS, OFFSETS, False, mode)
+    _, bags, sizes, places = torch.ops.aten._embedding_bag(make_tensor((6, 7)), IDS, OFFSETS, False, mode)
     return (bags if bags.numel() else PLACES), sizes, places
 
 
-BAGS = table(
+BAGS = sample_table(
     """
 _embedding_bag! _embedding_bag_forward_only!: f[6, 7], IDS, OFFSETS, False, {0/1/2} | f[6, 7], IDS, OFFSETS, False, 0, False, f[9]
  | f[6, 7], IDS[:8], OFFSETS, False, {0/1/2}, False, None, False, 1 | f[6, 7], IDS[:8], OFFSETS, False, 0, False, f[8]

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from .of_schema import tensor
+from .of_schema import make_tensor
 from .sample import Samples
-from .sample_syntax import table
+from .sample_syntax import sample_table
 
 aten = torch.ops.aten
 # By number of spatial dims.
-IMAGES = {"X1": tensor((5, 4, 7)), "X2": tensor((5, 4, 6, 7)), "X3": tensor((5, 4, 4, 5, 6))}
+IMAGES = {"X1": make_tensor((5, 4, 7)), "X2": make_tensor((5, 4, 6, 7)), "X3": make_tensor((5, 4, 4, 5, 6))}
 
 
 # --- convolutions -----------------------------------------------------------------------------------------------------------
@@ -23,7 +23,11 @@ def conv_args(
     positions, kernel = (7, 6, 5)[:ndim], (3, 2, 2)[:ndim]
     weight = (6, 5 if groups == 1 else 2) if transposed else (5 if groups == 1 else 6, 6 // groups)
     out = weight[1] * groups if transposed else weight[0]
-    tensors = tensor((4, 6, *positions)), tensor((*weight, *kernel), seed=1), tensor((out,), seed=2) if bias else None
+    tensors = (
+        make_tensor((4, 6, *positions)),
+        make_tensor((*weight, *kernel), seed=1),
+        make_tensor((out,), seed=2) if bias else None,
+    )
     return *tensors, [stride] * ndim, [padding] * ndim, [1] * ndim, transposed, [0] * ndim, groups
 
 
@@ -32,10 +36,10 @@ def conv_backward_args(mask: list[bool], **options: bool) -> tuple[Any, ...]:
     own, weight, bias, *more = conv_args(1, **options)
     out = aten.convolution(own, weight, bias, *more)
     sizes = None if bias is None else list(bias.shape)
-    return tensor(tuple(out.shape), seed=3), own, weight, sizes, *more, mask
+    return make_tensor(tuple(out.shape), seed=3), own, weight, sizes, *more, mask
 
 
-CONVOLUTIONS = table(
+CONVOLUTIONS = sample_table(
     """
 convolution: *conv_args({1/2, stride=2, padding=1/3, bias=False/1, groups=3/1, groups=6, bias=False/1, transposed=True
  /1, transposed=True, groups=3})
@@ -48,7 +52,7 @@ convolution_backward!: *conv_backward_args({[True] * 3/[True, False, False], bia
 
 
 # --- pooling, resampling, padding ---------------------------------------------------------------------------------------------
-POOLING = table(
+POOLING = sample_table(
     """
 max_pool{2/3}d_with_indices: X{2/3}, {2/3} * [2] | X{2/3}[0], {2/3} * [2]
 max_pool{2/3}d_with_indices_backward!: like(r := aten.max_pool{2/3}d_with_indices(X{2/3}, N{2/3})), X{2/3}, N{2/3}, N{2/3},
@@ -95,7 +99,7 @@ col2im: f[{5, 24, 25/24, 25}], [6, 7], *WINDOW
 )
 
 # --- norms --------------------------------------------------------------------------------------------------------------------
-NORMS = table(
+NORMS = sample_table(
     """
 native_layer_norm: f[5, 3, 7], [7], f[7], f[7], 1e-5 | f[5, 3, 7], [3, 7], None, None, 1e-5 | f[7], [7], f[7], None, 1e-5
  | f[5, 7].bfloat16(), [7], f[7].bfloat16(), None, 1e-5 | !s[5, 7] + 100, [7], s[7], None, 1e-5
@@ -123,18 +127,18 @@ _weight_norm_interface_backward!: f[5, 6, 3], (x := f[5, 6, 3]), f[5, 1, 1], x.n
 
 # --- attention; no local block is empty, because the operator would divide by zero ----------------------------------------
 def random_mask(*shape: int) -> torch.Tensor:
-    hidden = tensor(shape, torch.bool, 5)
+    hidden = make_tensor(shape, torch.bool, 5)
     return torch.zeros(shape, dtype=torch.float64).masked_fill(hidden, -torch.inf)
 
 
 def attention_grads(causal: bool = False, attn_mask: torch.Tensor | None = None, heads: int = 7) -> tuple[torch.Tensor, ...]:
     """Return a gradient of attention, its operands and its results."""
-    q, k, v = tensor((8, heads, 10, 2)), tensor((8, 7, 11, 2), seed=1), tensor((8, 7, 11, 2), seed=2)
+    q, k, v = make_tensor((8, heads, 10, 2)), make_tensor((8, 7, 11, 2), seed=1), make_tensor((8, 7, 11, 2), seed=2)
     out = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=attn_mask)
-    return tensor(tuple(out[0].shape), seed=3), q, k, v, *out
+    return make_tensor(tuple(out[0].shape), seed=3), q, k, v, *out
 
 
-ATTENTION = table(
+ATTENTION = sample_table(
     """
 _scaled_dot_product_flash_attention_for_cpu: f[8, {7/14}, 10, 2], f[8, 7, 11, 2], f[8, 7, 11, 2]
  | f[8, 7, 10, 2], f[8, 7, 11, 2], f[8, 7, 11, 2], 0.0, True
@@ -162,7 +166,7 @@ def random_classes(count: int, *shape: int, ignored: int = -100) -> torch.Tensor
     return drawn
 
 
-LOSSES = table(
+LOSSES = sample_table(
     """
 mse_loss soft_margin_loss: f[5, 7], f[5, 7], {0/1/2} | f[2, 6, 4], f[2, 6, 4] | f[()], f[()] | f[0, 7], f[0, 7]
 smooth_l1_loss huber_loss: f[5, 7], f[5, 7], {0/1/2}, 0.7 | f[2, 6, 4], f[2, 6, 4], 1, 0.7 | f[()], f[()], 1, 0.7

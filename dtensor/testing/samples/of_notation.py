@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ...base.tensor_tree import mapped, tensors
-from ...rules.notation import EACH, Pattern, Term, argument_of, is_group, is_picked
+from ...base.tensor_tree import map_tensors, tensor_leaves
+from ...rules.notation import EACH, Pattern, Term, argument_of, is_group, is_selected
 from ...rules.notation_rules import by, fitting
 from ...rules.rule import Rule
-from .of_schema import DTYPES, error_in_plain_torch, make_sample, tensor
+from .of_schema import DTYPES, error_in_plain_torch, make_sample, make_tensor
 from .sample import Sample
 
 _SIZES = (5, 7, 6, 3, 4, 8, 2)
@@ -30,9 +30,9 @@ def samples_by_notation(overloads: list[Any], rule: Rule) -> Iterator[Sample]:
 
 def _has_gradients(op: Any, sample: Sample) -> bool:
     """Return True if plain torch computes gradients."""
-    args, kwargs = mapped(lambda x: x.clone().requires_grad_(x.is_floating_point() or x.is_complex()), sample.arguments)
+    args, kwargs = map_tensors(lambda x: x.clone().requires_grad_(x.is_floating_point() or x.is_complex()), sample.arguments)
     try:
-        results = [x for x in tensors(op(*args, **kwargs)) if x.requires_grad]
+        results = [x for x in tensor_leaves(op(*args, **kwargs)) if x.requires_grad]
         torch.autograd.backward(results, [torch.ones_like(x) for x in results])
     except Exception:  # operators without a gradient formula raise different errors
         return False
@@ -61,7 +61,7 @@ def _make_arguments(schema: Any, pattern: Pattern, dtype: torch.dtype) -> dict[s
         argument_of(dim).rstrip("!"): k
         for term in reversed(pattern.operands)
         for k, dim in enumerate(term.dims)
-        if is_picked(dim)
+        if is_selected(dim)
     }
     for seed, argument in enumerate(schema.arguments):
         name, kind = argument.name, str(argument.type)
@@ -70,7 +70,7 @@ def _make_arguments(schema: Any, pattern: Pattern, dtype: torch.dtype) -> dict[s
             if term is None and not argument.has_default_value():
                 return None
             if term is not None:
-                made = [tensor(_term_shape(term, sizes), dtype, seed + k) for k in range(1 + ("List" in kind))]
+                made = [make_tensor(_term_shape(term, sizes), dtype, seed + k) for k in range(1 + ("List" in kind))]
                 given[name] = made if "List" in kind else made[0]
         elif name in picked:
             given[name] = [picked[name]] if "List" in kind else picked[name]
@@ -81,7 +81,7 @@ def _term_shape(term: Term, sizes: dict[str, int]) -> tuple[int, ...]:
     """Return the sizes of a term's dims. A group has two dims, or one if the term has selected dims."""
     shape = []
     for dim in term.dims:
-        names = dim if not is_group(dim) or any(map(is_picked, term.dims)) else (dim[0], f"{dim[0]} again")
+        names = dim if not is_group(dim) or any(map(is_selected, term.dims)) else (dim[0], f"{dim[0]} again")
         own = [sizes.setdefault(name, _SIZES[len(sizes) % len(_SIZES)]) for name in names]
         shape += own if is_group(dim) else [int(torch.Size(own).numel())]
     return tuple(shape)

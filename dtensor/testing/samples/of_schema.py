@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...base.tensor_tree import mapped, tensors
+from ...base.tensor_tree import map_tensors, tensor_leaves
 from .sample import Sample
 
 Shape = tuple[int, ...]
@@ -63,9 +63,9 @@ def _tensor_arguments(
         kind, needed = str(argument.type), not argument.has_default_value()
         if kind == "Tensor" and needed:
             tensor_dtype = torch.bool if argument.name in ("condition", "mask") else dtype
-            yield argument.name, tensor(next(following), tensor_dtype, seed, *span)
+            yield argument.name, make_tensor(next(following), tensor_dtype, seed, *span)
         elif kind == "Optional[Tensor]" and (needed or argument.name in ("min", "max")):
-            yield argument.name, tensor((7,), dtype, seed, *span)
+            yield argument.name, make_tensor((7,), dtype, seed, *span)
 
 
 def make_sample(schema: Any, given: Mapping[str, Any], dtype: torch.dtype) -> Sample:
@@ -79,7 +79,7 @@ def make_sample(schema: Any, given: Mapping[str, Any], dtype: torch.dtype) -> Sa
             kwargs[argument.name] = value
         else:
             args.append(value)
-    shapes = [tuple(x.shape) for x in tensors(given)]
+    shapes = [tuple(x.shape) for x in tensor_leaves(given)]
     return Sample(tuple(args), kwargs, f"{schema.overload_name or 'default'} {str(dtype).removeprefix('torch.')} {shapes}")
 
 
@@ -95,7 +95,9 @@ def _number_for(argument: Any, dtype: torch.dtype) -> Any:
             return None
 
 
-def tensor(shape: Shape, dtype: torch.dtype = torch.float64, seed: int = 0, low: float = -2.0, high: float = 2.0) -> torch.Tensor:
+def make_tensor(
+    shape: Shape, dtype: torch.dtype = torch.float64, seed: int = 0, low: float = -2.0, high: float = 2.0
+) -> torch.Tensor:
     """Return a tensor of values between ``low`` and ``high`` (integers from -4 to 4) that depend only on ``seed``."""
     generator = torch.Generator().manual_seed(seed + 17)
     if dtype is torch.bool:
@@ -115,7 +117,7 @@ def _round_to_64ths(x: torch.Tensor) -> torch.Tensor:
 
 def run_plain(op: Any, sample: Sample, **further: Any) -> Any:
     """Return the result of plain torch. The arguments are clones, because the operator may write to them."""
-    args, kwargs = mapped(lambda x: x.detach().clone(), sample.arguments)
+    args, kwargs = map_tensors(lambda x: x.detach().clone(), sample.arguments)
     return op(*args, **kwargs, **further)
 
 

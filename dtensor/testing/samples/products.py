@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from .of_schema import tensor
+from .of_schema import make_tensor
 from .sample import Samples
-from .sample_syntax import table
+from .sample_syntax import sample_table
 
-PRODUCTS = table("""
+PRODUCTS = sample_table("""
 mm: {f/i/c}[5, 6], {f/i/c}[6, 7] | f[6, 5].t(), f[7, 6].t() | f[5, 0], f[0, 7] | f[1, 6], f[6, 1]
 bmm: {f/i}[5, 2, 6], {f/i}[5, 6, 7]
 mv: {f/i}[5, 6], {f/i}[6]
@@ -41,17 +41,17 @@ linalg_cross: f[5, 3], f[5, 3] | f[5, 3, 2], f[3, 2], dim=-2
 
 
 def regular_matrix(*shape: int) -> torch.Tensor:
-    return tensor(shape) + 4 * torch.eye(shape[-1], dtype=torch.float64)
+    return make_tensor(shape) + 4 * torch.eye(shape[-1], dtype=torch.float64)
 
 
 def definite_matrix(*shape: int) -> torch.Tensor:
-    return (m := tensor(shape)) @ m.mT + torch.eye(shape[-1], dtype=torch.float64)
+    return (m := make_tensor(shape)) @ m.mT + torch.eye(shape[-1], dtype=torch.float64)
 
 
 A, S = regular_matrix(5, 3, 3), definite_matrix(5, 3, 3)
 
 # torch's meta kernels of eig and svd give strides that its CPU kernels do not
-LINALG = table(
+LINALG = sample_table(
     """
 linalg_inv_ex _linalg_det _linalg_slogdet linalg_matrix_exp linalg_lu linalg_lu_factor_ex: {A/A[0]/regular_matrix(2, 5, 3, 3)}
 cholesky linalg_cholesky_ex cholesky_inverse: {S/definite_matrix(3, 3)}
@@ -79,12 +79,12 @@ _linalg_solve_ex!: {A, f[5, 3, 2]/A, f[5, 3]/A[0], f[5, 3, 2]}
     T=A.tril(),
     LU=torch.linalg.lu_factor(A),
     LD=torch.linalg.ldl_factor(S),
-    QR=torch.geqrf(tensor((5, 4, 3))),
+    QR=torch.geqrf(make_tensor((5, 4, 3))),
     regular_matrix=regular_matrix,
     definite_matrix=definite_matrix,
 )
 
-FFT = table("""
+FFT = sample_table("""
 _fft_r2c: f[5, 6, 7], {[2], 0/[0, 1], 1}, True | f[5, 6], [1], 0, False
 _fft_c2r: c[5, 6, 4], [2], 2, 7 | c[5, 4], [0, 1], 2, 6
 _fft_c2c: c[5, 6, 7], [1], 0, True | c[5, 6], [0, 1], 2, False

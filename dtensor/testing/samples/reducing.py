@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from .of_schema import tensor
+from .of_schema import make_tensor
 from .sample import Samples
-from .sample_syntax import table
+from .sample_syntax import sample_table
 
 INF, NAN = float("inf"), float("nan")
 SPECIAL = torch.tensor([[1, NAN, 3, NAN, 0], [2, 5, 5, -1, 5], [INF, 1, INF, 0, -INF]], dtype=torch.float64)
@@ -17,7 +17,7 @@ EDGES = torch.tensor([-1.0, 0, 0.5, 2], dtype=torch.float64)
 
 def rare_true(*shape: int) -> torch.Tensor:
     """Return booleans, most of them False."""
-    return tensor(shape, torch.float64, 3, 0.0, 1.0) > 0.9
+    return make_tensor(shape, torch.float64, 3, 0.0, 1.0) > 0.9
 
 
 def distinct_values(*shape: int) -> torch.Tensor:
@@ -26,7 +26,7 @@ def distinct_values(*shape: int) -> torch.Tensor:
     return (torch.randperm(count, generator=torch.Generator().manual_seed(0)).double() / 8 - 2).view(shape)
 
 
-REDUCTIONS = table(
+REDUCTIONS = sample_table(
     """
 sum: f[5, 6, 7]{/, dim=[0]/, dim=[-1], keepdim=True/, dim=[0, 2]/, dim=[0, 1, 2], keepdim=True} | {i/b/c}[5, 6, 7]{/, dim=[0]}
  | f[0, 7]{/, dim=[0]/, dim=[-1], keepdim=True} | {f/i}[{5, 7/()/3}] | f[5, 7], dtype=float32 | f[5, 7], []
@@ -77,7 +77,7 @@ allclose: (x := f[5, 7]), x | f[5, 7], f[{5, 7/7}]
     rare_true=rare_true,
 )
 
-ALONG = table(
+ALONG = sample_table(
     """
 cumsum: {f/i/b/c}[5, 7], {0/-1} | f[5, 7], 0, dtype=float32 | f[()], 0 | h[5, 7], 0
 cumprod: {f/i}[5, 7], {0/-1}

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .of_schema import tensor
+from .of_schema import make_tensor
 from .sample import Sample, Samples
 
 _GROUP = re.compile(r"\{([^}]*)\}")
@@ -37,7 +37,7 @@ class RandomTensors:
     high: float = 2.0
 
     def __getitem__(self, shape: int | tuple[int, ...]) -> torch.Tensor:
-        return tensor((shape,) if isinstance(shape, int) else shape, self.dtype, next(self.seeds), self.low, self.high)
+        return make_tensor((shape,) if isinstance(shape, int) else shape, self.dtype, next(self.seeds), self.low, self.high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def _syntax_words() -> dict[str, Any]:
     }
 
 
-def table(text: str, **words: Any) -> Samples:
+def sample_table(text: str, **words: Any) -> Samples:
     """Return the samples of each operator named in ``text``; ``words``: further names that the samples use."""
     samples_of: Samples = {}
     for line in re.split(r"\n(?=\S)", text.strip()):

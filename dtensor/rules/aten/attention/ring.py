@@ -36,7 +36,7 @@ def ranks_in_ring(call: Call) -> int:
     return math.prod(call.mesh.shape[dim] for dim in cuts[0] if dim in cuts[1] and dim in cuts[2])
 
 
-Pieces = tuple[range, ...]  # sequence positions of a rank, in its memory order
+SequencePieces = tuple[range, ...]  # sequence positions of a rank, in its memory order
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class Ring:
 
     mesh: DeviceMesh
     mesh_dims: tuple[int, ...]
-    rows: Callable[[int], Pieces]
-    keys: Callable[[int], Pieces]
+    rows: Callable[[int], SequencePieces]
+    keys: Callable[[int], SequencePieces]
     shapes: Callable[[int], tuple[tuple[int, ...], tuple[int, ...]]]
     causal: bool
     scale: float | None
@@ -115,7 +115,7 @@ def make_ring(at: KernelContext, scale: float | None) -> Ring:
         key, value = (layout.shape_of(member) for layout in layouts)
         return key, value
 
-    def positions_of(name: str) -> Callable[[int], Pieces]:
+    def positions_of(name: str) -> Callable[[int], SequencePieces]:
         return lambda member: (at.held(name, 2, member),)
 
     return Ring(call.mesh, at.mesh_dims, positions_of("query"), positions_of("key"), shapes, call["is_causal"], scale)
@@ -125,10 +125,10 @@ def ring_attention(
     at: KernelContext, query: Any, key: Any, value: Any, *flags: Any, attn_mask: Any = None, scale: Any = None
 ) -> Any:
     """Return output and log-sums of each rank's queries, as the operator does."""
-    return attend(make_ring(at, scale), query, key, value, attn_mask)
+    return attend_on_ring(make_ring(at, scale), query, key, value, attn_mask)
 
 
-def attend(ring: Ring, query: Any, key: Any, value: Any, mask: Any = None) -> Any:
+def attend_on_ring(ring: Ring, query: Any, key: Any, value: Any, mask: Any = None) -> Any:
     """Return output and log-sums of each rank's queries for all keys. Each rank has its rows of the mask."""
 
     def attend_block(step: int) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -174,13 +174,15 @@ def ring_gradients(
     at: KernelContext, grad: Any, query: Any, key: Any, value: Any, out: Any, sums: Any, *flags: Any, **keywords: Any
 ) -> Any:
     """Return the gradients of each rank's queries, keys and values."""
-    return attend_backward(make_ring(at, keywords.get("scale")), grad, query, key, value, out, sums, keywords.get("attn_mask"))
+    return attend_on_ring_backward(
+        make_ring(at, keywords.get("scale")), grad, query, key, value, out, sums, keywords.get("attn_mask")
+    )
 
 
-def attend_backward(
+def attend_on_ring_backward(
     ring: Ring, grad: Any, query: Any, key: Any, value: Any, out: Any, sums: Any, mask: Any = None
 ) -> tuple[Any, Any, Any]:
-    """Return the gradients of each rank's queries, keys and values, for the results of :func:`attend`."""
+    """Return the gradients of each rank's queries, keys and values, for the results of :func:`attend_on_ring`."""
 
     def block_gradients(step: int) -> Callable[..., tuple[Tensor, Tensor]]:
         def block_gradients_on_rank(member: int, mask: Any, block: Tensor, grad: Tensor, query: Tensor, *rest: Tensor) -> Any:

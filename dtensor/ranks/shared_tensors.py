@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..base.recorder_hooks import site
-from ..base.tensor_tree import listed
+from ..base.recorder_hooks import recorded_op
+from ..base.tensor_tree import as_sequence
 from ..base.tracing import has_no_values
 from ..errors import LayoutError, MixedTensorError
-from .functorch import seen
+from .functorch import unwrap_functorch
 
 
-def assign(target: Any, value: Any) -> Any:
+def write_value(target: Any, value: Any) -> Any:
     """Copy ``value`` into ``target``, which has the same shape, and return ``target``.
 
     Args:
@@ -95,7 +95,7 @@ def _list_written(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[st
     name = _function_name(func)
     is_inplace = name in _INPLACE_METHODS or (name.endswith("_") and not name.endswith("__"))
     values = (*(args[:1] if is_inplace else ()), kwargs.get("out"), *list_written_statistics(func, args, kwargs))
-    return [x for value in values for x in listed(value)]
+    return [x for value in values for x in as_sequence(value)]
 
 
 _FUNCTIONAL_NORMS = (F.batch_norm, F.instance_norm)  # (input, running_mean, running_var, weight, bias, flag, ...)
@@ -145,7 +145,7 @@ def write_equal_shards(target: Tensor, shards: Sequence[Tensor]) -> None:
     if target.shape != first.shape:
         target.resize_(first.shape)
     needs_grad = torch.is_grad_enabled() and any(shard.requires_grad for shard in shards)
-    assign(target, JoinEqualShards.apply(*shards) if needs_grad else first)
+    write_value(target, JoinEqualShards.apply(*shards) if needs_grad else first)
 
 
 class ReplicateToRanks(torch.autograd.Function):
@@ -178,13 +178,13 @@ class ReplicateToRanks(torch.autograd.Function):
             LayoutError: the gradients of the ranks differ.
         """
         present = [grad for grad in grads if grad is not None]
-        compare(*[seen(grad.detach()) for grad in present])
+        compare(*[unwrap_functorch(grad.detach()) for grad in present])
         if not present or not torch.is_grad_enabled():
             return (present[0] if present else None), None
         return JoinEqualShards.apply(*present), None
 
 
-@site  # the check reads values, so each replay of a recording repeats it
+@recorded_op  # the check reads values, so each replay of a recording repeats it
 def compare(*values: Tensor) -> None:
     """Raise LayoutError if the gradients that ranks have with respect to one value differ."""
     values = tuple(x if x.layout is torch.strided else x.to_dense() for x in values)

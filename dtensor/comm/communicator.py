@@ -18,30 +18,39 @@ from typing import Any, TypeAlias, cast
 
 import torch
 
-from ..base.caches import Shared
-from ..base.recorder_hooks import ACTIVE, aside, current, site
+from ..base.caches import PooledDicts
+from ..base.recorder_hooks import ACTIVE_RECORDERS, current_recorder, recorded_op, untracked
 from ..base.torch_internals import count_dispatch_modes, profiler_enabled
-from ..base.tracing import shows_ranges
+from ..base.tracing import has_range_observer
 from ..errors import LayoutError, MeshError
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.process_groups import handle_of
+from ..mesh.process_groups import get_torch_group
 from ..placement import Monoid
 from ..ranks.per_rank import shards_of
 from . import events
-from .flat_rows import Shape, apart, broadcast_route, check_announced_shape, exchange_route, gather_route, joined, row_boxes
+from .flat_rows import (
+    Shape,
+    broadcast_route,
+    check_announced_shape,
+    concat_to_row,
+    exchange_route,
+    gather_route,
+    row_boxes,
+    split_row,
+)
 from .local_reduce import Op, check_reduction, fold, row_major_copy
-from .pack import Route, Scatter, Traffic, Transfer
+from .pack import Scatter, SendRecvPlan, Traffic, Transfer
 from .pending import Pending
 
 # A local value: a torch.Tensor with process groups, a PerRank of them in one process, a meta tensor in a dry run.
 Local: TypeAlias = Any
-Run: TypeAlias = Callable[[Local], Pending[Local]]
+BoundCollective: TypeAlias = Callable[[Local], Pending[Local]]
 Dims: TypeAlias = tuple[int, ...]
 Lengths: TypeAlias = Callable[[int], Sequence[int]]  # by member: elements of each row of its group
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reduction:
+class BoundReduction:
     """A bound all-reduce.
 
     Attributes:
@@ -50,8 +59,8 @@ class Reduction:
         at_once: whether the transfer completes without this rank's ``wait()``, so that ``wait()`` may come at any time.
     """
 
-    run: Run
-    taking: Run | None = None
+    run: BoundCollective
+    taking: BoundCollective | None = None
     at_once: bool = False
 
 
@@ -76,7 +85,7 @@ class Communicator(ABC):
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
-        self._kept: Shared[Any, Any] = Shared(128, 128)
+        self._kept: PooledDicts[Any, Any] = PooledDicts(128, 128)
         self._bound = self._kept.part()
 
     # --- abstract methods --------------------------------------------------------------------------------------------------
@@ -85,27 +94,27 @@ class Communicator(ABC):
         """Call ``fn(member, *args, **kwargs)`` for each member held here, each with its own part of every ``PerRank``."""
 
     @abstractmethod
-    def _transfer(self, dims: Dims, transfer: Transfer) -> Run:
+    def _transfer(self, dims: Dims, transfer: Transfer) -> BoundCollective:
         """Bind a transfer within the groups over mesh dims."""
 
     @abstractmethod
-    def _transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> Run:
+    def _transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> BoundCollective:
         """Bind a transfer from this mesh to another one.
 
         The "members" of the transfer are positions in ``ranks``, the ranks of both meshes.
         """
 
     @abstractmethod
-    def _all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> Reduction: ...
+    def _all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> BoundReduction: ...
 
     @abstractmethod
-    def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> Run: ...
+    def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> BoundCollective: ...
 
     @abstractmethod
     def _all_gather_object(self, value: Any, dims: Dims) -> list[Any]: ...
 
     # --- bound collectives -----------------------------------------------------------------------------------------------
-    def bind_transfer(self, mesh_dims: Sequence[int], transfer: Transfer) -> Run:
+    def bind_transfer(self, mesh_dims: Sequence[int], transfer: Transfer) -> BoundCollective:
         """Bind a transfer: each member gets a new block, of regions that other members send and regions that it keeps."""
         dims = tuple(mesh_dims)
         if not self.held:
@@ -117,7 +126,7 @@ class Communicator(ABC):
         """Return the number of elements that a rank receives, the maximum over ranks."""
         return events.max_received(self._groups(dims), transfer.route_of)
 
-    def bind_transfer_to(self, target: DeviceMesh, ranks: Sequence[int], transfer: Transfer) -> Run:
+    def bind_transfer_to(self, target: DeviceMesh, ranks: Sequence[int], transfer: Transfer) -> BoundCollective:
         """Bind a transfer from local values on this mesh to local values on ``target``.
 
         ``ranks`` are those of both meshes, and ``transfer.route_of(position)`` is the part of the rank at that position. Ranks
@@ -125,18 +134,18 @@ class Communicator(ABC):
         ``"send_recv"``.
         """
         run, groups = self._transfer_to(target, tuple(ranks), transfer), [range(len(ranks))]
-        kind = "send_recv" if spanning(self.mesh, target) is None else "all_to_all"
+        kind = "send_recv" if containing_mesh(self.mesh, target) is None else "all_to_all"
 
-        @site
+        @recorded_op
         def issue(x: Local) -> Pending[Local]:
             if events.listeners and (nbytes := events.max_received(groups, transfer.route_of) * transfer.dtype.itemsize):
                 event = events.Event(kind, (), len(ranks), nbytes, groups=(tuple(ranks),))
-                return events.reporting(event, lambda: run(x), x)
+                return events.report_events(event, lambda: run(x), x)
             return run(x)
 
         return issue
 
-    def bind_reduce_scatter(self, mesh_dims: Sequence[int], scatter: Scatter) -> Run:
+    def bind_reduce_scatter(self, mesh_dims: Sequence[int], scatter: Scatter) -> BoundCollective:
         """Bind a reduce-scatter: position k gets region k of the group's blocks, reduced."""
         dims = tuple(mesh_dims)
         check_reduction(scatter.op, scatter.dtype)
@@ -149,37 +158,39 @@ class Communicator(ABC):
 
         return self._issuing("reduce_scatter", dims, self._reduce_scatter(dims, scatter), received)
 
-    def bind_all_reduce(self, mesh_dims: Sequence[int], op: Op, dtype: torch.dtype) -> Reduction:
+    def bind_all_reduce(self, mesh_dims: Sequence[int], op: Op, dtype: torch.dtype) -> BoundReduction:
         """Bind an all-reduce: each rank of a group gets the reduction of the group's local values of one dtype."""
         return self._get_or_bind(
             ("all_reduce", *mesh_dims, op, dtype), lambda: self._bind_all_reduce(tuple(mesh_dims), op, dtype)
         )
 
-    def _bind_all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> Reduction:
+    def _bind_all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> BoundReduction:
         if not self.held:
-            return Reduction(Pending.of)
+            return BoundReduction(Pending.of)
         check_reduction(op, dtype)
         size = self.group_size(dims)
         if size == 1:
-            return Reduction(lambda x: Pending.of(self.map(lambda _, term: fold([term], op), x)))
+            return BoundReduction(lambda x: Pending.of(self.map(lambda _, term: fold([term], op), x)))
 
-        def wrap(run: Run) -> Run:
-            return self._issuing("all_reduce", dims, run, lambda x: events.reduced(_nbytes(x), size, op), bound.at_once)
+        def wrap(run: BoundCollective) -> BoundCollective:
+            return self._issuing("all_reduce", dims, run, lambda x: events.all_reduce_bytes(_nbytes(x), size, op), bound.at_once)
 
         bound = self._all_reduce(dims, op, dtype)
-        return Reduction(wrap(bound.run), None if bound.taking is None else wrap(bound.taking), bound.at_once)
+        return BoundReduction(wrap(bound.run), None if bound.taking is None else wrap(bound.taking), bound.at_once)
 
-    def _issuing(self, kind: str, dims: Dims, run: Run, nbytes: Callable[[Local], int], at_once: bool = True) -> Run:
+    def _issuing(
+        self, kind: str, dims: Dims, run: BoundCollective, nbytes: Callable[[Local], int], at_once: bool = True
+    ) -> BoundCollective:
         """Wrap ``run`` so that it is recorded by an active recorder, and reported to listeners and the profiler.
 
-        ``nbytes(x)``: bytes that a rank receives. ``at_once``: see :class:`Reduction`.
+        ``nbytes(x)``: bytes that a rank receives. ``at_once``: see :class:`BoundReduction`.
         """
 
         def issue(x: Local) -> Pending[Local]:
-            if ACTIVE and (recorder := current()) is not None:
+            if ACTIVE_RECORDERS and (recorder := current_recorder()) is not None:
                 return recorder.site(issue, (x,), {})
-            if events.listeners or profiler_enabled() or (count_dispatch_modes() and shows_ranges()):
-                return events.reporting(self._event(kind, dims, nbytes(x)), lambda: run(x), x)
+            if events.listeners or profiler_enabled() or (count_dispatch_modes() and has_range_observer()):
+                return events.report_events(self._event(kind, dims, nbytes(x)), lambda: run(x), x)
             return run(x)
 
         issue.__name__ = kind
@@ -220,28 +231,28 @@ class Communicator(ABC):
         return events.Event(kind, dims, self.group_size(dims), nbytes, self.mesh, groups=groups)
 
     # --- collectives of separate tensors ---------------------------------------------------------------------------------
-    @site
+    @recorded_op
     def all_reduce(self, x: Local, mesh_dims: Sequence[int], op: Op = "sum") -> Pending[Local]:
         """Return the reduction of the group's ``x`` on each rank of the group."""
         return self.bind_all_reduce(mesh_dims, op, x.dtype).run(x)
 
-    @site
+    @recorded_op
     def all_gather(self, x: Local, mesh_dims: Sequence[int], shape_of: Callable[[int], Shape]) -> Pending[list[Local]]:
         """Return the list of the group's ``x``, by group position. ``shape_of(member)`` is the shape of that member's ``x``."""
         dims, size = tuple(mesh_dims), self.group_size(mesh_dims)
         if not self.held or size == 1:
             return Pending.of([self._copy_own(x)] * size)
         shapes = {member: tuple(shape_of(member)) for group in self._groups(dims) for member in group}
-        row = self.map(lambda member, shard: joined([check_announced_shape(shard, shapes[member], member)]), x)
+        row = self.map(lambda member, shard: concat_to_row([check_announced_shape(shard, shapes[member], member)]), x)
         bound = self._get_or_bind(
             ("all_gather", dims, *shapes.items(), row.dtype),
             lambda: self.bind_gather(dims, lambda at: [math.prod(shapes[k]) for k in self.mesh.members_of(dims, at)], row.dtype),
         )
-        return cast(Run, bound)(row).then(
-            lambda row: self.map(lambda at, own: apart(own, [shapes[k] for k in self.mesh.members_of(dims, at)]), row)
+        return cast(BoundCollective, bound)(row).then(
+            lambda row: self.map(lambda at, own: split_row(own, [shapes[k] for k in self.mesh.members_of(dims, at)]), row)
         )
 
-    def bind_gather(self, mesh_dims: Sequence[int], lengths_of: Lengths, dtype: torch.dtype, owner: str = "") -> Run:
+    def bind_gather(self, mesh_dims: Sequence[int], lengths_of: Lengths, dtype: torch.dtype, owner: str = "") -> BoundCollective:
         """Bind an all-gather of rows: each rank gets the rows of its group, concatenated.
 
         Args:
@@ -254,7 +265,7 @@ class Communicator(ABC):
         lengths = self._lengths_by_group(dims, lengths_of)
 
         @functools.cache
-        def route_of(member: int) -> Route:
+        def route_of(member: int) -> SendRecvPlan:
             group = self.mesh.members_of(dims, member)
             return gather_route([(length,) for length in lengths[group]], group.index(member))
 
@@ -269,7 +280,7 @@ class Communicator(ABC):
             dims, Transfer(route_of, dtype, "all_gather", said=description, new_of=new_of, max_received=max_received)
         )
 
-    @site
+    @recorded_op
     def reduce_scatter(self, chunks: Sequence[Local], mesh_dims: Sequence[int], op: Op = "sum") -> Pending[Local]:
         """Return the reduction of the group's ``chunks[k]``, where k is the own group position.
 
@@ -291,16 +302,18 @@ class Communicator(ABC):
         if isinstance(op, Monoid):  # it may combine elements of different positions, so its addends are not flattened
             arrived = self._exchange(chunks, dims, shape_of, "reduce_scatter")
             return arrived.then(lambda addends: self.map(lambda _, *shards: fold(shards, op), *addends))
-        row = self.map(lambda _, *shards: joined(shards), *chunks)
+        row = self.map(lambda _, *shards: concat_to_row(shards), *chunks)
         bound = self._get_or_bind(
             ("reduce_scatter", dims, *shapes.items(), op, row.dtype),
             lambda: self.bind_scatter(dims, lambda member: [math.prod(shape) for shape in shapes[member]], op, row.dtype),
         )
-        return cast(Run, bound)(row).then(
+        return cast(BoundCollective, bound)(row).then(
             lambda reduced: self.map(lambda member, shards: shards.view(shape_of(member, member)), reduced)
         )
 
-    def bind_scatter(self, mesh_dims: Sequence[int], lengths_of: Lengths, op: str, dtype: torch.dtype, owner: str = "") -> Run:
+    def bind_scatter(
+        self, mesh_dims: Sequence[int], lengths_of: Lengths, op: str, dtype: torch.dtype, owner: str = ""
+    ) -> BoundCollective:
         """Bind a reduce-scatter of rows: position k gets part k of the group's rows, reduced.
 
         ``lengths_of(member)`` are the lengths of the parts in a member's group. ``owner``: a description of the rows, which
@@ -332,7 +345,7 @@ class Communicator(ABC):
 
     def bind_exchange(
         self, mesh_dims: Sequence[int], send_lengths_of: Lengths, recv_lengths_of: Lengths, dtype: torch.dtype
-    ) -> Run:
+    ) -> BoundCollective:
         """Bind an all-to-all of rows: part k of a member's row goes to position k, and what it receives is concatenated by
         position.
 
@@ -341,13 +354,15 @@ class Communicator(ABC):
         dims = tuple(mesh_dims)
 
         @functools.cache
-        def route_of(member: int) -> Route:
+        def route_of(member: int) -> SendRecvPlan:
             sends, receives = ([(length,) for length in lengths_of(member)] for lengths_of in (send_lengths_of, recv_lengths_of))
             return exchange_route(sends, receives, self.mesh.members_of(dims, member).index(member))
 
         return self.bind_transfer(dims, self._make_dense_transfer(dims, route_of, dtype, "all_to_all"))
 
-    def _make_dense_transfer(self, dims: Dims, route_of: Callable[[int], Route], dtype: torch.dtype, kind: str) -> Transfer:
+    def _make_dense_transfer(
+        self, dims: Dims, route_of: Callable[[int], SendRecvPlan], dtype: torch.dtype, kind: str
+    ) -> Transfer:
         """Make a transfer in which each rank is assumed to send to all others: a rank need not know what others send to each
         other.
         """
@@ -358,7 +373,7 @@ class Communicator(ABC):
         """Return the lengths for each group of the members held here."""
         return {group: lengths_of(next(at for at in group if at in self.held)) for group in self._groups(dims)}
 
-    @site
+    @recorded_op
     def all_to_all(
         self, chunks: Sequence[Local], mesh_dims: Sequence[int], shape_of: Callable[[int, int], Shape]
     ) -> Pending[list[Local]]:
@@ -381,19 +396,19 @@ class Communicator(ABC):
             return [shape_of(source, member) for source in members_of(dims, member)]
 
         @functools.cache
-        def route_of(member: int) -> Route:
+        def route_of(member: int) -> SendRecvPlan:
             group = members_of(dims, member)
             return exchange_route([shape_of(member, to) for to in group], recv_shapes(member), group.index(member))
 
         def row_of(member: int, *shards: torch.Tensor) -> torch.Tensor:
             pairs = zip(shards, members_of(dims, member), strict=True)
-            return joined([check_announced_shape(shard, shape_of(member, to), member) for shard, to in pairs])
+            return concat_to_row([check_announced_shape(shard, shape_of(member, to), member) for shard, to in pairs])
 
         row = self.map(row_of, *chunks)
         bound = self.bind_transfer(dims, self._make_dense_transfer(dims, route_of, row.dtype, kind))
-        return bound(row).then(lambda row: self.map(lambda member, shards: apart(shards, recv_shapes(member)), row))
+        return bound(row).then(lambda row: self.map(lambda member, shards: split_row(shards, recv_shapes(member)), row))
 
-    @site
+    @recorded_op
     def broadcast(self, x: Local, mesh_dims: Sequence[int], source: int = 0) -> Pending[Local]:
         """Return ``x`` of group position ``source``; the ``x`` of other positions gives only shape and dtype."""
         dims, size = tuple(mesh_dims), self.group_size(mesh_dims)
@@ -403,7 +418,7 @@ class Communicator(ABC):
             return Pending.of(self._copy_own(x))
         shapes = self._map_members(lambda _, shard: tuple(shard.shape), x)
 
-        def route_of(member: int) -> Route:
+        def route_of(member: int) -> SendRecvPlan:
             group = self.mesh.members_of(dims, member)
             shape = next(shapes[one] for one in (group[source], member, *shapes) if one in shapes)
             return broadcast_route(shape, size, source, group.index(member))
@@ -411,7 +426,7 @@ class Communicator(ABC):
         description = f"from {source}, {next(iter(shapes.values()))}"
         return self.bind_transfer(dims, Transfer(route_of, x.dtype, "broadcast", said=description))(x)
 
-    @aside
+    @untracked
     def all_gather_object(self, value: Any, mesh_dims: Sequence[int]) -> list[Any]:
         """Return the small Python values of the group, by group position. It pickles them, and is meant for validation."""
         dims, size = tuple(mesh_dims), self.group_size(mesh_dims)
@@ -440,7 +455,7 @@ class Communicator(ABC):
         rows: torch.Tensor = run(row.to(self.mesh.device_type)).wait().view(size, -1)
         return rows
 
-    def _bind_number_rows(self, dims: Dims, length: int) -> Run:
+    def _bind_number_rows(self, dims: Dims, length: int) -> BoundCollective:
         group = self.mesh.members_of(dims, self.held[0])
         lengths, description = [(length,)] * len(group), f"of {length} whole numbers"
         route_of = lambda member: gather_route(lengths, group.index(member))  # noqa: E731
@@ -449,11 +464,11 @@ class Communicator(ABC):
     def report(self, kind: str, mesh_dims: Sequence[int], nbytes: Callable[[], int] = lambda: 0) -> None:
         """Report an event that is no collective of its own to the listeners."""
         if events.listeners:
-            events.report(self._event(kind, tuple(mesh_dims), nbytes()))
+            events.report_event(self._event(kind, tuple(mesh_dims), nbytes()))
 
     def process_group(self, mesh_dims: Sequence[int]) -> Any:
         """Return the ``torch.distributed`` group over ``mesh_dims``. Raise MeshError if the ranks are not processes."""
-        return handle_of(self.mesh, mesh_dims)
+        return get_torch_group(self.mesh, mesh_dims)
 
     # --- shared helpers ------------------------------------------------------------------------------------------------
     def _copy_own(self, x: Local) -> Local:
@@ -487,7 +502,7 @@ def check_same_shapes(shapes: dict[int, Any]) -> None:
         raise LayoutError(f"all ranks must pass tensors of the same shape to a reduction, got {shapes}")
 
 
-def spanning(one: DeviceMesh, other: DeviceMesh) -> DeviceMesh | None:
+def containing_mesh(one: DeviceMesh, other: DeviceMesh) -> DeviceMesh | None:
     """Return the mesh that has all the ranks of both meshes, None if neither has."""
     a, b = set(one.ranks), set(other.ranks)
     return one if a >= b else other if b >= a else None

@@ -18,9 +18,9 @@ import torch
 from ..base.selective_checkpoint import hidden_from_policies, hides_from_policies
 from ..layout.layout import Layout
 from ..redistribute import execute, move_between
-from ..redistribute.executor import Bound, bound_of
+from ..redistribute.executor import BoundStep, get_or_bind_steps
 from ..redistribute.step import Plan, Step
-from .output_aliasing import apart, memory_of
+from .output_aliasing import clone_if_aliased, storage_addresses
 from .wrap import wrap_local
 
 
@@ -67,7 +67,7 @@ def announced_call(x: Any) -> Callable[..., Any] | None:
     return lambda args, kwargs, local_args, local_kwargs: run()
 
 
-def move_under_policy(x: Any, target: Layout, plan: Plan | None) -> Any:
+def redistribute_under_policy(x: Any, target: Layout, plan: Plan | None) -> Any:
     """Return ``x`` in the layout ``target``, each collective announced to a policy of selective checkpointing.
 
     The result has arrived, also with ``async_op=True``, since a policy saves values.
@@ -80,17 +80,17 @@ def move_under_policy(x: Any, target: Layout, plan: Plan | None) -> Any:
         run = lambda: wrap_local(across(x._local, x._layout, target).wait(), target)  # noqa: E731
         result = announce_collective("exchange", x, target.mesh.size(), run)
     else:
-        result, bound = x, bound_of(plan)
+        result, bound = x, get_or_bind_steps(plan)
         if not plan.communicates:
             with hidden_from_policies():
-                return wrap_local(apart(execute(plan, x._local), memory_of(x._local)), target)
+                return wrap_local(clone_if_aliased(execute(plan, x._local), storage_addresses(x._local)), target)
         for k, (step, bound_step) in enumerate(zip_longest(plan.steps[: len(bound)], bound)):
             result = _run_step_under_policy(result, step, bound_step, target if k == len(bound) - 1 else step.after)
     with hidden_from_policies():
         return wrap_local(x._local, target) if result is x else result.detach()  # the tensor that the policy saves gets no graph
 
 
-def _run_step_under_policy(x: Any, step: Step | None, bound: Bound, after: Layout) -> Any:
+def _run_step_under_policy(x: Any, step: Step | None, bound: BoundStep, after: Layout) -> Any:
     run = hides_from_policies(lambda: wrap_local(bound.run(x._local), after))
     if step is None or not step.communicates:
         return run()

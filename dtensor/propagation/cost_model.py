@@ -26,14 +26,14 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ..cost.link import device_of, link_of
-from ..layout.expanded_storage import stored
+from ..cost.link import get_device, get_link
+from ..layout.expanded_storage import storage_layout
 from ..layout.layout import Layout
 from ..placement import Partial, Replicate, Shard
 from ..rules.call import Call
 from ..rules.flops import Work, divide_by_other_mesh_dims, strategy_seconds
-from ..rules.rule import Factors, Kernel, Row
-from .strategy_table import Line, StrategyTable, Where
+from ..rules.rule import Factors, Kernel, Strategy
+from .strategy_table import BoundStrategy, DimPlacement, StrategyTable
 
 LOCAL_STEP = 1e-7  # seconds of a local slice, or of making zeros
 InplaceResults = Mapping[int, int]  # result -> operand that the result is written into
@@ -41,7 +41,7 @@ InplaceResults = Mapping[int, int]  # result -> operand that the result is writt
 
 def select_free_strategies(
     table: StrategyTable, factors: Factors, call: Call, inplace_results: InplaceResults
-) -> tuple[Row, ...] | None:
+) -> tuple[Strategy, ...] | None:
     """Return for each mesh dim the best strategy without communication, or None if some mesh dim has none.
 
     A partial operand is never free: reducing it now or later is a question of cost.
@@ -76,7 +76,7 @@ def rank_strategies(
     mesh_dim: int,
     work: Work,
     misaligned: bool,
-) -> list[tuple[Any, Row]]:
+) -> list[tuple[Any, Strategy]]:
     """Return all strategies of one mesh dim, the cheapest first, each with its cost.
 
     A cost is a tuple. It has the seconds of communication (now and deferred) and of products, whether unsharded values become
@@ -89,12 +89,12 @@ def rank_strategies(
     """
     ranks, fixed, nbytes = call.mesh.shape[mesh_dim], call.fixed_operands, call.result_bytes()
     deferred = _deferred_costs(table, factors, call, nbytes, mesh_dim, misaligned)
-    device, work = device_of(call.mesh), divide_by_other_mesh_dims(work, call, mesh_dim)
+    device, work = get_device(call.mesh), divide_by_other_mesh_dims(work, call, mesh_dim)
     is_compute_bound = work.flops / device.rate(work.dtype) > work.nbytes / device.memory
     current = [layout.along(mesh_dim) for layout in call.operands]
     keeps_result_dim = _operands_sharing_result_dims(factors, current)
-    gather_latency = link_of(call.mesh, (mesh_dim,)).all_gather.seconds(ranks, 0)
-    seconds_of: dict[tuple[int, Where, float], float] = {}
+    gather_latency = get_link(call.mesh, (mesh_dim,)).all_gather.seconds(ranks, 0)
+    seconds_of: dict[tuple[int, DimPlacement, float], float] = {}
     ranked = []
     for bound in table.lines:
         if not bound.on(mesh_dim):
@@ -137,7 +137,7 @@ def rank_strategies(
     return ranked
 
 
-def _operand_seconds(call: Call, i: int, source: Where, target: Where, mesh_dim: int, fraction: float) -> float:
+def _operand_seconds(call: Call, i: int, source: DimPlacement, target: DimPlacement, mesh_dim: int, fraction: float) -> float:
     """Return the seconds to redistribute one operand to the placement that a strategy needs.
 
     If later operators prefer the present placement, moving back counts too. If an earlier operator deferred the reduction, this
@@ -154,7 +154,7 @@ def _operand_seconds(call: Call, i: int, source: Where, target: Where, mesh_dim:
     return cost / 2 if call.is_reduction_deferred(i, mesh_dim) else cost  # shared with later uses
 
 
-def _operands_sharing_result_dims(factors: Factors, current: Sequence[Where]) -> set[int]:
+def _operands_sharing_result_dims(factors: Factors, current: Sequence[DimPlacement]) -> set[int]:
     """Return the operands that are sharded along a dim that some result has."""
     result_factors = {name for dims in factors.results for names in dims for name in names}
     return {
@@ -162,12 +162,12 @@ def _operands_sharing_result_dims(factors: Factors, current: Sequence[Where]) ->
     }
 
 
-def kernel_seconds(strategy: Row, call: Call, mesh_dim: int) -> float:
+def kernel_seconds(strategy: Strategy, call: Call, mesh_dim: int) -> float:
     """Return the seconds of the collectives of a strategy's kernel."""
     ranks = call.mesh.shape[mesh_dim]
     if strategy.kernel is None or ranks == 1:
         return 0.0
-    rate = link_of(call.mesh, (mesh_dim,)).exchange
+    rate = get_link(call.mesh, (mesh_dim,)).exchange
     return strategy.kernel.collectives * rate.seconds(ranks, 0) + strategy.kernel.nbytes(call) / rate.bandwidth
 
 
@@ -200,7 +200,7 @@ def _deferred_costs(
         if free and not misaligned and not grows:
             return [(0.0, 0.0)] * len(nbytes)
         reduction_passes = 1 if free else 2
-    link = link_of(call.mesh, (mesh_dim,))
+    link = get_link(call.mesh, (mesh_dim,))
     shard_counts = [
         math.prod(n for i, n in enumerate(call.mesh.shape) if i != mesh_dim and isinstance(layout.placements[i], Shard))
         for layout in call.operands
@@ -219,7 +219,7 @@ def _deferred_costs(
     ]
 
 
-def _deferred_seconds(placement: Where, costs: tuple[float, float], is_resharded: bool, has_owners: bool) -> float:
+def _deferred_seconds(placement: DimPlacement, costs: tuple[float, float], is_resharded: bool, has_owners: bool) -> float:
     """Return the deferred cost of one result that is not replicated. A disjoint partial result defers like a sharded one."""
     reduction, resharding = costs
     if isinstance(placement, Partial) and not has_owners:
@@ -227,7 +227,9 @@ def _deferred_seconds(placement: Where, costs: tuple[float, float], is_resharded
     return resharding if is_resharded or has_owners else 0.0
 
 
-def _changes_sharding(bound: Line, call: Call, current: Sequence[Where], keeps_result_dim: Collection[int]) -> bool:
+def _changes_sharding(
+    bound: BoundStrategy, call: Call, current: Sequence[DimPlacement], keeps_result_dim: Collection[int]
+) -> bool:
     """Return True if the results are sharded as no operand is, or as a smaller operand than one that moves.
 
     ``keeps_result_dim``: operands with a sharding that results could keep. Of two equally large operands, one of which is
@@ -249,23 +251,23 @@ def _changes_sharding(bound: Line, call: Call, current: Sequence[Where], keeps_r
     return nbytes[largest_changed] > nbytes[largest_unchanged]
 
 
-def _current_placements(call: Call, mesh_dim: int) -> tuple[Where | None, ...]:
+def _current_placements(call: Call, mesh_dim: int) -> tuple[DimPlacement | None, ...]:
     fixed = call.fixed_operands
     return tuple([None if i in fixed else layout.along(mesh_dim) for i, layout in enumerate(call.operands)])
 
 
-def _is_free_for(current: Where | None, target: Where | None) -> bool:
+def _is_free_for(current: DimPlacement | None, target: DimPlacement | None) -> bool:
     """Return True if the operand has the wanted placement, or is replicated and becomes partial (its value on one rank)."""
     return current == target or (isinstance(current, Replicate) and isinstance(target, Partial))
 
 
-def _has_local_kernel(bound: Line, factors: Factors) -> bool:
+def _has_local_kernel(bound: BoundStrategy, factors: Factors) -> bool:
     """Return True if the strategy itself issues no collective."""
     kernel = bound.row_for(factors).kernel
     return kernel is None or kernel.collectives == 0
 
 
-def _shards_single_position(bound: Line, factors: Factors, call: Call) -> bool:
+def _shards_single_position(bound: BoundStrategy, factors: Factors, call: Call) -> bool:
     """Return True if the factor has one position of a larger dim: a convolution with a single group."""
     name = bound.row.factor
     if name is None or factors.sizes.get(name) != 1:
@@ -277,7 +279,7 @@ def _shards_single_position(bound: Line, factors: Factors, call: Call) -> bool:
     )
 
 
-def _leaves_partial(bound: Line) -> bool:
+def _leaves_partial(bound: BoundStrategy) -> bool:
     return any(isinstance(where, Partial) for where in bound.results)
 
 
@@ -289,11 +291,11 @@ def _grows_results(factors: Factors, call: Call, mesh_dim: int, nbytes: list[int
         for i in factors.additive
     ):
         return True
-    sharded_bytes = [stored(layout).nbytes for layout in call.operands if isinstance(layout.along(mesh_dim), int)]
+    sharded_bytes = [storage_layout(layout).nbytes for layout in call.operands if isinstance(layout.along(mesh_dim), int)]
     return bool(sharded_bytes) and 2 * sum(sharded_bytes) < sum(nbytes)
 
 
-def _has_row_owners(bound: Line, factors: Factors, call: Call) -> bool:
+def _has_row_owners(bound: BoundStrategy, factors: Factors, call: Call) -> bool:
     """Return True if each row of the results has one owner, which later operators use."""
     strategy = bound.row
     if strategy.parted is not None or any(strategy.factor == groups for groups, _ in factors.groups.values()):
@@ -301,11 +303,11 @@ def _has_row_owners(bound: Line, factors: Factors, call: Call) -> bool:
     return any(fact is not None and isinstance(where, Partial) for fact, where in zip(call.parted, bound.operands, strict=False))
 
 
-def _result_bytes_per_rank(bound: Line, nbytes: list[int], fraction: float) -> float:
+def _result_bytes_per_rank(bound: BoundStrategy, nbytes: list[int], fraction: float) -> float:
     return sum(size * fraction if isinstance(where, int) else size for where, size in zip(bound.results, nbytes, strict=False))
 
 
-def _largest_shard_fraction(bound: Line, call: Call, current: Sequence[Where], mesh_dim: int) -> float:
+def _largest_shard_fraction(bound: BoundStrategy, call: Call, current: Sequence[DimPlacement], mesh_dim: int) -> float:
     """Return the largest fraction of the sharded factor on one rank: that of the operands that stay, if they agree, else 1 /
     ranks."""
     fractions = {
@@ -324,19 +326,21 @@ def _shard_fraction(layout: Layout, dim: int, mesh_dim: int) -> float:
     return min(1.0, max(split.sizes) * len(split.sizes) / (layout.shape[dim] or 1) / ranks)
 
 
-def _from_reduced_copy_seconds(sharded_dim: int | None, target: Where, layout: Layout, mesh_dim: int) -> float:
+def _from_reduced_copy_seconds(sharded_dim: int | None, target: DimPlacement, layout: Layout, mesh_dim: int) -> float:
     """Return the seconds to make ``target`` from the cached reduction of a partial operand, which is sharded along a dim or
     replicated (None)."""
     if sharded_dim is None or sharded_dim == target:
         return LOCAL_STEP
-    ranks, link = layout.mesh.shape[mesh_dim], link_of(layout.mesh, (mesh_dim,))
-    nbytes = stored(layout).max_local_nbytes / ranks
+    ranks, link = layout.mesh.shape[mesh_dim], get_link(layout.mesh, (mesh_dim,))
+    nbytes = storage_layout(layout).max_local_nbytes / ranks
     return (
         link.exchange.seconds(ranks, nbytes) if isinstance(target, int) else link.all_gather.seconds(ranks, nbytes * (ranks - 1))
     )
 
 
-def _redistribute_seconds(source: Where, target: Where, layout: Layout, mesh_dim: int, fraction: float = 0.0) -> float:
+def _redistribute_seconds(
+    source: DimPlacement, target: DimPlacement, layout: Layout, mesh_dim: int, fraction: float = 0.0
+) -> float:
     """Return the seconds to change the placement on one mesh dim, with the other mesh dims unchanged.
 
     An exchange takes what its fullest rank sends or receives. ``fraction``: the largest fraction of the target on one rank.
@@ -345,8 +349,8 @@ def _redistribute_seconds(source: Where, target: Where, layout: Layout, mesh_dim
         return 0.0
     if isinstance(source, Replicate):
         return LOCAL_STEP
-    nbytes, ranks = stored(layout).max_local_nbytes, layout.mesh.shape[mesh_dim]
-    link = link_of(layout.mesh, (mesh_dim,))
+    nbytes, ranks = storage_layout(layout).max_local_nbytes, layout.mesh.shape[mesh_dim]
+    link = get_link(layout.mesh, (mesh_dim,))
     match source, target:
         case (Partial(), Partial()):
             return 1.5 * link.all_reduce.seconds(ranks, 2 * nbytes)  # never cheaper than replicating it

@@ -26,18 +26,18 @@ from ..layout.layout import Layout
 from ..layout.splits import Split
 from ..placement import Partial
 from ..rules.call import Call, Meta
-from ..rules.disjoint_partial import Left, Parted
-from ..rules.op_traits import facts_of, shows_memory
-from ..rules.rule import Along, Choice, Factors, R, Row, Rule, Spec, alone, candidates, find_dim
-from .strategy_table import Chosen, Line, bind_spec
+from ..rules.disjoint_partial import DisjointResult, DisjointSplit
+from ..rules.op_traits import returns_view, traits_of
+from ..rules.rule import Along, Factors, R, Rule, Spec, Strategy, StrategyChoice, find_dim, find_exact_dim, strategies_of_factors
+from .strategy_table import BoundStrategy, StrategySelection, bind_spec
 
 SUM = Partial("sum")
 
 
-def disjoint_strategies(rule: Rule, factors: Factors, call: Call, count: int) -> Iterator[Line]:
+def disjoint_strategies(rule: Rule, factors: Factors, call: Call, count: int) -> Iterator[BoundStrategy]:
     """Yield the strategies for disjoint partial operands of the call, numbered from ``count``."""
     distinct = {fact.by: fact for fact in call.parted if fact is not None}
-    by_factor = candidates(factors, ())
+    by_factor = strategies_of_factors(factors, ())
     for fact in distinct.values():
         candidate_strategies = [
             _strategy_by_group(strategy, factors, call, fact) for strategy in by_factor if fact.source is not None
@@ -51,7 +51,7 @@ def disjoint_strategies(rule: Rule, factors: Factors, call: Call, count: int) ->
                     for i, spec in enumerate(strategy.operands)
                 ]
                 results = [bind_spec(spec, dims) for spec, dims in zip(strategy.results, factors.results, strict=False)]
-                yield Line(count, strategy, tuple(operands), tuple(results), False)
+                yield BoundStrategy(count, strategy, tuple(operands), tuple(results), False)
                 count += 1
 
 
@@ -74,7 +74,7 @@ def writes_only_first_operand(call: Call) -> bool:
     return not schema.is_mutable or (mutated == [schema.arguments[0].name] == [call.names[0]] and len(schema.returns) == 1)
 
 
-def _strategy_by_position(strategy: Row, factors: Factors, call: Call, fact: Parted) -> Row | None:
+def _strategy_by_position(strategy: Strategy, factors: Factors, call: Call, fact: DisjointSplit) -> Strategy | None:
     """Return the strategy that runs on the owners of rows along the factor of ``strategy``, or None."""
     name = strategy.factor
     if name is None or strategy.kernel is not None or any(spec != Along(name) for spec in strategy.results):
@@ -82,10 +82,10 @@ def _strategy_by_position(strategy: Row, factors: Factors, call: Call, fact: Par
     operands: list[Spec] = [SUM if is_disjoint_along(factors, call, i, fact, name) else R for i in range(len(strategy.operands))]
     if SUM not in operands or any(isinstance(spec, Partial) for spec in strategy.operands):
         return None
-    return Row(tuple(operands), (SUM,) * len(strategy.results), parted=fact)
+    return Strategy(tuple(operands), (SUM,) * len(strategy.results), parted=fact)
 
 
-def _strategy_by_group(strategy: Row, factors: Factors, call: Call, fact: Parted) -> Row | None:
+def _strategy_by_group(strategy: Strategy, factors: Factors, call: Call, fact: DisjointSplit) -> Strategy | None:
     """Return a strategy that shards the groups, for operands with rows that are disjoint by the same groups, or None."""
     operands, changed = list(strategy.operands), False
     for name, (groups, source) in factors.groups.items():
@@ -94,10 +94,10 @@ def _strategy_by_group(strategy: Row, factors: Factors, call: Call, fact: Parted
         for i, spec in enumerate(operands):
             if spec == R and is_disjoint_along(factors, call, i, fact, name):
                 operands[i], changed = SUM, True
-    return Row(tuple(operands), strategy.results, strategy.factor, strategy.kernel, parted=fact) if changed else None
+    return Strategy(tuple(operands), strategy.results, strategy.factor, strategy.kernel, parted=fact) if changed else None
 
 
-def is_disjoint_along(factors: Factors, call: Call, i: int, fact: Parted, name: str) -> bool:
+def is_disjoint_along(factors: Factors, call: Call, i: int, fact: DisjointSplit, name: str) -> bool:
     """Return True if operand ``i`` has the disjoint rows of ``fact`` along a dim that is the factor."""
     disjoint_rows = call.parted[i]
     return disjoint_rows is not None and disjoint_rows.by == fact.by and factors.operands[i][disjoint_rows.dim] == (name,)
@@ -105,11 +105,11 @@ def is_disjoint_along(factors: Factors, call: Call, i: int, fact: Parted, name: 
 
 # --- selected strategies: consistency and disjoint results ------------------------------------------------------------------
 def are_consistent(
-    strategies: Sequence[Row],
+    strategies: Sequence[Strategy],
     call: Call,
     operands: Sequence[Layout],
     splits: Mapping[str, Split],
-    disjoint_results: Sequence[Left],
+    disjoint_results: Sequence[DisjointResult],
 ) -> bool:
     """Return True if the strategies for disjoint operands fit together: they cover all mesh dims of the rows, and these operands
     do not move."""
@@ -122,7 +122,7 @@ def are_consistent(
             return False
         if strategy.factor is not None and splits.get(strategy.factor) != fact.split:
             return False
-        if any(spec == SUM and not operands[i].same_data(call.operands[i]) for i, spec in enumerate(strategy.operands)):
+        if any(spec == SUM and not operands[i].has_same_blocks(call.operands[i]) for i, spec in enumerate(strategy.operands)):
             return False
         if strategy.factor is None and sum(one.masked for one in disjoint_results) < len(strategy.results):
             return False
@@ -130,8 +130,8 @@ def are_consistent(
 
 
 def find_disjoint_results(
-    factors: Factors, call: Call, strategies: Sequence[Row], operands: Sequence[Layout], results: Sequence[Layout | None]
-) -> tuple[Left, ...]:
+    factors: Factors, call: Call, strategies: Sequence[Strategy], operands: Sequence[Layout], results: Sequence[Layout | None]
+) -> tuple[DisjointResult, ...]:
     """Return the results that have disjoint rows if these strategies are selected."""
     if not writes_only_first_operand(call) or not (call.parted or factors.groups):
         return ()
@@ -150,26 +150,30 @@ def find_disjoint_results(
         ]
         split = operand_splits[0] if operand_splits else None
         for r, dims in enumerate(factors.results):
-            d = alone(dims, (name,))
+            d = find_exact_dim(dims, (name,))
             if (
                 d is not None
                 and split is not None
                 and set(split.mesh_dims) == mesh_dims
                 and _is_partial_sum(result_layouts[r], mesh_dims)
             ):
-                disjoint[r] = Left(r, d, source=source, split=split)
+                disjoint[r] = DisjointResult(r, d, source=source, split=split)
     return tuple(disjoint.values())
 
 
 def _iter_results_of_owners(
-    factors: Factors, call: Call, strategies: Sequence[Row], operands: Sequence[Layout], results: Sequence[Layout]
-) -> Iterator[Left]:
+    factors: Factors, call: Call, strategies: Sequence[Strategy], operands: Sequence[Layout], results: Sequence[Layout]
+) -> Iterator[DisjointResult]:
     for i, fact in enumerate(call.parted):
         if fact is None:
             continue
         names, mesh_dims = factors.operands[i][fact.dim], set(fact.split.mesh_dims)
         factor_strategy = next(
-            (strategy for strategy in candidates(factors, ()) if strategy.factor is not None and (strategy.factor,) == names),
+            (
+                strategy
+                for strategy in strategies_of_factors(factors, ())
+                if strategy.factor is not None and (strategy.factor,) == names
+            ),
             None,
         )
         if (
@@ -183,17 +187,17 @@ def _iter_results_of_owners(
             continue
         partial_operands = {j for strategy in selected for j, spec in enumerate(strategy.operands) if isinstance(spec, Partial)}
         if i not in partial_operands or any(
-            not is_disjoint_along(factors, call, j, fact, names[0]) or not operands[j].same_data(call.operands[j])
+            not is_disjoint_along(factors, call, j, fact, names[0]) or not operands[j].has_same_blocks(call.operands[j])
             for j in partial_operands
         ):
             continue
         masked = any(strategy.parted is not None for strategy in selected)
         for r, dims in enumerate(factors.results):
-            d = alone(dims, names)
+            d = find_exact_dim(dims, names)
             if d is None or factor_strategy.results[r] != Along(names[0]) or not _is_partial_sum(results[r], mesh_dims):
                 continue
             if results[r].splits[d] == operands[i].splits[fact.dim]:
-                yield Left(r, d, operand=i, masked=masked)
+                yield DisjointResult(r, d, operand=i, masked=masked)
 
 
 def _is_partial_sum(layout: Layout, mesh_dims: set[int]) -> bool:
@@ -201,12 +205,12 @@ def _is_partial_sum(layout: Layout, mesh_dims: set[int]) -> bool:
 
 
 # --- single owner: one rank has several operands completely ------------------------------------------------------------------
-def select_single_owner(rule: Rule, factors: Factors, call: Call) -> Chosen | None:
+def select_single_owner(rule: Rule, factors: Factors, call: Call) -> StrategySelection | None:
     """Return the choice in which the owner alone computes, or None.
 
     It applies if one rank has two or more operands completely, and they are at least half of the bytes of all operands.
     """
-    if any(layout.is_partial or layout.sized for layout in call.operands) or not _is_pure_tensor_function(rule, call):
+    if any(layout.is_partial or layout.has_symbols for layout in call.operands) or not _is_pure_tensor_function(rule, call):
         return None
     owners = [find_single_owner(layout) for layout in call.operands]
     owner = max(owners, key=lambda each: (each is not None and owners.count(each), each or ()))
@@ -215,8 +219,8 @@ def select_single_owner(rule: Rule, factors: Factors, call: Call) -> Chosen | No
     owned_operands = [layout for layout, each in zip(call.operands, owners, strict=True) if each == owner]
     if 2 * sum([layout.nbytes for layout in owned_operands]) < sum([layout.nbytes for layout in call.operands]):
         return None
-    replicate_all = Row((R,) * len(call.operands), (R,) * len(factors.results))
-    choice = Choice(call, factors, (replicate_all,) * call.mesh.ndim, {})
+    replicate_all = Strategy((R,) * len(call.operands), (R,) * len(factors.results))
+    choice = StrategyChoice(call, factors, (replicate_all,) * call.mesh.ndim, {})
     if not rule.allows(choice):
         return None
     operands = [
@@ -225,7 +229,7 @@ def select_single_owner(rule: Rule, factors: Factors, call: Call) -> Chosen | No
     if None in operands:
         return None
     results = [_result_on_owner(*owner, meta, owned_operands) for meta in call.results if meta is not None]
-    return Chosen(choice, tuple([x for x in operands if x is not None]), tuple(results))
+    return StrategySelection(choice, tuple([x for x in operands if x is not None]), tuple(results))
 
 
 def _move_to_owner(layout: Layout, owner: tuple[int, int]) -> Layout | None:
@@ -268,8 +272,8 @@ def _layout_on_rank(owned: Layout, meta: Meta | Layout, dim: int, mesh_dim: int,
 def _is_pure_tensor_function(rule: Rule, call: Call) -> bool:
     """Return True if the operator only computes tensors from tensors: no views, no writes, no random numbers, no dependence on
     the rank."""
-    schema, traits = call.func._schema, facts_of(call.func)
-    if schema.is_mutable or shows_memory(call.func) or traits.flat or traits.per_element or traits.touches != "all":
+    schema, traits = call.func._schema, traits_of(call.func)
+    if schema.is_mutable or returns_view(call.func) or traits.flat or traits.per_element or traits.touches != "all":
         return False
     if torch.Tag.nondeterministic_seeded in call.func.tags or any(str(returned.type) != "Tensor" for returned in schema.returns):
         return False

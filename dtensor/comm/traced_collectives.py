@@ -29,14 +29,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..base import torch_internals
-from ..base.caches import Bounded, remembered
-from ..base.patches import changed
-from ..base.symbolic_sizes import as_torch_has_them, has_symbols, sizes
-from ..base.tracing import is_traced, kept_object, shows_ranges
+from ..base.caches import BoundedDict, memoize
+from ..base.patches import patch_applied
+from ..base.symbolic_sizes import contains_symbols, hashable_sizes, to_torch_symbols
+from ..base.tracing import has_range_observer, is_traced, registered_object
 from ..errors import UnsupportedOperationError
-from ..mesh.process_groups import Group, backend_of, beside
+from ..mesh.process_groups import Group, backend_name, library_group
 from ..placement import Monoid
-from .backend_base import Reduction, Run
 from .backends import (
     Waitable,
     all_gather_rows,
@@ -49,7 +48,8 @@ from .backends import (
     traits_of,
 )
 from .checked_collectives import wrap_checked
-from .events import Event, listeners, reduced, reporting
+from .communicator import BoundCollective, BoundReduction
+from .events import Event, all_reduce_bytes, listeners, report_events
 from .flat_rows import chunk_lengths, view_as_row
 from .local_reduce import Op, fold, row_major_copy
 from .pack import Packing, Scatter, Traffic, Transfer
@@ -88,11 +88,11 @@ class TracedCollective:
 
     def of(self, row: Tensor, lengths: Sequence[int] = ()) -> Tensor:
         """Add the collective of ``row`` to the graph, and return its result."""
-        collective, lengths = self, sizes(lengths)
-        if not has_symbols(lengths):
+        collective, lengths = self, hashable_sizes(lengths)
+        if not contains_symbols(lengths):
             collective, lengths = replace(self, lengths=lengths), ()
         length_args = (list(lengths),) if self.kind == "exchange" else ()
-        return cast(Tensor, in_graph(self.kind, row, *length_args, collective.encode()))
+        return cast(Tensor, call_in_graph(self.kind, row, *length_args, collective.encode()))
 
     def encode(self) -> str:
         """Return it as text. The text is complete, so that nothing must be kept as long as the graph exists."""
@@ -100,7 +100,7 @@ class TracedCollective:
         return json.dumps([self.kind, self.group, self.size, self.said, op, self.lengths])
 
     @staticmethod
-    @remembered(4096)
+    @memoize(4096)
     def decode(name: str) -> TracedCollective:
         """Return the collective that ``name`` encodes."""
         kind, group, size, said, op, lengths = json.loads(name)
@@ -123,7 +123,7 @@ class TracedCollective:
         are.
         """
         ranks = dist.get_process_group_ranks(handle)
-        group = Group(handle, tuple(range(self.size)), handle.rank(), None, backend_of(handle, device_type))
+        group = Group(handle, tuple(range(self.size)), handle.rank(), None, backend_name(handle, device_type))
         recv_lengths, send_lengths = list(lengths[: self.size]), list(lengths[self.size :])
         start = self._start(group, recv_lengths, send_lengths)
 
@@ -143,11 +143,11 @@ class TracedCollective:
         num_received = sum(recv_lengths) - recv_lengths[group.position] if lengths else None
 
         def run_reported(row: Tensor) -> Pending[Tensor]:
-            if not (listeners or shows_ranges()):
+            if not (listeners or has_range_observer()):
                 return run_checked(row)
             nbytes = row.dtype.itemsize * (self._received(row.numel()) if num_received is None else num_received)
             kind = self.said.split("(")[0].split()[0]
-            return reporting(Event(kind, (), self.size, nbytes, groups=(tuple(ranks),)), lambda: run_checked(row), row)
+            return report_events(Event(kind, (), self.size, nbytes, groups=(tuple(ranks),)), lambda: run_checked(row), row)
 
         return run_reported
 
@@ -169,14 +169,14 @@ class TracedCollective:
     def _received(self, elements: int) -> int:
         """Return how many elements a rank receives from others, for rows of ``elements``."""
         from_each = {"gather": elements, "reduce_scatter": elements // self.size}.get(self.kind)
-        return reduced(elements, self.size) if from_each is None else from_each * (self.size - 1)
+        return all_reduce_bytes(elements, self.size) if from_each is None else from_each * (self.size - 1)
 
 
 def _run_collective(row: Tensor, lengths: Sequence[int], what: str, after: Tensor | None = None) -> Tensor:
     """Run a collective of a graph, and return its completed result. It is bound once for each process group."""
     collective = TracedCollective.decode(what)
     lengths, handle = tuple(lengths) or collective.lengths, torch_internals.resolve_process_group(collective.group)
-    handle = beside(handle, row.device.type)
+    handle = library_group(handle, row.device.type)
     key = (what, lengths, row.device.type)
     bound = _BOUND_COLLECTIVES.get(key)
     if bound is None or bound[0] is not handle:
@@ -194,14 +194,14 @@ def _run_draw(
     device: torch.device,
     after: Tensor | None = None,
 ) -> Tensor:
-    drawn: Tensor = kept_object(make)(given, sizes)
+    drawn: Tensor = registered_object(make)(given, sizes)
     if list(drawn.stride()) == stride:
         return drawn
     return torch.empty_strided(size, stride, dtype=dtype, device=device).copy_(drawn)
 
 
 def _run_check(beside: Tensor, check: str, given: list[int], after: Tensor | None = None) -> Tensor:
-    kept_object(check)(given)
+    registered_object(check)(given)
     return beside.new_empty(0)
 
 
@@ -221,14 +221,14 @@ _FAKE_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def in_graph(name: str, *args: Any) -> Any:
+def call_in_graph(name: str, *args: Any) -> Any:
     """Call the operator ``name`` while a program is traced, and return its result.
 
     The operator also gets the result of the last one: inductor of torch 2.13 does not keep the order of effects, and orders
     them by their operands, which differ between ranks. The backward pass starts a new chain: else it would save the last result
     of the forward pass only for this.
     """
-    operator, args = getattr(_define_operators(), name), as_torch_has_them(args)
+    operator, args = getattr(_define_operators(), name), to_torch_symbols(args)
     mode = torch_internals.infra_mode(_PROXY_MODE_KEY)
     if mode is None:
         return operator(*args)
@@ -263,11 +263,11 @@ def _define_operators() -> Any:
         _LIBRARY.impl(name, _IMPLEMENTATIONS[name], "CompositeExplicitAutograd")
         torch.library.register_fake(f"dtensor::{name}", _FAKE_IMPLEMENTATIONS[name], lib=_LIBRARY)
         _LIBRARY._register_effectful_op(f"dtensor::{name}", torch_internals.EffectType.ORDERED)
-    changed("torch.ops.dtensor")
+    patch_applied("torch.ops.dtensor")
     return torch.ops.dtensor
 
 
-_BOUND_COLLECTIVES: Bounded[Any, tuple[Any, Issue]] = Bounded(1024, "comm.graph_ops.collectives")
+_BOUND_COLLECTIVES: BoundedDict[Any, tuple[Any, Issue]] = BoundedDict(1024, "comm.graph_ops.collectives")
 _PROXY_MODE_KEY = torch_internals.DISPATCH_MODE_KEYS.PROXY
 _LAST_RESULTS: WeakKeyDictionary[Any, dict[bool, Any]] = (
     WeakKeyDictionary()
@@ -276,9 +276,9 @@ _LIBRARY = torch.library.Library("dtensor", "FRAGMENT")
 
 
 # --- the collectives of a traced program --------------------------------------------------------------------------------
-def select_when_traced(eager: Run, bind: Any) -> Run:
+def select_when_traced(eager: BoundCollective, bind: Any) -> BoundCollective:
     """Return a run that calls ``eager``, or, for a traced local value, what ``bind()`` returns."""
-    bound: list[Run] = []
+    bound: list[BoundCollective] = []
 
     def issue_either(x: Tensor) -> Pending[Tensor]:
         if not is_traced(x):
@@ -310,7 +310,7 @@ def _without_sizes(said: str) -> str:
     return sub(r"\[[^]]*\]", "", said, count=1)
 
 
-def bind_traced_transfer(group: Group, transfer: Transfer) -> Run:
+def bind_traced_transfer(group: Group, transfer: Transfer) -> BoundCollective:
     """Bind a transfer for traced local values."""
     route = transfer.route_of(group.members[group.position])
     if transfer.kind == "all_gather" and traits_of(group).reduces and Traffic.of_gather(route).alike:
@@ -325,7 +325,7 @@ def bind_traced_transfer(group: Group, transfer: Transfer) -> Run:
     return issue_transfer
 
 
-def _bind_gather(group: Group, route: Any, said: str) -> Run:
+def _bind_gather(group: Group, route: Any, said: str) -> BoundCollective:
     arriving = make_gather_packing(group, route)
     gather = _make_collective(group, "gather", f"all_gather {said}")
 
@@ -335,7 +335,7 @@ def _bind_gather(group: Group, route: Any, said: str) -> Run:
     return issue_gather
 
 
-def raise_without_group() -> Run:
+def raise_without_group() -> BoundCollective:
     """Raise UnsupportedOperationError: the ranks of two meshes have no process group of their own."""
     raise UnsupportedOperationError(
         "a redistribution between two meshes inside torch.compile needs a process group of their ranks, "
@@ -344,7 +344,7 @@ def raise_without_group() -> Run:
     )
 
 
-def bind_traced_scatter(group: Group, scatter: Scatter) -> Run:
+def bind_traced_scatter(group: Group, scatter: Scatter) -> BoundCollective:
     """Bind a reduce-scatter for traced local values: position k gets ``chunks[k]`` of each member's block, reduced."""
     member, op = group.members[group.position], scatter.op
     old, chunks = tuple(scatter.old(member)), scatter.chunks_of(member)
@@ -363,7 +363,7 @@ def bind_traced_scatter(group: Group, scatter: Scatter) -> Run:
 
 def _bind_native_scatter(
     group: Group, leaving: Packing, size: tuple[int, ...], native: tuple[Any, torch.dtype], said: str
-) -> Run:
+) -> BoundCollective:
     op, seen = native
     reduce = _make_collective(group, "reduce_scatter", said, op)
 
@@ -374,7 +374,7 @@ def _bind_native_scatter(
     return issue_scatter
 
 
-def bind_traced_all_reduce(group: Group, op: Op, dtype: torch.dtype) -> Run:
+def bind_traced_all_reduce(group: Group, op: Op, dtype: torch.dtype) -> BoundCollective:
     """Bind an all-reduce for traced local values."""
     native = native_reduction(group, op, dtype)
     if native is not None:
@@ -389,7 +389,7 @@ def bind_traced_all_reduce(group: Group, op: Op, dtype: torch.dtype) -> Run:
     return issue_reduction
 
 
-def _bind_native_reduction(reduce: TracedCollective, seen: torch.dtype) -> Run:
+def _bind_native_reduction(reduce: TracedCollective, seen: torch.dtype) -> BoundCollective:
     def issue_reduction(x: Tensor) -> Pending[Tensor]:
         return Pending.of(_view_as(reduce.of(view_as_row(row_major_copy(x)).view(seen)), x.dtype).view(x.shape))
 
@@ -412,13 +412,13 @@ def _reduce_in_two_rounds(group: Group, x: Tensor, op: Op) -> Tensor:
     return _exchange_rows(group, repeated, lengths, [own] * group.size, f"all_reduce({op}), of its parts").view(x.shape)
 
 
-def add_traced_reduction(eager: Reduction, group: Group, op: Op, dtype: torch.dtype) -> Reduction:
+def add_traced_reduction(eager: BoundReduction, group: Group, op: Op, dtype: torch.dtype) -> BoundReduction:
     """Return ``eager`` extended by the all-reduce for traced local values."""
 
-    def bind() -> Run:
+    def bind() -> BoundCollective:
         return bind_traced_all_reduce(group, op, dtype)
 
-    return Reduction(
+    return BoundReduction(
         select_when_traced(eager.run, bind),
         None if eager.taking is None else select_when_traced(eager.taking, bind),
         eager.at_once,
