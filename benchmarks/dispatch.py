@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from dispatching.cases import BOUNDS, CASES, Case
-from dispatching.cold import BOUND, COLD, ColdCase
+from dispatching.first_calls import BOUND, COLD, ColdCase
 from measuring import timing
 from measuring.sides import WORLD, Side, all_sides
 from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -28,11 +28,11 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hf"))
 from costing.families import reduced
-from eating import parts
+from model_inputs import parts
+from model_sizes import Scale
 from program_cost import distribute, laid_out, measure
-from scale import Scale
-from shrinking import CONFIG_MAPPING, Shrunk, classes_of, shrunk
-from step import floating, loss_of
+from shrink_model import CONFIG_MAPPING, Shrunk, classes_of, shrunk
+from training_step import floating, loss_of
 
 import dtensor as dt
 

@@ -24,7 +24,7 @@ from dtensor.dispatch import comm_report
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hf"))
 from families import FAMILIES
-from step import PLANS, Different, check
+from training_step import PLANS, Different, check
 
 SLOW = 30.0  # seconds
 

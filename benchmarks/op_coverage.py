@@ -80,17 +80,17 @@ def work(options: argparse.Namespace) -> None:
 
     cases_of = op_database.cases_of
     if options.peer:
-        import op_database_peer
+        import op_database_pytorch
 
-        cases_of = op_database_peer.cases_of
+        cases_of = op_database_pytorch.cases_of
     elif options.odd:
-        import op_database_odd
+        import op_database_unusual_calls
 
-        cases_of = op_database_odd.cases_of
+        cases_of = op_database_unusual_calls.cases_of
     elif options.wrong:
-        import op_database_wrong
+        import op_database_wrong_calls
 
-        cases_of = op_database_wrong.cases_of
+        cases_of = op_database_wrong_calls.cases_of
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what operators print is not for the channel
     first, step = map(int, options.part.split("/"))

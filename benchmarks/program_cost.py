@@ -1,7 +1,7 @@
 """What a whole unchanged model moves and computes, beside the program written by hand: bytes, matrix FLOPs, collectives.
 
     python benchmarks/program_cost.py [--families llama,gpt2] [--layouts tp,fsdp,dp,tp_dp,styles,styles_sp] [--layers 2]
-    python benchmarks/program_cost.py --families more    # ... those of costing/more_families.py
+    python benchmarks/program_cost.py --families more    # ... those of costing/untuned_models.py
     python benchmarks/program_cost.py --dtype bfloat16
     python benchmarks/program_cost.py --ways eager,captured,planned      # also replayed, and by a plan of the whole program
     python benchmarks/program_cost.py --cluster          # two layers as large as Llama-70B's, on a dry run of 512 x 8 ranks
@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from costing import xla
 from costing.families import FAMILIES, USUAL, Family, Size, by_hand, model_of
-from costing.more_families import MORE
 from costing.styles import PLANS
+from costing.untuned_models import MORE
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry

@@ -6,7 +6,7 @@ import gc
 import os
 from collections.abc import Iterator
 
-import arrivals
+import check_reported_bytes
 import hypothesis
 import pytest
 import torch
@@ -20,7 +20,7 @@ hypothesis.settings.register_profile("local", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
-arrivals.count()
+check_reported_bytes.count()
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def _what_arrives_is_what_is_reported(request: pytest.FixtureRequest) -> Iterato
     if request.node.get_closest_marker("own_collectives"):
         yield
         return
-    with arrivals.compared():
+    with check_reported_bytes.compared():
         yield
 
 

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor as peer
 from redistributing import cases as rc
-from redistributing.bare import bare_of
 from redistributing.cases import Case
+from redistributing.lower_bound import bare_of
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 

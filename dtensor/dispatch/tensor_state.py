@@ -2,7 +2,7 @@
 
 :data:`ATTRIBUTES` declares each of them, with its purpose and the modules that write and read it. A new attribute is declared
 here, and the sets below, which copies, files, captured programs and in-place view operators use, follow from the table. All other
-attributes of a tensor belong to the user. ``tests/unit/test_own_attributes.py`` checks both.
+attributes of a tensor belong to the user. ``tests/unit/test_library_attributes.py`` checks both.
 """
 
 from __future__ import annotations

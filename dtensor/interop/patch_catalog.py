@@ -1,6 +1,6 @@
 """Patch catalog: every change that this package makes to torch, and the reason for it.
 
-Code without DTensors does not notice them: each patch acts on classes of this package only. ``tests/unit/test_changes.py``
+Code without DTensors does not notice them: each patch acts on classes of this package only. ``tests/unit/test_patch_catalog.py``
 compares torch's modules and classes in fresh processes, at import, with an in-process mesh, after a capture and after debugging.
 It fails if there is a change that is not in this list.
 """
@@ -103,7 +103,7 @@ PATCHES = (
     Patch(
         "torch._dynamo.trace_rules.SKIP_DIRS",
         "its import",
-        "compiled graphs break at functions of dtensor instead of tracing ranks, except for those in interop.dynamo.INLINED_MODULES",
+        "compiled graphs break at functions of dtensor instead of tracing ranks, except those in interop.dynamo.INLINED_MODULES",
         "2.11",
         "stays",
     ),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from capture_cases import CASES, WHOLE, Block, assert_same, compare, mesh_of
 from case_lists import on_four
-from halves import diagonals
+from fast_part import diagonals
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence

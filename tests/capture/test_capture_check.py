@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gloo import run_gloo
+from gloo_processes import run_gloo
 from torch.nn import functional as F
 
 import dtensor as dt

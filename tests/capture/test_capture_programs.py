@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from capture_cases import assert_same
-from halves import some
-from programs import Program, random_case
+from fast_part import some
+from random_programs_runner import Program, random_case
 
 import dtensor as dt
 from dtensor import DTensor

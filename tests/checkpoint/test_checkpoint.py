@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from case_lists import here_and_on_four
-from gloo import run_gloo
+from gloo_processes import run_gloo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import checkpoint_faults
 import pytest
-from gloo import run_gloo
+from gloo_processes import run_gloo
 
 from dtensor.checkpoint import save
 

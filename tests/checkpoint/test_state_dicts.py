@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from beside import whole
-from gloo import run_gloo
+from compare_with_one_device import whole
+from gloo_processes import run_gloo
 from torch import Tensor, nn
 from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
 from torch.distributed.checkpoint.state_dict import (

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gloo import run_gloo
+from gloo_processes import run_gloo
 
 import dtensor as dt
 from dtensor.__main__ import main

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from compile_cases import ALL, LINES, Case
-from gloo import run_gloo
+from gloo_processes import run_gloo
 from random_programs import program
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend

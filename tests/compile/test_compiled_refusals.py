@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 from compile_cases import Block
-from gloo import run_gloo
+from gloo_processes import run_gloo
 from torch import nn
 from torch._dynamo import compiled_autograd
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compile_cases import Block
-from gloo import run_gloo
+from gloo_processes import run_gloo
 from test_compiled import differing
 from torch import nn
 from torch._dynamo import compiled_autograd

@@ -6,7 +6,7 @@ import os
 
 import module_database
 import pytest
-from halves import some
+from fast_part import some
 from op_database import Setting
 
 SEED = int(os.environ.get("DTENSOR_SEED", "0"))

@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 
 import op_database as db
-import op_database_odd
-import op_database_plain as plain
+import op_database_plain_operands as plain
+import op_database_unusual_calls
 import pytest
-from gloo import run_gloo
-from halves import chosen
+from fast_part import chosen
+from gloo_processes import run_gloo
 
 import dtensor as dt
 
@@ -52,7 +52,7 @@ def test_common_operators_are_right(part: int) -> None:
 
 def assert_right_if_changed(entries: list[object], setting: db.Setting) -> None:
     """Nor are their samples in other memory orders, of other sizes, with shared, plain or detached arguments."""
-    cases = [case for entry in entries for case in op_database_odd.cases_of(entry, setting)]
+    cases = [case for entry in entries for case in op_database_unusual_calls.cases_of(entry, setting)]
     bad = [case for case in cases if not plain.fits(case)]
     assert not bad, "\n".join(map(str, bad[:10]))
 

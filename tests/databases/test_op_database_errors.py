@@ -9,7 +9,7 @@ from typing import Any
 import op_database as db
 import pytest
 import torch
-from halves import some
+from fast_part import some
 
 import dtensor as dt
 from dtensor.base.tensor_tree import fill_tensors, tensor_leaves

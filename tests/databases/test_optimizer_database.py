@@ -6,7 +6,7 @@ import os
 
 import optimizer_database as db
 import pytest
-from halves import some
+from fast_part import some
 
 SEED = int(os.environ.get("DTENSOR_SEED", "0"))
 NAMES = ["Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "LBFGS", "Muon", "NAdam", "RAdam", "RMSprop"]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from table import DTensor, R, Shard, dt
+from divergent_programs import DTensor, R, Shard, dt
 from torch import nn
 
 from dtensor import DeviceMesh, checkpoint

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import run_gloo
-from judged import Judge
-from pool import Pool
-from programs_of_ranks import DEADLY, DIFFERENT, FAILING, HEALTHY, RAISING
+from all_divergent_programs import DEADLY, DIFFERENT, FAILING, HEALTHY, RAISING
+from gloo_processes import run_gloo
+from outcome import Judge
+from process_pool import Pool
 
 import dtensor as dt
 from dtensor.errors import DivergenceError

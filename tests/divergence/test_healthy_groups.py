@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import run_gloo
+from gloo_processes import run_gloo
 from healthy_groups import DEEDS, PROGRAMS, SIZE, WORKERS, alarms
-from pool import Pool
+from process_pool import Pool
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 

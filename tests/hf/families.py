@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from decoders import DECODERS, EXPERTS, RECURRENT
-from encoders import ENCODERS, SEQUENCE_TO_SEQUENCE
-from mixed import MIXED
-from senses import SPEECH, VISION
+from decoder_models import DECODERS, EXPERTS, RECURRENT
+from encoder_models import ENCODERS, SEQUENCE_TO_SEQUENCE
+from multimodal_models import MIXED
+from vision_audio_models import SPEECH, VISION
 
 FAMILIES = {**DECODERS, **EXPERTS, **RECURRENT, **ENCODERS, **SEQUENCE_TO_SEQUENCE, **VISION, **SPEECH, **MIXED}

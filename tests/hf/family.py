@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from tiny import VOCABULARY, tiny
+from tiny_configs import VOCABULARY, tiny
 from torch import Tensor, nn
 
 BATCH, LENGTH = 3, 7  # odd: no mesh dim of two cuts them evenly

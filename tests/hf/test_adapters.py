@@ -20,7 +20,7 @@ from dtensor.parallel import fully_shard, parallelize_module
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from tiny import first, trained  # noqa: E402
+from tiny_configs import first, trained  # noqa: E402
 
 MESH = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from gloo import run_gloo
-from step import spread
+from gloo_processes import run_gloo
 from torch import Tensor
+from training_step import spread
 
 import dtensor as dt
 from dtensor import Replicate, Shard
@@ -17,7 +17,7 @@ from dtensor.parallel import parallelize_module
 
 transformers = pytest.importorskip("transformers")
 
-from tiny import VOCABULARY, first, tiny  # noqa: E402
+from tiny_configs import VOCABULARY, first, tiny  # noqa: E402
 
 MODELS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},

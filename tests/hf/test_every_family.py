@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from shrinking import NotShrunk, classes_of, shrunk
-from step import PLANS, check
+from shrink_model import NotShrunk, classes_of, shrunk
+from training_step import PLANS, check
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import dtensor as dt

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from families import FAMILIES
-from step import PLANS, check
+from training_step import PLANS, check
 
 import dtensor as dt
 

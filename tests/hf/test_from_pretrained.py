@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gloo import run_gloo
+from gloo_processes import run_gloo
 from torch import nn
 
 import dtensor as dt
@@ -19,8 +19,8 @@ from dtensor.parallel import fully_shard, parallelize_module, replicate
 
 transformers = pytest.importorskip("transformers")
 
-from halves import some  # noqa: E402
-from tiny import first, trained  # noqa: E402
+from fast_part import some  # noqa: E402
+from tiny_configs import first, trained  # noqa: E402
 
 MESH = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 SIZES: dict[str, Any] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from families import FAMILIES
-from step import PLANS, distributed, spread
+from training_step import PLANS, distributed, spread
 
 import dtensor as dt
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp as peer
-from beside import same_gradients, steps_alike, whole
-from gloo import run_gloo
+from compare_with_one_device import same_gradients, steps_alike, whole
+from gloo_processes import run_gloo
 from torch import Tensor, nn
 
 import dtensor as dt

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from beside import dp, own, same_gradients, whole
-from gloo import run_gloo
+from compare_with_one_device import dp, own, same_gradients, whole
+from gloo_processes import run_gloo
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import RankFailed, run_gloo
+from gloo_processes import RankFailed, run_gloo
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 

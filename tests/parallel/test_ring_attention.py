@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from gloo import run_gloo
+from gloo_processes import run_gloo
 from torch import Tensor
 
 import dtensor as dt

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from gloo import run_gloo
+from gloo_processes import run_gloo
 from torch import nn
 
 import dtensor as dt

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from beside import same_gradients
+from compare_with_one_device import same_gradients
 from torch import Tensor, nn
 from torch.nn import functional as F
 

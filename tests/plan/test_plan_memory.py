@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from gloo import run_gloo
-from live import Live
+from gloo_processes import run_gloo
+from live_memory import Live
 from torch.nn import functional as F
 
 import dtensor as dt

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gloo import run_gloo
+from gloo_processes import run_gloo
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gloo import run_gloo
+from gloo_processes import run_gloo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from redistribute_cases import layouts, local_of, terms_of, value_of, wrong_members

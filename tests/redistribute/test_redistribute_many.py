@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from gloo import run_gloo
+from gloo_processes import run_gloo
 from redistribute_cases import LAST, all_pairs, layouts, local_of, terms_of, value_of, wrong_members
 
 import dtensor as dt

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import run_gloo
+from gloo_processes import run_gloo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from redistribute_cases import local_of, ragged, terms_of, value_of

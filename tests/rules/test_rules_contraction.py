@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from halves import diagonals
+from fast_part import diagonals
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard

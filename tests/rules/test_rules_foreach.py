@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from halves import some
+from fast_part import some
 from rule_tables import floats
 
 import dtensor as dt

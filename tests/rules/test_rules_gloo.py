@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import test_data_decides
+import test_data_dependent_shapes
+import test_rules_cat_repeat_roll
 import test_rules_indexing
-import test_rules_joining
 import test_rules_loss
 import test_rules_pointwise
 import test_rules_random
@@ -14,7 +14,7 @@ import test_rules_softmax
 import test_rules_views
 import test_rules_writes
 import torch
-from gloo import run_gloo
+from gloo_processes import run_gloo
 from rule_tables import Case, try_all
 
 import dtensor as dt
@@ -34,7 +34,7 @@ TABLES: dict[str, dict[str, Case]] = {
     "random": {name: Case(fn, (test_rules_random.X,)) for name, fn in test_rules_random.NEW.items()},
     "pointwise": test_rules_pointwise.CASES,
     "views": test_rules_views.CASES,
-    "joining": test_rules_joining.CASES,
+    "joining": test_rules_cat_repeat_roll.CASES,
     "indexing": test_rules_indexing.CASES,
     "writes": {
         program.__name__: Case(test_rules_writes.run(program), (test_rules_writes.X, test_rules_writes.V), written=True)
@@ -92,12 +92,16 @@ def test_rows_by_cut_places() -> None:
 def _what_data_decide() -> None:
     torch.set_num_threads(1)
     cost_model.kernel_seconds = lambda *_: -1e-4  # rows as small as these travel too
-    x, i, v = test_data_decides.floats(7, 3), test_data_decides.integers(9, low=0, high=7), test_data_decides.floats(9, 3, seed=1)
+    x, i, v = (
+        test_data_dependent_shapes.floats(7, 3),
+        test_data_dependent_shapes.integers(9, low=0, high=7),
+        test_data_dependent_shapes.floats(9, 3, seed=1),
+    )
     mask = x[:, 0] > 0
     for mesh_shape in ((4,), (2, 2)):
-        for fn in test_data_decides.OF_MASKS:
+        for fn in test_data_dependent_shapes.OF_MASKS:
             try_all(Case(fn, (x, mask), ()), mesh_shape, 3)
-        for fn in test_data_decides.OF_PLACES:
+        for fn in test_data_dependent_shapes.OF_PLACES:
             try_all(Case(fn, (x, i, v), ()), mesh_shape, 3)
             mesh = dt.init_device_mesh("cpu", mesh_shape)
             check(fn, x, i, v, mesh=mesh, placements=[[dt.Shard(0)] * len(mesh_shape)] * 3)

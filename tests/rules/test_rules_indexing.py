@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from halves import diagonals
+from fast_part import diagonals
 from rule_tables import MESHES, Case, floats, integers, kinds, run, try_all
 
 import dtensor as dt

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from halves import diagonals
+from fast_part import diagonals
 from rule_tables import MESHES, Case, floats, integers, kinds, received, run, try_all
 from torch.nn import functional as F
 

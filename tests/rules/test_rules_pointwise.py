@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from halves import diagonals
+from fast_part import diagonals
 from rule_tables import MESHES, Case, floats, integers, run, try_all
 
 import dtensor as dt

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from halves import chosen
+from fast_part import chosen
 from torch import nn
 
 import dtensor as dt

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from halves import diagonals
+from fast_part import diagonals
 from rule_tables import MESHES, Case, floats, kinds, received, run, try_all
 
 from dtensor import Partial, Replicate, Shard

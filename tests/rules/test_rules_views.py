@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from halves import diagonals
+from fast_part import diagonals
 from hypothesis import given
 from hypothesis import strategies as st
 from rule_tables import MESHES, Case, floats, integers, kinds, run, try_all

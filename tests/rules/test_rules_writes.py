@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from halves import diagonals
+from fast_part import diagonals
 
 import dtensor as dt
 from dtensor import DTensor, Partial, Replicate, Shard

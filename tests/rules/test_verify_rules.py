@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from halves import some
+from fast_part import some
 
 import dtensor as dt
 from dtensor.placement import Partial, Replicate, Shard

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import run_gloo
+from gloo_processes import run_gloo
 
 import dtensor as dt
 from dtensor import DTensor, Partial, Replicate, Shard

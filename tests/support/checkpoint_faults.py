@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mortal import DEAD, Points, run_mortal
+from killable_processes import DEAD, Points, run_mortal
 
 import dtensor as dt
 from dtensor import Replicate, Shard

@@ -11,8 +11,8 @@ import comm_cases
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import run_gloo
-from halves import diagonals
+from fast_part import diagonals
+from gloo_processes import run_gloo
 from thread_backend import on_threads
 from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from gloo import run_gloo
+from gloo_processes import run_gloo
 from torch_versions import needs_whole
 
 import dtensor

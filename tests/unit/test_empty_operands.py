@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from gloo import run_gloo
-from halves import some
+from fast_part import some
+from gloo_processes import run_gloo
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard

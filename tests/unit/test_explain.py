@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from case_lists import S0, S1, R, line, put, value
-from gloo import run_gloo
+from gloo_processes import run_gloo
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode

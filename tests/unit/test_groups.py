@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import run_gloo
+from gloo_processes import run_gloo
 
 import dtensor as dt
 from dtensor.mesh.process_groups import get_group, library_group

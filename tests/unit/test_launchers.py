@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from gloo import run_gloo
+from gloo_processes import run_gloo
 
 import dtensor as dt
 from dtensor.mesh.init_world import has_processes

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from beside import same_gradients, same_parameters
-from gloo import run_gloo
+from compare_with_one_device import same_gradients, same_parameters
+from gloo_processes import run_gloo
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch_versions import WHOLE

@@ -8,7 +8,7 @@ from statistics import median
 import pytest
 import torch
 from case_lists import S0, R
-from gloo import run_gloo
+from gloo_processes import run_gloo
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 

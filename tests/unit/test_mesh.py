@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import run_gloo
+from gloo_processes import run_gloo
 from hypothesis import given
 from hypothesis import strategies as st
 

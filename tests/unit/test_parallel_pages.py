@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gloo import run_gloo
+from gloo_processes import run_gloo
 from test_docs import run_page
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from gloo import run_gloo
+from gloo_processes import run_gloo
 
 from dtensor.__main__ import main
 from dtensor.cost import calibrate

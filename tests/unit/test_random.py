@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import cases_random
 import pytest
+import random_cases
 import torch
 from case_lists import here_and_on_four
 
@@ -16,7 +16,7 @@ from dtensor.debug import CommDebugMode
 from dtensor.random.philox import philox
 from dtensor.testing.placements import get_or_make_mesh
 
-test_case_in_one_process, test_all_cases_on_four_processes = here_and_on_four(cases_random, gather=True)
+test_case_in_one_process, test_all_cases_on_four_processes = here_and_on_four(random_cases, gather=True)
 
 
 # --- the words ----------------------------------------------------------------------------------------------------------

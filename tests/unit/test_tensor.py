@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from beside import same_gradients, same_parameters
+from compare_with_one_device import same_gradients, same_parameters
 from torch import nn
 
 import dtensor as dt

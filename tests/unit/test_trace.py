@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from case_lists import S0, S1, R, put, value
-from gloo import run_gloo
+from gloo_processes import run_gloo
 from torch import nn
 from trace_format import events_in
 

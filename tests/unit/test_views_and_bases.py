@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from halves import some
+from fast_part import some
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard

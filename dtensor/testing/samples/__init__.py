@@ -17,7 +17,7 @@ __all__ = ["ELSEWHERE", "Builder", "Sample", "Samples", "rules_without_sample", 
 
 # Operators without samples: other tests check them, or they have no CPU kernel.
 ELSEWHERE = {
-    "_amp_foreach_non_finite_check_and_unscale_",  # writes to a plain tensor: tests/parallel/test_parallel_training.py
+    "_amp_foreach_non_finite_check_and_unscale_",  # writes to a plain tensor: tests/parallel/test_training_loop_utilities.py
     "_fused_rms_norm_backward",  # no CPU kernel, as the following
     *(f"_scaled_dot_product_{name}_attention{way}" for name in ("cudnn", "efficient", "flash") for way in ("", "_backward")),
     *(f"cudnn_{name}{way}" for name in ("batch_norm", "grid_sampler") for way in ("", "_backward")),

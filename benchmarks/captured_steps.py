@@ -1,0 +1,159 @@
+"""Steps of captured programs: a tensor-parallel MLP and a transformer block, forward and backward, AdamW over 100 parameters, and
+the block's whole training step, on one rank's host.
+
+    python benchmarks/captured_steps.py [--quick] [--json] [--compiled aot_eager] [--only "TP MLP"]
+
+Columns: "by hand" is Megatron-LM's program (local tensors, explicit all-reduces, one autograd function each), "plain" the
+same local work without any communication, "peer" ``torch.distributed.tensor``, "ours" ``dtensor`` as it is, "captured" the same
+under ``dtensor.capture``. The process group is torch's fake one of 8 ranks: collectives cost their call and nothing else. All
+sides take turns in one process. ``--compiled BACKEND`` adds "ours, compiled" and "peer, compiled" (by ``torch.compile``; an error
+is shown by its name). The last columns are captured / by hand, peer / by hand and ours / by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from dispatching.cases import SEQUENCE, WIDTH, N, _parameters, block_of
+from measuring import megatron_gpt, timing
+from measuring.sides import WORLD, Plain, all_sides
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import dtensor as dt
+
+Run = Callable[[], None]
+
+
+class ByHand(Plain):
+    """Local tensors and explicit all-reduces."""
+
+    def reduce(self, x: Tensor) -> Tensor:
+        return megatron_gpt._Sum.apply(x, dist.group.WORLD)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """What goes into sharded layers: its gradient is summed over ranks."""
+        return megatron_gpt._Copy.apply(x, dist.group.WORLD)
+
+
+class Alone(Plain):
+    """No communication at all."""
+
+    def reduce(self, x: Tensor) -> Tensor:
+        return x
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+def mlp(side: Any, around: Callable[[Any], Any]) -> Run:
+    x = side.replicate(N, N)
+    up, down = side.shard(0, N, N).requires_grad_(), side.shard(1, N, N).requires_grad_()
+    loss = around(lambda x: side.reduce(F.linear(F.gelu(F.linear(x, up)), down)).sum())
+
+    def step() -> None:
+        up.grad = down.grad = None
+        loss(x).backward()
+
+    return step
+
+
+def block(side: Any, around: Callable[[Any], Any]) -> Run:
+    module = block_of(side)
+    module.enter = getattr(side, "enter", _same)
+    x = side.replicate(1, SEQUENCE, WIDTH)
+    loss = around(lambda x: module(x).sum())
+
+    def step() -> None:
+        module.zero_grad()
+        loss(x).backward()
+
+    return step
+
+
+def adamw(side: Any, around: Callable[[Any], Any]) -> Run:
+    """100 parameters; the step alone."""
+    step: Run = around(torch.optim.AdamW(_parameters(side, 100), lr=1e-3, fused=True).step)
+    return step
+
+
+def block_step(side: Any, around: Callable[[Any], Any]) -> Run:
+    """Forward, backward, AdamW, gradients cleared: one captured function."""
+    module = block_of(side)
+    module.enter = getattr(side, "enter", _same)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
+    x = side.replicate(1, SEQUENCE, WIDTH)
+
+    def step(x: Any) -> Any:
+        loss = module(x).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    run = around(step)
+    return lambda: run(x)
+
+
+CASES = {"TP MLP": mlp, "TP block": block, "AdamW, 100": adamw, "block, step": block_step}
+
+
+def measure(effort: timing.Effort, names: Sequence[str], backend: str | None) -> dict[str, dict[str, Any]]:
+    sides = all_sides()
+    rows = {}
+    for name in names:
+        case = CASES[name]
+        functions = {
+            "plain": case(Alone(), _same),
+            "by hand": case(ByHand(), _same),
+            "peer": case(sides["peer"], _same),
+            "ours": case(sides["ours"], _same),
+            "captured": case(sides["ours"], dt.capture),
+        }
+        if backend is not None:
+            torch._dynamo.reset()
+            around = functools.partial(torch.compile, backend=backend)
+            functions |= {"ours, compiled": case(sides["ours"], around), "peer, compiled": case(sides["peer"], around)}
+        rows[name] = timing.interleaved(functions, effort)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--compiled", metavar="BACKEND", help="also under torch.compile")
+    parser.add_argument("--only", nargs="+", metavar="ROW", choices=CASES, default=list(CASES))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+    effort = timing.Effort.quick() if options.quick else timing.Effort(seconds=0.005)
+    rows = measure(effort, options.only, options.compiled)
+    if options.json:
+        print(json.dumps({"machine": timing.machine(), "rows": rows}, indent=2))
+        return
+    print(
+        f"{'microseconds':12}"
+        + "".join(f"{side:>{_width(side)}}" for side in next(iter(rows.values())))
+        + "   captured / peer / ours : by hand"
+    )
+    for name, row in rows.items():
+        ratios = " ".join(f"{row[side] / row['by hand']:9.2f}" for side in ("captured", "peer", "ours"))
+        cells = ((side, value if isinstance(value, str) else f"{value * 1e6:.0f}") for side, value in row.items())
+        print(f"{name:12}" + "".join(f"{cell:>{_width(side)}}" for side, cell in cells) + f"   {ratios}")
+
+
+def _width(side: str) -> int:
+    return max(10, len(side) + 2)
+
+
+if __name__ == "__main__":
+    main()

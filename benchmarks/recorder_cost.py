@@ -1,0 +1,136 @@
+"""What the record costs while nobody looks: every row of ``dispatch.py`` with its door in place and with the door taken out.
+
+    python benchmarks/recorder_cost.py [--quick] [--only add "redistribute*"] [--again 3]
+
+Both run in one process, in turn, on meshes of their own, so that each has plans of its own: one's were bound with ``because``,
+``issuing`` and the look at listeners and ranges before a collective, the other's without. A row that is over 1.01 is measured
+again, ``--again`` times: what stays over it in all of them is told at the end. Process group, sizes and clock are those of
+``dispatch.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from dispatch import built
+from dispatching.cases import CASES
+from measuring import timing
+from measuring.sides import GRID, WORLD, Distributed
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import dtensor
+from dtensor.base.recorder_hooks import ACTIVE_RECORDERS, current_recorder
+from dtensor.comm import backends, reductions, transfer
+from dtensor.comm.communicator import Communicator
+from dtensor.dispatch import program
+from dtensor.redistribute import coalesce, executor
+
+MOST = 1.01
+
+
+def unreported(self: Communicator, kind: str, dims: Any, run: Callable[..., Any], nbytes: Any) -> Callable[..., Any]:
+    """As ``Communicator._issuing``, without the look at those who listen."""
+
+    def issue(x: Any) -> Any:
+        if ACTIVE_RECORDERS and (recorder := current_recorder()) is not None:
+            return recorder.site(issue, (x,), {})
+        return run(x)
+
+    return issue
+
+
+def unasked(comm: Any, issue: Callable[..., Any], step: Any) -> executor.BoundStep:
+    """As ``executor._bind_collective``, without it."""
+    finish = executor._finisher_of(comm, step)
+    if finish is None:
+        return executor.BoundStep(lambda x: issue(x).wait(), issue)
+    return executor.BoundStep(lambda x: finish(issue(x).wait()), lambda x: issue(x).then(finish))
+
+
+def native(group: Any, op: Any) -> Callable[..., Any]:
+    """As ``backends.all_reduction``, without it."""
+    issue, options = group.handle.allreduce, backends._async_options(dist.AllreduceOptions(), reduceOp=op)
+    return lambda x: issue([x], options)
+
+
+@contextmanager
+def without_door() -> Iterator[None]:
+    """What is bound and run in here has no door."""
+    taken = [patch.object(Communicator, "_issuing", unreported)]
+    taken += [patch.object(executor, "_bind_collective", unasked), patch.object(reductions, "bind_native_all_reduce", native)]
+    taken += [patch.object(module, "because", lambda cause, fn: fn) for module in (program, coalesce)]
+    for module in (transfer, reductions):
+        names = [name for name in vars(module) if hasattr(getattr(backends, name, None), "__wrapped__")]
+        taken += [patch.object(module, name, getattr(module, name).__wrapped__) for name in names]
+    for each in taken:
+        each.start()
+    try:
+        yield
+    finally:
+        for each in reversed(taken):
+            each.stop()
+
+
+def around(name: str) -> AbstractContextManager[None]:
+    return without_door() if name == "without" else nullcontext()
+
+
+def sides() -> dict[str, Distributed]:
+    """On two pairs of meshes, which no plan is shared between."""
+    found = {"with": Distributed(dtensor), "without": Distributed(dtensor)}
+    for name, side in found.items():
+        side.mesh = dtensor.init_device_mesh("cpu", (WORLD,), mesh_dim_names=(name,))
+        side.mesh_2d = dtensor.init_device_mesh("cpu", GRID, mesh_dim_names=(f"dp {name}", f"tp {name}"))
+    return found
+
+
+def ratio_of(name: str, effort: timing.Effort) -> tuple[float, float] | str:
+    """Seconds with the door, and how many times that is what it takes without; or the error that it raises."""
+    functions = {}
+    for side_name, side in sides().items():
+        with around(side_name):
+            functions[side_name] = built(CASES[name], side)
+    taken = timing.interleaved(functions, effort, around)
+    within, without = taken["with"], taken["without"]
+    if isinstance(within, str) or isinstance(without, str):
+        return str(within)
+    return within, within / without
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter repeats")
+    parser.add_argument("--only", nargs="+", metavar="ROW", default=["*"], help="names or patterns (*) of rows")
+    parser.add_argument("--again", type=int, default=3, help=f"how often a row over {MOST} is measured again")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+    effort = timing.Effort.quick() if options.quick else timing.Effort(repeats=101, seconds=0.001)
+    over: dict[str, float] = {}
+    for name in CASES:
+        if not any(fnmatch.fnmatch(name, pattern) for pattern in options.only):
+            continue
+        found = ratio_of(name, effort)
+        if isinstance(found, str):
+            print(f"{name:24} {found}")
+            continue
+        ratios = [found[1]]
+        while ratios[-1] > MOST and len(ratios) <= options.again:
+            again = ratio_of(name, effort)
+            ratios.append(MOST if isinstance(again, str) else again[1])
+        print(f"{name:24} {found[0] * 1e6:10.1f} us  {'  '.join(f'{ratio:.3f}' for ratio in ratios)}", flush=True)
+        if min(ratios) > MOST:
+            over[name] = min(ratios)
+    print(f"over {MOST} in every measurement: {', '.join(f'{name} {ratio:.3f}' for name, ratio in over.items()) or 'none'}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

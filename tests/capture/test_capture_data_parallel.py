@@ -1,0 +1,162 @@
+"""Steps of data parallelism, captured: bit for bit, with no more memory or waiting; and what is left of a refused one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import capture_data_parallel_cases
+import capture_microbatch_cases
+import pytest
+import torch
+from capture_cases import assert_same, randn
+from capture_data_parallel_cases import CASES, cut, line, net
+from capture_microbatch_cases import CASES as UNITS
+from capture_microbatch_cases import SYNCS, compare_microbatches
+from capture_step_cases import compare_steps
+from case_lists import on_four
+from fast_part import chosen, some
+
+from dtensor import Shard
+from dtensor.capture import capture
+from dtensor.errors import CaptureError
+from dtensor.parallel import fully_shard, replicate
+
+SOME = ("hybrid_in_bfloat16",)
+
+
+@pytest.mark.parametrize("name", chosen(list(CASES), SOME))
+def test_trains_as_the_step_does(name: str) -> None:
+    compare_steps(CASES[name])
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_trains_as_the_step_does_on_four_processes() -> None:
+    on_four(capture_data_parallel_cases)
+
+
+def batch(*_: Any) -> Any:
+    return randn(12, 6, on=line(), at=[Shard(0)])
+
+
+def _lines(model: Any) -> list[str]:
+    def step(x: Any) -> Any:
+        loss = model(x.to_local()).square().mean()
+        loss.backward()
+        grads = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        return grads
+
+    step(batch())  # whose order is known from then on
+    captured = capture(step)
+    for _ in range(3):
+        captured(batch())
+    return captured.source().splitlines()
+
+
+def test_what_is_gathered_is_given_back_and_had_again_for_backward() -> None:
+    lines = _lines(cut(net(), line()))
+    resized = [line.strip() for line in lines if "resize(" in line]
+    freed = {line for line in resized if line.endswith(", 0)")}
+    assert len(resized) > len(freed) >= 3 * 4  # three layers, of four ranks
+    again = [line for line in resized if line not in freed]
+    assert {line.split(",")[0] for line in again} <= {line.split(",")[0] for line in freed}
+
+
+def test_the_next_unit_is_gathered_while_one_computes() -> None:
+    lines = _lines(cut(net(), line()))
+    issued = [k for k, line in enumerate(lines) if "= all_gather" in line]
+    computed = [k for k, line in enumerate(lines) if "addmm(" in line]
+    assert len(issued) >= 5
+    assert issued[1] < computed[0]
+    assert issued[2] < computed[4]
+
+
+@pytest.mark.parametrize("unit", [fully_shard, replicate])
+def test_a_refused_step_leaves_its_units_as_they_were(unit: Any) -> None:
+    layer, alone = (unit(net(), mesh=line()) for _ in range(2))
+
+    def refused(x: Any) -> Any:
+        loss = layer(x.to_local()).square().mean()
+        loss.backward()
+        return layer(x.to_local()).square().mean() if x.sum().item() > 0 else None
+
+    def step(model: Any, x: Any) -> Any:
+        model(x.to_local()).square().mean().backward()
+        found = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        return found
+
+    x = batch()
+    for _ in range(2):
+        with pytest.raises(CaptureError, match="is used by gt"):
+            capture(refused)(x)
+        assert all(p.is_leaf and p.requires_grad and p.grad is None for p in layer.parameters())
+        assert_same(step(layer, x), step(alone, x))
+
+
+@pytest.mark.parametrize("unit", [fully_shard, replicate])
+def test_a_forward_pass_alone_delivers_no_gradients(unit: Any) -> None:
+    layer = unit(net(), mesh=line())
+    f = capture(lambda x: layer(x.to_local()).sum())
+    with pytest.raises(CaptureError, match="Capture the whole step"):
+        f(batch())
+    with torch.no_grad():
+        for _ in range(3):
+            x = batch()
+            assert_same(f(x), layer(x.to_local()).sum())
+    assert f.cache_info().replayed == 2
+
+
+def test_what_is_set_of_units_is_seen() -> None:
+    model, alone = cut(net(), line()), cut(net(), line())
+
+    def step(model: Any, x: Any) -> Any:
+        model(x.to_local()).square().mean().backward()
+        found = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        return found
+
+    f = capture(lambda x: step(model, x))
+    for k in range(4):
+        for one in (model, alone):
+            one[0].set_gradient_divide_factor(1.0 + k // 2)
+        x = batch()
+        assert_same(f(x), step(alone, x))
+
+
+@pytest.mark.parametrize("sync", some(SYNCS, 3))
+@pytest.mark.parametrize("name", chosen(list(UNITS), ("fully_shard",)))
+def test_each_microbatch_may_be_a_call_of_its_own(name: str, sync: str) -> None:
+    compare_microbatches(UNITS[name], sync)
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_each_microbatch_may_be_a_call_of_its_own_on_four_processes() -> None:
+    on_four(capture_microbatch_cases)
+
+
+def test_a_step_that_is_refused_leaves_what_microbatches_before_it_left() -> None:
+    model, alone = cut(net(), line()), cut(net(), line())
+
+    def step(one: Any, x: Any) -> None:
+        one(x.to_local()).square().mean().backward()
+
+    f = capture(lambda x: step(model, x))
+    refused = capture(lambda x: (step(model, x), x.sum().item() > 0))
+    for k in range(4):
+        for one in (model, alone):
+            one.set_requires_gradient_sync(k == 3)
+        x = batch()
+        with pytest.raises(CaptureError):
+            refused(x)
+        f(x)
+        step(alone, x)
+    assert_same([p.grad for p in model.parameters()], [p.grad for p in alone.parameters()])
+
+
+def test_collectives_of_torch_are_refused() -> None:
+    f = capture(lambda x: torch.ops._c10d_functional.all_reduce(x.to_local().shards[0], "sum", "0"))
+    with pytest.raises(CaptureError, match="calls _c10d_functional"):
+        f(batch())

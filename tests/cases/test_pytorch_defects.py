@@ -1,0 +1,30 @@
+"""The peer's known defects and what its users reported: none of them here, in one process and on four."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import pytorch_defect_cases
+import reported_operator_cases
+import reported_recent_cases
+import reported_tensor_cases
+import torch_feature_cases
+from case_lists import on_four
+from fast_part import some
+
+MODULES = (pytorch_defect_cases, torch_feature_cases, reported_operator_cases, reported_recent_cases, reported_tensor_cases)
+ON_PROCESSES = tuple(module for module in MODULES if module is not torch_feature_cases)  # programs of torch's, not of ranks
+ALL = {name: fn for module in MODULES for name, fn in module.CASES.items()}
+
+
+@pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
+@pytest.mark.parametrize("name", some(list(ALL)))
+def test_case(name: str) -> None:
+    ALL[name]()
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("module", ON_PROCESSES, ids=lambda module: module.__name__)
+def test_all_cases_on_four_processes(module: ModuleType) -> None:
+    on_four(module)

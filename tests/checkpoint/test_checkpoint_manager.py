@@ -1,0 +1,19 @@
+"""Checkpoints of a run: which are kept, which one is resumed from, whoever is killed when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import checkpoint_faults
+import checkpoint_manager_cases
+import pytest
+from case_lists import here_and_on_four
+
+test_case_in_one_process, test_all_cases_on_four_processes = here_and_on_four(checkpoint_manager_cases, folders=True)
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_a_rank_is_killed_at_a_random_point(seed: int, tmp_path: Path) -> None:
+    checkpoint_faults.kill_in_a_series(seed, tmp_path / "c")

@@ -1,0 +1,232 @@
+"""``torch.func`` and forward mode through distributed modules: as on one device, or refused and nothing changed."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from compare_with_one_device import dp, same_gradients, whole
+from fast_part import diagonals
+from torch import nn
+from torch.autograd import forward_ad
+from torch.utils._pytree import tree_leaves
+
+import dtensor as dt
+from dtensor import Replicate, Shard
+from dtensor.errors import DTensorError, LayoutError
+from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module, replicate
+
+pytestmark = pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
+X = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def units(model: Any) -> None:
+    fully_shard(model[0], mesh=dp())
+    fully_shard(model, mesh=dp())
+
+
+def one_unit(model: Any) -> None:
+    fully_shard(model, mesh=dp(), reshard_after_forward=True)
+
+
+def copies(model: Any) -> None:
+    replicate(model, dp())
+
+
+def styles(model: Any) -> None:
+    parallelize_module(model, dp(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def made(way: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    alone = copy.deepcopy(model)
+    way(model)
+    return model, alone
+
+
+def trains(model: Any, alone: Any, given: Any) -> None:
+    model.zero_grad()
+    alone.zero_grad()
+    model(given).square().sum().backward()
+    alone(X).square().sum().backward()
+    same_gradients(model, alone)
+
+
+def square() -> dt.DeviceMesh:
+    return dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def copies_of_shards(model: Any) -> None:
+    fully_shard(model[0], mesh=square())
+    fully_shard(model, mesh=square())
+
+
+def over_styles(model: Any) -> None:
+    parallelize_module(model, square()["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=square()["dp"])
+
+
+WAYS_1D = [units, one_unit, copies, styles]
+GIVEN = [lambda: dt.per_rank([X.clone(), X.clone()]), lambda: dt.distribute_tensor(X, dp(), [Replicate()]), lambda: X.clone()]
+WAYS = pytest.mark.parametrize("way", WAYS_1D)
+DATA_PARALLEL = pytest.mark.parametrize("way", [units, one_unit, copies])
+INPUTS = pytest.mark.parametrize("given", GIVEN, ids=["per rank", "distributed", "plain"])
+GIVEN_2D = [
+    lambda: dt.per_rank([X.clone() for _ in range(4)]),
+    lambda: dt.distribute_tensor(X, square(), [Shard(0), Replicate()]),
+    lambda: X.clone(),
+]
+ON_SQUARE = [(copies_of_shards, given) for given in GIVEN_2D] + [(over_styles, GIVEN_2D[0])]
+CASES = [(way, given) for way in WAYS_1D for given in GIVEN] + ON_SQUARE
+
+
+def total(y: Any) -> Any:
+    return y.square().sum()
+
+
+def by_parameters(model: Any, x: Any) -> dict[str, Any]:
+    values = dict(model.named_parameters())
+    return torch.func.grad(lambda given: total(torch.func.functional_call(model, given, (x,))))(values)
+
+
+def jvp_then_backward(model: Any, x: Any) -> Any:
+    out, tangent = torch.func.jvp(model, (x,), (x.cos(),))
+    tangent.sum().backward()
+    return out, tangent, [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def vjp(model: Any, x: Any) -> Any:
+    out, back = torch.func.vjp(model, x)
+    return out, back(out.detach() * 2)
+
+
+TRANSFORMS: dict[str, Any] = {
+    "jvp": jvp_then_backward,
+    "vjp": vjp,
+    "grad": lambda model, x: torch.func.grad(lambda y: total(model(y)))(x),
+    "jvp of grad": lambda model, x: torch.func.jvp(torch.func.grad(lambda y: total(model(y))), (x,), (x.cos(),)),
+    "vjp of grad": lambda model, x: torch.func.vjp(torch.func.grad(lambda y: total(model(y))), x)[1](x.cos()),
+    "grad of parameters": by_parameters,
+}
+
+
+@pytest.mark.parametrize(("case", "transform"), diagonals(CASES, TRANSFORMS))
+def test_transforms_are_those_of_one_device_and_leave_the_module_as_it_was(case: tuple[Any, Any], transform: str) -> None:
+    way, given = case
+    model, alone = made(way)
+    before = list(model.parameters())
+    found, wanted = (tree_leaves(TRANSFORMS[transform](m, x)) for m, x in ((model, given()), (alone, X)))
+    assert len(found) == len(wanted)
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(whole(ours), whole(theirs))
+    assert all(p is q for p, q in zip(model.parameters(), before, strict=True))
+    if given not in (GIVEN[2], GIVEN_2D[2]):
+        trains(model, alone, given())
+
+
+@pytest.mark.parametrize(("way", "given"), [case for case in CASES if case[0] in WAYS_1D])
+def test_modules_are_mapped(way: Any, given: Any) -> None:
+    model, alone = made(way)
+    torch.testing.assert_close(whole(torch.func.vmap(model)(given())), torch.func.vmap(alone)(X))
+    found = whole(torch.func.vmap(torch.func.grad(lambda y: model(y).square().sum()))(given()))
+    torch.testing.assert_close(found, torch.func.vmap(torch.func.grad(lambda y: alone(y).square().sum()))(X))
+    if given is not GIVEN[2]:
+        trains(model, alone, given())
+
+
+def test_ragged_batches_of_ranks_have_tangents_and_no_transforms_that_hide_them() -> None:
+    model, alone = made(units)
+    pieces = list(X.split([2, 1]))
+    _, tangent = torch.func.jvp(model, (dt.per_rank(pieces),), (dt.per_rank([piece.cos() for piece in pieces]),))
+    _, wanted = torch.func.jvp(alone, (X,), (X.cos(),))
+    torch.testing.assert_close(torch.cat([piece.detach().clone() for piece in tangent.shards]), wanted)
+    with pytest.raises(LayoutError, match="differs between ranks"):
+        torch.func.vjp(model, dt.per_rank(pieces))
+
+
+def test_a_plain_input_of_a_style_on_a_slice_has_one_gradient() -> None:
+    """Not one from each copy of the slice."""
+    model, alone = made(lambda m: parallelize_module(m, square()["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()}))
+    ours, theirs = X.clone().requires_grad_(), X.clone().requires_grad_()
+    model(ours).square().sum().backward()
+    alone(theirs).square().sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_a_graph_below_a_transform_stays_that_of_every_rank() -> None:
+    """What ranks' tensors were computed from is found again behind ``vjp``, which sees one tensor."""
+    weights = [torch.full((3, 5), k + 1.0, dtype=torch.float64, requires_grad=True) for k in range(2)]
+    given = dt.per_rank([w * 2 for w in weights])
+    out, back = torch.func.vjp(lambda y: (y * y).sin(), given)
+    (out.sum() + back(torch.ones_like(out))[0].sum()).backward()
+    for w in weights:
+        other = w.detach().clone().requires_grad_()
+        y = other * 2
+        ((y * y).sin().sum() + ((y * y).cos() * 2 * y).sum()).backward()
+        torch.testing.assert_close(w.grad, other.grad)
+
+
+@WAYS
+@INPUTS
+def test_forward_mode_derivatives_are_those_of_one_device(way: Any, given: Any) -> None:
+    model, alone = made(way)
+    _, wanted = torch.func.jvp(alone, (X,), (X.cos(),))
+    for _ in range(2):
+        with forward_ad.dual_level():
+            tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(given(), given().cos()))).tangent
+            torch.testing.assert_close(whole(tangent), wanted)
+
+
+@WAYS
+@INPUTS
+def test_functional_call_computes_with_other_values(way: Any, given: Any) -> None:
+    model, alone = made(way)
+    before = list(model.parameters())
+    found = [
+        torch.func.functional_call(m, {name: p.detach() * 2 for name, p in m.named_parameters()}, (x,))
+        for m, x in ((model, given()), (alone, X))
+    ]
+    torch.testing.assert_close(whole(found[0]), found[1])
+    assert all(p is q for p, q in zip(model.parameters(), before, strict=True))
+    torch.testing.assert_close(whole(model(given())), alone(X))
+
+
+def test_functional_call_differentiates_what_styles_distribute() -> None:
+    model, alone = made(styles)
+    for m in (model, alone):
+        torch.func.functional_call(m, {name: p * 2 for name, p in m.named_parameters()}, (X,)).square().sum().backward()
+    same_gradients(model, alone)
+
+
+@DATA_PARALLEL
+@INPUTS
+@pytest.mark.parametrize("kind", ["computed", "leaves", "parameters", "tangents"])
+def test_functional_call_with_values_to_differentiate_by_is_refused(way: Any, given: Any, kind: str) -> None:
+    """Gradients would be lost, or computed with the module's own parameters."""
+    model, alone = made(way)
+    own = dict(model.named_parameters())
+    with forward_ad.dual_level():
+        values = {
+            "computed": lambda p: p * 2,
+            "leaves": lambda p: (p.detach() * 2).requires_grad_(),
+            "parameters": lambda p: nn.Parameter(p.detach() * 2),
+            "tangents": lambda p: forward_ad.make_dual(p.detach(), p.detach()),
+        }[kind]
+        with pytest.raises(DTensorError, match="functional_call"):
+            torch.func.functional_call(model, {n: values(p) for n, p in own.items()}, (given(),)).square().sum().backward()
+    assert all(p.grad is None for p in own.values())
+    if given is not GIVEN[2]:
+        trains(model, alone, given())
+
+
+def test_second_derivatives_by_a_plain_tensor_that_ranks_share() -> None:
+    """A rank's own, as with processes: what comes back to its gradient is its own too."""
+    weight = dt.per_rank([torch.full((3,), 2.0, dtype=torch.float64)] * 2)
+    x = torch.arange(3.0, dtype=torch.float64).requires_grad_()
+    (grad,) = torch.autograd.grad((x**3 * weight).sum(), x, create_graph=True)
+    (again,) = torch.autograd.grad(grad.square().sum(), x)
+    torch.testing.assert_close(grad.detach(), 6 * x.detach() ** 2)
+    torch.testing.assert_close(again, 144 * x.detach() ** 3)

@@ -1,0 +1,127 @@
+"""Parameters that a tensor-parallel plan leaves out, under data parallelism: right, or refused where each rank has a term."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gloo_processes import run_gloo
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import dtensor as dt
+from dtensor.errors import PlacementError
+from dtensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, fully_shard, parallelize_module, replicate
+
+HEADS: dict[str, Any] = {"into": ColwiseParallel(), "out": RowwiseParallel()}
+ADDED = "replicated_with_grad_allreduce"
+
+
+class Heads(nn.Module):
+    """A norm and a factor of whole activations, then both of heads."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.norm, self.of_heads = nn.RMSNorm(8, dtype=dtype), nn.RMSNorm(2, dtype=dtype)
+        self.into, self.out = (nn.Linear(8, 8, bias=False, dtype=dtype) for _ in range(2))
+        self.factor = nn.Parameter(torch.tensor([0.7], dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.of_heads(self.into(self.norm(x)).unflatten(-1, (-1, 2))) * self.factor
+        return self.out(heads.flatten(-2).tanh())
+
+
+def parallel(
+    plan: dict[str, Any], over: Callable[..., nn.Module], dtype: torch.dtype = torch.float64
+) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    alone = Heads(dtype)
+    mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(copy.deepcopy(alone), mesh["tp"], plan)
+    return alone, over(model, mesh=mesh["dp"])
+
+
+def step(model: nn.Module, dtype: torch.dtype = torch.float64) -> None:
+    x = torch.randn(4, 3, 8, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    model(x).square().mean().backward()
+
+
+def whole(x: Any) -> torch.Tensor:
+    full = x.full_tensor()
+    return full.shards[0] if isinstance(full, dt.PerRank) else full
+
+
+def refused(over: Callable[..., nn.Module] = fully_shard) -> str:
+    _, model = parallel(HEADS, over)
+    with pytest.raises(PlacementError, match="differs between ranks of mesh dim 'tp'") as caught:
+        step(model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("over", [fully_shard, replicate])
+def test_terms_of_a_gradient_are_refused_and_the_parameter_is_named(over: Callable[..., nn.Module]) -> None:
+    assert "'factor' of FSDPHeads" in refused() or over is replicate
+    assert ADDED in refused(over)
+
+
+@pytest.mark.parametrize("over", [fully_shard, replicate])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_what_whole_activations_meet_trains(over: Callable[..., nn.Module], dtype: torch.dtype) -> None:
+    alone, model = parallel({**HEADS, "": ADDED, "of_heads": ADDED}, over, dtype)  # ``norm`` is left out
+    for _ in range(2):
+        step(alone, dtype)
+        step(model, dtype)
+    for own, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+        assert own.grad is not None
+        atol, rtol = (1e-7, 1e-7) if dtype is torch.float64 else (0.02, 0.1)
+        torch.testing.assert_close(whole(own.grad), wanted.grad, atol=atol, rtol=rtol)
+
+
+def test_frozen_parameters_are_not_looked_at() -> None:
+    def frozen(model: nn.Module, mesh: Any) -> nn.Module:
+        assert isinstance(model, Heads)
+        model.of_heads.requires_grad_(False)
+        model.factor.requires_grad_(False)
+        return fully_shard(model, mesh=mesh)
+
+    alone, model = parallel(HEADS, frozen)
+    step(alone)
+    step(model)
+    torch.testing.assert_close(whole(model.norm.weight.grad), alone.norm.weight.grad)  # type: ignore[union-attr]  # of Heads
+
+
+def test_a_norm_of_a_cut_sequence_has_its_style() -> None:
+    mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    alone = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 4), nn.Linear(4, 6)).double()
+    cut = {"1": ColwiseParallel(input_layouts=dt.Shard(1)), "2": RowwiseParallel(output_layouts=dt.Shard(1))}
+    x = torch.randn(4, 2, 6, dtype=torch.float64)
+    for plan, right in (({**cut, "0": SequenceParallel(use_local_output=True)}, True), (cut, False)):
+        model = fully_shard(parallelize_module(copy.deepcopy(alone), mesh["tp"], plan), mesh=mesh["dp"])
+        pieces = dt.distribute_tensor(x, mesh, [dt.Shard(0), dt.Shard(1)]).to_local()
+        loss = model(dt.DTensor.from_local(pieces, mesh["tp"], [dt.Shard(1)]) if right else pieces).square().mean()
+        if right:
+            loss.backward()
+        else:
+            with pytest.raises(PlacementError, match="'tp'"):
+                loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
+def test_tensors_without_values_are_not_compared() -> None:
+    mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with FakeTensorMode():
+        model = fully_shard(parallelize_module(Heads(), mesh["tp"], HEADS), mesh=mesh["dp"])
+        model(torch.randn(4, 3, 8, dtype=torch.float64)).sum().backward()
+
+
+def _on_a_rank() -> str:
+    return refused()
+
+
+@pytest.mark.gloo
+def test_on_processes() -> None:
+    told = run_gloo(_on_a_rank, 4)
+    assert len(set(told)) == 1

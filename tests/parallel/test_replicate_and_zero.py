@@ -1,0 +1,389 @@
+"""``replicate`` and ``ZeroRedundancyOptimizer``: steps of one device, buckets, buffers, parameters that are not used."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from compare_with_one_device import assert_same, dp, own, same_gradients, same_parameters, stepped, whole
+from gloo_processes import run_gloo
+from torch import Tensor, nn
+
+import dtensor as dt
+from dtensor import DTensor, Replicate, Shard
+from dtensor.comm import Pending
+from dtensor.debug import CommDebugMode
+from dtensor.errors import MeshError
+from dtensor.parallel import (
+    ColwiseParallel,
+    MixedPrecisionPolicy,
+    RowwiseParallel,
+    ZeroRedundancyOptimizer,
+    parallelize_module,
+    replicate,
+)
+from dtensor.parallel.data.unit import unit_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)).double()
+
+
+def data(ranks: int, steps: int = 1) -> Tensor:
+    return torch.randn(steps, ranks, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def alone_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return torch.stack([(model(part) ** 2).mean() for part in batch]).mean()
+
+
+def test_several_modules_are_one_unit() -> None:
+    model, mesh = net(), dp()
+    alone = copy.deepcopy(model)
+    given = replicate([model[2], model[0], model[2]], mesh)
+    assert given == [model[2], model[0], model[2]]
+    assert unit_of(model[0]) is unit_of(model[2]) is not None
+    replicate(model, mesh)
+    for batch in data(2, 2):
+        (model(own(batch, mesh)) ** 2).mean().backward()
+        alone_loss(alone, batch).backward()
+        assert_same(model, alone)
+
+
+def trained(size: int, zero: bool, **options: Any) -> list[float]:
+    mesh, model, alone = dp(size), net(), net()
+    replicate(model, mesh, **options)
+    made = (
+        ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.05)
+        if zero
+        else torch.optim.AdamW(model.parameters(), lr=0.05)
+    )
+    plain = torch.optim.AdamW(alone.parameters(), lr=0.05)
+    for batch in data(size, 3):
+        (model(own(batch, mesh)) ** 2).mean().backward()
+        alone_loss(alone, batch).backward()
+        for optimizer in (made, plain):
+            optimizer.step()
+        assert_same(model, alone)
+        for optimizer in (made, plain):
+            optimizer.zero_grad()
+    return [whole(p).sum().item() for p in model.parameters()]
+
+
+def _rounds(parts: int, width: int) -> list[str]:
+    """What becomes of all-reduces of two rounds in one backward pass of a model in several buckets."""
+    mesh, seen = dp(3), []
+    model, alone = (nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(parts)]).double() for _ in range(2))
+    alone.load_state_dict(model.state_dict())
+    first = [torch.full((2, width), 0.01 * (rank + 1), dtype=torch.float64) for rank in range(3)]
+    replicate(model, mesh, bucket_cap_mb=0.5)
+    for p, q in zip(alone.parameters(), model.parameters(), strict=True):
+        p.data.copy_(whole(q))
+    advance, wait = Pending.advance, Pending.wait
+
+    def told(name: str, fn: Any) -> Any:
+        def run(pending: Any) -> Any:
+            found = fn(pending)
+            if found is True or name == "ended":
+                seen.append(name)
+            return found
+
+        return run
+
+    Pending.advance, Pending.wait = told("second round", advance), told("ended", wait)
+    try:
+        (model(first[mesh.get_local_rank()]) ** 2).mean().backward()
+    finally:
+        Pending.advance, Pending.wait = advance, wait
+    torch.stack([(alone(x) ** 2).mean() for x in first]).mean().backward()
+    same_gradients(model, alone)
+    return seen
+
+
+@pytest.mark.gloo
+def test_a_second_round_travels_while_backward_goes_on() -> None:
+    for seen in [*run_gloo(_rounds, 3, 3, 320), *run_gloo(_rounds, 3, 3, 384)]:  # by exchanges, and by messages
+        assert seen == ["second round", "second round", "ended", "second round", "ended", "ended"]
+
+
+@pytest.mark.parametrize("zero", [False, True], ids=["AdamW", "ZeRO"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_steps_are_those_of_one_device(size: int, zero: bool) -> None:
+    trained(size, zero)
+
+
+@pytest.mark.gloo
+def test_on_process_groups() -> None:
+    for zero in (False, True):
+        here = trained(3, zero)
+        for there in run_gloo(trained, 3, 3, zero):
+            assert there == pytest.approx(here, rel=1e-10)
+
+
+def test_a_distributed_batch_gives_the_global_loss() -> None:
+    mesh, model, alone = dp(), net(), net()
+    replicate(model, mesh)
+    x = data(1)[0, 0][:3]  # 2 rows here, 1 there
+    loss = (model(dt.distribute_tensor(x, mesh, [Shard(0)])) ** 2).mean()
+    loss.backward()
+    (alone(x) ** 2).mean().backward()
+    assert_same(model, alone)
+
+
+def test_gradients_travel_in_buckets_before_backward_has_ended() -> None:
+    mesh = dp()
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(6)))  # 256 KiB each
+    replicate(model, mesh, bucket_cap_mb=0.5)
+    x = torch.ones(1, 256, requires_grad=True)
+    sent: list[int] = []
+    with CommDebugMode() as comm:
+        out = model(dt.per_rank([x, x]))
+        x.register_hook(lambda _: sent.append(comm.get_total_counts()))
+        out.sum().backward()
+    assert comm.get_comm_counts() == {"all_reduce": 3}
+    assert sent[0] >= 2
+
+
+def _memory(x: Any) -> list[int]:
+    local = x.grad._local
+    return [shard.data_ptr() for shard in getattr(local, "shards", [local])]
+
+
+def _views(ranks: int, **options: Any) -> None:
+    """Steps with gradients that stay in their buckets, and with such that do not: the same bits."""
+    mesh = dp(ranks)
+    models = [replicate(net(), mesh, bucket_cap_mb=1e-4, gradient_as_bucket_view=views, **options) for views in (True, False)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5) for model in models]
+    places = None
+    for batch in data(ranks, 3):
+        for model in models:
+            (model(own(batch, mesh)) ** 2).mean().backward()
+        for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+            assert torch.equal(whole(ours.grad), whole(theirs.grad))
+        now = [_memory(p) for p in models[0].parameters()]
+        places = places or now
+        assert now == places
+        stepped(*optimizers)
+
+
+@pytest.mark.parametrize("options", [{}, {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)}], ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_gradients_may_stay_in_their_buckets(ranks: int, options: dict[str, Any]) -> None:
+    _views(ranks, **options)
+
+
+@pytest.mark.gloo
+def test_gradients_may_stay_in_their_buckets_on_process_groups() -> None:
+    run_gloo(_views, 2, 2)
+    run_gloo(_views, 3, 3)
+
+
+def test_gradients_in_buckets_are_added_to_where_they_are_kept() -> None:
+    mesh, model, alone = dp(), net(), net()
+    replicate(model, mesh, gradient_as_bucket_view=True)
+    for step, batch in enumerate(data(2, 4)):
+        (model(own(batch, mesh)) ** 2).mean().backward()
+        alone_loss(alone, batch).backward()
+        assert_same(model, alone)
+        if step == 1:
+            places = [_memory(p) for p in model.parameters()]
+            for each in (model, alone):
+                each.zero_grad(set_to_none=False)
+    assert [_memory(p) for p in model.parameters()] == places
+    first = next(model.parameters())
+    first.grad = None  # of some only: the others are added to
+    next(alone.parameters()).grad = None
+    (model(own(batch, mesh)) ** 2).mean().backward()
+    alone_loss(alone, batch).backward()
+    assert_same(model, alone)
+
+
+def test_gradients_in_buckets_have_memory_once() -> None:
+    mesh = dp()
+    held = {}
+    for views in (True, False):
+        model = replicate(nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))), mesh, gradient_as_bucket_view=views)
+        model(dt.per_rank([torch.ones(1, 16)] * 2)).sum().backward()
+        group = unit_of(model).groups[0]
+        found = [x for each in group.unsharded.grad_buckets.values() for bucket in each.values() for x in bucket]
+        found += [shard for p in model.parameters() for shard in p.grad._local.shards]
+        stores = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in found}
+        held[views] = sum(stores.values())
+    assert held[True] * 2 == held[False]
+
+
+def test_gradients_accumulate_without_sync() -> None:
+    mesh, model, alone = dp(), net(), net()
+    replicate(model, mesh)
+    first, second, third = data(2, 3)
+    with model.no_sync():
+        for batch in (first, second):
+            (model(own(batch, mesh)) ** 2).mean().backward()
+    assert all(p.grad is None for p in model.parameters())
+    (model(own(third, mesh)) ** 2).mean().backward()
+    for batch in (first, second, third):
+        alone_loss(alone, batch).backward()
+    assert_same(model, alone)
+
+
+def test_gradients_accumulate_with_sync_and_over_two_graphs() -> None:
+    mesh, model, alone = dp(), net(), net()
+    replicate(model, mesh, bucket_cap_mb=0.0001)
+    first, second = data(2, 2)
+    a, b = ((model(own(batch, mesh)) ** 2).mean() for batch in (first, second))
+    (a + b).backward()
+    (model(own(second, mesh)) ** 2).mean().backward()
+    for batch in (first, second, second):
+        alone_loss(alone, batch).backward()
+    assert_same(model, alone)
+
+
+class Choice(nn.Module):
+    """Rank 0 uses ``a``, the others ``b``, nobody ``c``."""
+
+    def __init__(self, mesh: dt.DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.a, self.b, self.c, self.last = (nn.Linear(3, 3, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = dt.map_ranks(lambda at, x, a, b: x @ (b if at[0] else a).T, x, self.a.weight, self.b.weight, mesh=self.mesh)
+        return self.last(x)
+
+
+def _choose(mesh: Any = None) -> list[Any]:
+    mesh = mesh or dp(3)
+    torch.manual_seed(0)
+    model = Choice(mesh).double()
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    replicate(model, mesh, bucket_cap_mb=0.00001)  # a bucket for each parameter
+    model(dt.map_ranks(lambda at: torch.ones(1, 3, dtype=torch.float64), mesh=mesh)).sum().backward()
+    last = weights["last.weight"].sum(0)
+    torch.testing.assert_close(whole(model.a.weight.grad), last[:, None].expand(3, 3) / 3)
+    torch.testing.assert_close(whole(model.b.weight.grad), last[:, None].expand(3, 3) * 2 / 3)
+    assert model.c.weight.grad is None
+    return [whole(model.last.weight.grad).tolist()]
+
+
+def test_parameters_that_some_or_all_ranks_do_not_use() -> None:
+    _choose()
+
+
+@pytest.mark.gloo
+def test_parameters_that_some_or_all_ranks_do_not_use_on_process_groups() -> None:
+    assert run_gloo(_choose, 3) == [_choose()] * 3
+
+
+def test_buffers_are_the_first_ranks() -> None:
+    mesh = dp()
+    model = nn.BatchNorm1d(3).double()
+    first = copy.deepcopy(model)
+    replicate(model, mesh)
+    (batch,) = data(2)
+    for _ in range(2):
+        model(own(batch, mesh))
+        first(batch[0])
+    for name, buffer in model.named_buffers():
+        assert isinstance(buffer, DTensor)
+        for shard in buffer.to_local().shards:
+            torch.testing.assert_close(shard, dict(first.named_buffers())[name])
+    model.eval()
+    torch.testing.assert_close(model(own(batch, mesh)).shards[1], first.eval()(batch[1]))
+
+
+def test_mixed_precision() -> None:
+    model = replicate(
+        nn.Linear(3, 2), dp(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    )
+    out = model(dt.per_rank([torch.ones(1, 3)] * 2))
+    out.sum().backward()
+    assert out.dtype == torch.bfloat16
+    assert model.weight.grad.dtype == model.weight.dtype == torch.float32
+
+
+def test_over_a_tensor_parallel_module() -> None:
+    mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    alone = copy.deepcopy(model)
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    replicate(model, mesh["dp"])
+    assert model[0].weight.placements == (Replicate(), Shard(0))
+    (batch,) = data(2)
+    (model(own(batch, mesh["dp"])) ** 2).mean().backward()
+    alone_loss(alone, batch).backward()
+    assert_same(model, alone)
+
+
+# --- ZeRO ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adafactor, torch.optim.RMSprop])
+def test_updates_are_those_of_the_plain_optimizer(make: Any) -> None:
+    mesh, model, alone = dp(3), net(), net()
+    options = {"momentum": 0.9} if make is torch.optim.SGD else {}
+    sharded = ZeroRedundancyOptimizer(model.parameters(), make, mesh=mesh, lr=0.1, **options)
+    plain = make(alone.parameters(), lr=0.1, **options)
+    for batch in data(1, 3):
+        for m, optimizer in ((model, sharded), (alone, plain)):
+            optimizer.zero_grad()
+            alone_loss(m, batch).backward()
+            optimizer.step()
+    same_parameters(model, alone)
+
+
+def test_a_step_gathers_once_and_keeps_a_part_of_the_state() -> None:
+    mesh = dp(2)
+    model = replicate(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), mesh)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+    model(dt.per_rank([torch.ones(1, 4)] * 2)).sum().backward()
+    with CommDebugMode() as comm:
+        optimizer.step()
+    assert comm.get_comm_counts() == {"all_gather": 1}
+    held = sum(s["exp_avg"].to_local().shards[0].numel() for s in optimizer.inner.state.values())
+    assert held * 2 == sum(p.numel() for p in model.parameters())
+
+
+def test_schedulers_and_groups_reach_the_inner_optimizer() -> None:
+    mesh, model, alone = dp(), net(), net()
+    groups = [[{"params": list(m[0].parameters()), "lr": 0.3}, {"params": list(m[2].parameters())}] for m in (model, alone)]
+    sharded = ZeroRedundancyOptimizer(groups[0], torch.optim.SGD, mesh=mesh, lr=0.1)
+    plain = torch.optim.SGD(groups[1], lr=0.1)
+    sharded.add_param_group({"params": list(model[4].parameters()), "lr": 0.2})
+    plain.add_param_group({"params": list(alone[4].parameters()), "lr": 0.2})
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in (sharded, plain)]
+    for batch in data(1, 3):
+        for m, optimizer, scheduler in ((model, sharded, schedulers[0]), (alone, plain, schedulers[1])):
+            optimizer.zero_grad()
+            alone_loss(m, batch).backward()
+            optimizer.step()
+            scheduler.step()
+    same_parameters(model, alone)
+
+
+def test_state_dicts_are_saved_on_one_mesh_and_loaded_on_another() -> None:
+    model, alone = net(), net()
+    first = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, mesh=dp(2), lr=0.1)
+    plain = torch.optim.Adam(alone.parameters(), lr=0.1)
+    one, two = data(1, 2)
+    for m, optimizer in ((model, first), (alone, plain)):
+        alone_loss(m, one).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(first.consolidated_state_dict()["state"], plain.state_dict()["state"])
+    second = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, mesh=dp(3), lr=9.0)
+    second.load_state_dict(first.consolidated_state_dict())
+    third = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, mesh=dp(2), lr=9.0)
+    third.load_state_dict(first.state_dict())
+    assert second.param_groups[0]["lr"] == third.param_groups[0]["lr"] == 0.1
+    for m, optimizer in ((model, second), (alone, plain)):
+        alone_loss(m, two).backward()
+        optimizer.step()
+    same_parameters(model, alone)
+
+
+def test_a_mesh_is_needed() -> None:
+    with pytest.raises(MeshError, match="needs mesh="):
+        ZeroRedundancyOptimizer(net().parameters(), torch.optim.SGD, lr=0.1)

@@ -1,0 +1,122 @@
+"""Joining, repeating, moving and padding tensors whatever way they are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fast_part import diagonals
+from rule_tables import MESHES, Case, floats, integers, kinds, received, run, try_all
+
+import dtensor as dt
+from dtensor import Partial, Replicate, Shard
+from dtensor.testing import check
+
+X, Y, Z = floats(5, 6), floats(3, 6, seed=1), integers(5, 6)
+F = torch.nn.functional
+
+CASES = {
+    "cat": Case(lambda x, y: torch.cat([x, y]), (X, Y)),
+    "cat along the other dim": Case(lambda x, y: torch.cat([x, y, x], 1), (X, floats(5, 2, seed=1))),
+    "cat of integers": Case(lambda x, y: torch.cat([x, y], -2), (Z, integers(1, 6, seed=1))),
+    "cat promotes": Case(lambda x, y: torch.cat([x, y]), (X, Z)),
+    "cat with nothing": Case(lambda x, y: torch.cat([x, y, x]), (X, floats(0)), ("sum",)),
+    "split and cat": Case(lambda x: torch.cat([part * 2 for part in x.split([1, 3, 1])]), (X,)),
+    "stack": Case(lambda x, y: torch.stack([x, y], 1), (X, floats(5, 6, seed=1))),
+    "hstack and vstack": Case(lambda x, y: (torch.hstack([x, y]), torch.vstack([x, y]), torch.dstack([x, y])), (X, X * 2)),
+    "column_stack": Case(lambda x, y: torch.column_stack([x, y]), (X, floats(5, seed=1))),
+    "repeat": Case(lambda x: (x.repeat(2, 1), x.repeat(3, 1, 2)), (X,)),
+    "tile": Case(lambda x: x.tile(2), (X,)),
+    "repeat_interleave": Case(lambda x: x.repeat_interleave(2, 1), (X,)),
+    "roll": Case(lambda x: (x.roll(2, 0), x.roll((1, -1), (0, 1)), x.roll(3)), (X,)),
+    "flip": Case(lambda x: (x.flip(0), x.fliplr()), (X,)),
+    "rot90": Case(lambda x: (x.rot90(), x.rot90(2), x.rot90(-1)), (X,)),
+    "pad": Case(lambda x: (F.pad(x, (1, 2)), F.pad(x, (0, 0, 3, 1), value=2.5)), (X,)),
+    "pad and crop": Case(lambda x: F.pad(x, (-2, 1, 2, -4)), (X,)),
+    "pad with one": Case(lambda x: F.pad(x, (1, 1), value=1.0), (X,), ("sum", "product", "avg")),
+    "triangles": Case(lambda x: (x.tril(1), x.triu(-2), x.t().tril()), (X,)),
+    "triangles in place": Case(lambda x: x.tril_(-1), (X,), written=True),
+    "diag": Case(lambda x: (x.diag(1), x[0].diag(-1)), (X,)),
+    "diag_embed": Case(lambda x: torch.diag_embed(x, 1, 0, 2), (X,)),
+    "trace": Case(lambda x: x.trace(), (X,)),
+    "block_diag": Case(lambda x, y: torch.block_diag(x, y), (X, Y), ("sum",)),
+    "meshgrid": Case(lambda x, y: torch.meshgrid(x, y, indexing="ij"), (floats(5), floats(6))),
+    "pixel_shuffle": Case(lambda x: F.pixel_unshuffle(F.pixel_shuffle(x, 2) * 2, 2), (floats(2, 8, 3, 1),)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*has no sharding rule.*:UserWarning")
+@pytest.mark.parametrize(("name", "mesh_shape"), diagonals(CASES, MESHES, every=3), ids=str)
+def test_values_and_gradients_are_those_of_plain_torch(name: str, mesh_shape: tuple[int, ...]) -> None:
+    try_all(CASES[name], mesh_shape, 7)
+
+
+R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
+FREE: list[tuple[str, Callable[..., Any], list[Any], list[Any]]] = [
+    ("other shards stay", lambda x: torch.cat([x, x], 1), [S0], [S0]),
+    ("splits join where they are", lambda x: torch.cat(x.split([1, 3, 1])), [S0], [S0]),
+    ("chunks join where they are", lambda x: torch.cat(x.chunk(3)), [Shard(0, sizes=(4, 1))], [Shard(0, sizes=(4, 1))]),
+    ("partial sums join", lambda x: torch.cat([x, x]), [P], [P]),
+    ("means join with constants", lambda x: torch.cat([x, torch.ones_like(x)]), [Partial("avg")], [Partial("avg")]),
+    ("stack", lambda x: torch.stack([x, x]), [S0], [S1]),
+    ("the ends are padded by the ranks at the ends", lambda x: F.pad(x, (0, 0, 2, 1)), [S0], [Shard(0, sizes=(5, 3))]),
+    ("repeated beside the shards", lambda x: x.repeat(3, 1, 2), [S0], [S1]),
+    ("triangle", lambda x: x.tril(), [S1], [S1]),
+    ("trace", lambda x: x.trace(), [S0], [P]),
+    ("padding with zeros keeps sums", lambda x: F.pad(x, (1, 1)), [P], [P]),
+]
+
+
+@pytest.mark.parametrize(("fn", "given", "expected"), [row[1:] for row in FREE], ids=[row[0] for row in FREE])
+def test_no_communication(fn: Callable[..., Any], given: list[Any], expected: list[Any]) -> None:
+    outcome = run(fn, (X,), (2,), [given])
+    assert kinds(outcome) == []
+    layout = outcome.layouts[0]
+    assert layout.placements == dt.Layout.of(layout.mesh, expected, layout.shape).placements
+
+
+def test_joining_along_the_shards_moves_only_what_changes_its_rank() -> None:
+    outcome = run(lambda x, y: torch.cat([x, y]), (X, X), (2,), [[S0], [S0]])
+    assert outcome.layouts[0].placements == (S0,)
+    assert kinds(outcome) == ["all_to_all"]  # both operands in one
+    assert received(outcome) <= 2 * 3 * 6 * 8  # of 5 rows each, 2 and 3 move
+
+
+def test_a_sequence_that_grows_by_whole_tokens_is_rebalanced_only_when_it_is_lopsided() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    cache = dt.distribute_tensor(X.clone(), mesh, [S0])
+    token = dt.distribute_tensor(floats(1, 6), mesh, [R])
+    with dt.explicit():
+        for _ in range(3):
+            cache = torch.cat([cache, token])
+    assert cache.placements == (Shard(0, sizes=(3, 5)),)
+
+
+def test_a_constant_of_another_value_makes_another_plan() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    x = dt.distribute_tensor(X.clone(), mesh, [P])
+    assert F.pad(x, (1, 1), value=0.0).placements == (P,)
+    assert torch.equal(F.pad(x, (1, 1), value=3.0).full_tensor(), F.pad(X, (1, 1), value=3.0))
+
+
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (2, 3)])
+@pytest.mark.parametrize("factor", [2, 3])
+def test_pixels_are_shuffled_where_two_mesh_dims_cut_into_what_is_shuffled(mesh_shape: tuple[int, ...], factor: int) -> None:
+    mesh, x = dt.init_device_mesh("cpu", mesh_shape), floats(1, factor**2, 2, 3)
+    for where in ([Shard(1), Shard(2)], [Shard(1), S1], [Shard(2), Shard(1)]):
+        check(lambda x: F.pixel_shuffle(x, factor), x, mesh=mesh, placements=[where])
+    for where in ([Shard(2), Shard(2)], [Shard(2), Shard(3)], [Shard(3), Shard(3)]):
+        check(lambda x: F.pixel_unshuffle(x, factor), F.pixel_shuffle(x, factor), mesh=mesh, placements=[where])
+
+
+def test_stacked_positions_of_several_dtypes_have_that_of_all_on_every_rank() -> None:
+    """A rank may hold none of those of the widest dtype, or none at all."""
+
+    def stacked(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([x[k].double() if k == 4 else x[k] for k in range(5)])
+
+    outcome = run(stacked, (X.float(),), (4,), [[S0]])
+    assert not outcome.problems
+    assert outcome.layouts[0].dtype is torch.float64

@@ -1,0 +1,119 @@
+"""``run_mortal``: one function on the processes of a gloo group of which some may be killed."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gloo_processes import _processes
+
+DEAD = "killed"
+
+
+def run_mortal(
+    fn: Callable[..., Any], world_size: int, *args: Any, kill: tuple[int, float] | None = None, timeout_s: float = 60.0
+) -> list[Any]:
+    """What ``fn(*args)`` returns on each rank, ``DEAD`` for those that were killed.
+
+    Args:
+        kill: a rank to be killed from outside, and how many seconds after all ranks are ready.
+
+    Raises:
+        RuntimeError: a rank raised, or did not end in time.
+    """
+    with tempfile.TemporaryDirectory(prefix="gloo-") as folder:
+        ranks: list[tuple[BaseProcess, Connection]] = []
+        for rank in range(world_size):
+            ours, theirs = _processes.Pipe()
+            process = _processes.Process(target=_main, args=(theirs, fn, args, rank, world_size, folder, timeout_s))
+            process.start()
+            theirs.close()
+            ranks.append((process, ours))
+        try:
+            for _, pipe in ranks:
+                pipe.recv()
+            for _, pipe in ranks:
+                pipe.send("go")
+            if kill is not None:
+                time.sleep(kill[1])
+                ranks[kill[0]][0].kill()
+            return _outcomes(ranks, time.monotonic() + timeout_s)
+        finally:
+            for process, _ in ranks:
+                process.kill()
+                process.join()
+
+
+def _main(
+    pipe: Connection, fn: Callable[..., Any], args: tuple[Any, ...], rank: int, size: int, folder: str, timeout_s: float
+) -> None:
+    faulthandler.dump_traceback_later(timeout_s, exit=False)
+    try:
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(seconds=2 * timeout_s)
+        )
+        dist.barrier()
+        pipe.send("ready")
+        pipe.recv()
+        pipe.send_bytes(pickle.dumps((True, fn(*args))))
+        pipe.recv()  # nobody closes its connections while a slower rank still reads from them
+    except BaseException:
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+    os._exit(0)
+
+
+def _outcomes(ranks: list[tuple[BaseProcess, Connection]], deadline: float) -> list[Any]:
+    found: dict[int, Any] = {}
+    waiting = {pipe: rank for rank, (_, pipe) in enumerate(ranks)}
+    while waiting:
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RuntimeError(f"ranks {sorted(waiting.values())} did not end in time; the others: {found}")
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = waiting.pop(pipe)
+            try:
+                succeeded, value = pickle.loads(pipe.recv_bytes())
+            except (EOFError, ConnectionResetError):
+                succeeded, value = True, DEAD
+            if not succeeded:
+                raise RuntimeError(f"rank {rank}:\n{value}")
+            found[rank] = value
+    return [found[rank] for rank in range(len(ranks))]
+
+
+class Points:
+    """Counts the calls that a process makes, of Python functions and of built-in ones, and kills it at one of them."""
+
+    def __init__(self, last: int | None = None) -> None:
+        self.count, self.last = 0, last
+
+    def __call__(self, frame: Any, event: str, arg: Any) -> None:
+        if event in ("call", "c_call"):
+            self.count += 1
+            if self.count == self.last:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def __enter__(self) -> Points:
+        threading.setprofile(self)
+        sys.setprofile(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        sys.setprofile(None)
+        threading.setprofile(None)

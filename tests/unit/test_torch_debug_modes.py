@@ -1,0 +1,206 @@
+"""Torch's own modes that show what runs see what DTensors do, and everything else as before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from case_lists import S0, S1, R, put, value
+from gloo_processes import run_gloo
+from torch import nn
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.tensor.debug import CommDebugMode as TorchCommDebugMode
+from torch.utils._debug_mode import DebugMode
+
+import dtensor as dt
+from dtensor.debug import CommDebugMode
+from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module, replicate
+
+P = dt.Partial()
+
+
+def seen(program: Callable[[], Any], **options: Any) -> list[str]:
+    with DebugMode(**options) as mode:
+        program()
+    return [line.rstrip() for line in mode.debug_string().splitlines()]
+
+
+def named(lines: list[str]) -> list[tuple[int, str]]:
+    """Depth and name of the operators and ranges, but those of the process that only stand for what arrives."""
+    told = [(len(line) - len(line.lstrip()), line.strip()) for line in lines]
+    return [(depth, text) for depth, text in told if "dtensor::" in text or "add" in text or "relu" in text]
+
+
+def test_debug_mode_sees_operators_what_they_redistribute_and_what_each_rank_computes() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    a, b = (dt.ones(4, 6, device_mesh=mesh, placements=[dim]) for dim in (S0, S1))
+    lines = seen(lambda: (a + b).relu(), record_tensor_attributes=["placements"])
+    assert not any("device=meta" in line for line in lines)  # planning runs nothing of the program
+    assert [text.partition("(t: ")[0].partition(", 24 B/rank")[0] for _, text in named(lines)] == [
+        "aten::add.Tensor",
+        "[record function] dtensor::aten::add.Tensor",
+        "[record function] dtensor::exchange over tp: (tp=S(1)) -> (tp=S(0))",
+        "[record function] dtensor::all_to_all over tp, 2 ranks, 24 B",
+        "aten::add.Tensor",
+        "aten::add.Tensor",
+        "aten::relu",
+        "aten::relu",
+        "aten::relu",
+    ]
+    depths = [depth for depth, _ in named(lines)]
+    assert depths[0] == depths[1] < depths[2] < depths[3]
+    assert "t: f32[4, 6]{placements=(Shard(dim=0),)}, t: f32[4, 6]{placements=(Shard(dim=1),)}" in lines[0]
+
+
+def test_debug_mode_sees_explicit_redistributions_and_gradients() -> None:
+    x = put(value(4, 6), S0).requires_grad_()
+    told = "\n".join(seen(lambda: x.redistribute(placements=[R]).sum().backward()))
+    assert "[record function] dtensor::all_gather over mesh dim 0: (S(0)) -> (R)" in told
+    assert "aten::sum(" in told
+    assert "aten::expand(" in told  # of the backward pass
+
+
+def plain() -> None:
+    x = torch.ones(3, 4, requires_grad=True)
+    y = (x @ x.t()).relu().sum()
+    y.backward()
+
+
+class Untold(DebugMode):
+    """What is told to a mode is of its class alone."""
+
+
+@pytest.mark.parametrize("options", [{}, {"record_stack_trace": True}, {"record_ids": True, "record_output": False}], ids=str)
+def test_plain_programs_are_seen_as_before(options: Any) -> None:
+    with DebugMode(**options) as mode, DebugMode.log_tensor_hashes():
+        plain()
+    with Untold(**options) as other, DebugMode.log_tensor_hashes():
+        plain()
+    assert mode.debug_string(show_stack_trace=False) == other.debug_string(show_stack_trace=False)
+    assert not DebugMode.check_hash_mismatches(mode.logs, other.logs)
+
+
+def programs(mesh: dt.DeviceMesh) -> dict[str, Callable[[], Any]]:
+    def ones(*shape: int, at: Any) -> dt.DTensor:
+        return dt.ones(*shape, device_mesh=mesh, placements=[at])
+
+    def train(model: nn.Module) -> Callable[[], Any]:
+        return lambda: model(torch.ones(2, 8, requires_grad=True)).sum().backward()
+
+    layers = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    return {
+        "gather": lambda: ones(8, 12, at=S0).redistribute(placements=[R]),
+        "all to all": lambda: ones(8, 12, at=S0).redistribute(placements=[S1]),
+        "reduce": lambda: ones(8, 12, at=P).redistribute(placements=[R]),
+        "scatter": lambda: ones(8, 12, at=P).redistribute(placements=[S0]),
+        "uneven": lambda: ones(7, 5, at=S0).full_tensor(),
+        "an operator": lambda: (ones(8, 12, at=S0) @ ones(12, 7, at=S1)).relu(),
+        "a kernel": lambda: ones(8, 12, at=S1).softmax(1),
+        "gradients": lambda: (ones(8, 12, at=S0).requires_grad_() * ones(8, 12, at=S1)).sum().backward(),
+        "fully sharded": train(fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mesh=mesh)),
+        "replicated": train(replicate(nn.Linear(8, 8), mesh=mesh)),
+        "tensor parallel": train(parallelize_module(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mesh, layers)),
+        "of the program": lambda: torch.distributed.all_reduce(torch.ones(3)),
+    }
+
+
+def _on_processes() -> dict[str, tuple[int, int]]:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    found = {}
+    for name, program in programs(mesh).items():
+        program()  # replicas are compared once, plain operands too: exchanges of small values
+        with CommDebugMode() as ours, TorchCommDebugMode() as theirs:
+            program()
+        found[name] = ours.get_total_counts(), theirs.get_total_counts()
+    return found
+
+
+@pytest.mark.gloo
+def test_torchs_comm_debug_mode_counts_what_ours_does() -> None:
+    for found in run_gloo(_on_processes, 2):
+        for name, (ours, theirs) in found.items():
+            assert ours == theirs > 0, name
+
+
+class Block(nn.Module):
+    """A unit with submodules that are no units: they see gathered parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+def tracked(model: nn.Module, x: Any) -> list[dict[str, int]]:
+    """The tracked bytes after the forward pass, the backward pass and the optimizer step of a second iteration."""
+    optimizer = torch.optim.Adam(model.parameters())
+    tracker, found = MemTracker(), list[dict[str, int]]()
+
+    def snap() -> None:
+        (counts,) = tracker.get_tracker_snapshot().values()
+        found.append({getattr(kind, "value", kind): count for kind, count in counts.items()})
+
+    tracker.track_external(model, optimizer, x)
+    with tracker:
+        for _ in range(2):
+            found.clear()
+            loss = model(x).square().mean()
+            snap()
+            loss.backward()
+            snap()
+            optimizer.step()
+            snap()
+            optimizer.zero_grad()
+            del loss
+            tracker.reset_mod_stats()
+    return found
+
+
+def tracked_unit(mesh: Any, x: Any, shard: Callable[..., Any] = fully_shard) -> list[dict[str, int]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block(), nn.Linear(16, 16))
+    for layer in (*model[:2], model):
+        shard(layer, mesh=mesh)
+    return tracked(model, x)
+
+
+def _tracked_beside_torch() -> tuple[list[dict[str, int]], list[dict[str, int]]]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
+
+    x = torch.ones(8, 16)
+    ours = tracked_unit(dt.init_device_mesh("cpu", (2,)), x)
+    return ours, tracked_unit(init_device_mesh("cpu", (2,)), x, fully_shard_of_torch)
+
+
+@pytest.mark.gloo
+def test_memory_tracker_counts_sharded_parameters_gradients_and_states_as_with_fsdp2() -> None:
+    for ours, theirs in run_gloo(_tracked_beside_torch, 2):
+        flags = 4 * sum(1 for _ in Block().parameters()) * 2 + 4 * 2  # one float for each parameter, reduced with its gradient
+        for kind in ("Parameter", "Activation", "Optstate", "Other"):
+            assert [counts[kind] for counts in ours] == [counts[kind] for counts in theirs]
+        assert [counts["Gradient"] for counts in theirs] == [0, theirs[1]["Parameter"], theirs[1]["Parameter"]]
+        assert [counts["Gradient"] for counts in ours] == [0, *[counts["Gradient"] + flags for counts in theirs[1:]]]
+
+
+def test_memory_tracker_counts_the_local_tensors_of_all_ranks_in_process() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    forward, backward, step = tracked_unit(mesh, dt.per_rank([torch.ones(8, 16)] * 2))
+    sizes = [sum(p.numel() * 4 for p in layer.parameters()) for layer in (Block(), Block(), nn.Linear(16, 16))]
+    assert backward["Parameter"] == step["Parameter"] == sum(sizes)  # each half twice
+    assert forward["Parameter"] == sum(sizes) + 2 * sizes[2]  # the outermost unit stays gathered, once per rank
+    assert backward["Gradient"] - sum(sizes) == 2 * 4 * 10  # a flag for each parameter and rank
+    assert step["Optstate"] == 2 * sum(sizes) + 4 * 10  # one step count per parameter
+
+
+def test_memory_tracker_counts_the_local_tensors_of_tensor_parallelism() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    model = parallelize_module(Block(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    _, backward, step = tracked(model, torch.ones(8, 16))
+    held = sum(x.numel() * 4 for p in model.parameters() for x in p.to_local().shards)  # type: ignore[operator]
+    assert backward["Parameter"] == backward["Gradient"] == held
+    assert step["Optstate"] >= 2 * held
