@@ -1,1 +1,1 @@
-"""What needs no mesh and no tensor: validation, bounded caches, nested values, recording, modes."""
+"""Base: helpers that need no mesh and no DTensor: validation, bounded caches, nested values, recording, modes."""

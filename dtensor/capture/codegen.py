@@ -1,4 +1,4 @@
-"""Code generation: writes a tape as a Python function over local tensors, one line for each step. A replay runs this text."""
+"""Codegen (code generation): write a tape as a Python function over local tensors, one line for each step. A replay runs this text."""
 
 from __future__ import annotations
 

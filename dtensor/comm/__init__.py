@@ -41,7 +41,7 @@ __all__ = [
     "shards_of",
 ]
 
-# By ``mesh.kind``. A new backend is a class with six methods (see ``backend_base.py``) and an entry here.
+# By ``mesh.kind``. A new backend is a class with six methods (see ``communicator.py``) and an entry here.
 BACKENDS: dict[str, type[Communicator]] = {"process_group": ProcessGroups, "in_process": InProcess, "dry_run": DryRun}
 
 

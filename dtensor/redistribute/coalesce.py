@@ -146,7 +146,7 @@ def _as_recorded_op(merged: MergedStart, name: str, at_once: bool) -> Callable[.
     """Wrap ``together`` for separate local values. Results share no memory, because a receiver may write to one.
 
     Args:
-        at_once: as in :class:`..comm.backend_base.BoundReduction`.
+        at_once: as in :class:`..comm.communicator.BoundReduction`.
     """
 
     def issue(*values: LocalValue) -> Merged:

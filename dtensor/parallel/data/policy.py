@@ -1,4 +1,4 @@
-"""Policies of data parallelism: dtypes of the computation, storage of shards, and the roles of mesh dims."""
+"""Policy objects of data parallelism: dtypes of the computation, storage of shards, and the roles of mesh dims."""
 
 from __future__ import annotations
 
