@@ -24,10 +24,10 @@ from ..errors import ArgumentError, CaptureError
 from ..plan.api import run_and_plan
 from ..plan.plan_executor import PlanExecutor
 from ..plan.program_plan import ProgramPlan
+from .captured_program import Program, Sources
 from .collectives import MAX_BUCKET_BYTES
 from .guards.guard_discovery import discover_guards
 from .guards.guard_set import GuardSet, ObservedCode
-from .program import Program, Sources
 from .recording import Recording
 from .recording_check import HAS_ROOM, RankAgreement, agree_on_bits, check_recording, collect_groups, is_confirmed_by
 from .signature import Signature, current_modes, make_signature

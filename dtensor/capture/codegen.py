@@ -1,4 +1,4 @@
-"""Codegen (code generation): write a tape as a Python function over local tensors, one line for each step. A replay runs this text."""
+"""Codegen: write a tape as a Python function over local tensors, one line for each step. A replay runs this text."""
 
 from __future__ import annotations
 

@@ -16,14 +16,14 @@ from ..dispatch.wrap import wrap_local
 from ..errors import CaptureError
 from ..tensor.dtensor import DTensor
 from ..tensor.views.block_owners import local_tensors_of
+from .captured_program import BackwardTape, InputSpec, Program, Recorded, detach_same_layout, grads_key, join_locals
+from .carried_gradients import LeafGradients, reachable_from, redistribute_leaf_gradients, suspend_hooks
 from .float_provenance import TracedFloat, to_plain_float
 from .guards.guard_discovery import discover_guards
 from .guards.guard_set import GuardSet
 from .guards.object_ownership import has_user_attributes, user_attributes
 from .impure_calls import call_captured
-from .leaf_gradients import LeafGradients, reachable_from, redistribute_leaf_gradients, suspend_hooks
 from .outputs import ARG, ENV, GRAD, ComputedTensor, InputRef, OutputClassifier, describe_carried
-from .program import BackwardTape, InputSpec, Program, Recorded, detach_same_layout, grads_key, join_locals
 from .recorder import Recorder
 from .signature import MetadataGuard, Signature, may_differ_across_ranks
 from .tape import Step, Var

@@ -19,8 +19,8 @@ from ..comm import communicator_of
 from ..comm.events import Event, listening
 from ..errors import CaptureError
 from ..mesh.device_mesh import DeviceMesh
+from .captured_program import Program
 from .outputs import ConstantOutput
-from .program import Program
 
 HAS_ROOM = 1  # the bit that says that a rank can keep another recording; each further bit stands for one recording
 Group: TypeAlias = tuple[DeviceMesh, tuple[int, ...]]  # the ranks along these mesh dims

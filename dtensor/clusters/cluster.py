@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..cost.device import DEVICES, Device
 from ..cost.profile import Link, Profile
 from ..errors import PlanError
-from ..mesh.create import dry_run_of_profile
+from ..mesh.create_mesh import dry_run_of_profile
 from ..mesh.device_mesh import DeviceMesh
 from .model_sizes import Transformer
 

@@ -23,7 +23,7 @@ from ..base.user_frames import NO_SOURCE_LINE
 from ..comm.events import Event, listening
 from ..cost.link import collective_seconds, get_device
 from ..debug.memory_tracker import MemoryTracker
-from ..debug.operators import LocalCall, OperatorRecorder
+from ..debug.operator_recorder import LocalCall, OperatorRecorder
 from ..mesh.device_mesh import DeviceMesh
 from ..parallel import MixedPrecisionPolicy, fully_shard
 from ..placement import Shard

@@ -14,7 +14,7 @@ from ..base.user_frames import SourceLine
 from ..redistribute.step import placements_text as placed
 from .explain_choice import reason_lines
 from .memory import Memory, memory_of
-from .operators import Operation
+from .operator_recorder import Operation
 from .program_recorder import ProgramRecorder, RecordedCollective
 
 

@@ -28,11 +28,11 @@ from ..rules.call import Call
 from ..rules.registry import family_of, lookup
 from ..rules.rule import Along, Dims, Factors, Rule, Spec, Strategy, strategies_of_factors
 from ..rules.rule_kind import classify_rule
+from ..testing.call_variants import get_operator, operator_exists
 from ..testing.force_strategy import query_rule
 from ..testing.placements import get_or_make_mesh
 from ..testing.samples import Sample, samples_of
 from ..testing.scatter import scatter
-from ..testing.variants import get_operator, operator_exists
 
 HEAD = """# Operators
 

@@ -41,7 +41,7 @@ from ..redistribute.step import Step
 from ..tensor.leaf_gradients import GradBatchCause
 from .comm_mode import EXCHANGE_KIND, CommDebugMode
 from .memory_tracker import OPTIMIZER_STATE, MemoryTracker
-from .operators import Operation, OperatorRecorder
+from .operator_recorder import Operation, OperatorRecorder
 
 _ENGINE_FUNCTION = "_engine_run_backward"  # of torch.autograd.graph; frames below it belong to a backward pass
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ..base.mode_stack import mode_context
 from .memory_tracker import gather_from_processes
-from .operators import LocalCall, Operation
+from .operator_recorder import LocalCall, Operation
 from .program_recorder import ProgramRecorder, RecordedCollective
 
 COMPUTE, COMMUNICATION = 0, 1  # tracks

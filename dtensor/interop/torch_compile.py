@@ -24,7 +24,7 @@ from ..dispatch.functorch import layout_of, mesh_and_placements_of
 from ..errors import UnsupportedOperationError
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Partial, Placement, Replicate, Shard
-from ..ranks.functorch import split_ranks, unwrap_functorch
+from ..ranks.per_rank_functorch import split_ranks, unwrap_functorch
 from ..tensor import create
 from ..tensor.autograd import redistribute_if_needed, to_local_tensor
 from ..tensor.compile_protocol import ALL_RANKS, plain_to_expected_tangent

@@ -15,7 +15,7 @@ from ..base.modes import implicit_replication
 from ..base.torch_internals import tree_leaves, tree_map
 from ..base.units import bytes_text, seconds_text
 from ..errors import ArgumentError, PlanError
-from ..mesh.create import dry_run_of_mesh
+from ..mesh.create_mesh import dry_run_of_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Placement, Replicate
 from ..tensor.distribute import distribute_tensor

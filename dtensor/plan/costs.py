@@ -22,7 +22,7 @@ from ..propagation.select_strategy import realize_selection
 from ..redistribute import Step, estimate
 from ..rules.flops import largest_fraction
 from ..rules.rule import Strategy
-from .disjoint_partial import disjoint_marks
+from .disjoint_placements import disjoint_marks
 from .graph import Node, RuleQuery
 
 NEGLIGIBLE_SECONDS = 1e-6  # a redistribution without communication takes less; it needs no variable in the solver

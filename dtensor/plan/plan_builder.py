@@ -12,7 +12,7 @@ from ..placement import Monoid
 from ..propagation.strategy_table import texts_of_strategies
 from ..redistribute import plan as plan_redistribution
 from .costs import recorded_collective_seconds, redistribute_seconds
-from .disjoint_partial import list_strategies
+from .disjoint_placements import list_strategies
 from .graph import Graph, Node
 from .liveness import CopyKey, MemoryModel, MemoryUsage
 from .objective import Move, Objective

@@ -14,7 +14,7 @@ from ..propagation.strategy_table import BoundStrategy, DimPlacement
 from ..rules.call import Call
 from ..rules.rule import Strategy
 from .costs import work_seconds
-from .disjoint_partial import (
+from .disjoint_placements import (
     DisjointPartial,
     disjoint_marks,
     list_strategies,

@@ -18,8 +18,8 @@ from torch.autograd.graph import GradientEdge, Node
 from ..base.generators import default_generator, get_generator_state, set_generator_state
 from ..base.patches import patch_applied, patch_removed
 from ..base.torch_internals import DisableTorchFunctionSubclass, TensorBase, custom_function_call, functorch_active, make_dual
-from .functorch import SplitRanks
 from .per_rank import JOINT_FUNCTIONS, SETUP_HOOKS, PerRank, over_ranks, split_arguments
+from .per_rank_functorch import SplitRanks
 from .rank_values import RankValues, collapse_if_equal, require_equal
 
 

@@ -17,7 +17,7 @@ from ..base.recorder_hooks import recorded_op
 from ..base.tensor_tree import as_sequence
 from ..base.tracing import has_no_values
 from ..errors import LayoutError, MixedTensorError
-from .functorch import unwrap_functorch
+from .per_rank_functorch import unwrap_functorch
 
 
 def write_value(target: Any, value: Any) -> Any:

@@ -16,7 +16,7 @@ from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Shard
 from ..tensor.dtensor import DTensor, wrap
-from .blocks import Cell
+from .block_grid import Cell
 from .composite import as_spec, spec_of
 from .rank_device import common_device_type, mesh_ranks_of
 from .specs import Spec

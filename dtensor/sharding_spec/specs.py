@@ -15,7 +15,7 @@ from ..layout.layout import Layout
 from ..layout.splits import Split, chunk_sizes, offsets_of
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Placement
-from .blocks import Cell, layout_of_cells, merge_equal_slices
+from .block_grid import Cell, layout_of_cells, merge_equal_slices
 from .rank_device import Place, common_device_type, mesh_ranks_of
 
 Replicas = tuple[Place, ...]

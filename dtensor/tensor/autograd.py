@@ -43,7 +43,7 @@ from ..dispatch.wrap import wrap_local, wrap_pending
 from ..errors import UnsupportedOperationError
 from ..layout.layout import Layout
 from ..placement import Partial, Placement, Replicate
-from ..ranks.functorch import join_ranks
+from ..ranks.per_rank_functorch import join_ranks
 from ..redistribute import execute, move_between, plan, start
 from .observers import ACTIVE_OBSERVERS, notify_local_read, notify_redistributed
 from .replica_gradients import compare_replicas, find_use

@@ -32,8 +32,8 @@ from ..errors import DTensorError, LayoutError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Placement, Replicate
-from ..ranks.functorch import join_ranks, split_ranks, unwrap_functorch
 from ..ranks.per_rank import prepare_for_program
+from ..ranks.per_rank_functorch import join_ranks, split_ranks, unwrap_functorch
 from ..redistribute import Plan, Transit, plan, plan_between
 from . import compile_protocol, copies, host_access
 from .autograd import (

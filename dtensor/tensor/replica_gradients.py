@@ -25,7 +25,7 @@ from ..comm.cross_rank_check import gather_summaries, payload_bytes
 from ..errors import LayoutError
 from ..layout.layout import Layout
 from ..placement import Replicate
-from ..ranks.functorch import unwrap_functorch
+from ..ranks.per_rank_functorch import unwrap_functorch
 from ..ranks.shared_tensors import compare, differing
 from ..watchdog.levels import CheckLevel
 

@@ -18,13 +18,13 @@ from ..propagation.op_schema import operator_schema_of
 from ..propagation.propagate import is_composite
 from ..propagation.strategy_table import texts_of_strategies
 from ..tensor.dtensor import DTensor
+from .call_variants import Variant
 from .compare import CompareOptions, find_differences
 from .force_strategy import Undeclared, forced, overload_for
 from .oracle import Outcome, compare
 from .placements import Combination
 from .reproduction import oracle_program, placement_text
 from .strategy_cases import Case
-from .variants import Variant
 
 
 @dataclass(frozen=True, slots=True)

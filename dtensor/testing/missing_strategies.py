@@ -20,13 +20,13 @@ from ..base.tensor_tree import fill_tensors, map_tensors, tensor_leaves
 from ..comm import shards_of
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import REDUCE_OPS, Partial, Placement, Replicate, Shard
+from .call_variants import Variant
 from .compare import is_close
 from .oracle import compare
 from .placements import Combination, placement_combinations
 from .reproduction import placement_text
 from .samples import Sample
 from .scatter import can_be_partial, scatter
-from .variants import Variant
 
 T = TypeVar("T")
 _SEARCH_SECONDS = 30  # time limit of a search

@@ -14,8 +14,8 @@ from typing import Any
 from ..errors import RuleError
 from ..propagation.op_schema import resolve_overload
 from ..rules import rules
+from .call_variants import operator_exists
 from .samples import full_name
-from .variants import operator_exists
 
 
 def rule_name(op: Any) -> str:

@@ -19,10 +19,10 @@ from ..placement import Partial, Placement, Replicate, Shard
 from ..propagation.strategy_table import DimPlacement, format_placement
 from ..rules.partial_rules import listed_strategies
 from ..rules.rule import Rule, parse_partial
+from .call_variants import Variant, resolve_overload
 from .force_strategy import DeclaredStrategies, declared_strategies
 from .placements import Combination, ragged_shard
 from .scatter import FARTHEST, can_be_partial, scatter
-from .variants import Variant, resolve_overload
 
 TargetPlacements = tuple[DimPlacement | None, ...]
 

@@ -26,6 +26,7 @@ from ..propagation.op_schema import operator_schema_of
 from ..propagation.propagate import is_composite
 from ..rules import rules
 from ..rules.registry import lookup
+from .call_variants import get_operator, make_variants, operator_exists
 from .locate_fault import Fault, Trial, is_undeclared
 from .minimize import minimize_fault
 from .missing_strategies import MissingStrategy, find_missing_strategies, is_accepted
@@ -35,7 +36,6 @@ from .samples import Sample, samples_of
 from .samples import full_name as full_name
 from .samples.of_schema import error_in_plain_torch
 from .strategy_cases import Case, Coverage, make_cases
-from .variants import get_operator, make_variants, operator_exists
 
 MESHES = ((2,), (3,), (4,), (2, 2))
 _MOST_RANKS = 8

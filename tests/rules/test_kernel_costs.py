@@ -24,9 +24,9 @@ from dtensor.rules import register, rules, unregister
 from dtensor.rules.kernel_context import KernelContext
 from dtensor.rules.rule import Factors, Kernel, Rule
 from dtensor.testing import scatter
+from dtensor.testing.call_variants import Variant, operator_exists
 from dtensor.testing.placements import get_or_make_mesh
 from dtensor.testing.samples import Sample, samples_of
-from dtensor.testing.variants import Variant, operator_exists
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 

@@ -19,10 +19,10 @@ from dtensor import DTensor, Partial, Replicate
 from dtensor.base.tensor_tree import fill_tensors, map_tensors, tensor_leaves
 from dtensor.comm import per_rank
 from dtensor.rules import rules
+from dtensor.testing.call_variants import Variant, make_variants
 from dtensor.testing.compare import is_close
 from dtensor.testing.placements import get_or_make_mesh
 from dtensor.testing.samples import samples_of
-from dtensor.testing.variants import Variant, make_variants
 
 NAN, INF = float("nan"), float("inf")
 SPECIAL = torch.tensor([0.0, -0.0, INF, -INF, NAN])

@@ -14,11 +14,11 @@ from dtensor.placement import Partial, Replicate, Shard
 from dtensor.rules import register, rules, unregister
 from dtensor.rules.declare import einsum, pointwise
 from dtensor.testing import Sample, verify_rule
+from dtensor.testing.call_variants import operator_exists
 from dtensor.testing.missing_strategies import MissingStrategy, is_accepted
 from dtensor.testing.samples import ELSEWHERE, rules_without_sample
 from dtensor.testing.samples.layers import ATTENTION, CONVOLUTIONS, NORMS
 from dtensor.testing.samples.products import FFT, LINALG, PRODUCTS
-from dtensor.testing.variants import operator_exists
 
 RULES = sorted(
     name for name in rules() if name.removeprefix("aten::") not in ELSEWHERE and operator_exists(name.replace("::", "."))

@@ -27,9 +27,9 @@ import dtensor as dt
 from dtensor.base.tensor_tree import tensor_leaves
 from dtensor.placement import Placement
 from dtensor.rules import rules
+from dtensor.testing.call_variants import Variant
 from dtensor.testing.placements import Combination
 from dtensor.testing.samples import samples_of
-from dtensor.testing.variants import Variant
 from dtensor.testing.verify import MESHES, placed_cases
 
 DEVICE = "pretended"

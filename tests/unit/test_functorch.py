@@ -16,7 +16,7 @@ import dtensor as dt
 from dtensor import Partial, Placement, Replicate, Shard
 from dtensor.comm import shards_of
 from dtensor.dispatch.functorch import layout_of
-from dtensor.ranks.functorch import split_ranks
+from dtensor.ranks.per_rank_functorch import split_ranks
 from dtensor.tensor.autograd import from_local_recorded, to_full_tensor, to_local_tensor
 from dtensor.testing import scatter
 

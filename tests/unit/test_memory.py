@@ -13,7 +13,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import dtensor as dt
-from dtensor.mesh.create import dry_run_of_mesh
+from dtensor.mesh.create_mesh import dry_run_of_mesh
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module, replicate
 
 

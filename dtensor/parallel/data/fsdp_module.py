@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...comm import communicator_of
 from ...dispatch.version_counters import take_snapshot
 from ...errors import DTensorError, UnsupportedOperationError
-from ...mesh.create import copy_with_new_group
+from ...mesh.create_mesh import copy_with_new_group
 from .custom_collectives import AllGather, GroupMemoryAllGather, GroupMemoryReduceScatter, ReduceScatter, allocating_backend
 from .dp_modes import MeshAxes
 from .grad_accumulation import clear_pending

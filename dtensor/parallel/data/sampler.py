@@ -10,7 +10,7 @@ from torch.utils.data import Sampler
 
 from ...errors import LayoutError
 from ...layout.splits import chunk_sizes, offsets_of
-from ...mesh.create import mesh_or_world
+from ...mesh.create_mesh import mesh_or_world
 from ...placement import Placement, Replicate, Shard
 from ...tensor.distribute import distribute_tensor
 from ...tensor.dtensor import DTensor

@@ -22,7 +22,7 @@ from ...errors import DTensorError, UnsupportedOperationError
 from ...mesh.device_mesh import DeviceMesh
 from ...mesh.submesh import have_same_root
 from ...placement import Partial
-from ...ranks.functorch import unwrap_functorch
+from ...ranks.per_rank_functorch import unwrap_functorch
 from ...tensor.autograd import redistribute_no_grad
 from ...tensor.dtensor import DTensor
 from ...tensor.materialize import check_values
@@ -30,11 +30,11 @@ from .buffers import ModuleBuffers
 from .dp_modes import MeshAxes
 from .fsdp_param import FSDPParam
 from .fsdp_param_init import UNIT_ATTRIBUTE
-from .functorch import put_differentiable_values, wrap_ranks_as_one
 from .grad_accumulation import GradAccumulation
 from .param_group import NO_GRAPH_TASK, Column, ParamGroup
 from .policy import MixedPrecisionPolicy
 from .schedule import Schedule
+from .unit_functorch import put_differentiable_values, wrap_ranks_as_one
 from .unit_pass import (
     ForwardUse,
     UnitPass,

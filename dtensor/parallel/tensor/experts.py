@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from ...base.modes import implicit_replication
 from ...mesh.device_mesh import DeviceMesh
 from ...placement import Partial, Replicate
-from ...ranks.functorch import unwrap_functorch
+from ...ranks.per_rank_functorch import unwrap_functorch
 from ...tensor.dtensor import DTensor
 from .style import ParallelStyle, as_dtensor, hook_first_output, redistribute_over, require_one_dim, to_local_if
 

@@ -22,7 +22,7 @@ from ...layout.on_other_mesh import layout_on_larger_mesh, shard_further
 from ...mesh.device_mesh import DeviceMesh
 from ...mesh.submesh import have_same_root, join_dims, select_dims
 from ...placement import Placement, Replicate, Shard
-from ...ranks.functorch import split_ranks, unwrap_functorch
+from ...ranks.per_rank_functorch import split_ranks, unwrap_functorch
 from ...tensor.autograd import redistribute_if_needed, to_local_tensor
 from ...tensor.distribute import distribute_at, replicate_own_tensors
 from ...tensor.dtensor import DTensor

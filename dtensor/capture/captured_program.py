@@ -24,9 +24,9 @@ from ..errors import CaptureError
 from ..layout.layout import Layout
 from ..tensor.dtensor import DTensor
 from ..tensor.views.block_owners import local_tensors_of
+from .carried_gradients import GradGuards, set_carried_state
 from .codegen import TapeFunction
 from .collectives import MAX_BUCKET_BYTES, bucket_collectives, overlap_collectives
-from .leaf_gradients import GradGuards, set_carried_state
 from .outputs import (
     ENV,
     CarriedOutput,

@@ -15,7 +15,7 @@ from ...comm import PerRank, shards_of
 from ...dispatch.functorch import mesh_and_placements_of
 from ...errors import MeshError, UnsupportedOperationError
 from ...placement import Partial
-from ...ranks.functorch import join_ranks, split_ranks, unwrap_functorch
+from ...ranks.per_rank_functorch import join_ranks, split_ranks, unwrap_functorch
 from ...tensor.autograd import from_local_recorded, redistribute_if_needed, to_local_tensor
 from ...tensor.dtensor import DTensor
 from .all_gather_extensions import AllGatherExtensions
