@@ -119,7 +119,7 @@ def user_line_of_stack(formatted: Iterable[str]) -> SourceLine:
     """Return the innermost line of the user in a stack that ``traceback.format_stack`` formatted.
 
     >>> user_line_of_stack(['  File "train.py", line 7, in step', '  File "<frozen runpy>", line 1, in run'])
-    Place(file='train.py', number=7)
+    SourceLine(file='train.py', number=7)
     """
     for entry in reversed(list(formatted)):
         match = _FRAME_PATTERN.match(entry)

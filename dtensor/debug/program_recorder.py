@@ -1,8 +1,8 @@
 """Program recorder: records the collectives, operators and memory of a program, with layouts, module and the user's line.
 
 Recording does not change how the program runs. A collective is attributed by ``events.CAUSES`` and by the Python stack at the
-moment when it is issued. :mod:`.operator_recorder` records operators as they run. In a backward pass the line is that of the forward
-operator. For this, anomaly detection is on during the recording, without its check for NaN: torch then stores with every
+moment when it is issued. :mod:`.operator_recorder` records operators as they run. In a backward pass the line is that of the
+forward operator. For this, anomaly detection is on during the recording, without its check for NaN: torch then stores with every
 autograd node the stack that created it.
 """
 
@@ -113,7 +113,8 @@ class ProgramRecorder(CommDebugMode):
     """A :class:`CommDebugMode` that also stores a :class:`RecordedCollective` for each collective, in ``movements``.
 
     Args:
-        with_operators: also record operators and memory: ``operations`` gets an :class:`.operator_recorder.Operation` for each operator
+        with_operators: also record operators and memory: ``operations`` gets an :class:`.operator_recorder.Operation` for each
+        operator
             of the program, and ``tracker`` is the memory tracker of the run.
     """
 

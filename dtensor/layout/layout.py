@@ -31,7 +31,9 @@ from .splits import Split, canonical_placements, make_split
 
 
 class Layout:
-    """Placement of every element of a DTensor. Make one with :meth:`Layout.of`.
+    """Placement of every element of a DTensor.
+
+    Make one with :meth:`Layout.of`. It raises PlacementError if its arguments do not fit.
 
     Attributes:
         mesh, placements: as the user wrote them, in canonical spelling (``sizes`` equal to the default are dropped).

@@ -56,7 +56,7 @@ def _lines(model: Any) -> list[str]:
 
 def test_what_is_gathered_is_given_back_and_had_again_for_backward() -> None:
     lines = _lines(cut(net(), line()))
-    resized = [line.strip() for line in lines if "resize(" in line]
+    resized = [line.strip() for line in lines if "resize_storage(" in line]
     freed = {line for line in resized if line.endswith(", 0)")}
     assert len(resized) > len(freed) >= 3 * 4  # three layers, of four ranks
     again = [line for line in resized if line not in freed]

@@ -72,11 +72,11 @@ def a_save_in_the_background_has_the_values_of_its_call(folder: Path) -> None:
 def memory_for_copies_is_made_once(folder: Path) -> None:
     with Manager(folder) as manager:
         manager.save(1, state_of(1))
-        places = [copy.data_ptr() for copy in manager._staging._kept.values()]
+        places = [copy.data_ptr() for copy in manager._staging.buffers.values()]
         manager.save(2, state_of(2))
-        assert places == [copy.data_ptr() for copy in manager._staging._kept.values()]
+        assert places == [copy.data_ptr() for copy in manager._staging.buffers.values()]
         manager.save(3, {"x": state_of(3)["x"], "step": 3})
-        assert {name for name, _ in manager._staging._kept} <= {"x"}
+        assert {name for name, _ in manager._staging.buffers} <= {"x"}
 
 
 @case

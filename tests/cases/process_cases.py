@@ -68,7 +68,7 @@ def what_is_distributed_comes_with_what_the_ranks_compare_if_it_is_small() -> No
     given += [torch.complex(value(5, 6), value(5, 6) + 1).conj(), value(200, 15)]
     for x in given:
         _sent_from_the_last_rank(x, 1 if x.numel() < 2000 else 2)
-    with mock.patch("dtensor.tensor.distribute.room", return_value=-1):  # as large ones do
+    with mock.patch("dtensor.tensor.distribute.payload_bytes", return_value=-1):  # as large ones do
         for x in given:
             _sent_from_the_last_rank(x, 2)
 

@@ -175,7 +175,7 @@ def test_a_script_is_planned_as_a_whole(tmp_path: Path, capsys: pytest.CaptureFi
 def test_what_means_nothing_is_told_before_a_process_starts(
     words: list[str], problem: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dtensor.__main__.on_ranks", None)
+    monkeypatch.setattr("dtensor.__main__.spawn_ranks", None)
     assert main(["bench", "redistribute", *words]) == 2
     assert problem in capsys.readouterr().err
 
@@ -184,7 +184,7 @@ def test_extras_are_asked_for_before_work_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr("dtensor.__main__.on_ranks", lambda *given: _fail())
+    monkeypatch.setattr("dtensor.__main__.spawn_ranks", lambda *given: _fail())
     (tmp_path / "script.py").write_text("1 / 0")
     for words, extra in (
         (["bench", "redistribute", "--plot", "out.png"], "dtensor[plot]"),
@@ -240,7 +240,7 @@ def test_an_uncalibrated_machine_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     row = bench.RedistributionTiming((2,), "S0->R", (5, 7), 1, 70, 140, 1e-4, 2e-4)
-    monkeypatch.setattr("dtensor.__main__.on_ranks", lambda *given: iter([row]))
+    monkeypatch.setattr("dtensor.__main__.spawn_ranks", lambda *given: iter([row]))
     profile = tmp_path / "profile.json"
     monkeypatch.setenv("DTENSOR_PROFILE", str(profile))
     words = ["bench", "redistribute", "--mesh", "2", "--size", "5x7", "--pairs", "S0->R"]

@@ -141,7 +141,7 @@ def test_no_cache_without_bound() -> None:
         "redistributions",
         "infer.answers",
         "prices.tables",
-        "propagation.op_schema.operator_of",
+        "propagation.op_schema.operator_schema_of",
     } <= dt.cache_info().keys()
 
 

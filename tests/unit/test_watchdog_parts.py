@@ -255,7 +255,7 @@ def trail_of(numbers: list[Any], stops: tuple[int, ...] = ()) -> int:
 
 def test_a_trail_of_numbers_is_the_same_in_all_processes_wherever_it_is_settled() -> None:
     numbers = [2.5, -3, float("nan"), 2**70, 1j, float("nan")]
-    start = "from dtensor.watchdog.flight_recorder import *; t, nan = Trail({1}), float('nan')"
+    start = "from dtensor.watchdog.flight_recorder import *; t, nan = OperationHash({1}), float('nan')"
     program = f"{start}; t.numbers += {numbers}; print(t.settle())"
     told = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
     assert int(told) == trail_of(numbers) == trail_of(numbers, (0, 3))
