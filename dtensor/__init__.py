@@ -5,24 +5,24 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from .base.late_binding import register_provider as _provided_by
+from .base.late_binding import register_provider as _register_provider
 from .base.modes import explicit, implicit_replication, remember
 from .comm import PerRank, map_ranks, per_rank
 from .dispatch.cache_info import CacheInfo, cache_info
 from .dispatch.register_sharding import register_sharding, unregister_sharding
-from .interop.dlpack import install_dlpack as _teach_dlpack
-from .interop.dynamo import define_inplace_operators as _written_in_python
-from .interop.dynamo import skip_library_frames as _keep_from_inlining
-from .interop.saved_on_host import install_save_on_cpu as _teach_save_on_cpu
-from .interop.state_dicts import install_state_dicts as _teach_state_dicts
-from .interop.torch_compile import install_substitutes as _substitutes
-from .interop.torch_compile import register_constants as _constants_of_graphs
-from .interop.torch_debug_modes import install_debug_modes as _teach_lookers
+from .interop.dlpack import install_dlpack as _install_dlpack
+from .interop.dynamo import define_inplace_operators as _define_inplace_operators
+from .interop.dynamo import skip_library_frames as _skip_library_frames
+from .interop.saved_on_host import install_save_on_cpu as _install_save_on_cpu
+from .interop.state_dicts import install_state_dicts as _install_state_dicts
+from .interop.torch_compile import install_substitutes as _install_substitutes
+from .interop.torch_compile import register_constants as _register_constants
+from .interop.torch_debug_modes import install_debug_modes as _install_debug_modes
 from .layout.layout import Layout
 from .mesh.device_mesh import DeviceMesh, init_device_mesh
 from .placement import Monoid, Partial, Placement, Replicate, Shard
 from .random.seed import manual_seed, random_mode
-from .rules.registry import register_declaring_module as _read_from
+from .rules.registry import register_declaring_module as _register_declaring_module
 from .tensor.async_tensor import AsyncCollectiveTensor
 from .tensor.create import empty, full, linspace, logspace, ones, rand, randn, zeros
 from .tensor.distribute import distribute_module, distribute_tensor
@@ -32,8 +32,8 @@ from .tensor.overrides.table import install_overrides as _install_overrides
 from .tensor.redistribute_many import redistribute_many
 from .tensor.replica_check import follow_check_level as _follow_check_level
 from .tensor.views.inplace_view_ops import install_inplace_view_methods as _install_inplace_view_methods
-from .tensor.views.lazy_view import install_view_dispatch as _install_view_operations
-from .tensor.views.view_writeback import dispatch_view as _operate_on_view
+from .tensor.views.lazy_view import install_view_dispatch as _install_view_dispatch
+from .tensor.views.view_writeback import dispatch_view as _dispatch_view
 from .watchdog.levels import check_ranks
 from .watchdog.levels import set_level_from_environment as _set_level_from_environment
 
@@ -170,25 +170,25 @@ else:
 
 
 # The root connects the packages: lower packages do not import those above them, and no module registers anything at import.
-_read_from("dtensor.rules.aten.library")
-_provided_by("dtensor.sharding_spec.scattered_tensor", "reshard", "sharding_metadata")
-_provided_by("dtensor.interop.dcp_protocol", "write_items", "chunks", "shard_at")
-_provided_by("dtensor.debug.html", "html_of")
+_register_declaring_module("dtensor.rules.aten.library")
+_register_provider("dtensor.sharding_spec.scattered_tensor", "reshard", "sharding_metadata")
+_register_provider("dtensor.interop.dcp_protocol", "write_items", "chunks", "shard_at")
+_register_provider("dtensor.debug.html", "html_of")
 _set_level_from_environment()
 _follow_check_level()
 
 # What the library defines on its tensors.
-_install_view_operations(_operate_on_view)
+_install_view_dispatch(_dispatch_view)
 _install_inplace_view_methods()
 
 # What the library changes in torch; ``interop/patch_catalog.py`` lists it.
 _install_overrides()
-_keep_from_inlining()
-_teach_state_dicts()
-_teach_lookers()
-_teach_dlpack()
-_teach_save_on_cpu()
-_constants_of_graphs(DeviceMesh, Layout, Shard, Replicate, Partial, Monoid)
-_substitutes()
-_written_in_python(DTensor)
-_written_in_python(PerRank)
+_skip_library_frames()
+_install_state_dicts()
+_install_debug_modes()
+_install_dlpack()
+_install_save_on_cpu()
+_register_constants(DeviceMesh, Layout, Shard, Replicate, Partial, Monoid)
+_install_substitutes()
+_define_inplace_operators(DTensor)
+_define_inplace_operators(PerRank)

@@ -35,6 +35,6 @@ def get_generator_state(generator: torch.Generator) -> torch.Tensor:
 
 
 def set_generator_state(generator: torch.Generator, state: torch.Tensor) -> None:
-    """Set the state of ``generator``."""
+    """Set the state of ``generator``, under the lock that all threads use for generator states."""
     with _GENERATOR_LOCK:
         generator.set_state(state)

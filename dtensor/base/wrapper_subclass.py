@@ -1,4 +1,4 @@
-"""Wrapper subclasses: tensors made of inner tensors, which they name in ``__tensor_flatten__``."""
+"""Wrapper subclass: apply a function to each inner tensor that a tensor names in ``__tensor_flatten__``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Program: a recorded run that is ready for replay, and the autograd functions around the run and its replays.
+"""Captured program: a recorded run that is ready for replay, and the autograd functions around the run and its replays.
 
 A program has the tape of the forward pass, the tapes of its backward passes, and descriptions of its inputs and outputs.
 """
@@ -472,6 +472,7 @@ def _to_recorded_layouts(compiled: CompiledProgram, grads: Any) -> tuple[Any, An
 
 
 def _to_layout(grad: DTensor, layout: Any) -> Any:
+    """Return an incoming gradient in the placements and dtype of the recorded backward pass."""
     redistributed = grad
     if grad._layout.placements != layout.placements:
         redistributed = grad.redistribute(layout.mesh, layout.placements)

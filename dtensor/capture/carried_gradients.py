@@ -1,4 +1,4 @@
-"""Leaf gradients: the ``.grad`` of tensors that the function reads, and other state that one call leaves for the next.
+"""Carried gradients: the ``.grad`` of tensors that the function reads, and other state that one call leaves for the next.
 
 A captured training step finds gradients, adds to them and clears them. Units of data parallelism keep unreduced gradients.
 

@@ -221,7 +221,7 @@ def _runs_at_once(step: Step) -> bool:
 
 
 def _wait_places(steps: Sequence[Step]) -> dict[Any, int]:
-    """Return the place of the wait for each pending collective that may move."""
+    """Return for each pending collective that may be reordered the index of the step that waits for it."""
     issued = {step.out for step in steps if _runs_at_once(step)}
     waits = ((step.args[0], place) for place, step in enumerate(steps) if step.fn is Pending.wait)
     return {pending: place for pending, place in waits if pending in issued}

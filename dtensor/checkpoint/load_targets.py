@@ -124,6 +124,7 @@ class Target(Stored):
 
 
 def _with_layout_strides(piece: torch.Tensor, layout: Layout, member: int | None, device: torch.device) -> torch.Tensor:
+    """Return a piece that was read, on ``device``, with the strides of the member's local tensor."""
     stride = layout.local_stride(layout.mesh.coordinates[member or 0])
     if piece.stride() == stride or piece.numel() < 2:
         return piece.to(device)

@@ -38,7 +38,9 @@ def arrange_manifest(manifest: Manifest, arrange: Arrange) -> Manifest:
     """
     tree = manifest.nested()
     if not isinstance(tree, dict) or not all(isinstance(value, Stored) for value in tree.values()):
-        raise CheckpointError("only a checkpoint that is a dict of tensors can be rearranged before it is read")
+        raise CheckpointError(
+            "load(arrange=) needs a checkpoint that is a dict of tensors; load it without arrange= and rearrange the result"
+        )
     results = arrange({name: _stored_tensor(manifest.tensors[value.name]) for name, value in tree.items()})
     wrong = [name for name, value in results.items() if not isinstance(value, _StoredTensor)]
     if wrong:

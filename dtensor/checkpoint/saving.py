@@ -1,4 +1,4 @@
-"""Saving: every rank writes its assigned blocks to temporary files; the first rank then commits them by one rename.
+"""Saving: every rank writes its blocks to new data files; the first rank commits them by replacing the manifest in one rename.
 
 [Note: Order of a save]
 A folder has data files with unique names for each save, the manifest with the names of the valid ones, and a ``.metadata``

@@ -1,4 +1,4 @@
-"""``memory``: report the memory of each rank while a program runs, by kind."""
+"""``memory(fn, *args)``: run a function once and report the peak memory of each rank, by kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Facts: what dispatch knows of a tensor in addition to its layout, and the passes that attach facts to results.
+"""Facts: disjoint rows, local indices and preferred layouts of tensors, and the passes that attach them to results.
 
 There are three facts. Each is an attribute of the tensor, and strategies are chosen with it:
 

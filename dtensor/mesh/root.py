@@ -77,8 +77,9 @@ class Root:
         return *self.family, self.shape, tuple(sorted(self.backends.items()))
 
     def count_unit(self, dims: Any) -> int:
-        """Count one more data-parallel unit over ``dims`` and return its number. It agrees on all ranks of its groups, which
-        make units in one order.
+        """Return the number of a new data-parallel unit over ``dims``, for its default name.
+
+        It is equal on all ranks of its groups, because they make units in the same order.
         """
         self.units[dims] = self.units.get(dims, 0) + 1
         return self.units[dims]

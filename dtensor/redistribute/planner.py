@@ -1,4 +1,4 @@
-"""Planner: ``plan(src, dst)`` returns the cheapest chain of steps between two layouts.
+"""Planner: ``plan(src, dst)`` returns the cheapest chain of slices, reductions, moves and gathers between two layouts.
 
 [Note: Stages of a redistribution]
 A chain has up to four stages. Stages that do nothing are left out.

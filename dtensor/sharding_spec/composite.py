@@ -1,4 +1,4 @@
-"""Composite specs and the functions that make specs: how a tensor or a model is sharded, and on which devices, by device names.
+"""Composite specs: the specs of a model by names of parameters and submodules (globs), and functions that make specs.
 
 A spec is another way to write a mesh and placements: a grid of blocks with the place (or, with ``"rank:0|rank:1"``, the
 replicas) of each. It validates itself, prints as the call that makes it, and converts to and from plain data for YAML or JSON.

@@ -159,7 +159,7 @@ def count_started(library_groups: Iterable[Any]) -> str:
 
 
 def start_unmatched_recv(handle: Any, rank: int) -> Any:
-    """Start to receive a message that no rank sends, and return its work handle.
+    """Start to receive a message that no rank sends, to see whether gloo's connection is closed; return the work handle.
 
     Raises:
         RuntimeError: by gloo, if the connection is closed.

@@ -303,7 +303,7 @@ def test_an_optimizer_is_asked_again_after_a_later_replacement() -> None:
     optimizer.step()
 
 
-def test_frozen_parameters_that_were_replaced_do_not_matter() -> None:
+def test_an_optimizer_ignores_frozen_parameters_that_fully_shard_replaced() -> None:
     module = nn.Linear(2, 2)
     module.weight.requires_grad_(False)
     optimizer = torch.optim.SGD([module.weight], lr=0.1)

@@ -273,7 +273,7 @@ def test_plots_have_a_title_and_the_fastest_row_on_top(tmp_path: Path, monkeypat
         assert len(shown.legends) == 1
 
 
-def test_sides_pairs_and_sizes_are_read() -> None:
+def test_bench_parses_placement_pairs_and_tensor_sizes() -> None:
     R, P = dt.Replicate(), dt.Partial()
     assert bench.parse_pair("P(max),S(1) -> R", (2, 3), 2) == ((dt.Partial("max"), dt.Shard(1)), (R, R))
     assert bench.parse_shape("64 KiB") == (128, 128)

@@ -151,7 +151,7 @@ def test_it_has_no_place_in_an_array() -> None:
         np.arange(3)[ROW.get_local_rank()]
 
 
-def test_a_distributed_tensor_is_one_value_for_all_ranks() -> None:
+def test_a_dtensor_refuses_arithmetic_with_a_per_rank_number() -> None:
     x = dt.distribute_tensor(DATA, ROW, [Shard(0)])
     for fn in (lambda: x * ROW.get_local_rank(), lambda: ROW.get_local_rank() + x, lambda: x[ROW.get_local_rank()]):
         with pytest.raises(DTensorError, match="cannot be combined with a Python number"):

@@ -270,7 +270,7 @@ def test_a_plain_tensor_has_the_gradient_that_every_rank_finds() -> None:
     (x * weight).sum().shards[0].backward()  # one rank alone
 
 
-def test_autograd_grad_gathers_what_ranks_have() -> None:
+def test_autograd_grad_returns_per_rank_gradients_of_per_rank_inputs() -> None:
     shared = torch.tensor(2.0, requires_grad=True)
     x = per_rank([torch.tensor(3.0), torch.tensor(3.0)]).requires_grad_()
     unused = torch.ones(1, requires_grad=True)

@@ -117,7 +117,7 @@ def test_gradients_of_a_plain_leaf_add_up() -> None:
 
 
 @pytest.mark.gloo
-def test_gradients_of_a_plain_leaf_add_up_on_ranks() -> None:
+def test_plain_and_distributed_gradients_of_a_plain_leaf_accumulate_on_processes() -> None:
     run_gloo(gradients_of_a_plain_leaf, 2)
 
 

@@ -254,7 +254,7 @@ class DictSnapshot:
         return chain(chain.from_iterable(self._values), chain.from_iterable(map(call, *self._name_getters)))
 
     def unchanged(self) -> bool:
-        """Return True if the dictionaries have the contents of the snapshot."""
+        """Return True if the dictionaries have the contents of the snapshot: their keys, and the same objects as values."""
         try:
             return self._same_keys() and all(map(is_, self._read_objects(), self._objects))
         except KeyError:  # a name is gone

@@ -1,4 +1,4 @@
-"""Loss functions of sharded logits with plain targets: ``loss_parallel``, for programs written for PyTorch."""
+"""Loss context of PyTorch, ``loss_parallel``: it changes nothing, because losses of sharded logits need no context here."""
 
 from __future__ import annotations
 

@@ -149,7 +149,9 @@ _SEARCH_DTYPES = {
 
 
 def unique_with_inverse(x: Tensor, sorted: bool = True, inverse: bool = False, counts: bool = False) -> Any:
-    """Return the values and the place of each element. Each NaN is a value of its own, in the order of torch's sort.
+    """Return the distinct values of a tensor, and the position of each element among them.
+
+    Each NaN is a value of its own, in the order of torch's sort.
 
     With several NaN the tensor is replicated first.
     """

@@ -237,6 +237,7 @@ NLL_NOTATION = by_pattern(f"{BATCHED} -> n s*, | {BATCHED} -> , | {UNBATCHED} ->
 
 
 def nll_factors(call: Call) -> Factors | None:
+    """Return the factors of a negative log-likelihood, each with its kernel or reduction; None if the notation does not fit."""
     factors, none, mean = NLL_NOTATION(call), call["reduction"] == NONE, call["reduction"] == MEAN
     if factors is None:
         return None

@@ -1,4 +1,4 @@
-"""Register overrides: run a function of this library instead of torch's kernel of an operator, above autograd.
+"""Register overrides: kernels that run before autograd and before torch decomposes an operator, instead of torch's.
 
 Torch runs the dispatch key ``PythonTLSSnapshot`` first for tensors that dispatch to Python. A kernel registered there sees the
 operator before autograd and before torch decomposes it. Operators without a DTensor argument go on to torch's own kernel.
