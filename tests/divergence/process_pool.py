@@ -113,7 +113,7 @@ def _main(pipe: Connection, rank: int, size: int, level: str, apart: bool) -> No
     torch.set_num_threads(1)
     if apart:  # as if each rank were on a host of its own
         importlib.import_module("dtensor.watchdog.host_state")._host_identity = lambda: f"host {rank}"
-    importlib.import_module("table").warm_up(level)
+    importlib.import_module("divergent_programs").warm_up(level)
     importlib.import_module("all_divergent_programs")
     pipe.send("ready")
     with suppress(EOFError):
