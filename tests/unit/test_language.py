@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = {str(page.relative_to(ROOT)): page for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]}
 MODULES = sorted((ROOT / "dtensor").rglob("*.py"))
-SHARED_FILE_NAMES = {"sharded_tensor", "device_mesh", "style", "indexing", "operators", "blocks"}  # in several folders
+SHARED_FILE_NAMES = {"sharded_tensor", "device_mesh", "style", "indexing"}  # in several folders
 MOST_ONE_WORD, LEAST_MEAN = 0.25, 12  # of the names of functions: share with one word, mean number of characters
 PARAGRAPH, CELL, SENTENCE, CODE = 100, 40, 30, 84  # most words, words, words, columns
 OPENINGS = ("What ", "Who", "The same", "It ", "Its ", "Of ", "That ", "As ", "Those ", "One ", "Some ")
