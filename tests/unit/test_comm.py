@@ -1,4 +1,4 @@
-"""The communicators: the shared cases in one process and on gloo, dry runs, the fake backend, and what counts them."""
+"""Communicators: collectives in process, on gloo, on threads, in dry runs and on the fake backend, and their counts."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ MESHES = {
 
 
 @pytest.mark.parametrize(("case", "mesh"), diagonals(comm_cases.CASES, MESHES, every=5))
-def test_in_process(case: str, mesh: str) -> None:
+def test_collective_case_in_process(case: str, mesh: str) -> None:
     comm_cases.run_case(case, MESHES[mesh])
 
 
 @pytest.mark.parametrize("case", ["all_gather_of_ragged_pieces", "all_to_all_of_ragged_chunks", "monoids_fold_in_group_order"])
-def test_in_process_on_a_cube(case: str) -> None:
+def test_collective_case_on_a_3d_mesh_in_process(case: str) -> None:
     comm_cases.run_case(case, CUBE)
 
 
 @pytest.mark.gloo
-def test_on_gloo() -> None:
+def test_collective_cases_on_gloo() -> None:
     ran = run_gloo(comm_cases.main, 4, timeout_s=60.0)
     assert all(len(names) == 7 for names in ran)
 
 
 @pytest.mark.parametrize("case", comm_cases.CASES)
-def test_a_backend_is_one_file(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collective_case_on_a_backend_of_threads(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def program(mesh_of: Callable[..., DeviceMesh]) -> None:
         for shape in ((4,), (2, 2)):
             comm_cases.run_case(case, mesh_of(*shape))
@@ -66,8 +66,8 @@ def test_a_backend_is_one_file(case: str, monkeypatch: pytest.MonkeyPatch) -> No
     on_threads(monkeypatch, 4, program)
 
 
-# --- map and map_ranks ---------------------------------------------------------------------------------------------------
-def test_map_takes_apart_and_puts_together() -> None:
+# --- map and map_ranks ----------------------------------------------------------------------------------------------
+def test_communicator_map_splits_arguments_and_combines_results_per_rank() -> None:
     comm = communicator_of(SQUARE)
     x = comm.map(lambda member: torch.full((member,), float(member)))
     assert isinstance(x, PerRank)
@@ -88,15 +88,15 @@ def test_map_takes_apart_and_puts_together() -> None:
     assert [len(item) for item in lists] == list(range(6))
 
 
-def test_map_knows_for_whom_it_runs() -> None:
+def test_communicator_map_sets_the_current_rank() -> None:
     mesh = MESHES["(3,) of odd ranks"]
     assert communicator_of(mesh).map(lambda member: mesh.get_rank()) == (5, 1, 3)
-    told = map_ranks(lambda coordinate: (coordinate, SQUARE.get_coordinate(), SQUARE["tp"].get_local_rank()), mesh=SQUARE)
-    assert all(given == asked and given[1] == tp for given, asked, tp in told)
-    assert SQUARE.get_local_rank("dp").values == (0, 0, 0, 1, 1, 1)  # outside: all of them
+    coordinates = map_ranks(lambda coordinate: (coordinate, SQUARE.get_coordinate(), SQUARE["tp"].get_local_rank()), mesh=SQUARE)
+    assert all(argument == current and argument[1] == tp for argument, current, tp in coordinates)
+    assert SQUARE.get_local_rank("dp").values == (0, 0, 0, 1, 1, 1)  # outside of map_ranks: the numbers of all ranks
 
 
-def test_map_ranks_takes_the_entered_mesh_and_is_differentiable() -> None:
+def test_map_ranks_uses_the_entered_mesh_and_is_differentiable() -> None:
     x = per_rank([torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)])
     with DeviceMesh("cpu", 2):
         y = map_ranks(lambda coordinate, x, scale: (x * scale * coordinate[0]).sum(), x, scale=5)
@@ -104,33 +104,33 @@ def test_map_ranks_takes_the_entered_mesh_and_is_differentiable() -> None:
     assert [shard.grad.tolist() for shard in x.shards] == [[0.0, 0.0], [5.0, 5.0, 5.0]]
 
 
-def test_values_of_another_mesh_are_refused() -> None:
+def test_per_rank_values_of_another_number_of_ranks_raise() -> None:
     with pytest.raises(MeshError, match="2 ranks and one of 6 ranks cannot be combined"):
         communicator_of(SQUARE).all_reduce(per_rank([torch.ones(1), torch.ones(1)]), (0,)).wait()
     with pytest.raises(MeshError, match="2 ranks and one of 6 ranks cannot be combined"):
         communicator_of(SQUARE).map(lambda member, x: x, per_rank([torch.ones(1), torch.ones(1)]))
 
 
-def test_terms_of_different_shapes_are_refused() -> None:
+def test_all_reduce_of_addends_of_different_shapes_raises() -> None:
     with pytest.raises(LayoutError, match="same shape to a reduction"):
         communicator_of(MESHES["(2,)"]).all_reduce(per_rank([torch.ones(3), torch.ones(1)]), (0,)).wait()
 
 
-def test_there_is_one_communicator_for_a_mesh() -> None:
+def test_communicator_of_a_mesh_is_cached_and_has_no_group_in_process() -> None:
     assert communicator_of(SQUARE) is communicator_of(SQUARE)
     with pytest.raises(MeshError, match="torchrun"):
         SQUARE.get_group("tp")
 
 
-def test_a_monoid_is_folded_as_its_group() -> None:
+def test_a_monoid_runs_as_the_first_rank_of_its_group() -> None:
     mesh = DeviceMesh("cpu", 2)
     comm = communicator_of(mesh)
-    seen = Monoid("first", lambda a, b: a + mesh.get_rank(), torch.zeros_like)
-    assert comm.all_reduce(torch.zeros(1), (0,), seen).wait().item() == 0.0
+    monoid = Monoid("first", lambda a, b: a + mesh.get_rank(), torch.zeros_like)
+    assert comm.all_reduce(torch.zeros(1), (0,), monoid).wait().item() == 0.0
 
 
-# --- dry runs and the fake backend ------------------------------------------------------------------------------------------
-def test_a_dry_run_gives_shapes_and_events() -> None:
+# --- dry runs and the fake backend ----------------------------------------------------------------------------------
+def test_collectives_of_a_dry_run_give_shapes_and_counts() -> None:
     mesh = DeviceMesh("meta", [[0, 1, 2], [3, 4, 5]])
     comm = communicator_of(mesh)
     x = torch.empty(2, 3, device="meta")
@@ -153,7 +153,7 @@ def test_a_dry_run_gives_shapes_and_events() -> None:
         comm.process_group((0,))
 
 
-def test_the_fake_backend_gives_shapes_without_a_hang() -> None:
+def test_collectives_on_the_fake_backend_give_shapes() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     try:
         square = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
@@ -174,26 +174,26 @@ def test_the_fake_backend_gives_shapes_without_a_hang() -> None:
         dist.destroy_process_group()
 
 
-def test_operators_of_graphs_bind_a_group_once_and_anew_where_it_is_remade() -> None:
+def test_traced_collectives_bind_a_group_once_and_again_after_it_is_remade() -> None:
     for _ in range(2):
         dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
         try:
             world = dist.group.WORLD
             assert world is not None
-            known = {*traced_collectives._BOUND_COLLECTIVES}
+            bound_before = {*traced_collectives._BOUND_COLLECTIVES}
             for _ in range(2):
                 traced_collectives.TracedCollective("reduce", world.group_name, 4, "all_reduce(sum)", dist.ReduceOp.SUM).of(
                     torch.ones(3)
                 )
-            (key,) = {*traced_collectives._BOUND_COLLECTIVES} - known or known
+            (key,) = {*traced_collectives._BOUND_COLLECTIVES} - bound_before or bound_before
             assert traced_collectives._BOUND_COLLECTIVES[key][0] is world
         finally:
             dist.destroy_process_group()
 
 
-# --- counting ---------------------------------------------------------------------------------------------------------------
-def test_comm_debug_mode_counts_its_block_and_nests() -> None:
-    at_rest = set(events.listeners)
+# --- counting -------------------------------------------------------------------------------------------------------
+def test_nested_comm_debug_modes_count_the_collectives_of_their_blocks() -> None:
+    listeners_before = set(events.listeners)
     comm = communicator_of(SQUARE)
     x = torch.ones(4)
     with CommDebugMode() as outer:
@@ -203,7 +203,7 @@ def test_comm_debug_mode_counts_its_block_and_nests() -> None:
             communicator_of(SQUARE["tp"]).all_gather(x, (0,), lambda m: (4,)).wait()
         comm.all_reduce(x, (0, 1)).wait()
     comm.all_reduce(x, (0,)).wait()
-    assert events.listeners == at_rest  # where nobody listens a collective asks for no context
+    assert events.listeners == listeners_before  # without listeners a collective builds no event context
     assert dict(inner.get_comm_counts()) == {"all_gather": 2}
     assert dict(outer.get_comm_counts()) == {"all_reduce": 2, "all_gather": 2}
     assert outer.get_total_counts() == 4
@@ -218,7 +218,7 @@ def test_comm_debug_mode_counts_its_block_and_nests() -> None:
     ]
 
 
-def test_the_largest_rank_is_what_is_counted() -> None:
+def test_comm_debug_mode_counts_the_bytes_of_the_rank_that_receives_most() -> None:
     comm = communicator_of(SQUARE)
     with CommDebugMode() as counted:
         comm.all_gather(comm.map(lambda member: torch.ones(member)), (1,), lambda member: (member,)).wait()
@@ -227,7 +227,7 @@ def test_the_largest_rank_is_what_is_counted() -> None:
     assert [event.bytes for event in counted.events] == [4 * (4 + 5), 4 * 2 * 5]
 
 
-def test_reductions_in_one_process_have_one_order() -> None:
+def test_in_process_all_reduce_adds_in_rank_order() -> None:
     numbers = [random.Random(seed).uniform(-1e8, 1e8) for seed in range(6)]
     comm = communicator_of(SQUARE)
     x = comm.map(lambda member: torch.tensor(numbers[member]))
@@ -236,14 +236,14 @@ def test_reductions_in_one_process_have_one_order() -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 5, 8])
 @pytest.mark.parametrize("monoid", [EXP_SUM, MOMENTS], ids=str)
-def test_states_combined_at_once_are_those_combined_one_by_one(monoid: Monoid, count: int) -> None:
+def test_combine_all_of_a_monoid_equals_pairwise_combine(monoid: Monoid, count: int) -> None:
     numbers = 2 if monoid is EXP_SUM else 3
-    terms = [torch.rand(numbers, 3, 1, generator=torch.Generator().manual_seed(k), dtype=torch.float64) for k in range(count)]
+    addends = [torch.rand(numbers, 3, 1, generator=torch.Generator().manual_seed(k), dtype=torch.float64) for k in range(count)]
     if monoid is MOMENTS:
-        for k, term in enumerate(terms):
-            term[0] = k  # elements of a block
+        for k, addend in enumerate(addends):
+            addend[0] = k  # number of elements
     else:
-        terms[1][0, 0] = -torch.inf
-    one_by_one = functools.reduce(monoid.combine, terms)
-    torch.testing.assert_close(fold(terms, monoid), one_by_one)
+        addends[1][0, 0] = -torch.inf
+    one_by_one = functools.reduce(monoid.combine, addends)
+    torch.testing.assert_close(fold(addends, monoid), one_by_one)
     assert monoid.combine_all is not None
