@@ -1,4 +1,4 @@
-"""What can be seen: collectives by kind and by module, and where blocks lie."""
+"""Debug tools: CommDebugMode by kind and module, visualize_sharding, and repr of large tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_modul
 S0, S1, R, P = dt.Shard(0), dt.Shard(1), dt.Replicate(), dt.Partial()
 
 
-def test_collectives_are_found_under_the_names_that_torch_gives_them() -> None:
+def test_comm_counts_can_be_indexed_by_torch_operators() -> None:
     mesh = dt.init_device_mesh("cpu", (4,))
     x = dt.distribute_tensor(torch.ones(8, 3, requires_grad=True), mesh, [S0])
     with CommDebugMode() as comm:
@@ -34,7 +34,7 @@ def test_collectives_are_found_under_the_names_that_torch_gives_them() -> None:
     assert comm.get_comm_counts()[functional.reduce_scatter_tensor] == 1
     assert comm.get_comm_counts().get(functional.reduce_scatter_tensor) == 1
     assert [op in comm.get_comm_counts() for op in (functional.all_gather_into_tensor, functional.all_reduce)] == [True, False]
-    assert set(comm.get_comm_counts()) == {"all_gather", "reduce_scatter"}  # who goes through them sees kinds
+    assert set(comm.get_comm_counts()) == {"all_gather", "reduce_scatter"}  # iteration yields kinds
     assert comm.get_comm_counts()[functional.all_reduce] == comm.get_comm_counts()["all_reduce"] == 0
     assert comm.get_comm_counts() == {functional.all_gather_into_tensor: 1, functional.reduce_scatter_tensor: 1}
     assert comm.get_comm_counts() != {functional.all_gather_into_tensor: 1}
@@ -51,7 +51,7 @@ class MLP(nn.Module):
         return self.down(self.up(x).relu())
 
 
-def test_modules_parameters_and_collectives_are_listed() -> None:
+def test_comm_debug_mode_lists_parameters_and_collectives_by_module() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     model = parallelize_module(MLP(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     x = torch.randn(2, 4, requires_grad=True)
@@ -68,7 +68,7 @@ def test_modules_parameters_and_collectives_are_listed() -> None:
     assert list(counts) == ["Global", "MLP", "MLP.up", "MLP.down"]
     assert [counts[name]["forward"]["all_reduce"] for name in counts] == [1, 1, 0, 1]
     assert counts["MLP.down"]["forward"][torch.ops.c10d_functional.all_reduce] == 1
-    assert counts["Global"]["backward"] == {"all_reduce": 1}  # of x's gradient
+    assert counts["Global"]["backward"] == {"all_reduce": 1}  # the gradient of x
     table = comm.generate_comm_debug_tracing_table()
     assert "forward all_reduce: 1" in table
     with pytest.raises(ZeroDivisionError), CommDebugMode():
@@ -79,7 +79,7 @@ def test_modules_parameters_and_collectives_are_listed() -> None:
     assert "outside" in comm.generate_comm_debug_tracing_table()
 
 
-PICTURES = [
+SHARDING_TABLES = [
     ((5, 4), [S0, R], "0:4\n0:3  0, 1\n3:5  2, 3"),
     ((5, 4), [S0, S1], "0:2  2:4\n0:3  0    1\n3:5  2    3"),
     ((5,), [S0, S0], "0:2  2:3  3:4  4:5\n0    1    2    3"),
@@ -90,16 +90,18 @@ PICTURES = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "placements", "picture"), PICTURES)
-def test_blocks_and_their_ranks(shape: tuple[int, ...], placements: list[dt.Placement], picture: str, capsys) -> None:
+@pytest.mark.parametrize(("shape", "placements", "table"), SHARDING_TABLES)
+def test_visualize_sharding_prints_blocks_and_their_ranks(
+    shape: tuple[int, ...], placements: list[dt.Placement], table: str, capsys
+) -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2))
     visualize_sharding(dt.distribute_tensor(torch.zeros(shape), mesh, placements), header="x")
-    head, drawn = capsys.readouterr().out.split("\n", 1)
+    head, printed = capsys.readouterr().out.split("\n", 1)
     assert head == "x"
-    assert drawn.strip() == picture
+    assert printed.strip() == table
 
 
-def test_values_that_ranks_tell_each_other_are_no_collectives_of_tensors() -> None:
+def test_comm_debug_mode_counts_object_exchanges_separately() -> None:
     mesh = dt.init_device_mesh("cpu", (3,))
     with CommDebugMode() as comm:
         communicator_of(mesh).all_gather_object((1, 4), (0,))
@@ -110,8 +112,8 @@ def test_values_that_ranks_tell_each_other_are_no_collectives_of_tensors() -> No
 
 
 @pytest.fixture
-def world() -> Iterator[dt.DeviceMesh]:
-    """Four ranks of which this process is one, and whose collectives do nothing."""
+def fake_world() -> Iterator[dt.DeviceMesh]:
+    """A mesh of four ranks on the fake backend. This process is rank 1, and collectives do nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     try:
         yield dt.DeviceMesh("cpu", 4)
@@ -119,8 +121,8 @@ def world() -> Iterator[dt.DeviceMesh]:
         dist.destroy_process_group()
 
 
-def _direct() -> dict[str, tuple[int, Any]]:
-    """Kind -> bytes that rank 1 receives, and a call of ``torch.distributed``; a row has 12 bytes."""
+def _direct_collectives() -> dict[str, tuple[int, Any]]:
+    """Return, for each kind, the bytes that rank 1 receives and a call of ``torch.distributed``. A row has 12 bytes."""
     x, rows = torch.ones(3), [torch.ones(3) for _ in range(4)]
     uneven = {"output_split_sizes": [1, 2, 0, 3], "input_split_sizes": [3, 0, 0, 0]}
     return {
@@ -131,14 +133,14 @@ def _direct() -> dict[str, tuple[int, Any]]:
         "reduce_scatter": (36, lambda: dist.reduce_scatter(x, rows)),
         "reduce_scatter of rows": (36, lambda: dist.reduce_scatter_tensor(x, torch.ones(12))),
         "all_to_all": (36, lambda: dist.all_to_all(rows, rows)),
-        "all_to_all of parts": (16, lambda: dist.all_to_all_single(torch.ones(6), x, **uneven)),
-        "all_to_all of equals": (12, lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4))),
+        "all_to_all of uneven rows": (16, lambda: dist.all_to_all_single(torch.ones(6), x, **uneven)),
+        "all_to_all of even rows": (12, lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4))),
         "reduce": (12, lambda: dist.reduce(x, 0)),
         "gather": (36, lambda: dist.gather(x, rows, dst=1)),
         "scatter": (12, lambda: dist.scatter(x, rows, src=1)),
         "send": (0, lambda: dist.send(x, 0)),
         "recv": (12, lambda: dist.recv(x, 0)),
-        "recv by": (12, lambda: dist.batch_isend_irecv([dist.P2POp(dist.irecv, x, 0)])),
+        "recv of batch_isend_irecv": (12, lambda: dist.batch_isend_irecv([dist.P2POp(dist.irecv, x, 0)])),
         "barrier": (0, dist.barrier),
         "all_reduce of many": (36, lambda: dist.all_reduce_coalesced([x, torch.ones(3)])),
         "all_reduce by name": (18, lambda: functional.all_reduce(x, "sum", dist.group.WORLD)),
@@ -149,54 +151,54 @@ def _direct() -> dict[str, tuple[int, Any]]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_programs_own_collectives_count_once(world: dt.DeviceMesh) -> None:
-    for what, (nbytes, call) in _direct().items():
-        kind = what.split()[0]
+def test_comm_debug_mode_counts_direct_torch_distributed_calls_once(fake_world: dt.DeviceMesh) -> None:
+    for name, (nbytes, call) in _direct_collectives().items():
+        kind = name.split()[0]
         with CommDebugMode() as comm:
             call()
-        assert comm.get_comm_counts() == comm.get_direct_counts() == {kind: 1}, what
-        assert comm.get_comm_bytes() == {kind: nbytes}, what
+        assert comm.get_comm_counts() == comm.get_direct_counts() == {kind: 1}, name
+        assert comm.get_comm_bytes() == {kind: nbytes}, name
         assert f"{kind}  direct" in " ".join(comm.get_table().split()).replace(" ", "  ")
         with CommDebugMode() as comm:
             pass
         call()
-        assert comm.get_total_counts() == 0, what
-        (told,) = dt.explain(call).movements
-        assert (told.operator, told.bytes, told.place.file) == ("torch.distributed", nbytes, __file__), what
+        assert comm.get_total_counts() == 0, name
+        (movement,) = dt.explain(call).movements
+        assert (movement.operator, movement.bytes, movement.place.file) == ("torch.distributed", nbytes, __file__), name
     assert not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "BackendSelect") or threading.active_count() > 1
 
 
-def test_ours_are_not_counted_twice(world: dt.DeviceMesh) -> None:
-    x = dt.DTensor.from_local(torch.ones(3, 5), world, [P], shape=(3, 5), stride=(5, 1))
-    s = dt.DTensor.from_local(torch.ones(3, 5), world, [S0], shape=(12, 5), stride=(5, 1))
-    ragged = dt.DTensor.from_local(torch.ones(3, 5), world, [S0], shape=(9, 5), stride=(5, 1))
-    comm_of = communicator_of(world)
+def test_comm_debug_mode_counts_collectives_of_dtensors_once_and_not_as_direct(fake_world: dt.DeviceMesh) -> None:
+    x = dt.DTensor.from_local(torch.ones(3, 5), fake_world, [P], shape=(3, 5), stride=(5, 1))
+    s = dt.DTensor.from_local(torch.ones(3, 5), fake_world, [S0], shape=(12, 5), stride=(5, 1))
+    uneven_shards = dt.DTensor.from_local(torch.ones(3, 5), fake_world, [S0], shape=(9, 5), stride=(5, 1))
+    comm_of = communicator_of(fake_world)
     calls = {
         "all_reduce": lambda: x.redistribute(placements=[R]),
         "all_gather": lambda: s.full_tensor(),
         "reduce_scatter": lambda: x.redistribute(placements=[S1]),
-        "all_to_all": lambda: ragged.redistribute(placements=[S1]),
+        "all_to_all": lambda: uneven_shards.redistribute(placements=[S1]),
         "broadcast": lambda: comm_of.broadcast(torch.ones(3), (0,)),
         "all_reduce of products": lambda: comm_of.all_reduce(torch.ones(7), (0,), "product").wait(),
-        "all_gather pieces": lambda: comm_of.all_gather(torch.ones(7), (0,), lambda member: (7,)),
+        "all_gather of flat tensors": lambda: comm_of.all_gather(torch.ones(7), (0,), lambda member: (7,)),
     }
-    for what, call in calls.items():
+    for name, call in calls.items():
         with CommDebugMode() as comm:
             call()
-        assert (comm.get_comm_counts(), comm.get_direct_counts()) == ({what.split()[0]: 1}, {}), what
+        assert (comm.get_comm_counts(), comm.get_direct_counts()) == ({name.split()[0]: 1}, {}), name
     with CommDebugMode() as comm:
         comm_of.all_gather_object(1, (0,))
     assert (comm.get_total_counts(), comm.get_exchange_count()) == (0, 1)
 
 
-def test_counts_differ_or_are_equal() -> None:
+def test_comm_counts_compare_with_dicts_of_kinds_or_operators() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     with CommDebugMode() as comm:
         dt.ones(4, device_mesh=mesh, placements=[S0]).full_tensor()
     counts, operators = comm.get_comm_counts(), torch.ops._c10d_functional
     for same in ({"all_gather": 1}, {operators.all_gather_into_tensor: 1}, {operators.all_gather_into_tensor_coalesced: 1}):
         assert counts == same
-        assert not counts != same  # noqa: SIM202  both are asked
+        assert not counts != same  # noqa: SIM202 - checks __ne__
     for other in ({}, {"all_gather": 2}, {"all_reduce": 1}, None):
         assert counts != other
         assert not counts == other  # noqa: SIM201
@@ -204,11 +206,11 @@ def test_counts_differ_or_are_equal() -> None:
     assert counts[operators.all_reduce_coalesced] == counts[operators.wait_tensor] == 0
 
 
-def test_a_large_tensor_prints_one_summary_and_the_shapes_of_its_pieces() -> None:
+def test_repr_of_a_large_tensor_shows_one_local_tensor_and_all_local_shapes() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2))
     x = dt.distribute_tensor(torch.arange(90.0 * 50).view(90, 50), mesh, [S0, S0])
     text = repr(x)
-    assert text.count("...") <= 3 + 4  # of one piece
+    assert text.count("...") <= 3 + 4  # of one local tensor
     assert text.startswith("DTensor(float32[90, 50] on (0=S(0), 1=S(0))\n  rank 0: [[")
     assert text.endswith("\n  shapes: ranks 0, 2 [23, 50], ranks 1, 3 [22, 50])")
     assert "rank 1:" not in text
@@ -217,12 +219,12 @@ def test_a_large_tensor_prints_one_summary_and_the_shapes_of_its_pieces() -> Non
     assert "ranks 0-1: [0., 1., 2.]" in repr(small)
     assert "ranks 2-3: [3., 4., 5.]" in repr(small)
     assert "shapes" not in repr(small)
-    alike = dt.ones(2000, device_mesh=dt.init_device_mesh("cpu", (4,)), placements=[R])
-    assert repr(alike).endswith("shapes: ranks 0-3 [2000])")
+    equal_replicas = dt.ones(2000, device_mesh=dt.init_device_mesh("cpu", (4,)), placements=[R])
+    assert repr(equal_replicas).endswith("shapes: ranks 0-3 [2000])")
 
 
-def test_a_module_that_is_copied_or_saved_meanwhile_is_itself() -> None:
-    """Its copy had a copy of the whole log, with all parameters met, and told it for ever."""
+def test_modules_copied_or_pickled_under_comm_debug_mode_keep_no_hooks() -> None:
+    """A copy must not keep the hooks of the mode, which hold the whole log."""
     layer = nn.Linear(2, 2)
     with CommDebugMode() as comm:
         layer(torch.ones(2))
@@ -236,7 +238,7 @@ def test_a_module_that_is_copied_or_saved_meanwhile_is_itself() -> None:
         assert not module._forward_hooks_always_called
 
 
-def test_pieces_of_which_ranks_tell_different_things_can_be_looked_at() -> None:
+def test_explain_accepts_a_per_rank_tensor_with_a_view_on_one_rank() -> None:
     one = torch.ones(2, 3)
-    mixed = dt.per_rank([one.clone(), one[:]])  # the second is a view
+    mixed = dt.per_rank([one.clone(), one[:]])  # the second tensor is a view
     assert dt.explain(lambda: mixed + 1).result.shards[1].shape == (2, 3)
