@@ -277,8 +277,8 @@ def test_bench_plots_have_a_title_and_the_fastest_row_on_top(tmp_path: Path, mon
         bench.RedistributionTiming((2,), f"S{k}->R", (5, 7), 1, 70, 140, 1e-4, seconds)
         for k, seconds in enumerate((3e-4, 1e-4, 2e-4))
     ]
-    bench.draw_plot(rows, tmp_path / "moved.png")
-    bench.draw_plot([bench.OperatorTiming("add", 2e-6, 5e-6), bench.OperatorTiming("mm", 1e-6, 4e-6)], tmp_path / "called.png")
+    bench.draw_plot(rows, tmp_path / "redistribute.png")
+    bench.draw_plot([bench.OperatorTiming("add", 2e-6, 5e-6), bench.OperatorTiming("mm", 1e-6, 4e-6)], tmp_path / "dispatch.png")
     for plot, best in zip(figures, ("S1->R 5x7", "mm"), strict=True):
         (axes,) = plot.axes
         assert axes.get_title()

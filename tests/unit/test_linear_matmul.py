@@ -57,8 +57,8 @@ def placement_pairs(ndim: int) -> list[tuple[Placement, Placement]]:
     return [(R, R), (first, last), (last, R), (S(0), S(0)), (P, first), (R, before)]
 
 
-def assert_same(ours: Any, plain: Any) -> None:
-    for got, expected in zip(ours, plain, strict=True):
+def assert_same(distributed: Any, plain: Any) -> None:
+    for got, expected in zip(distributed, plain, strict=True):
         assert (got is None) == (expected is None)
         if expected is not None:
             torch.testing.assert_close(got.full_tensor(), expected)
@@ -81,19 +81,19 @@ def test_linear_and_matmul_values_strides_and_two_derivatives_equal_plain_torch(
             make_tensor(*shape, seed=seed).requires_grad_(needs)
             for shape, needs in zip((first, second), requires_grad, strict=True)
         )
-        ours, plain = [make_dtensor(x, placements_of_x), make_dtensor(y, placements_of_y)], [x, y]
-        made, expected = function(*ours), function(*plain)
-        assert_same([made], [expected])
-        name = type(made.grad_fn).__name__
+        distributed, plain = [make_dtensor(x, placements_of_x), make_dtensor(y, placements_of_y)], [x, y]
+        result, expected = function(*distributed), function(*plain)
+        assert_same([result], [expected])
+        name = type(result.grad_fn).__name__
         assert (name in ("LinearBackward0", "MatmulBackward0")) == (undecomposed and WHOLE), name
         grad = make_tensor(*expected.shape, seed=9)
-        leaves, plain_leaves = ([t for t in operands if t.requires_grad] for operands in (ours, plain))
+        leaves, plain_leaves = ([t for t in operands if t.requires_grad] for operands in (distributed, plain))
         dgrad = make_dtensor(grad, (R, R))
         assert_same(
-            torch.autograd.grad(total(made, made.detach(), dgrad), leaves, retain_graph=True),
+            torch.autograd.grad(total(result, result.detach(), dgrad), leaves, retain_graph=True),
             torch.autograd.grad(total(expected, expected.detach(), grad), plain_leaves, retain_graph=True),
         )
-        once = torch.autograd.grad(total(made, made, dgrad), leaves, create_graph=True)
+        once = torch.autograd.grad(total(result, result, dgrad), leaves, create_graph=True)
         expected_once = torch.autograd.grad(total(expected, expected, grad), plain_leaves, create_graph=True)
         assert_same(once, expected_once)
         twice = torch.autograd.grad(sum((t * t).sum() for t in once), leaves)
@@ -109,10 +109,10 @@ def test_gradients_of_transposed_operands_have_the_strides_of_plain_torch(
         (make_tensor(6, rows).t() if is_transposed else make_tensor(rows, 6)).requires_grad_()
         for rows, is_transposed in zip((4, 8), transposed, strict=True)
     ]
-    ours = [make_dtensor(plain[0], (S(0), R)), make_dtensor(plain[1], (R, S(0)))]
-    function(*ours).square().sum().backward()
+    distributed = [make_dtensor(plain[0], (S(0), R)), make_dtensor(plain[1], (R, S(0)))]
+    function(*distributed).square().sum().backward()
     function(*plain).square().sum().backward()
-    assert_same([t.grad for t in ours], [t.grad for t in plain])
+    assert_same([t.grad for t in distributed], [t.grad for t in plain])
 
 
 @pytest.mark.parametrize("requires_grad", [(True, False, False), (False, True, False), (False, False, True), (False, True, True)])
@@ -121,35 +121,35 @@ def test_linear_backward_computes_only_the_requested_gradients(requires_grad: tu
         t.requires_grad_(needs)
         for t, needs in zip((make_tensor(4, 3, 6), make_tensor(8, 6), make_tensor(8)), requires_grad, strict=True)
     )
-    ours = [make_dtensor(x, (S(0), R)), make_dtensor(weight, (R, S(0))), make_dtensor(bias, (R, S(0)))]
-    made = F.linear(*ours)
-    grads = torch.ops.aten.linear_backward(ours[0].detach(), made.detach(), ours[1].detach(), requires_grad)
+    distributed = [make_dtensor(x, (S(0), R)), make_dtensor(weight, (R, S(0))), make_dtensor(bias, (R, S(0)))]
+    result = F.linear(*distributed)
+    grads = torch.ops.aten.linear_backward(distributed[0].detach(), result.detach(), distributed[1].detach(), requires_grad)
     assert tuple(grad is not None for grad in grads) == requires_grad
-    made.sum().backward()
+    result.sum().backward()
     F.linear(x, weight, bias).sum().backward()
-    assert_same([t.grad for t in ours], [x.grad, weight.grad, bias.grad])
+    assert_same([t.grad for t in distributed], [x.grad, weight.grad, bias.grad])
 
 
 def test_linear_of_complex_tensors_has_the_gradients_of_plain_torch() -> None:
     x, weight = (torch.complex(make_tensor(4, 6, seed=s), make_tensor(4, 6, seed=s + 2)).requires_grad_() for s in (0, 1))
-    ours = [make_dtensor(x, (S(0), R)), make_dtensor(weight, (R, S(0)))]
-    F.linear(*ours).abs().sum().backward()
+    distributed = [make_dtensor(x, (S(0), R)), make_dtensor(weight, (R, S(0)))]
+    F.linear(*distributed).abs().sum().backward()
     F.linear(x, weight).abs().sum().backward()
-    assert_same([t.grad for t in ours], [x.grad, weight.grad])
+    assert_same([t.grad for t in distributed], [x.grad, weight.grad])
 
 
 @pytest.mark.parametrize("function", [F.linear, lambda x, w: x @ w.t()])
 def test_flop_counter_counts_the_flops_of_plain_torch(function: Function) -> None:
     x, weight = make_tensor(4, 3, 6).requires_grad_(), make_tensor(8, 6).requires_grad_()
-    ours = [make_dtensor(x, (S(0), R)), make_dtensor(weight, (R, S(0)))]
+    distributed = [make_dtensor(x, (S(0), R)), make_dtensor(weight, (R, S(0)))]
     with FlopCounterMode(display=False) as plain:
         function(x, weight).sum().backward()
     with FlopCounterMode(display=False) as both:
-        function(*ours).sum().backward()
+        function(*distributed).sum().backward()
     assert both.get_total_flops() == plain.get_total_flops()
-    made = function(*ours)
+    result = function(*distributed)
     with FlopCounterMode(display=False) as backward:
-        made.sum().backward()
+        result.sum().backward()
     assert backward.get_total_flops() == plain.get_total_flops() * 2 // 3
 
 
@@ -178,37 +178,37 @@ def test_dispatch_modes_observe_local_operators_decomposed(mode: type[RecordingM
         make_dtensor(make_tensor(8, 6).requires_grad_(), (R, S(0))),
     )
     with mode() as recorder:
-        made = F.linear(x, weight)
-        made.sum().backward()
+        result = F.linear(x, weight)
+        result.sum().backward()
         torch.matmul(x.detach(), weight.detach().t())
     assert "mm" in recorder.names
     assert not {"linear", "matmul", "linear_backward", "matmul_backward"} & recorder.names
-    assert ("Linear" in type(made.grad_fn).__name__) == (mode is PassiveRecordingMode and WHOLE)
+    assert ("Linear" in type(result.grad_fn).__name__) == (mode is PassiveRecordingMode and WHOLE)
 
 
 def test_linear_and_matmul_under_autocast_forward_ad_and_torch_func() -> None:
     x, weight = make_tensor(4, 3, 6), make_tensor(8, 6)
-    ours, distributed_weight = make_dtensor(x, (S(0), R)), make_dtensor(weight, (R, S(0)))
+    distributed, distributed_weight = make_dtensor(x, (S(0), R)), make_dtensor(weight, (R, S(0)))
     with torch.autocast("cpu", torch.bfloat16):
-        assert F.linear(ours.float(), distributed_weight.float()).dtype is torch.bfloat16
-        assert torch.matmul(ours.float(), distributed_weight.float().t()).dtype is torch.bfloat16
+        assert F.linear(distributed.float(), distributed_weight.float()).dtype is torch.bfloat16
+        assert torch.matmul(distributed.float(), distributed_weight.float().t()).dtype is torch.bfloat16
     tangent = make_tensor(4, 3, 6, seed=1)
     with forward_ad.dual_level():
-        dual = forward_ad.make_dual(ours, make_dtensor(tangent, (R, S(0))))
-        for made in (F.linear(dual, distributed_weight), dual @ distributed_weight.t()):
-            torch.testing.assert_close(forward_ad.unpack_dual(made).tangent.full_tensor(), tangent @ weight.t())
+        dual = forward_ad.make_dual(distributed, make_dtensor(tangent, (R, S(0))))
+        for result in (F.linear(dual, distributed_weight), dual @ distributed_weight.t()):
+            torch.testing.assert_close(forward_ad.unpack_dual(result).tangent.full_tensor(), tangent @ weight.t())
 
     def check(function: Function) -> None:
         assert_same(
-            [torch.func.grad(lambda a: function(a, distributed_weight).square().sum())(ours)],
+            [torch.func.grad(lambda a: function(a, distributed_weight).square().sum())(distributed)],
             [torch.func.grad(lambda a: function(a, weight).square().sum())(x)],
         )
         assert_same(
-            [torch.func.vmap(lambda a: function(a, distributed_weight))(ours)],
+            [torch.func.vmap(lambda a: function(a, distributed_weight))(distributed)],
             [torch.func.vmap(lambda a: function(a, weight))(x)],
         )
         assert_same(
-            [torch.func.jvp(lambda a: function(a, distributed_weight), (ours,), (make_dtensor(tangent, (S(0), R)),))[1]],
+            [torch.func.jvp(lambda a: function(a, distributed_weight), (distributed,), (make_dtensor(tangent, (S(0), R)),))[1]],
             [tangent @ weight.t()],
         )
 
@@ -222,9 +222,9 @@ def test_an_activation_multiplied_by_a_frozen_weight_is_not_saved(function: Func
     x, weight = make_dtensor(make_tensor(6, 6).requires_grad_(), [S(0), R]), make_dtensor(make_tensor(6, 6, seed=1), [R, S(0)])
     activation = x * 2
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        made = function(activation, weight)
+        result = function(activation, weight)
     activation.relu_()  # backward does not need the overwritten activation
-    made.sum().backward()
+    result.sum().backward()
     assert not any(t.untyped_storage() is activation.untyped_storage() or t is activation for t in saved)
     plain = make_tensor(6, 6).requires_grad_()
     function(plain * 2, make_tensor(6, 6, seed=1)).sum().backward()

@@ -265,16 +265,16 @@ def backward():
   with fake:
     Seen.apply(x).backward(torch.empty(3, device="pretended"))
 
-main, states, told = threading.get_ident(), [], []
+main, states, reported = threading.get_ident(), [], []
 with FakeTensorMode() as fake:
     x = torch.empty(3, device="pretended", requires_grad=True)
-    with dt.explicit(), dt.random_mode("counter"), events.listening(told.append):
+    with dt.explicit(), dt.random_mode("counter"), events.listening(reported.append):
         backward()
         other = threading.Thread(target=backward)
         other.start()
         other.join()
     backward()
-print(states, told)
+print(states, reported)
 """
 
 

@@ -137,9 +137,9 @@ def test_transformer_encoder_with_a_distributed_mask_equals_plain_torch(causal: 
 
 def test_orthogonal_parametrization_of_a_distributed_weight_equals_plain_torch() -> None:
     plain = torch.nn.Linear(5, 5, bias=False)
-    ours = torch.nn.Linear(5, 5, bias=False)
-    ours.weight = torch.nn.Parameter(distribute(plain.weight.detach()))
-    layers = [torch.nn.utils.parametrizations.orthogonal(layer) for layer in (plain, ours)]
+    distributed = torch.nn.Linear(5, 5, bias=False)
+    distributed.weight = torch.nn.Parameter(distribute(plain.weight.detach()))
+    layers = [torch.nn.utils.parametrizations.orthogonal(layer) for layer in (plain, distributed)]
     torch.testing.assert_close(layers[1].weight.full_tensor(), layers[0].weight)
 
 

@@ -102,9 +102,9 @@ def test_writes_through_any_alias_invalidate_cached_copies(write: Callable[[Any]
     else:
         write(plain)
     write(y)
-    shown = [plain.t(), plain.detach(), plain[2:], plain.view(36)]
-    for mine, other in zip((y, *views), (plain, *shown), strict=False):
-        torch.testing.assert_close(mine.exp().detach().full_tensor(), other.exp().detach())
+    plain_views = [plain.t(), plain.detach(), plain[2:], plain.view(36)]
+    for result, other in zip((y, *views), (plain, *plain_views), strict=False):
+        torch.testing.assert_close(result.exp().detach().full_tensor(), other.exp().detach())
 
 
 def test_a_write_to_an_operator_result_does_not_change_the_cached_copy() -> None:
@@ -376,13 +376,13 @@ def test_remember_parameters_keeps_all_parameters_of_a_model() -> None:
 def test_the_lifetime_of_a_view_does_not_change_the_collectives(use: Callable[[Any], Any], requires_grad: bool) -> None:
     """One rank may keep the view longer than another one."""
 
-    def run(kept: list[Any]) -> None:
+    def run(references: list[Any]) -> None:
         base = dt.distribute_tensor(X, mesh(), [Shard(0)]).requires_grad_(requires_grad) * 1
         view = base[:, :2]
         made = use(view)
-        kept.append(view)
-        if len(kept) == 1:
-            kept.clear()
+        references.append(view)
+        if len(references) == 1:
+            references.clear()
         del view
         loss = (made * use(base[:, :2])).sum() + use(base[:, 1:3]).sum()
         if requires_grad:
@@ -401,10 +401,10 @@ def test_the_lifetime_of_an_alias_does_not_change_the_collectives(writes: bool) 
         found = [view.sin()]
         if writes:
             other.add_(1)
-        kept = other if keeps else None
+        alias = other if keeps else None
         del other
         found += [view.sin(), view.cos()]
-        return [*found, x, kept]
+        return [*found, x, alias]
 
     counts = [count_collectives(lambda keeps=keeps: run(keeps)) for keeps in (True, False)]
     assert counts[0] == counts[1] > 0

@@ -59,9 +59,9 @@ def test_a_view_keeps_its_elements_after_its_base_changes_shape_in_place(view: s
         IN_PLACE_CHANGES[change](x)
         after = before * 1
         x.mul_(2)
-        seen = read * 1
+        read_again = read * 1
         before.add_(1)
-        return first, after, seen, before, read, x
+        return first, after, read_again, before, read, x
 
     check_on_all_meshes(program)
 
@@ -96,7 +96,7 @@ def test_assigned_data_does_not_change_earlier_views() -> None:
 def test_a_tensor_that_takes_the_memory_of_a_view_writes_to_the_base(take: str) -> None:
     def program(x: Any) -> Any:
         own, row = x[0] * 5, x[2]
-        shown = (x.view(-1) * 1, x[:, 1] * 1)
+        before = (x.view(-1) * 1, x[:, 1] * 1)
         if take == "data":
             own.data = row
         else:
@@ -107,7 +107,7 @@ def test_a_tensor_that_takes_the_memory_of_a_view_writes_to_the_base(take: str) 
         again = flat * 1, column * 1
         del own
         x[2].mul_(2)
-        return shown, read, again, flat, column, row, x
+        return before, read, again, flat, column, row, x
 
     check_on_all_meshes(program)
 
@@ -130,10 +130,10 @@ def test_writes_through_a_deleted_alias_reach_earlier_views() -> None:
 def test_writes_through_data_of_a_view_reach_its_base_and_not_autograd(view: str) -> None:
     def program(x: Any) -> Any:
         y = x * 1
-        shown, square = VIEWS[view](y), (y * y).sum()
-        before = shown * 1
-        shown.data.add_(1)
-        return before, shown * 1, square, y[2] * 1
+        part, square = VIEWS[view](y), (y * y).sum()
+        before = part * 1
+        part.data.add_(1)
+        return before, part * 1, square, y[2] * 1
 
     for shape, choices in (((2,), PLACEMENTS_1D), ((2, 2), PLACEMENTS_2D)):
         for placements in choices:
@@ -144,10 +144,10 @@ def test_copy_copy_shares_memory() -> None:
     for view in (lambda x: x, *VIEWS.values()):
         for placements in PLACEMENTS_1D:
             x = scatter(X, dt.init_device_mesh("cpu", (2,)), placements)
-            shown = view(x)
-            made = copy.copy(shown)
-            made.zero_()
-            assert not shown.full_tensor().any()
+            original = view(x)
+            copied = copy.copy(original)
+            copied.zero_()
+            assert not original.full_tensor().any()
             assert torch.equal(x.full_tensor(), X.clone().index_put_((X == X,), torch.where(element_mask(view), 0, X).flatten()))
 
 
@@ -243,9 +243,9 @@ WRITES_AFTER: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("base", "turned", "then"), some(list(itertools.product(BASE_KINDS, METADATA_CHANGES, WRITES_AFTER)), every=7)
+    ("base", "change", "write"), some(list(itertools.product(BASE_KINDS, METADATA_CHANGES, WRITES_AFTER)), every=7)
 )
-def test_gradients_of_views_taken_before_an_in_place_metadata_change(base: str, turned: str, then: str) -> None:
+def test_gradients_of_views_taken_before_an_in_place_metadata_change(base: str, change: str, write: str) -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     layouts = itertools.cycle(PLACEMENTS_1D)
     for shape in ((4, 4), (3, 5)):
@@ -254,9 +254,9 @@ def test_gradients_of_views_taken_before_an_in_place_metadata_change(base: str, 
             def program(x: Any) -> Any:
                 y = BASE_KINDS[base](x)
                 v = take(y)  # noqa: B023
-                METADATA_CHANGES[turned](y)
+                METADATA_CHANGES[change](y)
                 after = y[0] * 3
-                WRITES_AFTER[then](y, v)
+                WRITES_AFTER[write](y, v)
                 return y * 1, v * 2, after
 
             x = torch.arange(1.0, shape[0] * shape[1] + 1, dtype=torch.float64).reshape(shape)
@@ -357,9 +357,9 @@ def test_as_strided_of_a_conjugate_view_reads_and_writes_conjugates() -> None:
     def program(x: Any) -> Any:
         y = x.clone()
         row = y.conj().as_strided((6,), (1,), 12)
-        seen = row * 1
+        before = row * 1
         row.as_strided((2,), (2,), 13).mul_(2j)
-        return seen, y
+        return before, y
 
     for placements in ([Replicate()], [Shard(0)], [Shard(1)]):
         check(program, torch.complex(X, -X.flip(0)), mesh=dt.init_device_mesh("cpu", (2,)), placements=[placements])
@@ -406,13 +406,13 @@ def test_writes_through_a_view_of_another_dtype_reach_the_base(other: torch.dtyp
 @pytest.mark.parametrize("conjugated", [False, True])
 def test_real_and_imag_are_views_of_the_complex_tensor(part: str, conjugated: bool) -> None:
     def program(z: Any) -> Any:
-        of = z.conj() if conjugated else z
-        shown, row = getattr(of, part), getattr(of[1], part)
-        first = shown * 1
-        shown[2:].mul_(2).add_(1)
+        source = z.conj() if conjugated else z
+        component, row = getattr(source, part), getattr(source[1], part)
+        first = component * 1
+        component[2:].mul_(2).add_(1)
         row[:2] = 4
         z.mul_(3)
-        return first, shown, row, torch.view_as_real(z), z
+        return first, component, row, torch.view_as_real(z), z
 
     for placements in [*PLACEMENTS_1D, [Shard(0, sizes=(1, 4))]]:
         mesh = dt.init_device_mesh("cpu", (2,))
@@ -519,10 +519,10 @@ def test_resize_and_as_strided_after_assigned_data_do_not_touch_the_former_base(
     def program(x: Any) -> list[Any]:
         base = x * 1
         view, other = base[:], x * x
-        left, kept = (view, base) if assigned == "view" else (base, view)
-        left.data = other
-        made = strided(view)
-        return [made, base, view, other, kept[1:]]
+        target, other_alias = (view, base) if assigned == "view" else (base, view)
+        target.data = other
+        strided_result = strided(view)
+        return [strided_result, base, view, other, other_alias[1:]]
 
     x = torch.arange(12.0).view(3, 4)
     found = program(dt.distribute_tensor(x, dt.init_device_mesh("cpu", (2,)), [placement]))
