@@ -6,6 +6,7 @@ import functools
 import operator
 import random
 from collections.abc import Callable
+from typing import Any
 
 import comm_cases
 import pytest
@@ -16,8 +17,9 @@ from gloo_processes import run_gloo
 from thread_backend import on_threads
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dtensor.comm import PerRank, RankValues, communicator_of, events, map_ranks, per_rank, traced_collectives
+from dtensor.comm import PerRank, RankValues, communicator_of, map_ranks, per_rank, traced_collectives
 from dtensor.comm.local_reduce import fold
+from dtensor.comm.pending import Pending
 from dtensor.debug import CommDebugMode
 from dtensor.errors import LayoutError, MeshError
 from dtensor.mesh.device_mesh import DeviceMesh
@@ -66,7 +68,7 @@ def test_collective_case_on_a_backend_of_threads(case: str, monkeypatch: pytest.
     on_threads(monkeypatch, 4, program)
 
 
-# --- map and map_ranks ----------------------------------------------------------------------------------------------
+# --- map ------------------------------------------------------------------------------------------------------------
 def test_communicator_map_splits_arguments_and_combines_results_per_rank() -> None:
     comm = communicator_of(SQUARE)
     x = comm.map(lambda member: torch.full((member,), float(member)))
@@ -94,14 +96,6 @@ def test_communicator_map_sets_the_current_rank() -> None:
     coordinates = map_ranks(lambda coordinate: (coordinate, SQUARE.get_coordinate(), SQUARE["tp"].get_local_rank()), mesh=SQUARE)
     assert all(argument == current and argument[1] == tp for argument, current, tp in coordinates)
     assert SQUARE.get_local_rank("dp").values == (0, 0, 0, 1, 1, 1)  # outside of map_ranks: the numbers of all ranks
-
-
-def test_map_ranks_uses_the_entered_mesh_and_is_differentiable() -> None:
-    x = per_rank([torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)])
-    with DeviceMesh("cpu", 2):
-        y = map_ranks(lambda coordinate, x, scale: (x * scale * coordinate[0]).sum(), x, scale=5)
-    y.backward()
-    assert [shard.grad.tolist() for shard in x.shards] == [[0.0, 0.0], [5.0, 5.0, 5.0]]
 
 
 def test_per_rank_values_of_another_number_of_ranks_raise() -> None:
@@ -137,10 +131,10 @@ def test_collectives_of_a_dry_run_give_shapes_and_counts() -> None:
     with CommDebugMode() as counted:
         assert comm.map(lambda member, x: x, x) is x
         assert comm.all_reduce(x, (0, 1)).wait().shape == (2, 3)
-        assert [tuple(piece.shape) for piece in comm.all_gather(x, (1,), lambda m: (2 + m, 3)).wait()] == [(2, 3), (3, 3), (4, 3)]
+        assert [tuple(shard.shape) for shard in comm.all_gather(x, (1,), lambda m: (2 + m, 3)).wait()] == [(2, 3), (3, 3), (4, 3)]
         chunks = [torch.empty(k, device="meta") for k in (4, 5, 6)]
         assert comm.reduce_scatter(chunks, (1,)).wait().shape == (4,)
-        assert [tuple(piece.shape) for piece in comm.all_to_all(chunks, (1,), lambda s, t: (4 + s + t,)).wait()] == [
+        assert [tuple(shard.shape) for shard in comm.all_to_all(chunks, (1,), lambda s, t: (4 + s + t,)).wait()] == [
             (4,),
             (5,),
             (6,),
@@ -163,9 +157,9 @@ def test_collectives_on_the_fake_backend_give_shapes() -> None:
             for dtype in (torch.float32, torch.bool, torch.complex64, torch.int16):
                 x = torch.ones(2, 3, dtype=dtype)
                 assert comm.all_reduce(x, dims, "sum").wait().shape == (2, 3)
-                assert [piece.shape for piece in comm.all_gather(x, dims, lambda m: (2, 3)).wait()] == [(2, 3)] * n
+                assert [shard.shape for shard in comm.all_gather(x, dims, lambda m: (2, 3)).wait()] == [(2, 3)] * n
                 ragged = comm.all_gather(x, dims, lambda m, comm=comm: (2 + abs(m - comm.mesh.current_member()), 3)).wait()
-                assert {piece.dtype for piece in ragged} == {dtype}
+                assert {shard.dtype for shard in ragged} == {dtype}
                 assert comm.reduce_scatter([x] * n, dims).wait().dtype == dtype
                 assert len(comm.all_to_all([x] * n, dims, lambda source, target: (2, 3)).wait()) == n
                 assert comm.broadcast(x, dims, 1).wait().shape == (2, 3)
@@ -191,40 +185,7 @@ def test_traced_collectives_bind_a_group_once_and_again_after_it_is_remade() -> 
             dist.destroy_process_group()
 
 
-# --- counting -------------------------------------------------------------------------------------------------------
-def test_nested_comm_debug_modes_count_the_collectives_of_their_blocks() -> None:
-    listeners_before = set(events.listeners)
-    comm = communicator_of(SQUARE)
-    x = torch.ones(4)
-    with CommDebugMode() as outer:
-        comm.all_reduce(x, (0,)).wait()
-        with CommDebugMode() as inner:
-            comm.all_gather(x, (1,), lambda m: (4,)).wait()
-            communicator_of(SQUARE["tp"]).all_gather(x, (0,), lambda m: (4,)).wait()
-        comm.all_reduce(x, (0, 1)).wait()
-    comm.all_reduce(x, (0,)).wait()
-    assert events.listeners == listeners_before  # without listeners a collective builds no event context
-    assert dict(inner.get_comm_counts()) == {"all_gather": 2}
-    assert dict(outer.get_comm_counts()) == {"all_reduce": 2, "all_gather": 2}
-    assert outer.get_total_counts() == 4
-    assert outer.get_comm_counts()["broadcast"] == 0
-    assert inner.get_comm_bytes()["all_gather"] == 2 * 2 * 16
-    assert [line.split() for line in str(outer).splitlines()] == [
-        ["collective", "over", "ranks", "count", "received", "per", "rank"],
-        ["all_reduce", "dp", "2", "1", "16", "B"],
-        ["all_gather", "tp", "3", "2", "64", "B"],
-        ["all_reduce", "dp+tp", "6", "1", "27", "B"],
-        ["total", "4", "107", "B"],
-    ]
-
-
-def test_comm_debug_mode_counts_the_bytes_of_the_rank_that_receives_most() -> None:
-    comm = communicator_of(SQUARE)
-    with CommDebugMode() as counted:
-        comm.all_gather(comm.map(lambda member: torch.ones(member)), (1,), lambda member: (member,)).wait()
-        chunks = comm.map(lambda member: [torch.ones(member * to) for to in SQUARE.members_of((0,), member)])
-        comm.all_to_all(chunks, (0,), lambda source, target: (source * target,)).wait()
-    assert [event.bytes for event in counted.events] == [4 * (4 + 5), 4 * 2 * 5]
+# --- reductions in process ------------------------------------------------------------------------------------------
 
 
 def test_in_process_all_reduce_adds_in_rank_order() -> None:
@@ -247,3 +208,54 @@ def test_combine_all_of_a_monoid_equals_pairwise_combine(monoid: Monoid, count: 
     one_by_one = functools.reduce(monoid.combine, addends)
     torch.testing.assert_close(fold(addends, monoid), one_by_one)
     assert monoid.combine_all is not None
+
+
+def make_two_rounds(log: list[str]) -> Pending[int]:
+    def begin() -> Callable[[], int]:
+        log.append("second round")
+        return lambda: log.append("end") or 7
+
+    return Pending.of_two_rounds(begin)
+
+
+def log_around(name: str, log: list[str]) -> Callable[[Callable[[], Any]], Any]:
+    def run(fn: Callable[[], Any]) -> Any:
+        log.append(f"{name} (")
+        found = fn()
+        log.append(")")
+        return found
+
+    return run
+
+
+@pytest.mark.parametrize("advances", [False, True])
+def test_a_pending_of_two_rounds_runs_each_round_once_in_order(advances):
+    log: list[str] = []
+    pending = make_two_rounds(log)
+    if advances:
+        assert pending.advance()
+        assert log == ["second round"]
+        assert not pending.ended
+        assert not pending.advance()
+    assert pending.then(lambda x: x + 1).wait() == 8
+    assert pending.wait() == 7
+    assert log == ["second round", "end"]
+    assert pending.ended
+    assert not pending.advance()
+
+
+@pytest.mark.parametrize("advances", [False, True])
+def test_within_wraps_the_end_or_each_round_of_a_pending(advances):
+    log: list[str] = []
+    pending = make_two_rounds(log).within(log_around("wait", log), rounds=True).within(log_around("outer", log))
+    if advances:
+        pending.advance()
+        assert log == ["wait (", "second round", ")"]
+    assert pending.wait() == 7
+    rounds = ["wait (", "second round", ")"], ["wait (", "end", ")"]
+    assert log == ([*rounds[0], "outer (", *rounds[1], ")"] if advances else ["outer (", *rounds[0], *rounds[1], ")"])
+
+
+def test_a_pending_of_one_round_cannot_advance():
+    assert not Pending(lambda: 1).advance()
+    assert not Pending.of(1).advance()

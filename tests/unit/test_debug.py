@@ -16,7 +16,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dtensor as dt
-from dtensor.comm import communicator_of
+from dtensor.comm import communicator_of, events
 from dtensor.debug import CommDebugMode, visualize_sharding
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -206,25 +206,8 @@ def test_comm_counts_compare_with_dicts_of_kinds_or_operators() -> None:
     assert counts[operators.all_reduce_coalesced] == counts[operators.wait_tensor] == 0
 
 
-def test_repr_of_a_large_tensor_shows_one_local_tensor_and_all_local_shapes() -> None:
-    mesh = dt.init_device_mesh("cpu", (2, 2))
-    x = dt.distribute_tensor(torch.arange(90.0 * 50).view(90, 50), mesh, [S0, S0])
-    text = repr(x)
-    assert text.count("...") <= 3 + 4  # of one local tensor
-    assert text.startswith("DTensor(float32[90, 50] on (0=S(0), 1=S(0))\n  rank 0: [[")
-    assert text.endswith("\n  shapes: ranks 0, 2 [23, 50], ranks 1, 3 [22, 50])")
-    assert "rank 1:" not in text
-    assert len(text) < 800
-    small = dt.distribute_tensor(torch.arange(6.0), mesh, [S0, R])
-    assert "ranks 0-1: [0., 1., 2.]" in repr(small)
-    assert "ranks 2-3: [3., 4., 5.]" in repr(small)
-    assert "shapes" not in repr(small)
-    equal_replicas = dt.ones(2000, device_mesh=dt.init_device_mesh("cpu", (4,)), placements=[R])
-    assert repr(equal_replicas).endswith("shapes: ranks 0-3 [2000])")
-
-
 def test_modules_copied_or_pickled_under_comm_debug_mode_keep_no_hooks() -> None:
-    """A copy must not keep the hooks of the mode, which hold the whole log."""
+    """A copy must not keep the hooks of the mode, which hold the complete log."""
     layer = nn.Linear(2, 2)
     with CommDebugMode() as comm:
         layer(torch.ones(2))
@@ -238,7 +221,39 @@ def test_modules_copied_or_pickled_under_comm_debug_mode_keep_no_hooks() -> None
         assert not module._forward_hooks_always_called
 
 
-def test_explain_accepts_a_per_rank_tensor_with_a_view_on_one_rank() -> None:
-    one = torch.ones(2, 3)
-    mixed = dt.per_rank([one.clone(), one[:]])  # the second tensor is a view
-    assert dt.explain(lambda: mixed + 1).result.shards[1].shape == (2, 3)
+SQUARE = dt.DeviceMesh("cpu", [[0, 1, 2], [3, 4, 5]], mesh_dim_names=("dp", "tp"))
+
+
+def test_nested_comm_debug_modes_count_the_collectives_of_their_blocks() -> None:
+    listeners_before = set(events.listeners)
+    comm = communicator_of(SQUARE)
+    x = torch.ones(4)
+    with CommDebugMode() as outer:
+        comm.all_reduce(x, (0,)).wait()
+        with CommDebugMode() as inner:
+            comm.all_gather(x, (1,), lambda m: (4,)).wait()
+            communicator_of(SQUARE["tp"]).all_gather(x, (0,), lambda m: (4,)).wait()
+        comm.all_reduce(x, (0, 1)).wait()
+    comm.all_reduce(x, (0,)).wait()
+    assert events.listeners == listeners_before  # without listeners a collective builds no event context
+    assert dict(inner.get_comm_counts()) == {"all_gather": 2}
+    assert dict(outer.get_comm_counts()) == {"all_reduce": 2, "all_gather": 2}
+    assert outer.get_total_counts() == 4
+    assert outer.get_comm_counts()["broadcast"] == 0
+    assert inner.get_comm_bytes()["all_gather"] == 2 * 2 * 16
+    assert [line.split() for line in str(outer).splitlines()] == [
+        ["collective", "over", "ranks", "count", "received", "per", "rank"],
+        ["all_reduce", "dp", "2", "1", "16", "B"],
+        ["all_gather", "tp", "3", "2", "64", "B"],
+        ["all_reduce", "dp+tp", "6", "1", "27", "B"],
+        ["total", "4", "107", "B"],
+    ]
+
+
+def test_comm_debug_mode_counts_the_bytes_of_the_rank_that_receives_most() -> None:
+    comm = communicator_of(SQUARE)
+    with CommDebugMode() as counted:
+        comm.all_gather(comm.map(lambda member: torch.ones(member)), (1,), lambda member: (member,)).wait()
+        chunks = comm.map(lambda member: [torch.ones(member * to) for to in SQUARE.members_of((0,), member)])
+        comm.all_to_all(chunks, (0,), lambda source, target: (source * target,)).wait()
+    assert [event.bytes for event in counted.events] == [4 * (4 + 5), 4 * 2 * 5]

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import dtensor as dt
 from dtensor import DTensor, Partial, Replicate, Shard
 from dtensor.comm import events
 from dtensor.errors import (
     ArgumentError,
+    ContradictionError,
     DTensorError,
     ImplicitCommunicationError,
     LayoutError,
@@ -22,6 +24,7 @@ from dtensor.errors import (
     PlacementError,
     UnsupportedOperationError,
 )
+from dtensor.parallel import PrepareModuleInput, PrepareModuleOutput, fully_shard, replicate
 from dtensor.testing import check
 
 pytestmark = pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning", "ignore:torch.quantize_per_tensor")
@@ -359,3 +362,45 @@ def test_scatter_operators_raise_index_error_without_the_dim_or_index(
     for operand in (x, dt.distribute_tensor(x, dt.init_device_mesh("cpu", (2,)), [dt.Replicate()])):
         with pytest.raises(IndexError):
             scatter_into(operand)
+
+
+ROWS = dt.distribute_tensor(torch.ones(4, 2), MESH, [Shard(0)])
+TWO_LAYOUTS: Any = (Replicate(), None)
+
+
+def apply_twice(make: Callable[..., nn.Module]) -> None:
+    model = make(nn.Linear(2, 2), mesh=MESH)
+    make(model, mesh=MESH)
+
+
+def run_local_map(function: Callable[..., Any], inputs: Any, outputs: Any) -> None:
+    dt.local_map(function, out_placements=outputs, in_placements=inputs, device_mesh=MESH)(ROWS, ROWS)
+
+
+CONTRADICTIONS: dict[str, Callable[[], Any]] = {
+    "input layouts of different lengths": lambda: PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=TWO_LAYOUTS),
+    "input layouts without desired ones": lambda: PrepareModuleInput(input_layouts=Shard(0)),
+    "output layouts of different lengths": lambda: PrepareModuleOutput(
+        output_layouts=Shard(0), desired_output_layouts=TWO_LAYOUTS
+    ),
+    "fully_shard twice": lambda: apply_twice(fully_shard),
+    "replicate twice": lambda: apply_twice(replicate),
+    "None as the placement of a DTensor": lambda: run_local_map(torch.add, ([Shard(0)], None), [Shard(0)]),
+    "too few in_placements": lambda: run_local_map(torch.add, ([Shard(0)],), [Shard(0)]),
+    "too many out_placements": lambda: run_local_map(torch.add, None, ([Shard(0)], [Shard(0)])),
+    "placements for an output that is a number": lambda: run_local_map(lambda x, y: 3, None, ([Shard(0)],)),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_contradictory_arguments_raise_contradiction_error_and_assertion_error(name: str) -> None:
+    with pytest.raises(AssertionError) as caught:
+        CONTRADICTIONS[name]()
+    assert isinstance(caught.value, ContradictionError)
+
+
+def test_local_map_requires_placements_for_each_dtensor_argument() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    x = dt.distribute_tensor(torch.ones(4, 2), mesh, [dt.Shard(0)])
+    with pytest.raises(dt.errors.PlacementError, match="expects placements for argument 1"):
+        dt.local_map(torch.add, out_placements=[dt.Shard(0)], in_placements=([dt.Shard(0)], None))(x, x)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch_versions import needs_whole
 
 import dtensor as dt
+from dtensor.__main__ import main
 from dtensor.comm import events
 from dtensor.debug import CommDebugMode
 from dtensor.errors import BudgetError
@@ -67,13 +69,6 @@ def backward_of_redistribute() -> None:
     z.sum().backward()
 
 
-def backward_of_matmul() -> None:
-    x, w = put(value(6, 4), S0).requires_grad_(), put(value(4, 4), R).requires_grad_()
-    y = x @ w  # aten::mm forward
-    z = y.sum()
-    z.backward()
-
-
 def gradient_of_a_leaf() -> None:
     x, w = put(value(6, 4), S0), put(value(4, 5), R).requires_grad_()
     y = x @ w  # gradient backward
@@ -82,11 +77,6 @@ def gradient_of_a_leaf() -> None:
 
 def kernel_with_collectives() -> None:
     put(value(7), S0).cumsum(0)  # aten::cumsum forward
-
-
-def tensor_parallel_styles() -> None:
-    model = parallelize_module(MLP(), line(), {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    model(torch.ones(2, 4, requires_grad=True)).sum().backward()  # dtensor.parallel nowhere
 
 
 def recomputed_redistribution() -> None:
@@ -209,8 +199,8 @@ def _explain_step() -> tuple[int, int, list[str]]:
 
 @pytest.mark.gloo
 def test_explain_on_two_processes_counts_bytes_and_names_lines() -> None:
-    for ours, counted, lines in run_gloo(_explain_step, 2):
-        assert ours == counted > 0
+    for explained, counted, lines in run_gloo(_explain_step, 2):
+        assert explained == counted > 0
         assert lines == ["y = x @ w", "torch.distributed.barrier()"]
 
 
@@ -280,3 +270,167 @@ def test_explain_sums_bytes_and_flops_of_submodules() -> None:
     assert set(by_name) == {"MLP", "MLP.up", "MLP.down"}
     assert by_name["MLP"].bytes == by_name["MLP.up"].bytes + by_name["MLP.down"].bytes == report.bytes
     assert by_name["MLP"].flops == by_name["MLP.up"].flops + by_name["MLP.down"].flops == report.flops
+
+
+PREAMBLE = """
+import torch
+import torch.nn.functional as F
+import dtensor as dt
+from torch import nn
+from dtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+R, S0, S1 = dt.Replicate(), dt.Shard(0), dt.Shard(1)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False)
+
+    def forward(self, x):
+        h = self.up(x).relu()
+        return self.down(h)
+
+
+def model(up, down):
+    block = Block()
+    for layer, place in ((block.up, up), (block.down, down)):
+        layer.weight = nn.Parameter(dt.distribute_tensor(layer.weight.detach(), mesh, [place]))
+    return block
+
+
+x = dt.ones(6, 4, device_mesh=mesh)
+"""
+
+
+class ExtraCollective(NamedTuple):
+    """A program with an unneeded collective on the line ``# here``, its printed ``fix``, and the edit ``old`` -> ``new``."""
+
+    program: str
+    why: str
+    fix: str
+    old: str
+    new: str
+
+
+PROGRAMS = {
+    "activations": ExtraCollective(
+        """
+scale = dt.ones(6, 8, device_mesh=mesh, placements=[S0])
+h = model(S0, S1).up(x)
+y = h * scale  # here
+""",
+        "forward aten::mul.Tensor: all_to_all over tp, 2 ranks, 48 B",
+        "or: make other float32[6, 8] on (tp=S(0)) with placements=[Shard(dim=1)]; then nothing is redistributed",
+        "placements=[S0])\nh =",
+        "placements=[S1])\nh =",
+    ),
+    "activations, explicit redistribution": ExtraCollective(
+        """
+scale = dt.ones(6, 8, device_mesh=mesh, placements=[S0])
+h = model(S0, S1).up(x)
+y = h * scale  # here
+""",
+        "forward aten::mul.Tensor: all_to_all over tp, 2 ranks, 48 B",
+        "write instead: self.redistribute(placements=[Shard(dim=0)]), once, before this line",
+        "y = h * scale",
+        "h = h.redistribute(placements=[dt.Shard(dim=0)])\ny = h * scale",
+    ),
+    "weights": ExtraCollective(
+        "\ny = model(S0, S0)(x)\n",
+        "forward aten::linear in Block.down: all_gather over tp, 2 ranks, 96 B",
+        "or: make weight float32[4, 8] on (tp=S(0)) with placements=[Shard(dim=1)]; then nothing is redistributed",
+        "model(S0, S0)",
+        "model(S0, S1)",
+    ),
+    "a loss": ExtraCollective(
+        """
+target = dt.ones(6, 8, device_mesh=mesh, placements=[S1])
+logits = dt.ones(6, 8, device_mesh=mesh, placements=[S0])
+loss = F.mse_loss(logits, target)  # here
+""",
+        "forward aten::mse_loss: all_to_all over tp, 2 ranks, 48 B",
+        "or: make self float32[6, 8] on (tp=S(0)) with placements=[Shard(dim=1)]; then nothing is redistributed",
+        "logits = dt.ones(6, 8, device_mesh=mesh, placements=[S0])",
+        "logits = dt.ones(6, 8, device_mesh=mesh, placements=[S1])",
+    ),
+    "a redistribution": ExtraCollective(
+        """
+block = model(S0, S1)
+h = block.up(x).relu()
+h = h.redistribute(placements=[R])  # here
+y = block.down(h)
+""",
+        "forward DTensor.redistribute: all_gather over tp, 2 ranks, 96 B",
+        "float32[6, 8] on (tp=S(1)) -> (tp=R)",
+        "h = h.redistribute(placements=[R])  # here\n",
+        "",
+    ),
+    "a hook": ExtraCollective(
+        """
+block = model(S0, S1)
+def look(module, given, made):
+    print(made.full_tensor().norm() > 0)  # here
+handle = block.up.register_forward_hook(look)
+y = block(x)
+""",
+        "forward DTensor.full_tensor in Block.up: all_gather over tp, 2 ranks, 96 B",
+        "float32[6, 8] on (tp=S(1)) -> (tp=R)",
+        "made.full_tensor().norm() > 0",
+        "made.to_local().shape",
+    ),
+    "a style": ExtraCollective(
+        """
+block = parallelize_module(Block(), mesh, {"up": ColwiseParallel(output_layouts=R)})
+h = block.up(torch.ones(6, 4))  # here
+""",
+        "forward dtensor.parallel.tensor.style in Linear: all_gather over tp, 2 ranks, 96 B",
+        "float32[6, 8] on (tp=S(1)) -> (tp=R)",
+        "output_layouts=R",
+        "",
+    ),
+    "a gradient": ExtraCollective(
+        """
+w = nn.Parameter(dt.ones(4, 5, device_mesh=mesh, placements=[R]))
+y = dt.ones(6, 4, device_mesh=mesh, placements=[S0]) @ w  # here
+y.sum().backward()
+""",
+        "backward gradient (AccumulateGrad): all_reduce over tp, 2 ranks, 80 B",
+        "float32[4, 5] on (tp=P(sum)) -> (tp=R)",
+        "placements=[S0]) @ w",
+        "placements=[R]) @ w",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_whole) if name == "weights" else name for name in PROGRAMS])
+def test_explain_prints_line_reason_and_fix_of_an_extra_collective(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case, script = PROGRAMS[name], tmp_path / "model.py"
+    text = PREAMBLE + case.program
+    script.write_text(text)
+    assert main(["explain", str(script)]) == 0
+    output = capsys.readouterr().out
+    marked = "# here" if "# here" in case.program else "return self.down(h)"
+    at = next(number for number, row in enumerate(text.splitlines(), 1) if marked in row)
+    line = next(row for row in output.splitlines() if row.startswith("model.py:") and "collective" in row)
+    assert line.startswith(f"model.py:{at}  {text.splitlines()[at - 1].strip()}: 1 collective, "), output
+    for expected in (case.why, case.fix):
+        assert any(row.strip().startswith(expected) for row in output.splitlines()), output
+    assert case.old in text
+    script.write_text(text.replace(case.old, case.new))
+    assert main(["explain", str(script)]) == 0
+    output = capsys.readouterr().out
+    if "redistribute" in case.new:  # the implicit collective is now an explicit one
+        assert "1 collective, 48 B" in output
+        assert "DTensor.redistribute" in output
+    else:
+        assert "0 collectives, 0 B received per rank" in output, output
+
+
+def test_explain_accepts_a_per_rank_tensor_with_a_view_on_one_rank() -> None:
+    one = torch.ones(2, 3)
+    mixed = dt.per_rank([one.clone(), one[:]])  # the second tensor is a view
+    assert dt.explain(lambda: mixed + 1).result.shards[1].shape == (2, 3)

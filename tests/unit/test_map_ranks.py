@@ -308,3 +308,11 @@ def test_flex_attention_of_local_heads_runs_per_rank() -> None:
     torch.testing.assert_close(found.full_tensor(), flex_attention(q, q, q))
     with pytest.raises(Exception, match=r"tensors of each rank are not compiled into one graph. .*map_ranks"):
         dt.local_map(flex_attention, heads, (heads,) * 3, device_mesh=MESH)(x, x, x)
+
+
+def test_map_ranks_uses_the_entered_mesh_and_is_differentiable() -> None:
+    x = dt.per_rank([torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)])
+    with dt.DeviceMesh("cpu", 2):
+        y = dt.map_ranks(lambda coordinate, x, scale: (x * scale * coordinate[0]).sum(), x, scale=5)
+    y.backward()
+    assert [shard.grad.tolist() for shard in x.shards] == [[0.0, 0.0], [5.0, 5.0, 5.0]]

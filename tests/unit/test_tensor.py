@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import io
-import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from compare_with_one_device import same_gradients, same_parameters
-from torch import nn
 
 import dtensor as dt
 from dtensor import DTensor, Partial, Replicate, Shard
@@ -570,201 +565,6 @@ def test_like_factories_keep_the_placements_of_their_input() -> None:
     assert torch.equal(torch.rand_like(x).full_tensor(), expected)
 
 
-# --- modules, parameters, state -------------------------------------------------------------------------------------
-def make_module() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3, bias=False), nn.BatchNorm1d(3, affine=False))
-
-
-def shard_linears(name: str, module: nn.Module, mesh: Any) -> None:
-    if isinstance(module, nn.Linear):
-        module.weight = nn.Parameter(dt.distribute_tensor(module.weight.detach(), mesh, [Shard(0)]))
-
-
-def test_distribute_module_shards_by_partition_fn_and_replicates_other_parameters() -> None:
-    observed: list[str] = []
-
-    def partition(name: str, module: nn.Module, mesh: Any) -> None:
-        observed.append(name)
-        shard_linears(name, module, mesh)
-
-    module = dt.distribute_module(
-        make_module(),
-        MESH,
-        partition,
-        input_fn=lambda mod, inputs, mesh: (dt.distribute_tensor(inputs[0], mesh, [Shard(0)]),),
-        output_fn=lambda mod, output, mesh: output.full_tensor(),
-    )
-    assert observed == ["", "0", "1", "2", "3"]
-    assert module[0].weight.placements == (Shard(0),)
-    assert module[0].bias.placements == (R,)
-    assert module[3].running_mean.placements == (R,)
-    assert isinstance(module[0].weight, nn.Parameter)
-    plain = make_module()
-    x = torch.randn(6, 5)
-    assert torch.allclose(module(x), plain(x), atol=1e-6)
-    module(x).square().sum().backward()
-    plain(x).square().sum().backward()
-    same_gradients(module, plain)
-
-
-def test_a_parameter_of_a_dtensor_is_a_parameter_and_a_dtensor() -> None:
-    p = nn.Parameter(dt.distribute_tensor(value(5, 6), MESH, [Shard(0)]))
-    assert isinstance(p, nn.Parameter)
-    assert isinstance(p, DTensor)
-    assert p.requires_grad
-    assert p.placements == (Shard(0),)
-    assert not nn.Parameter(dt.zeros(3, device_mesh=MESH), requires_grad=False).requires_grad
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop])
-@pytest.mark.parametrize("foreach", [False, True])
-def test_optimizers_update_parameters_as_on_one_device(optimizer: Any, foreach: bool) -> None:
-    plain, distributed = make_module()[:3], dt.distribute_module(make_module()[:3], MESH, shard_linears)
-    options = {"momentum": 0.9} if optimizer is torch.optim.SGD else {}
-    steps = [
-        optimizer(module.parameters(), lr=0.05, weight_decay=0.1, foreach=foreach, **options) for module in (plain, distributed)
-    ]
-    x = torch.randn(6, 5)
-    for _ in range(3):
-        for module, batch in ((plain, x), (distributed, dt.distribute_tensor(x, MESH, [Shard(0)]))):
-            module(batch).square().mean().backward()
-        for step in steps:
-            step.step()
-            step.zero_grad()
-    same_parameters(distributed, plain)
-    moments = [s for state in steps[1].state.values() for s in state.values() if isinstance(s, torch.Tensor) and s.ndim]
-    assert all(isinstance(moment, DTensor) for moment in moments)
-
-
-def test_clip_grad_norm_uses_the_global_norm() -> None:
-    plain, distributed = make_module()[:3], dt.distribute_module(make_module()[:3], MESH, shard_linears)
-    x = torch.randn(6, 5)
-    plain(x).square().sum().backward()
-    distributed(dt.distribute_tensor(x, MESH, [Shard(0)])).square().sum().backward()
-    norms = [nn.utils.clip_grad_norm_(module.parameters(), 0.1) for module in (plain, distributed)]
-    assert norms[1].item() == pytest.approx(norms[0].item(), rel=1e-5)
-    same_gradients(distributed, plain)
-
-
-def test_load_state_dict_restores_values_and_placements() -> None:
-    source, target = (dt.distribute_module(make_module(), MESH, shard_linears) for _ in range(2))
-    with torch.no_grad():
-        for p in target.parameters():
-            p.zero_()
-    state = source.state_dict()
-    assert all(isinstance(v, DTensor) for v in state.values())
-    target.load_state_dict(state)
-    for got, want in zip(target.parameters(), source.parameters(), strict=True):
-        assert got.placements == want.placements
-        assert torch.equal(got.full_tensor(), want.full_tensor())
-
-
-def test_load_state_dict_redistributes_state_to_the_placements_of_the_parameters() -> None:
-    source = dt.distribute_module(make_module(), MESH)
-    target = dt.distribute_module(make_module(), MESH, shard_linears)
-    with torch.no_grad():
-        source[0].weight.fill_(2)
-    target.load_state_dict(source.state_dict())
-    assert target[0].weight.placements == (Shard(0),)
-    assert target[0].weight.full_tensor().unique().tolist() == [2]
-
-
-@pytest.mark.parametrize("convert", ["double", "half", "bfloat16", "float"])
-def test_dtype_conversion_of_a_module_keeps_placements_and_values(convert: str) -> None:
-    module = getattr(dt.distribute_module(make_module(), MESH, shard_linears), convert)()
-    plain = getattr(make_module(), convert)()
-    for got, want in zip(module.parameters(), plain.parameters(), strict=True):
-        assert isinstance(got, nn.Parameter)
-        assert got.dtype == want.dtype
-        assert torch.equal(got.full_tensor(), want)
-    assert module[0].weight.placements == (Shard(0),)
-    assert module.to(torch.float32)[0].weight.dtype == torch.float32
-
-
-def test_init_functions_give_the_values_of_one_device() -> None:
-    module = dt.distribute_module(make_module(), MESH, shard_linears)
-    module.apply(lambda m: nn.init.constant_(m.weight, 0.5) if isinstance(m, nn.Linear) else None)
-    assert module[0].weight.full_tensor().unique().tolist() == [0.5]
-    torch.manual_seed(3)
-    expected = nn.init.kaiming_uniform_(torch.empty(7, 5))
-    torch.manual_seed(3)
-    nn.init.kaiming_uniform_(module[0].weight)
-    assert torch.equal(module[0].weight.full_tensor(), expected)
-
-
-# --- copies and files -----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("placements", PLACEMENTS, ids=str)
-def test_deepcopy_copies_the_local_tensors(placements: list[Any]) -> None:
-    x = scatter(value(5, 6), MESH, placements)
-    other = copy.deepcopy(x)
-    assert other.layout is x.layout
-    x.zero_()
-    assert torch.equal(other.full_tensor(), value(5, 6))
-
-
-def test_deepcopy_keeps_a_gradient_of_another_dtype() -> None:
-    mesh = dt.init_device_mesh("cpu", (2,))
-    weight = nn.Parameter(dt.distribute_tensor(torch.ones(4, dtype=torch.bfloat16), mesh, [dt.Shard(0)]))
-    weight.grad_dtype = torch.float32
-    (weight.float() * 1.001).sum().backward()
-    result = copy.deepcopy(weight)
-    assert result.grad is not None
-    assert result.grad.dtype == torch.float32
-    assert torch.equal(result.grad.full_tensor(), weight.grad.full_tensor())
-
-
-def test_deepcopy_of_a_module_keeps_parameters_ties_and_gradients() -> None:
-    module = nn.ModuleList([nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)])
-    module[1].weight = module[0].weight
-    dt.distribute_module(module, MESH)
-    module[1].weight = module[0].weight
-    module[0].weight.sum().backward()
-    other = copy.deepcopy(module)
-    assert other[0].weight is other[1].weight
-    assert isinstance(other[0].weight, nn.Parameter)
-    assert other[0].weight.grad.full_tensor().unique().tolist() == [1]
-
-
-def test_deepcopy_of_a_computed_tensor_raises_as_in_plain_torch() -> None:
-    x = dt.ones(3, device_mesh=MESH, requires_grad=True) * 2
-    with pytest.raises(RuntimeError, match=r"detach"):
-        copy.deepcopy(x)
-
-
-@pytest.mark.parametrize("placements", PLACEMENTS, ids=str)
-def test_deepcopy_and_pickle_keep_user_attributes_of_a_tensor(placements: list[Any]) -> None:
-    x = dt.distribute_tensor(value(5, 6), MESH, placements).requires_grad_()
-    x.mark = {"group": ["a"]}
-    result = copy.deepcopy(x)
-    assert result.mark == {"group": ["a"]}
-    assert result.mark is not x.mark
-    (result * 2).sum().backward()
-    assert pickle.loads(pickle.dumps(x)).mark == {"group": ["a"]}
-
-
-@pytest.mark.parametrize("placements", PLACEMENTS, ids=str)
-def test_pickle_round_trip_keeps_value_placements_and_mesh(placements: list[Any]) -> None:
-    x = scatter(value(5, 6), MESH, placements).requires_grad_()
-    other = pickle.loads(pickle.dumps(x))
-    assert other.requires_grad
-    assert other.placements == x.placements
-    assert other.device_mesh == MESH
-    assert torch.equal(other.detach().full_tensor(), value(5, 6))
-
-
-def test_torch_save_and_load_keep_placements_and_values() -> None:
-    module = dt.distribute_module(make_module(), MESH, shard_linears)
-    file = io.BytesIO()
-    torch.save(module.state_dict(), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=False)
-    assert state["0.weight"].placements == (Shard(0),)
-    assert torch.equal(state["0.weight"].full_tensor(), module[0].weight.detach().full_tensor())
-    parameter = pickle.loads(pickle.dumps(module[0].weight))
-    assert isinstance(parameter, nn.Parameter)
-
-
 # --- prints ---------------------------------------------------------------------------------------------------------
 def test_repr_shows_the_local_tensor_of_each_rank() -> None:
     x = dt.distribute_tensor(torch.arange(6).reshape(2, 3), MESH_22, [Shard(0), Shard(1)])
@@ -795,20 +595,27 @@ def test_repr_shows_each_shard_and_addend_even_if_equal() -> None:
         assert repr(equal).count("\n  rank ") == 2
 
 
+def test_repr_of_a_large_tensor_shows_one_local_tensor_and_all_local_shapes() -> None:
+    mesh = dt.init_device_mesh("cpu", (2, 2))
+    x = dt.distribute_tensor(torch.arange(90.0 * 50).view(90, 50), mesh, [Shard(0), Shard(0)])
+    text = repr(x)
+    assert text.count("...") <= 3 + 4  # of one local tensor
+    assert text.startswith("DTensor(float32[90, 50] on (0=S(0), 1=S(0))\n  rank 0: [[")
+    assert text.endswith("\n  shapes: ranks 0, 2 [23, 50], ranks 1, 3 [22, 50])")
+    assert "rank 1:" not in text
+    assert len(text) < 800
+    small = dt.distribute_tensor(torch.arange(6.0), mesh, [Shard(0), R])
+    assert "ranks 0-1: [0., 1., 2.]" in repr(small)
+    assert "ranks 2-3: [3., 4., 5.]" in repr(small)
+    assert "shapes" not in repr(small)
+    equal_replicas = dt.ones(2000, device_mesh=dt.init_device_mesh("cpu", (4,)), placements=[R])
+    assert repr(equal_replicas).endswith("shapes: ranks 0-3 [2000])")
+
+
 def test_repr_shows_requires_grad_and_grad_fn() -> None:
     x = dt.ones(2, device_mesh=MESH, requires_grad=True)
     assert "requires_grad=True" in repr(x)
     assert "grad_fn=<MulBackward0>" in repr(x * 2)
-
-
-def test_spec_has_the_attribute_names_of_torch_dtensor_spec() -> None:
-    x = dt.zeros(5, 3, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[Shard(0)])
-    assert (x._spec.mesh, x._spec.device_mesh, x._spec.placements) == (x.device_mesh, x.device_mesh, x.placements)
-    assert (x._spec.tensor_meta.shape, x._spec.tensor_meta.stride, x._spec.tensor_meta.dtype) == ((5, 3), (3, 1), torch.float32)
-    assert hash(x._spec) == hash((x + 1)._spec)
-    square = dt.init_device_mesh("cpu", (2, 2))
-    y, z = (dt.zeros(5, 3, device_mesh=square, placements=[Shard(1), where]) for where in (Shard(1), Replicate()))
-    assert [(value._spec.num_shards, value._spec.dim_map) for value in (x, y, z)] == [(2, [0, -1]), (4, [-1, 0]), (2, [-1, 0])]
 
 
 # --- submeshes ------------------------------------------------------------------------------------------------------
@@ -838,13 +645,6 @@ def test_a_leaf_is_freed_after_backward_and_del() -> None:
     del x
     gc.collect()
     assert alive() is None
-
-
-def test_local_map_requires_placements_for_each_dtensor_argument() -> None:
-    mesh = dt.init_device_mesh("cpu", (2,))
-    x = dt.distribute_tensor(torch.ones(4, 2), mesh, [dt.Shard(0)])
-    with pytest.raises(dt.errors.PlacementError, match="expects placements for argument 1"):
-        dt.local_map(torch.add, out_placements=[dt.Shard(0)], in_placements=([dt.Shard(0)], None))(x, x)
 
 
 # --- conversions, plain indices and vmap ----------------------------------------------------------------------------

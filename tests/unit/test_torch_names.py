@@ -243,3 +243,16 @@ def test_documented_differences_from_torch_dtensor() -> None:
     assert isinstance(model.weight, dtensor.DTensor)
     model.unshard()
     assert not isinstance(model.weight, dtensor.DTensor)
+
+
+def test_spec_has_the_attribute_names_of_torch_dtensor_spec() -> None:
+    x = dtensor.zeros(5, 3, device_mesh=dtensor.init_device_mesh("cpu", (2,)), placements=[dtensor.Shard(0)])
+    assert (x._spec.mesh, x._spec.device_mesh, x._spec.placements) == (x.device_mesh, x.device_mesh, x.placements)
+    assert (x._spec.tensor_meta.shape, x._spec.tensor_meta.stride, x._spec.tensor_meta.dtype) == ((5, 3), (3, 1), torch.float32)
+    assert hash(x._spec) == hash((x + 1)._spec)
+    square = dtensor.init_device_mesh("cpu", (2, 2))
+    y, z = (
+        dtensor.zeros(5, 3, device_mesh=square, placements=[dtensor.Shard(1), where])
+        for where in (dtensor.Shard(1), dtensor.Replicate())
+    )
+    assert [(value._spec.num_shards, value._spec.dim_map) for value in (x, y, z)] == [(2, [0, -1]), (4, [-1, 0]), (2, [-1, 0])]
