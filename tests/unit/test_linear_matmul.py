@@ -69,7 +69,7 @@ def total(x: Tensor, y: Tensor, grad: Tensor) -> Tensor:
     return (x * y * grad).sum()
 
 
-@pytest.mark.parametrize(("function", "first", "second", "undecomposed"), some(CASES))
+@pytest.mark.parametrize(("function", "first", "second", "undecomposed"), some(CASES, every=3))
 def test_linear_and_matmul_values_strides_and_two_derivatives_equal_plain_torch(
     function: Function, first: tuple[int, ...], second: tuple[int, ...], undecomposed: bool
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fast_part import some
+from fast_part import diagonals, some
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
@@ -51,7 +51,7 @@ def check_on_all_meshes(program: Callable[..., Any], x: torch.Tensor = X, **opti
             check(program, x, mesh=mesh, placements=[placements], cloned=True, gradients=False, **options)
 
 
-@pytest.mark.parametrize(("view", "change"), some(list(itertools.product(VIEWS, IN_PLACE_CHANGES)), every=3))
+@pytest.mark.parametrize(("view", "change"), some(list(itertools.product(VIEWS, IN_PLACE_CHANGES)), every=5))
 def test_a_view_keeps_its_elements_after_its_base_changes_shape_in_place(view: str, change: str) -> None:
     def program(x: Any) -> Any:
         before, read = VIEWS[view](x), VIEWS[view](x)
@@ -243,25 +243,27 @@ WRITES_AFTER: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("base", "change", "write"), some(list(itertools.product(BASE_KINDS, METADATA_CHANGES, WRITES_AFTER)), every=7)
+    ("base", "change", "write", "shape"),
+    some(list(itertools.product(BASE_KINDS, METADATA_CHANGES, WRITES_AFTER, [(4, 4), (3, 5)])), every=13),
 )
-def test_gradients_of_views_taken_before_an_in_place_metadata_change(base: str, change: str, write: str) -> None:
+def test_gradients_of_views_taken_before_an_in_place_metadata_change(
+    base: str, change: str, write: str, shape: tuple[int, int]
+) -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
-    layouts = itertools.cycle(PLACEMENTS_1D)
-    for shape in ((4, 4), (3, 5)):
-        for name, take in VIEWS_BEFORE.items():
+    x = torch.arange(1.0, shape[0] * shape[1] + 1, dtype=torch.float64).reshape(shape)
+    for k, (name, take) in enumerate(VIEWS_BEFORE.items()):
 
-            def program(x: Any) -> Any:
-                y = BASE_KINDS[base](x)
-                v = take(y)  # noqa: B023
-                METADATA_CHANGES[change](y)
-                after = y[0] * 3
-                WRITES_AFTER[write](y, v)
-                return y * 1, v * 2, after
+        def program(x: Any) -> Any:
+            y = BASE_KINDS[base](x)
+            v = take(y)  # noqa: B023
+            METADATA_CHANGES[change](y)
+            after = y[0] * 3
+            WRITES_AFTER[write](y, v)
+            return y * 1, v * 2, after
 
-            x = torch.arange(1.0, shape[0] * shape[1] + 1, dtype=torch.float64).reshape(shape)
-            outcome = compare(program, (x,), mesh, [fit_sizes(next(layouts), shape)])
-            assert not outcome.problems, (shape, name, outcome.problems)
+        placements = PLACEMENTS_1D[(k + shape[0]) % len(PLACEMENTS_1D)]
+        outcome = compare(program, (x,), mesh, [fit_sizes(placements, shape)])
+        assert not outcome.problems, (shape, name, outcome.problems)
 
 
 def test_in_place_transpose_of_a_tensor_saved_for_backward_raises_the_error_of_plain_torch() -> None:
@@ -379,8 +381,12 @@ def test_as_strided_in_inference_mode_counts_from_the_storage_offset_of_the_view
 
 
 # --- views of another dtype, real and imaginary parts ---------------------------------------------------------------
-@pytest.mark.parametrize("other", [torch.int64, torch.int32, torch.float32, torch.complex128, torch.uint8], ids=str)
-@pytest.mark.parametrize("write", ["mask", "element", "add", "copy", "row"])
+@pytest.mark.parametrize(
+    ("other", "write"),
+    diagonals(
+        [torch.int64, torch.int32, torch.float32, torch.complex128, torch.uint8], ["mask", "element", "add", "copy", "row"]
+    ),
+)
 def test_writes_through_a_view_of_another_dtype_reach_the_base(other: torch.dtype, write: str) -> None:
     def program(x: Any) -> Any:
         y = x.view(other)
