@@ -99,9 +99,9 @@ def _check_data_dependent_shapes() -> None:
     )
     mask = x[:, 0] > 0
     for mesh_shape in ((4,), (2, 2)):
-        for fn in test_data_dependent_shapes.OF_MASKS:
+        for fn in test_data_dependent_shapes.MASK_PROGRAMS:
             try_all(Case(fn, (x, mask), ()), mesh_shape, 3)
-        for fn in test_data_dependent_shapes.OF_PLACES:
+        for fn in test_data_dependent_shapes.INDEX_PROGRAMS:
             try_all(Case(fn, (x, i, v), ()), mesh_shape, 3)
             mesh = dt.init_device_mesh("cpu", mesh_shape)
             check(fn, x, i, v, mesh=mesh, placements=[[dt.Shard(0)] * len(mesh_shape)] * 3)
