@@ -32,9 +32,7 @@ class RankGroup:
     """
 
     def __init__(self, what: str, group: Any = None, *, apart: bool = False) -> None:
-        """Check that all ranks begin ``what``. ``apart=True`` uses a separate group, for a thread that communicates while the
-        main thread does too.
-        """
+        """Check that all ranks begin ``what``. ``apart=True`` uses a separate group, for a thread beside the main thread."""
         self.is_single_process = not dist.is_initialized()
         self.group = group if self.is_single_process or group is not None else dist.group.WORLD
         self.rank: int = 0 if self.is_single_process else dist.get_rank(self.group)

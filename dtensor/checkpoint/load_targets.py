@@ -65,9 +65,7 @@ class Target(Stored):
         return self.like.layout if isinstance(self.like, StackedLayout) else self.like if isinstance(self.like, Layout) else None
 
     def buffers(self, dtype: torch.dtype) -> dict[int | None, torch.Tensor]:
-        """Allocate CPU memory for every local tensor of this process in ``dtype``, the stored dtype. Keys are members, None for
-        a plain tensor.
-        """
+        """Allocate CPU memory of ``dtype`` for the local tensors of this process, by member (None for a plain tensor)."""
         if self.layout is None:
             return {None: torch.empty(self.shape, dtype=dtype, device="cpu")}
         layout = self.layout.reduced()
@@ -93,7 +91,7 @@ class Target(Stored):
 
     def finish(self, read: dict[int | None, torch.Tensor]) -> None:
         """Write the values into the memory of the requested tensor, or make a new tensor."""
-        value = self.assembled(read, self.device)
+        value = self.assemble_result(read, self.device)
         if self.asked is None or self.asked.is_meta:
             self.result = value.flatten(self.like.dim, self.like.dim + 1) if isinstance(self.like, StackedLayout) else value
             return
@@ -109,7 +107,7 @@ class Target(Stored):
         if isinstance(self.asked, DTensor) and not self.asked.is_inference():
             torch.autograd.graph.increment_version(self.asked)
 
-    def assembled(self, read: dict[int | None, torch.Tensor], device: torch.device) -> Any:
+    def assemble_result(self, read: dict[int | None, torch.Tensor], device: torch.device) -> Any:
         """Return the read values as a tensor like the requested one. A partial tensor gets its addends without communication."""
         if self.layout is None:
             return read[None].to(device)
@@ -176,7 +174,9 @@ def check_shared_memory(targets: Iterable[Target], read: Read) -> None:
     """
     for group in _overlapping_spans(targets):
         named = {span.target.name: span.target for span in group}
-        values = {name: local_tensors_of(target.assembled(read[name], torch.device("cpu"))) for name, target in named.items()}
+        values = {
+            name: local_tensors_of(target.assemble_result(read[name], torch.device("cpu"))) for name, target in named.items()
+        }
         if not _have_consistent_values(group, [values[span.target.name][span.number] for span in group]):
             raise CheckpointError(
                 f"{' and '.join(map(repr, list(named)[:6]))} share memory here but have different values in the "

@@ -229,9 +229,7 @@ class Manager:
         return chosen
 
     def _find_last_complete(self, asked: int | None) -> tuple[int | None, list[str], list[int]]:
-        """Return on the first rank the step to resume (None if there is no checkpoint), the problems of later ones, and all
-        steps.
-        """
+        """Return the step to resume (None if there is no checkpoint), the problems of later ones, and all steps."""
         steps, damaged = self.steps(), []
         if asked is not None and asked not in steps:
             raise CheckpointError(f"there is no complete checkpoint of step {asked}; complete steps: {steps}")

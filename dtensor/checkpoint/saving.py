@@ -152,21 +152,18 @@ def check_savable(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def state_parts(tree: Any, **beside: Any) -> StateParts:
     """Return what must be equal on all ranks: each leaf of a state in order, and the values ``beside`` them."""
-    parts = [
-        (name_of(path), _tensor_text(leaf) if isinstance(leaf, torch.Tensor) else repr(encode_tree(leaf, path)))
-        for path, leaf in iter_leaves(tree)
-    ]
+    parts = []
+    for path, leaf in iter_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            text = describe_tensor(leaf._layout if isinstance(leaf, DTensor) else tuple(leaf.shape), leaf.dtype)
+        else:
+            text = repr(encode_tree(leaf, path))
+        parts.append((name_of(path), text))
     return [*parts, *((name, repr(value)) for name, value in beside.items())]
 
 
-def _tensor_text(x: torch.Tensor) -> str:
-    return describe_tensor(x._layout if isinstance(x, DTensor) else tuple(x.shape), x.dtype)
-
-
 def reduce_partials(tensors: dict[str, torch.Tensor], parts: StateParts, ranks: RankGroup, what: str) -> dict[str, Any]:
-    """Return the tensors with partial ones reduced. Before a reduction, the ranks check that all have come with the same
-    tensors.
-    """
+    """Return the tensors with partial ones reduced, after a check that all ranks have come with the same tensors."""
     partials = {name: x for name, x in tensors.items() if isinstance(x, DTensor) and x._layout.is_partial}
     if partials:
         ranks.run_if_same(what, lambda: parts, lambda: None)

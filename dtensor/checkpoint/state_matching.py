@@ -165,9 +165,7 @@ def _value_at(tree: Any, path: TreePath) -> Any:
 
 # --- assignment to the state -----------------------------------------------------------------------------------------------
 def assign_values(state: Any, filled: Any, installs: Mapping[TreePath, Install], path: TreePath = ()) -> Any:
-    """Assign the values of ``filled`` to ``state`` and return the new value. Dicts and lists are changed in place, objects get
-    their state.
-    """
+    """Assign ``filled`` to ``state``, and return the new value. Dicts and lists change in place, objects get their state."""
     if path in installs:
         installs[path](_resolve_targets(filled))
         return state

@@ -73,9 +73,7 @@ def _tied_names(module: nn.Module) -> list[list[str]]:
 
 
 def _module_tree(module: nn.Module, path: TreePath, stored: Mapping[str, StoredTensor] | None) -> dict[str, Any]:
-    """Return the state dict of a module. For a load, names of tied parameters that the checkpoint lacks are dropped if it has
-    another one.
-    """
+    """Return the state dict of a module. A load drops names of a tied parameter that the checkpoint has under another name."""
     tree = module.state_dict()
     for names in _tied_names(module) if stored is not None else ():
         missing = [name for name in names if name_of((*path, name)) not in stored]  # type: ignore[operator]  # not None
