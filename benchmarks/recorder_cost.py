@@ -36,7 +36,7 @@ MOST = 1.01
 
 
 def unreported(self: Communicator, kind: str, dims: Any, run: Callable[..., Any], nbytes: Any) -> Callable[..., Any]:
-    """As ``Communicator._issuing``, without the look at those who listen."""
+    """As ``Communicator._wrap_issue``, without the look at those who listen."""
 
     def issue(x: Any) -> Any:
         if ACTIVE_RECORDERS and (recorder := current_recorder()) is not None:
@@ -63,7 +63,7 @@ def native(group: Any, op: Any) -> Callable[..., Any]:
 @contextmanager
 def without_door() -> Iterator[None]:
     """What is bound and run in here has no door."""
-    taken = [patch.object(Communicator, "_issuing", unreported)]
+    taken = [patch.object(Communicator, "_wrap_issue", unreported)]
     taken += [patch.object(executor, "_bind_collective", unasked), patch.object(reductions, "bind_native_all_reduce", native)]
     taken += [patch.object(module, "because", lambda cause, fn: fn) for module in (program, coalesce)]
     for module in (transfer, reductions):

@@ -70,9 +70,7 @@ class Pending(Generic[T]):
         return self._result  # a T once _finish is gone
 
     def within(self, around: Callable[[Callable[[], Any]], Any], rounds: bool = False) -> Pending[T]:
-        """Run the completion as ``around(finish)``, and return self. With ``rounds`` each of two rounds runs inside its own
-        ``around``.
-        """
+        """Run the completion as ``around(finish)``, and return self. ``rounds``: each of two rounds in its own ``around``."""
         finish, begin = self._finish, self._begin
         if rounds and begin is not None:
             self._begin = lambda: partial(around, around(begin))

@@ -119,9 +119,7 @@ class TracedCollective:
                 return row.new_empty(row.numel() // self.size)
 
     def bind(self, handle: Any, lengths: Sequence[int], device_type: str) -> Issue:
-        """Bind it to a process group. Each run is compared with other ranks before it sends anything, as eager collectives
-        are.
-        """
+        """Bind it to a process group. As with eager collectives, ranks compare each run before it sends anything."""
         ranks = dist.get_process_group_ranks(handle)
         group = Group(handle, tuple(range(self.size)), handle.rank(), None, backend_name(handle, device_type))
         recv_lengths, send_lengths = list(lengths[: self.size]), list(lengths[self.size :])
@@ -145,7 +143,7 @@ class TracedCollective:
         def run_reported(row: Tensor) -> Pending[Tensor]:
             if not (listeners or has_range_observer()):
                 return run_checked(row)
-            nbytes = row.dtype.itemsize * (self._received(row.numel()) if num_received is None else num_received)
+            nbytes = row.dtype.itemsize * (self._received_elements(row.numel()) if num_received is None else num_received)
             kind = self.said.split("(")[0].split()[0]
             return report_events(Event(kind, (), self.size, nbytes, groups=(tuple(ranks),)), lambda: run_checked(row), row)
 
@@ -166,7 +164,7 @@ class TracedCollective:
         scatter = bind_native_reduce_scatter(group, self.op)
         return lambda row, into: scatter(into, row)
 
-    def _received(self, elements: int) -> int:
+    def _received_elements(self, elements: int) -> int:
         """Return how many elements a rank receives from others, for rows of ``elements``."""
         from_each = {"gather": elements, "reduce_scatter": elements // self.size}.get(self.kind)
         return all_reduce_bytes(elements, self.size) if from_each is None else from_each * (self.size - 1)
@@ -232,11 +230,9 @@ def call_in_graph(name: str, *args: Any) -> Any:
     mode = torch_internals.infra_mode(_PROXY_MODE_KEY)
     if mode is None:
         return operator(*args)
-    nodes, last, is_backward = (
-        mode.tracer.graph.nodes,
-        _LAST_RESULTS.setdefault(mode.tracer, {}),
-        torch_internals.graph_task() >= 0,
-    )
+    nodes = mode.tracer.graph.nodes
+    last = _LAST_RESULTS.setdefault(mode.tracer, {})
+    is_backward = torch_internals.graph_task() >= 0
     before = len(nodes)
     last[is_backward] = result = operator(*args, after=last.get(is_backward))
     for node in islice(reversed(nodes), len(nodes) - before):
@@ -269,9 +265,8 @@ def _define_operators() -> Any:
 
 _BOUND_COLLECTIVES: BoundedDict[Any, tuple[Any, Issue]] = BoundedDict(1024, "comm.graph_ops.collectives")
 _PROXY_MODE_KEY = torch_internals.DISPATCH_MODE_KEYS.PROXY
-_LAST_RESULTS: WeakKeyDictionary[Any, dict[bool, Any]] = (
-    WeakKeyDictionary()
-)  # by tracer of a graph: the last result in the forward and in the backward pass
+# by tracer of a graph: the last result in the forward and in the backward pass
+_LAST_RESULTS: WeakKeyDictionary[Any, dict[bool, Any]] = WeakKeyDictionary()
 _LIBRARY = torch.library.Library("dtensor", "FRAGMENT")
 
 
@@ -304,9 +299,7 @@ def _view_as(row: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _without_sizes(said: str) -> str:
-    """Remove the sizes in brackets from a description. One rank may have a graph for any size, and another one a graph for one
-    size.
-    """
+    """Remove the sizes in brackets from a description, since ranks may have graphs for any size and for one size."""
     return sub(r"\[[^]]*\]", "", said, count=1)
 
 

@@ -129,7 +129,7 @@ def _agree_on_layout(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, so
     layout = layout.replace(stride=by_rank.numbers[position])  # this rank's tensor may have other strides
     if special or layout.nbytes > payload_bytes(mesh):
         return layout, None
-    return layout, tensor_from_bytes(by_rank.loads[position, : layout.nbytes], layout.shape, layout.dtype)
+    return layout, tensor_from_bytes(by_rank.payloads[position, : layout.nbytes], layout.shape, layout.dtype)
 
 
 @memoize(1024)
