@@ -84,10 +84,8 @@ class Root:
         self.units[dims] = self.units.get(dims, 0) + 1
         return self.units[dims]
 
-    def wide(self, dims: Iterable[int]) -> tuple[int, ...]:
-        """Return the root dims among ``dims`` with several ranks, sorted. Groups over dims with equal results have the same
-        ranks.
-        """
+    def multi_rank_dims(self, dims: Iterable[int]) -> tuple[int, ...]:
+        """Return the root dims among ``dims`` with several ranks, sorted. Equal results mean groups of the same ranks."""
         return tuple(sorted(d for d in dims if self.shape[d] > 1))
 
 
