@@ -164,7 +164,10 @@ def row_major(x: Tensor, shape: tuple[int, ...]) -> Tensor:
         LayoutError: ``x`` does not have the shape that its layout gives.
     """
     if x.shape != shape:
-        raise LayoutError(f"a local tensor has shape {tuple(x.shape)}, but its layout says {tuple(shape)}")
+        raise LayoutError(
+            f"a local tensor has shape {tuple(x.shape)}, but its layout says {tuple(shape)}; "
+            "do not resize a local tensor in place"
+        )
     x = x.detach() if x.requires_grad else x
     return row_major_copy(x) if not x.is_contiguous() or x.is_conj() or x.is_neg() else x
 

@@ -279,7 +279,7 @@ class Communicator(ABC):
         description = _describe_lengths((lengths[group] for group in lengths), owner)
         max_received = max(sum(group_lengths) - min(group_lengths) for group_lengths in lengths.values())
         return self.bind_transfer(
-            dims, Transfer(route_of, dtype, "all_gather", said=description, new_of=new_of, max_received=max_received)
+            dims, Transfer(route_of, dtype, "all_gather", description=description, new_of=new_of, max_received=max_received)
         )
 
     @recorded_op
@@ -424,7 +424,7 @@ class Communicator(ABC):
             return broadcast_route(shape, size, source, group.index(member))
 
         description = f"from {source}, {next(iter(shapes.values()))}"
-        return self.bind_transfer(dims, Transfer(route_of, x.dtype, "broadcast", said=description))(x)
+        return self.bind_transfer(dims, Transfer(route_of, x.dtype, "broadcast", description=description))(x)
 
     @untracked
     def all_gather_object(self, value: Any, mesh_dims: Sequence[int]) -> list[Any]:
@@ -459,7 +459,7 @@ class Communicator(ABC):
         group = self.mesh.members_of(dims, self.held[0])
         lengths, description = [(length,)] * len(group), f"of {length} whole numbers"
         route_of = lambda member: gather_route(lengths, group.index(member))  # noqa: E731
-        return self._transfer(dims, Transfer(route_of, torch.int64, "all_gather", said=description, blocking=True))
+        return self._transfer(dims, Transfer(route_of, torch.int64, "all_gather", description=description, blocking=True))
 
     def report(self, kind: str, mesh_dims: Sequence[int], nbytes: Callable[[], int] = lambda: 0) -> None:
         """Report an event that is no collective of its own to the listeners."""

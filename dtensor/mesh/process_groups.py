@@ -96,7 +96,10 @@ def _make_group_view(handle: Any, members: tuple[int, ...], ranks: list[int], me
 def _program_handle(mesh: Geometry, mesh_dims: Sequence[int]) -> tuple[Any, tuple[int, ...], list[int]]:
     member = mesh.current_member()
     if member is None:
-        raise MeshError(f"rank {dist.get_rank()} is not part of {mesh!r}: it has no process group there")
+        raise MeshError(
+            f"rank {dist.get_rank()} is not part of {mesh!r}: it has no process group there; "
+            "ask for groups on ranks of the mesh only"
+        )
     members = mesh.members_of(mesh_dims, member)
     ranks = [mesh.ranks[m] for m in members]
     return _get_or_make_handle(mesh, mesh_dims, ranks), members, ranks
@@ -264,7 +267,7 @@ def library_group(handle: Any, device_type: str) -> Any:
     with group_lock:  # several threads may communicate for the first time at once
         group = _LIBRARY_GROUPS.get(handle)
         if group is None:
-            group = _LIBRARY_GROUPS[handle] = _make_library_group(handle, dist.get_process_group_ranks(handle), device_type)
+            group = _LIBRARY_GROUPS[handle] = make_library_group(handle, dist.get_process_group_ranks(handle), device_type)
     return group
 
 
@@ -275,16 +278,12 @@ def library_subgroup(handle: Any, ranks: Sequence[int], device_type: str) -> Any
     subgroups, key = _LIBRARY_SUBGROUPS.setdefault(handle, {}), tuple(sorted(ranks))
     group = subgroups.get(key)
     if group is None:
-        group = subgroups[key] = _make_library_group(handle, list(ranks), device_type)
+        group = subgroups[key] = make_library_group(handle, list(ranks), device_type)
     return group
 
 
-def make_gloo_group(handle: Any, device_type: str, what: str) -> Any:
-    """Make a gloo group of the ranks of ``handle``. All of them must call this together."""
-    return _make_library_group(handle, dist.get_process_group_ranks(handle), device_type, what)
-
-
-def _make_library_group(handle: Any, ranks: list[int], device_type: str, what: str = "of dtensor") -> Any:
+def make_library_group(handle: Any, ranks: list[int], device_type: str, what: str = "of dtensor") -> Any:
+    """Make a gloo group of some ranks of the program's group ``handle``. All of them must call this together."""
     for hook in BEFORE_NEW_GROUP:
         hook(ranks, "gloo")
     description = f"{handle.group_desc}, {what}"

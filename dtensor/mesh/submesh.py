@@ -27,7 +27,9 @@ def slice_dims(mesh: Geometry, names: str | tuple[str, ...]) -> tuple[Dims, Name
         elif name in root.flattened and mesh._is_root:
             dims.append(root.flattened[name])
         elif known is None:
-            raise MeshDimError(f"{mesh!r} has no mesh dim {name!r}: it was made without mesh_dim_names")
+            raise MeshDimError(
+                f"{mesh!r} has no mesh dim {name!r}: it was made without mesh_dim_names; pass them when you make the mesh"
+            )
         else:
             raise MeshDimError(f"Invalid mesh_dim_name: {mesh!r} has no mesh dim {name!r}; its dims are {known}")
     used = [d for group in dims for d in group]
@@ -63,7 +65,10 @@ def unflatten_dims(
     """Return ranks, dims, names and backends of an unflattened mesh, which needs a new root with the new dims."""
     at, sizes, root = mesh.dim_index(dim), tuple(sizes), mesh._root
     if math.prod(sizes) != mesh.shape[at] or any(size < 1 for size in sizes):
-        raise MeshError(f"mesh dim {dim!r} of {mesh!r} has {mesh.shape[at]} ranks and cannot be unflattened to {sizes}")
+        raise MeshError(
+            f"mesh dim {dim!r} of {mesh!r} has {mesh.shape[at]} ranks and cannot be unflattened to {sizes}; "
+            "give sizes with that product"
+        )
     if (mesh.mesh_dim_names is None) != (names is None) or (names is not None and len(names) != len(sizes)):
         raise MeshError(
             f"the mesh dims of {mesh!r} have the names {mesh.mesh_dim_names} and the {len(sizes)} new ones "

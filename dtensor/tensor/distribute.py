@@ -14,10 +14,10 @@ from torch import nn
 
 from ..base.caches import memoize
 from ..base.recorder_hooks import current_recorder
+from ..base.tensor_tree import map_inner_tensors
 from ..base.torch_internals import functorch_active, is_traceable_wrapper_subclass
 from ..base.tracing import is_tracing
 from ..base.validation import check_int, check_strided
-from ..base.wrapper_subclass import map_inner_tensors
 from ..comm import PerRank, communicator_of, shards_of
 from ..comm.communicator import BoundCollective
 from ..comm.cross_rank_check import check_identical, payload_bytes

@@ -249,14 +249,14 @@ def trail_of(numbers: list[Any], stops: tuple[int, ...] = ()) -> int:
     for place, number in enumerate(numbers):
         trail.numbers.append(number)
         if place in stops:
-            trail.settle()
-    return trail.settle()
+            trail.read_hash()
+    return trail.read_hash()
 
 
 def test_a_trail_of_numbers_is_the_same_in_all_processes_wherever_it_is_settled() -> None:
     numbers = [2.5, -3, float("nan"), 2**70, 1j, float("nan")]
     start = "from dtensor.watchdog.flight_recorder import *; t, nan = OperationHash({1}), float('nan')"
-    program = f"{start}; t.numbers += {numbers}; print(t.settle())"
+    program = f"{start}; t.numbers += {numbers}; print(t.read_hash())"
     told = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
     assert int(told) == trail_of(numbers) == trail_of(numbers, (0, 3))
     others = [-2.0, -1.0, 0.0, -0.0, 0, 1, 2, -1, -2, 0.5, 1e300, float("inf"), float("-inf"), float("nan"), 1j]
