@@ -180,7 +180,7 @@ class _SavedTensor:
         self.key, self.start, self.shape, self.stride = key, start, tuple(shape), tuple(stride)
 
     def __setstate__(self, state: Any) -> None:
-        raise pickle.UnpicklingError("a saved tensor contains an object state, which does not belong in a checkpoint")
+        raise pickle.UnpicklingError("it contains an object state, which does not belong in a checkpoint")
 
 
 class _TensorUnpickler(pickle.Unpickler):
@@ -198,9 +198,7 @@ class _TensorUnpickler(pickle.Unpickler):
                 return name
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return name
-        raise CheckpointError(
-            f"a saved tensor refers to {module}.{name}, which does not belong in a checkpoint, so it is not loaded"
-        )
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which does not belong in a checkpoint, so it is not loaded")
 
     def persistent_load(self, pid: Any) -> str:
         return str(pid[2])  # ("storage", type, key, device, elements)

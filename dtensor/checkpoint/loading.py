@@ -247,8 +247,8 @@ def _map_block(
 ) -> torch.Tensor | None:
     """Return a block as a view of mapped memory. None unless it is one stored block, to be copied into a requested tensor."""
     if (
-        target.asked is None
-        or target.asked.is_meta
+        target.requested is None
+        or target.requested.is_meta
         or piece.part is not None
         or len(boxes) != 1
         or boxes[0].size != tuple(piece.shape)

@@ -45,7 +45,9 @@ def arrange_manifest(manifest: Manifest, arrange: Arrange) -> Manifest:
     results = arrange({name: _make_stored(e.shape, e.torch_dtype, e.blocks) for name, e in entries.items()})
     wrong = [name for name, value in results.items() if not isinstance(value, _StoredTensor)]
     if wrong:
-        raise CheckpointError(f"{wrong[0]!r} is not computed from tensors of the checkpoint")
+        raise CheckpointError(
+            f"{wrong[0]!r} is not computed from tensors of the checkpoint; return what arrange= computes from its arguments"
+        )
     tensors = {
         name: StoredTensor(tuple(x.shape), str(x.dtype).removeprefix("torch."), x._blocks)  # type: ignore[attr-defined]  # checked
         for name, x in results.items()
@@ -143,7 +145,7 @@ def _slice_blocks(x: Any, dim: int = 0, start: int | None = None, end: int | Non
     d = dim % x.ndim
     first, last, _ = slice(start, end).indices(x.shape[d])
     if step != 1:
-        raise CheckpointError("tensors of a checkpoint can be sliced with step 1 only")
+        raise CheckpointError("tensors of a checkpoint can be sliced with step 1 only; take the step from the loaded tensor")
     result = []
     for block in x._blocks:
         low, high = max(first, block.offset[d]), min(last, block.offset[d] + block.shape[d])
@@ -267,8 +269,8 @@ def rename_manifest(manifest: Manifest, rename: Callable[[str], str] | Mapping[s
     return replace(manifest, tensors=tensors, tree=encode_tree(tree))
 
 
-def nest_dotted_keys(stored: Any, asked: Any) -> Any:
-    """Return ``stored`` with its dotted keys split into nested dicts where ``asked`` has them nested.
+def nest_dotted_keys(stored: Any, requested: Any) -> Any:
+    """Return ``stored`` with its dotted keys split into nested dicts where ``requested`` has them nested.
 
     Raises:
         CheckpointError: ``stored`` has another value of the same dotted name.
@@ -276,10 +278,10 @@ def nest_dotted_keys(stored: Any, asked: Any) -> Any:
     >>> nest_dotted_keys({"net.0.weight": 1}, {"net": {"0.weight": 2}})
     {'net': {'0.weight': 1}}
     """
-    if not isinstance(stored, dict) or not isinstance(asked, Mapping):
+    if not isinstance(stored, dict) or not isinstance(requested, Mapping):
         return stored
-    for name in [key for key in stored if isinstance(key, str) and "." in key and key not in asked]:
-        path = _path_of(name, asked)
+    for name in [key for key in stored if isinstance(key, str) and "." in key and key not in requested]:
+        path = _path_of(name, requested)
         if path is not None:
             _insert(stored, path, stored.pop(name))
     return stored

@@ -203,7 +203,7 @@ def _make_manifest(folder: StoragePath, files: Mapping[str, set[str] | None]) ->
         entries, sizes[file] = read_header(folder / file)
         expected_names = entries.keys() if expected is None else expected
         if expected_names - entries.keys():
-            raise CheckpointError(
+            raise damage_error(
                 f"{folder / file} does not have {sorted(expected_names - entries.keys())[:4]}, which {INDEX_NAME} says are in it"
             )
         tensors |= {name: entry for name, entry in entries.items() if name in expected_names}
@@ -340,7 +340,10 @@ def _plan_files(tensors: Mapping[str, Any], max_bytes: int) -> list[_PlannedFile
     used = 0
     for name, x in tensors.items():
         if x.dtype not in DTYPE_NAMES:
-            raise CheckpointError(f"{name!r} is {str(x.dtype).removeprefix('torch.')}, which safetensors files do not have")
+            raise CheckpointError(
+                f"{name!r} is {str(x.dtype).removeprefix('torch.')}, which safetensors files do not have; "
+                "convert it, for example by x.float()"
+            )
         nbytes = x.numel() * x.dtype.itemsize
         if groups[-1] and used + nbytes > max_bytes:
             groups.append([])
