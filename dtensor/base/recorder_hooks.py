@@ -37,10 +37,10 @@ class Recorder(Protocol):
     def aside(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``fn(*args, **kwargs)`` without recording it."""
 
-    def knows(self, pending: Any) -> bool:
+    def owns_pending(self, pending: Any) -> bool:
         """Return True if the pending collective began in this recording."""
 
-    def apart(self, owner: Any, empty: Mapping[str, Any]) -> None:
+    def announce_state(self, owner: Any, empty: Mapping[str, Any]) -> None:
         """Announce attributes of ``owner`` that carry state between calls, before they are read. A recording starts with the
         values ``empty`` and restores the earlier values at its end.
         """

@@ -219,11 +219,11 @@ class Recorder(TorchDispatchMode):
             for generator, _ in list(self._generators.values()):
                 self._expect_state(generator)
 
-    def knows(self, pending: Any) -> bool:
+    def owns_pending(self, pending: Any) -> bool:
         """Return True if the recorder has recorded the issue of a pending collective."""
         return id(pending) in self._pending
 
-    def apart(self, owner: Any, empty: Mapping[str, Any]) -> None:
+    def announce_state(self, owner: Any, empty: Mapping[str, Any]) -> None:
         """Set attributes of ``owner``, which hold library state between calls, to ``empty`` until the run ends."""
         if id(owner) not in self._library_state:
             self._library_state[id(owner)] = owner, {name: getattr(owner, name) for name in empty}
