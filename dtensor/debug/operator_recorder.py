@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..base.group_by import group_by_key
 from ..base.tensor_tree import tensor_leaves
-from ..base.torch_internals import FakeTensor, OpOverload, TorchDispatchMode, graph_task, has_kernel
+from ..base.torch_internals import FakeTensor, graph_task, has_kernel
 from ..base.tracing import is_tracing
 from ..base.user_frames import SourceLine
 from ..comm import events
@@ -29,6 +29,7 @@ from ..mesh.current_rank import RUNNING_RANK
 from ..mesh.device_mesh import DeviceMesh
 from ..ranks.per_rank import PerRank
 from ..rules.op_traits import returns_view, traits_of
+from ..tensor.call_listener import CallListener, OperatorCall
 from ..tensor.dtensor import DTensor
 from .memory_tracker import ACTIVATIONS, BUFFERS, AllocationOrigin, MemoryTracker
 
@@ -111,7 +112,7 @@ class Operation:
         return call.seconds(DEVICES[DEFAULT_DEVICE["cpu"]] if self.mesh is None else get_device(self.mesh))
 
 
-class OperatorRecorder(TorchDispatchMode):
+class OperatorRecorder(CallListener):
     """Record every operator of this thread and of its backward passes in ``operations``.
 
     Attributes:
@@ -137,35 +138,32 @@ class OperatorRecorder(TorchDispatchMode):
         """Return True: torch.compile may run inside this mode."""
         return True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        no_operator = not isinstance(func, OpOverload) or func.namespace in _IGNORED_NAMESPACES
-        if no_operator or is_tracing() or FakeTensor in types or not self.is_recording():
-            return func(*args, **kwargs)
-        kinds = [kind for kind in types if issubclass(kind, DTensor)]
-        if kinds and all(issubclass(kind, (DTensor, PerRank)) for kind in types):  # torch calls the most derived class
-            return self._run_distributed(max(kinds, key=lambda kind: len(kind.__mro__)), func, types, args, kwargs)
-        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
-            return NotImplemented  # torch calls that class; this mode sees the operators it runs
+    def is_listening(self, call: OperatorCall) -> bool:
+        is_ignored = call.func.namespace in _IGNORED_NAMESPACES or is_tracing() or FakeTensor in call.types
+        return not is_ignored and self.is_recording()
+
+    # --- operators ------------------------------------------------------------------------------------------------------
+    def on_dtensor_call(self, call: OperatorCall) -> Any:
+        if not all(issubclass(kind, (DTensor, PerRank)) for kind in call.types):
+            return NotImplemented  # torch calls the other class; this mode sees the operators that it runs
+        operands = tensor_leaves((call.args, call.kwargs))
+        for x in operands:
+            self.tracker.record_operand(x)
+        with self._run_as_operation(call.func, operands) as operation:
+            result = call.run_under(self)
+        values = tensor_leaves(result)
+        self.tracker.record_results(values, None, self._allocation_origin())
+        return self._finish_operation(operation, values, result)
+
+    def on_plain_call(self, call: OperatorCall) -> Any:
+        func, args, kwargs = call.func, call.args, call.kwargs
+        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in call.types):
+            return NotImplemented
         if torch.is_inference_mode_enabled() and has_kernel(func.name(), "CompositeImplicitAutograd"):
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        return self._run_local(func, args, kwargs)
-
-    # --- operators ------------------------------------------------------------------------------------------------------
-    def _run_distributed(self, kind: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        operands = tensor_leaves((args, kwargs))
-        for x in operands:
-            self.tracker.record_operand(x)
-        with self._run_as_operation(func, operands) as operation, self:
-            result = kind.__torch_dispatch__(func, types, args, kwargs)
-        values = tensor_leaves(result)
-        self.tracker.record_results(values, None, self._allocation_origin())
-        return self._finish_operation(operation, values, result)
-
-    def _run_local(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operands = tensor_leaves((args, kwargs))
         if func is torch.ops.aten.lift_fresh.default:  # its operand was just made from Python numbers
             self.tracker.record_results(operands, None, self._allocation_origin())
@@ -174,7 +172,7 @@ class OperatorRecorder(TorchDispatchMode):
         own = operation is None and not self.collectives
         with self._run_as_operation(func, operands) if own else nullcontext(operation) as operation:
             start = time.perf_counter_ns()
-            result = func(*args, **kwargs)
+            result = call.run()
             end = time.perf_counter_ns()
         values = tensor_leaves(result)
         self.tracker.check_resized()
