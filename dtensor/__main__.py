@@ -24,7 +24,7 @@ from .clusters import cli as cluster_plan
 from .cost import calibrate
 from .cost.profile import is_calibrated
 from .debug import bench, doctor, run_script
-from .debug.ops_page import make_page, read_measurements
+from .debug.operator_tables import operator_tables
 from .errors import ArgumentError, DTensorError
 from .redistribute import moves
 from .rules import rules
@@ -263,17 +263,11 @@ def _add_ranks(commands: Any) -> None:
 
 def _add_ops(commands: Any) -> None:
     def run(options: argparse.Namespace) -> int:
-        print(make_page(read_measurements(options.measured)), end="")
+        print(operator_tables(), end="")
         return 0
 
-    about = "print how each operator is implemented, as the page docs/ops.md"
-    command = _add_command(commands, "ops", about, run, "dtensor ops > docs/ops.md")
-    command.add_argument(
-        "--measured",
-        type=Path,
-        default=Path("benchmarks/gather_share.json"),
-        help="output of benchmarks/gather_share.py (default: benchmarks/gather_share.json)",
-    )
+    about = "print how each operator runs, as Markdown tables: dims that may be sharded, collectives, partial inputs"
+    _add_command(commands, "ops", about, run, "dtensor ops > operators.md")
 
 
 def _add_verify(commands: Any) -> None:
