@@ -209,6 +209,11 @@ def test_help_has_examples_and_no_markup(words: list[str], capsys: pytest.Captur
     assert len(words) < 2 or re.search(r"\nexamples?:\n  ", said), said
 
 
+def test_ranks_of_a_missing_folder_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ranks", str(tmp_path / "none")]) == 2
+    assert f"there is no folder {tmp_path / 'none'}" in capsys.readouterr().err
+
+
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
