@@ -1,6 +1,6 @@
-"""Operators of a recorded program: operands, results, FLOP and time of every operator on each rank.
+"""Operator recorder: records operands, results, FLOP and time of every operator on each rank.
 
-A dispatch mode sees them below autograd. It runs each operator unchanged: one on DTensors through their ``__torch_dispatch__``,
+Each operator runs unchanged: one on DTensors through their ``__torch_dispatch__``,
 one on local tensors by redispatch. Planning runs operators without data and is not recorded.
 """
 
@@ -42,7 +42,7 @@ Origin = Callable[[], tuple[SourceLine, str, str]]  # the user's line, the phase
 
 
 @dataclass(slots=True, eq=False)
-class LocalCall:
+class RecordedLocalCall:
     """Operator call on the local tensors of one rank.
 
     Attributes:
@@ -71,13 +71,13 @@ class LocalCall:
 
 
 @dataclass(slots=True, eq=False)
-class Operation:
+class RecordedOperation:
     """Operator of the program, with the local operators that it runs on each rank.
 
     Attributes:
         operator: its name, such as ``"aten::mm"``.
         operands, results: dtype, global shape and placements; for plain tensors, dtype and shape.
-        place, phase, module: as in :class:`.program_recorder.RecordedCollective`.
+        place, phase, module: as in :class:`.run_recorder.RecordedCollective`.
     """
 
     operator: str
@@ -87,9 +87,9 @@ class Operation:
     module: str
     mesh: DeviceMesh | None
     results: tuple[str, ...] = ()
-    calls: list[LocalCall] = field(default_factory=list)
+    calls: list[RecordedLocalCall] = field(default_factory=list)
 
-    def by_rank(self) -> dict[int | None, list[LocalCall]]:
+    def by_rank(self) -> dict[int | None, list[RecordedLocalCall]]:
         return group_by_key((call.rank, call) for call in self.calls)
 
     @property
@@ -107,7 +107,7 @@ class Operation:
         """Seconds estimated for the slowest rank, by the machine profile."""
         return max((sum(map(self.estimated, calls)) for calls in self.by_rank().values()), default=0.0)
 
-    def estimated(self, call: LocalCall) -> float:
+    def estimated(self, call: RecordedLocalCall) -> float:
         """Return the estimated seconds of one of its local calls."""
         return call.seconds(DEVICES[DEFAULT_DEVICE["cpu"]] if self.mesh is None else get_device(self.mesh))
 
@@ -127,10 +127,10 @@ class OperatorRecorder(CallListener):
 
     def __init__(self, tracker: MemoryTracker, origin: Origin, is_recording: Callable[[], bool]) -> None:
         super().__init__()
-        self.operations: list[Operation] = []
+        self.operations: list[RecordedOperation] = []
         self.tracker, self.origin, self.is_recording = tracker, origin, is_recording
         self.collectives, self.counts_memory = 0, True
-        self._running: list[Operation] = []
+        self._running: list[RecordedOperation] = []
         self._in_backward = False
 
     @classmethod
@@ -184,22 +184,22 @@ class OperatorRecorder(CallListener):
             nbytes = sum(x.numel() * x.element_size() for x in (*read, *written))
             dtype = (values or operands)[0].dtype if values or operands else torch.float32
             flops, rate = _count_flops(func, args, kwargs, result), _relative_rate(func, args, kwargs)
-            operation.calls.append(LocalCall(rank, func.name(), start, end, flops, nbytes, dtype, rate, reads, writes))
+            operation.calls.append(RecordedLocalCall(rank, func.name(), start, end, flops, nbytes, dtype, rate, reads, writes))
         return self._finish_operation(operation, values, result) if own and operation is not None else result
 
     @contextmanager
-    def _run_as_operation(self, func: Any, operands: Sequence[Tensor]) -> Iterator[Operation]:
+    def _run_as_operation(self, func: Any, operands: Sequence[Tensor]) -> Iterator[RecordedOperation]:
         """Make an operation, and make it the innermost running one inside the block."""
         self._mark_gradients_after_backward()
         mesh = next((x._layout.mesh for x in operands if isinstance(x, DTensor)), None)
-        operation = Operation(func._schema.name, tuple(map(describe_tensor, operands)), *self.origin(), mesh)
+        operation = RecordedOperation(func._schema.name, tuple(map(describe_tensor, operands)), *self.origin(), mesh)
         self._running.append(operation)
         try:
             yield operation
         finally:
             self._running.remove(operation)
 
-    def _finish_operation(self, operation: Operation, values: Sequence[Tensor], result: Any) -> Any:
+    def _finish_operation(self, operation: RecordedOperation, values: Sequence[Tensor], result: Any) -> Any:
         """Set the results of an operation. Store it, or add its local calls to the operation around it. Return ``result``."""
         operation.results = tuple(map(describe_tensor, values))
         if operation.calls and not self._running:
@@ -216,7 +216,7 @@ class OperatorRecorder(CallListener):
         self._in_backward = in_backward
 
     # --- memory ---------------------------------------------------------------------------------------------------------
-    def _allocation_origin(self, operation: Operation | None = None) -> AllocationOrigin:
+    def _allocation_origin(self, operation: RecordedOperation | None = None) -> AllocationOrigin:
         """Return the origin of memory that is allocated now."""
         running = operation or (self._running[-1] if self._running else None)
         place, name = self.origin()[0] if running is None else running.place, "" if running is None else running.operator

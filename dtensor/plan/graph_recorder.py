@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,14 +25,11 @@ from ..propagation.make_call import iter_operand_slots
 from ..propagation.op_schema import OperatorSchema
 from ..propagation.propagate import CallPlan
 from ..propagation.select_strategy import select_strategies
-from ..propagation.strategy_table import StrategySelection
-from ..rules.call import Call
 from ..rules.registry import lookup
-from ..rules.rule import Factors, Rule
 from ..tensor.call_listener import CallListener, OperatorCall
 from ..tensor.dtensor import DTensor
 from ..tensor.observers import OBSERVERS
-from .graph import Graph, Kind, Node, RuleQuery, Value
+from .graph import Graph, Kind, Node, RuleQuery, RuleQueryRecorder, Value
 
 
 def record_graph(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Graph]:
@@ -43,20 +40,8 @@ def record_graph(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     for x in tree_leaves(result):
         if isinstance(x, DTensor):
             recorder.note_returned(x)
-    recorder.finish()
+    recorder.complete_graph()
     return result, recorder.graph
-
-
-class QueryRecorder:
-    """A replacement of ``choose`` that records the queries to rules in ``calls``."""
-
-    def __init__(self) -> None:
-        self.calls: list[RuleQuery] = []
-
-    def __call__(self, rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]) -> StrategySelection | None:
-        chosen = select_strategies(rule, factors, call, kept)
-        self.calls.append(RuleQuery(rule, factors, call, kept, chosen))
-        return chosen
 
 
 class GraphRecorder(CallListener):
@@ -114,9 +99,9 @@ class GraphRecorder(CallListener):
         except TypeError:  # an argument is not hashable
             key, entry = None, None
         if entry is None:
-            queries = QueryRecorder()
-            plan = plan_of_bound(operator, bound, call.meshes, queries)
-            entry = plan, queries.calls[0] if len(queries.calls) == 1 else None
+            recorder = RuleQueryRecorder()
+            plan = plan_of_bound(operator, bound, call.meshes, recorder)
+            entry = plan, recorder.queries[0] if len(recorder.queries) == 1 else None
             if key is not None:
                 self._plans[key] = entry
         return entry
@@ -207,7 +192,7 @@ class GraphRecorder(CallListener):
         self._finalizers.pop(value.number, None)
 
     # --- observer of redistributions and reads (see tensor/observers.py) -------------------------------------------------
-    def moved(self, x: Any, made: Any) -> None:
+    def on_redistribution(self, x: Any, made: Any) -> None:
         """Record an explicit redistribution.
 
         Dispatch also redistributes the gradient of a redistributed operand back. That gradient stays the same value, and the plan
@@ -221,7 +206,7 @@ class GraphRecorder(CallListener):
         node.operands, node.recorded_layouts = operands, (made._layout,)
         self._add_results(node, made)
 
-    def arrived(self, grad: Any, leaf: list[Layout]) -> None:
+    def on_leaf_gradient(self, grad: Any, leaf: list[Layout]) -> None:
         """Record that a gradient gets the layout of its leaf's gradients, whether or not this needs a redistribution."""
         operands = [self._get_or_add_value(grad)]
         target = grad._layout.replace(placements=leaf[0].reduced().placements)
@@ -238,7 +223,7 @@ class GraphRecorder(CallListener):
         known = ((entry[0](), entry[2]) for entry in self._tensors.values())
         return next((number for x, number in known if x is not None and x.__dict__.get("_grad_layout") is grad_layout), None)
 
-    def looked_at(self, x: Any) -> None:
+    def on_layout_read(self, x: Any) -> None:
         """Record that the user reads the layout of a tensor, so its value keeps the layout."""
         number = None if self.for_placement else self._get_or_add_value(x)
         if number is not None:
@@ -246,12 +231,12 @@ class GraphRecorder(CallListener):
 
     def note_returned(self, x: Any) -> None:
         """Record that the user gets a tensor, and may write to it."""
-        self.looked_at(x)
+        self.on_layout_read(x)
         value = self.graph.values[self._get_or_add_value(x) or 0]
         if value.root != value.number:
             self._write_nodes.setdefault(value.root, []).append(math.inf)
 
-    def finish(self) -> None:
+    def complete_graph(self) -> None:
         """Complete the graph after the run. Tensors that are alive now outlive the program.
 
         A view that is alive when its memory is written to must alias its base. Such a view is a fixed call.

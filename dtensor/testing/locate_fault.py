@@ -12,7 +12,7 @@ from ..base.tensor_tree import map_tensors, tensor_leaves
 from ..dispatch.operand_layouts import plan_of_bound
 from ..errors import DTensorError
 from ..placement import Placement
-from ..plan.graph_recorder import QueryRecorder
+from ..plan.graph import RuleQueryRecorder
 from ..propagation.op_schema import operator_schema_of
 from ..propagation.propagate import is_composite
 from ..propagation.strategy_table import texts_of_strategies
@@ -174,12 +174,12 @@ def _has_difference(func: Any, result: Any, args: Any, kwargs: Any) -> bool:
 
 def _chosen_strategies(call: OperatorCall) -> tuple[str, ...] | None:
     """Return the strategies that dispatch chooses for a call; None if it chooses none."""
-    recorder = QueryRecorder()
+    recorder = RuleQueryRecorder()
     try:
         plan_of_bound(call.operator, call.bound, call.meshes, recorder)
     except (DTensorError, RuntimeError):
         return None
-    for query in recorder.calls:
+    for query in recorder.queries:
         if query.chosen is not None:
             return texts_of_strategies(query.chosen.choice.rows, query.lines, query.factors)
     return None
