@@ -23,7 +23,6 @@ from ..base.torch_internals import autograd_node, count_dispatch_modes, find_tor
 from ..base.user_frames import torch_ddp_hint
 from ..errors import UnsupportedOperationError
 from ..layout.layout import Layout
-from ..mesh.device_mesh import DeviceMesh
 from ..propagation.op_schema import OperatorSchema, operator_schema_of
 from ..propagation.propagate import CallPlan
 from ..propagation.select_strategy import StrategySelector, select_strategies
@@ -37,7 +36,7 @@ from .cross_mesh import make_cross_mesh_runner, meshes_of
 from .frame import Runner
 from .local_op import local_function
 from .op_fingerprint import PlanFingerprints, record_calls, record_error
-from .operand_layouts import plan_of_bound
+from .operand_layouts import plan_call
 from .plain_tensor_args import compare_plain_arguments, make_constants_runner, make_plain_write_runner
 from .program import bind_program, runner_of
 from .variants import with_variants
@@ -283,33 +282,20 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
         return _cache_program(entry, signature, special)
     if (constants := make_constants_runner(operator, bound)) is not None:
         return constants  # not cached: the key does not say which function calls
-    replan = partial(_plan, operator)
-    plan, program = replan(args, kwargs, bound, meshes)
+    plan, program = _plan_and_bind(operator, args, kwargs)
     was_compared = compare_plain_arguments(operator, bound, plan)
-    program = with_variants(plan, program, operator, args, kwargs, replan)
+    program = with_variants(plan, program, operator, args, kwargs, partial(_plan_and_bind, operator))
     if was_compared and operator.mutated and plan.rule is not None and plan.rule.kind == "pointwise":
         return program  # not cached: a plain value that is written to a DTensor is compared in every call
     return _cache_program(entry, signature, program)
 
 
-def _plan(
-    operator: OperatorSchema,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    bound: dict[str, Any] | None = None,
-    meshes: Sequence[DeviceMesh] | None = None,
-    choose: StrategySelector = select_strategies,
+def _plan_and_bind(
+    operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any], choose: StrategySelector = select_strategies
 ) -> tuple[CallPlan, Layout | Runner]:
-    """Plan a call and bind its program. This is the only way into planning, for a cache miss and for a variant of a key.
-
-    Args:
-        bound, meshes: the arguments by name and the meshes of the operands, if the caller has them.
-        choose: selects the strategies.
-    """
-    bound = operator.bind(args, kwargs) if bound is None else bound
-    meshes = tuple(meshes_of(bound.values())) if meshes is None else meshes
+    """Plan a call and bind its program: for a cache miss, for a variant of a key, and for strategies that a caller selects."""
     with tracing.untraced():
-        plan = plan_of_bound(operator, bound, meshes, choose)
+        plan = plan_call(operator, operator.bind(args, kwargs), choose)
         whole, if_refused = _make_view_runners(plan, operator) if operator.is_view or operator.reshapes else (None, None)
         return plan, bind_program(plan, operator, args, kwargs, whole, if_refused)
 
@@ -324,7 +310,7 @@ def _cache_program(entry: Entry, signature: tuple[Any, ...], program: Layout | R
 def run_with_strategies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], choose: StrategySelector) -> Any:
     """Return the results of one call with the strategies that ``choose`` selects. Its plan is not cached."""
     operator = operator_schema_of(func)
-    _, program = _plan(operator, args, kwargs, choose=choose)
+    _, program = _plan_and_bind(operator, args, kwargs, choose)
     local_args = [append_to_key(value, [], False) for value in args]
     local_kwargs = {name: append_to_key(value, [], False) for name, value in kwargs.items()}
     return runner_of(program, operator)(args, kwargs, local_args, local_kwargs)

@@ -19,12 +19,11 @@ from ..dispatch.cross_mesh import make_cross_mesh_runner, meshes_of
 from ..dispatch.dispatcher import run_with_strategies
 from ..dispatch.facts import facts_of_call
 from ..dispatch.grad_redistribute import REDISTRIBUTING_GRAD
-from ..dispatch.operand_layouts import plan_of_bound
+from ..dispatch.operand_layouts import plan_call
 from ..dispatch.plain_tensor_args import make_constants_runner, make_plain_write_runner
 from ..dispatch.redistribution_cache import FRESH_CACHE
 from ..dispatch.version_counters import versions_of
 from ..layout.layout import Layout
-from ..mesh.device_mesh import DeviceMesh
 from ..propagation.make_call import iter_operand_slots
 from ..propagation.op_schema import OperatorSchema, operator_schema_of
 from ..propagation.propagate import CallPlan
@@ -98,7 +97,7 @@ class GraphRecorder(TorchDispatchMode):
             or make_constants_runner(operator, bound)
         ):
             return self._record_fixed(operator, bound, func, args, kwargs)
-        plan, query = self._get_or_make_plan(operator, bound, meshes)
+        plan, query = self._get_or_make_plan(operator, bound)
         if plan.how == "decompose":
             self._add_node("parts", operator.name).key = call_key(operator, bound)
             with self:
@@ -121,9 +120,7 @@ class GraphRecorder(TorchDispatchMode):
             node.kind, node.query = "fixed", None
         return result
 
-    def _get_or_make_plan(
-        self, operator: OperatorSchema, bound: dict[str, Any], meshes: tuple[DeviceMesh, ...]
-    ) -> tuple[CallPlan, RuleQuery | None]:
+    def _get_or_make_plan(self, operator: OperatorSchema, bound: dict[str, Any]) -> tuple[CallPlan, RuleQuery | None]:
         """Return the plan of a call, and the query to its rule; None unless there was one query. Equal calls share both."""
         try:
             key = operator.func, nested_key(bound, _argument_key), tuple(facts_of_call(operator, bound).items())
@@ -132,7 +129,7 @@ class GraphRecorder(TorchDispatchMode):
             key, entry = None, None
         if entry is None:
             queries = QueryRecorder()
-            plan = plan_of_bound(operator, bound, meshes, queries)
+            plan = plan_call(operator, bound, queries)
             entry = plan, queries.calls[0] if len(queries.calls) == 1 else None
             if key is not None:
                 self._plans[key] = entry

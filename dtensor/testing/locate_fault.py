@@ -10,7 +10,7 @@ import torch
 
 from ..base.tensor_tree import map_tensors, tensor_leaves
 from ..base.torch_internals import TorchDispatchMode
-from ..dispatch.operand_layouts import plan_for
+from ..dispatch.operand_layouts import plan_call
 from ..errors import DTensorError
 from ..placement import Placement
 from ..plan.graph_recorder import QueryRecorder
@@ -179,7 +179,8 @@ def _chosen_strategies(func: Any, args: Any, kwargs: Any) -> tuple[str, ...] | N
     """Return the strategies that dispatch chooses for a call; None if it chooses none."""
     recorder = QueryRecorder()
     try:
-        plan_for(operator_schema_of(func), args, kwargs, choose=recorder)
+        operator = operator_schema_of(func)
+        plan_call(operator, operator.bind(args, kwargs), recorder)
     except (DTensorError, RuntimeError):
         return None
     for query in recorder.calls:

@@ -23,7 +23,7 @@ from ...base.tracing import KERNEL_ERRORS
 from ...dispatch.cache_key import specialize_sizes
 from ...dispatch.dispatcher import dispatch, install_view_runners
 from ...dispatch.frame import Runner
-from ...dispatch.operand_layouts import plan_for
+from ...dispatch.operand_layouts import plan_call
 from ...dispatch.program import bind_program, runner_of
 from ...dispatch.steps import is_unrecorded_alias
 from ...dispatch.version_counters import join_alias_groups, named_version_owner, share_versions, versions_of, view_in_plain_torch
@@ -385,4 +385,4 @@ def plan_of(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, A
     """Return the plan of a view operation, cached by its arguments."""
     key = (operator.func, args[0]._layout, nested_key(args[1:]), nested_key(kwargs))
     cached = _VIEW_PLANS.get(key)
-    return _VIEW_PLANS.keep(key, plan_for(operator, args, kwargs)) if cached is None else cached
+    return _VIEW_PLANS.keep(key, plan_call(operator, operator.bind(args, kwargs))) if cached is None else cached
