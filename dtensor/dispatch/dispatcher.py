@@ -19,6 +19,7 @@ from ..base import tracing
 from ..base.caches import PooledDicts, register_cache
 from ..base.modes import IMPLICIT_REPLICATION, MODES
 from ..base.patches import patch_applied, patch_removed
+from ..base.tensor_tree import tensor_leaves
 from ..base.torch_internals import autograd_node, count_dispatch_modes, find_torch_dispatch_rule
 from ..base.user_frames import torch_ddp_hint
 from ..errors import UnsupportedOperationError
@@ -31,8 +32,8 @@ from ..rules.registry import lookup
 from ..watchdog.levels import CheckLevel
 from . import wrap
 from .announced_collectives import announced_call
-from .cache_key import KEYED_AS_IS, append_list_to_key, append_to_key, planned_value, specialize_sizes, with_symbolic_sizes
-from .cross_mesh import make_cross_mesh_runner, meshes_of
+from .cache_key import KEYED_AS_IS, append_list_to_key, append_to_key, planned_value, specialize_sizes
+from .cross_mesh import make_cross_mesh_runner
 from .frame import Runner
 from .local_op import local_function
 from .op_fingerprint import PlanFingerprints, record_calls, record_error
@@ -274,16 +275,19 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
     operator, bound = entry.operator, entry.operator.bind(args, kwargs)
     if autograd_node() is not None and operator.lacks(bound):
         return lambda *call: None if len(operator.returns) == 1 else (None,) * len(operator.returns)
-    if any(0 in x._layout.shape for x in with_symbolic_sizes(bound.values())):  # kernels treat size 0 specially
-        specialize_sizes(bound.values())
-    meshes = tuple(meshes_of(bound.values()))
-    special = make_cross_mesh_runner(operator, bound, meshes) or make_plain_write_runner(operator, bound)
-    if special is not None:
-        return _cache_program(entry, signature, special)
-    if (constants := make_constants_runner(operator, bound)) is not None:
-        return constants  # not cached: the key does not say which function calls
+    tensors: list[Any] = tensor_leaves(list(bound.values()))
+    layouts = [x._layout for x in tensors if hasattr(x, "_layout")]
+    if any(0 in layout.shape and layout.has_symbols for layout in layouts):  # kernels treat size 0 specially
+        specialize_sizes(tensors)
+    is_mixed = len(layouts) < len(tensors) or len({layout.mesh for layout in layouts}) > 1 or not tensors
+    if is_mixed:  # plain tensors, or several meshes
+        special = make_cross_mesh_runner(operator, bound) or make_plain_write_runner(operator, bound)
+        if special is not None:
+            return _cache_program(entry, signature, special)
+        if (constants := make_constants_runner(operator, bound)) is not None:
+            return constants  # not cached: the key does not say which function calls
     plan, program = _plan_and_bind(operator, args, kwargs)
-    was_compared = compare_plain_arguments(operator, bound, plan)
+    was_compared = is_mixed and compare_plain_arguments(operator, bound, plan)
     program = with_variants(plan, program, operator, args, kwargs, partial(_plan_and_bind, operator))
     if was_compared and operator.mutated and plan.rule is not None and plan.rule.kind == "pointwise":
         return program  # not cached: a plain value that is written to a DTensor is compared in every call

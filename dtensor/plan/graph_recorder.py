@@ -15,7 +15,7 @@ from ..base.tensor_tree import iter_tree_leaves
 from ..base.torch_internals import OpOverload, TorchDispatchMode, autograd_node, sequence_number, tree_leaves
 from ..base.user_frames import find_user_frame, source_line_of
 from ..comm.events import Event, current_redistribution_steps, listening
-from ..dispatch.cross_mesh import make_cross_mesh_runner, meshes_of
+from ..dispatch.cross_mesh import make_cross_mesh_runner
 from ..dispatch.dispatcher import run_with_strategies
 from ..dispatch.facts import facts_of_call
 from ..dispatch.grad_redistribute import REDISTRIBUTING_GRAD
@@ -90,9 +90,8 @@ class GraphRecorder(TorchDispatchMode):
             return func(*args, **kwargs)
         operator = operator_schema_of(func)
         bound = operator.bind(args, kwargs)
-        meshes = tuple(meshes_of(bound.values()))
         if (
-            make_cross_mesh_runner(operator, bound, meshes)
+            make_cross_mesh_runner(operator, bound)
             or make_plain_write_runner(operator, bound)
             or make_constants_runner(operator, bound)
         ):

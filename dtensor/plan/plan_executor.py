@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 
 from ..base.torch_internals import OpOverload, TorchDispatchMode, tree_leaves
-from ..dispatch.cross_mesh import make_cross_mesh_runner, meshes_of
+from ..dispatch.cross_mesh import make_cross_mesh_runner
 from ..dispatch.dispatcher import run_with_strategies
 from ..dispatch.grad_redistribute import HAS_PROGRAM_PLAN
 from ..dispatch.plain_tensor_args import make_constants_runner, make_plain_write_runner
@@ -154,9 +154,7 @@ def _runs_specially(operator: OperatorSchema, bound: dict[str, Any]) -> bool:
     """Return True if dispatch runs a call without its rule: on several meshes, on written plain tensors, or on lazy views."""
     first = bound.get(operator.names[0])
     is_lazy_view = isinstance(first, DTensor) and type(first) is not DTensor and (operator.is_view or operator.mutated)
-    is_special = make_cross_mesh_runner(operator, bound, tuple(meshes_of(bound.values()))) or make_plain_write_runner(
-        operator, bound
-    )
+    is_special = make_cross_mesh_runner(operator, bound) or make_plain_write_runner(operator, bound)
     return bool(is_lazy_view or is_special or make_constants_runner(operator, bound))
 
 

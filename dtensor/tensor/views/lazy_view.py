@@ -18,6 +18,7 @@ import torch
 from ...base.caches import BoundedDict, nested_key
 from ...base.modes import MODES
 from ...base.symbolic_sizes import specialize_symbols
+from ...base.tensor_tree import tensor_leaves
 from ...base.torch_internals import make_wrapper_subclass
 from ...base.tracing import KERNEL_ERRORS
 from ...dispatch.cache_key import specialize_sizes
@@ -272,7 +273,7 @@ def _view_through_stack(x: DTensor, operator: OperatorSchema, stack_shape: tuple
 
 def _run_with_ints(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> Any:
     """Run the operation with symbolic sizes specialized to integers."""
-    specialize_sizes(operator.bind(args, kwargs).values())
+    specialize_sizes(tensor_leaves([args, kwargs]))
     return dispatch(DTensor, operator.func, (), tuple(specialize_symbols(args)), specialize_symbols(kwargs))
 
 
