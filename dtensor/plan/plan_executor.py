@@ -19,7 +19,7 @@ from ..dispatch.cross_mesh import make_cross_mesh_runner
 from ..dispatch.dispatcher import run_with_strategies
 from ..dispatch.grad_redistribute import HAS_PROGRAM_PLAN
 from ..dispatch.plain_tensor_args import make_constants_runner, make_plain_write_runner
-from ..dispatch.version_counters import versions_of
+from ..dispatch.version_counters import is_unwritten, versions_of
 from ..dispatch.wrap import wrap_local
 from ..propagation.make_call import iter_operand_slots
 from ..propagation.op_schema import OperatorSchema, operator_schema_of
@@ -147,7 +147,7 @@ class _Copies:
 
     def is_valid_for(self, x: DTensor) -> bool:
         """Return True if the copies are of the present value of ``x``."""
-        return self.tensor() is x and self.versions is not None and self.versions == versions_of(x)
+        return self.tensor() is x and is_unwritten(self.versions, versions_of(x))
 
 
 def _runs_specially(operator: OperatorSchema, bound: dict[str, Any]) -> bool:

@@ -8,7 +8,7 @@ has changed since. Autograd keeps one version counter for a base and all its vie
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -27,7 +27,14 @@ from ...dispatch.frame import Runner
 from ...dispatch.operand_layouts import plan_call
 from ...dispatch.program import bind_program, runner_of
 from ...dispatch.steps import is_unrecorded_alias
-from ...dispatch.version_counters import join_alias_groups, named_version_owner, share_versions, versions_of, view_in_plain_torch
+from ...dispatch.version_counters import (
+    is_unwritten,
+    join_alias_groups,
+    named_version_owner,
+    share_versions,
+    versions_of_all,
+    view_in_plain_torch,
+)
 from ...dispatch.wrap import storage_offset_of_view
 from ...errors import LayoutError
 from ...layout.layout import Layout
@@ -97,22 +104,19 @@ class Origin:
         base.__dict__["_counted"] = self.viewed
         return base
 
-    def current_versions(self) -> tuple[int, ...] | None:
-        """Return the version counts of the base and of the bases of lazy bases; None if writes are not counted."""
-        counted = named_version_owner(self.viewed)
-        counts = None if counted is None else versions_of(counted)
-        if counts is None or isinstance(self.memory, _LocalRef):
-            return counts
-        more_counts = self.memory[0].current_versions()
-        return None if more_counts is None else (*counts, *more_counts)
+    def bases(self) -> Iterator[DTensor]:
+        """Yield the base, and the bases of lazy bases."""
+        yield self.viewed
+        if not isinstance(self.memory, _LocalRef):
+            yield from self.memory[0].bases()
 
     def get_results(self) -> list[DTensor]:
         """Return the results of the operation for the present values of the base.
 
         They are computed again if it was written to.
         """
-        versions = self.current_versions()
-        if self.results is None or not (self.pinned or (versions is not None and versions == self.versions)):
+        versions = versions_of_all(self.bases())
+        if self.results is None or not (self.pinned or is_unwritten(self.versions, versions)):
             self.results, self.versions = self._compute(self.base), versions
         return self.results
 
