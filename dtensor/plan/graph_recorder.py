@@ -17,7 +17,6 @@ from ..base.user_frames import find_user_frame, source_line_of
 from ..comm.events import Event, current_redistribution_steps, listening
 from ..dispatch.facts import facts_of_call
 from ..dispatch.grad_redistribute import REDISTRIBUTING_GRAD
-from ..dispatch.operand_layouts import plan_of_bound
 from ..dispatch.redistribution_cache import FRESH_CACHE
 from ..dispatch.version_counters import versions_of
 from ..layout.layout import Layout
@@ -100,7 +99,7 @@ class GraphRecorder(CallListener):
             key, entry = None, None
         if entry is None:
             recorder = RuleQueryRecorder()
-            plan = plan_of_bound(operator, bound, call.meshes, recorder)
+            plan = call.make_plan(recorder)
             entry = plan, recorder.queries[0] if len(recorder.queries) == 1 else None
             if key is not None:
                 self._plans[key] = entry

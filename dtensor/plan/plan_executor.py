@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 
 from ..dispatch.grad_redistribute import HAS_PROGRAM_PLAN
-from ..dispatch.version_counters import versions_of
+from ..dispatch.version_counters import is_unwritten, versions_of
 from ..dispatch.wrap import wrap_local
 from ..propagation.make_call import iter_operand_slots
 from ..propagation.select_strategy import bound_strategies_of, realize_selection, select_strategies
@@ -135,7 +135,7 @@ class _Copies:
 
     def is_valid_for(self, x: DTensor) -> bool:
         """Return True if the copies are of the present value of ``x``."""
-        return self.tensor() is x and self.versions is not None and self.versions == versions_of(x)
+        return self.tensor() is x and is_unwritten(self.versions, versions_of(x))
 
 
 def _runs_specially(call: OperatorCall) -> bool:

@@ -6,11 +6,12 @@ from functools import cached_property
 from typing import Any
 
 from ..base.torch_internals import OpOverload, TorchDispatchMode
-from ..dispatch.cross_mesh import make_cross_mesh_runner, meshes_of
+from ..dispatch.cross_mesh import make_cross_mesh_runner
 from ..dispatch.dispatcher import run_with_strategies
+from ..dispatch.operand_layouts import plan_call
 from ..dispatch.plain_tensor_args import make_constants_runner, make_plain_write_runner
-from ..mesh.device_mesh import DeviceMesh
 from ..propagation.op_schema import OperatorSchema, operator_schema_of
+from ..propagation.propagate import CallPlan
 from ..propagation.select_strategy import StrategySelector
 from .dtensor import DTensor
 
@@ -42,19 +43,18 @@ class OperatorCall:
         """The arguments by name."""
         return self.operator.bind(self.args, self.kwargs)
 
-    @cached_property
-    def meshes(self) -> tuple[DeviceMesh, ...]:
-        """The meshes of the operands."""
-        return tuple(meshes_of(self.bound.values()))
-
     @property
     def bypasses_rules(self) -> bool:
         """Whether dispatch runs the call without a rule: on several meshes, on written plain tensors, on constants of torch."""
         return bool(
-            make_cross_mesh_runner(self.operator, self.bound, self.meshes)
+            make_cross_mesh_runner(self.operator, self.bound)
             or make_plain_write_runner(self.operator, self.bound)
             or make_constants_runner(self.operator, self.bound)
         )
+
+    def make_plan(self, choose: StrategySelector) -> CallPlan:
+        """Plan the call with the strategies that ``choose`` selects; nothing runs."""
+        return plan_call(self.operator, self.bound, choose)
 
     def run(self) -> Any:
         """Run the call unchanged, unseen by the mode that got it."""

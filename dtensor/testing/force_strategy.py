@@ -13,7 +13,7 @@ import torch
 from ..base.tensor_tree import tensor_leaves
 from ..base.torch_internals import resolve_packet
 from ..dispatch.dispatcher import run_with_strategies
-from ..dispatch.operand_layouts import plan_for
+from ..dispatch.operand_layouts import plan_call
 from ..plan.graph import RuleQuery
 from ..propagation.op_schema import OperatorSchema, operator_schema_of
 from ..propagation.propagate import is_composite
@@ -138,7 +138,8 @@ def query_rule(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RuleQu
         queries.append(RuleQuery(rule, factors, call, inplace_results, None))
 
     with suppress(Exception):  # calls that plain torch rejects too
-        plan_for(operator_schema_of(overload_for(op, args, kwargs)), args, kwargs, record_query)
+        operator = operator_schema_of(overload_for(op, args, kwargs))
+        plan_call(operator, operator.bind(args, kwargs), record_query)
     return queries[0] if queries else None
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ..base.tensor_tree import map_tensors, tensor_leaves
-from ..dispatch.operand_layouts import plan_of_bound
 from ..errors import DTensorError
 from ..placement import Placement
 from ..plan.graph import RuleQueryRecorder
@@ -176,7 +175,7 @@ def _chosen_strategies(call: OperatorCall) -> tuple[str, ...] | None:
     """Return the strategies that dispatch chooses for a call; None if it chooses none."""
     recorder = RuleQueryRecorder()
     try:
-        plan_of_bound(call.operator, call.bound, call.meshes, recorder)
+        call.make_plan(recorder)
     except (DTensorError, RuntimeError):
         return None
     for query in recorder.queries:
