@@ -50,7 +50,7 @@ layers: $(VENV)/.test
 	$(PYTEST) -q -s tests/unit/test_layers.py
 
 docs: $(VENV)/.test
-	$(BIN)/python -m dtensor ops > docs/.ops.md && mv docs/.ops.md docs/ops.md
+	$(BIN)/python tests/support/ops_page.py > docs/.ops.md && mv docs/.ops.md docs/ops.md
 	$(PYTEST) -q tests/unit/test_docs.py tests/rules/test_ops_page.py
 
 # The documentation as a site, build/site; to look at it: python3 -m http.server -d build/site

@@ -36,11 +36,7 @@ MOST = 1.01
 
 
 def unreported(self: Communicator, kind: str, dims: Any, run: Callable[..., Any], nbytes: Any) -> Callable[..., Any]:
-<<<<<<< HEAD
-    """Replace ``Communicator._issuing``, without the check for listeners."""
-=======
-    """As ``Communicator._wrap_issue``, without the look at those who listen."""
->>>>>>> w-small
+    """Replace ``Communicator._wrap_issue``, without the check for listeners."""
 
     def issue(x: Any) -> Any:
         if ACTIVE_RECORDERS and (recorder := current_recorder()) is not None:
@@ -66,13 +62,8 @@ def native(group: Any, op: Any) -> Callable[..., Any]:
 
 @contextmanager
 def without_door() -> Iterator[None]:
-<<<<<<< HEAD
     """Bind and run collectives without the recording code in this context."""
-    taken = [patch.object(Communicator, "_issuing", unreported)]
-=======
-    """What is bound and run in here has no door."""
     taken = [patch.object(Communicator, "_wrap_issue", unreported)]
->>>>>>> w-small
     taken += [patch.object(executor, "_bind_collective", unasked), patch.object(reductions, "bind_native_all_reduce", native)]
     taken += [patch.object(module, "because", lambda cause, fn: fn) for module in (program, coalesce)]
     for module in (transfer, reductions):

@@ -116,8 +116,8 @@ _LAZY_NAMES = {  # public name -> module that defines it
     "Explanation": "debug.explain",
     "budget": "debug.budget",
     "explain": "debug.explain",
-    "Memory": "debug.memory",
-    "memory": "debug.memory",
+    "Memory": "debug.memory_report",
+    "memory": "debug.memory_report",
     "collect_state_dict": "sharding_spec.shard_model",
     "shard_model": "sharding_spec.shard_model",
     "trace": "debug.trace",
@@ -140,8 +140,8 @@ if TYPE_CHECKING:  # a type checker that sees __getattr__ would accept any name
     from .debug.budget import budget as budget
     from .debug.explain import Explanation as Explanation
     from .debug.explain import explain as explain
-    from .debug.memory import Memory as Memory
-    from .debug.memory import memory as memory
+    from .debug.memory_report import Memory as Memory
+    from .debug.memory_report import memory as memory
     from .debug.trace import trace as trace
     from .plan import ProgramPlan as ProgramPlan
     from .plan import Sharding as Sharding

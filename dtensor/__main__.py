@@ -24,7 +24,7 @@ from .clusters import cli as cluster_plan
 from .cost import calibrate
 from .cost.profile import is_calibrated
 from .debug import bench, doctor, run_script
-from .debug.ops_page import make_page, read_measurements
+from .debug.operator_tables import operator_tables
 from .errors import ArgumentError, DTensorError
 from .redistribute import moves
 from .rules import rules
@@ -43,9 +43,13 @@ def main(argv: list[str] | None = None) -> int:
     its exceptions are raised unchanged.
     """
     program = "python -m dtensor" if os.path.basename(sys.argv[0]) == "__main__.py" else "dtensor"
-    parser = argparse.ArgumentParser(prog=program, description="Tools for programs that use dtensor.")
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description="Explain, plan, measure and verify programs on distributed tensors.",
+        epilog="dtensor COMMAND --help has examples.",
+    )
     parser.add_argument("--version", action="version", version=f"dtensor {__version__}, torch {torch.__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     for add in (_add_explain, _add_trace, _add_plan, _add_bench, _add_doctor, _add_ranks, _add_verify, _add_calibrate, _add_ops):
         add(commands)
     options = parser.parse_args(argv)
@@ -89,14 +93,17 @@ def check_installed(module: str, extra: str, what: str) -> None:
 # --- scripts ------------------------------------------------------------------------------------------------------------
 def _add_script(commands: Any, name: str, about: str, run: Run, *examples: str) -> argparse.ArgumentParser:
     command = _add_command(commands, name, about, run, *examples)
-    command.add_argument("script", type=Path, metavar="SCRIPT.py")
+    command.add_argument("script", type=Path, metavar="SCRIPT.py", help="Python program; under torchrun, each rank runs it")
     command.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
     return command
 
 
 def _add_html(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--html", type=run_script.writable_path, metavar="FILE", help="also write a page with the lines of the script"
+        "--html",
+        type=run_script.writable_path,
+        metavar="FILE",
+        help="also write the report as an HTML page, beside the lines of the script",
     )
 
 
@@ -105,7 +112,7 @@ def _add_explain(commands: Any) -> None:
         path = run_script.existing_file(options.script)
         return lambda: run_script.explain_script(path, options.arguments, options.html)
 
-    about = "run a script and report what it communicates, computes and holds, by line"
+    about = "run a script and report its communication, compute and peak memory, by source line"
     examples = ("dtensor explain train.py --steps 1", "torchrun --nproc-per-node 4 -m dtensor explain --html page.html train.py")
     _add_html(_add_script(commands, "explain", about, run, *examples))
 
@@ -115,7 +122,7 @@ def _add_trace(commands: Any) -> None:
         path = run_script.existing_file(options.script)
         return lambda: run_script.trace_script(path, options.arguments, options.output)
 
-    about = "run a script and write a trace of it, for https://ui.perfetto.dev or chrome://tracing"
+    about = "run a script and write a timeline of its ranks, for https://ui.perfetto.dev or chrome://tracing"
     examples = ("dtensor trace train.py", "torchrun --nproc-per-node 4 -m dtensor trace --output step.json.gz train.py")
     command = _add_script(commands, "trace", about, run, *examples)
     name = "trace.json.gz"
@@ -124,14 +131,14 @@ def _add_trace(commands: Any) -> None:
         type=run_script.writable_path,
         default=name,
         metavar="FILE",
-        help=f"default: {name}; without .gz it is not compressed",
+        help=f"trace file, compressed if its name ends in .gz (default: {name})",
     )
 
 
 def _add_plan(commands: Any) -> None:
     def run(options: argparse.Namespace) -> int | Callable[[], int]:
         if options.script.name in MODELS:
-            about = "Plan a training step on a cluster."
+            about = "Find the fastest parallel layouts of a training step on a cluster, by the cost model."
             parser = argparse.ArgumentParser(prog=f"dtensor plan {options.script}", description=about)
             cluster_plan.add_options(parser)
             chosen = parser.parse_args(options.arguments)
@@ -144,7 +151,7 @@ def _add_plan(commands: Any) -> None:
         check_installed("scipy", "plan", "plan")
         return lambda: run_script.plan_script(path, options.arguments, options.html, options.json)
 
-    about = "run a script and plan the strategies of all its operators together; or plan a known model on a cluster"
+    about = "run a script and choose the strategies of all its operators together; or find the best mesh for a known model"
     examples = (
         "dtensor plan --json plan.json train.py    # then dt.capture(step, plan=dt.ProgramPlan.load('plan.json'))",
         "dtensor plan llama3-8b --ranks 64         # options: dtensor plan llama3-8b --help",
@@ -152,7 +159,9 @@ def _add_plan(commands: Any) -> None:
     )
     command = _add_script(commands, "plan", about, run, *examples)
     _add_html(command)
-    command.add_argument("--json", type=run_script.writable_path, metavar="FILE", help="also write the plan as JSON")
+    command.add_argument(
+        "--json", type=run_script.writable_path, metavar="FILE", help="also write the plan as JSON, for capture(plan=)"
+    )
 
 
 def _near_models(name: str) -> str:
@@ -165,26 +174,43 @@ def _add_bench(commands: Any) -> None:
     command = _add_command(
         commands,
         "bench",
-        "measure redistributions or operators on processes of this machine (gloo)",
+        "measure redistributions or operators on this machine, with one process per rank (gloo)",
         None,
         'dtensor bench redistribute --mesh 3x2 --size 1MB --pairs "S0->S1,R" "P->R" --plot times.png',
         "dtensor bench dispatch --only add mm",
     )
-    kinds = command.add_subparsers(dest="kind", required=True, metavar="KIND")
+    kinds = command.add_subparsers(title="kinds", dest="kind", required=True, metavar="KIND")
     about = "measure redistributions and compare them with the cost model"
     moved = _add_command(
         kinds, "redistribute", about, _bench_redistribute, 'dtensor bench redistribute --mesh 3x2 --pairs "S0->S1,R"'
     )
     moved.add_argument("--mesh", default="4", help="shape of the mesh, such as 4 or 3x2 (default: 4)")
-    moved.add_argument("--size", nargs="+", default=["1MB"], help="of the float32 tensor: bytes (64KB) or a shape (1031x1021)")
-    moved.add_argument("--pairs", nargs="+", metavar="PAIR", help='such as "S0->S1,R": a placement for each mesh dim, else R')
+    moved.add_argument(
+        "--size", nargs="+", default=["1MB"], metavar="SIZE", help="bytes (64KB) or shapes (1031x1021) of float32 tensors"
+    )
+    moved.add_argument(
+        "--pairs",
+        nargs="+",
+        metavar="PAIR",
+        help='source and target placements, one for each mesh dim: "S0->S1,R"; R if left out',
+    )
     about = "measure the host time of operators and compare it with plain torch"
     called = _add_command(kinds, "dispatch", about, _bench_dispatch, "dtensor bench dispatch --only add mm")
-    called.add_argument("--only", nargs="+", choices=list(bench.OPERATORS), default=list(bench.OPERATORS), metavar="OPERATOR")
+    called.add_argument(
+        "--only",
+        nargs="+",
+        choices=list(bench.OPERATORS),
+        default=list(bench.OPERATORS),
+        metavar="OPERATOR",
+        help=f"operators to measure (default: all of {', '.join(bench.OPERATORS)})",
+    )
     for each in (moved, called):
-        each.add_argument("--json", action="store_true", help="print rows as JSON on stdout instead of a table")
+        each.add_argument("--json", action="store_true", help="print the rows as JSON instead of a table")
         each.add_argument(
-            "--plot", type=run_script.writable_path, metavar="FILE", help="also draw a plot: png, svg or pdf (extra: plot)"
+            "--plot",
+            type=run_script.writable_path,
+            metavar="FILE",
+            help="also draw a plot: png, svg or pdf (needs dtensor[plot])",
         )
 
 
@@ -223,12 +249,20 @@ def _show_rows(options: argparse.Namespace, rows: Iterator[Any], count: int) -> 
 
 
 def _add_calibrate(commands: Any) -> None:
-    about = "measure collectives and compute on this machine, for the cost model"
+    about = "measure collectives and compute on this machine, and save the constants of the cost model"
     command = _add_command(commands, "calibrate", about, _run_calibrate, "dtensor calibrate --ranks 4")
-    command.add_argument("--ranks", type=int, default=4, help="processes to start, unless torchrun started this one (default: 4)")
-    command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    command.add_argument("--output", type=Path, default=None, help="default: $DTENSOR_PROFILE or ~/.cache/dtensor/profile.json")
-    command.add_argument("--seconds", type=float, default=0.05, help="of each of about fifty measurements (default: 0.05)")
+    command.add_argument("--ranks", type=int, default=4, metavar="N", help="processes to start, unless torchrun did (default: 4)")
+    command.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device type to measure (default: cpu)")
+    command.add_argument(
+        "--output",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="machine profile to write (default: $DTENSOR_PROFILE or ~/.cache/dtensor/profile.json)",
+    )
+    command.add_argument(
+        "--seconds", type=float, default=0.05, help="duration of each of about fifty measurements (default: 0.05)"
+    )
 
 
 def _run_calibrate(options: argparse.Namespace) -> int:
@@ -243,12 +277,14 @@ def _run_calibrate(options: argparse.Namespace) -> int:
 
 # --- state --------------------------------------------------------------------------------------------------------------
 def _add_doctor(commands: Any) -> None:
-    about = "report versions, backends and patches on torch, and test whether processes can communicate"
+    about = "report versions, backends and active patches on torch, and test communication between processes"
     _add_command(commands, "doctor", about, lambda options: doctor.main(), "dtensor doctor")
 
 
 def _add_ranks(commands: Any) -> None:
     def run(options: argparse.Namespace) -> int:
+        if options.folder is not None and not options.folder.is_dir():
+            raise ArgumentError(f"there is no folder {options.folder}")
         try:
             print(post_mortem.format_rank_logs(options.folder, options.last))
         except FileNotFoundError as error:
@@ -257,27 +293,27 @@ def _add_ranks(commands: Any) -> None:
 
     about = "report the last operations of each rank of a job on this host, also after the ranks were killed"
     command = _add_command(commands, "ranks", about, run, "dtensor ranks --last 5")
-    command.add_argument("folder", type=Path, nargs="?", help="dtensor-ranks-... in /dev/shm (default: the newest)")
-    command.add_argument("--last", type=int, default=20, help="operations of each rank (default: 20)")
+    command.add_argument(
+        "folder",
+        type=Path,
+        nargs="?",
+        metavar="FOLDER",
+        help="folder of the job: /dev/shm/dtensor-ranks-... (default: the newest)",
+    )
+    command.add_argument("--last", type=int, default=20, metavar="N", help="operations to show of each rank (default: 20)")
 
 
 def _add_ops(commands: Any) -> None:
     def run(options: argparse.Namespace) -> int:
-        print(make_page(read_measurements(options.measured)), end="")
+        print(operator_tables(), end="")
         return 0
 
-    about = "print how each operator is implemented, as the page docs/ops.md"
-    command = _add_command(commands, "ops", about, run, "dtensor ops > docs/ops.md")
-    command.add_argument(
-        "--measured",
-        type=Path,
-        default=Path("benchmarks/gather_share.json"),
-        help="output of benchmarks/gather_share.py (default: benchmarks/gather_share.json)",
-    )
+    about = "print how each operator runs, as Markdown tables: dims that may be sharded, collectives, partial inputs"
+    _add_command(commands, "ops", about, run, "dtensor ops > operators.md")
 
 
 def _add_verify(commands: Any) -> None:
-    about = "run operators under many placements and compare the results with plain torch"
+    about = "run operators under many placements and compare the results with PyTorch on plain tensors"
     examples = ('dtensor verify "*softmax*"', "dtensor verify my.module::halve")
     command = _add_command(commands, "verify", about, _run_verify, *examples)
     command.add_argument(
@@ -287,10 +323,16 @@ def _add_verify(commands: Any) -> None:
         help='operator names or fnmatch patterns (mm, "*softmax*", "mylib::*"); modules to import first, whose rules are '
         "verified if nothing else is named; or both (my.module::halve). Default: all rules",
     )
-    command.add_argument("--limit", type=int, default=60, help="placements per sample, variant and mesh (default: 60)")
-    command.add_argument("--budget", type=int, default=None, help="cases per rule, chosen at random (default: all)")
-    command.add_argument("--seed", type=int, default=0)
-    command.add_argument("--missing", action="store_true", help="also search for placements that need no communication")
+    command.add_argument(
+        "--limit", type=int, default=60, metavar="N", help="placements to try per sample, variant and mesh (default: 60)"
+    )
+    command.add_argument("--budget", type=int, default=None, metavar="N", help="cases per rule, chosen at random (default: all)")
+    command.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random choices (default: 0)")
+    command.add_argument(
+        "--missing",
+        action="store_true",
+        help="also search for placements that would need no communication, but that no strategy of the rule has",
+    )
     command.add_argument("--device", default="cpu", help="device type to run on (default: cpu)")
 
 
@@ -309,7 +351,8 @@ def _run_verify(options: argparse.Namespace) -> int:
     for name in unsampled:
         print(f"{name}: no sample" if name in rules() else f"{name}: no rule")
     cases, wrong, missing = map(sum, zip(*map(_count_results, reports), strict=True)) if reports else (0, 0, 0)
-    print(f"{len(reports)} rules, {cases} cases, {wrong} wrong, {missing} missing, {len(unsampled)} without sample or rule")
+    verified = f"{len(reports)} rule{'s' * (len(reports) != 1)}, {cases} cases, {wrong} wrong, {missing} missing"
+    print(f"{verified}, {len(unsampled)} without sample or rule")
     return 1 if unsampled or not all(reports) or not reports else 0
 
 

@@ -19,11 +19,11 @@ from .step_estimate import Estimate, best
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command to a parser."""
     parser.add_argument("--ranks", type=int, required=True, help="number of devices, one rank each")
-    parser.add_argument("--cluster", choices=CLUSTERS, default="h100", help="default: h100")
+    parser.add_argument("--cluster", choices=CLUSTERS, default="h100", help="kind of cluster (default: h100)")
     parser.add_argument("--sequence", type=int, default=8192, help="tokens of a sequence (default: 8192)")
     parser.add_argument("--batch", type=int, default=2048, help="sequences of a step, over all ranks (default: 2048)")
-    parser.add_argument("--most", type=int, default=8, help="rows of the table (default: 8)")
-    parser.add_argument("--plot", type=Path, default=None, metavar="FILE", help="also draw time and memory (extra: plot)")
+    parser.add_argument("--most", type=int, default=8, metavar="N", help="layouts to list, the fastest first (default: 8)")
+    parser.add_argument("--plot", type=Path, default=None, metavar="FILE", help="also draw time and memory (needs dtensor[plot])")
 
 
 def run_plan(model: str, options: argparse.Namespace) -> int:

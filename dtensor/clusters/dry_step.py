@@ -23,7 +23,7 @@ from ..base.user_frames import NO_SOURCE_LINE
 from ..comm.events import Event, listening
 from ..cost.link import collective_seconds, get_device
 from ..debug.memory_tracker import MemoryTracker
-from ..debug.operator_recorder import LocalCall, OperatorRecorder
+from ..debug.operator_recorder import OperatorRecorder, RecordedLocalCall
 from ..mesh.device_mesh import DeviceMesh
 from ..parallel import MixedPrecisionPolicy, fully_shard
 from ..placement import Shard
@@ -188,7 +188,7 @@ class _StepObserver:
         self._barriers.clear()
         return work
 
-    def _memory_stores(self, calls: Sequence[LocalCall]) -> set[int]:
+    def _memory_stores(self, calls: Sequence[RecordedLocalCall]) -> set[int]:
         """Return the numbers of the stores that are written to memory and read from it.
 
         Compiled programs fuse elementwise operators. So a store does not count that only elementwise operators make and use,

@@ -9,8 +9,8 @@ from ..base.mode_stack import mode_context
 from ..base.units import bytes_text, flop_text
 from ..errors import ArgumentError, BudgetError
 from .explain import collectives_text, group_by_line
-from .memory import lines_at_peak
-from .program_recorder import ProgramRecorder
+from .memory_report import lines_at_peak
+from .run_recorder import RunRecorder
 
 
 class Limits(NamedTuple):
@@ -59,14 +59,14 @@ def budget(
     limits = Limits(bytes, collectives, flops, memory)
     if limits == Limits():
         raise ArgumentError("budget() needs at least one limit: bytes=, collectives=, flops= or memory=")
-    with ProgramRecorder(with_operators=limits.with_operators) as record:
+    with RunRecorder(with_operators=limits.with_operators) as record:
         yield
     problem = excess_message(record, limits)
     if problem:
         raise BudgetError(problem)
 
 
-def usage_of(record: ProgramRecorder) -> Limits:
+def usage_of(record: RunRecorder) -> Limits:
     """Return the values that a block needed; communication only if operators were not recorded."""
     total, count = sum(movement.bytes for movement in record.movements), len(record.movements)
     if not record.with_operators:
@@ -74,7 +74,7 @@ def usage_of(record: ProgramRecorder) -> Limits:
     return Limits(total, count, record.flops, max(record.tracker.peak_of(rank)[0] for rank in record.tracker.current_ranks()))
 
 
-def excess_message(record: ProgramRecorder, allowed: Limits) -> str:
+def excess_message(record: RunRecorder, allowed: Limits) -> str:
     """Return a message about the exceeded limits, with the lines of the program; "" if no limit was exceeded."""
     used = usage_of(record)
     exceeded = {name for name, limit in allowed._asdict().items() if limit is not None and getattr(used, name) > limit}

@@ -28,8 +28,8 @@ def report_lines() -> Iterator[str]:
     """Yield lines about versions, backends and patches on torch."""
     yield f"python {platform.python_version()} on {platform.system()} {platform.machine()}"
     yield f"dtensor {sys.modules['dtensor'].__version__}, torch {torch.__version__}"
-    profile = "calibrated" if is_calibrated() else "built-in constants; run dtensor calibrate"
-    yield f"machine profile: {profile} (format {PROFILE_FORMAT})"
+    profile = "calibrated" if is_calibrated() else "built-in constants (dtensor calibrate measures this machine)"
+    yield f"machine profile: {profile}, format {PROFILE_FORMAT}"
     yield "optional packages: " + ", ".join(f"{name} {_package_version(name)}" for name in _OPTIONAL)
     backends = [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if _has_backend(name)]
     yield f"process groups: {', '.join(backends) or 'none'}"

@@ -13,9 +13,9 @@ from ..base.units import bytes_text, flop_text, seconds_text
 from ..base.user_frames import SourceLine
 from ..redistribute.step import placements_text as placed
 from .explain_choice import reason_lines
-from .memory import Memory, memory_of
-from .operator_recorder import Operation
-from .program_recorder import ProgramRecorder, RecordedCollective
+from .memory_report import Memory, memory_of
+from .operator_recorder import RecordedOperation
+from .run_recorder import RecordedCollective, RunRecorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Line:
 
     place: SourceLine
     movements: tuple[RecordedCollective, ...]
-    operations: tuple[Operation, ...] = ()
+    operations: tuple[RecordedOperation, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -80,12 +80,12 @@ class Explanation:
     movements: tuple[RecordedCollective, ...]
     result: Any
     exchanges: int = 0
-    operations: tuple[Operation, ...] = ()
+    operations: tuple[RecordedOperation, ...] = ()
     flops: int = 0
     memory: Memory | None = None
 
     @classmethod
-    def from_record(cls, record: ProgramRecorder, result: Any = None) -> Explanation:
+    def from_record(cls, record: RunRecorder, result: Any = None) -> Explanation:
         """Make an explanation from a recorded run."""
         collectives, exchanges = tuple(record.movements), record.get_exchange_count()
         if not record.with_operators:
@@ -173,17 +173,17 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     Costs what ``fn`` does, and raises what it raises.
     """
-    with ProgramRecorder(with_operators=True) as record:
+    with RunRecorder(with_operators=True) as record:
         result = fn(*args, **kwargs)
     return Explanation.from_record(record, result)
 
 
-def group_by_line(movements: Sequence[RecordedCollective], operations: Sequence[Operation] = ()) -> tuple[Line, ...]:
+def group_by_line(movements: Sequence[RecordedCollective], operations: Sequence[RecordedOperation] = ()) -> tuple[Line, ...]:
     """Group collectives and operators by the user's line.
 
     Lines that communicate come first, then lines that only compute, each in order of first use.
     """
-    by_place: dict[SourceLine, tuple[list[RecordedCollective], list[Operation]]] = {}
+    by_place: dict[SourceLine, tuple[list[RecordedCollective], list[RecordedOperation]]] = {}
     for movement in movements:
         by_place.setdefault(movement.place, ([], []))[0].append(movement)
     for operation in operations:

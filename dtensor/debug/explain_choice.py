@@ -9,8 +9,7 @@ from ..base.tables import table_text
 from ..base.units import seconds_text
 from ..dispatch.comm_report import Cause
 from ..placement import Partial, Placement
-from ..plan.graph import RuleQuery
-from ..plan.graph_recorder import QueryRecorder
+from ..plan.graph import RuleQuery, RuleQueryRecorder
 from ..propagation.make_call import make_call
 from ..propagation.propagate import propagate_sharding
 from ..propagation.select_strategy import rank_all_strategies
@@ -62,10 +61,10 @@ def _considered_query(cause: Cause) -> list[RuleQuery]:
     call = cause.plan.call
     if cause.plan.how != "rule" or call.mesh.size() == 1:
         return []
-    recorder, (_, slots) = QueryRecorder(), make_call(cause.operator, call.mesh, call.arguments)
+    recorder, (_, slots) = RuleQueryRecorder(), make_call(cause.operator, call.mesh, call.arguments)
     facts = {slot: fact for slot, fact in zip(slots, call.known, strict=False) if fact is not None}
     propagate_sharding(cause.operator, call.mesh, call.arguments, frozenset(slots[i] for i in call.plain), recorder, facts)
-    return [query for query in recorder.calls if query.chosen is not None][:1]  # of a list: the first element
+    return [query for query in recorder.queries if query.chosen is not None][:1]  # of a list: the first element
 
 
 def _alternative_lines(cause: Cause, query: RuleQuery) -> Iterator[str]:

@@ -180,7 +180,7 @@ class MemoryTracker:
         self._tracked[key] = store, weakref.ref(storage, on_freed)
         return store
 
-    def finish(self) -> None:
+    def stop_tracking(self) -> None:
         """Stop tracking. The log stays."""
         self.mark_gradients()
         self._tracked.clear()

@@ -1,6 +1,6 @@
-"""Operators of a recorded program: operands, results, FLOP and time of every operator on each rank.
+"""Operator recorder: records operands, results, FLOP and time of every operator on each rank.
 
-A dispatch mode sees them below autograd. It runs each operator unchanged: one on DTensors through their ``__torch_dispatch__``,
+Each operator runs unchanged: one on DTensors through their ``__torch_dispatch__``,
 one on local tensors by redispatch. Planning runs operators without data and is not recorded.
 """
 
@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..base.group_by import group_by_key
 from ..base.tensor_tree import tensor_leaves
-from ..base.torch_internals import FakeTensor, OpOverload, TorchDispatchMode, graph_task, has_kernel
+from ..base.torch_internals import FakeTensor, graph_task, has_kernel
 from ..base.tracing import is_tracing
 from ..base.user_frames import SourceLine
 from ..comm import events
@@ -29,6 +29,7 @@ from ..mesh.current_rank import RUNNING_RANK
 from ..mesh.device_mesh import DeviceMesh
 from ..ranks.per_rank import PerRank
 from ..rules.op_traits import returns_view, traits_of
+from ..tensor.call_listener import CallListener, OperatorCall
 from ..tensor.dtensor import DTensor
 from .memory_tracker import ACTIVATIONS, BUFFERS, AllocationOrigin, MemoryTracker
 
@@ -41,7 +42,7 @@ Origin = Callable[[], tuple[SourceLine, str, str]]  # the user's line, the phase
 
 
 @dataclass(slots=True, eq=False)
-class LocalCall:
+class RecordedLocalCall:
     """Operator call on the local tensors of one rank.
 
     Attributes:
@@ -70,13 +71,13 @@ class LocalCall:
 
 
 @dataclass(slots=True, eq=False)
-class Operation:
+class RecordedOperation:
     """Operator of the program, with the local operators that it runs on each rank.
 
     Attributes:
         operator: its name, such as ``"aten::mm"``.
         operands, results: dtype, global shape and placements; for plain tensors, dtype and shape.
-        place, phase, module: as in :class:`.program_recorder.RecordedCollective`.
+        place, phase, module: as in :class:`.run_recorder.RecordedCollective`.
     """
 
     operator: str
@@ -86,9 +87,9 @@ class Operation:
     module: str
     mesh: DeviceMesh | None
     results: tuple[str, ...] = ()
-    calls: list[LocalCall] = field(default_factory=list)
+    calls: list[RecordedLocalCall] = field(default_factory=list)
 
-    def by_rank(self) -> dict[int | None, list[LocalCall]]:
+    def by_rank(self) -> dict[int | None, list[RecordedLocalCall]]:
         return group_by_key((call.rank, call) for call in self.calls)
 
     @property
@@ -106,12 +107,12 @@ class Operation:
         """Seconds estimated for the slowest rank, by the machine profile."""
         return max((sum(map(self.estimated, calls)) for calls in self.by_rank().values()), default=0.0)
 
-    def estimated(self, call: LocalCall) -> float:
+    def estimated(self, call: RecordedLocalCall) -> float:
         """Return the estimated seconds of one of its local calls."""
         return call.seconds(DEVICES[DEFAULT_DEVICE["cpu"]] if self.mesh is None else get_device(self.mesh))
 
 
-class OperatorRecorder(TorchDispatchMode):
+class OperatorRecorder(CallListener):
     """Record every operator of this thread and of its backward passes in ``operations``.
 
     Attributes:
@@ -126,10 +127,10 @@ class OperatorRecorder(TorchDispatchMode):
 
     def __init__(self, tracker: MemoryTracker, origin: Origin, is_recording: Callable[[], bool]) -> None:
         super().__init__()
-        self.operations: list[Operation] = []
+        self.operations: list[RecordedOperation] = []
         self.tracker, self.origin, self.is_recording = tracker, origin, is_recording
         self.collectives, self.counts_memory = 0, True
-        self._running: list[Operation] = []
+        self._running: list[RecordedOperation] = []
         self._in_backward = False
 
     @classmethod
@@ -137,35 +138,32 @@ class OperatorRecorder(TorchDispatchMode):
         """Return True: torch.compile may run inside this mode."""
         return True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        no_operator = not isinstance(func, OpOverload) or func.namespace in _IGNORED_NAMESPACES
-        if no_operator or is_tracing() or FakeTensor in types or not self.is_recording():
-            return func(*args, **kwargs)
-        kinds = [kind for kind in types if issubclass(kind, DTensor)]
-        if kinds and all(issubclass(kind, (DTensor, PerRank)) for kind in types):  # torch calls the most derived class
-            return self._run_distributed(max(kinds, key=lambda kind: len(kind.__mro__)), func, types, args, kwargs)
-        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
-            return NotImplemented  # torch calls that class; this mode sees the operators it runs
+    def is_listening(self, call: OperatorCall) -> bool:
+        is_ignored = call.func.namespace in _IGNORED_NAMESPACES or is_tracing() or FakeTensor in call.types
+        return not is_ignored and self.is_recording()
+
+    # --- operators ------------------------------------------------------------------------------------------------------
+    def on_dtensor_call(self, call: OperatorCall) -> Any:
+        if not all(issubclass(kind, (DTensor, PerRank)) for kind in call.types):
+            return NotImplemented  # torch calls the other class; this mode sees the operators that it runs
+        operands = tensor_leaves((call.args, call.kwargs))
+        for x in operands:
+            self.tracker.record_operand(x)
+        with self._run_as_operation(call.func, operands) as operation:
+            result = call.run_under(self)
+        values = tensor_leaves(result)
+        self.tracker.record_results(values, None, self._allocation_origin())
+        return self._finish_operation(operation, values, result)
+
+    def on_plain_call(self, call: OperatorCall) -> Any:
+        func, args, kwargs = call.func, call.args, call.kwargs
+        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in call.types):
+            return NotImplemented
         if torch.is_inference_mode_enabled() and has_kernel(func.name(), "CompositeImplicitAutograd"):
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        return self._run_local(func, args, kwargs)
-
-    # --- operators ------------------------------------------------------------------------------------------------------
-    def _run_distributed(self, kind: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        operands = tensor_leaves((args, kwargs))
-        for x in operands:
-            self.tracker.record_operand(x)
-        with self._run_as_operation(func, operands) as operation, self:
-            result = kind.__torch_dispatch__(func, types, args, kwargs)
-        values = tensor_leaves(result)
-        self.tracker.record_results(values, None, self._allocation_origin())
-        return self._finish_operation(operation, values, result)
-
-    def _run_local(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operands = tensor_leaves((args, kwargs))
         if func is torch.ops.aten.lift_fresh.default:  # its operand was just made from Python numbers
             self.tracker.record_results(operands, None, self._allocation_origin())
@@ -174,7 +172,7 @@ class OperatorRecorder(TorchDispatchMode):
         own = operation is None and not self.collectives
         with self._run_as_operation(func, operands) if own else nullcontext(operation) as operation:
             start = time.perf_counter_ns()
-            result = func(*args, **kwargs)
+            result = call.run()
             end = time.perf_counter_ns()
         values = tensor_leaves(result)
         self.tracker.check_resized()
@@ -186,22 +184,22 @@ class OperatorRecorder(TorchDispatchMode):
             nbytes = sum(x.numel() * x.element_size() for x in (*read, *written))
             dtype = (values or operands)[0].dtype if values or operands else torch.float32
             flops, rate = _count_flops(func, args, kwargs, result), _relative_rate(func, args, kwargs)
-            operation.calls.append(LocalCall(rank, func.name(), start, end, flops, nbytes, dtype, rate, reads, writes))
+            operation.calls.append(RecordedLocalCall(rank, func.name(), start, end, flops, nbytes, dtype, rate, reads, writes))
         return self._finish_operation(operation, values, result) if own and operation is not None else result
 
     @contextmanager
-    def _run_as_operation(self, func: Any, operands: Sequence[Tensor]) -> Iterator[Operation]:
+    def _run_as_operation(self, func: Any, operands: Sequence[Tensor]) -> Iterator[RecordedOperation]:
         """Make an operation, and make it the innermost running one inside the block."""
         self._mark_gradients_after_backward()
         mesh = next((x._layout.mesh for x in operands if isinstance(x, DTensor)), None)
-        operation = Operation(func._schema.name, tuple(map(describe_tensor, operands)), *self.origin(), mesh)
+        operation = RecordedOperation(func._schema.name, tuple(map(describe_tensor, operands)), *self.origin(), mesh)
         self._running.append(operation)
         try:
             yield operation
         finally:
             self._running.remove(operation)
 
-    def _finish_operation(self, operation: Operation, values: Sequence[Tensor], result: Any) -> Any:
+    def _finish_operation(self, operation: RecordedOperation, values: Sequence[Tensor], result: Any) -> Any:
         """Set the results of an operation. Store it, or add its local calls to the operation around it. Return ``result``."""
         operation.results = tuple(map(describe_tensor, values))
         if operation.calls and not self._running:
@@ -218,7 +216,7 @@ class OperatorRecorder(TorchDispatchMode):
         self._in_backward = in_backward
 
     # --- memory ---------------------------------------------------------------------------------------------------------
-    def _allocation_origin(self, operation: Operation | None = None) -> AllocationOrigin:
+    def _allocation_origin(self, operation: RecordedOperation | None = None) -> AllocationOrigin:
         """Return the origin of memory that is allocated now."""
         running = operation or (self._running[-1] if self._running else None)
         place, name = self.origin()[0] if running is None else running.place, "" if running is None else running.operator

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from .budget import Limits, excess_message, usage_of
-from .program_recorder import ProgramRecorder
+from .run_recorder import RunRecorder
 
 RecordedBudgets = dict[str, dict[str, int]]
 Budget = Callable[..., AbstractContextManager[None]]
@@ -35,7 +35,7 @@ class BudgetFile:
         self.recorded: RecordedBudgets = json.loads(path.read_text()) if path.exists() else {}
         self.larger_than_needed: list[str] = []
 
-    def check_budget(self, name: str, record: ProgramRecorder) -> None:
+    def check_budget(self, name: str, record: RunRecorder) -> None:
         """Record what one block of a test needs, or fail the test if that exceeds the recorded budget."""
         used = usage_of(record)._asdict()
         if self.mode == "record":
@@ -96,7 +96,7 @@ def dtensor_budget(request: pytest.FixtureRequest) -> Budget:
         entered[0] += 1
         name = request.node.nodeid + (f" #{entered[0]}" if entered[0] > 1 else "")
         compared = allowed == Limits()
-        with ProgramRecorder(with_operators=(compared and budgets.mode is not None) or allowed.with_operators) as record:
+        with RunRecorder(with_operators=(compared and budgets.mode is not None) or allowed.with_operators) as record:
             yield
         if compared:
             budgets.check_budget(name, record)

@@ -22,7 +22,7 @@ from ..errors import ArgumentError
 from ..plan import plan
 from .explain import Explanation
 from .html import save_html
-from .program_recorder import ProgramRecorder
+from .run_recorder import RunRecorder
 from .trace import save_trace
 
 
@@ -44,14 +44,14 @@ def explain_script(script: Path, arguments: Sequence[str], html: Path | None = N
 
     If the script raises, the report of the part that ran is printed first.
     """
-    with report_at_end(html, f"Communication of {script.name}") as tell, ProgramRecorder(with_operators=True) as record:
+    with report_at_end(html, f"Communication of {script.name}") as tell, RunRecorder(with_operators=True) as record:
         tell(lambda: Explanation.from_record(record))
         return run_script(script, arguments)
 
 
 def trace_script(script: Path, arguments: Sequence[str], output: Path) -> int:
     """Run a script, write a trace of it, and return its exit status. If it raises on one rank, nothing is written."""
-    with ProgramRecorder(with_operators=True) as record:
+    with RunRecorder(with_operators=True) as record:
         began = time.perf_counter_ns()
         status = run_script(script, arguments)
     with _process_group(), _report_progress(f"writing {output}"):

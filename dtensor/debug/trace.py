@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from ..base.mode_stack import mode_context
 from .memory_tracker import gather_from_processes
-from .operator_recorder import LocalCall, Operation
-from .program_recorder import ProgramRecorder, RecordedCollective
+from .operator_recorder import RecordedLocalCall, RecordedOperation
+from .run_recorder import RecordedCollective, RunRecorder
 
 COMPUTE, COMMUNICATION = 0, 1  # tracks
 _MEMORY_STEPS = 200  # a change is written if it is at least this fraction of the peak
@@ -52,13 +52,13 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
     >>> [(event["pid"], event["name"]) for event in events if event["ph"] == "X"]
     [(0, 'all_gather'), (1, 'all_gather'), (0, 'aten::mm'), (1, 'aten::mm')]
     """
-    with ProgramRecorder(with_operators=True) as record:
+    with RunRecorder(with_operators=True) as record:
         began = time.perf_counter_ns()
         yield
     save_trace(record, began, path)
 
 
-def save_trace(record: ProgramRecorder, began: int, path: str | os.PathLike[str]) -> None:
+def save_trace(record: RunRecorder, began: int, path: str | os.PathLike[str]) -> None:
     """Write what all ranks recorded since ``began``. All ranks call it, and rank 0 writes."""
     events = list(events_of(record, began))
     gathered = gather_from_processes(record.tracker, (time.time_ns() - time.perf_counter_ns() + began, events))
@@ -69,7 +69,7 @@ def save_trace(record: ProgramRecorder, began: int, path: str | os.PathLike[str]
         Path(path).write_bytes(gzip.compress(text, mtime=0) if str(path).endswith(".gz") else text)
 
 
-def events_of(record: ProgramRecorder, began: int) -> Iterator[TraceEvent]:
+def events_of(record: RunRecorder, began: int) -> Iterator[TraceEvent]:
     """Yield the events of this process's ranks; ``began``: the start, in nanoseconds of ``time.perf_counter_ns``."""
     ranks = record.tracker.current_ranks()
     clock = _estimated_clock(record) if _is_dry_run(record) else _measured_clock(record, began)
@@ -104,7 +104,7 @@ class _Clock(NamedTuple):
     at: Callable[[int], float]
 
 
-def _measured_clock(record: ProgramRecorder, began: int) -> _Clock:
+def _measured_clock(record: RunRecorder, began: int) -> _Clock:
     """Return the measured times; ``began``: the start, in nanoseconds of ``time.perf_counter_ns``."""
     timed: list[tuple[Any, int, int]] = [(call, call.start, call.end) for item in record.operations for call in item.calls]
     timed += [(item, item.spans[0][0], item.spans[-1][1]) for item in record.movements if item.spans]
@@ -112,7 +112,7 @@ def _measured_clock(record: ProgramRecorder, began: int) -> _Clock:
     return _Clock(spans, lambda when: (when - began) / 1e3)
 
 
-def _estimated_clock(record: ProgramRecorder) -> _Clock:
+def _estimated_clock(record: RunRecorder) -> _Clock:
     """Return estimated times: calls and collectives run one after another, each for its estimated duration."""
     ran: list[tuple[int, Any, float]] = [
         (call.start, call, one.estimated(call)) for one in record.operations for call in one.calls
@@ -131,7 +131,7 @@ def _estimated_clock(record: ProgramRecorder) -> _Clock:
     return _Clock(spans, at)
 
 
-def _is_dry_run(record: ProgramRecorder) -> bool:
+def _is_dry_run(record: RunRecorder) -> bool:
     meshes = [one.event.mesh for one in record.movements] + [one.mesh for one in record.operations]
     return any(mesh is not None and mesh.kind == "dry_run" for mesh in meshes)
 
@@ -178,7 +178,7 @@ def _collective_events(
             yield {**flow, "ph": "f", "bp": "e", "pid": other, "ts": start + duration}
 
 
-def _call_details(operation: Operation, call: LocalCall) -> dict[str, Any]:
+def _call_details(operation: RecordedOperation, call: RecordedLocalCall) -> dict[str, Any]:
     return {
         "operator": operation.operator,
         "operands": list(operation.operands),
@@ -192,7 +192,7 @@ def _call_details(operation: Operation, call: LocalCall) -> dict[str, Any]:
     }
 
 
-def _memory_events(record: ProgramRecorder, rank: int, clock: _Clock) -> Iterator[TraceEvent]:
+def _memory_events(record: RunRecorder, rank: int, clock: _Clock) -> Iterator[TraceEvent]:
     """Yield the memory of a rank by kind: changes of at least a 200th of the peak, the peak itself and the end."""
     log, (peak, _, _) = record.tracker.log, record.tracker.peak_of(rank)
     least, written = max(peak / _MEMORY_STEPS, 1), -peak

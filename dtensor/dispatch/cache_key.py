@@ -13,7 +13,6 @@ import torch
 
 from ..base.recorder_hooks import untracked
 from ..base.symbolic_sizes import SymbolicSize, hashable_size, hashable_sizes, recompile_if_specialized, specialize_symbols
-from ..base.tensor_tree import as_sequence
 from ..base.tracing import has_no_values
 from ..layout.layout import Layout
 from . import wrap
@@ -134,16 +133,12 @@ def planned_value(value: Any, by_type: bool) -> Any:
     return value if number_type is None else number_type(2) if by_type else hashable_size(value)
 
 
-def with_symbolic_sizes(values: Iterable[Any]) -> list[Any]:
-    """Return the tensors among ``values`` with symbolic sizes."""
-    tensors = (x for value in values for x in as_sequence(value))
-    return [x for x in tensors if (layout := getattr(x, "_layout", None)) is not None and layout.has_symbols]
-
-
-def specialize_sizes(values: Iterable[Any]) -> None:
-    """Specialize the symbolic sizes of these tensors to numbers; the traced graph is guarded on them."""
-    for x in with_symbolic_sizes(values):
-        layout = x._layout
+def specialize_sizes(tensors: Iterable[Any]) -> None:
+    """Specialize the symbolic sizes of the DTensors among ``tensors`` to numbers; the traced graph is guarded on them."""
+    for x in tensors:
+        layout = getattr(x, "_layout", None)
+        if layout is None or not layout.has_symbols:
+            continue
         shape, stride = [tuple(map(specialize_symbols, sizes)) for sizes in (layout.shape, layout.stride)]
         x._layout = Layout.of(layout.mesh, layout.placements, shape, stride, layout.dtype)
         recompile_if_specialized((*layout.shape, *layout.stride))

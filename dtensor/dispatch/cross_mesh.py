@@ -55,12 +55,11 @@ def meshes_of(values: Any) -> dict[DeviceMesh, None]:
     return found
 
 
-def make_cross_mesh_runner(operator: OperatorSchema, bound: dict[str, Any], meshes: Sequence[DeviceMesh]) -> Runner | None:
+def make_cross_mesh_runner(operator: OperatorSchema, bound: dict[str, Any]) -> Runner | None:
     """Return the runner of a call with operands on several meshes; None if all are on one mesh.
 
     Args:
         bound: the arguments by name.
-        meshes: :func:`meshes_of` the arguments.
 
     Raises:
         MeshError: no case of the module's docstring serves the call.
@@ -70,7 +69,7 @@ def make_cross_mesh_runner(operator: OperatorSchema, bound: dict[str, Any], mesh
         return lambda args, kwargs, *_: _run_mesh_by_mesh(operator, operator.bind(args, kwargs), groups)
     if _writes_plain_tensors(operator, bound):
         return lambda args, kwargs, *_: _run_on_plain_tensors(operator, operator.bind(args, kwargs))
-    return _make_home_runner(operator, bound) if len(meshes) > 1 else None
+    return _make_home_runner(operator, bound) if len(meshes_of(bound.values())) > 1 else None
 
 
 def _make_home_runner(operator: OperatorSchema, bound: dict[str, Any]) -> Runner:

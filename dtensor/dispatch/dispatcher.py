@@ -19,11 +19,11 @@ from ..base import tracing
 from ..base.caches import PooledDicts, register_cache
 from ..base.modes import IMPLICIT_REPLICATION, MODES
 from ..base.patches import patch_applied, patch_removed
+from ..base.tensor_tree import tensor_leaves
 from ..base.torch_internals import autograd_node, count_dispatch_modes, find_torch_dispatch_rule
 from ..base.user_frames import torch_ddp_hint
 from ..errors import UnsupportedOperationError
 from ..layout.layout import Layout
-from ..mesh.device_mesh import DeviceMesh
 from ..propagation.op_schema import OperatorSchema, operator_schema_of
 from ..propagation.propagate import CallPlan
 from ..propagation.select_strategy import StrategySelector, select_strategies
@@ -32,12 +32,12 @@ from ..rules.registry import lookup
 from ..watchdog.levels import CheckLevel
 from . import wrap
 from .announced_collectives import announced_call
-from .cache_key import KEYED_AS_IS, append_list_to_key, append_to_key, planned_value, specialize_sizes, with_symbolic_sizes
-from .cross_mesh import make_cross_mesh_runner, meshes_of
+from .cache_key import KEYED_AS_IS, append_list_to_key, append_to_key, planned_value, specialize_sizes
+from .cross_mesh import make_cross_mesh_runner
 from .frame import Runner
 from .local_op import local_function
 from .op_fingerprint import PlanFingerprints, record_calls, record_error
-from .operand_layouts import plan_of_bound
+from .operand_layouts import plan_call
 from .plain_tensor_args import compare_plain_arguments, make_constants_runner, make_plain_write_runner
 from .program import bind_program, runner_of
 from .variants import with_variants
@@ -275,41 +275,31 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
     operator, bound = entry.operator, entry.operator.bind(args, kwargs)
     if autograd_node() is not None and operator.lacks(bound):
         return lambda *call: None if len(operator.returns) == 1 else (None,) * len(operator.returns)
-    if any(0 in x._layout.shape for x in with_symbolic_sizes(bound.values())):  # kernels treat size 0 specially
-        specialize_sizes(bound.values())
-    meshes = tuple(meshes_of(bound.values()))
-    special = make_cross_mesh_runner(operator, bound, meshes) or make_plain_write_runner(operator, bound)
-    if special is not None:
-        return _cache_program(entry, signature, special)
-    if (constants := make_constants_runner(operator, bound)) is not None:
-        return constants  # not cached: the key does not say which function calls
-    replan = partial(_plan, operator)
-    plan, program = replan(args, kwargs, bound, meshes)
-    was_compared = compare_plain_arguments(operator, bound, plan)
-    program = with_variants(plan, program, operator, args, kwargs, replan)
+    tensors: list[Any] = tensor_leaves(list(bound.values()))
+    layouts = [x._layout for x in tensors if hasattr(x, "_layout")]
+    if any(0 in layout.shape and layout.has_symbols for layout in layouts):  # kernels treat size 0 specially
+        specialize_sizes(tensors)
+    is_mixed = len(layouts) < len(tensors) or len({layout.mesh for layout in layouts}) > 1 or not tensors
+    if is_mixed:  # plain tensors, or several meshes
+        special = make_cross_mesh_runner(operator, bound) or make_plain_write_runner(operator, bound)
+        if special is not None:
+            return _cache_program(entry, signature, special)
+        if (constants := make_constants_runner(operator, bound)) is not None:
+            return constants  # not cached: the key does not say which function calls
+    plan, program = _plan_and_bind(operator, args, kwargs)
+    was_compared = is_mixed and compare_plain_arguments(operator, bound, plan)
+    program = with_variants(plan, program, operator, args, kwargs, partial(_plan_and_bind, operator))
     if was_compared and operator.mutated and plan.rule is not None and plan.rule.kind == "pointwise":
         return program  # not cached: a plain value that is written to a DTensor is compared in every call
     return _cache_program(entry, signature, program)
 
 
-def _plan(
-    operator: OperatorSchema,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    bound: dict[str, Any] | None = None,
-    meshes: Sequence[DeviceMesh] | None = None,
-    choose: StrategySelector = select_strategies,
+def _plan_and_bind(
+    operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any], choose: StrategySelector = select_strategies
 ) -> tuple[CallPlan, Layout | Runner]:
-    """Plan a call and bind its program. This is the only way into planning, for a cache miss and for a variant of a key.
-
-    Args:
-        bound, meshes: the arguments by name and the meshes of the operands, if the caller has them.
-        choose: selects the strategies.
-    """
-    bound = operator.bind(args, kwargs) if bound is None else bound
-    meshes = tuple(meshes_of(bound.values())) if meshes is None else meshes
+    """Plan a call and bind its program: for a cache miss, for a variant of a key, and for strategies that a caller selects."""
     with tracing.untraced():
-        plan = plan_of_bound(operator, bound, meshes, choose)
+        plan = plan_call(operator, operator.bind(args, kwargs), choose)
         whole, if_refused = _make_view_runners(plan, operator) if operator.is_view or operator.reshapes else (None, None)
         return plan, bind_program(plan, operator, args, kwargs, whole, if_refused)
 
@@ -324,7 +314,7 @@ def _cache_program(entry: Entry, signature: tuple[Any, ...], program: Layout | R
 def run_with_strategies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], choose: StrategySelector) -> Any:
     """Return the results of one call with the strategies that ``choose`` selects. Its plan is not cached."""
     operator = operator_schema_of(func)
-    _, program = _plan(operator, args, kwargs, choose=choose)
+    _, program = _plan_and_bind(operator, args, kwargs, choose)
     local_args = [append_to_key(value, [], False) for value in args]
     local_kwargs = {name: append_to_key(value, [], False) for name, value in kwargs.items()}
     return runner_of(program, operator)(args, kwargs, local_args, local_kwargs)

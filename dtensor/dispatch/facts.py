@@ -43,7 +43,7 @@ from .redistribution_cache import (
     cached_reductions,
     note_preferred_layout,
 )
-from .version_counters import counted_versions
+from .version_counters import counted_versions, is_unwritten, is_written_once
 
 _DISJOINT_ROWS = "_parted"  # the attribute of a tensor with its DisjointRows
 _OWNERSHIPS = "_ownerships"  # the attribute of a tensor of group ends with the RowOwnerships made of it
@@ -89,7 +89,7 @@ class RowOwnership(NotSerialized):
         """Return True if ``ends`` was not written to, and this thread may use what the recorder recorded."""
         if not is_recorded_by(self.recorder, current_recorder()):
             return False
-        return self.versions is not None and self.versions == counted_versions(self.ends)
+        return is_unwritten(self.versions, counted_versions(self.ends))
 
     def foreign_rows(self) -> Any:
         """Return on each rank which rows of its local tensor another rank owns, as booleans."""
@@ -128,10 +128,8 @@ class DisjointRows:
     def is_valid(self, versions: tuple[int, ...] | None) -> bool:
         """Return True if the fact is valid for a tensor with these versions. One more write at the first look is its own."""
         if self.is_being_written and self.versions is not None and versions is not None:
-            more = [now - before for now, before in zip(versions, self.versions, strict=False)]
-            is_own = len(versions) == len(self.versions) and sorted(more) == [0] * (len(more) - 1) + [1] and not more[0]
-            self.versions, self.is_being_written = versions if is_own else None, False
-        return self.versions is not None and self.versions == versions and self.ownership.is_valid()
+            self.versions, self.is_being_written = versions if is_written_once(self.versions, versions) else None, False
+        return is_unwritten(self.versions, versions) and self.ownership.is_valid()
 
 
 def find_disjoint_rows(x: Any) -> DisjointRows | None:
@@ -266,9 +264,9 @@ def find_local_indices(x: Any) -> LocalIndices | None:
     Recordings and traced programs get None: they must be right for other values.
     """
     fact = x.__dict__.get(_LOCAL_INDICES) if type(x) is wrap.TENSOR else None
-    if type(fact) is not LocalIndices or fact.versions is None:
+    if type(fact) is not LocalIndices or ACTIVE_RECORDERS or is_tracing():
         return None
-    return None if fact.versions != counted_versions(x) or ACTIVE_RECORDERS or is_tracing() else fact
+    return fact if is_unwritten(fact.versions, counted_versions(x)) else None
 
 
 def note_local_indices(x: Any, columns: tuple[Split | None, ...]) -> None:

@@ -1,8 +1,12 @@
-"""Operand layouts: replace the tensors of a call by their layouts, and plan the call."""
+"""Operand layouts: replace the tensors of a call by their layouts, and plan the call.
+
+:func:`plan_call` is the one way from the arguments of a call to its plan: for the dispatcher, for lazy views, for ``dt.plan``
+and for tests of single strategies. ``explain`` plans a recorded call again, of which it has only the layouts
+(:func:`~dtensor.propagation.propagate.propagate_sharding`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -22,26 +26,16 @@ from .facts import facts_of_call
 from .plain_tensor_args import check_plain_argument
 
 
-def plan_for(
-    operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any], choose: StrategySelector = select_strategies
-) -> CallPlan:
-    """Plan a call with these arguments; nothing runs."""
-    bound = operator.bind(args, kwargs)
-    return plan_of_bound(operator, bound, tuple(meshes_of(bound.values())), choose)
-
-
-def plan_of_bound(
-    operator: OperatorSchema, bound: dict[str, Any], meshes: Sequence[DeviceMesh], choose: StrategySelector = select_strategies
-) -> CallPlan:
-    """Plan a call with these arguments by name.
+def plan_call(operator: OperatorSchema, bound: dict[str, Any], choose: StrategySelector = select_strategies) -> CallPlan:
+    """Plan a call with these arguments by name; nothing runs.
 
     Args:
-        meshes: the meshes of its operands.
         choose: selects the strategies.
 
     Raises:
         MeshError: the operands are on several meshes.
     """
+    meshes = tuple(meshes_of(bound.values()))
     if len(meshes) != 1:
         raise make_mesh_error(operator.name, meshes)
     (mesh,) = meshes

@@ -12,6 +12,7 @@ import torch
 
 from ..comm import Pending, PerRank, shards_of
 from ..errors import DTensorError
+from .version_counters import WriteCheck
 
 
 def clone_if_aliased(local: Any, addresses: Collection[int]) -> Any:
@@ -36,13 +37,11 @@ def check_unwritten(pending: Pending[Any], sources: Sequence[Any]) -> Pending[An
     Raises:
         DTensorError: when the result is waited for.
     """
-    read = [t for x in sources for t in (x, *getattr(x._local, "shards", (x._local,)))]
-    counted = [t for t in read if not t.is_inference()]  # inference tensors have no version counter
-    versions = [t._version for t in counted]
+    check = WriteCheck(t for x in sources for t in (x, *shards_of(x._local)))
 
     def wait() -> Any:
         value = pending.wait()
-        if versions != [t._version for t in counted]:
+        if check.was_written():
             raise DTensorError(
                 "a tensor was written to in place while redistribute(..., async_op=True) was still sending it: the result may "
                 "hold old values or new ones; use the result before writing, or redistribute a copy: x.clone().redistribute(...)"

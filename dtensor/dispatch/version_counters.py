@@ -1,5 +1,9 @@
 """Version counters: whether the memory of a tensor was written to, and which tensors are the same memory.
 
+There are three questions. Was the memory of a DTensor written to, under any alias (:func:`versions_of`, :func:`counted_versions`,
+:func:`is_unwritten`)? Was it written to, or did the tensor get other memory (:func:`take_snapshot`)? Was one of these tensor
+objects written to while messages read it (:class:`WriteCheck`)?
+
 Torch counts the writes to a tensor and its views in one version counter. Tensors that have the same memory without being views
 of each other (``x.data``, ``x.detach()`` under inference mode, ``x.set_(y)``) have counters of their own. Such tensors form an
 alias group here, and the writes to all of them are added up. All of this follows from the program, so ranks agree.
@@ -8,7 +12,7 @@ alias group here, and the writes to all of them are added up. All of this follow
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import count
 from operator import attrgetter
 from typing import Any
@@ -142,6 +146,28 @@ def counted_versions(x: Any) -> tuple[int, ...] | None:
     return None if memory_state_of(x).exposed else versions_of(version_owner(x))
 
 
+def versions_of_all(tensors: Iterable[Any]) -> tuple[int, ...] | None:
+    """Return the versions of the memory of all ``tensors``, joined; None if torch counts no writes to one of them."""
+    versions: list[int] = []
+    for x in tensors:
+        owner = named_version_owner(x)
+        counts = None if owner is None else versions_of(owner)
+        if counts is None:
+            return None
+        versions += counts
+    return tuple(versions)
+
+
+def is_unwritten(before: tuple[int, ...] | None, now: tuple[int, ...] | None) -> bool:
+    """Return True if memory with these versions was not written to in between; False if torch counts no writes to it."""
+    return before is not None and before == now
+
+
+def is_written_once(before: tuple[int, ...] | None, now: tuple[int, ...] | None) -> bool:
+    """Return True if memory with these versions was written to exactly once in between."""
+    return before is not None and now == (*before[:-1], before[-1] + 1)
+
+
 def named_version_owner(x: Any) -> Any:
     """Return the tensor with the version counter for the memory of ``x``: ``x``, or another that was named; None if freed."""
     owner = x.__dict__.get("_counted", x)
@@ -183,6 +209,20 @@ def take_snapshot(*tensors: Any) -> VersionSnapshot:
     with DisableTorchFunctionSubclass():  # an attribute is read in half of the time
         versions = [versions_of(x) for x, local in zip(tensors, locals_, strict=True) if local is not x]
         return VersionSnapshot([*versions, *map(_version, held)], held)
+
+
+class WriteCheck:
+    """Check whether one of some tensor objects was written to since, in itself or a view; inference tensors have no counter."""
+
+    __slots__ = ("_counted", "_versions")
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._counted = [x for x in tensors if not x.is_inference()]
+        self._versions = [*map(_version, self._counted)]
+
+    def was_written(self) -> bool:
+        """Return True if torch has counted a write."""
+        return self._versions != [*map(_version, self._counted)]
 
 
 # --- alias groups -------------------------------------------------------------------------------------------------------

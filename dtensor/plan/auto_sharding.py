@@ -222,7 +222,7 @@ def _record_step(model_or_step: Any, mesh: DeviceMesh, example: Any, loss: Any, 
                 run()  # the optimizers make their states
             with recorder, OBSERVERS.entered(recorder):
                 run()
-        recorder.finish()
+        recorder.complete_graph()
         if recorder.graph.mesh is None:
             raise PlanError("auto_shard: the step uses no module that it refers to, is a method of, or gets as an argument")
         named = {**substitution.parameters, **substitution.states}

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ..comm.events import Event
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
-from ..propagation.select_strategy import bound_strategies_of
+from ..propagation.select_strategy import bound_strategies_of, select_strategies
 from ..propagation.strategy_table import BoundStrategy, StrategySelection
 from ..redistribute import Step
 from ..rules.call import Call
@@ -68,6 +68,18 @@ class RuleQuery:
     def work(self) -> Work:
         """The floating-point operations and bytes of the call on global tensors."""
         return work_of(self.rule, self.factors, self.call)
+
+
+class RuleQueryRecorder:
+    """A strategy selector that chooses as dispatch does, and records the queries to rules in ``queries``."""
+
+    def __init__(self) -> None:
+        self.queries: list[RuleQuery] = []
+
+    def __call__(self, rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]) -> StrategySelection | None:
+        chosen = select_strategies(rule, factors, call, kept)
+        self.queries.append(RuleQuery(rule, factors, call, kept, chosen))
+        return chosen
 
 
 @dataclass(slots=True, eq=False)

@@ -5,37 +5,30 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..base.caches import nested_key
-from ..base.tensor_tree import iter_tree_leaves
-from ..base.torch_internals import OpOverload, TorchDispatchMode, autograd_node, sequence_number, tree_leaves
+from ..base.tensor_tree import iter_tree_leaves, tensor_leaves
+from ..base.torch_internals import autograd_node, sequence_number, tree_leaves
 from ..base.user_frames import find_user_frame, source_line_of
 from ..comm.events import Event, current_redistribution_steps, listening
-from ..dispatch.cross_mesh import make_cross_mesh_runner, meshes_of
-from ..dispatch.dispatcher import run_with_strategies
 from ..dispatch.facts import facts_of_call
 from ..dispatch.grad_redistribute import REDISTRIBUTING_GRAD
-from ..dispatch.operand_layouts import plan_of_bound
-from ..dispatch.plain_tensor_args import make_constants_runner, make_plain_write_runner
 from ..dispatch.redistribution_cache import FRESH_CACHE
 from ..dispatch.version_counters import versions_of
 from ..layout.layout import Layout
-from ..mesh.device_mesh import DeviceMesh
 from ..propagation.make_call import iter_operand_slots
-from ..propagation.op_schema import OperatorSchema, operator_schema_of
+from ..propagation.op_schema import OperatorSchema
 from ..propagation.propagate import CallPlan
 from ..propagation.select_strategy import select_strategies
-from ..propagation.strategy_table import StrategySelection
-from ..rules.call import Call
 from ..rules.registry import lookup
-from ..rules.rule import Factors, Rule
+from ..tensor.call_listener import CallListener, OperatorCall
 from ..tensor.dtensor import DTensor
 from ..tensor.observers import OBSERVERS
-from .graph import Graph, Kind, Node, RuleQuery, Value
+from .graph import Graph, Kind, Node, RuleQuery, RuleQueryRecorder, Value
 
 
 def record_graph(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Graph]:
@@ -46,30 +39,16 @@ def record_graph(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     for x in tree_leaves(result):
         if isinstance(x, DTensor):
             recorder.note_returned(x)
-    recorder.finish()
+    recorder.complete_graph()
     return result, recorder.graph
 
 
-class QueryRecorder:
-    """A replacement of ``choose`` that records the queries to rules in ``calls``."""
-
-    def __init__(self) -> None:
-        self.calls: list[RuleQuery] = []
-
-    def __call__(self, rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]) -> StrategySelection | None:
-        chosen = select_strategies(rule, factors, call, kept)
-        self.calls.append(RuleQuery(rule, factors, call, kept, chosen))
-        return chosen
-
-
-class GraphRecorder(TorchDispatchMode):
+class GraphRecorder(CallListener):
     """A dispatch mode that records operator calls below autograd; as an observer, it records redistributions and layout reads.
 
     Args:
         for_placement: the inputs will be placed, so no value has to keep the layout of this run.
     """
-
-    of_dtensors = True  # the mode records DTensor operators (see base/tracing.py)
 
     def __init__(self, for_placement: bool = False) -> None:
         super().__init__()
@@ -85,62 +64,49 @@ class GraphRecorder(TorchDispatchMode):
     def add_collective(self, event: Event) -> None:
         self.graph.collectives.append((event, current_redistribution_steps()))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not isinstance(func, OpOverload) or not any(isinstance(x, DTensor) for x in tree_leaves((args, kwargs))):
-            return func(*args, **kwargs)
-        operator = operator_schema_of(func)
-        bound = operator.bind(args, kwargs)
-        meshes = tuple(meshes_of(bound.values()))
-        if (
-            make_cross_mesh_runner(operator, bound, meshes)
-            or make_plain_write_runner(operator, bound)
-            or make_constants_runner(operator, bound)
-        ):
-            return self._record_fixed(operator, bound, func, args, kwargs)
-        plan, query = self._get_or_make_plan(operator, bound, meshes)
+    def on_dtensor_call(self, call: OperatorCall) -> Any:
+        if call.bypasses_rules:
+            return self._record_fixed(call)
+        plan, query = self._get_or_make_plan(call)
         if plan.how == "decompose":
-            self._add_node("parts", operator.name).key = call_key(operator, bound)
+            self._add_node("parts", call.operator.name).key = call_key(call.operator, call.bound)
             with self:
-                return run_with_strategies(func, args, kwargs, select_strategies)
-        if plan.how != "rule" or plan.chosen is None or query is None or _has_other_writes(plan, operator, query):
-            return self._record_fixed(operator, bound, func, args, kwargs, plan)
-        return self._record_call(operator, plan, query, bound, func, args, kwargs)
+                return call.run_with_strategies(select_strategies)
+        if plan.how != "rule" or plan.chosen is None or query is None or _has_other_writes(plan, call.operator, query):
+            return self._record_fixed(call, plan)
+        return self._record_call(call, plan, query)
 
-    def _record_call(
-        self, operator: OperatorSchema, plan: CallPlan, query: RuleQuery, bound: Any, func: Any, args: Any, kwargs: Any
-    ) -> Any:
+    def _record_call(self, call: OperatorCall, plan: CallPlan, query: RuleQuery) -> Any:
+        operator, bound = call.operator, call.bound
         operands = [self._get_or_add_value(x) for _, x in iter_operand_slots(operator, bound)]
         node = self._add_node("call", operator.name)
         node.key, node.operands = call_key(operator, bound), operands
         node.query, node.recorded_layouts, node.is_view = query, plan.operands, operator.is_view
         node.pinned = frozenset(query.kept.values())
-        result = func(*args, **kwargs)
+        result = call.run()
         self._add_results(node, result, bound[operator.names[0]])
         if len(node.results) != len(plan.chosen.results):  # type: ignore[union-attr]  # calls have one
             node.kind, node.query = "fixed", None
         return result
 
-    def _get_or_make_plan(
-        self, operator: OperatorSchema, bound: dict[str, Any], meshes: tuple[DeviceMesh, ...]
-    ) -> tuple[CallPlan, RuleQuery | None]:
+    def _get_or_make_plan(self, call: OperatorCall) -> tuple[CallPlan, RuleQuery | None]:
         """Return the plan of a call, and the query to its rule; None unless there was one query. Equal calls share both."""
+        operator, bound = call.operator, call.bound
         try:
             key = operator.func, nested_key(bound, _argument_key), tuple(facts_of_call(operator, bound).items())
             entry = self._plans.get(key)
         except TypeError:  # an argument is not hashable
             key, entry = None, None
         if entry is None:
-            queries = QueryRecorder()
-            plan = plan_of_bound(operator, bound, meshes, queries)
-            entry = plan, queries.calls[0] if len(queries.calls) == 1 else None
+            recorder = RuleQueryRecorder()
+            plan = call.make_plan(recorder)
+            entry = plan, recorder.queries[0] if len(recorder.queries) == 1 else None
             if key is not None:
                 self._plans[key] = entry
         return entry
 
-    def _record_fixed(
-        self, operator: OperatorSchema, bound: Any, func: Any, args: Any, kwargs: Any, plan: CallPlan | None = None
-    ) -> Any:
+    def _record_fixed(self, call: OperatorCall, plan: CallPlan | None = None) -> Any:
+        operator, bound = call.operator, call.bound
         inputs = [x for _, x in iter_operand_slots(operator, bound)]
         operands = [self._get_or_add_value(x) for x in inputs]
         node = self._add_node("fixed", operator.name)
@@ -148,11 +114,11 @@ class GraphRecorder(TorchDispatchMode):
         planned = plan.operands if plan is not None and len(plan.operands) == len(inputs) else ()
         node.recorded_layouts = planned or tuple(x._layout if isinstance(x, DTensor) else None for x in inputs)
         names = operator.mutated.union(_declared_writes(plan) if plan is not None else ())
-        written = {id(x) for name in names for x in tree_leaves(bound.get(name)) if isinstance(x, DTensor)}
+        written = {id(x) for name in names for x in tensor_leaves(bound.get(name)) if isinstance(x, DTensor)}
         if operator.is_view or operator.reshapes:
             written |= {id(x) for x in inputs}
         node.pinned = frozenset(i for i, x in enumerate(inputs) if id(x) in written)
-        result = func(*args, **kwargs)
+        result = call.run()
         self._add_results(node, result, inputs[0] if inputs else None)
         return result
 
@@ -225,7 +191,7 @@ class GraphRecorder(TorchDispatchMode):
         self._finalizers.pop(value.number, None)
 
     # --- observer of redistributions and reads (see tensor/observers.py) -------------------------------------------------
-    def moved(self, x: Any, made: Any) -> None:
+    def on_redistribution(self, x: Any, made: Any) -> None:
         """Record an explicit redistribution.
 
         Dispatch also redistributes the gradient of a redistributed operand back. That gradient stays the same value, and the plan
@@ -239,7 +205,7 @@ class GraphRecorder(TorchDispatchMode):
         node.operands, node.recorded_layouts = operands, (made._layout,)
         self._add_results(node, made)
 
-    def arrived(self, grad: Any, leaf: list[Layout]) -> None:
+    def on_leaf_gradient(self, grad: Any, leaf: list[Layout]) -> None:
         """Record that a gradient gets the layout of its leaf's gradients, whether or not this needs a redistribution."""
         operands = [self._get_or_add_value(grad)]
         target = grad._layout.replace(placements=leaf[0].reduced().placements)
@@ -256,7 +222,7 @@ class GraphRecorder(TorchDispatchMode):
         known = ((entry[0](), entry[2]) for entry in self._tensors.values())
         return next((number for x, number in known if x is not None and x.__dict__.get("_grad_layout") is grad_layout), None)
 
-    def looked_at(self, x: Any) -> None:
+    def on_layout_read(self, x: Any) -> None:
         """Record that the user reads the layout of a tensor, so its value keeps the layout."""
         number = None if self.for_placement else self._get_or_add_value(x)
         if number is not None:
@@ -264,12 +230,12 @@ class GraphRecorder(TorchDispatchMode):
 
     def note_returned(self, x: Any) -> None:
         """Record that the user gets a tensor, and may write to it."""
-        self.looked_at(x)
+        self.on_layout_read(x)
         value = self.graph.values[self._get_or_add_value(x) or 0]
         if value.root != value.number:
             self._write_nodes.setdefault(value.root, []).append(math.inf)
 
-    def finish(self) -> None:
+    def complete_graph(self) -> None:
         """Complete the graph after the run. Tensors that are alive now outlive the program.
 
         A view that is alive when its memory is written to must alias its base. Such a view is a fixed call.

@@ -9,39 +9,34 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Self
 
 import torch
 
-from ..base.torch_internals import OpOverload, TorchDispatchMode, tree_leaves
-from ..dispatch.cross_mesh import make_cross_mesh_runner, meshes_of
-from ..dispatch.dispatcher import run_with_strategies
 from ..dispatch.grad_redistribute import HAS_PROGRAM_PLAN
-from ..dispatch.plain_tensor_args import make_constants_runner, make_plain_write_runner
-from ..dispatch.version_counters import versions_of
+from ..dispatch.version_counters import is_unwritten, versions_of
 from ..dispatch.wrap import wrap_local
 from ..propagation.make_call import iter_operand_slots
-from ..propagation.op_schema import OperatorSchema, operator_schema_of
 from ..propagation.select_strategy import bound_strategies_of, realize_selection, select_strategies
 from ..propagation.strategy_table import StrategySelection, strategies_by_text
 from ..redistribute import execute
 from ..redistribute import plan as plan_redistribution
 from ..rules.call import Call
 from ..rules.rule import Factors, Rule
+from ..tensor.call_listener import CallListener, OperatorCall
 from ..tensor.dtensor import DTensor
 from .graph_recorder import call_key
 from .program_plan import PlannedCall, ProgramPlan, Spelled, placements_of
 
 
-class PlanExecutor(TorchDispatchMode):
+class PlanExecutor(CallListener):
     """A dispatch mode under which operator calls follow a plan.
 
     Attributes:
         difference: the first call that differed from the recorded program; None as long as there is none.
     """
-
-    of_dtensors = True  # the mode sees DTensor operators (see base/tracing.py)
 
     def __init__(self, plan: ProgramPlan) -> None:
         super().__init__()
@@ -65,61 +60,54 @@ class PlanExecutor(TorchDispatchMode):
         """Whether the whole program has followed the plan."""
         return self.difference is None and self._position == len(self._calls)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.difference is not None or not isinstance(func, OpOverload):
-            return func(*args, **kwargs)
-        if not any(isinstance(x, DTensor) for x in tree_leaves((args, kwargs))):
-            return func(*args, **kwargs)
-        operator = operator_schema_of(func)
-        bound = operator.bind(args, kwargs)
-        call = self._take_call(operator, bound)
-        if call is None:
-            return func(*args, **kwargs)
-        if call.kind == "parts":
-            with self:
-                return run_with_strategies(func, args, kwargs, select_strategies)
-        self._redistribute_operands(operator, bound, call)
-        names = operator.names[: len(args)]
-        args, kwargs = tuple(bound[name] for name in names), {name: bound[name] for name in kwargs}
-        if call.kind == "fixed" or _runs_specially(operator, bound):
-            return func(*args, **kwargs)
-        if operator.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
-            with torch.inference_mode(False):  # as dispatch does
-                return run_with_strategies(func, args, kwargs, partial(_choose_planned, call.rows))
-        return run_with_strategies(func, args, kwargs, partial(_choose_planned, call.rows))
+    def is_listening(self, call: OperatorCall) -> bool:
+        return self.difference is None
 
-    def _take_call(self, operator: OperatorSchema, bound: dict[str, Any]) -> PlannedCall | None:
+    def on_dtensor_call(self, call: OperatorCall) -> Any:
+        planned = self._take_planned(call)
+        if planned is None:
+            return call.run()
+        if planned.kind == "parts":
+            with self:
+                return call.run_with_strategies(select_strategies)
+        self._redistribute_operands(call, planned)
+        if planned.kind == "fixed" or _runs_specially(call):
+            return call.run()
+        is_normal_view = call.operator.is_view and torch.is_inference_mode_enabled() and not call.args[0].is_inference()
+        with torch.inference_mode(False) if is_normal_view else nullcontext():  # as dispatch does
+            return call.run_with_strategies(partial(_choose_planned, planned.rows))
+
+    def _take_planned(self, call: OperatorCall) -> PlannedCall | None:
         """Return the next planned call; None, and leave the plan, if the present call differs from it."""
-        call = self._calls[self._position] if self._position < len(self._calls) else None
-        key = repr(call_key(operator, bound))
-        if call is None or call.key != key:
-            self.difference = f"call {self._position} is {key}, not {call.key if call is not None else 'the end'}"
+        planned = self._calls[self._position] if self._position < len(self._calls) else None
+        key = repr(call_key(call.operator, call.bound))
+        if planned is None or planned.key != key:
+            self.difference = f"call {self._position} is {key}, not {planned.key if planned is not None else 'the end'}"
             self._copies.clear()
             return None
         self._position += 1
-        return call
+        return planned
 
     # --- operands ------------------------------------------------------------------------------------------------------
-    def _redistribute_operands(self, operator: OperatorSchema, bound: dict[str, Any], call: PlannedCall) -> None:
+    def _redistribute_operands(self, call: OperatorCall, planned: PlannedCall) -> None:
         """Redistribute operands as planned, except those that are written to, and free the copies that the plan drops."""
+        operator, bound = call.operator, call.bound
         redistributed, dropped = [], []
         for place, ((name, index), x) in enumerate(iter_operand_slots(operator, bound)):
-            path = call.operands[place] if place < len(call.operands) else ()
+            path = planned.operands[place] if place < len(planned.operands) else ()
             if not isinstance(x, DTensor) or not path or name in operator.mutated:
                 continue
             if len(path[-1]) != x._layout.mesh.ndim:
                 continue
             redistributed.append((name, index, self._get_or_make_copy(x, path)))
-            dropped += [(id(x), placements) for at, placements in call.drops if at == place]
+            dropped += [(id(x), placements) for at, placements in planned.drops if at == place]
         for address, placements in dropped:
             if (copies := self._copies.get(address)) is not None:
                 copies.by_placements.pop(placements, None)
         for name, index, x in redistributed:
-            if index is None:
-                bound[name] = x
-            else:
-                bound[name] = [*bound[name][:index], x, *bound[name][index + 1 :]]
+            bound[name] = x if index is None else [*bound[name][:index], x, *bound[name][index + 1 :]]
+        call.args = tuple(bound[name] for name in operator.names[: len(call.args)])
+        call.kwargs = {name: bound[name] for name in call.kwargs}
 
     def _get_or_make_copy(self, x: DTensor, path: Sequence[Spelled]) -> DTensor:
         """Return ``x`` redistributed along a path of placements. Existing copies are reused."""
@@ -147,17 +135,14 @@ class _Copies:
 
     def is_valid_for(self, x: DTensor) -> bool:
         """Return True if the copies are of the present value of ``x``."""
-        return self.tensor() is x and self.versions is not None and self.versions == versions_of(x)
+        return self.tensor() is x and is_unwritten(self.versions, versions_of(x))
 
 
-def _runs_specially(operator: OperatorSchema, bound: dict[str, Any]) -> bool:
-    """Return True if dispatch runs a call without its rule: on several meshes, on written plain tensors, or on lazy views."""
-    first = bound.get(operator.names[0])
-    is_lazy_view = isinstance(first, DTensor) and type(first) is not DTensor and (operator.is_view or operator.mutated)
-    is_special = make_cross_mesh_runner(operator, bound, tuple(meshes_of(bound.values()))) or make_plain_write_runner(
-        operator, bound
-    )
-    return bool(is_lazy_view or is_special or make_constants_runner(operator, bound))
+def _runs_specially(call: OperatorCall) -> bool:
+    """Return True if dispatch runs a call without its rule, or the call is on a lazy view."""
+    first = call.bound.get(call.operator.names[0])
+    is_lazy_view = isinstance(first, DTensor) and type(first) is not DTensor and (call.operator.is_view or call.operator.mutated)
+    return bool(is_lazy_view or call.bypasses_rules)
 
 
 def _choose_planned(

@@ -144,9 +144,6 @@ class Fold(Declaration):
         shape = shape if self.numbers == 1 else [self.numbers, *shape]
         return reduction_identity(plan.monoid, first.new_empty(shape, dtype=plan.dtype))
 
-    def embedded_functions(self) -> tuple[Any, ...]:
-        return ()  # mathematics on plain tensors
-
     def kernel(self, pattern: Pattern | by | fitting) -> Kernel:
         """Return the kernel for a notation, with its costs."""
         bound_fold = replace(self, pattern=pattern)
@@ -230,9 +227,6 @@ class DtypeRestrictedKernel(Declaration):
 
     def __call__(self, call: Call) -> Kernel | None:
         return self.kernel if _ACCEPTS[self.takes](call.operands[0].dtype) else None
-
-    def embedded_functions(self) -> tuple[Any, ...]:
-        return (self.kernel,)
 
 
 _ACCEPTS: dict[str, Callable[[torch.dtype], bool]] = {

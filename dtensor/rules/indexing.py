@@ -158,9 +158,6 @@ class IndexingFactors(Declaration):
     def __str__(self) -> str:
         return f"by {self.address.form}"
 
-    def embedded_functions(self) -> tuple[Any, ...]:
-        return () if self.masks is None else (self.masks,)
-
     def _by_index(self, call: Call, indexed_dims: Sequence[int]) -> Factors | None:
         """Return the factors if the dims of indices replace the indexed dims, in front if these are not adjacent."""
         dims, sizes = factors_of_first_operand(call)
@@ -288,9 +285,6 @@ class IndexingCondition(Declaration):
 
     def __call__(self, choice: StrategyChoice) -> bool:
         return self.factors.are_indices_local(choice) and (self.rule is None or self.rule(choice))
-
-    def embedded_functions(self) -> tuple[Any, ...]:
-        return () if self.rule is None else (self.rule,)
 
 
 def _is_worth_exchanging(call: Call, index_dims: Sequence[Dims], first: str, size: Any) -> bool:

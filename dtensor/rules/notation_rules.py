@@ -116,10 +116,6 @@ class Notation(Declaration):
                 del reduced[name]
         return reduced, kernels
 
-    def embedded_functions(self) -> tuple[Any, ...]:
-        parts = (*self.left.values(), self.kernel, *self.kernels.values(), *self.sizes.values())
-        return tuple(item for item in parts if (callable(item) and not isinstance(item, Monoid)) or isinstance(item, Kernel))
-
     def __str__(self) -> str:
         return (
             self.pattern.text if isinstance(self.pattern, Pattern) else " or ".join(p.text for p in self.pattern.table.values())

@@ -144,9 +144,6 @@ class CombinedPartials(Declaration):
             strategies += (part(call) or ()) if callable(part) else (part,)
         return tuple(strategies)
 
-    def embedded_functions(self) -> tuple[Any, ...]:
-        return tuple(part for part in self.parts if callable(part) and not isinstance(part, Declaration))
-
 
 def combine_partials(*parts: Any) -> Any:
     """Return strategies given as texts, declarations and tuples of these: a tuple if no call is needed, else a declaration."""

@@ -32,10 +32,6 @@ class Declaration:
 
     __slots__ = ()
 
-    def embedded_functions(self) -> tuple[Any, ...]:
-        """Return the kernels and functions that were passed to the declaration function."""
-        return ()
-
 
 @dataclass(frozen=True, slots=True)
 class Along:

@@ -45,7 +45,7 @@ from ..layout.layout import Layout
 from ..placement import Partial, Placement, Replicate
 from ..ranks.per_rank_functorch import join_ranks
 from ..redistribute import execute, move_between, plan, start
-from .observers import ACTIVE_OBSERVERS, notify_local_read, notify_redistributed
+from .observers import ACTIVE_OBSERVERS, notify_layout_read, notify_redistributed
 from .replica_gradients import compare_replicas, find_use
 
 BATCH_GRAD_PLACEMENTS = "_own_uses"
@@ -306,7 +306,7 @@ def to_local_tensor(
 ) -> torch.Tensor:
     """Return the local tensors of a DTensor, with a gradient that ``give`` records; see ``DTensor.to_local``."""
     if ACTIVE_OBSERVERS and hasattr(x, "_layout"):
-        notify_local_read(x)
+        notify_layout_read(x)
     layout = layout_of(x)
     locals_ = give(x, layout, local_grad_layout(x, layout, grad_placements))
     return join_ranks(locals_, PerRank) if type(locals_) is tuple else locals_

@@ -51,7 +51,7 @@ from .autograd import (
 from .leaf_gradients import grad_placements_of as grad_placements_of  # placements of a leaf's gradient
 from .leaf_gradients import install_grad_hook, note_layout_change
 from .local_layout import layout_of_locals
-from .observers import ACTIVE_OBSERVERS, expose_local, notify_local_read
+from .observers import ACTIVE_OBSERVERS, expose_local, notify_layout_read
 from .printing import format_local_tensors
 from .storage import storage_of
 
@@ -102,7 +102,7 @@ class DTensor(torch.Tensor):
     def placements(self) -> tuple[Placement, ...]:
         """Return one placement per mesh dim."""
         if ACTIVE_OBSERVERS:
-            notify_local_read(self)
+            notify_layout_read(self)
         return self._layout.placements
 
     @property
@@ -189,7 +189,7 @@ class DTensor(torch.Tensor):
                 ``[Partial()]`` if each rank uses a replicated local tensor differently, which raises ``LayoutError`` otherwise.
         """
         if ACTIVE_OBSERVERS:
-            notify_local_read(self)
+            notify_layout_read(self)
         check_not_in_graph(self, "to_local()")
         mark_local_exposed(self)
         if not (self.requires_grad and _grad_enabled()) and forward_ad._current_level < 0:

@@ -21,6 +21,7 @@ from ..comm import Pending, shards_of
 from ..comm.events import CAUSES, listeners
 from ..dispatch.functorch import is_wrapped_by_transform
 from ..dispatch.output_aliasing import check_unwritten
+from ..dispatch.version_counters import WriteCheck
 from ..dispatch.wrap import SHOWN, wrap_pending
 from ..errors import DTensorError
 from ..layout.layout import Layout
@@ -134,7 +135,7 @@ class _GradBatch:
     def __init__(self, task: int, previous: _GradBatch | None) -> None:
         self.task, self.previous, self.nbytes = task, previous, 0
         self.plans: list[Plan] = []
-        self.entries: list[tuple[Any, Any, list[int]]] = []  # gradient, local tensor, version counters when it was added
+        self.entries: list[tuple[Any, Any, WriteCheck]] = []  # gradient, local tensor, check for writes since it was added
         self.pending: Pending[Any] | None = None
         self.waiting: list[weakref.ref[Any]] = []  # the pending gradients of this batch
         self.cause = GradBatchCause(autograd_node()) if listeners else None
@@ -143,7 +144,7 @@ class _GradBatch:
         """Add a gradient to the batch. Return its pending local tensor."""
         index, local = len(self.plans), grad._local  # read once: a lazy view may return another one each time
         self.plans.append(steps)
-        self.entries.append((grad, local, _version_counters(grad, local)))
+        self.entries.append((grad, local, WriteCheck((grad, *shards_of(local)))))
         self.nbytes += steps.src.max_local_nbytes
         if self.nbytes >= BATCH_NBYTES:
             self.start()
@@ -153,7 +154,7 @@ class _GradBatch:
         """Start the redistribution of the batch, and wait for the batch before it."""
         if self.pending is not None:
             return
-        if any(_version_counters(grad, local) != versions for grad, local, versions in self.entries):
+        if any(check.was_written() for *_, check in self.entries):
             raise DTensorError(
                 "the gradient of a leaf was written to in place before its reduction ended: a hook of another "
                 "tensor shares its memory; return a new tensor from that hook"
@@ -191,7 +192,3 @@ def _current_batch() -> _GradBatch:
     _CURRENT.batch = weakref.ref(batch)
     engine.queue_callback(batch.finish)
     return batch
-
-
-def _version_counters(grad: Any, local: Any) -> list[int]:
-    return [t._version for t in (grad, *shards_of(local))]

@@ -1,4 +1,4 @@
-"""Observers: listeners for explicit redistributions, gradients of leaves and reads of local tensors.
+"""Observers: listeners for explicit redistributions, gradients of leaves and reads of layouts.
 
 Without an observer each event costs one truth test.
 """
@@ -15,17 +15,17 @@ from ..layout.layout import Layout
 class Observer(Protocol):
     """Interface of an observer."""
 
-    def moved(self, x: Any, made: Any) -> None:
+    def on_redistribution(self, x: Any, made: Any) -> None:
         """Handle that ``made`` is ``x`` redistributed."""
 
-    def arrived(self, grad: Any, leaf: list[Layout]) -> None:
+    def on_leaf_gradient(self, grad: Any, leaf: list[Layout]) -> None:
         """Handle that ``grad`` is the gradient of the leaf with the layout ``leaf[0]``, which it gets next.
 
         The list identifies the leaf.
         """
 
-    def looked_at(self, x: Any) -> None:
-        """Handle that the program reads the local tensors of ``x``."""
+    def on_layout_read(self, x: Any) -> None:
+        """Handle that the program reads the placements or the local tensors of ``x``, and so depends on its layout."""
 
 
 OBSERVERS: ModeStack[Observer] = ModeStack("observers")
@@ -35,7 +35,7 @@ ACTIVE_OBSERVERS = OBSERVERS.held  # empty: no observer in any thread
 def notify_redistributed(x: Any, made: Any) -> Any:
     """Report a redistribution of ``x`` to observers. Return ``made``, the result."""
     for observer in OBSERVERS.values():
-        observer.moved(x, made)
+        observer.on_redistribution(x, made)
     return made
 
 
@@ -43,17 +43,17 @@ def notify_gradient(grad: Any, leaf: list[Layout]) -> None:
     """Report a gradient of a leaf, unless it is plain or on another mesh."""
     if hasattr(grad, "_layout") and grad._layout.mesh is leaf[0].mesh:
         for observer in OBSERVERS.values():
-            observer.arrived(grad, leaf)
+            observer.on_leaf_gradient(grad, leaf)
 
 
-def notify_local_read(x: Any) -> None:
-    """Report a read of the local tensors of ``x``."""
+def notify_layout_read(x: Any) -> None:
+    """Report that the program reads the placements or the local tensors of ``x``."""
     for observer in OBSERVERS.values():
-        observer.looked_at(x)
+        observer.on_layout_read(x)
 
 
 def expose_local(x: Any) -> Any:
     """Return ``x``, marked as exposed: the user gets its local tensors and may write to them."""
     if ACTIVE_OBSERVERS:
-        notify_local_read(x)
+        notify_layout_read(x)
     return mark_local_exposed(x)

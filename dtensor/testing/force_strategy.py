@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from ..base.tensor_tree import tensor_leaves
-from ..base.torch_internals import TorchDispatchMode, resolve_packet
+from ..base.torch_internals import resolve_packet
 from ..dispatch.dispatcher import run_with_strategies
-from ..dispatch.operand_layouts import plan_for
+from ..dispatch.operand_layouts import plan_call
 from ..plan.graph import RuleQuery
 from ..propagation.op_schema import OperatorSchema, operator_schema_of
 from ..propagation.propagate import is_composite
@@ -21,6 +21,7 @@ from ..propagation.select_strategy import StrategySelector, bound_strategies_of,
 from ..propagation.strategy_table import DimPlacement, StrategySelection, strategies_by_text
 from ..rules.call import Call
 from ..rules.rule import Factors, Rule
+from ..tensor.call_listener import CallListener, OperatorCall
 from ..tensor.dtensor import DTensor
 
 
@@ -83,7 +84,7 @@ def overload_for(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return getattr(op, resolve_packet(op._qualified_op_name, *args, **kwargs))
 
 
-class _ForceFirstCall(TorchDispatchMode):
+class _ForceFirstCall(CallListener):
     """Dispatch mode that runs the first call of an overload with the strategies that ``choose`` selects."""
 
     def __init__(self, overload: Any, choose: StrategySelector) -> None:
@@ -91,11 +92,12 @@ class _ForceFirstCall(TorchDispatchMode):
         self.overload, self.choose = overload, choose
         self.was_called = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.was_called or func is not self.overload:
-            return func(*args, **(kwargs or {}))
+    def is_listening(self, call: OperatorCall) -> bool:
+        return not self.was_called and call.func is self.overload
+
+    def on_dtensor_call(self, call: OperatorCall) -> Any:
         self.was_called = True
-        return run_with_strategies(func, args, kwargs or {}, self.choose)
+        return call.run_with_strategies(self.choose)
 
 
 def _choose_strategies(
@@ -136,7 +138,8 @@ def query_rule(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RuleQu
         queries.append(RuleQuery(rule, factors, call, inplace_results, None))
 
     with suppress(Exception):  # calls that plain torch rejects too
-        plan_for(operator_schema_of(overload_for(op, args, kwargs)), args, kwargs, record_query)
+        operator = operator_schema_of(overload_for(op, args, kwargs))
+        plan_call(operator, operator.bind(args, kwargs), record_query)
     return queries[0] if queries else None
 
 

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 
 from ..base.tensor_tree import map_tensors, tensor_leaves
-from ..base.torch_internals import TorchDispatchMode
-from ..dispatch.operand_layouts import plan_for
 from ..errors import DTensorError
 from ..placement import Placement
-from ..plan.graph_recorder import QueryRecorder
+from ..plan.graph import RuleQueryRecorder
 from ..propagation.op_schema import operator_schema_of
 from ..propagation.propagate import is_composite
 from ..propagation.strategy_table import texts_of_strategies
+from ..tensor.call_listener import CallListener, OperatorCall
 from ..tensor.dtensor import DTensor
 from .call_variants import Variant
 from .compare import CompareOptions, find_differences
@@ -139,25 +138,22 @@ def find_faulty_operator(trial: Trial) -> tuple[str, tuple[str, ...]]:
     return own, case.strategies
 
 
-class _CompareEachOperator(TorchDispatchMode):
+class _CompareEachOperator(CallListener):
     """Dispatch mode that compares the results of each operator with those of plain torch for the values of its operands."""
-
-    of_dtensors = True  # see the operators that are called on DTensors
 
     def __init__(self) -> None:
         super().__init__()
         self.found: tuple[str, tuple[str, ...]] | None = None
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        is_done = self.found is not None or operator_schema_of(func).seeded
-        if is_done or not any(isinstance(x, DTensor) for x in tensor_leaves((args, kwargs))):
-            return func(*args, **kwargs)
-        plain, keywords = map_tensors(_full_value, (args, kwargs))
-        strategies = _chosen_strategies(func, args, kwargs)
-        result = func(*args, **kwargs)
-        if strategies is not None and _has_difference(func, result, plain, keywords):
-            self.found = str(func._schema.name), strategies
+    def is_listening(self, call: OperatorCall) -> bool:
+        return self.found is None and not call.operator.seeded
+
+    def on_dtensor_call(self, call: OperatorCall) -> Any:
+        args, kwargs = map_tensors(_full_value, (call.args, call.kwargs))
+        strategies = _chosen_strategies(call)
+        result = call.run()
+        if strategies is not None and _has_difference(call.func, result, args, kwargs):
+            self.found = str(call.func._schema.name), strategies
         return result
 
 
@@ -175,14 +171,14 @@ def _has_difference(func: Any, result: Any, args: Any, kwargs: Any) -> bool:
     return any(find_differences(got, want, CompareOptions(strides=False)) for got, want in pairs)
 
 
-def _chosen_strategies(func: Any, args: Any, kwargs: Any) -> tuple[str, ...] | None:
+def _chosen_strategies(call: OperatorCall) -> tuple[str, ...] | None:
     """Return the strategies that dispatch chooses for a call; None if it chooses none."""
-    recorder = QueryRecorder()
+    recorder = RuleQueryRecorder()
     try:
-        plan_for(operator_schema_of(func), args, kwargs, choose=recorder)
+        call.make_plan(recorder)
     except (DTensorError, RuntimeError):
         return None
-    for query in recorder.calls:
+    for query in recorder.queries:
         if query.chosen is not None:
             return texts_of_strategies(query.chosen.choice.rows, query.lines, query.factors)
     return None

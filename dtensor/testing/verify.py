@@ -77,7 +77,7 @@ class Report:
             f"{len(self.wrong)} wrong, {len(self.missing)} missing"
         )
         unverified = (
-            ["  nothing was verified: the rule declares no row for these samples; give operands, dims and arguments that fit it"]
+            ["  nothing was verified: the rule has no strategy for these samples; give operands, dims and arguments that fit it"]
             if self.nothing_forced
             else []
         )

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from ops_page import classify_rule
 
 import dtensor as dt
 from dtensor.errors import RuleError
@@ -20,7 +21,6 @@ from dtensor.rules.notation_rules import Notation, by, fitting
 from dtensor.rules.partial_rules import CombinedPartials, copies, forgets, linear, monotone, one_of
 from dtensor.rules.partial_rules import combine_partials as rows_of
 from dtensor.rules.rule import Kernel, Rule
-from dtensor.rules.rule_kind import classify_rule
 
 aten = torch.ops.aten
 

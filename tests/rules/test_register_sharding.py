@@ -507,7 +507,7 @@ def test_rule_without_strategies_for_its_samples_is_not_verified() -> None:
     report = verify_rule(twice(), meshes=[(2,)], limit=10)
     assert report.cases
     assert not report
-    assert "nothing was verified: the rule declares no row for these samples" in str(report)
+    assert "nothing was verified: the rule has no strategy for these samples" in str(report)
     report = verify_rule(twice(), [Sample((torch.randn(5, 6),), gradients=False)], meshes=[(2,)], limit=10)
     assert report, str(report)
 

@@ -67,7 +67,7 @@ def run_verify(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, st
 def test_correct_rule_of_user_module_passes(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     for words in ((module, f"{module}::halve"), (f"{module}::halve",), (f"{module}.halve",), (module, f"{module[:-1]}*::halv?")):
         status, out, _ = run_verify(capsys, *words)
-        assert (status, out.split(",")[0]) == (0, "1 rules"), (words, out)
+        assert (status, out.split(",")[0]) == (0, "1 rule"), (words, out)
         assert ", 0 wrong" in out
 
 
@@ -129,4 +129,4 @@ def test_verify_command_in_a_subprocess(tmp_path: Path) -> None:
     ran = subprocess.run(
         [*command, "mine", "mine::h*"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
     )
-    assert (ran.returncode, ran.stdout.split(",")[0]) == (0, "1 rules"), ran.stdout + ran.stderr
+    assert (ran.returncode, ran.stdout.split(",")[0]) == (0, "1 rule"), ran.stdout + ran.stderr

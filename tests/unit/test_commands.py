@@ -225,6 +225,11 @@ def test_help_of_each_command_has_examples_and_no_markup(arguments: list[str], c
     assert len(arguments) < 2 or re.search(r"\nexamples?:\n  ", output), output
 
 
+def test_ranks_of_a_missing_folder_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ranks", str(tmp_path / "none")]) == 2
+    assert f"there is no folder {tmp_path / 'none'}" in capsys.readouterr().err
+
+
 def test_version_option_prints_dtensor_and_torch_versions(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])

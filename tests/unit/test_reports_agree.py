@@ -19,7 +19,7 @@ from dtensor.comm.events import Event
 from dtensor.debug import CommDebugMode
 from dtensor.debug.budget import Limits, excess_message, usage_of
 from dtensor.debug.explain import Explanation
-from dtensor.debug.program_recorder import ProgramRecorder
+from dtensor.debug.run_recorder import RunRecorder
 from dtensor.debug.trace import COMMUNICATION, events_of
 
 LISTS = (
@@ -44,7 +44,7 @@ PROGRAMS = [
 @pytest.mark.parametrize(("cases", "name"), PROGRAMS)
 def test_reports_of_a_case_have_equal_numbers(cases: str, name: str) -> None:
     began = time.perf_counter_ns()
-    with CommDebugMode() as comm, ProgramRecorder(with_operators=True) as record:
+    with CommDebugMode() as comm, RunRecorder(with_operators=True) as record:
         importlib.import_module(cases).CASES[name]()
     report, trace_events = Explanation.from_record(record), list(events_of(record, began))
     kinds, sizes = Counter[str](), Counter[str]()
@@ -99,7 +99,7 @@ def _collectives_of_cases(names: tuple[str, ...]) -> dict[str, tuple[list[tuple[
     found = {}
     for name in names:
         for case, program in importlib.import_module(name).CASES.items():
-            with CommDebugMode() as comm, ProgramRecorder() as record:
+            with CommDebugMode() as comm, RunRecorder() as record:
                 try:
                     program()
                 except pytest.skip.Exception:

@@ -106,9 +106,6 @@ class SpatialFactors(Declaration):
     def __str__(self) -> str:
         return str(self.notation)
 
-    def embedded_functions(self) -> tuple[Any, ...]:
-        return (self.kernel(0),)
-
 
 def sliding_windows(call: Call) -> list[SlidingWindow]:
     """Return how outputs read inputs, by dim of positions."""

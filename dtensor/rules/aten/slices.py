@@ -185,9 +185,6 @@ class PositionFactors(Declaration):
         factors = Factors(tuple(tensors["operand"]), tuple(tensors["result"]), sizes, kernels=kernels, windows=windows)
         return unshard_expanded_gradient(self.of, call, factors, *(size for k, size in enumerate(full) if k != d))
 
-    def embedded_functions(self) -> tuple[Any, ...]:
-        return () if self.number is None else (self.number,)
-
 
 def local_position_args(call: Call, at: LocalView) -> dict[str, Any]:
     """Return the position in a block (None: it is in another block). Nothing changes if the block is the whole dim."""

@@ -8,7 +8,7 @@ has changed since. Autograd keeps one version counter for a base and all its vie
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -18,15 +18,23 @@ import torch
 from ...base.caches import BoundedDict, nested_key
 from ...base.modes import MODES
 from ...base.symbolic_sizes import specialize_symbols
+from ...base.tensor_tree import tensor_leaves
 from ...base.torch_internals import make_wrapper_subclass
 from ...base.tracing import KERNEL_ERRORS
 from ...dispatch.cache_key import specialize_sizes
 from ...dispatch.dispatcher import dispatch, install_view_runners
 from ...dispatch.frame import Runner
-from ...dispatch.operand_layouts import plan_for
+from ...dispatch.operand_layouts import plan_call
 from ...dispatch.program import bind_program, runner_of
 from ...dispatch.steps import is_unrecorded_alias
-from ...dispatch.version_counters import join_alias_groups, named_version_owner, share_versions, versions_of, view_in_plain_torch
+from ...dispatch.version_counters import (
+    is_unwritten,
+    join_alias_groups,
+    named_version_owner,
+    share_versions,
+    versions_of_all,
+    view_in_plain_torch,
+)
 from ...dispatch.wrap import storage_offset_of_view
 from ...errors import LayoutError
 from ...layout.layout import Layout
@@ -96,22 +104,19 @@ class Origin:
         base.__dict__["_counted"] = self.viewed
         return base
 
-    def current_versions(self) -> tuple[int, ...] | None:
-        """Return the version counts of the base and of the bases of lazy bases; None if writes are not counted."""
-        counted = named_version_owner(self.viewed)
-        counts = None if counted is None else versions_of(counted)
-        if counts is None or isinstance(self.memory, _LocalRef):
-            return counts
-        more_counts = self.memory[0].current_versions()
-        return None if more_counts is None else (*counts, *more_counts)
+    def bases(self) -> Iterator[DTensor]:
+        """Yield the base, and the bases of lazy bases."""
+        yield self.viewed
+        if not isinstance(self.memory, _LocalRef):
+            yield from self.memory[0].bases()
 
     def get_results(self) -> list[DTensor]:
         """Return the results of the operation for the present values of the base.
 
         They are computed again if it was written to.
         """
-        versions = self.current_versions()
-        if self.results is None or not (self.pinned or (versions is not None and versions == self.versions)):
+        versions = versions_of_all(self.bases())
+        if self.results is None or not (self.pinned or is_unwritten(self.versions, versions)):
             self.results, self.versions = self._compute(self.base), versions
         return self.results
 
@@ -272,7 +277,7 @@ def _view_through_stack(x: DTensor, operator: OperatorSchema, stack_shape: tuple
 
 def _run_with_ints(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> Any:
     """Run the operation with symbolic sizes specialized to integers."""
-    specialize_sizes(operator.bind(args, kwargs).values())
+    specialize_sizes(tensor_leaves([args, kwargs]))
     return dispatch(DTensor, operator.func, (), tuple(specialize_symbols(args)), specialize_symbols(kwargs))
 
 
@@ -385,4 +390,4 @@ def plan_of(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, A
     """Return the plan of a view operation, cached by its arguments."""
     key = (operator.func, args[0]._layout, nested_key(args[1:]), nested_key(kwargs))
     cached = _VIEW_PLANS.get(key)
-    return _VIEW_PLANS.keep(key, plan_for(operator, args, kwargs)) if cached is None else cached
+    return _VIEW_PLANS.keep(key, plan_call(operator, operator.bind(args, kwargs))) if cached is None else cached

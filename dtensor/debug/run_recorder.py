@@ -1,4 +1,4 @@
-"""Program recorder: records the collectives, operators and memory of a program, with layouts, module and the user's line.
+"""Run recorder: records the collectives, operators and memory of one run of a program, with module and the user's line.
 
 Recording does not change how the program runs. A collective is attributed by ``events.CAUSES`` and by the Python stack at the
 moment when it is issued. :mod:`.operator_recorder` records operators as they run. In a backward pass the line is that of the
@@ -41,7 +41,7 @@ from ..redistribute.step import Step
 from ..tensor.leaf_gradients import GradBatchCause
 from .comm_mode import EXCHANGE_KIND, CommDebugMode
 from .memory_tracker import OPTIMIZER_STATE, MemoryTracker
-from .operator_recorder import Operation, OperatorRecorder
+from .operator_recorder import OperatorRecorder, RecordedOperation
 
 _ENGINE_FUNCTION = "_engine_run_backward"  # of torch.autograd.graph; frames below it belong to a backward pass
 
@@ -109,25 +109,24 @@ class RecordedCollective:
         return f"{self.origin_text}{within}: {self.collective_text}"
 
 
-class ProgramRecorder(CommDebugMode):
+class RunRecorder(CommDebugMode):
     """A :class:`CommDebugMode` that also stores a :class:`RecordedCollective` for each collective, in ``movements``.
 
     Args:
-        with_operators: also record operators and memory: ``operations`` gets an :class:`.operator_recorder.Operation` for each
-        operator
-            of the program, and ``tracker`` is the memory tracker of the run.
+        with_operators: also record operators and memory. ``operations`` gets an
+            :class:`.operator_recorder.RecordedOperation` for each operator of the program, and ``tracker`` tracks the memory.
     """
 
     def __init__(self, with_operators: bool = False) -> None:
         super().__init__()
         self.movements: list[RecordedCollective] = []
-        self.operations: list[Operation] = []
+        self.operations: list[RecordedOperation] = []
         self.tracker = MemoryTracker()
         self.with_operators = with_operators
         self._operators: OperatorRecorder | None = None
         self._hooks: list[Any] = []
 
-    def __enter__(self) -> ProgramRecorder:
+    def __enter__(self) -> RunRecorder:
         self.movements.clear()
         _NODE_STACKS.__enter__()
         super().__enter__()
@@ -139,7 +138,7 @@ class ProgramRecorder(CommDebugMode):
         if self._operators is not None:
             _exit_mode(self._operators)
             self._operators = None
-            self.tracker.finish()
+            self.tracker.stop_tracking()
             for hook in self._hooks:
                 hook.remove()
         super().__exit__(*exception)

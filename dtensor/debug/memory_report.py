@@ -1,4 +1,4 @@
-"""``memory(fn, *args)``: run a function once and report the peak memory of each rank, by kind."""
+"""Memory report: ``memory(fn, *args)`` runs a function once and reports the peak memory of each rank, by kind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..base.tables import table_text
 from ..base.units import bytes_text
 from ..base.user_frames import SourceLine
 from .memory_tracker import KINDS, MemoryTracker, gather_from_processes
-from .program_recorder import ProgramRecorder
+from .run_recorder import RunRecorder
 
 _SHOWN_LINES = 5  # number of lines in ``str``
 
@@ -101,7 +101,7 @@ def memory(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Memory:
     >>> found.kinds
     {'parameters': 262144, 'gradients': 262144, 'activations': 16392, 'other': 262144}
     """
-    with ProgramRecorder(with_operators=True) as record:
+    with RunRecorder(with_operators=True) as record:
         result = fn(*args, **kwargs)
     return memory_of(record.tracker, result, gathered=True)
 

@@ -1,4 +1,4 @@
-"""Ops page: generates ``docs/ops.md``, how each operator runs, from the registry, the samples and measurements.
+"""Operator tables: how each operator runs, from the registry and the samples, as Markdown. ``dtensor ops`` prints them.
 
 An operator's row is its rule applied to one sample, without running it: the factors as notation, the factors that may be
 sharded, those that a kernel shards, and the partial operands that stay partial.
@@ -6,14 +6,12 @@ sharded, those that a kernel shards, and the partial operands that stay partial.
 
 from __future__ import annotations
 
-import json
 import re
 import string
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,21 +25,13 @@ from ..rules import rules
 from ..rules.call import Call
 from ..rules.registry import family_of, lookup
 from ..rules.rule import Along, Dims, Factors, Rule, Spec, Strategy, strategies_of_factors
-from ..rules.rule_kind import classify_rule
 from ..testing.call_variants import get_operator, operator_exists
 from ..testing.force_strategy import query_rule
 from ..testing.placements import get_or_make_mesh
 from ..testing.samples import Sample, samples_of
 from ..testing.scatter import scatter
 
-HEAD = """# Operators
-
-Find out how an operator runs: which dims may be sharded without communication, and what a call costs otherwise.
-
-`python -m dtensor ops` (`make docs`) writes this page from the registry, for torch {version}. Do not edit it.
-An operator with a rule uses it. Otherwise it is decomposed into operators with a rule. Otherwise its inputs are all-gathered,
-which warns once, and raises under `dtensor.explicit()`.
-
+_LEGEND = """\
 Overloads, in-place, `out=` and `_foreach_` variants use the rule of their operator. [Sharding rules](sharding_rules.md) explains
 the notation, which is shown for one sample:
 
@@ -51,7 +41,7 @@ the notation, which is shown for one sample:
 | `[d]`, `[]` | a dim that must not be sharded |
 | `1` | a dim of size one |
 | `(a b)` | one dim made of two |
-| `{{a, b}}` | one dim that is read in several ways |
+| `{a, b}` | one dim that is read in several ways |
 
 | column | means |
 |---|---|
@@ -61,24 +51,12 @@ the notation, which is shown for one sample:
 | partial inputs | partial inputs that stay partial, `inputs→results`; `R`, `finite` and `nonzero` are replicated inputs |
 """
 
-_RULE_KINDS = {
-    "notation": "notation alone: the pattern gives the factors, and the operator runs on local tensors",
-    "combinators": "notation and combinators of the rule language (reductions, scans, random draws, indexed reads and writes)",
-    "answers": "an answer from the layouts",
-    "decompositions": "a decomposition into other operators",
-    "functions": "a Python function of its own, for factors or for a kernel",
-}
-_RULE_KIND_NOTE = """
-
-The rule language alone covers {count} names. `dtensor/rules/rule_kind.py` derives this from each rule. A function that a rule
-declaration passes counts as the rule's own, except for the parts of reductions and scans, which are math on plain tensors.
-"""
 FAMILIES = {
     "pointwise": "Pointwise operators",
     "reduction": "Reductions",
     "extremum": "Maximum and minimum",
     "contraction": "Matrix products",
-    "grouped": "Grouped matrix products",
+    "grouped_mm": "Grouped matrix products",
     "attention": "Attention",
     "softmax": "Softmax",
     "norms": "Norms",
@@ -87,16 +65,16 @@ FAMILIES = {
     "ctc": "CTC loss",
     "convolution": "Convolutions",
     "pooling": "Pooling, padding and resampling",
-    "recurrent": "Recurrent layers",
-    "bags": "Embedding bags",
+    "lstm": "Recurrent layers",
+    "embedding_bag": "Embedding bags",
     "views": "Views and reshapes",
     "slices": "Slices and splits",
-    "joining": "Concatenation and rearrangement",
+    "cat_repeat_roll": "Concatenation and rearrangement",
     "indexing": "Indexed reads",
     "scattering": "Indexed writes",
     "segments": "Segment reductions",
-    "occurring": "Data-dependent shapes",
-    "counting": "Comparison and counting",
+    "data_dependent_shape": "Data-dependent shapes",
+    "count_and_compare": "Comparison and counting",
     "sorting": "Sorting and selection",
     "scan": "Scans",
     "fft": "Fourier transforms",
@@ -126,23 +104,20 @@ class OperatorEntry:
         return (self.how, *notation, self.sharded, self.reduced, self.kernels, self.partials)
 
 
-def make_page(measured: Mapping[str, Any] | None = None) -> str:
-    """Return the page. ``measured``: what ``benchmarks/gather_share.py --summary`` wrote."""
+def operator_tables() -> str:
+    """Return the tables: operators with a rule by family, decomposed operators, and those that all-gather their inputs."""
     aten_rules = [(name, rule) for name, rule in sorted(rules().items()) if name.startswith("aten::")]
-    parts = [HEAD.format(version=_torch_version())]
-    if measured is not None:
-        parts.append(_measured_section(measured))
     decomposed, gathered = operators_without_rule()
-    parts.append(f"## Rules\n\n{len(aten_rules)} operator names have a rule.\n")
-    parts.append(_rule_kind_table())
-    parts += [_family_section(family, members) for family, members in _by_family(aten_rules)]
-    parts.append(f"## Decompositions\n\nTorch composes {len(decomposed)} further operators from those above.\n")
-    parts.append(_names_table(decomposed))
-    parts.append(
-        f"## Gathering\n\n{len(gathered)} remaining operators of torch {_torch_version()} all-gather their inputs. "
-        "Most are for sparse, quantized or single-device kernels, or create a tensor and have no inputs.\n"
-    )
-    parts.append(_names_table(gathered))
+    parts = [
+        _LEGEND,
+        f"## Rules\n\n{len(aten_rules)} operator names have a rule.\n",
+        *(_family_section(family, members) for family, members in _by_family(aten_rules)),
+        f"## Decompositions\n\nTorch composes {len(decomposed)} further operators from those above.\n",
+        _names_table(decomposed),
+        f"## Gathering\n\n{len(gathered)} remaining operators of torch {torch_version()} all-gather their inputs. "
+        "Most are for sparse, quantized or single-device kernels, or create a tensor and have no inputs.\n",
+        _names_table(gathered),
+    ]
     return "\n".join(parts)
 
 
@@ -167,7 +142,8 @@ def _split_names(names: Sequence[str], size: int) -> Iterator[Sequence[str]]:
         yield names[start : start + size]
 
 
-def _torch_version() -> str:
+def torch_version() -> str:
+    """Return the version of torch without its build tag."""
     return torch.__version__.partition("+")[0]
 
 
@@ -183,13 +159,6 @@ def _family_table(shared: Mapping[OperatorEntry, Sequence[str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _rule_kind_table() -> str:
-    """Return the table of how many names are served in which way (``rules.rule_kind.served_by``)."""
-    counts = Counter(classify_rule(rule) for name, rule in rules().items() if name.startswith("aten::"))
-    lines = ["| names | their rule is |", "|---|---|", *(f"| {counts[how]} | {text} |" for how, text in _RULE_KINDS.items())]
-    return "\n".join(lines) + _RULE_KIND_NOTE.format(count=counts["notation"] + counts["combinators"])
-
-
 def _names_table(names: Iterable[str]) -> str:
     """Return a table of names, by their first letter."""
     lines = ["| | operators |", "|---|---|"]
@@ -201,21 +170,6 @@ def _names_table(names: Iterable[str]) -> str:
 
 def _first_letter(name: str) -> str:
     return name.lstrip("_")[:1].lower()
-
-
-def _measured_section(measured: Mapping[str, Any]) -> str:
-    lines = [
-        "## How many operators avoid gathering\n",
-        f"Measured with `{measured['command']}`, torch {measured['torch']}: {measured['cases']} cases,",
-        "each with one tensor dim sharded.\n",
-    ]
-    lines += ["| | entries of PyTorch's operator database | never gather |", "|---|---|---|"]
-    for label, total, free in measured["rows"]:
-        lines.append(f"| {label} | {total} | {free} ({100 * free / total:.1f} %) |")
-    lines += ["", "These entries gather for some layout, the most used first:\n"]
-    lines += ["| entry | operators that gather |", "|---|---|"]
-    lines += [f"| `{entry}` | {', '.join(names)} |" for entry, names in measured["remaining"]]
-    return "\n".join(lines) + "\n"
 
 
 # --- operators without a rule ---------------------------------------------------------------------------------------------
@@ -386,8 +340,3 @@ def _shorten_partials(passing: Sequence[str]) -> Iterator[str]:
     yield from others[:12]
     if len(others) > 12:
         yield f"and {len(others) - 12} more"
-
-
-def read_measurements(path: Path) -> Mapping[str, Any] | None:
-    """Return the measurements in a file; None if there is no file."""
-    return json.loads(path.read_text()) if path.exists() else None
