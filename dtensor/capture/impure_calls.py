@@ -60,6 +60,7 @@ _PURE_FUNCTIONS = {
         "getfilesystemencoding", "getprofile", "intern", "is_finalizing", "setprofile", "setrecursionlimit", "settrace",
         "unraisablehook",
     }),
+    "thread": frozenset({"__enter__", "__exit__", "allocate_lock", "get_ident", "get_native_id", "release"}),
     "tracemalloc": frozenset({"start", "stop"}),
 }
 # fmt: on

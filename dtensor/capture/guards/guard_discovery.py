@@ -7,13 +7,15 @@ The walk lists every reachable tensor and every Python value on the way, in a fi
   the identity of all other variables is guarded as well.
 - objects, by attribute or item: all that they and their classes hold. This is for objects of the user, torch's modules,
   optimizers and schedulers, and containers of the standard library. Properties, methods and partials are guarded by their parts,
-  arrays and iterators by their state.
+  arrays by their content.
 - modules of the user: the attributes that any reached code names, by ``.name`` or by a string. If code that names the module
   computes names (``getattr``, ``vars``), the identity of all other attributes is guarded as well. Imports are followed.
 - modules of libraries: values and containers of values that code names there, and the identity of functions.
 
-Objects that only a computed name leads to are walked *as data*: their code is not looked into. The recorder sees which of it
-runs, and later discoveries look into this.
+Objects that only a computed name leads to, or an attribute that no code names, are walked *as data*: their code is not looked
+into. The recorder sees which of it runs, and later discoveries look into this.
+
+Opaque objects (iterators, files that are read, compressors) are refused, unless they are walked as data.
 
 Not guarded are things outside of the program (clocks, files), and the internals of objects of other libraries.
 """
@@ -43,8 +45,9 @@ from .guard_set import GuardSet, ObservedCode
 from .object_children import (
     CACHE_TYPE,
     is_compiled_object,
+    is_opaque,
     make_children_getter,
-    make_state_getter,
+    make_content_getter,
     read_referents,
     stored_entries,
     wrapped_parts,
@@ -57,6 +60,7 @@ from .object_ownership import (
     has_user_state,
     is_installed,
     is_library,
+    is_named_by_library,
     is_plain_data,
     is_user_object,
     module_name,
@@ -119,6 +123,9 @@ class _Discovery:
         self._classes: list[tuple[type, set[str], str, bool]] = []  # (class, names in library bases, path, as data)
         self._library_classes: dict[type, None] = {DTensor: None}  # library classes with reachable objects
         self._attribute_names: dict[str, None] = {}  # that any reached code names
+        # Attributes that no code names yet: (name, value, path). First those that were not visited, then those visited as data.
+        self._unnamed: list[tuple[str, Any, str]] = []
+        self._unnamed_data: list[tuple[str, Any, str]] = []
         self._reaches_code = self._computes_attributes = self._computes_imports = False
 
     def discover(self, fn: Any) -> GuardSet:
@@ -127,6 +134,9 @@ class _Discovery:
             self._visit(root, getattr(root, "__name__", type(root).__name__))
         self._walk()
         self._follow_names()
+        while self._unnamed:
+            self._visit_unnamed_as_data()
+            self._follow_names()
         self._finish()
         self.containers.snapshot()
         return self.guards
@@ -231,17 +241,20 @@ class _Discovery:
             self._guard_torch_settings(module_name(value), (value.__name__,), path)
 
     def _look_into_state(self, value: Any, path: str) -> None:
-        """Guard what an object holds outside of attributes and items."""
-        try:
-            get_state, get_children = make_state_getter(value), make_children_getter(value)
-        except CaptureError:
-            if self._as_data:
-                return
-            raise
-        if get_state is not None:
-            self.guards.add_state(get_state, path)
+        """Guard what an object holds outside of attributes and items.
+
+        Raises:
+            CaptureError: the object is opaque, and code names it.
+        """
+        if is_opaque(value):
+            if not self._as_data:
+                raise _opaque_object_error(value, path)
+            return
+        get_content, get_children = make_content_getter(value), make_children_getter(value)
+        if get_content is not None:
+            self.guards.add_state(get_content, path)
         if get_children is not None:
-            if isinstance(value, CACHE_TYPE):  # its state tells when its entries change
+            if isinstance(value, CACHE_TYPE):  # its content tells when its entries change
                 self._caches.append(value)
             else:
                 self.containers.add_objects(get_children)
@@ -289,32 +302,69 @@ class _Discovery:
         self._visit(type(kind), f"{path}.__class__")
 
     def _look_into_attributes(self, value: Any, path: str) -> None:
-        slots = slot_descriptors(type(value))
+        slots, kind = slot_descriptors(type(value)), type(value)
         if slots:
             self.containers.add_slots(slots, value)
-            self._visit_all(read_slots(slots.values(), value), [f".{name}" for name in slots], path)
-        if not isinstance(value, torch.nn.Module):
-            if hasattr(value, "__dict__"):
-                self._visit_dict(vars(value), path, ".{}")
-            return
-        self.containers.add_dict(vars(value))
-        self._look_into_module_attributes(vars(value), path)
-        self._look_into_module_attributes(_GLOBAL_HOOKS, " every module")
+            self.guards.add(len(slots), path)
+            self._visit_attributes(kind, zip(slots, read_slots(slots.values(), value), strict=True), path)
+        if isinstance(value, torch.nn.Module):
+            self.containers.add_dict(vars(value))
+            self._look_into_module_attributes(kind, vars(value), path)
+            self._look_into_module_attributes(kind, _GLOBAL_HOOKS, " every module")
+        elif hasattr(value, "__dict__"):
+            attributes = vars(value)
+            self.containers.add_dict(attributes)
+            self._visit_keys(attributes.keys, path)
+            self._visit_attributes(kind, attributes.items(), path, attributes)
 
-    def _look_into_module_attributes(self, attributes: Mapping[str, Any], path: str) -> None:
+    def _look_into_module_attributes(self, kind: type, attributes: Mapping[str, Any], path: str) -> None:
         """Visit the attributes of an ``nn.Module``; of the tables of hooks, only the user's hooks."""
-        for name, member in list(attributes.items()):
-            if not name.endswith(_HOOK_TABLES):
-                self._visit(member, f"{path}.{name}")
-            elif name.endswith("_hooks") and self.guards.add_object(member):
-                hooks = user_hooks(member)
-                if member:
-                    self.containers.add_objects(functools.partial(user_hooks, member))
+        self._visit_attributes(kind, (pair for pair in attributes.items() if not pair[0].endswith(_HOOK_TABLES)), path)
+        for name, table in list(attributes.items()):
+            if name.endswith("_hooks") and self.guards.add_object(table):
+                hooks = user_hooks(table)
+                if table:
+                    self.containers.add_objects(functools.partial(user_hooks, table))
                 else:
-                    self.containers.add_dict(member)
+                    self.containers.add_dict(table)
                 self.guards.add(len(hooks), f"{path}.{name}")
                 for hook in hooks:
                     self._visit(hook, f"{path}.{name}")
+
+    def _visit_attributes(
+        self, kind: type, attributes: Iterable[tuple[str, Any]], path: str, floats_in: dict[str, Any] | None = None
+    ) -> None:
+        """Visit attributes of an object of the class ``kind``: plain values and tensors, and all others that code names.
+
+        ``floats_in``: the dictionary in which floats may change.
+        """
+        for name, value in list(attributes):
+            is_value = type(value) in VALUES or issubclass(type(value), torch.Tensor)
+            if type(value) is float and floats_in is not None:
+                self.guards.floats[len(self.guards.key)] = (floats_in, name)
+            if is_value or self._as_data or name in self._attribute_names or is_named_by_library(kind, name):
+                self._visit(value, f"{path}.{name}")
+            else:
+                self._unnamed.append((name, value, f"{path}.{name}"))
+
+    def _visit_named_attributes(self) -> None:
+        """Visit the attributes that code names by now."""
+        unnamed, data = self._unnamed, self._unnamed_data
+        self._unnamed, self._unnamed_data = [], []
+        for rest, attributes in ((self._unnamed, unnamed), (self._unnamed_data, data)):
+            for name, value, path in attributes:
+                if self._computes_attributes or name in self._attribute_names:
+                    self._visit(value, path)
+                else:
+                    rest.append((name, value, path))
+
+    def _visit_unnamed_as_data(self) -> None:
+        unnamed, self._unnamed = self._unnamed, []
+        self._unnamed_data += unnamed
+        self._as_data = True
+        for _, value, path in unnamed:
+            self._visit(value, path)
+        self._walk()
 
     # --- code ----------------------------------------------------------------------------------------------------------
     def _look_into_function(self, fn: types.FunctionType, path: str) -> None:
@@ -454,9 +504,9 @@ class _Discovery:
                     self._read_library_variable(value.__globals__, variable, variable_value, path)
         elif isinstance(value, Mapping) and hasattr(value, "__dict__"):
             self._visit_dict(vars(value), path, ".{}")
-        elif type(value) in VALUES or is_plain_data(value) or is_user_object(value) or make_state_getter(value) is not None:
+        elif type(value) in VALUES or is_plain_data(value) or is_user_object(value) or _has_content(value):
             self._visit(value, path)
-        elif isinstance(value, _BOUND_METHODS) and make_state_getter(value.__self__) is not None:
+        elif isinstance(value, _BOUND_METHODS) and _has_content(value.__self__):
             self._visit(value.__self__, path)
         elif type(value) in (list, dict, set):
             self.containers.add_objects(get_items := functools.partial(_read_items, value))
@@ -483,6 +533,7 @@ class _Discovery:
                 self._computes_imports,
             )
         ):
+            self._visit_named_attributes()
             self._visit_class_members()
             if self._computes_imports:
                 self._open_namespaces[id(sys.modules)] = sys.modules, "sys.modules"
@@ -578,6 +629,19 @@ class _Discovery:
                 self._read_module(value, names.attributes, names.escaping, path, False)
             elif isinstance(value, types.FunctionType):
                 self._read_library_variable(namespace, name, value, path)
+
+
+def _has_content(value: Any) -> bool:
+    """Return True if an object has a content that is guarded, or is refused."""
+    return is_opaque(value) or make_content_getter(value) is not None
+
+
+def _opaque_object_error(value: Any, path: str) -> CaptureError:
+    return CaptureError(
+        f"capture: the function can read {path}, a {type(value).__name__}. It has a position or a state that capture cannot "
+        "compare, so a replay would not notice that it advanced. Keep it out of the captured function, and pass what it gives "
+        "(the items of an iterator, the lines of a file) as arguments"
+    )
 
 
 def _computed_attributes(module: types.ModuleType, names: list[str]) -> list[Any]:

@@ -1,14 +1,14 @@
-"""Object children: the objects that a Python object holds outside of attributes and items, and its comparable state.
+"""Object children: the objects that a Python object holds outside of attributes and items, and its comparable content.
 
-Children are the parts of wrappers (partials, properties, methods), the entries of caches, the variables of running generators.
-The state of an object of compiled code is a value that is compared: contents of buffers, positions of iterators, generators.
+Children are the parts of wrappers (partials, properties, methods), the entries of caches, the referents of compiled objects.
+The content of arrays, buffers, caches and random generators is a value that is compared. An *opaque* object has a position or
+state that no guard compares: an iterator, a file that is read, a compressor. Code that names an opaque object is refused.
 """
 
 from __future__ import annotations
 
 import abc
 import array
-import contextvars
 import ctypes
 import decimal
 import functools
@@ -16,9 +16,9 @@ import gc
 import io
 import logging
 import mmap
-import os
 import random
 import re
+import sys
 import threading
 import types
 import weakref
@@ -26,24 +26,23 @@ import zlib
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from contextvars import Context, ContextVar
+from operator import attrgetter
 from typing import Any
 
 import numpy
 
-from ...errors import CaptureError
 from .object_ownership import MISSING, is_library, module_name
-from .setting_guards import logger_settings
 
 CACHE_TYPE = type(functools.cache(len))
 _CTYPES_DATA = ctypes.Structure.__mro__[1]  # the base of all objects that ctypes lays out in memory
-_DEFAULT_REDUCE: Any = object.__reduce__
-_LOCKS = (type(threading.Lock()), type(threading.RLock()))
-_SUSPENDED = {  # by type the attributes with the frame, and with the object that it waits for
-    types.GeneratorType: ("gi_frame", "gi_yieldfrom"),
-    types.CoroutineType: ("cr_frame", "cr_await"),
-    types.AsyncGeneratorType: ("ag_frame", "ag_await"),
-}
-_HASH_MODULES = ("hashlib", "md5", "sha1", "sha2", "sha256", "sha512", "sha3", "blake2")
+_OPAQUE_TYPES = (  # in addition to iterators and files
+    types.CoroutineType,
+    types.AsyncGeneratorType,
+    decimal.Context,
+    type(zlib.compressobj()),
+    type(zlib.decompressobj()),
+    ctypes.POINTER(ctypes.c_int).__mro__[1],
+)
 _HAS_GC = 1 << 14  # the type flag of classes with objects that the garbage collector traverses
 _ALIASES = (types.CellType, types.MappingProxyType, KeysView, ValuesView, ItemsView)  # show the contents of another object
 _PARTIAL_PARTS = ("func", "args", "keywords")
@@ -105,8 +104,6 @@ def make_children_getter(value: Any) -> Callable[[], list[Any]] | None:
         return (lambda: _array_objects(value)) if value.dtype.hasobject else None
     if module_name(type(value)).startswith("dtensor."):
         return getattr(value, "_guarded", None)
-    if _iterator_sources(value) is not None:
-        return lambda: _iterator_sources(value) or []
     return None
 
 
@@ -142,11 +139,6 @@ def _array_objects(value: Any) -> list[Any]:
     return [x for row in value.ravel().tolist() for x in (row if isinstance(row, tuple) else (row,))]
 
 
-def _suspended_children(value: Any) -> list[Any]:
-    frame, delegate = (getattr(value, name) for name in _SUSPENDED[type(value)])
-    return [] if frame is None else [*frame.f_locals.values(), delegate]
-
-
 _CHILDREN: tuple[tuple[Any, Callable[[Any], list[Any]]], ...] = (
     (ContextVar, lambda value: [value.get(MISSING)]),
     (Context, lambda value: [x for pair in value.items() for x in pair]),
@@ -157,156 +149,64 @@ _CHILDREN: tuple[tuple[Any, Callable[[Any], list[Any]]], ...] = (
     (deque, lambda value: [value.maxlen]),
     (_ALIASES, gc.get_referents),
     (CACHE_TYPE, _cache_children),
-    (tuple(_SUSPENDED), _suspended_children),
     (numpy.ufunc, read_referents),  # for one that was made of a Python function
 )
 
 
-# --- state -----------------------------------------------------------------------------------------------------------------
-class UnknownState:
-    """The state of an object that may change without notice: it equals no other state."""
-
-    __slots__ = ()
-
-
-def make_state_getter(value: Any) -> Callable[[], Any] | None:
+# --- content ---------------------------------------------------------------------------------------------------------------
+def make_content_getter(value: Any) -> Callable[[], Any] | None:
     """Return a function for a value that is equal as long as an object's content is; None if the object needs none.
 
     Large arrays are compared completely.
-
-    Raises:
-        CaptureError: the object is an iterator without a readable position.
     """
-    read_state = _find_state_reader(value)
-    if read_state is None:
+    read_content = next((read for kind, read in _CONTENTS if isinstance(value, kind)), None)
+    if read_content is None or is_opaque(value):
         return None
 
-    def state() -> Any:
+    def get_content() -> Any:
         try:
-            return read_state(value)
-        except (ValueError, BufferError) as error:  # a released view, a closed file
+            return read_content(value)
+        except (ValueError, BufferError) as error:  # a released view, a closed map
             return type(error)
 
-    return state
+    return get_content
 
 
-def _find_state_reader(value: Any) -> Callable[[Any], Any] | None:
-    for kind, read_state in _STATES:
-        if isinstance(value, kind):
-            return read_state
+def is_opaque(value: Any) -> bool:
+    """Return True if an object of compiled code has a position or state that no guard compares."""
     kind = type(value)
-    if kind in _SUSPENDED:
-        return _suspended_state
-    if hasattr(kind, "hexdigest") and module_name(kind).strip("_").startswith(_HASH_MODULES):
-        return lambda value: value.hexdigest()
-    if _is_compiled_iterator(value):
-        return _iterator_state
-    return None
+    if isinstance(value, io.IOBase):
+        return not value.closed and value.readable() and not (value is sys.stdout or value is sys.stderr)
+    if isinstance(value, _OPAQUE_TYPES):
+        return True
+    return is_library(kind) and (hasattr(kind, "hexdigest") or (isinstance(value, Iterator) and not hasattr(value, "__dict__")))
 
 
-def _array_state(value: numpy.ndarray[Any, Any]) -> Any:
+def _array_content(value: numpy.ndarray[Any, Any]) -> Any:
     content = None if value.dtype.hasobject else value.tobytes()
     return value.dtype.str, value.shape, value.strides, value.flags.writeable, content
 
 
-def _buffer_state(value: Any) -> Any:
+def _buffer_content(value: Any) -> Any:
     view = memoryview(value)
     return view.format, view.shape, view.tobytes()
 
 
-def _cache_state(value: Any) -> Any:
+def _cache_misses(value: Any) -> Any:
     """Return the count of misses: the contents of a cache change only with a miss."""
     info = value.cache_info()
     return info.maxsize and info.misses
 
 
-def _ctypes_state(value: Any) -> Any:
-    if hasattr(type(value), "contents"):  # a pointer
-        return bool(value) and _ctypes_state(value.contents)
-    return memoryview(value).tobytes()
-
-
-def _file_state(value: Any) -> Any:
-    if value.closed:
-        return None
-    if not value.readable():
-        return True
-    try:
-        status = os.fstat(value.fileno())
-    except OSError:  # no file of the operating system
-        return value.tell(), value.getvalue() if isinstance(value, io.StringIO) else value.getbuffer().tobytes()
-    try:
-        return value.tell(), status.st_size, status.st_mtime_ns
-    except OSError:  # the file is being iterated over, or cannot seek
-        return UnknownState()
-
-
-def _logger_state(value: logging.Logger) -> Any:
-    is_registered = logging.Logger.manager.loggerDict.get(value.name) is value  # then it is among the settings of ``logging``
-    return None if is_registered else logger_settings(value)
-
-
-def _suspended_state(value: Any) -> Any:
-    frame = getattr(value, _SUSPENDED[type(value)][0])
-    return None if frame is None else frame.f_lasti
-
-
-def _is_compiled_iterator(value: Any) -> bool:
-    return isinstance(value, Iterator) and is_library(type(value)) and not hasattr(value, "__dict__")
-
-
-def _iterator_state(value: Any) -> str | None:
-    """Return the position of an iterator without sources (``itertools.count``, ``repeat``); None for any other iterator.
-
-    The position of any other iterator is among its sources.
-    """
-    if type(value).__name__ in ("count", "repeat"):  # Python 3.14 has removed their ``__reduce__``
-        return repr(value)
-    _iterator_sources(value)  # raises
-    return None
-
-
-def _iterator_sources(value: Any) -> list[Any] | None:
-    """Return the arguments that would rebuild an iterator at its position; None for an object that is no compiled iterator.
-
-    Raises:
-        CaptureError: the iterator cannot be rebuilt.
-    """
-    if type(value) in _SUSPENDED or not _is_compiled_iterator(value) or isinstance(value, tuple(kind for kind, _ in _STATES)):
-        return None
-    if type(value).__name__ in ("count", "repeat"):
-        return []
-    try:
-        if type(value).__reduce__ is _DEFAULT_REDUCE:
-            raise TypeError
-        _, *arguments = value.__reduce__()
-    except TypeError:
-        raise CaptureError(
-            f"capture: the function can reach a {type(value).__name__}, an iterator without a readable "
-            "position, so a replay would not notice that it advanced. Keep it out of the captured function "
-            "and pass its items as arguments"
-        ) from None
-    return [arguments]
-
-
-_STATES: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
-    (numpy.ndarray, _array_state),
-    (CACHE_TYPE, _cache_state),
-    (numpy.flatiter, lambda value: value.index),
+_CONTENTS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
+    (numpy.ndarray, _array_content),
     (numpy.void, lambda value: value.tobytes()),
+    ((bytearray, array.array, memoryview, mmap.mmap, _CTYPES_DATA), _buffer_content),
+    (CACHE_TYPE, _cache_misses),
+    # No profile event shows that numpy's generators draw, and code may draw in training only.
     (numpy.random.Generator, lambda value: repr(value.bit_generator.state)),
-    (numpy.random.BitGenerator, lambda value: repr(value.state)),
-    (numpy.random.SeedSequence, lambda value: repr(value.state)),
+    ((numpy.random.BitGenerator, numpy.random.SeedSequence), lambda value: repr(value.state)),
     (numpy.random.RandomState, lambda value: repr(value.get_state(legacy=False))),
     (random.Random, random.Random.getstate),
-    ((bytearray, array.array, memoryview), _buffer_state),
-    (mmap.mmap, lambda value: (value.tell(), value[:])),
-    (_CTYPES_DATA, _ctypes_state),
-    (io.IOBase, _file_state),
-    (_LOCKS, repr),
-    (type(zlib.compressobj()), lambda value: value.copy().flush()),
-    (type(zlib.decompressobj()), lambda value: (value.copy().flush(), value.unconsumed_tail, value.unused_data, value.eof)),
-    (decimal.Context, repr),
-    (logging.Logger, _logger_state),
-    (contextvars.Context, lambda value: len(value)),
+    (logging.Logger, attrgetter("level", "disabled", "propagate")),
 )

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...base.caches import memoize
 from ...dispatch.tensor_state import NOT_FOLLOWED
 
 MISSING = object()  # a unique mark for "no value"
@@ -122,6 +123,21 @@ def has_user_state(value: Any) -> bool:
     if is_library(kind) and not _is_data_class(kind):
         return False  # before its ``__dict__`` is read: reading may create it, as for an exception
     return type(getattr(value, "__dict__", None)) is dict or bool(slot_descriptors(kind))
+
+
+def is_named_by_library(kind: type, name: str) -> bool:
+    """Return True if code of a library's class among the bases of ``kind`` has this name."""
+    return any(name in _names_in_class(base) for base in kind.__mro__ if is_library(base))
+
+
+@memoize(1024)
+def _names_in_class(kind: type) -> frozenset[str]:
+    """Return all names in the code of a class."""
+    functions = [getattr(member, "fget", getattr(member, "__wrapped__", member)) for member in vars(kind).values()]
+    codes = [fn.__code__ for fn in functions if isinstance(fn, types.FunctionType)]
+    for code in codes:
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return frozenset(name for code in codes for name in code.co_names)
 
 
 def _is_mutable_record(kind: type) -> bool:

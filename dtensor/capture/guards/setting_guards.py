@@ -84,17 +84,6 @@ _HANDLERS, _FILTERS, _LEVEL = attrgetter("handlers"), attrgetter("filters"), att
 _LOGGER_FIELDS = attrgetter("name", "level", "disabled", "propagate", "parent")
 
 
-def logger_settings(logger: logging.Logger) -> Any:
-    """Return the levels, filters and handlers of a logger and of its parents."""
-    settings: list[Any] = [logger.manager.disable]
-    current: logging.Logger | None = logger
-    while current is not None:
-        handlers = tuple((id(handler), handler.level) for handler in current.handlers)
-        settings.append((current.level, current.disabled, current.propagate, tuple(map(id, current.filters)), handlers))
-        current = current.parent
-    return settings
-
-
 def _logging_settings() -> Any:
     registered = logging.Logger.manager.loggerDict.values()
     loggers = [logging.root, *(one for one in registered if isinstance(one, logging.Logger))]
