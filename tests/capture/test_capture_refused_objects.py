@@ -46,8 +46,7 @@ def refused() -> dict[str, Callable[[], float]]:
     LOCAL = collections.deque([1.0])
     CACHED = functools.cache(lambda: 1.0)
     NUMBER, LOCK, CONTEXT, DIGEST = ctypes.c_double(1.0), threading.Lock(), decimal.Context(prec=28), hashlib.sha256(b"a")
-    POINTER, PACKED, COUNT, LINES = ctypes.pointer(NUMBER), zlib.compressobj(), itertools.count(1), open(__file__)  # noqa: SIM115
-    weakref.finalize(LOCK, LINES.close)
+    POINTER, PACKED, COUNT, LINES = ctypes.pointer(NUMBER), zlib.compressobj(), itertools.count(1), io.StringIO("a\nbb\n\n")
     return {
         "how often a tensor was written to": lambda: W._version,
         "where a tensor lies": lambda: W.data_ptr() % 7,
@@ -127,7 +126,7 @@ class Trainer:
         self.written_file.close()
 
 
-def test_opaque_objects_that_no_code_names_do_not_matter(tmp_path: pathlib.Path) -> None:
+def test_opaque_objects_that_no_code_reads_do_not_matter(tmp_path: pathlib.Path) -> None:
     trainer = Trainer(tmp_path)
     step = dt.capture(trainer.step)
     for number in range(6):
@@ -135,11 +134,10 @@ def test_opaque_objects_that_no_code_names_do_not_matter(tmp_path: pathlib.Path)
         trainer.scale = 2.0 if number < 4 else 3.0
         assert torch.equal(step(X).full_tensor(), trainer.step(X).full_tensor())
     trainer.close()
-    assert step.cache_info().recorded <= 2
-    assert step.cache_info().replayed >= 4
+    assert step.cache_info()[2:4] == (3, 3)  # one recording at first, and two for the float that changes
 
 
-def test_an_opaque_object_is_refused_once_code_names_it(tmp_path: pathlib.Path) -> None:
+def test_an_opaque_object_is_refused_once_code_reads_it(tmp_path: pathlib.Path) -> None:
     trainer = Trainer(tmp_path)
     by_name, held = "load" + "ers", trainer.loaders
     readers: list[Callable[[Any], Any]] = [
