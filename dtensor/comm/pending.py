@@ -49,9 +49,9 @@ class Pending(Generic[T]):
         Returns:
             Whether it was started. Never while a recorder is active: it records the wait as one step.
         """
-        if self._begin is None:
-            return False
-        if ACTIVE_RECORDERS and (recorder := current_recorder()) is not None and recorder.owns_pending(self):
+        if self._begin is None or (
+            ACTIVE_RECORDERS and (recorder := current_recorder()) is not None and recorder.has_recorded(self)
+        ):
             return False
         begin, self._begin = self._begin, None
         self._rest = begin()
@@ -64,8 +64,8 @@ class Pending(Generic[T]):
 
     def wait(self) -> T:
         """Complete the collective, and return its result. Further calls return the same result."""
-        if ACTIVE_RECORDERS and (recorder := current_recorder()) is not None and recorder.owns_pending(self):
-            return cast(T, recorder.site(Pending.wait, (self,), {}))
+        if ACTIVE_RECORDERS and (recorder := current_recorder()) is not None and recorder.has_recorded(self):
+            return cast(T, recorder.record_op(Pending.wait, (self,), {}))
         if self._finish is not None:
             self._result = self._finish()
             self._finish = None

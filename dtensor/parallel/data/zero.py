@@ -129,8 +129,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if ACTIVE_RECORDERS and (recorder := current_recorder()) is not None:  # replays do not check versions, and set no options
-            recorder.announce_state(self, {"_param_versions": dict.fromkeys(self._param_versions)})
-            recorder.announce_state(self.inner, {"param_groups": [dict(group) for group in self.inner.param_groups]})
+            recorder.isolate_state(self, {"_param_versions": dict.fromkeys(self._param_versions)})
+            recorder.isolate_state(self.inner, {"param_groups": [dict(group) for group in self.inner.param_groups]})
         self._pass_options()
         with torch.no_grad():
             for k, x in enumerate(self._sharded_params):
