@@ -1,6 +1,6 @@
 """Faults of checkpoints: ranks killed at any point, full disks, read-only folders, concurrent saves.
 
-    python tests/support/checkpoint_faults.py 100  # 100 kills in saves and 100 in loads at random points; prints failing seeds
+python tests/support/checkpoint_faults.py 100  # 100 kills in saves and 100 in loads at random points; prints failing seeds
 """
 
 from __future__ import annotations
