@@ -40,7 +40,7 @@ def unreported(self: Communicator, kind: str, dims: Any, run: Callable[..., Any]
 
     def issue(x: Any) -> Any:
         if ACTIVE_RECORDERS and (recorder := current_recorder()) is not None:
-            return recorder.site(issue, (x,), {})
+            return recorder.record_op(issue, (x,), {})
         return run(x)
 
     return issue

@@ -192,23 +192,23 @@ class Recorder(TorchDispatchMode):
         return result
 
     # --- the protocol of base/recorder_hooks.py ------------------------------------------------------------------------
-    def site(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def record_op(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``fn(*args, **kwargs)`` and record it as one step."""
         step = Step(
             fn, self.to_vars(args), self.to_vars(kwargs), None, required=True, is_library_op=True, operator=self._operator
         )
-        result = self.aside(fn, args, kwargs)
+        result = self.run_untracked(fn, args, kwargs)
         self._finish_step(step, result, {}, [])
         return result
 
-    def effect(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def record_mutation(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``fn(*args, **kwargs)`` and record it as one step that writes to its arguments."""
         step = Step(fn, self.to_vars(args), self.to_vars(kwargs), None, required=True, operator=self._operator)
         step.writes = frozenset(var.storage for var in step.inputs)
         self.steps.append(step)
-        return self.aside(fn, args, kwargs)
+        return self.run_untracked(fn, args, kwargs)
 
-    def aside(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_untracked(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``fn(*args, **kwargs)`` and record nothing."""
         self._check_generators(fn.__name__)
         self.paused += 1

@@ -192,7 +192,7 @@ class Communicator(ABC):
 
         def issue(x: Local) -> Pending[Local]:
             if ACTIVE_RECORDERS and (recorder := current_recorder()) is not None:
-                return recorder.site(issue, (x,), {})
+                return recorder.record_op(issue, (x,), {})
             if events.listeners or profiler_enabled() or (count_dispatch_modes() and has_range_observer()):
                 return events.report_events(self._event(kind, dims, nbytes(x)), lambda: run(x), x)
             return run(x)

@@ -65,7 +65,7 @@ class Pending(Generic[T]):
     def wait(self) -> T:
         """Complete the collective, and return its result. Further calls return the same result."""
         if ACTIVE_RECORDERS and (recorder := current_recorder()) is not None and recorder.owns_pending(self):
-            return cast(T, recorder.site(Pending.wait, (self,), {}))
+            return cast(T, recorder.record_op(Pending.wait, (self,), {}))
         if self._finish is not None:
             self._result = self._finish()
             self._finish = None
