@@ -77,7 +77,7 @@ ATTRIBUTES: dict[str, TensorAttribute] = {
     ),
     "_counted": TensorAttribute(
         "tensor with the version counter of this memory, or a weak reference to it, if it is not the tensor itself",
-        (_LAZY, "tensor/views/flattened_sharded_dims", "tensor/views/fused_projection_slices"),
+        (_LAZY, "tensor/views/flattened_sharded_dims"),
         (_STATE,),
         follows_memory=True,
     ),

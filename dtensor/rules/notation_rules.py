@@ -209,7 +209,7 @@ class OperatorOrIdentity(Declaration):
         return at.map(reduce_block, args, kwargs)
 
 
-WEIGHTED_MEANS = Kernel(WeightedMeans(), Partial("sum"), joint=True, orderless=True)
+WEIGHTED_MEANS = Kernel(WeightedMeans(), Partial("sum"), joint=True, order_invariant=True)
 
 
 @memoize(256)
@@ -217,4 +217,4 @@ def make_identity_kernel(op: Reduced) -> Kernel:
     """Return the kernel of a reduction with an operator that refuses empty blocks (cached)."""
     ops = op if isinstance(op, tuple) else (op,)
     lacking = tuple(Partial(each) for each in ops)
-    return Kernel(OperatorOrIdentity(ops), lacking if len(lacking) > 1 else lacking[0], joint=True, orderless=True)
+    return Kernel(OperatorOrIdentity(ops), lacking if len(lacking) > 1 else lacking[0], joint=True, order_invariant=True)

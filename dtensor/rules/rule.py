@@ -56,7 +56,7 @@ class Kernel:
         nbytes: bytes that a rank sends in all of them (it receives as many if two ranks share the factor). Both are costs, which
             ``tests/rules/test_kernel_costs.py`` compares.
         joint: ``run`` also computes with several of its factors sharded by different mesh dims.
-        orderless: a block may consist of any slices along the factor.
+        order_invariant: a block may consist of any slices along the factor.
     """
 
     run: Callable[..., Any]
@@ -64,7 +64,7 @@ class Kernel:
     collectives: int = 0
     nbytes: Callable[[Call], int] = lambda call: 0
     joint: bool = False
-    orderless: bool = False
+    order_invariant: bool = False
 
 
 Reduced = str | Monoid | tuple[str | Monoid, ...]
@@ -84,7 +84,7 @@ class Factors:
         rows: strategies that do not follow from the positions of factors (a user's table of placements).
         windows: ("operand" or "result", position, factor) -> the positions of the factor that this tensor has, if not all.
         groups: factor -> the factor that counts its groups, and the argument that states the group of each position.
-        orderless: factors with blocks that may be any slices, also for what computes instead of the operator.
+        order_invariant: factors with blocks that may be any slices, also for what computes instead of the operator.
 
     Names that begin with "@" are readings of a tensor dim. Each reading is the complete dim ("@0" with its inner part "@0/2").
     """
@@ -99,7 +99,7 @@ class Factors:
     rows: tuple[Strategy, ...] = ()
     windows: Mapping[tuple[str, int, str], range] = field(default_factory=dict)
     groups: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    orderless: frozenset[str] = frozenset()
+    order_invariant: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,14 +296,14 @@ def is_order_invariant(rule: Rule, factors: Factors, factor: str) -> bool:
     """Return True if no computation depends on where blocks along ``factor`` begin, so that blocks may be any slices of the dim.
 
     This holds for a single factor without a kernel that needs the position, with at most a reduction over it.
-    ``Factors.orderless`` states it where ``rule.run`` computes the blocks.
+    ``Factors.order_invariant`` states it where ``rule.run`` computes the blocks.
     """
-    if rule.run is not None or factor in factors.orderless:
-        return factor in factors.orderless
+    if rule.run is not None or factor in factors.order_invariant:
+        return factor in factors.order_invariant
     rows = [] if factors.rows else [row for row in strategies_of_factors(factors, ()) if row.factor == factor]
     monoids = [spec for row in rows for spec in row.results if isinstance(spec, Partial) and not isinstance(spec.reduce_op, str)]
     windowed = any(key[2] == factor for key in factors.windows)
-    return bool(rows) and not monoids and not windowed and (rows[0].kernel is None or rows[0].kernel.orderless)
+    return bool(rows) and not monoids and not windowed and (rows[0].kernel is None or rows[0].kernel.order_invariant)
 
 
 def _strategy_of_factor(factors: Factors, name: str) -> Strategy | None:

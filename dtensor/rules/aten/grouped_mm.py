@@ -161,7 +161,7 @@ class RaggedFactors(Declaration):
         factors = self.notation(call)
         if factors is None or call.get("offs") is None:
             return factors
-        factors = replace(factors, orderless=frozenset("kmn"))
+        factors = replace(factors, order_invariant=frozenset("kmn"))
         left, _, result = _dim_names(call)
         if result != "gmn" or "r" not in left:
             return replace(factors, groups={"r": ("g", "offs")})

@@ -8,7 +8,7 @@ has changed since. Autograd keeps one version counter for a base and all its vie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -101,7 +101,7 @@ class Origin:
             base = wrap(self.memory.local, self.layout)
         else:
             base = _make_view(self.memory[0], self.layout, self.memory[1])
-        base.__dict__["_counted"] = self.viewed
+        base.__dict__["_counted"] = self.viewed.__dict__.get("_counted", self.viewed)
         return base
 
     def bases(self) -> Iterator[DTensor]:
@@ -251,11 +251,12 @@ def make_lazy_runner(operator: OperatorSchema, plan: CallPlan) -> Runner:
     if operator.func is _AS_STRIDED:
         return _make_as_strided_runner(operator, plan)
 
+    # a local view of shape ``stack_shape`` comes first: only the dim that is flattened of several remains lazy
     stack_shape = find_stack_shape(plan.call.operands[0], plan.results[0].shape) if operator.func in _VIEW_OPERATORS else None
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         if stack_shape is not None and type(args[0]) is DTensor:
-            return _view_through_stack(args[0], operator, stack_shape, args[1])
+            return apply_views(args[0], ((operator.func, stack_shape), (operator.func, args[1])))
         static_args = (args[0], *specialize_symbols(args[1:]))  # a compiled program with the view as an input makes it again
         views = make_views(Origin(args[0], operator, static_args, specialize_symbols(kwargs) if kwargs else kwargs, plan))
         if is_unrecorded_alias(operator):
@@ -265,14 +266,17 @@ def make_lazy_runner(operator: OperatorSchema, plan: CallPlan) -> Runner:
     return run
 
 
-def _view_through_stack(x: DTensor, operator: OperatorSchema, stack_shape: tuple[int, ...], shape: Any) -> Any:
-    """Return a view in two steps: a local view of shape ``stack_shape``, and a lazy view of that.
+def apply_views(base: DTensor, calls: Sequence[tuple[Any, ...]]) -> Any:
+    """Apply view operations to ``base``, one after the other. Each call is an operator and its arguments after the tensor.
 
-    Only the dim that is flattened of several remains lazy; see ``flattened_sharded_dims.py``.
+    Autograd does not see the views between base and result, so their version counter is that of the base.
     """
-    stack = dispatch(DTensor, operator.func, (), (x, stack_shape))
-    stack.__dict__["_counted"] = x
-    return make_views(Origin(stack, operator, (stack, shape), {}, plan_of(operator, (stack, shape), {})))
+    counted, view = base.__dict__.get("_counted", base), base
+    for func, *static_args in calls:
+        if view is not base:
+            view.__dict__["_counted"] = counted
+        view = dispatch(DTensor, func, (), (view, *static_args)) if type(view) is DTensor else func(view, *static_args)
+    return view
 
 
 def _run_with_ints(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> Any:
