@@ -48,7 +48,7 @@ def _redistribution_lines(cause: Cause) -> Iterator[str]:
         if plan.communicates:
             change = f"{placements_text(plan.src)} -> {placements_text(plan.dst)}"
             yield f"redistributed back: {name} {change}, as the tensor that is written to"
-    kernel = None if cause.plan.chosen is None else cause.plan.chosen.kernel_row
+    kernel = None if cause.plan.chosen is None else cause.plan.chosen.kernel_strategy
     if kernel is not None and kernel.kernel is not None and kernel.kernel.collectives:
         yield f"the kernel of this strategy (factor {kernel.factor!r} is sharded) communicates on its own"
 
@@ -63,7 +63,7 @@ def _considered_query(cause: Cause) -> list[RuleQuery]:
     if cause.plan.how != "rule" or call.mesh.size() == 1:
         return []
     recorder, (_, slots) = QueryRecorder(), make_call(cause.operator, call.mesh, call.arguments)
-    facts = {slot: fact for slot, fact in zip(slots, call.known, strict=False) if fact is not None}
+    facts = {slot: fact for slot, fact in zip(slots, call.operand_facts, strict=False) if fact is not None}
     propagate_sharding(cause.operator, call.mesh, call.arguments, frozenset(slots[i] for i in call.plain), recorder, facts)
     return [query for query in recorder.calls if query.chosen is not None][:1]  # of a list: the first element
 
@@ -95,7 +95,7 @@ def _alternative_lines(cause: Cause, query: RuleQuery) -> Iterator[str]:
 
 def _strategy_lines(query: RuleQuery) -> Iterator[str]:
     assert query.chosen is not None
-    for mesh_dim, chosen in enumerate(query.chosen.choice.rows):
+    for mesh_dim, chosen in enumerate(query.chosen.choice.strategies):
         priced = _strategies_by_cost(query, mesh_dim)
         shown = [item for k, item in enumerate(priced) if k < SHOWN_STRATEGIES or item[1] == chosen]
         (name,) = query.call.mesh.named((mesh_dim,))

@@ -54,7 +54,7 @@ def describe_plan(plan: CallPlan) -> str:
     """Return the plan as text: what is redistributed, what runs, what is written back."""
     lines = [f"  {slot[0]}{'' if slot[1] is None else f'[{slot[1]}]'}: {move}" for slot, move in plan.moves]
     lines += [f"  write {slot[0]} back: {move}" for slot, move in plan.write_back]
-    strategy = None if plan.chosen is None else plan.chosen.kernel_row
+    strategy = None if plan.chosen is None else plan.chosen.kernel_strategy
     if strategy is not None and (kernel := strategy.kernel) is not None:
         lines.append(f"  a kernel with the sharded factor {strategy.factor!r}: {kernel.collectives} collectives of its own")
     if plan.how == "gather":

@@ -64,7 +64,7 @@ def make_cross_mesh_runner(operator: OperatorSchema, bound: dict[str, Any]) -> R
     Raises:
         MeshError: no case of the module's docstring serves the call.
     """
-    groups = _group_by_mesh(operator, bound) if operator.facts.per_element else ()
+    groups = _group_by_mesh(operator, bound) if operator.traits.per_element else ()
     if len(groups) > 1:
         return lambda args, kwargs, *_: _run_mesh_by_mesh(operator, operator.bind(args, kwargs), groups)
     if _writes_plain_tensors(operator, bound):

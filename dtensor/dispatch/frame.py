@@ -53,7 +53,9 @@ class Frame:
             self.local_kwargs[place] = value
 
 
-Step = Callable[[Frame], Any]  # returns True if the frame's output is complete and no later step runs
+# Reads and changes the frame. A step before the local call (a pass in ``BEFORE``) ends the call if it returns True: the frame's
+# output is complete then. What later steps return is ignored.
+Step = Callable[[Frame], Any]
 
 
 def argument_at(place: ArgumentPosition, args: Args, kwargs: Keywords) -> Any:

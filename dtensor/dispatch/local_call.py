@@ -62,7 +62,7 @@ class LocalCall:
 def call_local_function(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> LocalCall:
     """Call the local function on the local tensors that this process holds."""
     rule = plan.rule
-    if operator.facts.flat:
+    if operator.traits.flat:
         return LocalCall(match_list_strides(operator))
     if plan.how == "gather":
         return LocalCall(_draw_on_gathered(plan, operator) if operator.seeded else operator.func)
@@ -81,7 +81,7 @@ def call_local_function(plan: CallPlan, operator: OperatorSchema, form: CallSign
         one_rank_function = getattr(rule_function, "of_one_rank", rule_function)
         return LocalCall(rule_function if empty is None else empty.skip(one_rank_function))
     func = convert_scalars_once(plan, operator, local_function(operator.func))
-    if operator.mutated and not operator.outs and not operator.facts.per_element and _may_refuse_shared_memory(plan):
+    if operator.mutated and not operator.outs and not operator.traits.per_element and _may_refuse_shared_memory(plan):
         return LocalCall(_clone_if_refused(plan, func))
     return LocalCall(with_uniform_errors(plan, operator, func))
 
@@ -112,7 +112,7 @@ def _function_for_ranks_here(plan: CallPlan, function: Callable[..., Any]) -> Ca
 def is_kernel(plan: CallPlan) -> bool:
     """Return True if a kernel of the rule, which may communicate and knows its rank, runs in place of the operator."""
     return (plan.rule is not None and plan.rule.run is not None) or (
-        plan.chosen is not None and plan.chosen.kernel_row is not None
+        plan.chosen is not None and plan.chosen.kernel_strategy is not None
     )
 
 
@@ -123,14 +123,14 @@ def has_own_function(plan: CallPlan) -> bool:
 
 def _is_plain_kernel(plan: CallPlan) -> bool:
     """Return True if the kernel is the operator itself, without collectives: ranks with nothing to compute may skip it."""
-    strategy = None if plan.chosen is None else plan.chosen.kernel_row
+    strategy = None if plan.chosen is None else plan.chosen.kernel_strategy
     return strategy is not None and strategy.kernel is not None and strategy.kernel.run is run_operator
 
 
 def bind_kernel(plan: CallPlan) -> Callable[..., Any]:
     """Return the kernel of a plan with its context bound."""
     assert plan.rule is not None
-    chosen, strategy = plan.chosen, None if plan.chosen is None else plan.chosen.kernel_row
+    chosen, strategy = plan.chosen, None if plan.chosen is None else plan.chosen.kernel_strategy
     assert chosen is not None
     if strategy is None or strategy.kernel is None:
         assert plan.rule.run is not None
@@ -168,7 +168,7 @@ def _call_with_rank_constants(
     if rule_function is not None:
         accepted.update(name for values in by_member.values() for name in values)
     positional, func = operator.names[: operator.positional], rule_function or local_function(operator.func)
-    if plan.moves and operator.facts.needs_strides:
+    if plan.moves and operator.traits.needs_strides:
         func = _make_contiguous_if_refused(func)
     by_position = {member: _fill_positions(form, values) for member, values in by_member.items()}
     by_name = {

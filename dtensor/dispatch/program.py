@@ -48,9 +48,9 @@ from .wrap import wrap_local, wrap_view
 
 Pass = Callable[[CallPlan, OperatorSchema, CallSignature], Step | None]
 
-BEFORE: tuple[Pass, ...] = (
+BEFORE: tuple[Pass, ...] = (  # a step of these ends the call if it returns True
     order_arguments,  # moves arguments given by keyword to their positions
-    split_aliased_lists,  # runs a list operator element by element if elements share memory; ends the call
+    split_aliased_lists,  # runs a list operator element by element if elements share memory
     read_row_ownership,  # reads facts of operands before anything is written
 )
 LOCAL: tuple[Pass, ...] = (

@@ -23,7 +23,6 @@ from ..layout.layout import Layout
 from ..propagation.op_schema import ArgumentPosition, CallSignature, OperatorSchema
 from ..propagation.propagate import CallPlan
 from ..ranks.per_rank import shards_of
-from ..ranks.shared_tensors import write_value
 from ..redistribute import Plan as RedistributionPlan
 from ..redistribute import execute, execute_many
 from ..redistribute import plan as plan_redistribution
@@ -36,7 +35,7 @@ from .local_call import has_own_function, is_kernel
 from .output_aliasing import clone_if_aliased, storage_addresses
 from .redistribution_cache import Request, redistribute_cached, redistribute_cached_each, redistribute_cached_many
 from .version_counters import share_versions
-from .wrap import wrap_local, wrap_view
+from .wrap import wrap_local, wrap_view, write_value
 
 
 # --- before the call ----------------------------------------------------------------------------------------------------
@@ -246,7 +245,7 @@ def copy_aliased_results(plan: CallPlan, operator: OperatorSchema, form: CallSig
 
 def write_into_locals(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Step | None:
     """Write what a kernel returned for arguments that are written in place into their local tensors."""
-    if not is_kernel(plan) or operator.facts.flat or not operator.mutated.difference(operator.outs):
+    if not is_kernel(plan) or operator.traits.flat or not operator.mutated.difference(operator.outs):
         return None
     places = [(k, form.place(name)) for k, name in enumerate(operator.returns) if name is not None and name not in operator.outs]
 
@@ -266,7 +265,7 @@ def write_back(plan: CallPlan, operator: OperatorSchema, form: CallSignature) ->
     """
     if not plan.write_back:
         return None
-    kernel = is_kernel(plan) and not operator.facts.flat
+    kernel = is_kernel(plan) and not operator.traits.flat
     places = []
     for (name, index), move in plan.write_back:
         is_returned = index is None and name in operator.returns and not (kernel and name not in operator.outs)
@@ -287,7 +286,7 @@ def write_back(plan: CallPlan, operator: OperatorSchema, form: CallSignature) ->
 
 def bump_versions(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Step | None:
     """Count writes to the elements of lists: torch bumps version counters in the operators that it runs on each element."""
-    if not (operator.facts.per_element and operator.mutated):
+    if not (operator.traits.per_element and operator.mutated):
         return None
     places = [place for name in sorted(operator.mutated) if (place := form.given(name)) is not None]
 

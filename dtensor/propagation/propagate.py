@@ -63,7 +63,7 @@ class CallPlan:
     @property
     def communicates(self) -> bool:
         """Return True if the plan issues a collective, those of a kernel included."""
-        kernel = None if self.chosen is None else self.chosen.kernel_row
+        kernel = None if self.chosen is None else self.chosen.kernel_strategy
         if self.how == "gather" or (kernel is not None and kernel.kernel is not None and kernel.kernel.collectives > 0):
             return True
         moves = self.moves + self.write_back
@@ -86,10 +86,10 @@ def propagate_sharding(
         choose: the function that selects strategies.
         known: facts of operands beside their layouts, by slot.
     """
-    for check in operator.facts.refuses:
+    for check in operator.traits.refuses:
         check(operator.name, bound)
     call, slots = make_call(operator, mesh, bound, plain, known)
-    element_rule = element_rule_of(operator.func) if operator.facts.per_element else None
+    element_rule = element_rule_of(operator.func) if operator.traits.per_element else None
     rule = lookup(operator.func)
     if rule is not None and rule.answer is not None:
         answer = rule.answer(call)
@@ -114,7 +114,7 @@ def propagate_sharding(
     if operator.fills_lists:
         return make_gather_plan(operator, call, slots, metas)
     call.results = _flatten_metas(metas)
-    if operator.facts.per_element and (rule is not None or element_rule is not None):
+    if operator.traits.per_element and (rule is not None or element_rule is not None):
         plan = _plan_per_element(operator, rule or element_rule, call, slots, metas, choose)  # type: ignore[arg-type]  # one of them is a rule
         if plan is not None:
             return plan

@@ -185,5 +185,5 @@ def _chosen_strategies(func: Any, args: Any, kwargs: Any) -> tuple[str, ...] | N
         return None
     for query in recorder.calls:
         if query.chosen is not None:
-            return texts_of_strategies(query.chosen.choice.rows, query.lines, query.factors)
+            return texts_of_strategies(query.chosen.choice.strategies, query.strategies, query.factors)
     return None

@@ -68,7 +68,7 @@ def run_on_stack(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[s
 
     Returns NotImplemented for all other calls.
     """
-    if operator.facts.shows == "all":
+    if operator.traits.shows == "all":
         return _view_stack(operator, args, kwargs)
     if operator.is_view:
         return _permute_stack(operator, args, kwargs)
@@ -302,7 +302,7 @@ def _find_dims(
     """Return the position of the flattened dim in each operand and result; None if the operator depends on the order along it."""
     bound, rule = operator.bind(*_map_arguments(*marked, lambda mark: tensors[mark.place], _TensorMark)), lookup(operator.func)
     meshes = tuple(meshes_of(bound.values()))
-    if len(meshes) > 1 or rule is None or operator.facts.per_element or rule.measured:
+    if len(meshes) > 1 or rule is None or operator.traits.per_element or rule.measured:
         return None
     if rule.answer or rule.decompose or rule.local_args:  # these may use the offset of a shard
         return None

@@ -1,7 +1,6 @@
-"""Write results: of kernels, into ``out=``, running statistics, views, and plain tensors that the ranks of one process share.
+"""Plain tensors in process: all ranks read and write one tensor, where on processes each rank has its own copy.
 
-On processes each rank has its own copy of a plain tensor. Here all ranks read and write one tensor. A rank's gradient with
-respect to it, and the value that a rank writes to it, must be equal on all ranks.
+A rank's gradient with respect to a plain tensor, and the value that a rank writes to it, must be equal on all ranks.
 """
 
 from __future__ import annotations
@@ -18,27 +17,6 @@ from ..base.tensor_tree import as_sequence
 from ..base.tracing import has_no_values
 from ..errors import LayoutError, MixedTensorError
 from .per_rank_functorch import unwrap_functorch
-
-
-def write_value(target: Any, value: Any) -> Any:
-    """Copy ``value`` into ``target``, which has the same shape, and return ``target``.
-
-    Args:
-        target: a DTensor (its local value is written), a local value, or a plain tensor to which all ranks write one value.
-        value: a local value in the layout of ``target``, replicated if ``target`` is plain; or a DTensor, which is
-            redistributed to the layout of ``target``.
-    """
-    if value is target:
-        return target
-    if hasattr(value, "_layout"):
-        return target.copy_(value)
-    destination = target._local if hasattr(target, "_layout") else target
-    if value is not destination:
-        destination.copy_(
-            value if hasattr(destination, "shards") else getattr(value, "shards", (value,))[0]
-        )  # all ranks have the same value
-    return target
-
 
 _INPLACE_METHODS = frozenset(
     ("__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__", "__imod__")
@@ -145,7 +123,9 @@ def write_equal_shards(target: Tensor, shards: Sequence[Tensor]) -> None:
     if target.shape != first.shape:
         target.resize_(first.shape)
     needs_grad = torch.is_grad_enabled() and any(shard.requires_grad for shard in shards)
-    write_value(target, JoinEqualShards.apply(*shards) if needs_grad else first)
+    value = JoinEqualShards.apply(*shards) if needs_grad else first
+    if value is not target:
+        target.copy_(value)
 
 
 class ReplicateToRanks(torch.autograd.Function):
