@@ -39,7 +39,7 @@ from ..propagation.owner_strategies import SUM
 from ..propagation.propagate import CallPlan
 from ..rules.disjoint_partial import DisjointResult, DisjointSplit, OperandFacts
 from . import wrap
-from .frame import Args, Frame, Keywords, Step
+from .frame import Args, Frame, Keywords, Pass, Step
 from .redistribution_cache import (
     FORMS,
     IN_DECOMPOSITION,
@@ -352,6 +352,14 @@ def propagate_preferred_layout(plan: CallPlan, operator: OperatorSchema, form: C
             note_preferred_layout(result, result._layout)
 
     return step
+
+
+FACT_PASSES: tuple[Pass, ...] = (
+    propagate_local_indices,
+    attach_row_ownership,
+    mark_deferred_reductions,
+    propagate_preferred_layout,
+)
 
 
 # --- facts of a call ----------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Steps: the passes that prepare the arguments of a local call, write results back, and wrap them.
 
-Each function here is a pass of :data:`dtensor.dispatch.program.PASSES`: from the plan, the operator and the signature of the call
-it makes one step, or None where nothing has to be done.
+A pass makes from the plan, the operator and the signature of a call one step, or None if it has nothing to do. :data:`PASSES`, at
+the end of this module, is the table of all passes in order.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from ..redistribute import execute, execute_many
 from ..redistribute import plan as plan_redistribution
 from ..rules.kernel_context import DataDependentResult
 from .comm_report import describe_plan, warn_of_gather
-from .facts import note_local_indices
-from .frame import Args, Frame, Keywords, Step, argument_at, results_of
+from .facts import FACT_PASSES, note_local_indices, read_row_ownership
+from .frame import Args, Frame, Keywords, Pass, Step, argument_at, results_of
 from .list_ops import has_aliased_elements, run_per_element
-from .local_call import has_own_function, is_kernel
+from .local_call import call_local_function, has_own_function, is_kernel
 from .output_aliasing import clone_if_aliased, storage_addresses
 from .redistribution_cache import Request, redistribute_cached, redistribute_cached_each, redistribute_cached_many
 from .version_counters import share_versions
@@ -477,3 +477,25 @@ def _return_out_argument(plan: CallPlan, place: ArgumentPosition, layout: Layout
         return write_value(target.resize_(own.shape), execute(plan_redistribution(own, full), value))
 
     return output
+
+
+# --- the table of passes ------------------------------------------------------------------------------------------------
+BEFORE: tuple[Pass, ...] = (  # a step of these ends the call if it returns True
+    order_arguments,  # moves arguments given by keyword to their positions
+    split_aliased_lists,  # runs a list operator element by element if elements share memory
+    read_row_ownership,  # reads facts of operands before anything is written
+)
+LOCAL: tuple[Pass, ...] = (
+    check_explicit,  # raises under explicit(); warns before an operator gathers
+    redistribute_inputs,  # issues the collectives that operands need
+    order_inputs_in_memory,  # copies operands for operators that read strides
+    allocate_outputs,  # makes local tensors for out= results
+    call_local_function,  # calls the operator, a function of its rule, or a kernel with collectives of its own
+    copy_aliased_results,  # copies results that share memory with a redistributed operand, which may be cached
+    write_into_locals,  # writes the results of a kernel into the local tensors of arguments written in place
+    write_back,  # copies what was written into the user's tensors, in their layouts
+    bump_versions,  # counts writes to elements of lists
+    wrap_outputs,  # makes DTensors of the local results
+)
+AFTER: tuple[Pass, ...] = FACT_PASSES  # attach facts to the results
+PASSES = BEFORE + LOCAL + AFTER
