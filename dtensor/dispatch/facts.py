@@ -41,9 +41,9 @@ from ..rules.disjoint_partial import DisjointResult, DisjointSplit, OperandFacts
 from . import wrap
 from .frame import Args, Frame, Keywords, Pass, Step
 from .redistribution_cache import (
-    FORMS,
+    CACHED_COPIES,
     IN_DECOMPOSITION,
-    WANTED,
+    PREFERRED_LAYOUT,
     PreferredLayout,
     active_recorder,
     cached_reductions,
@@ -51,10 +51,10 @@ from .redistribution_cache import (
 )
 from .version_counters import counted_versions, is_unwritten, is_written_once
 
-_DISJOINT_ROWS = "_parted"  # the attribute of a tensor with its DisjointRows
+_DISJOINT_ROWS = "_disjoint_rows"  # the attribute of a tensor with its DisjointRows
 _OWNERSHIPS = "_ownerships"  # the attribute of a tensor of group ends with the RowOwnerships made of it
-_DEFERRED = "_passed"  # the attribute of a partial tensor with its DeferredReductions
-_LOCAL_INDICES = "_names"  # the attribute of an index tensor with its LocalIndices
+_DEFERRED = "_deferred_reductions"  # the attribute of a partial tensor with its DeferredReductions
+_LOCAL_INDICES = "_local_indices"  # the attribute of an index tensor with its LocalIndices
 
 
 # --- disjoint rows ------------------------------------------------------------------------------------------------------
@@ -325,8 +325,8 @@ def _is_most_of(x: Any, joined: Any) -> bool:
 
 def _find_preferred_layout(x: Any) -> Layout | None:
     """Return the layout that an operator needed ``x`` in, or the base of which ``x`` is a slice along an unsharded dim."""
-    base = None if WANTED in x.__dict__ else x._base
-    fact = (x if base is None else base).__dict__.get(WANTED)
+    base = None if PREFERRED_LAYOUT in x.__dict__ else x._base
+    fact = (x if base is None else base).__dict__.get(PREFERRED_LAYOUT)
     if type(fact) is not PreferredLayout or not is_recorded_by(fact.recorder, active_recorder()):
         return None
     own, preferred = x._layout, fact.layout
@@ -411,7 +411,9 @@ def make_quick_facts(operator: OperatorSchema) -> Callable[[Args, Keywords], tup
     A view whose base was redistributed has facts without an attribute that says so: :func:`all_facts` finds these, too.
     """
     tensor, joins = wrap.TENSOR, operator.traits.joins
-    attributes = frozenset((_DISJOINT_ROWS,) if operator.is_view else (_DISJOINT_ROWS, FORMS, _DEFERRED, _LOCAL_INDICES, WANTED))
+    attributes = frozenset(
+        (_DISJOINT_ROWS,) if operator.is_view else (_DISJOINT_ROWS, CACHED_COPIES, _DEFERRED, _LOCAL_INDICES, PREFERRED_LAYOUT)
+    )
 
     def quick_facts(args: Args, kwargs: Keywords) -> tuple[Any, ...]:
         for value in (*args, *kwargs.values()) if kwargs else args:

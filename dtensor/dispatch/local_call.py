@@ -69,7 +69,9 @@ def call_local_function(plan: CallPlan, operator: OperatorSchema, form: CallSign
     if is_kernel(plan):
         defaults = [(slice(form.count, form.count), form.tail)] if form.tail else []
         kernel = bind_kernel(plan)
-        empty = find_empty_ranks(plan, operator) if _is_plain_kernel(plan) else None
+        strategy = None if plan.chosen is None else plan.chosen.kernel_strategy
+        runs_operator = strategy is not None and strategy.kernel is not None and strategy.kernel.run is run_operator
+        empty = find_empty_ranks(plan, operator) if runs_operator else None  # without collectives, these ranks may skip it
         lacking = {name: value for name, value in form.lacking.items() if name not in operator.outs}
         return LocalCall(partial(empty.skip(kernel) if empty else kernel, **lacking), defaults)
     rule_function = None if rule is None or rule.local is None else _function_for_ranks_here(plan, rule.local)
@@ -119,12 +121,6 @@ def is_kernel(plan: CallPlan) -> bool:
 def has_own_function(plan: CallPlan) -> bool:
     """Return True if a kernel or a function of the rule runs in place of the operator."""
     return is_kernel(plan) or (plan.rule is not None and plan.rule.local is not None)
-
-
-def _is_plain_kernel(plan: CallPlan) -> bool:
-    """Return True if the kernel is the operator itself, without collectives: ranks with nothing to compute may skip it."""
-    strategy = None if plan.chosen is None else plan.chosen.kernel_strategy
-    return strategy is not None and strategy.kernel is not None and strategy.kernel.run is run_operator
 
 
 def bind_kernel(plan: CallPlan) -> Callable[..., Any]:

@@ -48,7 +48,8 @@ from ..mesh.device_mesh import DeviceMesh
 from ..propagation.op_schema import OperatorSchema
 from ..propagation.propagate import CallPlan
 from ..rules.registry import lookup
-from .cross_mesh import Runner, meshes_of
+from .cross_mesh import meshes_of
+from .frame import Runner
 from .functorch import layout_of
 from .wrap import wrap_local, write_value
 

@@ -361,7 +361,8 @@ def wrap_outputs(plan: CallPlan, operator: OperatorSchema, form: CallSignature) 
         layouts = plan.results[0]
         if isinstance(layouts, Layout):
             return WrapOutputs.of_view(layouts, plan.starts[0], shares)
-        return WrapOutputs(_wrap_views(layouts, plan.starts))
+        starts = plan.starts
+        return WrapOutputs(lambda args, kwargs, result: list(map(wrap_view, result, layouts, repeat(args[0]), starts)))
     output = _make_output(plan, operator, form)
     if isinstance(output, Layout):
         return WrapOutputs.of_view(output, 0, shares) if shares else WrapOutputs.of_one(output)
@@ -384,15 +385,6 @@ def _make_output(plan: CallPlan, operator: OperatorSchema, form: CallSignature) 
     if len(parts) == 1:
         return parts[0]
     return lambda args, kwargs, result: tuple([part(args, kwargs, value) for part, value in zip(parts, result, strict=True)])
-
-
-def _wrap_views(layouts: list[Layout], starts: tuple[int, ...]) -> MakeOutput:
-    """Return the function that wraps views of the first argument.
-
-    Args:
-        starts: bytes from the argument's first element to the first element of each view.
-    """
-    return lambda args, kwargs, result: list(map(wrap_view, result, layouts, repeat(args[0]), starts))
 
 
 def _make_output_part(

@@ -190,7 +190,7 @@ def _deferred_costs(
             bound
             for bound in table.strategies
             if all(map(_is_free_for, current, bound.operands))
-            and _has_local_kernel(bound, factors)
+            and ((kernel := bound.strategy_for(factors).kernel) is None or kernel.collectives == 0)
             and not _shards_single_position(bound, factors, call)
         ]
         has_kernel = any(
@@ -259,12 +259,6 @@ def _current_placements(call: Call, mesh_dim: int) -> tuple[DimPlacement | None,
 def _is_free_for(current: DimPlacement | None, target: DimPlacement | None) -> bool:
     """Return True if the operand has the wanted placement, or is replicated and becomes partial (its value on one rank)."""
     return current == target or (isinstance(current, Replicate) and isinstance(target, Partial))
-
-
-def _has_local_kernel(bound: BoundStrategy, factors: Factors) -> bool:
-    """Return True if the strategy itself issues no collective."""
-    kernel = bound.strategy_for(factors).kernel
-    return kernel is None or kernel.collectives == 0
 
 
 def _shards_single_position(bound: BoundStrategy, factors: Factors, call: Call) -> bool:

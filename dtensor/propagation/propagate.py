@@ -113,7 +113,7 @@ def propagate_sharding(
         return data_dependent or make_gather_plan(operator, call, slots, None)
     if operator.fills_lists:
         return make_gather_plan(operator, call, slots, metas)
-    call.results = _flatten_metas(metas)
+    call.results = tuple(chain.from_iterable([meta if isinstance(meta, list) else (meta,) for meta in metas]))
     if operator.traits.per_element and (rule is not None or element_rule is not None):
         plan = _plan_per_element(operator, rule or element_rule, call, slots, metas, choose)  # type: ignore[arg-type]  # one of them is a rule
         if plan is not None:
@@ -364,10 +364,6 @@ def _map_metas(fn: Callable[[Meta], Layout], value: Any) -> Any:
     if isinstance(value, list):
         return [fn(item) if item is not None else None for item in value]
     return fn(value) if value is not None else None
-
-
-def _flatten_metas(metas: tuple[Any, ...]) -> tuple[Meta | None, ...]:
-    return tuple(chain.from_iterable([meta if isinstance(meta, list) else (meta,) for meta in metas]))
 
 
 def _unflatten_results(metas: tuple[Any, ...], flat: tuple[Layout | None, ...]) -> tuple[Any, ...]:

@@ -211,7 +211,8 @@ def _keeps_dtype_algebra(strategy: Strategy, call: Call, results: tuple[torch.dt
             source = call.operands[i].dtype
             if spec.reduce_op == "avg" and not (source.is_floating_point or source.is_complex):
                 return False
-            if not all(dtype == source or _conversion_keeps_reduction(spec.reduce_op, source, dtype) for dtype in dtypes):
+            keeps = _conversion_keeps_order if spec.reduce_op in ("max", "min") else _represents_all_values
+            if not all(dtype == source or keeps(source, dtype) for dtype in dtypes):
                 return False
     return True
 
@@ -242,12 +243,6 @@ def _is_valid_for_numbers(strategy: Strategy, call: Call, results: tuple[torch.d
 
 def _leaves_partial_sum(strategy: Strategy) -> bool:
     return any(isinstance(spec, Partial) and spec.reduce_op in ("sum", "avg") for spec in strategy.results)
-
-
-def _conversion_keeps_reduction(op: Any, source: torch.dtype, target: torch.dtype) -> bool:
-    if op in ("max", "min"):
-        return _conversion_keeps_order(source, target)
-    return _represents_all_values(source, target)
 
 
 def _represents_all_values(source: torch.dtype, target: torch.dtype) -> bool:

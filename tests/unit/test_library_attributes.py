@@ -30,7 +30,7 @@ def test_all_attributes_that_operations_leave_are_known() -> None:
     assert len(made) >= len(kept)
     left = {name for y in made for name in y.__dict__}
     assert left <= {"_local", "_layout", *ATTRIBUTES}
-    assert {"_names", "_grad_layout", "_wanted"} <= left
+    assert {"_local_indices", "_grad_layout", "_preferred_layout"} <= left
 
 
 @pytest.mark.parametrize("name", ATTRIBUTES)

@@ -141,7 +141,7 @@ def test_forms_of_long_lived_tensors_are_few() -> None:
         x @ w
     assert collectives(lambda: xs[-1] @ w) == 0
     assert collectives(lambda: xs[0] @ w) == 1
-    held = [x for x in xs if any(forms for forms in x.__dict__["_forms"].copies.values())]
+    held = [x for x in xs if any(forms for forms in x.__dict__["_cached_copies"].copies.values())]
     assert len(held) == 4
 
 
@@ -249,9 +249,9 @@ def test_a_parameter_may_be_remembered_until_its_gradient_arrives() -> None:
     with dt.remember("parameters"):
         loss = run()
         assert gathers(run) == 0
-    assert any(w.__dict__["_forms"].copies.values())
+    assert any(w.__dict__["_cached_copies"].copies.values())
     assert gathers(loss.backward) == 0
-    assert not any(w.__dict__["_forms"].copies.values())
+    assert not any(w.__dict__["_cached_copies"].copies.values())
     assert torch.equal(w.grad.full_tensor(), expected.full_tensor())
     with dt.remember("parameters"):
         assert gathers(run) == 1

@@ -93,7 +93,7 @@ def run_on_stack(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[s
         None if all(isinstance(x, DTensor) for x in tensors) else make_constants_runner(operator, operator.bind(args, kwargs))
     )
     if constants is not None:
-        return constants(args, kwargs)
+        return constants(args, kwargs, [], {})
     dims = _get_or_find_dims(operator, marked, tensors, flattened_by_tensor)
     if dims is None or any(
         _is_cheaper_to_read(*each, leader) for each in zip(tensors, flattened_by_tensor, dims[0], strict=True)
@@ -223,10 +223,10 @@ def _is_local_view(stack: DTensor, shape: list[int]) -> bool:
 
 def _view_in_steps(stack: DTensor, shapes: list[list[int]]) -> Any:
     """View the stack in one shape after the other. It may be a lazy view, which later writes must reach."""
-    view, counted, result = _aten.view.default, stack.__dict__.get("_counted", stack), stack
+    view, counted, result = _aten.view.default, stack.__dict__.get("_version_owner", stack), stack
     for shape in shapes:
         if result is not stack:
-            result.__dict__["_counted"] = counted
+            result.__dict__["_version_owner"] = counted
         result = dispatch(DTensor, view, (), (result, shape)) if type(result) is DTensor else view(result, shape)
     return result
 
@@ -245,7 +245,7 @@ def _permute_stack(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict
     stack_dims = [range(d + extra * (d > at), d + extra * (d >= at) + 1) for d in range(len(dims_before))]
     order = [dims_before.index(name) for name in dims_after]
     stack = _aten.permute.default(flattened.stack, [stack_dim for d in order for stack_dim in stack_dims[d]])
-    stack.__dict__.setdefault("_counted", flattened.stack.__dict__.get("_counted", flattened.stack))
+    stack.__dict__.setdefault("_version_owner", flattened.stack.__dict__.get("_version_owner", flattened.stack))
     return _aten.view.default(stack, [args[0].shape[d] for d in order])
 
 
@@ -368,7 +368,7 @@ def _unflatten_result(x: DTensor, dim: int, sizes: tuple[int, ...], cuts: DimSpl
     stack_tensor = wrap(communicator_of(flat_layout.mesh).map(unflatten_shard, _redistribute_local(x, flat_layout)), stack)
     result = cast(DTensor, dispatch(DTensor, _aten.view.default, (), (stack_tensor, list(x.shape))))
     # user code holds the result or its views; the reference is weak because the result holds the stack
-    stack_tensor.__dict__["_counted"] = weakref.ref(result)
+    stack_tensor.__dict__["_version_owner"] = weakref.ref(result)
     return result
 
 

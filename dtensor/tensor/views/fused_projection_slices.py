@@ -58,7 +58,7 @@ def slice_of_base(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[
         candidates = _find_parts(base._layout, links, operator, args[1:], kwargs)
         parts = _BASE_PARTS.keep(key, candidates if all(_is_local_part(base, part) for part in candidates) else ())
     viewed = links[0][0].viewed
-    views = [_make_part_view(base, part, viewed.__dict__.get("_counted", viewed)) for part in parts]
+    views = [_make_part_view(base, part, viewed.__dict__.get("_version_owner", viewed)) for part in parts]
     return NotImplemented if not views else views[0] if operator.func in _SINGLE_RESULT else views
 
 
@@ -116,7 +116,7 @@ def _make_part_view(base: DTensor, part: _BasePart, counted: Any) -> Any:
     view = _slice_base(base, part)
     for func, dims in (_VIEW, part.shape), (_PERMUTE, part.order):
         if dims != tuple(range(len(dims))):  # a permutation may be the identity
-            view.__dict__.setdefault("_counted", counted)
+            view.__dict__.setdefault("_version_owner", counted)
             view = dispatch(DTensor, func, (), (view, list(dims)), {}) if type(view) is DTensor else func(view, list(dims))
     return view
 

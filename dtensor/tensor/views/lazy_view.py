@@ -101,7 +101,7 @@ class Origin:
             base = wrap(self.memory.local, self.layout)
         else:
             base = _make_view(self.memory[0], self.layout, self.memory[1])
-        base.__dict__["_counted"] = self.viewed
+        base.__dict__["_version_owner"] = self.viewed
         return base
 
     def bases(self) -> Iterator[DTensor]:
@@ -177,7 +177,7 @@ def _flatten_view(view: LazyView) -> tuple[list[str], tuple[Any, ...]]:
 def _unflatten_view(inner_tensors: dict[str, torch.Tensor], constants: tuple[Any, ...], size: Any, stride: Any) -> Any:
     """Return the view of the base with the local tensor ``inner_tensors["_root"]``."""
     view = wrap(inner_tensors["_root"], constants[3])
-    view.__dict__["_counted"] = _UNCOUNTED  # other tensors may share this memory: the view is computed at each read
+    view.__dict__["_version_owner"] = _UNCOUNTED  # other tensors may share this memory: the view is computed at each read
     for func, static_args, options, place in constants[4]:
         operator, args, kwargs = operator_schema_of(func), (view, *static_args), dict(options)
         views = make_views(Origin(view, operator, args, kwargs, plan_of(operator, args, kwargs)))
@@ -226,7 +226,7 @@ class LazyView(DTensor):
 
     def _assign_memory_to(self, target: Any) -> None:
         origin, place, layout = self._origin, self._place, self._layout
-        target.__class__, target._begins = LazyView, self._begins
+        target.__class__, target._storage_start = LazyView, self._storage_start
         target._layout, target._origin, target._place = layout, origin, place
 
 
@@ -271,7 +271,7 @@ def _view_through_stack(x: DTensor, operator: OperatorSchema, stack_shape: tuple
     Only the dim that is flattened of several remains lazy; see ``flattened_sharded_dims.py``.
     """
     stack = dispatch(DTensor, operator.func, (), (x, stack_shape))
-    stack.__dict__["_counted"] = x
+    stack.__dict__["_version_owner"] = x
     return make_views(Origin(stack, operator, (stack, shape), {}, plan_of(operator, (stack, shape), {})))
 
 
@@ -303,11 +303,11 @@ def _make_as_strided_runner(operator: OperatorSchema, plan: CallPlan) -> Runner:
         root = x._base
         local_view = view_in_plain_torch(root, x) if isinstance(root, DTensor) else None
         if local_view is None:
-            as_strided_plan, args = plan, (x, size, stride, None if offset is None else offset - x._begins)
-            if offset is not None and x._begins:
-                if offset < x._begins:
+            as_strided_plan, args = plan, (x, size, stride, None if offset is None else offset - x._storage_start)
+            if offset is not None and x._storage_start:
+                if offset < x._storage_start:
                     raise LayoutError(
-                        f"as_strided from offset {offset} of a view that starts at offset {x._begins}: under "
+                        f"as_strided from offset {offset} of a view that starts at offset {x._storage_start}: under "
                         "torch.inference_mode() the base of the view is unknown; call as_strided on the base"
                     )
                 as_strided_plan = plan_of(operator, args, {})
@@ -316,10 +316,10 @@ def _make_as_strided_runner(operator: OperatorSchema, plan: CallPlan) -> Runner:
             return make_views(Origin(x, operator, args, {}, as_strided_plan))
         if local_view.is_conj():
             root = dispatch(DTensor, torch.ops.aten._conj.default, (), (root,))
-            root.__dict__["_counted"] = x._base
+            root.__dict__["_version_owner"] = x._base
         if root.dtype != x.dtype:
             root = dispatch(DTensor, torch.ops.aten.view.dtype, (), (root, x.dtype))
-            root.__dict__["_counted"] = x._base
+            root.__dict__["_version_owner"] = x._base
         args = (root, size, stride, local_view.storage_offset() if offset is None else offset)
         return make_views(Origin(root, operator, args, {}, plan_of(operator, args, {})))
 
@@ -374,7 +374,7 @@ def _make_view(origin: Origin, layout: Layout, place: int) -> LazyView:
     viewed, starts = origin.viewed, origin.plan.starts
     storage_offset = storage_offset_of_view(viewed, layout, starts[place]) if starts else 0
     view = _make(LazyView, layout.shape, layout.stride, storage_offset, dtype=layout.dtype, device=viewed.device)
-    view._layout, view._origin, view._place, view._begins = layout, origin, place, storage_offset
+    view._layout, view._origin, view._place, view._storage_start = layout, origin, place, storage_offset
     return cast(LazyView, view)
 
 
