@@ -38,7 +38,7 @@ def reason_lines(cause: Cause, can_be_written: bool = True) -> list[str]:
 
 def _redistribution_lines(cause: Cause) -> Iterator[str]:
     """Yield lines about the redistributions of one operator call, and about communication inside its kernel."""
-    for (name, index), plan in cause.plan.moves:
+    for (name, index), plan in cause.plan.redistributions:
         if plan.communicates:
             operand = name if index is None else f"{name}[{index}]"
             yield f"redistributed: {operand} {plan.src!r} -> {placements_text(plan.dst)}"
@@ -70,8 +70,8 @@ def _considered_query(cause: Cause) -> list[RuleQuery]:
 
 def _alternative_lines(cause: Cause, query: RuleQuery) -> Iterator[str]:
     """Yield a line about an operand that avoids the redistribution if it is made with other placements."""
-    plans = [(slot, plan) for slot, plan in cause.plan.moves if plan.communicates]
-    if len(plans) != 1 or len(cause.plan.moves) != 1:
+    plans = [(slot, plan) for slot, plan in cause.plan.redistributions if plan.communicates]
+    if len(plans) != 1 or len(cause.plan.redistributions) != 1:
         return
     (moved_slot, plan), (_, slots) = plans[0], make_call(cause.operator, query.call.mesh, cause.plan.call.arguments)
     changed_dims = [dim for dim, (a, b) in enumerate(zip(plan.src.placements, plan.dst.placements, strict=True)) if a != b]

@@ -157,7 +157,7 @@ def _get_or_make_ownership(ends: Any, disjoint: DisjointResult, layout: Layout) 
     return ownership
 
 
-def read_row_ownership(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Step | None:
+def read_row_ownership(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
     """Read, before the call writes to anything, the row ownership of operands that results inherit."""
     if plan.chosen is None or not plan.chosen.disjoint_results:
         return None
@@ -175,7 +175,7 @@ def read_row_ownership(plan: CallPlan, operator: OperatorSchema, form: CallSigna
     return step
 
 
-def attach_row_ownership(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Step | None:
+def attach_row_ownership(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
     """Attach to each result that the plan predicts to have disjoint rows which rank owns each row.
 
     Where the plan asks for it, the rows of other ranks are set to zero.
@@ -213,11 +213,11 @@ class DeferredReductions(frozenset[int]):
     __slots__ = ()
 
 
-def mark_deferred_reductions(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Step | None:
+def mark_deferred_reductions(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
     """Mark partial operands that this operator left unreduced; the cost model expects a later reduction of the result."""
     if plan.chosen is None or operator.is_view or operator.mutated:
         return None
-    marks = [(place, dims) for name, dims in _deferred_reductions(plan) if (place := form.given(name)) is not None]
+    marks = [(place, dims) for name, dims in _deferred_reductions(plan) if (place := signature.given(name)) is not None]
     if not marks:
         return None
     tensor = wrap.TENSOR
@@ -281,9 +281,9 @@ def note_local_indices(x: Any, columns: tuple[Split | None, ...]) -> None:
         x.__dict__[_LOCAL_INDICES] = LocalIndices(columns, counted_versions(x))
 
 
-def propagate_local_indices(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Step | None:
+def propagate_local_indices(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
     """Pass on to views, column by column, that an index tensor refers to this rank's own shard only."""
-    if not operator.is_view or plan.how != "rule" or not plan.starts or plan.moves or plan.communicates:
+    if not operator.is_view or plan.how != "rule" or not plan.starts or plan.redistributions or plan.communicates:
         return None
     first = plan.call.operands[0]
     if first.dtype is not torch.int64 or not first.splits or first.splits[0] is None:
@@ -340,7 +340,7 @@ def _find_preferred_layout(x: Any) -> Layout | None:
     return Layout.from_splits(own.mesh, preferred.splits, preferred.partials, own.shape, own.stride, own.dtype)
 
 
-def propagate_preferred_layout(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Step | None:
+def propagate_preferred_layout(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
     """Note that the result has the layout that operators preferred for the operand that it extends."""
     if plan.chosen is None or not any(
         known is not None and known.preferred_layout is not None for known in plan.call.operand_facts

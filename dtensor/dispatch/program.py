@@ -49,17 +49,17 @@ def bind_program(
     Returns:
         The layout of the result if the program is the local operator and one wrapper; else the function that runs the program.
     """
-    form = CallSignature.of(operator, args, kwargs)
+    signature = CallSignature.of(operator, args, kwargs)
     if whole is None:
-        whole = next((runner for make in WHOLE if (runner := make(plan, operator, form)) is not None), None)
+        whole = next((runner for make in WHOLE if (runner := make(plan, operator, signature)) is not None), None)
         communicates = whole is None and (plan.communicates or is_kernel(plan))
     else:
         communicates = False
-    before, behind = _bind_steps(BEFORE, plan, operator, form), _bind_steps(after, plan, operator, form)
+    before, behind = _bind_steps(BEFORE, plan, operator, signature), _bind_steps(after, plan, operator, signature)
     if whole is not None:
         run = _make_runner([*before, run_whole(whole), *behind]) if before or behind else whole
     else:
-        local = _bind_steps(LOCAL, plan, operator, form)
+        local = _bind_steps(LOCAL, plan, operator, signature)
         call, wrap = next(x for x in local if isinstance(x, LocalCall)), local[-1]
         assert isinstance(wrap, WrapOutputs)
         if len(local) > 2 or before or behind:
@@ -84,8 +84,8 @@ def runner_of(program: Layout | Runner, operator: OperatorSchema) -> Runner:
     return _make_short_runner(LocalCall(local_function(operator.func)), wrap)
 
 
-def _bind_steps(passes: Sequence[Pass], plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> list[Step]:
-    return [step for make in passes if (step := make(plan, operator, form)) is not None]
+def _bind_steps(passes: Sequence[Pass], plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> list[Step]:
+    return [step for make in passes if (step := make(plan, operator, signature)) is not None]
 
 
 def _make_runner(steps: Sequence[Step]) -> Runner:

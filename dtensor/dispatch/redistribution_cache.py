@@ -46,7 +46,7 @@ from ..errors import ArgumentError
 from ..layout.layout import Layout
 from ..placement import Replicate
 from ..redistribute import Exchange, Plan, execute, execute_many
-from ..redistribute import plan as plan_move
+from ..redistribute import plan as plan_redistribution
 from . import wrap
 from .grad_redistribute import register_grad_redistribute
 from .version_counters import cache_owner, counted_versions, version_owner
@@ -435,7 +435,7 @@ def _may_cache_leaf(leaf: Any, recorder: Any, versions: Any) -> bool:
 def _cheapest_start(copies: dict[Layout, Any], ends: _StoredEnds, local: Any) -> tuple[Plan, Any]:
     """Return the cheapest redistribution to the target, from ``local`` or from a cached copy, and the value to start from."""
     reshaped = [_reshape_copy(layout, copy, ends.source) for layout, copy in tuple(copies.items())]  # other threads add copies
-    starts = [(ends.plan, local), *[(plan_move(layout, ends.target), copy) for layout, copy in filter(None, reshaped)]]
+    starts = [(ends.plan, local), *[(plan_redistribution(layout, ends.target), copy) for layout, copy in filter(None, reshaped)]]
     return min(starts, key=lambda start: start[0].cost)
 
 
@@ -443,7 +443,7 @@ def _cheapest_start(copies: dict[Layout, Any], ends: _StoredEnds, local: Any) ->
 def _stored_ends(source: Layout, target: Layout) -> _StoredEnds:
     order, back = _memory_order_of(source)
     turned_source, turned_target = _permute_layout(source, order), _permute_layout(target, order)
-    plan = plan_move(turned_source, turned_target)
+    plan = plan_redistribution(turned_source, turned_target)
     is_reduced = all(op is None for op in source.partials)
     return _StoredEnds(
         order, back, turned_source, turned_target, _stored_key(source), _flatten_unsharded(turned_target), plan, is_reduced

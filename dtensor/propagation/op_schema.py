@@ -140,13 +140,13 @@ class CallSignature:
         return place
 
     @property
-    def tail(self) -> tuple[Any, ...]:
+    def omitted_positional(self) -> tuple[Any, ...]:
         """The defaults of the omitted arguments that may be passed by position."""
         operator = self.operator
         return tuple([operator.defaults[name] for name in operator.names[self.count : operator.positional]])
 
     @property
-    def lacking(self) -> dict[str, Any]:
+    def omitted_by_name(self) -> dict[str, Any]:
         """The defaults of the omitted arguments that can only be passed by name."""
         operator = self.operator
         names = operator.names[operator.positional :]

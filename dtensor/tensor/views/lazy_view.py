@@ -335,7 +335,7 @@ install_view_runners(make_view_runners)
 
 def is_local(plan: CallPlan) -> bool:
     """Return True if the plan computes the result from the base's local tensor only, without redistribution or kernel."""
-    return not plan.moves and (plan.chosen is None or plan.chosen.kernel_strategy is None)
+    return not plan.redistributions and (plan.chosen is None or plan.chosen.kernel_strategy is None)
 
 
 def changes_values(plan: CallPlan) -> bool:
