@@ -168,7 +168,7 @@ class RaggedFactors(Declaration):
         by_group = Strategy((R,) * len(factors.operands), (Along("g"),), "g")
         results = ((("g",), *factors.results[0][1:]),)
         sizes = {**factors.sizes, "g": _group_count(call)}
-        return replace(factors, results=results, sizes=sizes, rows=(by_group,), groups={"r": ("g", "offs")})
+        return replace(factors, results=results, sizes=sizes, listed_strategies=(by_group,), groups={"r": ("g", "offs")})
 
     def __str__(self) -> str:
         return str(self.notation)

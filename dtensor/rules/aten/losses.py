@@ -20,8 +20,8 @@ from torch import Tensor
 from ...placement import Partial
 from ..call import Call
 from ..declare import along, blockwise, by_pattern, kernel_rule
+from ..declared_factors import by
 from ..kernel_context import At, KernelContext, check_range, on_each_rank, statistics_bytes
-from ..notation_rules import by
 from ..rule import Along, Dims, Factors, Kernel, Partials, R, Strategy
 
 NONE, MEAN, SUM = 0, 1, 2  # the values of argument ``reduction``

@@ -68,7 +68,7 @@ def run_on_stack(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[s
 
     Returns NotImplemented for all other calls.
     """
-    if operator.facts.shows == "all":
+    if operator.traits.shows == "all":
         return _view_stack(operator, args, kwargs)
     if operator.is_view:
         return _permute_stack(operator, args, kwargs)
@@ -93,7 +93,7 @@ def run_on_stack(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[s
         None if all(isinstance(x, DTensor) for x in tensors) else make_constants_runner(operator, operator.bind(args, kwargs))
     )
     if constants is not None:
-        return constants(args, kwargs)
+        return constants(args, kwargs, [], {})
     dims = _get_or_find_dims(operator, marked, tensors, flattened_by_tensor)
     if dims is None or any(
         _is_cheaper_to_read(*each, leader) for each in zip(tensors, flattened_by_tensor, dims[0], strict=True)
@@ -292,7 +292,7 @@ def _find_dims(
     """Return the position of the flattened dim in each operand and result; None if the operator depends on the order along it."""
     bound, rule = operator.bind(*_map_arguments(*marked, lambda mark: tensors[mark.place], _TensorMark)), lookup(operator.func)
     meshes = tuple(meshes_of(bound.values()))
-    if len(meshes) > 1 or rule is None or operator.facts.per_element or rule.measured:
+    if len(meshes) > 1 or rule is None or operator.traits.per_element or rule.measured:
         return None
     if rule.answer or rule.decompose or rule.local_args:  # these may use the offset of a shard
         return None
@@ -358,7 +358,7 @@ def _unflatten_result(x: DTensor, dim: int, sizes: tuple[int, ...], cuts: DimSpl
     stack_tensor = wrap(communicator_of(flat_layout.mesh).map(unflatten_shard, _redistribute_local(x, flat_layout)), stack)
     result = cast(DTensor, dispatch(DTensor, _aten.view.default, (), (stack_tensor, list(x.shape))))
     # user code holds the result or its views; the reference is weak because the result holds the stack
-    stack_tensor.__dict__["_counted"] = weakref.ref(result)
+    stack_tensor.__dict__["_version_owner"] = weakref.ref(result)
     return result
 
 

@@ -8,7 +8,7 @@ has changed since. Autograd keeps one version counter for a base and all its vie
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -101,7 +101,7 @@ class Origin:
             base = wrap(self.memory.local, self.layout)
         else:
             base = _make_view(self.memory[0], self.layout, self.memory[1])
-        base.__dict__["_counted"] = self.viewed.__dict__.get("_counted", self.viewed)
+        base.__dict__["_version_owner"] = self.viewed.__dict__.get("_version_owner", self.viewed)
         return base
 
     def bases(self) -> Iterator[DTensor]:
@@ -177,7 +177,7 @@ def _flatten_view(view: LazyView) -> tuple[list[str], tuple[Any, ...]]:
 def _unflatten_view(inner_tensors: dict[str, torch.Tensor], constants: tuple[Any, ...], size: Any, stride: Any) -> Any:
     """Return the view of the base with the local tensor ``inner_tensors["_root"]``."""
     view = wrap(inner_tensors["_root"], constants[3])
-    view.__dict__["_counted"] = _UNCOUNTED  # other tensors may share this memory: the view is computed at each read
+    view.__dict__["_version_owner"] = _UNCOUNTED  # other tensors may share this memory: the view is computed at each read
     for func, static_args, options, place in constants[4]:
         operator, args, kwargs = operator_schema_of(func), (view, *static_args), dict(options)
         views = make_views(Origin(view, operator, args, kwargs, plan_of(operator, args, kwargs)))
@@ -226,7 +226,7 @@ class LazyView(DTensor):
 
     def _assign_memory_to(self, target: Any) -> None:
         origin, place, layout = self._origin, self._place, self._layout
-        target.__class__, target._begins = LazyView, self._begins
+        target.__class__, target._storage_start = LazyView, self._storage_start
         target._layout, target._origin, target._place = layout, origin, place
 
 
@@ -271,10 +271,10 @@ def apply_views(base: DTensor, calls: Sequence[tuple[Any, ...]]) -> Any:
 
     Autograd does not see the views between base and result, so their version counter is that of the base.
     """
-    counted, view = base.__dict__.get("_counted", base), base
+    counted, view = base.__dict__.get("_version_owner", base), base
     for func, *static_args in calls:
         if view is not base:
-            view.__dict__["_counted"] = counted
+            view.__dict__["_version_owner"] = counted
         view = dispatch(DTensor, func, (), (view, *static_args)) if type(view) is DTensor else func(view, *static_args)
     return view
 
@@ -307,11 +307,11 @@ def _make_as_strided_runner(operator: OperatorSchema, plan: CallPlan) -> Runner:
         root = x._base
         local_view = view_in_plain_torch(root, x) if isinstance(root, DTensor) else None
         if local_view is None:
-            as_strided_plan, args = plan, (x, size, stride, None if offset is None else offset - x._begins)
-            if offset is not None and x._begins:
-                if offset < x._begins:
+            as_strided_plan, args = plan, (x, size, stride, None if offset is None else offset - x._storage_start)
+            if offset is not None and x._storage_start:
+                if offset < x._storage_start:
                     raise LayoutError(
-                        f"as_strided from offset {offset} of a view that starts at offset {x._begins}: under "
+                        f"as_strided from offset {offset} of a view that starts at offset {x._storage_start}: under "
                         "torch.inference_mode() the base of the view is unknown; call as_strided on the base"
                     )
                 as_strided_plan = plan_of(operator, args, {})
@@ -320,10 +320,10 @@ def _make_as_strided_runner(operator: OperatorSchema, plan: CallPlan) -> Runner:
             return make_views(Origin(x, operator, args, {}, as_strided_plan))
         if local_view.is_conj():
             root = dispatch(DTensor, torch.ops.aten._conj.default, (), (root,))
-            root.__dict__["_counted"] = x._base
+            root.__dict__["_version_owner"] = x._base
         if root.dtype != x.dtype:
             root = dispatch(DTensor, torch.ops.aten.view.dtype, (), (root, x.dtype))
-            root.__dict__["_counted"] = x._base
+            root.__dict__["_version_owner"] = x._base
         args = (root, size, stride, local_view.storage_offset() if offset is None else offset)
         return make_views(Origin(root, operator, args, {}, plan_of(operator, args, {})))
 
@@ -339,7 +339,7 @@ install_view_runners(make_view_runners)
 
 def is_local(plan: CallPlan) -> bool:
     """Return True if the plan computes the result from the base's local tensor only, without redistribution or kernel."""
-    return not plan.moves and (plan.chosen is None or plan.chosen.kernel_row is None)
+    return not plan.redistributions and (plan.chosen is None or plan.chosen.kernel_strategy is None)
 
 
 def changes_values(plan: CallPlan) -> bool:
@@ -378,7 +378,7 @@ def _make_view(origin: Origin, layout: Layout, place: int) -> LazyView:
     viewed, starts = origin.viewed, origin.plan.starts
     storage_offset = storage_offset_of_view(viewed, layout, starts[place]) if starts else 0
     view = _make(LazyView, layout.shape, layout.stride, storage_offset, dtype=layout.dtype, device=viewed.device)
-    view._layout, view._origin, view._place, view._begins = layout, origin, place, storage_offset
+    view._layout, view._origin, view._place, view._storage_start = layout, origin, place, storage_offset
     return cast(LazyView, view)
 
 
