@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from ..base.group_by import group_by_key
+from ..base.tensor_text import tensor_text
 from ..base.tensor_tree import tensor_leaves
 from ..base.torch_internals import FakeTensor, graph_task, has_kernel
 from ..base.tracing import is_tracing
@@ -236,7 +237,7 @@ def describe_tensor(x: Tensor) -> str:
     """Return the dtype and shape of a tensor, with the placements of a DTensor."""
     if isinstance(x, DTensor):
         return repr(x._layout)
-    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+    return tensor_text(x.dtype, x.shape)
 
 
 def _count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..base.caches import memoize
+from ..base.tensor_tree import map_leaves
 from ..comm.events import Event, listening
 from ..cost.link import collective_seconds, get_device
 from ..dispatch.dispatcher import run_with_strategies
@@ -121,6 +122,4 @@ def _make_meta_tensor(layout: Layout, dry: DeviceMesh) -> Any:
 def _with_tensors(value: Any, places: Sequence[int], tensors: Sequence[Any]) -> Any:
     """Return an argument with tensors in place of layouts. ``places``: the numbers of the operands in it."""
     numbers = iter(places)
-    if isinstance(value, (list, tuple)):
-        return [tensors[next(numbers)] if isinstance(item, Layout) else item for item in value]
-    return tensors[next(numbers)] if isinstance(value, Layout) else value
+    return map_leaves(lambda item: tensors[next(numbers)] if isinstance(item, Layout) else item, value)
