@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,11 @@ from ..mesh.device_mesh import DeviceMesh, init_device_mesh
 from ..propagation.cost_model import LOCAL_STEP
 from ..propagation.cost_model import kernel_seconds as kernel_seconds_of
 from ..propagation.select_strategy import realize_selection
+from ..propagation.strategy_table import StrategySelection
 from ..redistribute import Step, estimate
+from ..rules.call import Call
 from ..rules.flops import largest_fraction
-from ..rules.rule import Strategy
+from ..rules.rule import Factors, Rule, Strategy
 from .disjoint_placements import disjoint_marks
 from .graph import Node, RuleQuery
 
@@ -96,15 +98,14 @@ def kernel_bytes(query: RuleQuery, strategies: Sequence[Strategy], operands: Seq
         for layout, recorded in zip(operands, call.operands, strict=True)
     ]
     arguments = {name: _with_tensors(value, call.operands_of(name), tensors) for name, value in call.arguments.items()}
+
+    def select_given(rule: Rule, factors: Factors, at: Call, inplace_results: Mapping[int, int]) -> StrategySelection | None:
+        return realize_selection(rule, tuple(strategies), factors, at, inplace_results)
+
     try:
         if torch.Tag.nondeterministic_seeded not in call.func.tags:
             with torch.no_grad(), listening(events.append):
-                run_with_strategies(
-                    call.func,
-                    (),
-                    arguments,
-                    lambda rule, factors, at, kept: realize_selection(rule, tuple(strategies), factors, at, kept),
-                )
+                run_with_strategies(call.func, (), arguments, select_given)
             return sum(event.bytes for event in events)
     except (DTensorError, RuntimeError):
         pass
